@@ -1,0 +1,79 @@
+"""What a user may ask of the engine: where and how a model runs, and how its tokens are chosen.
+
+Plain frozen dataclasses: they travel over the protocol, so their fields are JSON-like values only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.errors import EngineError, ErrorCode
+
+Precision = Literal["auto", "fp32", "bf16", "int8", "int4"]
+PRECISIONS: tuple[Precision, ...] = ("auto", "fp32", "bf16", "int8", "int4")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One model, and what it may use of the machine.  `None` means: let the engine decide.
+
+    Attributes:
+        model: `starter`, a library name, or the path of a checkpoint directory.
+        device: `auto`, `cpu`, `cuda` or `emulated:NAME`.
+        precision: precision of the weights in memory.
+        vram_bytes, ram_bytes: budgets in bytes.
+        threads: CPU threads that compute; `None` is one per physical core.
+        context_tokens: longest context to allow; `None` is the model's own limit.
+    """
+
+    model: str
+    device: str = "auto"
+    precision: Precision = "auto"
+    vram_bytes: int | None = None
+    ram_bytes: int | None = None
+    threads: int | None = None
+    context_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen.
+
+    Attributes:
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set whose probability reaches p; 1 keeps all.
+        min_p: drop tokens less likely than min_p times the likeliest; 0 keeps all.
+        repetition_penalty: divides (multiplies, if negative) logits of tokens already in the context; 1 is off.
+        seed: same seed, same prompt, same machine: same tokens.  `None` draws a fresh one.
+        stop: strings that end the answer; they are not part of it.
+        max_tokens: most tokens to generate.
+        beams: width of beam search; 1 is none.  Beam search ignores temperature and its filters.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    max_tokens: int = 512
+    beams: int = 1
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("temperature", 0 <= self.temperature <= 10, "between 0 and 10"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p < 1, "at least 0 and below 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty <= 10, "above 0 and at most 10"),
+            ("max_tokens", self.max_tokens >= 1, "1 or more"),
+            ("beams", 1 <= self.beams <= 64, "between 1 and 64"),
+        )
+        for name, holds, allowed in checks:
+            value = getattr(self, name)
+            if not holds or not math.isfinite(value):
+                raise EngineError(ErrorCode.INVALID_REQUEST, f"{name} is {value}, but must be {allowed}.")

@@ -1,0 +1,317 @@
+"""Commands and events between the window and the engine process: frozen dataclasses, one codec, a version.
+
+One message is one line of UTF-8 JSON: `{"type": "Generate", ...fields}`.  The window writes commands to the
+worker's stdin, the worker writes events to a private copy of its stdout.  Every command that carries a
+`request_id` is answered by exactly one terminal event (`TERMINAL`) with the same id; if the worker dies, the
+client makes that event up.  `Token`, `Progress` and terminal events are lossless and ordered; `Telemetry` is a
+latest-wins sample that may be dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from engine.config import EngineConfig, SamplingParams
+from engine.errors import EngineError, ErrorCode
+
+PROTOCOL_VERSION = 1
+HEARTBEAT_S = 1.0
+"""The worker sends `Heartbeat` this often, also while it computes; silence for several of them means it hangs."""
+
+MAX_LINE_BYTES = 64 * 2**20
+"""A longer line is nonsense, not a message: both sides refuse it rather than collect it."""
+
+Role = Literal["system", "user", "assistant"]
+Phase = Literal["loading", "prefill", "decode"]
+FinishReason = Literal["stop", "length", "stop_string", "context", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a conversation, as plain text."""
+
+    role: Role
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is loaded and where it really runs: what the window keeps in sight.
+
+    Attributes:
+        name: the name to show; `path` is the checkpoint directory.
+        family: transformers' `model_type`.
+        device: `cpu`, `cuda:0`, ...; `device_note` says why it is not what was asked for, if so.
+        precision: of the weights in memory.
+        experts, experts_per_token: 0 for dense models.
+        weights_bytes, experts_bytes: bytes held by non-expert and expert weights.
+        kv_bytes_per_token: bytes of KV that one more token of context costs.
+        template_note: set when the tokenizer has no chat template, and says what is used instead.
+    """
+
+    name: str
+    path: str
+    family: str
+    device: str
+    precision: str
+    threads: int
+    parameters: int
+    layers: int
+    experts: int
+    experts_per_token: int
+    context_tokens: int
+    weights_bytes: int
+    experts_bytes: int
+    kv_bytes_per_token: int
+    device_note: str = ""
+    template_note: str = ""
+
+
+# --- commands: window -> worker -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LoadModel:
+    """Load this model, in place of the one loaded.  Ends in `ModelLoaded`, `Failed` or `Cancelled`."""
+
+    request_id: str
+    config: EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadModel:
+    """Free the model's memory.  Ends in `ModelUnloaded` (also when none was loaded)."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Answer the last message.  Ends in `Finished` (also when cancelled in mid-answer) or `Failed`."""
+
+    request_id: str
+    messages: tuple[ChatMessage, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Stop that request within one token, or before it starts.  Has no answer of its own."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """Cancel everything and exit 0."""
+
+
+Command = LoadModel | UnloadModel | Generate | Cancel | Shutdown
+
+
+# --- events: worker -> window ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """First event of a worker: it listens.  The client refuses another protocol version."""
+
+    protocol_version: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The worker is alive; `monotonic_s` is its own clock."""
+
+    monotonic_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a phase is: `done` of `total` (bytes while loading, prompt tokens in prefill)."""
+
+    request_id: str
+    phase: Phase
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """Newly visible text of an answer; may be empty while a character or a stop string is incomplete.
+
+    Attributes:
+        text: what to append.
+        generated_tokens: how many tokens have been generated so far in this answer.
+    """
+
+    request_id: str
+    text: str
+    generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoaded:
+    """Terminal event of `LoadModel`."""
+
+    request_id: str
+    info: ModelInfo
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelUnloaded:
+    """Terminal event of `UnloadModel`."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Terminal event of `Generate`.
+
+    Attributes:
+        prompt_tokens: length of the whole prompt; `reused_tokens` of them were still in the KV.
+        ttft_s: seconds from the start of the request to its first token; 0 if there was none.
+        tokens_per_s: decode rate after the first token; 0 if fewer than two tokens came.
+    """
+
+    request_id: str
+    finish_reason: FinishReason
+    prompt_tokens: int
+    reused_tokens: int
+    generated_tokens: int
+    ttft_s: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """Terminal event of a `LoadModel` that was cancelled."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Terminal event of any request that could not be done: `message` is one sentence for a person."""
+
+    request_id: str
+    code: ErrorCode
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """Latest sample of what the engine holds and does; a newer one replaces it unsent.
+
+    Attributes:
+        rss_bytes: resident memory of the worker; the next three are parts of it.
+        kv_tokens, kv_bytes: context now held.
+        tokens_per_s: over the last second of decoding; 0 when idle.
+    """
+
+    rss_bytes: int
+    weights_bytes: int
+    experts_bytes: int
+    kv_bytes: int
+    kv_tokens: int
+    tokens_per_s: float
+
+
+Event = Ready | Heartbeat | Progress | Token | ModelLoaded | ModelUnloaded | Finished | Cancelled | Failed | Telemetry
+TerminalEvent = ModelLoaded | ModelUnloaded | Finished | Cancelled | Failed
+TERMINAL: tuple[type, ...] = get_args(TerminalEvent)
+
+Message = Command | Event
+_BY_NAME: dict[str, type] = {cls.__name__: cls for cls in (*get_args(Command), *get_args(Event))}
+
+
+# --- the codec ------------------------------------------------------------------------------------
+
+
+def encode(message: Message) -> bytes:
+    """One message as one line of JSON, newline included."""
+    fields = dataclasses.asdict(message)
+    text = json.dumps({"type": type(message).__name__, **fields}, ensure_ascii=False, separators=(",", ":"))
+    # A lone surrogate (half an emoji, say) cannot be UTF-8: replace it rather than kill the stream.
+    return text.encode("utf-8", errors="replace") + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """The message on one line.
+
+    Raises:
+        EngineError: `PROTOCOL`, if the line is not a message of this version.
+    """
+    try:
+        raw = json.loads(line)
+        cls = _BY_NAME[raw.pop("type")]
+        return typing.cast(Message, _build(cls, raw))
+    except EngineError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EngineError(ErrorCode.PROTOCOL, f"Not a protocol message ({error!r}).") from error
+
+
+class LineDecoder:
+    """Turns a stream of bytes, cut anywhere, into messages."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Message]:
+        """Every message completed by `data`, in order.
+
+        Raises:
+            EngineError: `PROTOCOL`, at a line that is no message or has no end in sight.
+        """
+        self._buffer += data
+        if b"\n" not in data:
+            if len(self._buffer) > MAX_LINE_BYTES:
+                raise EngineError(ErrorCode.PROTOCOL, "A protocol line has no end.")
+            return []
+        *lines, rest = bytes(self._buffer).split(b"\n")
+        self._buffer = bytearray(rest)
+        return [decode(line) for line in lines if line.strip()]
+
+
+def _build(cls: type, raw: dict[str, Any]) -> Any:
+    hints = typing.get_type_hints(cls)
+    unknown = raw.keys() - hints.keys()
+    if unknown:
+        raise TypeError(f"{cls.__name__} has no field {sorted(unknown)[0]!r}")
+    return cls(**{name: _convert(hints[name], value) for name, value in raw.items()})
+
+
+def _convert(hint: Any, value: Any) -> Any:
+    """`value` from JSON as the type that the field declares, or TypeError."""
+    origin = get_origin(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in get_args(hint):
+            return None
+        (inner,) = [arg for arg in get_args(hint) if arg is not type(None)]
+        return _convert(inner, value)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise TypeError(f"expected a list, got {value!r}")
+        return tuple(_convert(get_args(hint)[0], item) for item in value)
+    if origin is Literal:
+        if value not in get_args(hint):
+            raise TypeError(f"{value!r} is none of {get_args(hint)}")
+        return value
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is ErrorCode:
+        return ErrorCode(value)
+    if type(value) is not hint:
+        raise TypeError(f"expected {hint.__name__}, got {value!r}")
+    return value
