@@ -1,0 +1,44 @@
+"""A model that is ready to run, and everything that was allocated for it."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.protocol import ModelInfo
+
+if TYPE_CHECKING:
+    from engine.experts.bank import ExpertBank
+
+
+@dataclass
+class LoadedModel:
+    """What `load_model` returns.
+
+    Attributes:
+        model: transformers' `PreTrainedModel`, in eval mode, without gradients; its experts are served by `bank`.
+        tokenizer: transformers' `PreTrainedTokenizerBase`.
+        info: what the window is told about it.
+        bank: the weights of all experts; `None` for a dense model.
+        context_tokens: longest context allowed, prompt and answer together.
+        device: where the non-expert weights are.
+    """
+
+    model: Any
+    tokenizer: Any
+    info: ModelInfo
+    bank: ExpertBank | None
+    context_tokens: int
+    device: torch.device
+
+    def close(self) -> None:
+        """Frees the weights.  The object is of no use afterwards; calling it twice is harmless."""
+        if self.bank is not None:
+            self.bank.close()
+        self.model = self.tokenizer = self.bank = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
