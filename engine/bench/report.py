@@ -1,0 +1,90 @@
+"""What every benchmark prints: the machine, rows of figures, and the peers that could not be run, with the reason."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured figure.
+
+    Attributes:
+        value: median over `repeats` runs, in `unit`.
+        peer, peer_value: what it was compared with in the same run, and that one's median.
+        ratio: ours over the peer's, turned so that above 1 is better for us.
+        limit: the physical limit in the same unit; `of_limit` is the part of it that was reached.
+    """
+
+    name: str
+    value: float
+    unit: str
+    repeats: int
+    peer: str | None = None
+    peer_value: float | None = None
+    ratio: float | None = None
+    limit: float | None = None
+    of_limit: float | None = None
+
+
+def row(
+    name: str,
+    values: list[float],
+    unit: str,
+    *,
+    peer: str | None = None,
+    peer_values: list[float] | None = None,
+    limit: float | None = None,
+    higher_is_better: bool = True,
+) -> Row:
+    """A row from repeated measurements taken in turn; the ratio is the median of the paired ratios."""
+    value = statistics.median(values)
+    peer_value = ratio = None
+    if peer_values:
+        peer_value = statistics.median(peer_values)
+        pairs = zip(values, peer_values, strict=True)
+        ratio = statistics.median(ours / theirs if higher_is_better else theirs / ours for ours, theirs in pairs)
+    of_limit = None
+    if limit:
+        of_limit = value / limit if higher_is_better else limit / value
+    return Row(name, value, unit, len(values), peer, peer_value, ratio, limit, of_limit)
+
+
+@dataclass(slots=True)
+class Report:
+    """All rows of one benchmark run."""
+
+    machine: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    peers_not_run: list[dict[str, str]] = field(default_factory=list)
+
+    def skip_peer(self, peer: str, reason: str) -> None:
+        """Name a peer that could not be run, and why, instead of leaving it out in silence."""
+        self.peers_not_run.append({"peer": peer, "reason": reason})
+
+    def document(self) -> dict[str, Any]:
+        """The JSON document that `--json` prints."""
+        return {
+            "machine": self.machine,
+            "rows": [asdict(entry) for entry in self.rows],
+            "peers_not_run": self.peers_not_run,
+        }
+
+    def text(self) -> str:
+        """The same as a table for people."""
+        lines = [f"{'':44} {'value':>10}  {'unit':9} {'peer':>10} {'ratio':>7} {'of limit':>9}"]
+        for entry in self.rows:
+            name = f"{entry.name} vs {entry.peer}" if entry.peer else entry.name
+            lines.append(
+                f"{name[:44]:44} {entry.value:>10.3f}  {entry.unit:9} "
+                f"{_cell(entry.peer_value, '10.3f')} {_cell(entry.ratio, '6.2f', 'x')} {_cell(entry.of_limit, '9.0%')}"
+            )
+        lines += [f"not run: {skipped['peer']} ({skipped['reason']})" for skipped in self.peers_not_run]
+        return "\n".join(lines)
+
+
+def _cell(value: float | None, form: str, suffix: str = "") -> str:
+    width = int(form.split(".")[0]) + len(suffix)
+    return " " * width if value is None else f"{value:{form}}{suffix}"
