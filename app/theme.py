@@ -1,0 +1,272 @@
+"""Colours, type and the one style sheet, from one `Theme`; and the controller that keeps the window in step with it.
+
+Widgets never hold a colour of their own.  They take their look from the style sheet, by these dynamic properties:
+
+- `QPushButton` and `QToolButton`, `kind`: `primary` (one a page), `quiet` (no frame), `danger`; none is a plain button.
+- `QLabel`, `role`: `title`, `heading`, `secondary`, `caption`; none is body text.
+- `QFrame`, `card`: true for a card; `QWidget`, `pane`: `surface`, `background`, `sunken` for what lies behind.
+- `QFrame`, `banner`: `info`, `warning` or `danger`.
+
+What paints itself (plots, Markdown, icons) listens to `ThemeController.changed`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import string
+from dataclasses import dataclass
+from typing import Literal
+
+from PySide6.QtCore import QObject, Qt, Signal
+from PySide6.QtGui import QColor, QFont, QFontDatabase, QGuiApplication, QPalette
+from PySide6.QtWidgets import QApplication, QWidget
+
+from engine.paths import resources_dir
+
+Choice = Literal["system", "light", "dark"]
+
+BODY_PX = 14
+MIN_FONT_PX, MAX_FONT_PX = 11, 24
+FAMILY = "Inter"
+
+
+@dataclass(frozen=True, slots=True)
+class Theme:
+    """Every colour of the window as `#RRGGBB`.
+
+    Text in `text`, `muted`, `accent_text` and `danger` is at least 4.5:1 on each surface it is used on.  `faint` is not:
+    it is for lines, marks and what is disabled, never for something one has to read.
+    """
+
+    name: str
+    is_dark: bool
+    background: str
+    surface: str
+    raised: str
+    sunken: str
+    hover: str
+    border: str
+    text: str
+    muted: str
+    faint: str
+    accent: str
+    accent_hover: str
+    accent_background: str
+    accent_text: str
+    on_accent: str
+    danger: str
+    gpu: str
+    cpu: str
+    pcie: str
+    disk: str
+    hit: str
+    miss: str
+    idle: str
+
+
+LIGHT = Theme(
+    name="light",
+    is_dark=False,
+    background="#F6F7F9",
+    surface="#FFFFFF",
+    raised="#FFFFFF",
+    sunken="#F2F4F7",
+    hover="#F0F2F5",
+    border="#E2E5EA",
+    text="#1B1F27",
+    muted="#5D6779",
+    faint="#98A1B0",
+    accent="#2F6FDE",
+    accent_hover="#2762C8",
+    accent_background="#E8F0FE",
+    accent_text="#2460C4",
+    on_accent="#FFFFFF",
+    danger="#B3400F",
+    gpu="#0072B2",
+    cpu="#E69F00",
+    pcie="#009E73",
+    disk="#CC79A7",
+    hit="#56B4E9",
+    miss="#D55E00",
+    idle="#999999",
+)
+
+DARK = Theme(
+    name="dark",
+    is_dark=True,
+    background="#14161A",
+    surface="#1B1E24",
+    raised="#22262E",
+    sunken="#101216",
+    hover="#262B34",
+    border="#2C313A",
+    text="#E6E9EF",
+    muted="#9AA3B2",
+    faint="#6B7483",
+    accent="#6EA0F7",
+    accent_hover="#86B0F9",
+    accent_background="#23324F",
+    accent_text="#7FACF8",
+    on_accent="#14161A",
+    danger="#F2925A",
+    gpu="#3E9BD6",
+    cpu="#E9AE2D",
+    pcie="#21B58A",
+    disk="#D992BB",
+    hit="#7CC6F0",
+    miss="#EA7A2C",
+    idle="#6F7683",
+)
+
+
+def style_sheet(theme: Theme, font_px: int, dpi: float = 96.0) -> str:
+    """The whole application's style sheet.
+
+    Args:
+        font_px: size of body text in device-independent pixels; every other size follows in proportion.
+        dpi: logical dots per inch of the screen, for sizes between two pixels (Qt rounds `px`, but not `pt`).
+    """
+    scale = font_px / BODY_PX
+
+    def size(px: float) -> str:
+        return f"{px * scale * 72 / dpi:.3f}pt"
+
+    values = dataclasses.asdict(theme) | {
+        "family": FAMILY,
+        "body": size(14),
+        "secondary": size(12.5),
+        "caption": size(11.5),
+        "heading": size(15),
+        "title": size(16),
+        "images": (resources_dir() / "themes" / theme.name).as_posix(),
+    }
+    template = (resources_dir() / "themes" / "switchyard.qss").read_text(encoding="utf-8")
+    return string.Template(template).substitute(values)
+
+
+def palette(theme: Theme) -> QPalette:
+    """The same colours for what the style sheet does not reach: selections, links, placeholders, native dialogs."""
+    result = QPalette()
+    role = QPalette.ColorRole
+    for name, colour in {
+        role.Window: theme.background,
+        role.WindowText: theme.text,
+        role.Base: theme.surface,
+        role.AlternateBase: theme.sunken,
+        role.Text: theme.text,
+        role.PlaceholderText: theme.muted,
+        role.Button: theme.raised,
+        role.ButtonText: theme.text,
+        role.ToolTipBase: theme.raised,
+        role.ToolTipText: theme.text,
+        role.BrightText: theme.danger,
+        role.Highlight: theme.accent,
+        role.HighlightedText: theme.on_accent,
+        role.Accent: theme.accent,
+        role.Link: theme.accent_text,
+        role.LinkVisited: theme.accent_text,
+        role.Light: theme.raised,
+        role.Mid: theme.border,
+        role.Dark: theme.border,
+    }.items():
+        result.setColor(name, QColor(colour))
+    for name in (role.WindowText, role.Text, role.ButtonText):
+        result.setColor(QPalette.ColorGroup.Disabled, name, QColor(theme.faint))
+    return result
+
+
+def load_fonts() -> None:
+    """Makes the bundled Inter known to Qt.  Where a file is missing the platform's own font is used instead."""
+    if FAMILY not in QFontDatabase.families():
+        for path in sorted((resources_dir() / "fonts").glob("*.otf")):
+            QFontDatabase.addApplicationFont(str(path))
+
+
+def use_tabular_figures(widget: QWidget) -> None:
+    """Digits of equal width, so that a number that changes does not make its line tremble."""
+    font = widget.font()
+    font.setFeature(QFont.Tag("tnum"), 1)
+    widget.setFont(font)
+
+
+class ThemeController(QObject):
+    """Chooses the theme, applies it to the whole application, and follows the system while the choice is `system`.
+
+    `changed` carries the theme after every change of colours or of font size.
+    """
+
+    changed = Signal(object)
+
+    def __init__(self, choice: Choice = "system", font_px: int = BODY_PX, parent: QObject | None = None) -> None:
+        super().__init__(parent)
+        self._choice: Choice = choice
+        self._font_px = _clamp(font_px)
+        load_fonts()
+        QGuiApplication.styleHints().colorSchemeChanged.connect(self._follow_system)
+        self._force_scheme()
+        self._theme = self._wanted()
+        self._apply()
+
+    @property
+    def theme(self) -> Theme:
+        return self._theme
+
+    @property
+    def choice(self) -> Choice:
+        return self._choice
+
+    @property
+    def font_px(self) -> int:
+        """Size of body text in device-independent pixels."""
+        return self._font_px
+
+    def set_choice(self, choice: Choice) -> None:
+        if choice != self._choice:
+            self._choice = choice
+            self._force_scheme()
+            self._refresh()
+
+    def set_font_px(self, font_px: int) -> None:
+        """Sets the size of body text, held within `MIN_FONT_PX` and `MAX_FONT_PX`."""
+        font_px = _clamp(font_px)
+        if font_px != self._font_px:
+            self._font_px = font_px
+            self._apply()
+            self.changed.emit(self._theme)
+
+    def _wanted(self) -> Theme:
+        if self._choice == "system":
+            dark = QGuiApplication.styleHints().colorScheme() == Qt.ColorScheme.Dark
+            return DARK if dark else LIGHT
+        return DARK if self._choice == "dark" else LIGHT
+
+    def _follow_system(self) -> None:
+        if self._choice == "system":
+            self._refresh()
+
+    def _force_scheme(self) -> None:
+        """Tells the platform too, so that title bars and native dialogs agree with the window."""
+        scheme = {"light": Qt.ColorScheme.Light, "dark": Qt.ColorScheme.Dark}.get(self._choice, Qt.ColorScheme.Unknown)
+        QGuiApplication.styleHints().setColorScheme(scheme)
+
+    def _refresh(self) -> None:
+        theme = self._wanted()
+        if theme is not self._theme:
+            self._theme = theme
+            self._apply()
+            self.changed.emit(theme)
+
+    def _apply(self) -> None:
+        app = QApplication.instance()
+        if not isinstance(app, QApplication):
+            raise RuntimeError("A ThemeController needs a QApplication.")
+        font = QFont(FAMILY)
+        font.setPixelSize(self._font_px)
+        app.setFont(font)
+        app.setPalette(palette(self._theme))
+        screen = app.primaryScreen()
+        app.setStyleSheet(style_sheet(self._theme, self._font_px, screen.logicalDotsPerInchY() if screen else 96.0))
+
+
+def _clamp(font_px: int) -> int:
+    return max(MIN_FONT_PX, min(MAX_FONT_PX, font_px))
