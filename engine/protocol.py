@@ -10,6 +10,7 @@ latest-wins sample that may be dropped.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import types
 import typing
@@ -256,34 +257,52 @@ def decode(line: bytes) -> Message:
         return typing.cast(Message, _build(cls, raw))
     except EngineError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise EngineError(ErrorCode.PROTOCOL, f"Not a protocol message ({error!r}).") from error
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        # Neither the line nor the error's own text is quoted: both can hold what somebody typed.
+        message = f"A line of {len(line)} bytes is not a message of this version ({type(error).__name__})."
+        raise EngineError(ErrorCode.PROTOCOL, message) from None
 
 
-class LineDecoder:
-    """Turns a stream of bytes, cut anywhere, into messages."""
+def request_id_of(line: bytes) -> str | None:
+    """The `request_id` on a line that `decode` refused, if it has one: its sender is owed a terminal event."""
+    try:
+        request_id = json.loads(line)["request_id"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return request_id if isinstance(request_id, str) else None
+
+
+class LineReader:
+    """Turns a stream of bytes, cut anywhere, into the lines of it that are not blank."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._rest = bytearray()
 
-    def feed(self, data: bytes) -> list[Message]:
-        """Every message completed by `data`, in order.
+    def feed(self, data: bytes) -> list[bytes]:
+        """Every line completed by `data`, in order, without its newline.
 
         Raises:
-            EngineError: `PROTOCOL`, at a line that is no message or has no end in sight.
+            EngineError: `PROTOCOL`, at a line that has no end in sight; the stream is of no use then.
         """
-        self._buffer += data
-        if b"\n" not in data:
-            if len(self._buffer) > MAX_LINE_BYTES:
-                raise EngineError(ErrorCode.PROTOCOL, "A protocol line has no end.")
-            return []
-        *lines, rest = bytes(self._buffer).split(b"\n")
-        self._buffer = bytearray(rest)
-        return [decode(line) for line in lines if line.strip()]
+        *ended, rest = data.split(b"\n")
+        lines = []
+        for piece in ended:
+            self._rest += piece
+            lines.append(bytes(self._rest))
+            self._rest.clear()
+        self._rest += rest
+        if len(self._rest) > MAX_LINE_BYTES:
+            raise EngineError(ErrorCode.PROTOCOL, f"A protocol line has no end after {MAX_LINE_BYTES} bytes.")
+        return [line for line in lines if line.strip()]
+
+
+@functools.cache
+def _field_types(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
 
 
 def _build(cls: type, raw: dict[str, Any]) -> Any:
-    hints = typing.get_type_hints(cls)
+    hints = _field_types(cls)
     unknown = raw.keys() - hints.keys()
     if unknown:
         raise TypeError(f"{cls.__name__} has no field {sorted(unknown)[0]!r}")
