@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import sysconfig
 from pathlib import Path
 
 import platformdirs
@@ -43,3 +45,18 @@ def log_dir() -> Path:
 def resources_dir() -> Path:
     """Files shipped with the program (icons, themes, the starter's recipe)."""
     return Path(__file__).resolve().parent.parent / "resources"
+
+
+def python_module(module: str) -> tuple[list[str], dict[str, str]]:
+    """The command that runs one of our modules in a new process, and the environment variables it needs besides ours.
+
+    From a checkout the new process must be told where `engine` and `app` are; once installed it must not be, or
+    everything in site-packages would come before the standard library.  `-P` keeps the working folder off the
+    import path: a `torch.py` lying there is nobody's torch.
+    """
+    root = str(Path(__file__).resolve().parent.parent)
+    extra: dict[str, str] = {}
+    if root not in {str(Path(sysconfig.get_path(key)).resolve()) for key in ("purelib", "platlib")}:
+        inherited = os.environ.get("PYTHONPATH")
+        extra["PYTHONPATH"] = os.pathsep.join([root, inherited] if inherited else [root])
+    return [sys.executable, "-P", "-X", "utf8", "-m", module], extra

@@ -1,0 +1,48 @@
+"""Why the engine process ended, said for a person; and the file that takes its last words."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+from PySide6.QtCore import QCoreApplication
+
+MAX_LOG_BYTES = 2 * 2**20
+
+
+def death_sentence(code: int, *, crashed: bool) -> str:
+    """One sentence on a worker that ended unasked.
+
+    Args:
+        code: QProcess's exit code; if `crashed`, the signal's number on POSIX and an NTSTATUS on Windows.
+    """
+    if not crashed:
+        return _tr("The engine stopped by itself (exit code {0}); its log says more.").format(code)
+    if sys.platform == "win32":
+        return _tr("The engine crashed (status {0}).").format(f"0x{code & 0xFFFFFFFF:08X}")
+    if code == signal.SIGKILL:
+        return _tr("The engine was killed (signal 9), perhaps for lack of memory.")
+    if code == signal.SIGILL:
+        return _tr("The engine crashed (signal 4): this processor lacks an instruction that it used.")
+    try:
+        name = signal.strsignal(code) or "?"
+    except ValueError:
+        name = "?"
+    return _tr("The engine crashed (signal {0}: {1}).").format(code, name)
+
+
+def keep_log_small(log: Path) -> bool:
+    """Make the log's folder, and move a log that has grown aside; whether the log can be written."""
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if log.exists() and log.stat().st_size > MAX_LOG_BYTES:
+            log.replace(log.with_suffix(".old.log"))
+        with log.open("ab"):
+            return True
+    except OSError:
+        return False
+
+
+def _tr(text: str) -> str:
+    return QCoreApplication.translate("EngineClient", text)
