@@ -26,6 +26,11 @@ def icon(name: str, theme: Theme, colour: str | None = None, checked: str | None
     return QIcon(_LineIconEngine(name, normal, checked or normal, theme.faint))
 
 
+def logo(theme: Theme) -> QIcon:
+    """The mark: a track that forks, in the colours of GPU, CPU and PCIe."""
+    return QIcon(_LineIconEngine("logo" if not theme.is_dark else "logo-dark", theme.text, theme.text, theme.faint))
+
+
 def pixmap(name: str, colour: str, size: int, device_pixel_ratio: float = 1.0) -> QPixmap:
     """The icon as a picture of `size` x `size` device-independent pixels."""
     result = QPixmap(round(size * device_pixel_ratio), round(size * device_pixel_ratio))

@@ -17,7 +17,7 @@ import string
 from dataclasses import dataclass
 from typing import Literal
 
-from PySide6.QtCore import QObject, Qt, Signal
+from PySide6.QtCore import QEvent, QObject, Qt, Signal
 from PySide6.QtGui import QColor, QFont, QFontDatabase, QGuiApplication, QPalette
 from PySide6.QtWidgets import QApplication, QWidget
 
@@ -34,8 +34,8 @@ FAMILY = "Inter"
 class Theme:
     """Every colour of the window as `#RRGGBB`.
 
-    Text in `text`, `muted`, `accent_text` and `danger` is at least 4.5:1 on each surface it is used on.  `faint` is not:
-    it is for lines, marks and what is disabled, never for something one has to read.
+    Text in `text`, `muted`, `accent_text` and `danger` is at least 4.5:1 on each surface it is used on.  `faint` is
+    not: it is for lines, marks and what is disabled, never for something one has to read.
     """
 
     name: str
@@ -182,11 +182,26 @@ def load_fonts() -> None:
             QFontDatabase.addApplicationFont(str(path))
 
 
+def tabular(font: QFont) -> QFont:
+    """`font` with digits of equal width."""
+    result = QFont(font)
+    result.setFeature(QFont.Tag("tnum"), 1)
+    return result
+
+
 def use_tabular_figures(widget: QWidget) -> None:
     """Digits of equal width, so that a number that changes does not make its line tremble."""
-    font = widget.font()
-    font.setFeature(QFont.Tag("tnum"), 1)
-    widget.setFont(font)
+    widget.setFont(tabular(widget.font()))
+    widget.installEventFilter(_TabularFigures(widget))
+
+
+class _TabularFigures(QObject):
+    """Sets the digits again whenever a new style sheet has given the widget a new font."""
+
+    def eventFilter(self, watched: QObject, event: QEvent) -> bool:
+        if event.type() == QEvent.Type.StyleChange and isinstance(watched, QWidget):
+            watched.setFont(tabular(watched.font()))
+        return False
 
 
 class ThemeController(QObject):
