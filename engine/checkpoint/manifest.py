@@ -1,0 +1,135 @@
+"""The library's record of a model's files: names, sizes and SHA-256, written when the model is put there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from engine.errors import EngineError, ErrorCode
+from engine.runtime.cancellation import RequestCancelled
+
+MANIFEST_NAME = "switchyard-manifest.json"
+_CHUNK_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One file of a model, `path` relative to its folder with forward slashes."""
+
+    path: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a model consists of; `source` says where it came from (a recipe's identity, or a path)."""
+
+    source: str
+    files: tuple[FileRecord, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all files together."""
+        return sum(record.bytes for record in self.files)
+
+
+def sha256_of(
+    path: Path,
+    *,
+    on_bytes: Callable[[int], None] = lambda *_: None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> str:
+    """SHA-256 of a file, in hex.
+
+    Raises:
+        OSError: if it cannot be read.
+        RequestCancelled: if `cancelled()` came true.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            if cancelled():
+                raise RequestCancelled
+            digest.update(chunk)
+            on_bytes(len(chunk))
+    return digest.hexdigest()
+
+
+def describe_files(folder: Path, cancelled: Callable[[], bool] = lambda: False) -> tuple[FileRecord, ...]:
+    """Records of every file under `folder`, sorted by path; the manifest itself is left out."""
+    return tuple(
+        FileRecord(path.relative_to(folder).as_posix(), path.stat().st_size, sha256_of(path, cancelled=cancelled))
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != MANIFEST_NAME
+    )
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest into a folder under construction."""
+    text = json.dumps(asdict(manifest), indent=2, ensure_ascii=False) + "\n"
+    (folder / MANIFEST_NAME).write_text(text, encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a model, or None if it has none that can be read."""
+    try:
+        raw = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+        files = tuple(FileRecord(str(item["path"]), int(item["bytes"]), str(item["sha256"])) for item in raw["files"])
+        return Manifest(str(raw["source"]), files)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def damaged_files(
+    folder: Path,
+    manifest: Manifest,
+    *,
+    on_progress: Callable[[int, int], None] = lambda *_: None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> dict[str, str]:
+    """What differs from the manifest: path -> `missing`, `N bytes instead of M`, `contents changed` or `unreadable`.
+
+    Raises:
+        RequestCancelled: if `cancelled()` came true.
+    """
+    done = 0
+    total = manifest.total_bytes
+    damage: dict[str, str] = {}
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        on_progress(done, total)
+
+    for record in manifest.files:
+        path = folder / record.path
+        try:
+            size = path.stat().st_size
+            if size != record.bytes:
+                damage[record.path] = f"{size} bytes instead of {record.bytes}"
+            elif sha256_of(path, on_bytes=advance, cancelled=cancelled) != record.sha256:
+                damage[record.path] = "contents changed"
+        except FileNotFoundError:
+            damage[record.path] = "missing"
+        except OSError as error:
+            damage[record.path] = f"unreadable: {error.strerror or error}"
+    return damage
+
+
+def require_manifest(folder: Path) -> Manifest:
+    """The manifest of a model in the library.
+
+    Raises:
+        EngineError: `CHECKPOINT_DAMAGED`, if there is none.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise EngineError(
+            ErrorCode.CHECKPOINT_DAMAGED,
+            f"{folder} has no readable {MANIFEST_NAME} to verify it against: import the model again.",
+        )
+    return manifest

@@ -1,0 +1,67 @@
+"""Read and write safetensors files with numpy alone, bfloat16 included (as its bits in uint16).
+
+Format: https://github.com/huggingface/safetensors (8 bytes of header length, JSON header, then the tensors).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import deserialize
+
+_DTYPES: dict[str, Any] = {
+    "BF16": np.dtype("<u2"),
+    "F16": np.dtype("<f2"),
+    "F32": np.dtype("<f4"),
+    "I16": np.dtype("<i2"),
+    "U8": np.dtype("u1"),
+}
+_NAMES = {np.dtype("<u2"): "BF16", np.dtype("<f4"): "F32"}
+_ALIGNMENT = 64
+
+Tensors = dict[str, NDArray[Any]]
+
+
+def read_safetensors(path: Path) -> Tensors:
+    """Every tensor of a small file, in memory; bfloat16 as uint16 bits.
+
+    Raises:
+        safetensors.SafetensorError, KeyError: if the file is damaged or holds another type.
+    """
+    return {
+        name: np.frombuffer(tensor["data"], _DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
+        for name, tensor in deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
+    }
+
+
+def write_safetensors(
+    path: Path,
+    tensors: Mapping[str, NDArray[Any]],
+    on_bytes: Callable[[int], None] = lambda *_: None,
+) -> None:
+    """Write uint16 arrays as bfloat16 and float32 arrays as such, flushed to disk.
+
+    `on_bytes` hears how many bytes each tensor added.  Writes in place: the caller moves the file where it belongs.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.nbytes
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    # Spaces pad the header (the format allows it) so that the data starts aligned for the kernels that map it.
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            file.write(np.ascontiguousarray(tensor).data)
+            on_bytes(tensor.nbytes)
+        file.flush()
+        os.fsync(file.fileno())

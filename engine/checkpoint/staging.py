@@ -1,0 +1,141 @@
+"""Folders under construction: filled out of sight, renamed into place, swept up after a crash.
+
+A folder under construction is `.staging-XXXX` beside a locked `.staging-XXXX.lock`.  The lock dies with its process,
+so an unlocked one marks what a killed process left behind: the next construction in the same place removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+_PREFIX = ".staging-"
+_LOCK_SUFFIX = ".lock"
+
+
+@contextlib.contextmanager
+def staging_folder(parent: Path) -> Iterator[Path]:
+    """An empty folder inside `parent`, gone afterwards unless `put_in_place` moved it.
+
+    Raises:
+        OSError: if `parent` cannot be written.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    sweep(parent)
+    with _locked_name(parent) as folder:
+        folder.mkdir()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def put_in_place(folder: Path, target: Path) -> None:
+    """Rename a staged `folder` to `target`, replacing (through a trash folder) what was there.
+
+    Another process may do the same at the same time: whichever renames last wins, and `target` is always whole.
+
+    Raises:
+        OSError: if it cannot be renamed.
+    """
+    for _attempt in range(10):
+        if target.exists() or target.is_symlink():
+            with contextlib.suppress(FileNotFoundError):
+                discard(target)
+        try:
+            folder.rename(target)
+        except OSError:
+            # Somebody else put theirs there between our two renames.
+            if not target.exists():
+                raise
+        else:
+            return
+    raise OSError(f"{target} is being replaced by other processes again and again")
+
+
+def discard(path: Path) -> None:
+    """Move `path` aside in one step, then delete it, so that nobody ever meets half of it.
+
+    Raises:
+        OSError: if it cannot be moved.
+    """
+    if path.is_symlink():
+        path.unlink()
+        return
+    with _locked_name(path.parent) as trash:
+        path.rename(trash)
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def sweep(parent: Path) -> None:
+    """Delete what killed processes left under construction in `parent`; others' live work is left alone."""
+    for lock_path in parent.glob(f"{_PREFIX}*{_LOCK_SUFFIX}"):
+        with contextlib.suppress(OSError), lock_path.open("r+b") as lock:
+            if not _try_lock(lock.fileno()):
+                continue
+            shutil.rmtree(lock_path.with_suffix(""), ignore_errors=True)
+            if sys.platform == "win32":
+                _unlock(lock.fileno())
+                lock.close()
+            if not lock_path.with_suffix("").exists():
+                lock_path.unlink()
+
+
+def is_staging_name(name: str) -> bool:
+    """Whether a directory entry is work in progress rather than a model."""
+    return name.startswith(_PREFIX)
+
+
+@contextlib.contextmanager
+def _locked_name(parent: Path) -> Iterator[Path]:
+    """A fresh name in `parent` (nothing exists under it yet) whose lock file this process holds."""
+    while True:
+        descriptor, name = tempfile.mkstemp(prefix=_PREFIX, suffix=_LOCK_SUFFIX, dir=parent)
+        lock_path = Path(name)
+        # A sweep may have locked or deleted the file before we could lock it: then take another.
+        if _try_lock(descriptor) and lock_path.exists():
+            break
+        os.close(descriptor)
+    try:
+        yield lock_path.with_suffix("")
+    finally:
+        if sys.platform == "win32":
+            _unlock(descriptor)
+        os.close(descriptor)
+        if not lock_path.with_suffix("").exists():
+            with contextlib.suppress(OSError):
+                lock_path.unlink(missing_ok=True)
+
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def _try_lock(descriptor: int) -> bool:
+        try:
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        except OSError:
+            return False
+        return True
+
+    def _unlock(descriptor: int) -> None:
+        with contextlib.suppress(OSError):
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)
+
+else:
+    import fcntl
+
+    def _try_lock(descriptor: int) -> bool:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def _unlock(descriptor: int) -> None:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)

