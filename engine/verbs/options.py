@@ -1,0 +1,73 @@
+"""Options that every verb that runs a model has, and the values they take."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from engine.config import PRECISIONS, EngineConfig
+
+_UNITS = {
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)},
+    **{f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]+)\s*", re.ASCII)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as `8GB` (8 x 1000^3) or `512MiB` (512 x 1024^2); a unit is required.
+
+    Raises:
+        argparse.ArgumentTypeError: not a size, or not more than nothing.
+    """
+    match = _SIZE.fullmatch(text)
+    factor = _UNITS.get(match[2].upper()) if match else None
+    if match is None or factor is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it with a unit, such as 8GB or 512MiB")
+    size = int(float(match[1]) * factor)
+    if not 0 < size < 2**60:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size that a computer has; write for example 8GB or 512MiB")
+    return size
+
+
+def positive_int(text: str) -> int:
+    """A whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def device_name(text: str) -> str:
+    """`auto`, `cpu`, `cuda` or `emulated:NAME`; whether the machine has it is asked when a model is loaded."""
+    if text in ("auto", "cpu", "cuda") or re.fullmatch(r"cuda:\d+|emulated:[\w.-]+", text, re.ASCII):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is not a device; it is one of auto, cpu, cuda, emulated:NAME")
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--device`, `--vram`, `--ram`, `--threads` and `--precision`."""
+    group = parser.add_argument_group("where and how the model runs")
+    group.add_argument(
+        "--device", type=device_name, default="auto", metavar="D", help="auto, cpu, cuda or emulated:NAME"
+    )
+    group.add_argument("--vram", type=parse_size, metavar="SIZE", help="most video memory to use, such as 8GB")
+    group.add_argument("--ram", type=parse_size, metavar="SIZE", help="most memory to use, such as 512MiB")
+    group.add_argument("--threads", type=positive_int, metavar="N", help="CPU threads that compute")
+    group.add_argument("--precision", choices=PRECISIONS, default="auto", help="of the weights in memory")
+
+
+def engine_config(args: argparse.Namespace, model: str) -> EngineConfig:
+    """The settings of a run from the parsed options of `add_engine_options`."""
+    return EngineConfig(
+        model=model,
+        device=args.device,
+        precision=args.precision,
+        vram_bytes=args.vram,
+        ram_bytes=args.ram,
+        threads=args.threads,
+    )

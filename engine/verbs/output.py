@@ -1,0 +1,60 @@
+"""What a verb says: one JSON document or text for a person on stdout, and nothing else there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine.errors import EngineError
+
+
+def emit(document: Any, *, as_json: bool, human: str | Callable[[], str]) -> None:
+    """Print a verb's result.
+
+    Args:
+        document: JSON-like values, dataclasses and paths.
+        as_json: print `document` as one JSON document instead of `human`.
+        human: text for a terminal, or a function that makes it.
+    """
+    if as_json:
+        text = json.dumps(document, default=_json_value, ensure_ascii=False, indent=2)
+    else:
+        text = human() if callable(human) else human
+    write_text(text + "\n")
+
+
+def report_error(error: EngineError, *, as_json: bool) -> None:
+    """One line on stderr; with `--json` also the document `{"error": {"code", "message"}}` on stdout."""
+    line = " ".join(error.message.split())
+    print(f"switchyard: {line}", file=sys.stderr, flush=True)  # noqa: T201
+    if as_json:
+        emit({"error": {"code": str(error.code), "message": error.message}}, as_json=True, human="")
+
+
+def note(text: str) -> None:
+    """A remark that is no part of the result: one line on stderr."""
+    print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def write_text(text: str) -> None:
+    """Text on stdout at once; what a terminal cannot show, or would obey, is replaced.
+
+    A model's answer is not trusted: an escape sequence in it could rewrite the terminal.
+    """
+    if sys.stdout.isatty():
+        text = "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in text)
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
+    sys.stdout.flush()
+
+
+def _json_value(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} has no place in a JSON document")
