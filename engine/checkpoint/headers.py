@@ -1,0 +1,128 @@
+"""Reads the headers of safetensors files, trusting nothing in them.
+
+Format (https://github.com/huggingface/safetensors): 8 bytes little-endian header length N, N bytes of JSON
+`{name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {...}}`, then the data, to which the offsets
+are relative.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import EngineError, ErrorCode
+
+DTYPE_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64,
+    "C64": 64,
+}  # fmt: skip
+_MAX_HEADER = 100_000_000  # the format's own limit
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a safetensors file.
+
+    Attributes:
+        file: where it is.
+        key: its name there.
+        dtype: the format's name of its type (`BF16`, ...).
+        shape: its shape.
+        offset, nbytes: where its bytes lie, counted from the start of the file.
+    """
+
+    file: Path
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """The tensors of one safetensors file, by name.
+
+    Raises:
+        EngineError: `CHECKPOINT_DAMAGED`, naming the file, if it is missing, cut short or inconsistent.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            raw = _header_bytes(file, stream.read(8), size, stream)
+    except FileNotFoundError as error:
+        raise _damaged(file, "is missing") from error
+    except OSError as error:
+        raise _damaged(file, f"cannot be read ({error.strerror})") from error
+    try:
+        content = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+        if not isinstance(content, dict):
+            raise ValueError("no JSON object")
+    except (ValueError, RecursionError) as error:
+        raise _damaged(file, f"has a broken header ({error})") from error
+    start = 8 + len(raw)
+    content.pop("__metadata__", None)
+    entries = {key: _entry(file, key, value, start, size) for key, value in content.items()}
+    _check_layout(file, sorted(entries.values(), key=lambda entry: entry.offset), start, size)
+    return entries
+
+
+def _header_bytes(file: Path, length_bytes: bytes, size: int, stream: Any) -> bytes:
+    if size == 0:
+        raise _damaged(file, "is empty")
+    if len(length_bytes) < 8:
+        raise _damaged(file, f"is cut short: it has only {size} bytes")
+    length = int.from_bytes(length_bytes, "little")
+    if length > _MAX_HEADER:
+        raise _damaged(file, "is no safetensors file, or its first bytes are damaged")
+    raw = stream.read(length)
+    if len(raw) < length:
+        raise _damaged(file, "is cut short within its header")
+    return bytes(raw)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name twice")
+    return result
+
+
+def _entry(file: Path, key: str, value: Any, start: int, size: int) -> TensorEntry:
+    try:
+        dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
+        numbers = [*shape, begin, end]
+        if any(type(number) is not int or number < 0 for number in numbers):
+            raise ValueError("numbers")
+        bits = DTYPE_BITS[dtype] * math.prod(shape)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(file, f"has a broken header (at tensor {key!r})") from error
+    if (end - begin) * 8 != bits:
+        raise _damaged(file, f"has a broken header (tensor {key!r} does not have the size that its shape needs)")
+    if start + end > size:
+        raise _damaged(file, f"is cut short: tensor {key!r} ends at byte {start + end} of {size}")
+    return TensorEntry(file, key, dtype, tuple(shape), start + begin, end - begin)
+
+
+def _check_layout(file: Path, entries: list[TensorEntry], start: int, size: int) -> None:
+    """The format demands data without holes or overlaps: a header that is off by a bit shows here."""
+    position = start
+    for entry in entries:
+        if entry.offset != position:
+            raise _damaged(file, f"has a broken header (tensor {entry.key!r} overlaps another or leaves a hole)")
+        position += entry.nbytes
+    if position != size:
+        raise _damaged(file, f"has {size - position} bytes more than its header accounts for")
+
+
+def _damaged(file: Path, what: str) -> EngineError:
+    return EngineError(ErrorCode.CHECKPOINT_DAMAGED, f"{file} {what}: download or copy the model again.")

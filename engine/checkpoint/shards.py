@@ -1,0 +1,117 @@
+"""Which files hold a checkpoint's tensors: one safetensors file, or shards with an index.  Everything else is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from engine.checkpoint.config_file import read_json
+from engine.checkpoint.headers import TensorEntry, read_header
+from engine.errors import EngineError, ErrorCode
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_MAX_INDEX_BYTES = 512 * 2**20
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".pickle")
+_NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scheduler.bin")
+_SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
+_ASIDE = re.compile(r"^(adapter_model|consolidated|optimizer|.*\.fp32\b)")
+_PACKED = re.compile(r"\.(qweight|qzeros|weight_packed|g_idx)$")
+
+
+def read_tensors(directory: Path) -> dict[str, TensorEntry]:
+    """Every tensor of the checkpoint in `directory`, by its name there.  Reads headers only.
+
+    Raises:
+        EngineError: `CHECKPOINT_DAMAGED` (a shard or tensor is missing, cut short or inconsistent), `CHECKPOINT_UNSAFE`
+            (pickle), `MODEL_UNSUPPORTED` (GGUF, GPTQ, AWQ).
+    """
+    index = directory / INDEX_NAME
+    tensors = _from_index(directory, index) if index.is_file() else _from_files(directory)
+    for key in tensors:
+        if _PACKED.search(key):
+            raise EngineError(
+                ErrorCode.MODEL_UNSUPPORTED,
+                f"{directory.name} holds GPTQ or AWQ weights ({key}), which Switchyard cannot run: "
+                "use the model's original, FP8 or MXFP4 version.",
+            )
+    return tensors
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, sorted; what is missing is not reported here."""
+    return sorted(file for file in directory.glob("*.safetensors") if file.is_file() and not _ASIDE.match(file.name))
+
+
+def _from_index(directory: Path, index: Path) -> dict[str, TensorEntry]:
+    weight_map = read_json(index, _MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise _damaged(f"{index} names no tensors")
+    headers: dict[str, dict[str, TensorEntry]] = {}
+    for name in sorted({str(name) for name in weight_map.values()}):
+        if Path(name).name != name:
+            raise _damaged(f"{index} names a file outside the model's folder ({name})")
+        if name.lower().endswith(_PICKLE_SUFFIXES):
+            raise _unsafe(directory, name)
+        headers[name] = read_header(directory / name)
+    tensors = {}
+    for key, name in weight_map.items():
+        entry = headers[str(name)].get(key)
+        if entry is None:
+            raise _damaged(f"{index.name} says that {directory / str(name)} holds {key}, but it does not")
+        tensors[key] = entry
+    return tensors
+
+
+def _from_files(directory: Path) -> dict[str, TensorEntry]:
+    single = directory / SINGLE_NAME
+    files = [single] if single.exists() else weight_files(directory)
+    if not files:
+        raise _no_weights(directory)
+    if files != [single]:
+        _check_complete(directory, files)
+    tensors: dict[str, TensorEntry] = {}
+    for file in files:
+        header = read_header(file)
+        twice = tensors.keys() & header.keys()
+        if twice:
+            raise _damaged(f"{min(twice)} is both in {file} and in {tensors[min(twice)].file.name}")
+        tensors.update(header)
+    return tensors
+
+
+def _check_complete(directory: Path, files: list[Path]) -> None:
+    numbered = [match for file in files if (match := _SHARD.search(file.name))]
+    if not numbered:
+        return
+    have, total = {int(match[1]) for match in numbered}, int(numbered[0][2])
+    absent = sorted(set(range(1, total + 1)) - have)
+    if absent:
+        raise _damaged(f"{directory} holds {len(have)} of {total} shards: number {absent[0]} is missing")
+
+
+def _no_weights(directory: Path) -> EngineError:
+    names = sorted(file.name for file in directory.iterdir() if file.is_file())
+    for name in names:
+        if name.lower().endswith(_PICKLE_SUFFIXES) and name not in _NOT_WEIGHTS:
+            return _unsafe(directory, name)
+    for name in names:
+        if name.lower().endswith(".gguf"):
+            return EngineError(
+                ErrorCode.MODEL_UNSUPPORTED,
+                f"{directory / name} is a GGUF file, which Switchyard cannot run yet: "
+                "use the model's safetensors folder instead.",
+            )
+    return _damaged(f"{directory} holds no safetensors file")
+
+
+def _unsafe(directory: Path, name: str) -> EngineError:
+    return EngineError(
+        ErrorCode.CHECKPOINT_UNSAFE,
+        f"{directory / name} is a pickle file, which can run any program when it is opened, so Switchyard never loads "
+        "one: use the model's safetensors version.",
+    )
+
+
+def _damaged(what: str) -> EngineError:
+    return EngineError(ErrorCode.CHECKPOINT_DAMAGED, f"{what}: download or copy the model again.")
