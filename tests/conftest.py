@@ -1,0 +1,101 @@
+"""What holds for every test: nothing leaves the machine, nothing is left behind, nothing depends on the order."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# Before anything imports Qt, torch or huggingface_hub: they read these once.
+os.environ.setdefault("QT_QPA_PLATFORM", "offscreen")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: handing over to a second thread costs more than it gives
+
+# A temporary folder of our own, so that what a test forgets in it can be seen.  Its path is short: the names of Unix
+# sockets may have only about a hundred characters.  pytest keeps its `tmp_path` folders where it always does.
+os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+_TEMPORARY = tempfile.mkdtemp(prefix="sy-")
+tempfile.tempdir = os.environ["TMPDIR"] = _TEMPORARY
+
+import pytest  # noqa: E402
+from hypothesis import settings as hypothesis_settings  # noqa: E402
+
+from tests import leaks  # noqa: E402
+
+hypothesis_settings.register_profile("local", deadline=None)
+hypothesis_settings.register_profile("ci", deadline=None, derandomize=True, database=None)
+hypothesis_settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def _only_loopback(event: str, arguments: tuple[Any, ...]) -> None:
+    """Refuses, in every thread of this process, to look up or reach any other machine."""
+    if event in ("socket.connect", "socket.sendto", "socket.bind"):
+        address = arguments[1]
+        host = address[0] if isinstance(address, tuple) and address else None
+    elif event == "socket.getaddrinfo":
+        host = arguments[0]
+    else:
+        return
+    if isinstance(host, bytes):
+        host = host.decode()
+    # None and the wildcard bind locally; anything not a string is a Unix socket or a netlink address.
+    if not isinstance(host, str) or host in ("", "localhost"):
+        return
+    try:
+        is_local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        is_local = False
+    if not is_local:
+        raise RuntimeError(f"A test wanted to reach {host}: tests use no network but loopback.")
+
+
+sys.addaudithook(_only_loopback)
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(_TEMPORARY, ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`tests/e2e` and `tests/gpu` carry their markers by where they lie."""
+    for item in items:
+        folder = item.path.parent.name
+        if folder in ("e2e", "gpu"):
+            item.add_marker(folder)
+
+
+@pytest.fixture(autouse=True)
+def leak_check() -> Iterator[None]:
+    """Fails a test that leaves a thread, a process, a window or a temporary file.
+
+    Set up before every other function-scoped fixture, so torn down after all of them; what fixtures of a wider scope
+    hold was there before.
+    """
+    before = leaks.snapshot()
+    yield
+    if found := leaks.leaks_since(before):
+        pytest.fail("left behind:\n  " + "\n  ".join(found))
+
+
+@pytest.fixture(autouse=True)
+def switchyard_home(leak_check: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Switchyard folder of the test's own, in place of the user's settings, models, chats and logs."""
+    home = tmp_path / "switchyard-home"
+    monkeypatch.setenv("SWITCHYARD_HOME", str(home))
+    return home
+
+
+@pytest.fixture(autouse=True)
+def same_torch_for_every_test(leak_check: None) -> None:
+    """Seed and thread count of torch are global: a test may set them, the next one does not inherit them."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(0)
+        torch.set_num_threads(1)

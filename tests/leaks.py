@@ -1,0 +1,106 @@
+"""What a test may not leave behind: threads, child processes, visible windows, temporary files.
+
+`snapshot()` before a test, `leaks_since()` after it.  Things that are on their way out get a moment to go: a pool
+that was shut down, a process that was told to end.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+GRACE_S = 3.0
+
+# Threads that libraries keep for the life of the process.  Everything else is ours, daemon or not.
+_LIBRARY_THREADS = (
+    "pytest_timeout",
+    "tqdm_monitor",  # tqdm's bar monitor, started at the first bar
+    "InductorSubproc",
+)
+# What libraries keep in the temporary folder for the life of the process.
+_LIBRARY_FILES = ("torchinductor_",)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    threads: frozenset[int]
+    children: frozenset[int]
+    files: frozenset[Path]
+
+
+def snapshot() -> Snapshot:
+    return Snapshot(
+        threads=frozenset(_threads()),
+        children=frozenset(_children()),
+        files=frozenset(_temporary_files()),
+    )
+
+
+def leaks_since(before: Snapshot) -> list[str]:
+    """One line for each thing that is there now and was not before."""
+    checks: tuple[tuple[str, Callable[[], dict[Any, str]], frozenset[Any]], ...] = (
+        ("thread", _threads, before.threads),
+        ("child process", _children, before.children),
+        ("temporary file", _temporary_files, before.files),
+        ("visible window", _visible_windows, frozenset()),
+        ("Qt pool job", _qt_pool_jobs, frozenset()),
+    )
+    leaks: list[str] = []
+    deadline = time.monotonic() + GRACE_S
+    for kind, look, known in checks:
+        while (left := {key: name for key, name in look().items() if key not in known}) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        leaks += [f"{kind}: {name}" for name in left.values()]
+    return leaks
+
+
+def _threads() -> dict[int, str]:
+    return {
+        id(thread): f"{thread.name} ({type(thread).__name__}{', daemon' if thread.daemon else ''})"
+        for thread in threading.enumerate()
+        if thread is not threading.main_thread()
+        and not thread.name.startswith(_LIBRARY_THREADS)
+        and type(thread).__name__ not in ("TMonitor", "_DummyThread")
+    }
+
+
+def _children() -> dict[int, str]:
+    found = {}
+    for child in psutil.Process().children(recursive=True):
+        try:
+            command = " ".join(child.cmdline())
+            if child.status() != psutil.STATUS_ZOMBIE and "multiprocessing.resource_tracker" not in command:
+                found[child.pid] = f"{child.pid} {command[:200]}"
+        except psutil.Error:  # gone meanwhile
+            continue
+    return found
+
+
+def _temporary_files() -> dict[Path, str]:
+    folder = Path(tempfile.gettempdir())
+    return {path: str(path) for path in folder.iterdir() if not path.name.startswith(_LIBRARY_FILES)}
+
+
+def _visible_windows() -> dict[int, str]:
+    widgets = sys.modules.get("PySide6.QtWidgets")
+    if widgets is None or not isinstance(widgets.QApplication.instance(), widgets.QApplication):
+        return {}
+    return {
+        id(window): f"{type(window).__name__} {window.windowTitle()!r}"
+        for window in widgets.QApplication.topLevelWidgets()
+        if window.isVisible()
+    }
+
+
+def _qt_pool_jobs() -> dict[str, str]:
+    core = sys.modules.get("PySide6.QtCore")
+    running = core.QThreadPool.globalInstance().activeThreadCount() if core is not None else 0
+    return {"global": f"{running} still running in QThreadPool.globalInstance()"} if running else {}

@@ -1,0 +1,52 @@
+"""Imports run one way.  The contracts that say what is forbidden stand in pyproject.toml; here is what `app` may use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import grimp
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+APP_MAY_USE = (
+    "engine.protocol",
+    "engine.config",
+    "engine.errors",
+    "engine.paths",
+    "engine.hardware.probe",
+    "engine.planner",
+    "engine.checkpoint",
+)
+
+
+def test_contracts_in_pyproject_are_kept() -> None:
+    lint = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run([lint, "--no-cache"], cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_window_uses_only_the_light_side_of_the_engine() -> None:
+    graph = grimp.build_graph("app", "engine", cache_dir=None)
+    forbidden = sorted(
+        f"{importer} imports {imported}"
+        for importer in graph.modules
+        if importer.startswith("app")
+        for imported in graph.find_modules_directly_imported_by(importer)
+        if imported.startswith("engine.") and not imported.startswith(APP_MAY_USE)
+    )
+    assert forbidden == []
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["app.main", "engine.protocol", "engine.checkpoint.library", "engine.hardware.probe", "engine.cli"],
+)
+def test_import_loads_no_torch(module: str) -> None:
+    """What a static contract cannot see: a lazy import that is not lazy after all."""
+    script = f"import sys, {module}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
