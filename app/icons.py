@@ -70,9 +70,10 @@ class _LineIconEngine(QIconEngine):
     def pixmap(self, size: QSize, mode: QIcon.Mode, state: QIcon.State) -> QPixmap:
         return self.scaledPixmap(size, mode, state, 1.0)
 
-    def scaledPixmap(self, size: QSize, mode: QIcon.Mode, state: QIcon.State, scale: float) -> QPixmap:  # noqa: ARG002
-        # `size` is in device pixels already; Qt sets the ratio on what it gets.
-        result = QPixmap(size)
+    def scaledPixmap(self, size: QSize, mode: QIcon.Mode, state: QIcon.State, scale: float) -> QPixmap:
+        # `size` is in device-independent pixels, of which each is `scale` of the screen's.
+        result = QPixmap(size * scale)
+        result.setDevicePixelRatio(scale)
         result.fill(Qt.GlobalColor.transparent)
         painter = QPainter(result)
         self.paint(painter, QRect(0, 0, size.width(), size.height()), mode, state)

@@ -22,9 +22,23 @@ def config_dir() -> Path:
     return _base(platformdirs.user_config_dir(_APP, appauthor=False), "config")
 
 
+def standard_data_dir() -> Path:
+    """Where `data_dir` is unless the user has chosen another folder."""
+    return _base(platformdirs.user_data_dir(_APP, appauthor=False), "data")
+
+
+def chosen_data_dir_file() -> Path:
+    """One line of text: the data folder that the user has chosen; absent for the standard one."""
+    return config_dir() / "data-folder.txt"
+
+
 def data_dir() -> Path:
     """Chats and everything a user would miss."""
-    return _base(platformdirs.user_data_dir(_APP, appauthor=False), "data")
+    try:
+        chosen = chosen_data_dir_file().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        chosen = ""
+    return Path(chosen) if chosen else standard_data_dir()
 
 
 def models_dir() -> Path:

@@ -1,0 +1,141 @@
+"""What went wrong in the window's own process, kept for the next start and never sent anywhere.
+
+A report holds versions, the platform, the kind of error and the places in the code it went through.  It holds no
+message of the error, because a message may quote what the user wrote, and no name of a home folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import platform
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+import psutil
+
+from engine.errors import EngineError
+
+_log = logging.getLogger("switchyard.crash")
+_PREFIX, _FAULT_PREFIX = "crash-", "fault-"
+_MAX_REPORTS = 5
+
+
+class CrashReports:
+    """Catches what nothing else caught and writes it to `folder`; finds there what an earlier process left."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._fault_file: TextIO | None = None
+        self._previous_hooks = (sys.excepthook, threading.excepthook)
+
+    def install(self) -> None:
+        """Hooks the interpreter.  Where the folder cannot be written the hooks still log."""
+        sys.excepthook = self._on_exception
+        threading.excepthook = lambda args: self._on_exception(
+            args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback
+        )
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._fault_file = (self._folder / f"{_FAULT_PREFIX}{os.getpid()}.txt").open("w", encoding="utf-8")
+            self._fault_file.write(_header("native crash"))
+            self._fault_file.flush()
+            faulthandler.enable(self._fault_file)
+
+    def uninstall(self) -> None:
+        """Undoes `install` at a clean end."""
+        sys.excepthook, threading.excepthook = self._previous_hooks
+        if self._fault_file is not None:
+            faulthandler.disable()
+            self._fault_file.close()
+            with contextlib.suppress(OSError):
+                Path(self._fault_file.name).unlink()
+            self._fault_file = None
+
+    def pending(self) -> str:
+        """What earlier processes left, newest last and ready to be copied; empty if nothing."""
+        texts: list[str] = []
+        for path in self._left_behind():
+            with contextlib.suppress(OSError):
+                text = path.read_text(encoding="utf-8", errors="replace")
+                # A process that was merely killed leaves the header alone: nothing to tell.
+                if path.name.startswith(_PREFIX) or "Fatal Python error" in text or "Windows fatal" in text:
+                    texts.append(_without_home(text))
+                else:
+                    path.unlink()
+        return "\n".join(texts[-_MAX_REPORTS:])
+
+    def dismiss(self) -> None:
+        """Forgets what `pending` tells."""
+        for path in self._left_behind():
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def _left_behind(self) -> list[Path]:
+        own = f"{_FAULT_PREFIX}{os.getpid()}.txt"
+        found = [*self._folder.glob(f"{_PREFIX}*.txt"), *self._folder.glob(f"{_FAULT_PREFIX}*.txt")]
+        ended = [path for path in found if path.name != own and not _is_running(path)]
+        return sorted(ended, key=_modified)
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            self._previous_hooks[0](kind, error, trace)
+            return
+        text = _header("unhandled error") + describe(error, trace)
+        _log.error("unhandled error\n%s", text)
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            reports = sorted(self._folder.glob(f"{_PREFIX}*.txt"), key=_modified)
+            if len(reports) < _MAX_REPORTS:  # an error on every timer tick must not fill the disk
+                name = f"{_PREFIX}{time.strftime('%Y-%m-%d-%H%M%S')}-{os.getpid()}-{len(reports)}.txt"
+                (self._folder / name).write_text(_without_home(text), encoding="utf-8")
+
+
+def describe(error: BaseException, trace: TracebackType | None) -> str:
+    """The error's kind and the places it went through, innermost last, without its message."""
+    frames = traceback.extract_tb(trace)
+    lines = [f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}' for frame in frames]
+    kind = f"{type(error).__module__}.{type(error).__qualname__}"
+    lines.append(f"{kind} [{error.code}]" if isinstance(error, EngineError) else kind)
+    if error.__cause__ is not None:
+        lines += ["caused by:", describe(error.__cause__, error.__cause__.__traceback__).rstrip()]
+    return "\n".join(lines) + "\n"
+
+
+def _header(what: str) -> str:
+    qt = sys.modules.get("PySide6")
+    return (
+        f"Switchyard, {what}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+        f"Python {platform.python_version()}, Qt {getattr(qt, '__version__', 'not loaded')}, "
+        f"{platform.system()} {platform.release()}, {platform.machine()}\n"
+    )
+
+
+def _without_home(text: str) -> str:
+    home = str(Path.home())
+    return text.replace(home, "~") if len(home) > 1 else text
+
+
+def _is_running(path: Path) -> bool:
+    """Whether a fault file belongs to a window that is still open."""
+    if not path.name.startswith(_FAULT_PREFIX):
+        return False
+    try:
+        process_id = int(path.stem.removeprefix(_FAULT_PREFIX))
+        return psutil.Process(process_id).create_time() <= path.stat().st_mtime + 2
+    except (ValueError, OSError, psutil.Error):
+        return False
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,161 @@
+"""What the user has chosen, in one JSON file that is never half written and never loses what it does not know."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+from PySide6.QtCore import QCoreApplication, QObject, QTimer, Signal
+
+from app.services.atomic_file import write_text
+from engine.paths import config_dir
+
+ThemeChoice = Literal["system", "light", "dark"]
+
+T = TypeVar("T", bool, int, float, str)
+
+STARTER = "starter"
+DEFAULT_FONT_PX = 14
+SAVE_DELAY_MS = 400
+
+
+class Settings(QObject):
+    """The settings file as properties.
+
+    A value of the wrong type counts as absent, keys of other versions are kept, and a file that is no JSON is moved
+    aside and told in `notice`.  Changes are written a moment later, in one go; `save()` writes at once.
+
+    Signals:
+        changed(str): the key whose value is new.
+        save_failed(str): a sentence for the user; the settings hold until the window closes.
+    """
+
+    changed = Signal(str)
+    save_failed = Signal(str)
+
+    def __init__(self, path: Path | None = None, parent: QObject | None = None) -> None:
+        super().__init__(parent)
+        self._path = path or config_dir() / "settings.json"
+        self.notice = ""
+        """One sentence if the file was unreadable; empty otherwise."""
+        self._values = self._read()
+        self._unsaved = False
+        self._save_soon = QTimer(self, singleShot=True, interval=SAVE_DELAY_MS)
+        self._save_soon.timeout.connect(self.save)
+
+    @property
+    def path(self) -> Path:
+        return self._path
+
+    # --- typed settings ---------------------------------------------------------------------------
+
+    @property
+    def theme(self) -> ThemeChoice:
+        value = self._values.get("theme")
+        return cast(ThemeChoice, value) if value in ("system", "light", "dark") else "system"
+
+    @theme.setter
+    def theme(self, value: ThemeChoice) -> None:
+        self.set("theme", value)
+
+    @property
+    def font_px(self) -> int:
+        """Size of body text in device-independent pixels."""
+        return max(11, min(24, self.get("font_px", DEFAULT_FONT_PX)))
+
+    @font_px.setter
+    def font_px(self, value: int) -> None:
+        self.set("font_px", value)
+
+    @property
+    def default_model(self) -> str:
+        """What is loaded at the start: `starter`, a library name or a checkpoint directory."""
+        return self.get("default_model", STARTER) or STARTER
+
+    @default_model.setter
+    def default_model(self, value: str) -> None:
+        self.set("default_model", value)
+
+    @property
+    def threads(self) -> int | None:
+        """CPU threads that compute; None lets the engine decide."""
+        value = self.get("threads", 0)
+        return value if value > 0 else None
+
+    @threads.setter
+    def threads(self, value: int | None) -> None:
+        self.set("threads", value or 0)
+
+    @property
+    def window_geometry(self) -> str:
+        """`QWidget.saveGeometry()` in base64; empty before the first close."""
+        return self.get("window_geometry", "")
+
+    @window_geometry.setter
+    def window_geometry(self, value: str) -> None:
+        self.set("window_geometry", value)
+
+    # --- any setting ------------------------------------------------------------------------------
+
+    def get(self, key: str, default: T) -> T:
+        """The value of `key` if it is of `default`'s type, else `default`."""
+        value = self._values.get(key)
+        return value if type(value) is type(default) else default
+
+    def set(self, key: str, value: bool | int | float | str | list[Any] | dict[str, Any]) -> None:
+        """Keeps a JSON value under `key`."""
+        if self._values.get(key) != value:
+            self._values[key] = value
+            self._unsaved = True
+            self._save_soon.start()
+            self.changed.emit(key)
+
+    # --- the file ---------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Writes now what has changed, if anything has."""
+        self._save_soon.stop()
+        if not self._unsaved:
+            return
+        try:
+            write_text(self._path, json.dumps(self._values, indent=2, ensure_ascii=False) + "\n")
+            self._unsaved = False
+        except OSError as error:
+            self.save_failed.emit(
+                _tr("The settings could not be written to {0} ({1}); make room there or check its permissions.").format(
+                    self._path, error.strerror or error
+                )
+            )
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            values = json.loads(self._path.read_text(encoding="utf-8"))
+            if isinstance(values, dict):
+                return values
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            self.notice = _tr("The settings in {0} could not be read ({1}), so standard settings are used.").format(
+                self._path, error.strerror or error
+            )
+            return {}
+        except ValueError:
+            pass
+        self._keep_aside()
+        return {}
+
+    def _keep_aside(self) -> None:
+        aside = self._path.with_name(f"{self._path.name}.broken-{time.strftime('%Y-%m-%d-%H%M%S')}")
+        try:
+            self._path.replace(aside)
+        except OSError:
+            aside = self._path
+        self.notice = _tr("The settings file was damaged; it is kept as {0}, and standard settings are used.").format(
+            aside
+        )
+
+
+def _tr(text: str) -> str:
+    return QCoreApplication.translate("Settings", text)

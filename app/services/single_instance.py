@@ -1,0 +1,131 @@
+"""One window for each data folder: a lock that outlives no process, and a way to raise the window that has it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from enum import Enum
+from pathlib import Path
+
+import psutil
+from PySide6.QtCore import QElapsedTimer, QLockFile, QObject, QSysInfo, QThread, Signal
+from PySide6.QtNetwork import QLocalServer, QLocalSocket
+
+LOCK_NAME = "window.lock"
+ANSWER_MS = 3000
+_RAISE = b"raise\n"
+_RAISED = b"raised\n"
+
+
+class Claim(Enum):
+    """How the claim to a data folder ended."""
+
+    OURS = "ours"
+    RAISED_OTHER = "raised other"
+    HELD_IN_SILENCE = "held in silence"
+    NOT_WRITABLE = "not writable"
+
+
+class SingleInstance(QObject):
+    """The claim of this process to one data folder.
+
+    The lock file decides; the local socket only carries the wish to be raised.  A lock whose process is gone, or
+    whose process id now belongs to a later one, is stale and taken over.
+
+    Signals:
+        raise_requested: another start for the same folder asks this window to come to the front.
+    """
+
+    raise_requested = Signal()
+
+    def __init__(self, folder: Path, parent: QObject | None = None) -> None:
+        super().__init__(parent)
+        self._folder = folder
+        self._lock: QLockFile | None = None
+        self._server: QLocalServer | None = None
+
+    def claim(self, answer_ms: int = ANSWER_MS) -> Claim:
+        """Takes the folder, or raises the window that has it, waiting up to `answer_ms` for its answer."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            return Claim.NOT_WRITABLE
+        path = self._folder / LOCK_NAME
+        lock = QLockFile(str(path))
+        lock.setStaleLockTime(0)  # a window may stay open for weeks: only a dead process makes a lock stale
+        waited = QElapsedTimer()
+        waited.start()
+        while not lock.tryLock(0):
+            if lock.error() != QLockFile.LockError.LockFailedError:
+                return Claim.NOT_WRITABLE
+            if _is_of_a_later_process(lock, path) and lock.removeStaleLockFile():
+                continue
+            if self._raise_other():
+                return Claim.RAISED_OTHER
+            if waited.elapsed() > answer_ms:
+                return Claim.HELD_IN_SILENCE
+            QThread.msleep(50)  # the other may be starting or ending just now
+        self._lock = lock
+        self._listen()
+        return Claim.OURS
+
+    def release(self) -> None:
+        """Gives the folder up; without effect if it is not ours."""
+        if self._server is not None:
+            self._server.close()
+            self._server.deleteLater()
+            self._server = None
+        if self._lock is not None:
+            self._lock.unlock()
+            self._lock = None
+
+    @property
+    def _address(self) -> str:
+        user = str(os.getuid()) if hasattr(os, "getuid") else os.environ.get("USERNAME", "")
+        key = f"{user}:{os.path.normcase(self._folder.resolve())}"
+        return "switchyard-" + hashlib.sha256(key.encode()).hexdigest()[:24]
+
+    def _listen(self) -> None:
+        server = QLocalServer(self)
+        server.setSocketOptions(QLocalServer.SocketOption.UserAccessOption)
+        server.newConnection.connect(self._on_connection)
+        if not server.listen(self._address):
+            QLocalServer.removeServer(self._address)  # left by a process that was killed: the lock says it is ours now
+            server.listen(self._address)
+        self._server = server
+
+    def _on_connection(self) -> None:
+        while self._server is not None and (socket := self._server.nextPendingConnection()) is not None:
+            socket.readyRead.connect(lambda s=socket: self._on_wish(s))
+            socket.disconnected.connect(socket.deleteLater)
+            if socket.bytesAvailable():
+                self._on_wish(socket)
+
+    def _on_wish(self, socket: QLocalSocket) -> None:
+        if bytes(socket.readAll().data()) == _RAISE:
+            socket.write(_RAISED)
+            socket.flush()
+            self.raise_requested.emit()
+
+    def _raise_other(self) -> bool:
+        socket = QLocalSocket()
+        socket.connectToServer(self._address)
+        try:
+            if not socket.waitForConnected(500):
+                return False
+            socket.write(_RAISE)
+            socket.waitForBytesWritten(500)
+            return socket.waitForReadyRead(1000) and bytes(socket.readAll().data()) == _RAISED
+        finally:
+            socket.abort()
+
+
+def _is_of_a_later_process(lock: QLockFile, path: Path) -> bool:
+    """Whether the process that the lock names started after the lock was written, so that its id was used again."""
+    info = lock.getLockInfo()
+    if not isinstance(info, tuple) or info[1] != QSysInfo.machineHostName():
+        return False
+    with contextlib.suppress(OSError, psutil.Error):
+        return psutil.Process(info[0]).create_time() > path.stat().st_mtime + 2
+    return False
