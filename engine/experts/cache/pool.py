@@ -1,0 +1,141 @@
+"""One pool of slots: who is resident, who is arriving, who may not leave."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.experts.cache.policies import Key, Policy
+
+Slot = int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a key may be copied to, and who had to leave for it."""
+
+    slot: Slot
+    evicted: Key | None
+
+
+class Pool:
+    """`capacity` slots and the policy that says who leaves.
+
+    A key is absent, arriving (its slot is taken, the copy has not ended: not a hit) or resident.  Arriving and
+    pinned keys are never evicted.
+
+    Args:
+        slots: identifiers of the slots, unique across the pools of one tier.
+    """
+
+    def __init__(self, slots: range, policy: Policy) -> None:
+        self.policy = policy
+        self._free: list[Slot] = list(reversed(slots))
+        self._slot_of: dict[Key, Slot] = {}
+        self._arriving: dict[Key, Slot] = {}
+        self._pins: dict[Key, int] = {}
+
+    @property
+    def capacity(self) -> int:
+        """Slots that the pool may use now."""
+        return len(self._free) + len(self._slot_of) + len(self._arriving)
+
+    @property
+    def residents(self) -> dict[Key, Slot]:
+        """Resident keys and their slots; not to be changed."""
+        return self._slot_of
+
+    @property
+    def arriving(self) -> dict[Key, Slot]:
+        """Keys whose copy is in flight; not to be changed."""
+        return self._arriving
+
+    def use(self, key: Key) -> Slot | None:
+        """Counts a use of `key`: its slot if it is resident (a hit), else None (a miss)."""
+        slot = self._slot_of.get(key)
+        if slot is None:
+            self.policy.missed(key)
+        else:
+            self.policy.hit(key)
+        return slot
+
+    def pin(self, key: Key) -> None:
+        """Keep the resident `key` where it is until `unpin`; pins count."""
+        self._pins[key] = self._pins.get(key, 0) + 1
+
+    def unpin(self, key: Key) -> None:
+        """Give back one `pin`."""
+        left = self._pins[key] - 1
+        if left:
+            self._pins[key] = left
+        else:
+            del self._pins[key]
+
+    def reserve(self, key: Key, only_if_admitted: bool = True) -> Placement | None:
+        """A slot for the absent `key`, which is arriving from now on, or None if no one should or can leave.
+
+        Args:
+            only_if_admitted: let the policy refuse when the victim is worth more than `key`.
+
+        Raises:
+            ValueError: if `key` is already resident or arriving: its bytes would be counted twice.
+        """
+        if key in self._slot_of or key in self._arriving:
+            raise ValueError(f"expert {key} has a slot already")
+        evicted: Key | None = None
+        if self._free:
+            slot = self._free.pop()
+        else:
+            evicted = self._victim()
+            if evicted is None or (only_if_admitted and not self.policy.admits(key, evicted)):
+                return None
+            self.policy.remove(evicted)
+            slot = self._slot_of.pop(evicted)
+        self._arriving[key] = slot
+        return Placement(slot, evicted)
+
+    def arrived(self, key: Key) -> None:
+        """The copy of `key` has ended: from now on it is resident."""
+        self._slot_of[key] = self._arriving.pop(key)
+        self.policy.insert(key)
+
+    def abandon(self, key: Key) -> None:
+        """The copy of `key` failed or was cancelled: its slot is free again."""
+        self._free.append(self._arriving.pop(key))
+
+    def evict(self, key: Key) -> Slot:
+        """Takes the resident, unpinned `key` out.
+
+        Raises:
+            ValueError: if it is pinned.
+        """
+        if key in self._pins:
+            raise ValueError(f"expert {key} is in use")
+        self.policy.remove(key)
+        slot = self._slot_of.pop(key)
+        self._free.append(slot)
+        return slot
+
+    def shrink(self, count: int) -> list[Slot]:
+        """Gives up to `count` slots back, evicting as the policy says; fewer if the rest is in use or in flight."""
+        given: list[Slot] = []
+        while len(given) < count:
+            if not self._free:
+                victim = self._victim()
+                if victim is None:
+                    break
+                self.evict(victim)
+            given.append(self._free.pop())
+        return given
+
+    def grow(self, slots: list[Slot]) -> None:
+        """Adds slots, for example those that `shrink` gave back before."""
+        self._free.extend(slots)
+
+    def adopt(self, policy: Policy) -> None:
+        """Let another policy (one without residents) decide from now on; who is resident stays so."""
+        for key in list(self.policy.victims()):
+            policy.insert(key)
+        self.policy = policy
+
+    def _victim(self) -> Key | None:
+        return next((key for key in self.policy.victims() if key not in self._pins), None)
