@@ -1,0 +1,94 @@
+"""Requests that the worker has accepted and not yet answered: one queue, and one ending each."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from engine.protocol import Cancelled, Finished, FinishReason, Generate, LoadModel, TerminalEvent, UnloadModel
+
+_log = logging.getLogger(__name__)
+
+Request = LoadModel | UnloadModel | Generate
+
+
+def cancelled_event(request: Request) -> TerminalEvent | None:
+    """How this request ends if it is cancelled before it has done anything; None if it cannot be cancelled."""
+    reason: FinishReason = "cancelled"
+    if isinstance(request, Generate):
+        return Finished(request.request_id, reason, 0, 0, 0, 0.0, 0.0)
+    return Cancelled(request.request_id) if isinstance(request, LoadModel) else None
+
+
+class RequestQueue:
+    """Hands requests to the engine thread one at a time, and sees to it that each ends exactly once."""
+
+    def __init__(self, send: Callable[[TerminalEvent], None]) -> None:
+        self._send = send
+        self._changed = threading.Condition()
+        self._waiting: deque[Request] = deque()
+        self._open: set[str] = set()
+        self._cancelled: set[str] = set()
+        self._closed = False
+
+    def accept(self, request: Request) -> None:
+        """Queue a request.  One whose id is still open is dropped: that id already has its ending coming."""
+        with self._changed:
+            if request.request_id in self._open:
+                _log.warning("A request with an id that is still open was dropped.")
+                return
+            self._open.add(request.request_id)
+            self._waiting.append(request)
+            if self._closed:
+                self._drop_waiting()
+            self._changed.notify_all()
+
+    def take(self) -> Request | None:
+        """The next request, waiting for one; None once the queue is closed and empty."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            return self._waiting.popleft() if self._waiting else None
+
+    def cancel(self, request_id: str) -> None:
+        """End a waiting request now; make a running one see that it is cancelled.  Unknown ids are ignored."""
+        with self._changed:
+            if request_id not in self._open:
+                return
+            self._cancelled.add(request_id)
+            for request in self._waiting:
+                if request.request_id == request_id and (event := cancelled_event(request)) is not None:
+                    self._waiting.remove(request)
+                    self._end(event)
+                    return
+
+    def is_cancelled(self, request_id: str) -> bool:
+        # Asked for every token: membership of a set needs no lock.
+        return request_id in self._cancelled
+
+    def end(self, event: TerminalEvent) -> None:
+        """Send a request's terminal event, unless it has had one."""
+        with self._changed:
+            self._end(event)
+
+    def close(self) -> None:
+        """Cancel everything and accept nothing more."""
+        with self._changed:
+            self._closed = True
+            self._drop_waiting()
+            self._cancelled |= self._open
+            self._changed.notify_all()
+
+    def _drop_waiting(self) -> None:
+        for request in list(self._waiting):
+            event = cancelled_event(request)
+            if event is not None:
+                self._waiting.remove(request)
+                self._end(event)
+
+    def _end(self, event: TerminalEvent) -> None:
+        if event.request_id in self._open:
+            self._open.discard(event.request_id)
+            self._cancelled.discard(event.request_id)
+            self._send(event)

@@ -1,0 +1,117 @@
+"""The worker's two pipes: commands in, events out, and nobody else on either."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from engine.protocol import HEARTBEAT_S, Event, Heartbeat, Telemetry, encode
+
+_BATCH = 256
+
+
+def claim_pipes() -> tuple[int, int]:
+    """Private copies of stdin and stdout; the public ones become the null device and stderr.
+
+    A print in some library then lands in the log instead of the stream, and nobody else can read a command.
+
+    Returns:
+        The file descriptors of the commands and of the events, not inherited by child processes.
+    """
+    commands, events = os.dup(0), os.dup(1)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    try:
+        os.dup2(2, 1)
+    except OSError:  # started without a stderr
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+    os.close(nowhere)
+    if sys.platform == "win32":
+        import msvcrt
+
+        msvcrt.setmode(commands, os.O_BINARY)
+        msvcrt.setmode(events, os.O_BINARY)
+    return commands, events
+
+
+class EventWriter:
+    """Writes events from a thread of its own, so that a window slow to read never holds up a token.
+
+    Everything but `Telemetry` waits in an unbounded queue and arrives in order; of `Telemetry` only the latest
+    sample is kept, and it is sent when nothing else waits.  A `Heartbeat` goes out every `HEARTBEAT_S`.
+    """
+
+    def __init__(self, fd: int, on_broken: Callable[[], None]) -> None:
+        """`on_broken` is called, on the writer's thread, when nobody reads any more."""
+        self._fd = fd
+        self._on_broken = on_broken
+        self._changed = threading.Condition()
+        self._queue: deque[Event] = deque()
+        self._telemetry: Telemetry | None = None
+        self._idle = True
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="event-writer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, event: Event) -> None:
+        """Queue an event that must arrive."""
+        with self._changed:
+            self._queue.append(event)
+            self._changed.notify_all()
+
+    def publish(self, sample: Telemetry) -> None:
+        """Offer a sample, in place of one not yet sent."""
+        with self._changed:
+            self._telemetry = sample
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything queued has been written; false if it has not been in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._idle and not self._queue, timeout_s)
+
+    def close(self) -> None:
+        """Write what is queued and end the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        next_beat = time.monotonic() + HEARTBEAT_S
+        while True:
+            with self._changed:
+                self._idle = True
+                self._changed.notify_all()
+                self._changed.wait_for(self._has_work, max(0.0, next_beat - time.monotonic()))
+                if self._closed and not self._queue:
+                    return
+                batch: list[Event] = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
+                if not self._queue and self._telemetry is not None:
+                    batch.append(self._telemetry)
+                    self._telemetry = None
+                self._idle = False
+            if time.monotonic() >= next_beat:
+                batch.append(Heartbeat(time.monotonic()))
+                next_beat = time.monotonic() + HEARTBEAT_S
+            try:
+                _write_all(self._fd, b"".join(encode(event) for event in batch))
+            except OSError:
+                self._on_broken()
+                return
+
+    def _has_work(self) -> bool:
+        return bool(self._queue) or self._telemetry is not None or self._closed
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]

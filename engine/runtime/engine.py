@@ -1,0 +1,121 @@
+"""One model at a time, and the conversation it holds: what the worker and the command line drive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from engine.checkpoint.library import resolve
+from engine.config import EngineConfig, SamplingParams
+from engine.errors import EngineError, ErrorCode
+from engine.protocol import ChatMessage, ModelInfo
+from engine.runtime.chat_session import ChatSession, GenerationResult
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.loading import load_model
+
+
+class Engine:
+    """Holds at most one loaded model and its chat session.  Not for several threads at once."""
+
+    def __init__(self) -> None:
+        self._loaded: LoadedModel | None = None
+        self._session: ChatSession | None = None
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """The loaded model and where it runs; None while none is loaded."""
+        return self._loaded.info if self._loaded is not None else None
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of context now held."""
+        return self._session.kv_tokens if self._session is not None else 0
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes that the held context takes."""
+        return self._session.kv_bytes if self._session is not None else 0
+
+    def load(
+        self, config: EngineConfig, *, on_progress: Callable[[int, int], None], cancelled: Callable[[], bool]
+    ) -> ModelInfo:
+        """Load a model in place of the one loaded, which is freed first, whether or not the new one can be had.
+
+        Raises:
+            EngineError: there is no such model, or it cannot be loaded here; the message says why.
+            RequestCancelled: `cancelled()` was true; no model is loaded then.
+        """
+        self.unload()
+        path = resolve(config.model)
+        self._loaded = load_model(replace(config, model=str(path)), on_progress=on_progress, cancelled=cancelled)
+        self._session = ChatSession(self._loaded)
+        return self._loaded.info
+
+    def unload(self) -> None:
+        """Free the model's memory; without effect if none is loaded."""
+        self._session = None
+        if self._loaded is not None:
+            self._loaded.close()
+            self._loaded = None
+
+    def default_sampling(self) -> SamplingParams:
+        """How the loaded model's makers suggest to sample (its `generation_config.json`); greedy if they do not say."""
+        suggested = getattr(self._ready().model, "generation_config", None)
+        greedy = SamplingParams(repetition_penalty=_number(suggested, "repetition_penalty", 1.0))
+        if not getattr(suggested, "do_sample", None):
+            return greedy
+        try:
+            return replace(
+                greedy,
+                temperature=_number(suggested, "temperature", 1.0),
+                top_k=int(_number(suggested, "top_k", 0)),
+                top_p=_number(suggested, "top_p", 1.0),
+                min_p=_number(suggested, "min_p", 0.0),
+            )
+        except EngineError:  # a checkpoint with nonsense in it is no reason not to answer
+            return greedy
+
+    def generate(
+        self,
+        messages: Sequence[ChatMessage],
+        sampling: SamplingParams,
+        *,
+        on_progress: Callable[[int, int], None],
+        on_text: Callable[[str, int], None],
+        cancelled: Callable[[], bool],
+    ) -> GenerationResult:
+        """Answer the last of `messages`.
+
+        Raises:
+            EngineError: `INVALID_REQUEST` without a model or a message, `PROMPT_TOO_LONG`, and what the model raises.
+        """
+        loaded = self._ready()
+        if self._session is None:
+            self._session = ChatSession(loaded)
+        try:
+            return self._session.generate(
+                [replace(message, content=_encodable(message.content)) for message in messages],
+                sampling,
+                on_progress=on_progress,
+                on_text=on_text,
+                cancelled=cancelled,
+            )
+        except BaseException:
+            # Its KV may be half written, or be what filled the memory: the next answer starts from nothing.
+            self._session = None
+            raise
+
+    def _ready(self) -> LoadedModel:
+        if self._loaded is None:
+            raise EngineError(ErrorCode.INVALID_REQUEST, "No model is loaded: choose one first.")
+        return self._loaded
+
+
+def _number(suggested: object, name: str, default: float) -> float:
+    value = getattr(suggested, name, None)
+    return float(value) if isinstance(value, int | float) else default
+
+
+def _encodable(text: str) -> str:
+    """`text` without half surrogate pairs, which come from broken arguments and which no tokenizer takes."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")

@@ -1,0 +1,259 @@
+"""The engine process: `python -m engine.worker`, started by the window, commands on stdin, events on stdout.
+
+Three threads.  The reader takes commands and acts on `Cancel` itself; the engine (main) thread does one request at
+a time; the writer sends events.  `Ready` is sent before torch is imported.  When stdin ends the window is gone, and
+so is this process a moment later, whatever it is computing.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import psutil
+
+from engine.config import EngineConfig, SamplingParams
+from engine.errors import EngineError, ErrorCode
+from engine.process.environment import quiet_libraries
+from engine.process.failures import as_engine_error, log_failure
+from engine.process.lifetime import end_process, set_up_process, trim_stderr
+from engine.process.requests import Request, RequestQueue, cancelled_event
+from engine.process.streams import EventWriter, claim_pipes
+from engine.protocol import (
+    PROTOCOL_VERSION,
+    Cancel,
+    ChatMessage,
+    Failed,
+    Finished,
+    FinishReason,
+    Generate,
+    LineReader,
+    LoadModel,
+    ModelInfo,
+    ModelLoaded,
+    ModelUnloaded,
+    Phase,
+    Progress,
+    Ready,
+    Shutdown,
+    Telemetry,
+    TerminalEvent,
+    Token,
+    UnloadModel,
+    decode,
+    request_id_of,
+)
+from engine.runtime.cancellation import RequestCancelled
+
+WINDOW_GONE_GRACE_S = 0.5
+SHUTDOWN_GRACE_S = 1.5
+TELEMETRY_S = 0.5
+
+
+class GenerationOutcome(Protocol):
+    """What the worker reads of a generation's result."""
+
+    @property
+    def finish_reason(self) -> FinishReason: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def reused_tokens(self) -> int: ...
+    @property
+    def generated_tokens(self) -> int: ...
+    @property
+    def ttft_s(self) -> float: ...
+    @property
+    def tokens_per_s(self) -> float: ...
+
+
+class WorkerEngine(Protocol):
+    """What the worker needs of an engine; `engine.runtime.engine.Engine` is the real one."""
+
+    @property
+    def info(self) -> ModelInfo | None: ...
+    @property
+    def kv_tokens(self) -> int: ...
+    @property
+    def kv_bytes(self) -> int: ...
+
+    def load(
+        self, config: EngineConfig, *, on_progress: Callable[[int, int], None], cancelled: Callable[[], bool]
+    ) -> ModelInfo: ...
+
+    def unload(self) -> None: ...
+
+    def generate(
+        self,
+        messages: Sequence[ChatMessage],
+        sampling: SamplingParams,
+        *,
+        on_progress: Callable[[int, int], None],
+        on_text: Callable[[str, int], None],
+        cancelled: Callable[[], bool],
+    ) -> GenerationOutcome: ...
+
+
+class Worker:
+    """Performs requests with one engine and reports what happens."""
+
+    def __init__(self, requests: RequestQueue, writer: EventWriter) -> None:
+        self._requests = requests
+        self._writer = writer
+        self._process = psutil.Process()
+        self._sampled_s = time.monotonic()
+        self._sampled_tokens = 0
+
+    def run(self, make_engine: Callable[[], WorkerEngine]) -> None:
+        """Make the engine, then perform requests until the queue is closed."""
+        try:
+            engine = make_engine()
+        except BaseException as error:
+            log_failure(error, "starting")
+            message = as_engine_error(error, "starting").message
+            while (request := self._requests.take()) is not None:
+                self._requests.end(Failed(request.request_id, ErrorCode.INTERNAL, message))
+            return
+        while (request := self._requests.take()) is not None:
+            self._requests.end(self._perform(engine, request))
+            self._sample(engine, idle=True)
+
+    def _perform(self, engine: WorkerEngine, request: Request) -> TerminalEvent:
+        doing = {LoadModel: "loading the model", UnloadModel: "freeing the model"}.get(type(request), "answering")
+        try:
+            if isinstance(request, LoadModel):
+                return self._load(engine, request)
+            if isinstance(request, Generate):
+                return self._generate(engine, request)
+            engine.unload()
+            return ModelUnloaded(request.request_id)
+        except RequestCancelled:
+            return cancelled_event(request) or ModelUnloaded(request.request_id)
+        except BaseException as error:  # whatever it is, this request must end and the next one may work
+            log_failure(error, doing)
+            told = as_engine_error(error, doing)
+            return Failed(request.request_id, told.code, told.message)
+
+    def _load(self, engine: WorkerEngine, request: LoadModel) -> TerminalEvent:
+        started = time.monotonic()
+        info = engine.load(
+            request.config,
+            on_progress=lambda done, total: self._progress(request.request_id, "loading", done, total),
+            cancelled=lambda: self._requests.is_cancelled(request.request_id),
+        )
+        return ModelLoaded(request.request_id, info, time.monotonic() - started)
+
+    def _generate(self, engine: WorkerEngine, request: Generate) -> TerminalEvent:
+        self._sampled_s, self._sampled_tokens = time.monotonic(), 0
+
+        def on_text(text: str, generated_tokens: int) -> None:
+            self._writer.send(Token(request.request_id, text, generated_tokens))
+            self._sample(engine, generated_tokens)
+
+        result = engine.generate(
+            request.messages,
+            request.sampling,
+            on_progress=lambda done, total: self._progress(request.request_id, "prefill", done, total),
+            on_text=on_text,
+            cancelled=lambda: self._requests.is_cancelled(request.request_id),
+        )
+        return Finished(
+            request.request_id,
+            result.finish_reason,
+            result.prompt_tokens,
+            result.reused_tokens,
+            result.generated_tokens,
+            result.ttft_s,
+            result.tokens_per_s,
+        )
+
+    def _progress(self, request_id: str, phase: Phase, done: int, total: int) -> None:
+        self._writer.send(Progress(request_id, phase, done, total))
+
+    def _sample(self, engine: WorkerEngine, generated_tokens: int = 0, *, idle: bool = False) -> None:
+        now = time.monotonic()
+        elapsed = now - self._sampled_s
+        if not idle and elapsed < TELEMETRY_S:
+            return
+        rate = 0.0 if idle else max(0, generated_tokens - self._sampled_tokens) / elapsed
+        self._sampled_s, self._sampled_tokens = now, generated_tokens
+        info = engine.info
+        self._writer.publish(
+            Telemetry(
+                rss_bytes=self._process.memory_info().rss,
+                weights_bytes=info.weights_bytes if info else 0,
+                experts_bytes=info.experts_bytes if info else 0,
+                kv_bytes=engine.kv_bytes,
+                kv_tokens=engine.kv_tokens,
+                tokens_per_s=rate,
+            )
+        )
+        trim_stderr()
+
+
+def read_commands(fd: int, requests: RequestQueue, writer: EventWriter) -> bool:
+    """Act on commands until the stream ends; whether it ended with a `Shutdown`."""
+    lines = LineReader()
+    while True:
+        try:
+            data = os.read(fd, 65536)
+            received = lines.feed(data)
+        except (OSError, EngineError):
+            return False
+        if not data:
+            return False
+        for line in received:
+            try:
+                command = decode(line)
+            except EngineError as error:
+                request_id = request_id_of(line)
+                if request_id is not None:
+                    writer.send(Failed(request_id, error.code, error.message))
+                continue
+            if isinstance(command, Shutdown):
+                return True
+            if isinstance(command, Cancel):
+                requests.cancel(command.request_id)
+            elif isinstance(command, LoadModel | UnloadModel | Generate):
+                requests.accept(command)
+
+
+def serve(make_engine: Callable[[], WorkerEngine]) -> None:
+    """Be the engine process; does not return."""
+    commands_fd, events_fd = claim_pipes()
+    writer = EventWriter(events_fd, on_broken=lambda: end_process(0))
+    writer.start()
+    writer.send(Ready(PROTOCOL_VERSION, os.getpid()))
+    requests = RequestQueue(writer.send)
+
+    def read() -> None:
+        asked = read_commands(commands_fd, requests, writer)
+        requests.close()
+        # The engine thread ends us sooner if it can; if it computes, nobody waits for the result.
+        time.sleep(SHUTDOWN_GRACE_S if asked else WINDOW_GONE_GRACE_S)
+        end_process(0)
+
+    threading.Thread(target=read, name="command-reader", daemon=True).start()
+    set_up_process()
+    Worker(requests, writer).run(make_engine)
+    writer.flush(SHUTDOWN_GRACE_S)
+    end_process(0)
+
+
+def _real_engine() -> WorkerEngine:
+    quiet_libraries()
+    from engine.runtime.engine import Engine
+
+    return Engine()
+
+
+def main() -> None:
+    """Entry of `python -m engine.worker`."""
+    serve(_real_engine)
+
+
+if __name__ == "__main__":
+    main()
