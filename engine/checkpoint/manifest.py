@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from engine.errors import EngineError, ErrorCode
 from engine.runtime.cancellation import RequestCancelled
 
 MANIFEST_NAME = "switchyard-manifest.json"
@@ -118,18 +117,3 @@ def damaged_files(
         except OSError as error:
             damage[record.path] = f"unreadable: {error.strerror or error}"
     return damage
-
-
-def require_manifest(folder: Path) -> Manifest:
-    """The manifest of a model in the library.
-
-    Raises:
-        EngineError: `CHECKPOINT_DAMAGED`, if there is none.
-    """
-    manifest = read_manifest(folder)
-    if manifest is None:
-        raise EngineError(
-            ErrorCode.CHECKPOINT_DAMAGED,
-            f"{folder} has no readable {MANIFEST_NAME} to verify it against: import the model again.",
-        )
-    return manifest

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import shutil
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
+from engine.checkpoint.disk_errors import disk_errors_explained, require_space
 from engine.checkpoint.manifest import Manifest, damaged_files, describe_files, read_manifest, sha256_of, write_manifest
 from engine.checkpoint.safetensors_numpy import read_safetensors, write_safetensors
 from engine.checkpoint.staging import put_in_place, staging_folder
@@ -34,7 +34,7 @@ STARTER_NAME = "starter"
 # Shares of the whole work, in thousandths, by the time they take.
 _FETCHED, _EXTRACTED, _CARVED, _TOTAL = 600, 650, 950, 1000
 _SHIPPED = ("CARD.md", "NOTICE")
-_DISK_BYTES = 400 * 10**6
+_DISK_BYTES = 375 * 10**6
 """What must be free: the checkpoint, and the parent's file while it is made."""
 
 
@@ -60,8 +60,8 @@ def build_starter(on_progress: OnProgress = lambda *_: None, cancelled: Cancelle
     identity = _identity(recipe)
     manifest = read_manifest(target)
     if manifest is None or manifest.source != identity or damaged_files(target, manifest, cancelled=cancelled):
-        with _disk_errors_explained(target.parent), staging_folder(target.parent) as staging:
-            _require_space(staging)
+        with disk_errors_explained(target.parent), staging_folder(target.parent) as staging:
+            require_space(staging, _DISK_BYTES)
             made = staging / "model"
             made.mkdir()
             with _parent(recipe, staging, on_progress, cancelled) as parent:
@@ -92,7 +92,7 @@ def build_variant(
         EngineError, RequestCancelled: as `build_starter`.
     """
     recipe = read_recipe()
-    with _disk_errors_explained(folder.parent), staging_folder(folder.parent) as staging:
+    with disk_errors_explained(folder.parent), staging_folder(folder.parent) as staging:
         made = staging / "model"
         made.mkdir()
         with _parent(recipe, staging, on_progress, cancelled) as parent:
@@ -166,29 +166,6 @@ def _identity(recipe: Recipe) -> str:
     for name in ("recipe.json", *_SHIPPED):
         digest.update((recipe.folder / name).read_bytes())
     return f"recipe {recipe.name} {digest.hexdigest()[:16]}"
-
-
-def _require_space(folder: Path) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < _DISK_BYTES:
-        raise EngineError(
-            ErrorCode.DISK_FULL,
-            f"Making the starter model needs {_DISK_BYTES // 10**6} MB on the disk of {folder.parent}, where only "
-            f"{free // 10**6} MB are free: make room, or set SWITCHYARD_HOME to a folder on another disk.",
-        )
-
-
-@contextlib.contextmanager
-def _disk_errors_explained(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise EngineError(ErrorCode.DISK_FULL, f"The disk of {folder} is full: make room and try again.") from error
-        raise EngineError(
-            ErrorCode.INVALID_REQUEST,
-            f"Cannot write to {folder} ({error.strerror or error}): check its permissions, or set SWITCHYARD_HOME.",
-        ) from error
 
 
 def _flush(folder: Path) -> None:

@@ -1,0 +1,132 @@
+"""Bringing a checkpoint directory into the library: checked first, then whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from engine.checkpoint.config_file import read_config
+from engine.checkpoint.disk_errors import disk_errors_explained, require_space
+from engine.checkpoint.library import LibraryEntry, check_new_name, describe, resolve
+from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, sha256_of, write_manifest
+from engine.checkpoint.shards import INDEX_NAME, read_tensors
+from engine.checkpoint.staging import staging_folder
+from engine.errors import EngineError, ErrorCode
+from engine.paths import models_dir
+from engine.runtime.cancellation import RequestCancelled
+
+_CHUNK_BYTES = 4 * 2**20
+_SIDE_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".md")
+_SIDE_NAMES = ("license", "licence", "notice", "use_policy", "copying")
+_TEMPLATE_FOLDER = "additional_chat_templates"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def import_model(
+    path: Path,
+    name: str | None = None,
+    on_progress: Callable[[int, int], None] = lambda *_: None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> LibraryEntry:
+    """Add the checkpoint at `path` to the library under `name` (its folder's name by default).
+
+    Weights are hard-linked where the file system allows it, so that they take no second room; everything else is
+    copied.  Only what a model needs is taken: no program code, no pickles, no hidden files.
+
+    Args:
+        on_progress: hears `done` of `total` bytes.
+
+    Raises:
+        EngineError: what is wrong with the checkpoint (`CHECKPOINT_DAMAGED`, `CHECKPOINT_UNSAFE`,
+            `MODEL_UNSUPPORTED`, `MODEL_NOT_FOUND`), the name (`INVALID_REQUEST`) or the disk (`DISK_FULL`).
+        RequestCancelled: if `cancelled()` came true; nothing is left behind.
+    """
+    source = resolve(str(path))
+    if source.parent == models_dir():
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"{source.name} is already in the library.")
+    name = name if name is not None else _default_name(source)
+    check_new_name(name)
+    read_config(source)
+    weights = sorted({tensor.file for tensor in read_tensors(source).values()})
+    with disk_errors_explained(models_dir()), staging_folder(models_dir()) as staging:
+        side_files = list(_side_files(source))
+        total = sum(file.stat().st_size for file in (*weights, *side_files))
+        done = 0
+
+        def advance(count: int) -> None:
+            nonlocal done
+            if cancelled():
+                raise RequestCancelled
+            done += count
+            on_progress(done, total)
+
+        records = [_take(file, source, staging, advance, may_link=False) for file in side_files]
+        records += [_take(file, source, staging, advance, may_link=True) for file in weights]
+        # The source may have changed while it was copied: what counts is what the library now holds.
+        read_tensors(staging)
+        files = tuple(sorted(records, key=lambda record: record.path))
+        write_manifest(staging, Manifest(f"imported from {source}", files))
+        check_new_name(name)
+        staging.rename(models_dir() / name)
+    return describe(models_dir() / name, name)
+
+
+def _side_files(source: Path) -> Iterable[Path]:
+    """Configuration, tokenizer, templates, card and licence."""
+    for file in sorted(source.iterdir()):
+        plain = file.name.lower()
+        wanted = plain.endswith(_SIDE_SUFFIXES) or plain.startswith(_SIDE_NAMES)
+        if file.is_file() and wanted and not plain.startswith(".") and not _is_left_out(file.name):
+            yield file
+    yield from sorted((source / _TEMPLATE_FOLDER).glob("*.jinja"))
+
+
+def _is_left_out(name: str) -> bool:
+    """Our own manifest, made anew, and indexes of weights that are not taken."""
+    return name == MANIFEST_NAME or (name.endswith(".index.json") and name != INDEX_NAME)
+
+
+def _take(file: Path, source: Path, target: Path, advance: Callable[[int], None], *, may_link: bool) -> FileRecord:
+    """Link or copy one file; its record.  Follows links: a hub cache keeps the bytes elsewhere."""
+    relative = file.relative_to(source)
+    copy = target / relative
+    copy.parent.mkdir(exist_ok=True)
+    if may_link and _try_link(file.resolve(), copy):
+        digest = sha256_of(copy, on_bytes=advance)
+    else:
+        require_space(target, file.stat().st_size)
+        digest = _copy(file, copy, advance)
+    return FileRecord(relative.as_posix(), copy.stat().st_size, digest)
+
+
+def _try_link(file: Path, copy: Path) -> bool:
+    try:
+        os.link(file, copy)
+    except OSError:  # another file system, or one without hard links
+        return False
+    return True
+
+
+def _copy(file: Path, copy: Path, advance: Callable[[int], None]) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as reader, copy.open("wb") as writer:
+        while chunk := reader.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            writer.write(chunk)
+            advance(len(chunk))
+        writer.flush()
+        os.fsync(writer.fileno())
+    shutil.copystat(file, copy)
+    return digest.hexdigest()
+
+
+def _default_name(source: Path) -> str:
+    """The folder's name; in a hub cache (`models--ORG--NAME/snapshots/COMMIT`) the model's."""
+    name = source.name
+    if _COMMIT.fullmatch(name) and source.parent.name == "snapshots":
+        name = source.parent.parent.name.removeprefix("models--").replace("--", "-")
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:100] or "model"

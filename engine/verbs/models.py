@@ -1,0 +1,214 @@
+"""`switchyard models`: the model library."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.importing import import_model
+from engine.checkpoint.library import (
+    LibraryEntry,
+    Verification,
+    list_models,
+    remove,
+    resolve,
+    show,
+    starter_is_built,
+    verify,
+)
+from engine.checkpoint.starter import STARTER_NAME, build_starter
+from engine.errors import EngineError, ErrorCode
+from engine.paths import models_dir
+from engine.verbs.output import emit, note
+
+_REDRAW_S = 0.1
+
+
+def add_parser(subparsers: Any) -> None:
+    """Mount the verb."""
+    parser = subparsers.add_parser("models", help="the model library")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.set_defaults(run=run, action=_list)
+    actions = parser.add_subparsers(metavar="{list,show,import,verify,remove,pull}")
+
+    def action(name: str, help_text: str, function: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        sub: argparse.ArgumentParser = actions.add_parser(name, help=help_text)
+        # Given before the action it must survive, hence no default of its own.
+        sub.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON document")
+        sub.set_defaults(run=run, action=function)
+        return sub
+
+    action("list", "what is in the library (also without an action)", _list)
+    what = "`starter`, a library name or a checkpoint directory"
+    action("show", "one model, in full", _show).add_argument("model", metavar="M", help=what)
+    importing = action("import", "add a checkpoint directory", _import)
+    importing.add_argument("path", type=Path, metavar="PATH", help="folder with config.json and safetensors files")
+    importing.add_argument("--name", metavar="NAME", help="what to call it (default: the folder's name)")
+    action("verify", "check every file of a model", _verify).add_argument("model", metavar="M", help=what)
+    action("remove", "delete a model from the library", _remove).add_argument("model", metavar="NAME")
+    action("pull", "get a model (only `starter`)", _pull).add_argument("model", metavar="M")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do it; the exit code.  EngineError is for the caller to report."""
+    action: Callable[[argparse.Namespace], int] = args.action
+    return action(args)
+
+
+def _list(args: argparse.Namespace) -> int:
+    entries = list_models()
+
+    def human() -> str:
+        lines = [_row(entry) for entry in entries] or [f"The library ({models_dir()}) is empty."]
+        if not starter_is_built():
+            lines.append("The starter model is not here yet: `switchyard models pull starter` gets it.")
+        return "\n".join(lines)
+
+    document = {"library": models_dir(), "starter_is_built": starter_is_built(), "models": entries}
+    emit(document, as_json=args.json, human=human)
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    entry = show(args.model)
+    emit(entry, as_json=args.json, human=lambda: _details(entry))
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    with _ProgressLine("importing") as progress:
+        entry = import_model(args.path, args.name, on_progress=progress.update)
+    emit(entry, as_json=args.json, human=lambda: f"Imported.\n{_details(entry)}")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    with _ProgressLine("verifying") as progress:
+        found = verify(args.model, on_progress=progress.update)
+    emit(
+        {"name": found.name, "path": found.path, "ok": not found.damaged, "checked": found.checked,
+         "files": found.files, "damaged": found.damaged},
+        as_json=args.json,
+        human=lambda: _verdict(found),
+    )  # fmt: skip
+    if not found.damaged:
+        return 0
+    if args.json:
+        note(f"switchyard: {found.name} is damaged ({', '.join(found.damaged)}).")
+    return 2
+
+
+def _remove(args: argparse.Namespace) -> int:
+    freed = remove(args.model)
+    emit(
+        {"removed": args.model, "freed_bytes": freed},
+        as_json=args.json,
+        human=f"Removed {args.model} ({_size(freed)}).",
+    )
+    return 0
+
+
+def _pull(args: argparse.Namespace) -> int:
+    if args.model != STARTER_NAME:
+        raise EngineError(
+            ErrorCode.MODEL_UNSUPPORTED,
+            f"Switchyard can pull only `{STARTER_NAME}` so far: fetch {args.model!r} with "
+            "`hf download ORG/NAME --local-dir FOLDER`, then run `switchyard models import FOLDER`.",
+        )
+    with _ProgressLine("getting the starter model") as progress:
+        build_starter(on_progress=progress.update)
+    entry = show(STARTER_NAME)
+    emit(entry, as_json=args.json, human=lambda: f"The starter model is ready.\n{_details(entry)}")
+    return 0
+
+
+def _row(entry: LibraryEntry) -> str:
+    if entry.problem:
+        return f"{entry.name:<32} damaged: {entry.problem}"
+    return f"{entry.name:<32} {entry.family:<16} {_count(entry.parameters):>8} {_size(entry.bytes_on_disk):>9}"
+
+
+def _details(entry: LibraryEntry) -> str:
+    experts = f"{entry.experts} per layer, {entry.experts_per_token} per token" if entry.experts else "none (dense)"
+    rows = [
+        ("name", entry.name),
+        ("family", entry.family or "unknown"),
+        ("parameters", _count(entry.parameters)),
+        ("experts", experts),
+        ("stored as", entry.dtype or "unknown"),
+        ("context", f"{entry.context_tokens} tokens" if entry.context_tokens else "unknown"),
+        ("on disk", _size(entry.bytes_on_disk)),
+        ("folder", str(entry.path)),
+        ("from", entry.source or "unknown"),
+    ]
+    if entry.problem:
+        rows.append(("problem", entry.problem))
+    card = entry.path / "CARD.md"
+    if card.is_file():
+        rows.append(("card", str(card)))
+    return "\n".join(f"{label + ':':<12} {value}" for label, value in rows)
+
+
+def _verdict(found: Verification) -> str:
+    if found.damaged:
+        repair = (
+            "`switchyard models pull starter` makes it anew."
+            if found.name == STARTER_NAME and found.path == resolve(STARTER_NAME)
+            else "Download or copy the model again."
+        )
+        lines = [f"{file}: {what}" for file, what in found.damaged.items()]
+        return "\n".join([f"{found.name} is damaged:", *lines, repair])
+    if found.checked == "sha256":
+        return f"{found.name}: all {found.files} files are as they were put there (SHA-256)."
+    return f"{found.name}: {found.files} files are complete and well-formed; there are no checksums to compare with."
+
+
+def _count(parameters: int) -> str:
+    for factor, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if parameters >= factor:
+            return f"{parameters / factor:.1f} {unit}"
+    return str(parameters)
+
+
+def _size(count: int) -> str:
+    for factor, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count} bytes"
+
+
+class _ProgressLine:
+    """How far a long action is, on stderr: redrawn in place on a terminal, every tenth part elsewhere."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._is_terminal = sys.stderr.isatty()
+        self._shown = -1
+        self._drawn_at = 0.0
+
+    def __enter__(self) -> _ProgressLine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_terminal and self._shown >= 0:
+            self._draw("\r\x1b[K")
+
+    def update(self, done: int, total: int) -> None:
+        percent = 100 * done // max(total, 1)
+        if self._is_terminal:
+            now = time.monotonic()
+            if percent != self._shown and (now - self._drawn_at > _REDRAW_S or percent == 100):
+                self._draw(f"\r{self._label}: {percent} %")
+                self._drawn_at = now
+                self._shown = percent
+        elif percent // 10 != self._shown // 10 or self._shown < 0:
+            note(f"{self._label}: {percent} %")
+            self._shown = percent
+
+    def _draw(self, text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
