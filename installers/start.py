@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+"""From a fresh checkout to an open window, or to a tested one, in one command that is safe to repeat.
+
+    python3 installers/start.py                      set Switchyard up in .venv, get the starter model, open the window
+    python3 installers/start.py test                 set up what the tests need too, and run every check and every test
+    python3 installers/start.py test tests/unit -x   the same, but only pytest, with these arguments
+
+Needs Python 3.11 and nothing else.  Everything goes into .venv in the checkout, apart from the starter model, which
+goes into your Switchyard data folder.  (This file parses on Python 3.8, to be able to say so.)
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+OLDEST_PYTHON = (3, 11)
+CHECKOUT = Path(__file__).resolve().parent.parent
+USAGE = "Usage: python3 installers/start.py [test [arguments for pytest]]"
+
+
+def main(arguments: list[str]) -> int:
+    """Runs what the arguments ask for; the exit code is 0, that of the window or the tests, or 2 if set-up stopped."""
+    if sys.version_info[:2] < OLDEST_PYTHON:
+        print(too_old(sys.version_info[:3], sys.executable), file=sys.stderr)
+        return 2
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(__doc__.strip())
+        return 0
+    if arguments and arguments[0] != "test":
+        print(f"start.py does not know '{arguments[0]}'.  {USAGE}", file=sys.stderr)
+        return 2
+
+    import steps_console  # after the version is known to be new enough
+
+    try:
+        return test(arguments[1:]) if arguments else start()
+    except steps_console.SetupError as stopped:
+        print(f"\n{stopped}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nStopped.  The same command goes on from here.", file=sys.stderr)
+        return 130
+
+
+def too_old(version: tuple[int, ...], executable: str) -> str:
+    return (
+        "Switchyard needs Python {} or newer, and this is Python {} ({}): install a newer one "
+        "(python.org, Homebrew, or your distribution's packages) and start this script with it."
+    ).format(".".join(map(str, OLDEST_PYTHON)), ".".join(map(str, version)), executable)
+
+
+def start() -> int:
+    """Sets up, then opens the window; without a display, converses in the terminal."""
+    import steps_environment
+    import steps_machine
+
+    has_display = steps_machine.has_display()
+    environment = steps_environment.prepare(CHECKOUT)
+    if has_display:
+        steps_machine.need_libraries(steps_machine.WINDOW_LIBRARIES, "The window", environment.log)
+    environment.get_starter_model()
+    if has_display:
+        print("Opening the window.", flush=True)
+        return subprocess.call([environment.python, "-m", "app.main"], cwd=CHECKOUT, env=environment.variables)
+    print(
+        "There is no display here (neither DISPLAY nor WAYLAND_DISPLAY is set): chatting in the terminal.", flush=True
+    )
+    return subprocess.call([environment.python, "-m", "engine.cli", "chat"], cwd=CHECKOUT, env=environment.variables)
+
+
+def test(pytest_arguments: list[str]) -> int:
+    """Sets up with the test tools, then runs the checks and pytest (only pytest, if it is given arguments)."""
+    import steps_environment
+    import steps_machine
+
+    environment = steps_environment.prepare(CHECKOUT)
+    environment.install_test_tools()
+    steps_machine.need_libraries(steps_machine.WINDOW_LIBRARIES, "The window's tests", environment.log)
+    steps_machine.want_programs(steps_machine.E2E_PROGRAMS, "the end-to-end tests of the real window", environment.log)
+    environment.get_starter_model()
+
+    checks = [] if pytest_arguments else [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]]
+    failed = 0
+    for check in checks:
+        print("\n$ {}".format(" ".join(check)), flush=True)
+        failed |= subprocess.call([environment.python, "-m", *check], cwd=CHECKOUT, env=environment.variables)
+    # The import contracts are tests (tests/unit/test_import_contracts.py).
+    print("\n$ pytest", flush=True)
+    tests = subprocess.call(
+        [environment.python, "-m", "pytest", *pytest_arguments], cwd=CHECKOUT, env=environment.variables
+    )
+    return tests or int(failed != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,254 @@
+"""The private environment in .venv: made, mended, and filled with the right packages."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import steps_machine
+from steps_console import SetupError, Step, run_logged, tail, variables_for_children
+
+TORCH = "2.13.0"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+CUDA_INDEX = "https://download.pytorch.org/whl/cu130"  # the CUDA that PyPI's own Linux build of this torch uses
+CPU_DISK_GB, CUDA_DISK_GB = 3.0, 9.0
+PROBE_TIMEOUT_S = 4.0
+
+
+def prepare(checkout: Path) -> Environment:
+    """A working environment with Switchyard and its dependencies; does only what is not done yet.
+
+    Raises:
+        SetupError: with what to do about it.
+    """
+    environment = Environment(checkout)
+    environment.make()
+    environment.install_torch(cuda=steps_machine.has_nvidia_driver())
+    environment.install_switchyard()
+    return environment
+
+
+class Environment:
+    """`.venv` in the checkout.  A stamp in it for each finished part says what that part was made from."""
+
+    def __init__(self, checkout: Path) -> None:
+        self.checkout = checkout
+        self.folder = checkout / ".venv"
+        self.log = self.folder / "switchyard-setup.log"
+        self.python = str(self.folder / ("Scripts/python.exe" if platform.system() == "Windows" else "bin/python"))
+        self.variables = variables_for_children()
+        # Inside .venv, so that an interrupted download goes on and nothing is left elsewhere; gone when done.
+        self._pip_cache = self.folder / "switchyard-pip-cache"
+        self._constraints = self.folder / "switchyard-constraints.txt"
+
+    # --- the environment itself -----------------------------------------------------------------------
+
+    def make(self) -> None:
+        """Makes the environment, or makes it anew if its Python went away or the checkout was moved."""
+        if self.python_version() is not None and self._stamp("place") in (None, str(self.checkout)):
+            self._set_stamp("place", str(self.checkout))
+            return
+        if Path(sys.prefix).resolve() == self.folder.resolve():
+            raise SetupError(
+                "The environment in .venv has to be made anew, but it is the one that runs this script: "
+                "type `deactivate`, then run the same command again."
+            )
+        if importlib.util.find_spec("ensurepip") is None or importlib.util.find_spec("venv") is None:
+            steps_machine.install_packages(
+                {"venv": "python3-venv"}, "This Python cannot make environments (its venv module is missing)", self.log
+            )
+        steps_machine.need_disk(self.checkout, CPU_DISK_GB, "Switchyard with its libraries")
+        with Step("Making a private environment in .venv") as step:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            base = getattr(sys, "_base_executable", None) or sys.executable
+            code, output = run_logged(step, [base, "-m", "venv", str(self.folder)], self.log, self.variables)
+            if code != 0 or self.python_version() is None:
+                raise SetupError("Python could not make an environment in .venv.  " + tail(output, self.log))
+            self._set_stamp("place", str(self.checkout))
+
+    def python_version(self) -> str | None:
+        """Version of the environment's Python, or None if it or its pip does not work."""
+        script = "import sys, pip; print('.'.join(map(str, sys.version_info[:3])))"
+        try:
+            done = subprocess.run(
+                [self.python, "-c", script],
+                capture_output=True,
+                text=True,
+                timeout=120,
+                env=self.variables,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        version = done.stdout.strip()
+        is_new_enough = done.returncode == 0 and tuple(map(int, version.split(".")[:2])) >= (3, 11)
+        return version if is_new_enough else None
+
+    # --- packages -------------------------------------------------------------------------------------
+
+    def install_torch(self, cuda: bool) -> None:
+        """PyTorch first and alone: nothing installed later may bring in another, bigger build."""
+        made_from = "{} {} {}".format(TORCH, "cuda" if cuda else "cpu", self.python_version())
+        if self._stamp("torch") == made_from:
+            return
+        steps_machine.need_disk(self.checkout, CUDA_DISK_GB if cuda else CPU_DISK_GB, "PyTorch")
+        if self._stamp("torch") is not None:  # the other build, perhaps: pip would take it for the same
+            with Step("Removing the other build of PyTorch") as step:
+                run_logged(step, [self.python, "-m", "pip", "uninstall", "--yes", "torch"], self.log, self.variables)
+        with Step("Installing PyTorch {}, {} build".format(TORCH, "CUDA" if cuda else "CPU")) as step:
+            version = self._install_first_available(step, torch_sources(platform.system(), cuda, is_reachable), cuda)
+            step.note = f" (torch {version})"
+            if cuda and version.endswith("+cpu"):
+                step.note += "; no CUDA build was to be had, so models will run on the CPU"
+        self._constraints.write_text(f"torch=={version}\n", encoding="utf-8")
+        self._set_stamp("torch", made_from)
+
+    def _install_first_available(self, step: Step, sources: list[list[str]], cuda: bool) -> str:
+        for source in sources:
+            if not cuda and platform.system() == "Linux" and source == sources[-1]:
+                # Where the CPU build is not to be had, PyPI's is the CUDA build, three times as big.
+                steps_machine.need_disk(self.checkout, CUDA_DISK_GB, "PyTorch's standard build")
+            code, output = self._pip_install(step, source)
+            if code == 0:
+                return self._installed_version("torch")
+            if not is_unavailable(output):
+                break
+        raise SetupError(
+            explain_pip_failure(output, "PyTorch", platform.python_version()) + "  " + tail(output, self.log)
+        )
+
+    def _installed_version(self, package: str) -> str:
+        script = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
+        done = subprocess.run(
+            [self.python, "-c", script, package], capture_output=True, text=True, env=self.variables, check=True
+        )
+        return done.stdout.strip()
+
+    def install_switchyard(self) -> None:
+        self._install_part("switchyard", "Switchyard and its libraries", ["--editable", str(self.checkout)])
+
+    def install_test_tools(self) -> None:
+        self._install_part("test", "the test tools", test_requirements(self.checkout / "pyproject.toml"))
+
+    def _install_part(self, part: str, what: str, requirements: list[str]) -> None:
+        project = hashlib.sha256((self.checkout / "pyproject.toml").read_bytes()).hexdigest()
+        made_from = "{} {} {}".format(project, self.python_version(), self._stamp("torch"))
+        if self._stamp(part) == made_from:
+            return
+        with Step(f"Installing {what}") as step:
+            code, output = self._pip_install(step, ["--constraint", str(self._constraints), *requirements])
+            if code != 0:
+                raise SetupError(
+                    explain_pip_failure(output, what, platform.python_version()) + "  " + tail(output, self.log)
+                )
+        self._set_stamp(part, made_from)
+        shutil.rmtree(self._pip_cache, ignore_errors=True)
+
+    def _pip_install(self, step: Step, arguments: list[str]) -> tuple[int, str]:
+        options = ["--no-input", "--disable-pip-version-check", "--progress-bar", "off", "--retries", "2"]
+        command = [self.python, "-m", "pip", "install", *options, "--cache-dir", str(self._pip_cache), *arguments]
+        return run_logged(step, command, self.log, self.variables)
+
+    # --- the starter model ----------------------------------------------------------------------------
+
+    def get_starter_model(self) -> None:
+        """
+        Raises:
+            SetupError: if it is not there and cannot be fetched; the command has said why.
+        """
+        print("* The starter model", flush=True)
+        pull = [self.python, "-m", "engine.cli", "models", "pull", "starter"]
+        if subprocess.call(pull, cwd=self.checkout, env=self.variables) != 0:
+            raise SetupError("The starter model is not there yet (see above): run the same command again.")
+
+    # --- stamps ---------------------------------------------------------------------------------------
+
+    def _stamps(self) -> dict[str, str]:
+        try:
+            stamps = json.loads((self.folder / "switchyard-stamps.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return stamps if isinstance(stamps, dict) else {}
+
+    def _stamp(self, part: str) -> str | None:
+        return self._stamps().get(part)
+
+    def _set_stamp(self, part: str, made_from: str) -> None:
+        stamps = {**self._stamps(), part: made_from}
+        temporary = self.folder / "switchyard-stamps.json.new"
+        temporary.write_text(json.dumps(stamps, indent=1), encoding="utf-8")
+        temporary.replace(self.folder / "switchyard-stamps.json")
+
+
+def torch_sources(system: str, cuda: bool, reachable: Callable[[str], bool]) -> list[list[str]]:
+    """pip arguments that get the right build of PyTorch, best first.
+
+    The user's own pip sources are asked in every case: a mirror or a wheel beside them may hold what is wanted.
+    """
+    anything = ["torch==" + TORCH]
+    if system == "Darwin":
+        return [anything]
+    if cuda and system == "Linux":
+        # PyPI's build is the CUDA one; `===` keeps a `+cpu` wheel of the user's sources from passing for it.
+        return [["torch===" + TORCH], anything]
+    build, index = ("cu130", CUDA_INDEX) if cuda else ("cpu", CPU_INDEX)
+    exact = [f"torch=={TORCH}+{build}"]
+    return [[*exact, "--extra-index-url", index] if reachable(index) else exact, anything]
+
+
+def is_reachable(index: str) -> bool:
+    """Whether a package index answers soon; pip itself would try for minutes."""
+    request = urllib.request.Request(index + "/torch/", method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S) as answer:
+            return bool(answer.status == 200)
+    except (OSError, ValueError):
+        return False
+
+
+def test_requirements(pyproject: Path) -> list[str]:
+    """The dependency group `test`.  Read here because the pip of an older Python does not know groups."""
+    import tomllib
+
+    groups = tomllib.loads(pyproject.read_text(encoding="utf-8"))["dependency-groups"]
+    return [str(requirement) for requirement in groups["test"]]
+
+
+_OFFLINE = (
+    "NewConnectionError",
+    "Failed to establish a new connection",
+    "NameResolutionError",
+    "name resolution",
+    "ConnectTimeoutError",
+    "ReadTimeoutError",
+    "Max retries exceeded",
+    "Network is unreachable",
+    "Connection refused",
+    "ProxyError",
+)
+
+
+def is_unavailable(output: str) -> bool:
+    """Whether pip failed because no source holds that version."""
+    return "No matching distribution found" in output or "Could not find a version" in output
+
+
+def explain_pip_failure(output: str, what: str, python: str) -> str:
+    """One sentence: what pip could not do, why, and what to do."""
+    again = "then run the same command again: it goes on where it stopped."
+    if "No space left on device" in output:
+        return f"The disk is full, so pip could not install {what}: make room, {again}"
+    if any(sign in output for sign in _OFFLINE):
+        return f"pip could not reach its package index to install {what}: check the network (or the proxy), {again}"
+    if is_unavailable(output):
+        return f"pip finds no {what} for Python {python} on this kind of machine: try Python 3.11 to 3.13, {again}"
+    return f"pip could not install {what}: mend what it names below, {again}"
