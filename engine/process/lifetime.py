@@ -9,12 +9,10 @@ import os
 import signal
 import stat
 import sys
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
-from engine.paths import log_dir
+from engine.process.logs import log_to_file
 
-LOG_BYTES = 2**20
 STDERR_BYTES = 4 * 2**20
 _PR_SET_PDEATHSIG = 1
 
@@ -26,7 +24,8 @@ def set_up_process() -> None:
     _die_with_parent()
     _be_killed_first()
     faulthandler.enable()
-    _log_to_file()
+    logging.captureWarnings(True)
+    log_to_file("engine.log", also_stderr=True)
 
 
 def trim_stderr() -> None:
@@ -60,20 +59,3 @@ def _be_killed_first() -> None:
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
     except OSError:
         return
-
-
-def _log_to_file() -> None:
-    logging.captureWarnings(True)
-    root = logging.getLogger()
-    root.setLevel(logging.INFO)
-    handlers: list[logging.Handler] = [logging.StreamHandler()]
-    try:
-        log_dir().mkdir(parents=True, exist_ok=True)
-        handlers.append(
-            RotatingFileHandler(log_dir() / "engine.log", maxBytes=LOG_BYTES, backupCount=2, encoding="utf-8")
-        )
-    except OSError:
-        pass  # stderr has it all
-    for handler in handlers:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"))
-        root.addHandler(handler)

@@ -1,0 +1,119 @@
+"""The `switchyard` command: without a verb it opens the window, with one it does that and exits.
+
+Exit codes: 0 done; 2 a user's mistake or circumstance, said in one line; 1 a fault of ours; 130 stopped with Ctrl-C.
+A verb's module is imported when that verb is asked for, so that `--help` and `models list` never wait for torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from engine.errors import EngineError, ErrorCode
+from engine.paths import python_module
+from engine.process.failures import as_engine_error, log_failure
+from engine.process.logs import log_to_file
+from engine.verbs.output import note, report_error
+
+VERBS = {
+    "chat": "answer once, or converse in the terminal",
+    "models": "the model library",
+    "bench": "measure this machine, with peers in the same run",
+    "doctor": "what was detected, what is missing, what to do",
+}
+"""Each is a module of `engine.verbs` with `add_parser(subparsers)` and, unless that sets one, `run(args) -> int`."""
+
+INTERRUPTED = 130
+PIPE_CLOSED = 141
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of printing usage and exiting, so that every mistake is told the same way."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    def error(self, message: str) -> NoReturn:
+        hint = f"`{self.prog} --help` lists what it takes"
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"{message}; {hint}.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of `switchyard`; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except EngineError as error:
+        report_error(error, as_json="--json" in arguments)
+        return 2 if error.code.is_users else 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader left (`| head`): nothing to say, and nothing to flush at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return PIPE_CLOSED
+    except Exception as error:
+        doing = "running this command"
+        log_failure(error, doing)
+        told = as_engine_error(error, doing)
+        report_error(told, as_json="--json" in arguments)
+        return 2 if told.code.is_users else 1
+
+
+def _run(arguments: list[str]) -> int:
+    log_to_file("command.log", also_stderr=False)
+    verb = next((argument for argument in arguments if not argument.startswith("-")), None)
+    parser = _Parser(
+        prog="switchyard", description="Mixture-of-Experts models on your own PC.  Without a verb: open the window."
+    )
+    parser.add_argument("--version", action="version", version=f"switchyard {version()}")
+    subparsers = parser.add_subparsers(dest="verb", metavar="VERB")
+    module = None
+    for name, summary in VERBS.items():
+        if name == verb:
+            module = importlib.import_module(f"engine.verbs.{name}")
+            module.add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=summary)
+    args = parser.parse_args(arguments)
+    if module is None:
+        return _open_window()
+    run = getattr(args, "run", None) or module.run
+    return int(run(args))
+
+
+def version() -> str:
+    """The installed version; a checkout that was never installed has none."""
+    try:
+        return importlib.metadata.version("switchyard")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def has_display() -> bool:
+    """Whether a window can be shown: outside Linux always; there, an X or Wayland server or another Qt platform."""
+    return sys.platform != "linux" or any(
+        os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "QT_QPA_PLATFORM")
+    )
+
+
+def _open_window() -> int:
+    if not has_display():
+        note("switchyard: no display here (DISPLAY and WAYLAND_DISPLAY are not set): chatting in this terminal.")
+        return _run(["chat"])
+    command, variables = python_module("app.main")
+    os.environ.update(variables)
+    if sys.platform == "win32":
+        # There, exec would return to the shell before the window has opened.
+        return subprocess.call(command)
+    return os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""`switchyard chat`: answer once, or converse in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from engine.config import SamplingParams
+from engine.errors import EngineError, ErrorCode
+from engine.protocol import ChatMessage, ModelInfo
+from engine.verbs.options import add_engine_options, engine_config, positive_int
+from engine.verbs.output import emit, note, write_text
+
+if TYPE_CHECKING:
+    from engine.runtime.engine import Engine
+
+_SAMPLING_OPTIONS = (
+    ("--temperature", float, "X", "0 always takes the likeliest token"),
+    ("--top-k", int, "K", "choose among the K likeliest tokens; 0 is all"),
+    ("--top-p", float, "P", "choose among the likeliest tokens that make up P; 1 is all"),
+    ("--min-p", float, "P", "drop tokens less likely than P times the likeliest"),
+    ("--repetition-penalty", float, "X", "above 1 makes repetition less likely"),
+    ("--seed", int, "S", "the same seed gives the same answer on the same machine"),
+    ("--beams", int, "B", "search B answers at once and give the likeliest"),
+)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Mount the verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "chat",
+        help="answer once, or converse in the terminal",
+        description="Answers --prompt, or what is piped in, once; with neither it converses in the terminal. "
+        "Sampling that is not given is the model's own.",
+    )
+    parser.add_argument("--model", default="starter", metavar="M", help="starter, a library name or a folder")
+    parser.add_argument("--prompt", metavar="T", help="the question; what is piped in is then not read")
+    parser.add_argument("--system", metavar="S", help="what the model is told before the conversation")
+    parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="longest answer (default 512)")
+    for name, kind, metavar, text in _SAMPLING_OPTIONS:
+        parser.add_argument(name, type=kind, metavar=metavar, help=text)
+    parser.add_argument("--stop", action="append", metavar="S", help="end the answer before S; may be repeated")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer or converse; the exit code."""
+    given = given_sampling(args)
+    replace(SamplingParams(), **given)  # a value out of range is told before a model is loaded
+    if args.prompt is None and sys.stdin is not None and sys.stdin.isatty():
+        if args.json:
+            raise EngineError(ErrorCode.INVALID_REQUEST, "--json needs a question: give --prompt or pipe text in.")
+        from engine.verbs.conversation import converse
+
+        engine, info = load_engine(args)
+        try:
+            return converse(engine, info, replace(engine.default_sampling(), **given), args.system)
+        finally:
+            engine.unload()
+    return _answer_once(args, given, _question(args))
+
+
+def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `SamplingParams` that were given as options."""
+    names = [name.removeprefix("--").replace("-", "_") for name, *_ in _SAMPLING_OPTIONS]
+    given = {name: getattr(args, name) for name in [*names, "max_tokens"] if getattr(args, name) is not None}
+    if args.stop:
+        given["stop"] = tuple(args.stop)
+    return given
+
+
+def load_engine(args: argparse.Namespace) -> tuple[Engine, ModelInfo]:
+    """An engine with the model of the options loaded; what a user would not expect of it is said on stderr."""
+    from engine.checkpoint.library import resolve
+
+    path = resolve(args.model)  # before torch is imported: a mistyped name is told at once
+    from engine.process.environment import quiet_libraries
+
+    quiet_libraries()
+    from engine.runtime.engine import Engine
+
+    engine = Engine()
+    shown = sys.stderr.isatty()
+
+    def on_progress(done: int, total: int) -> None:
+        if shown and total > 0:
+            sys.stderr.write(f"\rLoading {path.name}: {100 * done // total}%\x1b[K")
+            sys.stderr.flush()
+
+    try:
+        info = engine.load(engine_config(args, str(path)), on_progress=on_progress, cancelled=lambda: False)
+    finally:
+        if shown:
+            sys.stderr.write("\r\x1b[K")
+    for remark in (info.device_note, info.template_note):
+        if remark:
+            note(f"switchyard: {remark}")
+    return engine, info
+
+
+def _question(args: argparse.Namespace) -> str:
+    text: str = args.prompt if args.prompt is not None else sys.stdin.read() if sys.stdin is not None else ""
+    if not text.strip():
+        raise EngineError(ErrorCode.INVALID_REQUEST, "The prompt is empty: give --prompt or pipe text in.")
+    return text
+
+
+def _answer_once(args: argparse.Namespace, given: dict[str, Any], question: str) -> int:
+    system = [ChatMessage("system", args.system)] if args.system else []
+    engine, info = load_engine(args)
+    try:
+        result = engine.generate(
+            [*system, ChatMessage("user", question)],
+            replace(engine.default_sampling(), **given),
+            on_progress=lambda _done, _total: None,
+            on_text=lambda text, _tokens: None if args.json else write_text(text),
+            cancelled=lambda: False,
+        )
+    finally:
+        engine.unload()
+    document = {
+        "text": result.text,
+        "prompt_tokens": result.prompt_tokens,
+        "generated_tokens": result.generated_tokens,
+        "ttft_s": result.ttft_s,
+        "tokens_per_s": result.tokens_per_s,
+        "device": info.device,
+        "finish_reason": result.finish_reason,
+        "model": info.name,
+        "precision": info.precision,
+        "threads": info.threads,
+        "device_note": info.device_note,
+        "template_note": info.template_note,
+    }
+    emit(document, as_json=args.json, human="")  # the text has been streamed: this ends its line
+    return 0

@@ -1,0 +1,78 @@
+"""`switchyard doctor`: what was detected, what is missing, and what to do about it.
+
+Exits 2 if something keeps Switchyard from answering at all or the window from opening where there is a display;
+0 otherwise, whatever it advises.  Imports neither torch nor Qt: it must work where they do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from engine.hardware.probe import HardwareProfile, probe
+from engine.verbs.doctor_checks import Finding, Status, folder_findings, gpu_findings, software_findings
+from engine.verbs.doctor_display import display_findings
+from engine.verbs.output import emit
+
+_MARKS = {Status.OK: "ok", Status.ADVICE: "note", Status.PROBLEM: "PROBLEM"}
+_GIB = 2**30
+
+
+def add_parser(subparsers: Any) -> None:
+    """Mount the verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "doctor", help="what was detected, what is missing, what to do"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look and tell; the exit code."""
+    hardware = probe()
+    findings = [
+        *hardware_findings(hardware),
+        *software_findings(),
+        *gpu_findings(hardware),
+        *display_findings(),
+        *folder_findings(hardware),
+    ]
+    document = {
+        "healthy": all(finding.status != Status.PROBLEM for finding in findings),
+        "hardware": hardware,
+        "findings": findings,
+    }
+    emit(document, as_json=args.json, human=lambda: _report(findings))
+    return 0 if document["healthy"] else 2
+
+
+def hardware_findings(hardware: HardwareProfile) -> list[Finding]:
+    """The machine itself."""
+    cores = hardware.physical_cores or "an unknown number of"
+    vectors = ", ".join(hardware.instructions) or "not known"
+    memory = f"{hardware.ram_available_bytes / _GIB:.1f} GiB free of {hardware.ram_bytes / _GIB:.1f} GiB"
+    findings = [
+        Finding("system", Status.OK, f"{hardware.os}, {hardware.architecture}"),
+        Finding(
+            "processor",
+            Status.OK,
+            f"{hardware.cpu or 'unknown model'}: {cores} cores, {hardware.usable_cpus} usable logical CPUs; "
+            f"vector instructions: {vectors}",
+        ),
+    ]
+    if hardware.ram_available_bytes < _GIB:
+        advice = "Close other programs: even the starter model wants about 1 GiB."
+        findings.append(Finding("memory", Status.ADVICE, memory, advice))
+    else:
+        findings.append(Finding("memory", Status.OK, memory))
+    return findings
+
+
+def _report(findings: Sequence[Finding]) -> str:
+    width = max(len(finding.name) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{_MARKS[finding.status]:>7}  {finding.name:<{width}}  {finding.detail}")
+        if finding.action:
+            lines.append(f"{'':>7}  {'':<{width}}  -> {finding.action}")
+    return "\n".join(lines)
