@@ -79,7 +79,7 @@ def test(pytest_arguments: list[str]) -> int:
     environment.install_test_tools()
     steps_machine.need_libraries(steps_machine.WINDOW_LIBRARIES, "The window's tests", environment.log)
     steps_machine.want_programs(steps_machine.E2E_PROGRAMS, "the end-to-end tests of the real window", environment.log)
-    environment.get_starter_model()
+    environment.get_starter_model_for_tests()
 
     checks = [] if pytest_arguments else [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]]
     failed = 0

@@ -9,7 +9,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -161,13 +160,25 @@ class Environment:
     # --- the starter model ----------------------------------------------------------------------------
 
     def get_starter_model(self) -> None:
-        """
+        """Into the user's data folder, where the window finds it.
+
         Raises:
             SetupError: if it is not there and cannot be fetched; the command has said why.
         """
-        print("* The starter model", flush=True)
-        pull = [self.python, "-m", "engine.cli", "models", "pull", "starter"]
-        if subprocess.call(pull, cwd=self.checkout, env=self.variables) != 0:
+        self._pull([self.python, "-m", "engine.cli", "models", "pull", "starter"])
+
+    def get_starter_model_for_tests(self) -> None:
+        """Into .cache in the checkout, where the tests look: they themselves need no network and no user's data."""
+        script = (
+            "import sys; from tests.starter import lasting_home; from engine.cli import main\n"
+            "with lasting_home(): sys.exit(main(['models', 'pull', 'starter']))"
+        )
+        self._pull([self.python, "-c", script])
+
+    def _pull(self, command: list[str]) -> None:
+        print("* Getting the starter model ...", flush=True)
+        variables = {**self.variables, "PIP_NO_CACHE_DIR": "1"}  # Switchyard keeps the download itself
+        if subprocess.call(command, cwd=self.checkout, env=variables) != 0:
             raise SetupError("The starter model is not there yet (see above): run the same command again.")
 
     # --- stamps ---------------------------------------------------------------------------------------

@@ -1,0 +1,238 @@
+"""The parts of installers/start.py that decide something; that the whole of it works is seen in a fresh clone."""
+
+from __future__ import annotations
+
+import ast
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+INSTALLERS = CHECKOUT / "installers"
+
+sys.path.insert(0, str(INSTALLERS))
+try:
+    import start
+    import steps_console
+    import steps_environment
+    import steps_machine
+finally:
+    sys.path.remove(str(INSTALLERS))
+
+
+def everything_reachable(index: str) -> bool:
+    return True
+
+
+def nothing_reachable(index: str) -> bool:
+    return False
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def test_the_script_parses_on_the_python_that_it_refuses() -> None:
+    ast.parse((INSTALLERS / "start.py").read_text(encoding="utf-8"), feature_version=(3, 8))
+
+
+def test_an_old_python_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(sys, "version_info", (3, 8, 18, "final", 0))
+    assert start.main([]) == 2
+    said = capsys.readouterr().err
+    assert "needs Python 3.11 or newer, and this is Python 3.8.18" in said
+    assert said.count("\n") == 1
+
+
+def test_an_unknown_word_is_refused_and_help_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert start.main(["tset"]) == 2
+    assert "does not know 'tset'" in capsys.readouterr().err
+    assert start.main(["--help"]) == 0
+    assert "installers/start.py test" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, False),
+        ({"DISPLAY": ":0"}, True),
+        ({"WAYLAND_DISPLAY": "wayland-0"}, True),
+        ({"DISPLAY": ""}, False),
+        ({"QT_QPA_PLATFORM": "vnc"}, True),
+    ],
+)
+def test_display_on_linux(variables: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.system", lambda: "Linux")
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "QT_QPA_PLATFORM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert steps_machine.has_display() is expected
+
+
+# --- which PyTorch --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("system", ["Linux", "Windows"])
+def test_without_a_graphics_card_the_cpu_build_is_tried_first(system: str) -> None:
+    with_index = steps_environment.torch_sources(system, cuda=False, reachable=everything_reachable)
+    assert with_index == [
+        ["torch==2.13.0+cpu", "--extra-index-url", "https://download.pytorch.org/whl/cpu"],
+        ["torch==2.13.0"],
+    ]
+    without = steps_environment.torch_sources(system, cuda=False, reachable=nothing_reachable)
+    assert without == [["torch==2.13.0+cpu"], ["torch==2.13.0"]]
+
+
+def test_with_a_graphics_card_the_cuda_build_is_tried_first() -> None:
+    linux = steps_environment.torch_sources("Linux", cuda=True, reachable=nothing_reachable)
+    assert linux == [["torch===2.13.0"], ["torch==2.13.0"]]
+    windows = steps_environment.torch_sources("Windows", cuda=True, reachable=everything_reachable)
+    assert windows[0] == ["torch==2.13.0+cu130", "--extra-index-url", "https://download.pytorch.org/whl/cu130"]
+
+
+def test_macos_has_one_build_and_asks_no_other_index() -> None:
+    def must_not_be_asked(index: str) -> bool:
+        raise AssertionError(index)
+
+    assert steps_environment.torch_sources("Darwin", cuda=False, reachable=must_not_be_asked) == [["torch==2.13.0"]]
+
+
+def test_an_index_that_does_not_answer_is_not_waited_for() -> None:
+    assert not steps_environment.is_reachable("http://127.0.0.1:9/whl/cpu")
+
+
+# --- what failed, and what to do ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ("OSError: [Errno 28] No space left on device", "The disk is full"),
+        (
+            "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError('...')'\n"
+            "ERROR: No matching distribution found for torch==2.13.0",
+            "could not reach its package index",
+        ),
+        ("ERROR: No matching distribution found for torch==2.13.0", "finds no PyTorch for Python 3.15.0"),
+        ("error: subprocess-exited-with-error", "pip could not install PyTorch"),
+    ],
+)
+def test_pip_failures_are_told_apart(output: str, expected: str) -> None:
+    sentence = steps_environment.explain_pip_failure(output, "PyTorch", "3.15.0")
+    assert expected in sentence
+    assert "run the same command again" in sentence
+    assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("release", "expected"),
+    [
+        ('PRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\nID=debian\n', True),
+        ("ID=ubuntu\nID_LIKE=debian\n", True),
+        ('ID=linuxmint\nID_LIKE="ubuntu debian"\n', True),
+        ('ID="fedora"\n', False),
+        ("", False),
+    ],
+)
+def test_debian_is_known_by_its_release_file(release: str, expected: bool) -> None:
+    assert steps_machine.is_debian(release) is expected
+
+
+def test_a_missing_library_is_found_and_named_with_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    missing = steps_machine.missing_libraries({"libc.so.6": "libc6", "libnosuch.so.9": "libnosuch9"})
+    assert missing == {"libnosuch.so.9": "libnosuch9"}
+    monkeypatch.setattr("platform.system", lambda: "Linux")
+    monkeypatch.setattr(steps_machine, "may_install_packages", lambda: False)
+    monkeypatch.setattr(steps_machine, "os_release", lambda: "ID=debian")
+    with pytest.raises(steps_console.SetupError, match=r"libnosuch.so.9: .*sudo apt-get install libnosuch9"):
+        steps_machine.need_libraries(missing, "The window", tmp_path / "log")
+
+
+def test_a_missing_program_is_no_reason_to_stop(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("platform.system", lambda: "Linux")
+    monkeypatch.setattr(steps_machine, "may_install_packages", lambda: False)
+    steps_machine.want_programs({"nosuchprogram": "nosuch"}, "these tests", tmp_path / "log")
+    assert "Going on without these tests" in capsys.readouterr().out
+
+
+def test_too_little_disk_is_told_before_anything_is_downloaded(tmp_path: Path) -> None:
+    with pytest.raises(steps_console.SetupError, match=r"needs about 1000000000 GB of disk, and .* GB free"):
+        steps_machine.need_disk(tmp_path, 1e9, "PyTorch")
+
+
+# --- the environment ------------------------------------------------------------------------------
+
+
+def test_every_test_requirement_of_the_project_is_read() -> None:
+    requirements = steps_environment.test_requirements(CHECKOUT / "pyproject.toml")
+    assert any(requirement.startswith("pytest-qt") for requirement in requirements)
+
+
+def test_stamps_are_kept_and_a_damaged_file_means_not_done(tmp_path: Path) -> None:
+    environment = steps_environment.Environment(tmp_path)
+    environment.folder.mkdir()
+    assert environment._stamp("torch") is None
+    environment._set_stamp("place", "here")
+    environment._set_stamp("torch", "2.13.0 cpu")
+    assert (environment._stamp("place"), environment._stamp("torch")) == ("here", "2.13.0 cpu")
+    (environment.folder / "switchyard-stamps.json").write_text('{"torch": "2.1')
+    assert environment._stamp("torch") is None
+
+
+def test_an_environment_that_does_not_run_counts_as_none(tmp_path: Path) -> None:
+    environment = steps_environment.Environment(tmp_path)
+    assert environment.python_version() is None
+    python = Path(environment.python)
+    python.parent.mkdir(parents=True)
+    python.write_text("not a program")
+    assert environment.python_version() is None
+
+
+def test_variables_that_lead_a_private_environment_astray_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    monkeypatch.setenv("PIP_USER", "1")
+    variables = steps_console.variables_for_children()
+    assert "PYTHONPATH" not in variables
+    assert variables["PIP_USER"] == "0"
+
+
+# --- running things -------------------------------------------------------------------------------
+
+
+def test_output_goes_to_the_log_and_its_end_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "setup.log"
+    command = [sys.executable, "-c", "print('noise\\n' * 30 + 'the reason'); raise SystemExit(3)"]
+    with steps_console.Step("Trying") as step:
+        code, output = steps_console.run_logged(step, command, log)
+    assert code == 3
+    shown = steps_console.tail(output, log)
+    assert "the reason" in shown
+    assert shown.count("noise") == steps_console.TAIL_LINES - 1
+    assert str(log) in shown
+    assert "the reason" in log.read_text()
+    assert "noise" not in capsys.readouterr().out
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
+def test_interrupting_ends_the_command_too(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    timer = threading.Timer(0.5, signal.raise_signal, (signal.SIGINT,))
+    timer.start()
+    # The leak check of every test sees to it that the command is gone.
+    with pytest.raises(KeyboardInterrupt), steps_console.Step("Waiting") as step:
+        steps_console.run_logged(step, command, tmp_path / "setup.log")
+    timer.join()
+
+
+def test_the_script_runs_as_a_script() -> None:
+    done = subprocess.run(
+        [sys.executable, INSTALLERS / "start.py", "--help"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("From a fresh checkout")
