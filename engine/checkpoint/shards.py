@@ -1,4 +1,4 @@
-"""Which files hold a checkpoint's tensors: one safetensors file, or shards with an index.  Everything else is refused."""
+"""Which files hold a checkpoint's tensors: one safetensors file, or shards with an index; all else is refused."""
 
 from __future__ import annotations
 

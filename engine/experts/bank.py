@@ -1,12 +1,72 @@
-"""The experts' weights, outside the model."""
+"""The bank: the weights of all experts, in records, outside the model.  This one keeps them all in one memory."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.experts.record import RecordLayout, allocate_records
+
+
+@dataclass
+class BankLayer:
+    """The records of one experts module.
+
+    Attributes:
+        name: the module's name in the model.
+        records: [E, record bytes], uint8.
+        stacked: part name -> view [E, *shape] of the records.
+        rows: part name -> the same, one view per expert: taking a row of a tensor costs microseconds.
+    """
+
+    name: str
+    layout: RecordLayout
+    records: torch.Tensor
+    stacked: dict[str, torch.Tensor] = field(init=False)
+    rows: dict[str, tuple[torch.Tensor, ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stacked = {part.name: self.layout.stacked_view(self.records, part) for part in self.layout.parts}
+        self.rows = {name: tensor.unbind(0) for name, tensor in self.stacked.items()}
+
+    @property
+    def num_experts(self) -> int:
+        """How many experts there are."""
+        return self.records.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the records are, and so where these experts are computed."""
+        return self.records.device
+
+    def part(self, name: str, expert: int) -> torch.Tensor:
+        """One part of one expert, [out, in] (or [out] for a bias): a view, not a copy."""
+        return self.rows[name][expert]
+
 
 class ExpertBank:
-    """Holds one record per expert."""
+    """All experts of a model, by the name of their module."""
 
-    bytes: int = 0
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.layers: dict[str, BankLayer] = {}
+
+    def add_layer(self, name: str, num_experts: int, layout: RecordLayout) -> BankLayer:
+        """Allocates the records of one experts module; their content is up to the caller."""
+        layer = BankLayer(name, layout, allocate_records(num_experts, layout, self.device))
+        self.layers[name] = layer
+        return layer
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all records, padding included."""
+        return sum(layer.records.nbytes for layer in self.layers.values())
 
     def close(self) -> None:
-        """Frees the records."""
+        """Frees the records.  A model that is still bound to them fails loudly."""
+        for layer in self.layers.values():
+            layer.stacked.clear()
+            layer.rows.clear()
+            layer.records = torch.empty(0, layer.layout.nbytes, dtype=torch.uint8)
+        self.layers.clear()

@@ -2,11 +2,42 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import torch
+
+from engine.checkpoint.config_file import read_config
+from engine.checkpoint.profile import ModelProfile, profile_of
+from engine.checkpoint.shards import read_tensors
 from engine.config import EngineConfig
 from engine.errors import EngineError, ErrorCode
+from engine.experts.bank import ExpertBank
+from engine.experts.sites import ExpertsSite, bind, empty_modules, find_sites, verify
+from engine.protocol import ModelInfo
+from engine.runtime.adapters import adapter_for
+from engine.runtime.fill_bank import fill_bank, working_bytes
+from engine.runtime.library_conversion import LoadingPlan, load_rest, parameter_dtypes, plan_loading
+from engine.runtime.library_models import (
+    build_skeleton,
+    finish_generation_config,
+    model_class_for,
+    quantizer_for,
+    quiet_library,
+    read_library_config,
+)
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.memory import require_ram
+from engine.runtime.placement import Placement, place, requested_device, set_threads
+from engine.runtime.prompt import template_note
+from engine.runtime.tensor_reader import TensorReader
+from engine.runtime.tokenizers import load_tokenizer
+from engine.runtime.warm_up import kv_bytes_per_token
+
+_UNKNOWN_CONTEXT = 32_768
+"""For models that set themselves no limit (state-space models, say)."""
 
 
 def load_model(
@@ -23,4 +54,106 @@ def load_model(
         EngineError: the checkpoint, the machine or the request does not allow it; the message says why.
         RequestCancelled: `cancelled()` was true; everything allocated has been freed.
     """
-    raise EngineError(ErrorCode.INTERNAL, "Loading is not written yet.")
+    dtype = _compute_dtype(config)
+    requested_device(config)  # a device that is not there is told before gigabytes are read
+    directory = Path(config.model)
+    raw = read_config(directory)
+    tensors = read_tensors(directory)
+    profile = profile_of(raw, tensors.values())
+    tokenizer = load_tokenizer(directory)
+    with torch.no_grad(), quiet_library():
+        library_config = read_library_config(directory, raw["model_type"])
+        adapter = adapter_for(raw["model_type"])
+        model_class, part = model_class_for(library_config, adapter)
+        quantizer = quantizer_for(part, directory.name)
+        model = build_skeleton(model_class, part, dtype, adapter)
+        sites = find_sites(model, parameter_dtypes(model, dtype))
+        plan = plan_loading(model, sites, tensors, dtype, quantizer, adapter)
+        expert_bytes = sum(site.nbytes for site in sites)
+        dense_bytes = _dense_bytes(model, sites)
+        placement = place(config, dense_bytes, expert_bytes)
+        in_ram = (dense_bytes if placement.dense.type == "cpu" else 0) + (
+            expert_bytes if placement.experts.type == "cpu" else 0
+        )
+        require_ram(directory.name, in_ram + working_bytes(plan), config.ram_bytes)
+        threads = set_threads(config.threads)
+        bank = ExpertBank(placement.experts) if sites else None
+        try:
+            with TensorReader(on_progress, cancelled, plan.nbytes) as reader:
+                _read(model, sites, plan, reader, bank, placement)
+            finish_generation_config(model, directory)
+            model.eval().requires_grad_(False)
+            return _loaded(config, profile, model, tokenizer, bank, placement, threads)
+        except BaseException:
+            if bank is not None:
+                bank.close()
+            gc.collect()
+            raise
+
+
+def _compute_dtype(config: EngineConfig) -> torch.dtype:
+    if config.precision in ("int8", "int4"):
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST, f"Precision {config.precision} is not part of Switchyard yet: use bf16 or fp32."
+        )
+    return torch.float32 if config.precision == "fp32" else torch.bfloat16
+
+
+def _dense_bytes(model: Any, sites: list[ExpertsSite]) -> int:
+    """Bytes of everything but the experts; tied weights are counted once, as they will be held."""
+    experts = {target for site in sites for target in site.targets}
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    parameters = sum(p.nbytes for name, p in model.named_parameters() if name not in experts and name not in tied)
+    return parameters + sum(buffer.nbytes for buffer in model.buffers())
+
+
+def _read(
+    model: Any,
+    sites: list[ExpertsSite],
+    plan: LoadingPlan,
+    reader: TensorReader,
+    bank: ExpertBank | None,
+    placement: Placement,
+) -> None:
+    if bank is not None:
+        fill_bank(model, sites, plan, reader, bank)
+        empty_modules(sites)
+        bind(sites, bank)
+    load_rest(model, plan, reader, placement.dense)
+    verify(model, sites)
+
+
+def _loaded(
+    config: EngineConfig,
+    profile: ModelProfile,
+    model: Any,
+    tokenizer: Any,
+    bank: ExpertBank | None,
+    placement: Placement,
+    threads: int,
+) -> LoadedModel:
+    directory = Path(config.model)
+    expert_parameters = 0
+    if bank is not None:
+        expert_parameters = sum(tensor.numel() for layer in bank.layers.values() for tensor in layer.stacked.values())
+    context = profile.context_tokens or _UNKNOWN_CONTEXT
+    context = min(context, config.context_tokens or context)
+    info = ModelInfo(
+        name=directory.name,
+        path=str(directory),
+        family=profile.family,
+        device=str(placement.dense),
+        precision="fp32" if config.precision == "fp32" else "bf16",
+        threads=threads,
+        parameters=sum(parameter.numel() for parameter in model.parameters()) + expert_parameters,
+        layers=profile.layers,
+        experts=max((layer.num_experts for layer in bank.layers.values()), default=0) if bank is not None else 0,
+        experts_per_token=profile.experts_per_token,
+        context_tokens=context,
+        weights_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
+        experts_bytes=bank.nbytes if bank is not None else 0,
+        kv_bytes_per_token=kv_bytes_per_token(model, placement.dense),
+        device_note=placement.note,
+        template_note=template_note(tokenizer),
+    )
+    return LoadedModel(model, tokenizer, info, bank, context, placement.dense)

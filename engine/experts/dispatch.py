@@ -1,0 +1,59 @@
+"""The one function that computes experts: registered with transformers' experts interface, served from the bank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from engine.errors import EngineError, ErrorCode
+
+if TYPE_CHECKING:
+    from engine.experts.bank import BankLayer
+    from engine.kernels.interface import ExpertKernel
+
+IMPLEMENTATION = "switchyard"
+"""Our name among the library's experts implementations."""
+
+BANK_LAYER = "_switchyard_bank_layer"
+"""Attribute of an experts module: its (BankLayer, kernel)."""
+
+
+def experts_forward(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The weighted sum of each token's experts.
+
+    Args:
+        module: the experts module, bound to the bank.
+        hidden_states: [T, H].
+        top_k_index: [T, k]; ids at or above the number of experts contribute nothing.
+        top_k_weights: [T, k].
+
+    Returns:
+        [T, H], of the type and on the device of `hidden_states`.
+
+    Raises:
+        EngineError: `INTERNAL`, if the module is not bound.
+    """
+    layer, kernel = _bound(module)
+    device = layer.device
+    if hidden_states.device == device:
+        return kernel(hidden_states, top_k_index, top_k_weights)
+    # The experts are in RAM, the rest of the model on the GPU: only activations travel.
+    result = kernel(hidden_states.to(device), top_k_index.to(device), top_k_weights.to(device))
+    return result.to(hidden_states.device)
+
+
+def bank_layer(module: Any) -> BankLayer:
+    """The records of an experts module that computes by itself (see `engine.runtime.adapters`)."""
+    return _bound(module)[0]
+
+
+def _bound(module: Any) -> tuple[BankLayer, ExpertKernel]:
+    try:
+        return cast("tuple[BankLayer, ExpertKernel]", module._switchyard_bank_layer)
+    except AttributeError:
+        raise EngineError(
+            ErrorCode.INTERNAL, f"An experts module ({type(module).__name__}) is not bound to the expert bank."
+        ) from None

@@ -1,0 +1,109 @@
+"""Finds the modules of a model whose weights belong in the bank, empties them, and binds them to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.errors import EngineError, ErrorCode
+from engine.experts.bank import ExpertBank
+from engine.experts.dispatch import BANK_LAYER, IMPLEMENTATION
+from engine.experts.record import RecordLayout
+from engine.kernels import choose_kernel
+
+_INTERFACE = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
+_STANDARD_PARTS = ("gate_up_proj", "up_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj", "down_proj_bias")
+
+
+@dataclass(frozen=True)
+class ExpertsSite:
+    """An experts module, before its weights are known.
+
+    Attributes:
+        name: its name in the model.
+        num_experts: E.
+        layout: of one expert's record.
+    """
+
+    name: str
+    module: Any
+    num_experts: int
+    layout: RecordLayout
+
+    @property
+    def targets(self) -> dict[str, str]:
+        """Full parameter name -> part name."""
+        return {f"{self.name}.{part.name}": part.name for part in self.layout.parts}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its records."""
+        return self.num_experts * self.layout.nbytes
+
+
+def find_sites(model: Any, dtype_of: Any) -> list[ExpertsSite]:
+    """The experts modules of a model on the meta device, in the order of its layers.
+
+    `dtype_of(name, parameter) -> torch.dtype` says in which precision a parameter is kept.
+
+    Raises:
+        EngineError: `MODEL_UNSUPPORTED` if an experts module is not laid out as the interface demands.
+    """
+    sites = []
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        names = getattr(module, "expert_parts", None)
+        if names is None:
+            if not all(hasattr(module, attribute) for attribute in _INTERFACE):
+                continue
+            names = tuple(part for part in _STANDARD_PARTS if part in own)
+        if not names or set(names) != own.keys() or len({own[part].shape[0] for part in names}) != 1:
+            raise EngineError(
+                ErrorCode.MODEL_UNSUPPORTED,
+                f"The experts of {name} are laid out in a way that Switchyard does not know.",
+            )
+        shapes = {part: (tuple(own[part].shape[1:]), dtype_of(f"{name}.{part}", own[part])) for part in names}
+        layout = RecordLayout.of(shapes, transposed=bool(getattr(module, "is_transposed", False)))
+        sites.append(ExpertsSite(name, module, own[names[0]].shape[0], layout))
+    return sites
+
+
+def empty_modules(sites: list[ExpertsSite]) -> None:
+    """Takes the expert parameters away: `None` in their place makes any path but ours raise, not compute garbage."""
+    for site in sites:
+        for part in site.layout.parts:
+            setattr(site.module, part.name, None)
+        site.module._is_hf_initialized = True  # or the library would try to initialise what is not there
+
+
+def bind(sites: list[ExpertsSite], bank: ExpertBank) -> None:
+    """Gives every experts module its records and the kernel that computes them."""
+    for site in sites:
+        layer = bank.layers[site.name]
+        setattr(site.module, BANK_LAYER, (layer, choose_kernel(site.module, layer)))
+
+
+def verify(model: Any, sites: list[ExpertsSite]) -> None:
+    """Every experts module is bound and empty, dispatches to us, and nothing of the model is left without data.
+
+    Raises:
+        EngineError: `INTERNAL`, naming what is wrong.
+    """
+    for site in sites:
+        config = getattr(site.module, "config", None)
+        if config is not None and getattr(config, "_experts_implementation", IMPLEMENTATION) != IMPLEMENTATION:
+            raise _fault(f"{site.name} would not be computed by Switchyard")
+        if getattr(site.module, BANK_LAYER, None) is None:
+            raise _fault(f"{site.name} has no experts")
+        if any(True for _ in site.module.parameters(recurse=False)):
+            raise _fault(f"{site.name} still holds weights")
+    for kind in (model.named_parameters(), model.named_buffers()):
+        for name, tensor in kind:
+            if tensor.device == torch.device("meta"):
+                raise _fault(f"{name} was not loaded")
+
+
+def _fault(what: str) -> EngineError:
+    return EngineError(ErrorCode.INTERNAL, f"The model was put together wrongly: {what}.")

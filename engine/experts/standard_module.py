@@ -1,0 +1,55 @@
+"""An experts module of the standard shape, for adapters to put in place of one that the interface does not reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from engine.experts.dispatch import experts_forward
+
+
+class StandardExperts(torch.nn.Module):
+    """Gated or plain MLP experts in the library's standard layout, computed by `experts_forward`.
+
+    Args:
+        num_experts: E.
+        hidden: H, width of input and output.
+        intermediate: I.
+        act_fn: the activation, elementwise.
+        has_gate: whether an expert is `down(act(gate(x)) * up(x))` rather than `down(act(up(x)))`.
+        has_bias: whether its matrices have biases.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden: int,
+        intermediate: int,
+        act_fn: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        has_gate: bool = True,
+        has_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.has_gate, self.has_bias = has_gate, has_bias
+        self.is_transposed = self.has_post_expert_norm = False
+        self.act_fn = act_fn
+        first, width = ("gate_up_proj", 2 * intermediate) if has_gate else ("up_proj", intermediate)
+        shapes = {first: (width, hidden), "down_proj": (hidden, intermediate)}
+        if has_bias:
+            shapes |= {f"{first}_bias": (width,), "down_proj_bias": (hidden,)}  # type: ignore[dict-item]
+        for name, shape in shapes.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.empty(num_experts, *shape), requires_grad=False))
+        self.expert_parts = tuple(shapes)
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, H], [T, k], [T, k] -> [T, H]."""
+        return experts_forward(self, hidden_states, top_k_index, top_k_weights)

@@ -1,0 +1,57 @@
+"""What a kernel for expert computation is, so that another can take its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+class ExpertKernel(Protocol):
+    """Computes the experts of one layer; made once per layer, bound to its records."""
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, H], [T, k], [T, k], all on the records' device -> [T, H] of the type of `hidden_states`."""
+
+
+@dataclass(frozen=True)
+class ExpertMath:
+    """What an expert of a module computes, apart from its weights.
+
+    Attributes:
+        first: name of the first matrix, `gate_up_proj` or `up_proj`; `first_bias`, `down_bias`: names or `None`.
+        gate: [.., 2I] -> [.., I] (or [.., I] -> [.., I] if there is no gate); elementwise along the leading dimensions.
+        is_silu_gate: whether `gate` is the usual silu(first half) * second half, which kernels may fuse.
+        norm: applied to each expert's output, or `None`.
+    """
+
+    first: str
+    first_bias: str | None
+    down_bias: str | None
+    gate: Callable[[torch.Tensor], torch.Tensor]
+    is_silu_gate: bool
+    norm: Callable[[torch.Tensor], torch.Tensor] | None
+
+    @classmethod
+    def of(cls, module: Any) -> ExpertMath:
+        """Reads the attributes of the library's experts interface."""
+        first = "gate_up_proj" if module.has_gate else "up_proj"
+        gate = module._apply_gate if module.has_gate else module.act_fn
+        default_gate = getattr(type(module), "_apply_gate", None)
+        is_silu = (
+            module.has_gate
+            and getattr(default_gate, "__name__", "") == "_default_apply_gate"
+            and type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+        )
+        return cls(
+            first=first,
+            first_bias=f"{first}_bias" if module.has_bias else None,
+            down_bias="down_proj_bias" if module.has_bias else None,
+            gate=gate,
+            is_silu_gate=is_silu,
+            norm=module.post_expert_norm if module.has_post_expert_norm else None,
+        )

@@ -1,0 +1,97 @@
+"""Builds the native kernels with the machine's C++ compiler: `python -m engine.kernels.native.build`.
+
+The library's name carries a hash of its sources, so that one built from others is never loaded by mistake.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+_FOLDER = Path(__file__).resolve().parent
+_SOURCES = _FOLDER / "src"
+_COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-ffp-contract=off")
+_X86 = ("x86_64", "amd64")
+_FLAGS = {"kernels_avx2.cpp": ("-mavx2", "-mfma"), "kernels_avx512.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mfma")}
+
+
+class BuildFailed(Exception):
+    """The kernels could not be built; the message is one sentence."""
+
+
+def library_path() -> Path:
+    """Where the library for these sources lies once it is built."""
+    digest = hashlib.sha256()
+    for source in sorted(_SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return _FOLDER / "built" / f"switchyard_kernels-{digest.hexdigest()[:16]}-{platform.machine().lower()}.so"
+
+
+def build() -> Path:
+    """Compiles what is not compiled yet.
+
+    Raises:
+        BuildFailed: without a compiler, or where it refuses the sources.
+    """
+    target = library_path()
+    if target.exists():
+        return target
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise BuildFailed("no C++ compiler was found (on Debian: apt-get install g++)")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        objects = [_compile(compiler, source, Path(scratch)) for source in _sources_for_this_machine()]
+        linked = Path(scratch) / "linked.so"
+        _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(linked)])
+        # Renamed into place: another process sees no library or a whole one.
+        linked.replace(target)
+    for outdated in target.parent.glob("switchyard_kernels-*.so"):
+        if outdated != target:
+            outdated.unlink(missing_ok=True)
+    return target
+
+
+def _sources_for_this_machine() -> list[Path]:
+    sources = sorted(_SOURCES.glob("*.cpp"))
+    return [source for source in sources if source.name not in _FLAGS or platform.machine().lower() in _X86]
+
+
+def _compile(compiler: str, source: Path, folder: Path) -> Path:
+    compiled = folder / f"{source.stem}.o"
+    _run([compiler, *_COMMON, *_FLAGS.get(source.name, ()), "-c", str(source), "-o", str(compiled)])
+    return compiled
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildFailed(f"{command[0]} could not be run ({error})") from error
+    if done.returncode:
+        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+        raise BuildFailed(f"{command[0]} failed: {first}")
+
+
+def main() -> int:
+    """Build, prove, and say what came of it; 1 if the kernels cannot be used here."""
+    from engine.kernels.native.library import prove
+
+    try:
+        path = build()
+    except BuildFailed as failure:
+        sys.stderr.write(f"The native kernels were not built: {failure}. PyTorch's operators are used instead.\n")
+        return 1
+    isa = prove(path)
+    sys.stderr.write(f"Native kernels: {isa.name if isa else 'none works on this machine'}.\n")
+    return 0 if isa else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,181 @@
+// One call per MoE layer, one per linear layer: the work is cut into equal runs of rows over the pool's threads.
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <new>
+#include <vector>
+
+#include "dispatch.h"
+#include "switchyard_kernels.h"
+#include "thread_pool.h"
+
+namespace {
+
+// A token that wants an expert, and with which weight.
+struct Visit {
+    int32_t token;
+    float weight;
+};
+
+struct ExpertsCall {
+    SwitchyardPool *pool;
+    const SwitchyardExperts *layer;
+    const KernelSet *kernels;
+    int32_t tokens;
+    int64_t hidden_padded, inner_padded;
+    std::vector<int32_t> active;       // experts that are wanted, each once
+    std::vector<int32_t> first_visit;  // [active + 1] into visits
+    std::vector<Visit> visits;
+    std::vector<float> spread_x;   // [tokens, hidden_padded]
+    std::vector<float> inner;      // [visits, inner]: silu(gate) * up
+    std::vector<float> spread_in;  // [visits, inner_padded]
+    uint16_t *out;
+};
+
+constexpr int64_t padded(int64_t n) { return (n + 31) & ~int64_t{31}; }
+
+inline const uint16_t *matrix(const SwitchyardExperts &layer, int32_t expert, int64_t offset) {
+    return reinterpret_cast<const uint16_t *>(layer.records + expert * layer.stride + offset);
+}
+
+inline int64_t share(int64_t items, int thread, int threads) { return items * thread / threads; }
+
+void experts_work(void *argument, int thread, int threads) {
+    auto &call = *static_cast<ExpertsCall *>(argument);
+    const auto &layer = *call.layer;
+    const int64_t active = static_cast<int64_t>(call.active.size()), inner = layer.inner, hidden = layer.hidden;
+
+    const int64_t end = share(active * inner, thread + 1, threads);
+    for (int64_t item = share(active * inner, thread, threads); item < end; ++item) {
+        const int64_t which = item / inner, row = item % inner;
+        const uint16_t *gate = matrix(layer, call.active[which], layer.gate_up_offset) + row * hidden;
+        for (int32_t v = call.first_visit[which]; v < call.first_visit[which + 1]; ++v) {
+            float g, u;
+            call.kernels->dot_pair(gate, gate + inner * hidden, &call.spread_x[call.visits[v].token * call.hidden_padded],
+                                   hidden, &g, &u);
+            g = round_bf16(g);
+            g = round_bf16(g / (1.0f + std::exp(-g)));
+            call.inner[v * inner + row] = round_bf16(g * round_bf16(u));
+        }
+    }
+    call.pool->barrier();
+
+    const int64_t visits = static_cast<int64_t>(call.visits.size());
+    const int64_t last_visit = share(visits, thread + 1, threads);
+    for (int64_t v = share(visits, thread, threads); v < last_visit; ++v)
+        call.kernels->spread_floats(&call.inner[v * inner], inner, &call.spread_in[v * call.inner_padded]);
+    call.pool->barrier();
+
+    // Whole rows of the result: no two threads write the same one, and the sum is in the experts' order.
+    const int64_t pairs = (hidden + 1) / 2;
+    const int64_t last_pair = share(pairs, thread + 1, threads);
+    std::vector<float> sums(static_cast<size_t>(call.tokens) * 2);
+    for (int64_t pair = share(pairs, thread, threads); pair < last_pair; ++pair) {
+        const int64_t row = 2 * pair, other = std::min(row + 1, hidden - 1);
+        std::fill(sums.begin(), sums.end(), 0.0f);
+        for (int64_t which = 0; which < active; ++which) {
+            const uint16_t *down = matrix(layer, call.active[which], layer.down_offset);
+            for (int32_t v = call.first_visit[which]; v < call.first_visit[which + 1]; ++v) {
+                float a, b;
+                call.kernels->dot_pair(down + row * inner, down + other * inner, &call.spread_in[v * call.inner_padded],
+                                       inner, &a, &b);
+                const Visit visit = call.visits[v];
+                sums[2 * visit.token] += visit.weight * round_bf16(a);
+                sums[2 * visit.token + 1] += visit.weight * round_bf16(b);
+            }
+        }
+        for (int32_t token = 0; token < call.tokens; ++token) {
+            call.out[token * hidden + row] = to_bf16(sums[2 * token]);
+            if (other != row) call.out[token * hidden + other] = to_bf16(sums[2 * token + 1]);
+        }
+    }
+}
+
+// Sorts the visits by expert, so that a row of weights is read once for all tokens that want it.
+void group_visits(ExpertsCall &call, int32_t k, const int64_t *index, const float *weights) {
+    const int32_t count = call.layer->count;
+    std::vector<int32_t> tally(static_cast<size_t>(count), 0);
+    for (int64_t i = 0; i < int64_t{call.tokens} * k; ++i)
+        if (index[i] >= 0 && index[i] < count) ++tally[index[i]];
+    call.active.clear();
+    call.first_visit.assign(1, 0);
+    for (int32_t expert = 0; expert < count; ++expert) {
+        if (tally[expert] == 0) continue;
+        const int32_t begin = call.first_visit.back();
+        call.active.push_back(expert);
+        call.first_visit.push_back(begin + tally[expert]);
+        tally[expert] = begin;
+    }
+    call.visits.resize(call.first_visit.back());
+    for (int64_t i = 0; i < int64_t{call.tokens} * k; ++i)
+        if (index[i] >= 0 && index[i] < count)
+            call.visits[tally[index[i]]++] = {static_cast<int32_t>(i / k), weights[i]};
+}
+
+struct LinearCall {
+    const KernelSet *kernels;
+    const uint16_t *weight;
+    int64_t rows, columns;
+    const float *spread_x;
+    const uint16_t *bias;
+    uint16_t *out;
+};
+
+void linear_work(void *argument, int thread, int threads) {
+    const auto &call = *static_cast<LinearCall *>(argument);
+    const int64_t pairs = (call.rows + 1) / 2;
+    const int64_t last = share(pairs, thread + 1, threads);
+    for (int64_t pair = share(pairs, thread, threads); pair < last; ++pair) {
+        const int64_t row = 2 * pair, other = std::min(row + 1, call.rows - 1);
+        float a, b;
+        call.kernels->dot_pair(call.weight + row * call.columns, call.weight + other * call.columns, call.spread_x,
+                               call.columns, &a, &b);
+        if (call.bias) {
+            a += from_bf16(call.bias[row]);
+            b += from_bf16(call.bias[other]);
+        }
+        call.out[row] = to_bf16(a);
+        if (other != row) call.out[other] = to_bf16(b);
+    }
+}
+
+}  // namespace
+
+SWITCHYARD_API int32_t switchyard_experts_bf16(SwitchyardPool *pool, const SwitchyardExperts *experts, int32_t tokens,
+                                               int32_t k, const uint16_t *x, const int64_t *index, const float *weights,
+                                               uint16_t *out) try {
+    // One call at a time per thread; the buffers live on, because allocating per layer would cost as much as a layer.
+    static thread_local ExpertsCall call;
+    call.pool = pool;
+    call.layer = experts;
+    call.kernels = &kernels_in_use();
+    call.tokens = tokens;
+    call.hidden_padded = padded(experts->hidden);
+    call.inner_padded = padded(experts->inner);
+    call.out = out;
+    group_visits(call, k, index, weights);
+    call.spread_x.resize(static_cast<size_t>(tokens) * call.hidden_padded);
+    call.inner.resize(call.visits.size() * experts->inner);
+    call.spread_in.resize(call.visits.size() * call.inner_padded);
+    for (int32_t token = 0; token < tokens; ++token)
+        call.kernels->spread(x + int64_t{token} * experts->hidden, experts->hidden,
+                             &call.spread_x[token * call.hidden_padded]);
+    pool->run(experts_work, &call);
+    return 0;
+} catch (const std::bad_alloc &) {
+    return 1;
+}
+
+SWITCHYARD_API int32_t switchyard_linear_bf16(SwitchyardPool *pool, const uint16_t *weight, int64_t rows,
+                                              int64_t columns, const uint16_t *x, const uint16_t *bias,
+                                              uint16_t *out) try {
+    static thread_local std::vector<float> spread_x;
+    spread_x.resize(static_cast<size_t>(padded(columns)));
+    const KernelSet &kernels = kernels_in_use();
+    kernels.spread(x, columns, spread_x.data());
+    LinearCall call = {&kernels, weight, rows, columns, spread_x.data(), bias, out};
+    pool->run(linear_work, &call);
+    return 0;
+} catch (const std::bad_alloc &) {
+    return 1;
+}

@@ -1,0 +1,131 @@
+"""Experts in torch operators, as few as possible: for any device, and where no native kernel runs."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import linear, silu
+
+from engine.experts.bank import BankLayer
+from engine.kernels.interface import ExpertMath
+
+_ALL_AT_ONCE_BYTES = 16 * 2**20
+"""Up to this size of a layer, reading a few experts in vain costs less than a loop over the others."""
+
+
+class TorchExperts:
+    """Computes one layer's experts.
+
+    One token: all experts of a small layer in two batched products, the idle ones with weight 0, if nearly all are
+    wanted; else one pair of products per wanted expert, sharing the operators between.  Several tokens: grouped by
+    expert, one pair of products for each, summed in fp32 in the order of the experts.
+    """
+
+    def __init__(self, layer: BankLayer, math: ExpertMath) -> None:
+        self._math = math
+        self._experts = layer.num_experts
+        self._first = layer.rows[math.first]
+        self._down = layer.rows["down_proj"]
+        self._first_bias = layer.rows[math.first_bias] if math.first_bias else None
+        self._down_bias = layer.rows["down_proj_bias"] if math.down_bias else None
+        self._dtype = self._down[0].dtype
+        hidden = self._down[0].shape[0]
+        device = layer.device
+        # Decoding writes into the same buffers every time: an allocation per operator is what is saved.
+        self._gates = torch.empty(self._experts, 1, self._first[0].shape[0], dtype=self._dtype, device=device)
+        self._outs = torch.empty(self._experts, 1, hidden, dtype=self._dtype, device=device)
+        self._first_all: torch.Tensor | None = None
+        self._down_all: torch.Tensor | None = None
+        self._first_bias_all: torch.Tensor | None = None
+        self._down_bias_all: torch.Tensor | None = None
+        if layer.records.nbytes <= _ALL_AT_ONCE_BYTES and device.type == "cpu":
+            self._first_all = layer.stacked[math.first].mT
+            self._down_all = layer.stacked["down_proj"].mT
+            if math.first_bias and math.down_bias:
+                self._first_bias_all = layer.stacked[math.first_bias][:, None]
+                self._down_bias_all = layer.stacked[math.down_bias][:, None]
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """See `engine.kernels.interface.ExpertKernel`."""
+        hidden = hidden_states if hidden_states.dtype == self._dtype else hidden_states.to(self._dtype)
+        if hidden.shape[0] == 1:
+            if self._first_all is not None and 4 * top_k_index.shape[1] >= 3 * self._experts:
+                result = self._one_token_all_experts(hidden, top_k_index, top_k_weights)
+            else:
+                result = self._one_token(hidden, top_k_index, top_k_weights)
+        else:
+            result = self._many_tokens(hidden, top_k_index, top_k_weights)
+        return result if result.dtype == hidden_states.dtype else result.to(hidden_states.dtype)
+
+    def _gate(self, inner: torch.Tensor) -> torch.Tensor:
+        if self._math.is_silu_gate:
+            gate, up = inner.chunk(2, dim=-1)
+            return silu(gate).mul_(up)
+        return self._math.gate(inner)
+
+    def _one_token_all_experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        assert self._first_all is not None
+        assert self._down_all is not None
+        experts = self._experts
+        inner = torch.bmm(hidden.expand(experts, 1, -1), self._first_all, out=self._gates)
+        if self._first_bias_all is not None:
+            inner += self._first_bias_all
+        out = torch.bmm(self._gate(inner), self._down_all, out=self._outs)
+        if self._down_bias_all is not None:
+            out += self._down_bias_all
+        out = out.view(experts, -1)
+        if self._math.norm is not None:
+            out = self._math.norm(out)
+        # One column more takes the ids that are no expert.
+        share = torch.zeros(1, experts + 1, dtype=torch.float32, device=weights.device)
+        share.scatter_add_(1, index.clamp(max=experts), weights.float())
+        return share[:, :experts] @ out.float()
+
+    def _one_token(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        chosen = index[0].tolist()
+        if max(chosen) >= self._experts:
+            keep = [place for place, expert in enumerate(chosen) if expert < self._experts]
+            chosen, weights = [chosen[place] for place in keep], weights[:, keep]
+            if not chosen:
+                return torch.zeros_like(hidden)
+        first_bias, down_bias = self._first_bias, self._down_bias
+        if first_bias is None:
+            inner = torch.cat([linear(hidden, self._first[expert]) for expert in chosen])
+        else:
+            inner = torch.cat([linear(hidden, self._first[expert], first_bias[expert]) for expert in chosen])
+        inner = self._gate(inner)
+        rows = inner.split(1)
+        if down_bias is None:
+            out = torch.cat([linear(row, self._down[expert]) for row, expert in zip(rows, chosen, strict=True)])
+        else:
+            out = torch.cat(
+                [linear(row, self._down[expert], down_bias[expert]) for row, expert in zip(rows, chosen, strict=True)]
+            )
+        if self._math.norm is not None:
+            out = self._math.norm(out)
+        return weights.float() @ out.float()
+
+    def _many_tokens(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        width = index.shape[1]
+        flat = index.reshape(-1)
+        order = flat.argsort(stable=True)
+        counts = torch.bincount(flat.clamp(max=self._experts), minlength=self._experts + 1).tolist()
+        tokens = order // width
+        shares = weights.reshape(-1)[order].float()[:, None]
+        result = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        begin = 0
+        for expert in range(self._experts):
+            end = begin + counts[expert]
+            if end == begin:
+                continue
+            mine = tokens[begin:end]
+            first_bias = self._first_bias[expert] if self._first_bias is not None else None
+            down_bias = self._down_bias[expert] if self._down_bias is not None else None
+            inner = self._gate(linear(hidden[mine], self._first[expert], first_bias))
+            out = linear(inner, self._down[expert], down_bias)
+            if self._math.norm is not None:
+                out = self._math.norm(out)
+            result.index_add_(0, mine, out.float().mul_(shares[begin:end]))
+            begin = end
+        return result

@@ -1,0 +1,99 @@
+"""Fills the expert bank from the checkpoint, an expert at a time wherever the checkpoint's layout allows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engine.checkpoint.expert_index import PartSources
+from engine.errors import EngineError, ErrorCode
+from engine.experts.bank import ExpertBank
+from engine.experts.record import PartSpec
+from engine.experts.sites import ExpertsSite
+from engine.runtime.library_conversion import LoadingPlan, PartConverter
+from engine.runtime.tensor_reader import TensorReader
+
+
+def fill_bank(model: Any, sites: list[ExpertsSite], plan: LoadingPlan, reader: TensorReader, bank: ExpertBank) -> None:
+    """Allocates and fills the records of every experts module, layer by layer.
+
+    Besides the bank it needs memory for the tensors of one expert, or of one layer where the library's conversion
+    mixes experts.
+
+    Raises:
+        EngineError: `CHECKPOINT_DAMAGED` if expert weights are missing or do not fit.
+    """
+    by_name = {site.name: site for site in sites}
+    filled: set[str] = set()
+    for site in sites:
+        bank.add_layer(site.name, site.num_experts, site.layout)
+    for parts in plan.index.modules.values():
+        for part in parts.values():
+            converter = PartConverter(model, by_name, plan.converters[part.target])
+            filled |= _fill_part(part, converter, reader, bank, by_name)
+    wanted = {target for site in sites for target in site.targets}
+    if wanted - filled:
+        raise EngineError(
+            ErrorCode.CHECKPOINT_DAMAGED,
+            f"The checkpoint lacks the experts' {min(wanted - filled)}: download or copy the model again.",
+        )
+
+
+def working_bytes(plan: LoadingPlan) -> int:
+    """Most memory that `fill_bank` needs besides the bank."""
+    most = 0
+    for parts in plan.index.modules.values():
+        for part in parts.values():
+            whole = not (part.is_fused or part.is_per_expert)
+            most = max(most, part.nbytes * 3 if whole else part.nbytes * 6 // max(part.experts, 1))
+    return most
+
+
+def _fill_part(
+    part: PartSources,
+    converter: PartConverter,
+    reader: TensorReader,
+    bank: ExpertBank,
+    sites: dict[str, ExpertsSite],
+) -> set[str]:
+    made: set[str] = set()
+    if part.is_fused or part.is_per_expert:
+        for expert in range(part.experts):
+            tensors = {source.pattern: [reader.read(source)] for source in part.of_expert(expert)}
+            for target, value in converter.convert(part.target, 1, tensors).items():
+                _store(target, value, expert, bank, sites)
+                made.add(target)
+    else:
+        whole = {pattern: [reader.read(entry) for entry in entries] for pattern, entries in part.by_pattern.items()}
+        for target, value in converter.convert(part.target, part.experts, whole).items():
+            _store(target, value, None, bank, sites)
+            made.add(target)
+    return made
+
+
+def _store(
+    target: str, value: torch.Tensor, expert: int | None, bank: ExpertBank, sites: dict[str, ExpertsSite]
+) -> None:
+    name, _, part_name = target.rpartition(".")
+    site = sites.get(name)
+    spec = next((spec for spec in site.layout.parts if spec.name == part_name), None) if site is not None else None
+    if spec is None:
+        raise EngineError(
+            ErrorCode.MODEL_UNSUPPORTED, f"The checkpoint's experts are stored in an unknown way (at {target})."
+        )
+    place = bank.layers[name].stacked[part_name]
+    place = place if expert is None else place[expert : expert + 1]
+    if spec.transposed:
+        value = value.transpose(-1, -2)
+    if value.shape != place.shape:
+        raise _misshapen(target, spec, value)
+    place.copy_(value)
+
+
+def _misshapen(target: str, spec: PartSpec, value: torch.Tensor) -> EngineError:
+    return EngineError(
+        ErrorCode.CHECKPOINT_DAMAGED,
+        f"The checkpoint does not fit its config.json: {target} has the shape {tuple(value.shape[1:])} for an expert "
+        f"instead of {spec.shape}.",
+    )

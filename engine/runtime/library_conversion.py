@@ -1,0 +1,231 @@
+"""transformers' side of a model, part two: how its checkpoint's tensors become the model's weights.
+
+The library's own conversion is used for everything.  Non-expert tensors go through its normal loading.  Tensors of
+experts are set apart before that by the same renaming, indexed, and later converted a few at a time by copies of the
+library's own converters, so that a layer's stacked experts never exist.
+"""
+
+from __future__ import annotations
+
+import logging
+from copy import deepcopy
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    build_glob_alternation,
+    convert_and_load_state_dict_in_model,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+
+from engine.checkpoint.expert_index import ExpertIndex, PartSources
+from engine.checkpoint.headers import TensorEntry
+from engine.errors import EngineError, ErrorCode
+from engine.experts.sites import ExpertsSite
+from engine.runtime.adapters import FamilyAdapter
+from engine.runtime.tensor_reader import LazyTensor, TensorReader
+
+_log = logging.getLogger(__name__)
+_HARMLESS = ("input_scale", "activation_scale", "k_scale", "v_scale", "q_scale", "output_scale", "rotary_emb.inv_freq")
+"""Endings of tensors that some checkpoints carry beside the weights and that plain computation does not need."""
+
+
+@dataclass
+class LoadingPlan:
+    """Which tensors make experts, and which the rest.
+
+    Attributes:
+        index: sources of the experts.
+        converters: first target name -> the library's converter that makes it (`None`: the tensor as it is).
+        rest: tensors for the library's normal loading, by checkpoint name.
+    """
+
+    index: ExpertIndex
+    converters: dict[str, Any | None]
+    rest: dict[str, TensorEntry]
+    quantizer: Any | None
+    adapter: FamilyAdapter | None
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
+        return self.index.nbytes + sum(entry.nbytes for entry in self.rest.values())
+
+
+def parameter_dtypes(model: Any, dtype: torch.dtype) -> Any:
+    """`f(name, parameter) -> torch.dtype`: the type a parameter is kept in (the library keeps some in fp32)."""
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return lambda _name, parameter: parameter.dtype
+    pattern, by_group, _ = build_glob_alternation(list(plan))
+
+    def of(name: str, parameter: torch.Tensor) -> torch.dtype:
+        match = pattern.search(name)
+        chosen = plan[by_group[match.lastgroup]] if match is not None else parameter.dtype
+        return chosen if isinstance(chosen, torch.dtype) else parameter.dtype
+
+    return of
+
+
+def plan_loading(
+    model: Any,
+    sites: list[ExpertsSite],
+    tensors: dict[str, TensorEntry],
+    dtype: torch.dtype,
+    quantizer: Any | None,
+    adapter: FamilyAdapter | None,
+) -> LoadingPlan:
+    """Sorts the checkpoint's tensors.  `model` must still have its expert parameters (on meta)."""
+    mapping = _conversions(model, quantizer, adapter)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    state, prefix = model.state_dict(), model.base_model_prefix
+    owners = {target: site for site in sites for target in site.targets}
+    plan = LoadingPlan(ExpertIndex(), {}, {}, quantizer, adapter, dtype)
+    for key in sorted(tensors, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:
+            name, pattern = rename_source_key(key, [], [], prefix, state)
+        site = owners.get(name)
+        if site is None:
+            plan.rest[key] = tensors[key]
+            continue
+        parts = plan.index.modules.setdefault(site.name, {})
+        part = parts.setdefault(site.targets[name], PartSources(name, site.num_experts))
+        part.by_pattern.setdefault(pattern or key, []).append(tensors[key])
+        plan.converters[name] = by_pattern[pattern] if pattern is not None else None
+    return plan
+
+
+@dataclass
+class PartConverter:
+    """Makes one part of the experts of one module.
+
+    Attributes:
+        model: the skeleton, as the library's operations may look at it.
+        sites: the experts modules by name.
+    """
+
+    model: Any
+    sites: dict[str, ExpertsSite]
+    converter: Any | None
+    _view: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.converter = deepcopy(self.converter)
+
+    def convert(self, target: str, experts: int, tensors: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Source tensors of `experts` experts, by pattern -> full target name -> [experts, *module shape].
+
+        Raises:
+            EngineError: `CHECKPOINT_DAMAGED` if they do not fit together.
+        """
+        if self.converter is None:
+            ((tensor,),) = tensors.values()
+            return {target: tensor}
+        for pattern, values in tensors.items():
+            self.converter.collected_tensors[pattern] = values
+        try:
+            made = self.converter.convert(target, model=_OneExpertView(self, experts), config=self.model.config)
+        except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise EngineError(
+                ErrorCode.CHECKPOINT_DAMAGED,
+                f"The checkpoint's tensors do not make up {target}: download or copy the model again.",
+            ) from error
+        finally:
+            self.converter.collected_tensors.clear()
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+class _OneExpertView:
+    """The skeleton as a conversion of a few experts must see it: expert parameters have only those rows."""
+
+    def __init__(self, owner: PartConverter, experts: int) -> None:
+        self._model, self._sites, self._experts = owner.model, owner.sites, experts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def get_submodule(self, name: str) -> Any:
+        site = self._sites.get(name)
+        if site is None:
+            return self._model.get_submodule(name)
+        shapes = {
+            part.name: (part.shape[1], part.shape[0]) if part.transposed else part.shape for part in site.layout.parts
+        }
+        return SimpleNamespace(
+            **{
+                part.name: torch.empty(self._experts, *shapes[part.name], dtype=part.dtype, device="meta")
+                for part in site.layout.parts
+            }
+        )
+
+    def get_parameter(self, name: str) -> Any:
+        module, _, parameter = name.rpartition(".")
+        return getattr(self.get_submodule(module), parameter)
+
+
+def load_rest(model: Any, plan: LoadingPlan, reader: TensorReader, device: torch.device) -> None:
+    """Loads everything but the experts through the library, ties, and computes the buffers that are not stored.
+
+    Raises:
+        EngineError: `CHECKPOINT_DAMAGED` if a tensor is missing or of another shape, `MODEL_UNSUPPORTED` if the
+            checkpoint holds weights for modules that would be ignored.
+    """
+    config = LoadStateDictConfig(
+        device_map={"": device},
+        dtype=plan.dtype,
+        dtype_plan=model._get_dtype_plan(plan.dtype),
+        hf_quantizer=plan.quantizer,
+        weight_mapping=_conversions(model, plan.quantizer, plan.adapter),
+    )
+    state = {key: LazyTensor(reader, entry) for key, entry in plan.rest.items()}
+    info, _ = convert_and_load_state_dict_in_model(model, state, config, None)
+    if info.conversion_errors or info.mismatched_keys:
+        names = sorted([*info.conversion_errors, *(key[0] for key in info.mismatched_keys)])
+        raise EngineError(
+            ErrorCode.CHECKPOINT_DAMAGED,
+            f"The checkpoint does not fit its config.json (at {names[0]}): download or copy the model again.",
+        )
+    info = model._finalize_model_loading(model, config, info)
+    if info.missing_keys:
+        raise EngineError(
+            ErrorCode.CHECKPOINT_DAMAGED,
+            f"The checkpoint lacks {len(info.missing_keys)} of the model's tensors ({min(info.missing_keys)}): "
+            "download or copy the model again.",
+        )
+    _check_unexpected(model, info.unexpected_keys)
+
+
+def _conversions(model: Any, quantizer: Any | None, adapter: FamilyAdapter | None) -> list[Any]:
+    """Fresh ones: converters keep what they collect, and some renamings what they have seen."""
+    if adapter is None:
+        return list(get_model_conversion_mapping(model, None, quantizer))
+    mapping = adapter.conversions(model, get_model_conversion_mapping(model, None, None))
+    return list(quantizer.update_weight_conversions(mapping, model)) if quantizer is not None else mapping
+
+
+def _check_unexpected(model: Any, keys: set[str]) -> None:
+    """A tensor for a module that exists here would change the answer; other parts (vision, MTP) are left out."""
+    modules = {name for name, _ in model.named_modules()}
+    ignored = []
+    for key in sorted(keys):
+        if key.endswith(_HARMLESS):
+            continue
+        if key.rpartition(".")[0] in modules:
+            raise EngineError(
+                ErrorCode.MODEL_UNSUPPORTED,
+                f"The checkpoint holds {key}, which Switchyard does not know how to use: its answers would be wrong.",
+            )
+        ignored.append(key)
+    if ignored:
+        _log.info("%d tensors belong to parts of the model that are not used (%s, ...)", len(ignored), ignored[0])

@@ -1,0 +1,186 @@
+"""transformers' side of a model, part one: its configuration, class and skeleton.  Semi-private names stay in
+`library_*.py`; a test per family keeps them honest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+)
+from transformers.monkey_patching import patch_output_recorders
+from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
+from transformers.utils import ContextManagers
+from transformers.utils import logging as library_logging
+
+from engine.errors import EngineError, ErrorCode
+from engine.experts.dispatch import IMPLEMENTATION, experts_forward
+from engine.runtime.adapters import FamilyAdapter
+
+_READABLE_QUANTIZATION = ("fp8", "mxfp8", "mxfp4")
+_log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def quiet_library() -> Iterator[None]:
+    """The library's bars and tables stay off the terminal: what matters of them we say ourselves."""
+    verbosity, bars = library_logging.get_verbosity(), library_logging.is_progress_bar_enabled()
+    library_logging.set_verbosity_error()
+    library_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        library_logging.set_verbosity(verbosity)
+        if bars:
+            library_logging.enable_progress_bar()
+
+
+def read_library_config(directory: Path, model_type: str) -> Any:
+    """transformers' configuration object for a checkpoint directory.
+
+    Raises:
+        EngineError: `MODEL_UNSUPPORTED` for a family that the library does not know, `CHECKPOINT_DAMAGED` if the
+            values make no sense to it.
+    """
+    if model_type not in CONFIG_MAPPING_NAMES:
+        raise EngineError(
+            ErrorCode.MODEL_UNSUPPORTED,
+            f"{directory.name} is of the kind {model_type!r}, which Switchyard does not know: "
+            "a newer version of Switchyard may.",
+        )
+    try:
+        return transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the library raises whatever its validation or arithmetic stumbles over
+        raise EngineError(
+            ErrorCode.CHECKPOINT_DAMAGED,
+            f"{directory / 'config.json'} does not make sense for a {model_type} model ({_first_line(error)}).",
+        ) from error
+
+
+def model_class_for(config: Any, adapter: FamilyAdapter | None) -> tuple[type, Any]:
+    """The class that generates text with this configuration, and the (sub)configuration to build it from.
+
+    Raises:
+        EngineError: `MODEL_UNSUPPORTED` if there is none.
+    """
+    chosen = adapter.model_class(config) if adapter is not None else None
+    if chosen is None:
+        for mapping in (
+            MODEL_FOR_CAUSAL_LM_MAPPING,
+            MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+            MODEL_FOR_MULTIMODAL_LM_MAPPING,
+        ):
+            if type(config) in mapping:
+                chosen = mapping[type(config)]
+                break
+    if isinstance(chosen, tuple | list):
+        chosen = chosen[0]
+    if chosen is None or not chosen.can_generate():  # type: ignore[attr-defined]
+        raise EngineError(
+            ErrorCode.MODEL_UNSUPPORTED, f"A model of the kind {config.model_type!r} does not generate text as a chat."
+        )
+    text_class = config.sub_configs.get("text_config")
+    if text_class is not None and getattr(chosen, "config_class", None) is text_class:
+        quantization = getattr(config, "quantization_config", None)
+        config = config.get_text_config()
+        if quantization is not None:
+            config.quantization_config = quantization
+    return chosen, config
+
+
+def quantizer_for(config: Any, name: str) -> Any | None:
+    """What turns quantised weights of the checkpoint into plain ones while it is read; `None` if they are plain.
+
+    Raises:
+        EngineError: `MODEL_UNSUPPORTED` for a format that cannot be read without a GPU or another package.
+    """
+    stored = getattr(config, "quantization_config", None)
+    if stored is None:
+        return None
+    values = stored if isinstance(stored, dict) else stored.to_dict()
+    method = values.get("quant_method")
+    if method not in _READABLE_QUANTIZATION:
+        raise EngineError(
+            ErrorCode.MODEL_UNSUPPORTED,
+            f"{name} is quantised with {str(method)!r}, which Switchyard cannot read: "
+            "use the model's original, FP8 or MXFP4 version.",
+        )
+    quantization = AutoQuantizationConfig.from_dict(dict(values))
+    quantization.dequantize = True
+    return AutoHfQuantizer.from_config(quantization, pre_quantized=True)
+
+
+def build_skeleton(model_class: Any, config: Any, dtype: torch.dtype, adapter: FamilyAdapter | None) -> Any:
+    """The model without weights: every parameter and buffer on the meta device, in the type it will have.
+
+    Raises:
+        EngineError: `MODEL_UNSUPPORTED` if the library cannot build it (a missing package, say).
+    """
+    if IMPLEMENTATION not in ALL_EXPERTS_FUNCTIONS:
+        ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
+    config = deepcopy(config)
+    for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):
+        if part is not None:
+            part.dtype = dtype
+    config._experts_implementation = IMPLEMENTATION
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # what is built holds plain weights
+    try:
+        with ContextManagers(model_class.get_init_context(dtype, False, False, False)):
+            model = model_class(config)
+            patch_output_recorders(model)
+            if adapter is not None:
+                adapter.prepare(model)
+    except EngineError:
+        raise
+    except Exception as error:
+        raise EngineError(
+            ErrorCode.MODEL_UNSUPPORTED,
+            f"The library cannot build this {config.model_type} model ({_first_line(error)}).",
+        ) from error
+    for module in model.modules():
+        inner = getattr(module, "config", None)
+        if isinstance(inner, transformers.PreTrainedConfig):
+            inner._experts_implementation_internal = IMPLEMENTATION
+    return model
+
+
+def finish_generation_config(model: Any, directory: Path) -> None:
+    """Reads `generation_config.json` (stop tokens and suggested sampling), or makes one from the configuration."""
+    try:
+        model.adjust_generation_fn(
+            None,
+            True,
+            None,
+            str(directory),
+            cache_dir=None,
+            force_download=False,
+            proxies=None,
+            local_files_only=True,
+            token=None,
+            revision=None,
+            subfolder="",
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError, TypeError) as error:
+        raise EngineError(
+            ErrorCode.CHECKPOINT_DAMAGED,
+            f"{directory / 'generation_config.json'} cannot be read ({_first_line(error)}).",
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__).rstrip(".")[:300]

@@ -1,0 +1,39 @@
+"""The first two tokens a model ever computes here: proof that it runs, and the true cost of a token of context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def kv_bytes_per_token(model: Any, device: torch.device) -> int:
+    """Bytes by which the model's own cache grows from one token of context to two.
+
+    Measured rather than derived, so that latent attention, shared KV and layers without any come out right.
+    """
+    token = torch.tensor([[_harmless_token(model)]], device=device)
+    first = model(input_ids=token, use_cache=True)
+    cache = getattr(first, "past_key_values", None)
+    if cache is None:
+        return 0
+    before = _cache_bytes(cache)
+    second = model(input_ids=token, past_key_values=cache, use_cache=True)
+    return max(0, _cache_bytes(second.past_key_values) - before)
+
+
+def _harmless_token(model: Any) -> int:
+    text = model.config.get_text_config()
+    for name in ("bos_token_id", "eos_token_id"):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and 0 <= value < text.vocab_size:
+            return value
+    return 0
+
+
+def _cache_bytes(cache: Any) -> int:
+    total = 0
+    for layer in getattr(cache, "layers", ()):
+        tensors = {id(value): value for value in vars(layer).values() if isinstance(value, torch.Tensor)}
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    return total

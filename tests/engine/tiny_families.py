@@ -1,0 +1,96 @@
+"""Tiny random models of every family: configurations of a few thousand parameters that use what the family has.
+
+`tiny_checkpoint("mixtral", folder)` writes one, made and saved by transformers, with a small working tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.engine.tiny_configs import FAMILIES
+from tests.engine.tiny_tokenizer import BOS, EOS, PAD, VOCABULARY, save_tiny_tokenizer
+
+
+def tiny_model(family: str, **overrides: Any) -> Any:
+    """A random model of the family, fp32, in eval mode; the same one every time."""
+    config = tiny_config(family, **overrides)
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        model = _model_class(config)(config).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                _stir(parameter)
+            # Small logits: bf16 then resolves differences far below those that a wrong weight makes.
+            model.get_output_embeddings().weight.mul_(0.1)
+    return model
+
+
+def tiny_config(family: str, **overrides: Any) -> Any:
+    """The configuration of `tiny_model`."""
+    values = {**FAMILIES[family], **overrides}
+    common = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
+    config_class = transformers.AutoConfig.for_model(family).__class__
+    if "text_config" in values:
+        values["text_config"] = {**common, **values["text_config"]}
+        return config_class(**{"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS, **values})
+    return config_class(**{**common, **values})
+
+
+def tiny_checkpoint(
+    family: str,
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    prepare: Callable[[Any], None] | None = None,
+    save: dict[str, Any] | None = None,
+    **overrides: Any,
+) -> Path:
+    """Writes the family's tiny model and a tokenizer into `folder` and returns it.
+
+    Args:
+        prepare: changes the model before it is saved.
+        save: arguments for `save_pretrained` (`max_shard_size`, say).
+        overrides: values of the configuration.
+    """
+    model = tiny_model(family, **overrides)
+    if prepare is not None:
+        prepare(model)
+    if dtype != torch.float32:
+        _cast(model, dtype)
+    model.save_pretrained(folder, **(save or {}))
+    save_tiny_tokenizer(folder)
+    return folder
+
+
+def _model_class(config: Any) -> Any:
+    from transformers.models.auto import modeling_auto as auto
+
+    for mapping in (
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        auto.MODEL_FOR_MULTIMODAL_LM_MAPPING,
+        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    ):
+        if type(config) in mapping:
+            return mapping[type(config)]
+    raise KeyError(type(config).__name__)
+
+
+def _stir(parameter: torch.nn.Parameter) -> None:
+    """Random values where the library starts with zeros or ones, so that nothing can be left out unnoticed."""
+    if parameter.dtype.is_floating_point and bool((parameter == parameter.flatten()[0]).all()):
+        parameter.add_(torch.randn_like(parameter) * 0.02)
+
+
+def _cast(model: Any, dtype: torch.dtype) -> None:
+    """Weights to `dtype`, in place; buffers such as rotary frequencies stay as they are."""
+    keep = model._keep_in_fp32_modules_strict or ()
+    for name, parameter in model.named_parameters():
+        if not any(part in name for part in keep):
+            parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
