@@ -1,0 +1,248 @@
+"""What can be asked of the chat database, as plain synchronous calls on one connection."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sqlite3
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from app.services.chat_store.records import (
+    AnswerStats,
+    Conversation,
+    Message,
+    MessageState,
+    clean_text,
+    sampling_from_json,
+    sampling_to_json,
+)
+from app.services.chat_store.schema import transaction
+from engine.config import SamplingParams
+
+PURGE_AFTER_S = 3600.0
+"""A deleted chat can be brought back this long; the next start after that removes it for good."""
+
+CONVERSATION_COLUMNS = "id, title, pinned, created_at, updated_at, system_prompt, sampling, model, draft"
+MESSAGE_COLUMNS = (
+    "id, conversation_id, parent_id, role, content, state, reason, reason_code, model, created_at, stats, chosen"
+)
+
+
+def conversation_from_row(row: tuple[Any, ...]) -> Conversation:
+    """A record from CONVERSATION_COLUMNS."""
+    id_, title, pinned, created, updated, system_prompt, sampling, model, draft = row
+    return Conversation(
+        id=id_,
+        title=title,
+        pinned=bool(pinned),
+        created_at=created,
+        updated_at=updated,
+        system_prompt=system_prompt,
+        sampling=sampling_from_json(sampling),
+        model=model,
+        draft=draft,
+    )
+
+
+def conversation_values(conversation: Conversation) -> tuple[Any, ...]:
+    """CONVERSATION_COLUMNS of a record."""
+    return (
+        conversation.id,
+        clean_text(conversation.title),
+        int(conversation.pinned),
+        conversation.created_at,
+        conversation.updated_at,
+        clean_text(conversation.system_prompt),
+        sampling_to_json(conversation.sampling),
+        clean_text(conversation.model),
+        clean_text(conversation.draft),
+    )
+
+
+def message_from_row(row: tuple[Any, ...]) -> Message:
+    """A record from MESSAGE_COLUMNS."""
+    id_, conversation_id, parent_id, role, content, state, reason, reason_code, model, created, stats, chosen = row
+    return Message(
+        id=id_,
+        conversation_id=conversation_id,
+        parent_id=parent_id,
+        role=role,
+        content=content,
+        state=MessageState(state),
+        reason=reason,
+        reason_code=reason_code,
+        model=model,
+        created_at=created,
+        stats=_stats(stats),
+        chosen=bool(chosen),
+    )
+
+
+def _stats(text: str | None) -> AnswerStats | None:
+    if not text:
+        return None
+    try:
+        return AnswerStats(**json.loads(text))
+    except (ValueError, TypeError):
+        return None
+
+
+def message_values(message: Message) -> tuple[Any, ...]:
+    """MESSAGE_COLUMNS of a record."""
+    stats = None if message.stats is None else json.dumps(dataclasses.asdict(message.stats))
+    return (
+        message.id,
+        message.conversation_id,
+        message.parent_id,
+        message.role,
+        clean_text(message.content),
+        message.state.value,
+        clean_text(message.reason),
+        message.reason_code,
+        clean_text(message.model),
+        message.created_at,
+        stats,
+        int(message.chosen),
+    )
+
+
+class ChatDatabase:
+    """The tables behind the store.  Not thread-safe: the store's one thread owns it."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.connection = connection
+
+    def close(self) -> None:
+        """Give the file back; SQLite folds the log into it."""
+        self.connection.close()
+
+    # --- conversations ---
+
+    def conversations(self) -> tuple[Conversation, ...]:
+        """Every conversation that is not deleted, the last used first."""
+        rows = self.connection.execute(
+            f"SELECT {CONVERSATION_COLUMNS} FROM conversations WHERE deleted_at IS NULL ORDER BY updated_at DESC"
+        )
+        return tuple(conversation_from_row(row) for row in rows)
+
+    def conversation(self, conversation_id: str) -> Conversation | None:
+        """One conversation, deleted or not."""
+        row = self.connection.execute(
+            f"SELECT {CONVERSATION_COLUMNS} FROM conversations WHERE id = ?", (conversation_id,)
+        ).fetchone()
+        return conversation_from_row(row) if row else None
+
+    def knows(self, conversation_id: str, message_ids: Iterable[str]) -> bool:
+        """Whether one of these ids is taken, be it by a deleted chat."""
+        ask = self.connection.execute
+        return bool(ask("SELECT 1 FROM conversations WHERE id = ?", (conversation_id,)).fetchone()) or any(
+            ask("SELECT 1 FROM messages WHERE id = ?", (id_,)).fetchone() for id_ in message_ids
+        )
+
+    def create_conversation(self, conversation: Conversation) -> None:
+        """Add a conversation that has no messages yet."""
+        self.add_conversations([(conversation, ())])
+
+    def add_conversations(self, whole: Iterable[tuple[Conversation, Iterable[Message]]]) -> None:
+        """Add conversations with sound trees of messages (see `tree.sound`), all or none."""
+        with transaction(self.connection) as c:
+            for conversation, messages in whole:
+                c.execute(
+                    f"INSERT INTO conversations ({CONVERSATION_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?)",
+                    conversation_values(conversation),
+                )
+                c.executemany(
+                    f"INSERT INTO messages ({MESSAGE_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
+                    (message_values(message) for message in messages),
+                )
+
+    def change_conversation(self, conversation_id: str, changes: dict[str, Any]) -> None:
+        """Change some fields and leave the others: two windows on one file do not undo each other's changes."""
+        columns = {field.name for field in dataclasses.fields(Conversation)} - {"id"}
+        if not changes.keys() <= columns:
+            raise ValueError(f"not fields of a conversation: {sorted(changes.keys() - columns)}")
+        with transaction(self.connection) as c:
+            c.execute(
+                f"UPDATE conversations SET {', '.join(f'{name} = ?' for name in changes)} WHERE id = ?",
+                (*(_column_value(value) for value in changes.values()), conversation_id),
+            )
+
+    def set_deleted(self, conversation_id: str, at: float | None) -> None:
+        """Hide a conversation (`at` in Unix seconds), or bring it back (None)."""
+        with transaction(self.connection) as c:
+            c.execute("UPDATE conversations SET deleted_at = ? WHERE id = ?", (at, conversation_id))
+
+    def purge(self, now: float | None = None) -> int:
+        """Remove for good what was deleted long enough ago; returns how many."""
+        limit = (time.time() if now is None else now) - PURGE_AFTER_S
+        with transaction(self.connection) as c:
+            return c.execute("DELETE FROM conversations WHERE deleted_at < ?", (limit,)).rowcount
+
+    # --- messages ---
+
+    def messages(self, conversation_id: str) -> tuple[Message, ...]:
+        """Every message of a conversation in the order in which they came: parents before children."""
+        rows = self.connection.execute(
+            f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE conversation_id = ? ORDER BY seq", (conversation_id,)
+        )
+        return tuple(message_from_row(row) for row in rows)
+
+    def add_message(self, message: Message) -> None:
+        """Add a message and put it on the visible path."""
+        with transaction(self.connection) as c:
+            self._unchoose(message.conversation_id, message.parent_id)
+            c.execute(
+                f"INSERT INTO messages ({MESSAGE_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
+                message_values(dataclasses.replace(message, chosen=True)),
+            )
+
+    def update_message(self, message: Message) -> None:
+        """Write a message's text, state, reason and figures."""
+        _, _, _, _, content, state, reason, code, model, _, stats, _ = message_values(message)
+        with transaction(self.connection) as c:
+            c.execute(
+                "UPDATE messages SET content = ?, state = ?, reason = ?, reason_code = ?, model = ?, stats = ? "
+                "WHERE id = ?",
+                (content, state, reason, code, model, stats, message.id),
+            )
+
+    def save_step(self, message: Message) -> None:
+        """As `update_message`, without waiting for the disk: a crash keeps it, a power cut may lose the last steps."""
+        self.connection.execute("PRAGMA synchronous = NORMAL")
+        try:
+            self.update_message(message)
+        finally:
+            self.connection.execute("PRAGMA synchronous = FULL")
+
+    def choose(self, message_id: str) -> None:
+        """Put this message on the visible path instead of its siblings."""
+        with transaction(self.connection) as c:
+            row = c.execute("SELECT conversation_id, parent_id FROM messages WHERE id = ?", (message_id,)).fetchone()
+            if row:
+                self._unchoose(*row)
+                c.execute("UPDATE messages SET chosen = 1 WHERE id = ?", (message_id,))
+
+    def _unchoose(self, conversation_id: str, parent_id: str | None) -> None:
+        self.connection.execute(
+            "UPDATE messages SET chosen = 0 WHERE conversation_id = ? AND parent_id IS ? AND chosen",
+            (conversation_id, parent_id),
+        )
+
+    def end_interrupted(self, reason: str) -> int:
+        """Mark the answers that a crash cut off as partial; returns how many."""
+        with transaction(self.connection) as c:
+            return c.execute(
+                "UPDATE messages SET state = 'partial', reason = ?, reason_code = 'interrupted' "
+                "WHERE state = 'streaming'",
+                (reason,),
+            ).rowcount
+
+
+def _column_value(value: Any) -> Any:
+    if isinstance(value, str):
+        return clean_text(value)
+    if isinstance(value, bool):
+        return int(value)
+    return sampling_to_json(value) if isinstance(value, SamplingParams) else value

@@ -1,0 +1,135 @@
+"""Chats as JSON: everything, all versions and branches included, so that import gives back what export wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from app.services.chat_store.records import (
+    ROLES,
+    AnswerStats,
+    Conversation,
+    Message,
+    MessageState,
+    clean_text,
+    new_id,
+    sampling_from_dict,
+)
+from app.services.chat_store.tree import sound
+
+FORMAT = "switchyard-chats"
+VERSION = 1
+
+Whole = tuple[Conversation, list[Message]]
+
+
+class NotAChatFileError(Exception):
+    """The file holds no chats that can be read; the argument is half a sentence that says why."""
+
+
+def to_json(chats: Iterable[tuple[Conversation, Iterable[Message]]]) -> str:
+    """One JSON document of whole chats."""
+    return json.dumps(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "conversations": [
+                {
+                    **dataclasses.asdict(conversation),
+                    "messages": [_message_fields(message) for message in messages],
+                }
+                for conversation, messages in chats
+            ],
+        },
+        ensure_ascii=False,
+        indent=1,
+    )
+
+
+def _message_fields(message: Message) -> dict[str, Any]:
+    fields = dataclasses.asdict(message)
+    del fields["conversation_id"]
+    return fields
+
+
+def from_json(text: str) -> list[Whole]:
+    """The chats of a document, each a sound tree.
+
+    Raises:
+        NotAChatFileError: it is not such a document, or a newer one.
+    """
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise NotAChatFileError("it is not JSON") from error
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise NotAChatFileError("it is JSON, but not an export of chats")
+    if raw.get("version") != VERSION:
+        raise NotAChatFileError("it was written by a newer Switchyard: update this one")
+    try:
+        return [_conversation(entry) for entry in raw["conversations"]]
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise NotAChatFileError("a conversation in it is incomplete or damaged") from error
+
+
+def _conversation(raw: dict[str, Any]) -> Whole:
+    conversation = Conversation(
+        id=_text(raw.get("id", "")) or new_id(),
+        title=_text(raw.get("title", "")),
+        pinned=bool(raw.get("pinned", False)),
+        created_at=_time(raw.get("created_at", 0.0)),
+        updated_at=_time(raw.get("updated_at", 0.0)),
+        system_prompt=_text(raw.get("system_prompt", "")),
+        sampling=sampling_from_dict(raw.get("sampling")),
+        model=_text(raw.get("model", "")),
+        draft=_text(raw.get("draft", "")),
+    )
+    return conversation, sound(_message(entry, conversation.id) for entry in raw["messages"])
+
+
+def _message(raw: dict[str, Any], conversation_id: str) -> Message:
+    if raw["role"] not in ROLES:
+        raise ValueError("unknown role")
+    parent = raw.get("parent_id")
+    state = MessageState(raw.get("state", "complete"))
+    stats = raw.get("stats")
+    return Message(
+        id=_text(raw["id"]),
+        conversation_id=conversation_id,
+        parent_id=None if parent is None else _text(parent),
+        role=raw["role"],
+        content=_text(raw["content"]),
+        state=MessageState.PARTIAL if state is MessageState.STREAMING else state,
+        reason=_text(raw.get("reason", "")),
+        reason_code=_text(raw.get("reason_code", "")),
+        model=_text(raw.get("model", "")),
+        created_at=_time(raw.get("created_at", 0.0)),
+        stats=None if stats is None else _stats(stats),
+        chosen=bool(raw.get("chosen", False)),
+    )
+
+
+def _stats(raw: dict[str, Any]) -> AnswerStats:
+    return AnswerStats(
+        finish_reason=_text(raw.get("finish_reason", "")),
+        prompt_tokens=int(raw.get("prompt_tokens", 0)),
+        generated_tokens=int(raw.get("generated_tokens", 0)),
+        ttft_s=_time(raw.get("ttft_s", 0.0)),
+        tokens_per_s=_time(raw.get("tokens_per_s", 0.0)),
+    )
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError("expected text")
+    return clean_text(value)
+
+
+def _time(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError("expected a finite number")
+    return number

@@ -1,0 +1,100 @@
+"""Chats as Markdown: the visible path, readable anywhere, and readable back.
+
+Each turn starts with a comment line that a viewer hides; a line of a message that looks like one is escaped with a
+backslash.  Markdown from elsewhere is read by its headings ("## You", "## Assistant").
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable
+
+from app.services.chat_store.json_format import NotAChatFileError, Whole
+from app.services.chat_store.records import Conversation, Message, MessageState, clean_text, new_id
+from engine.protocol import Role
+
+_MARK = "<!-- switchyard:"
+_HEADINGS: dict[Role, str] = {"system": "System prompt", "user": "You", "assistant": "Assistant"}
+_TURN = re.compile(r"^<!-- switchyard:(system|user|assistant) -->\n## [^\n]*\n\n", re.MULTILINE)
+_FOREIGN = re.compile(r"^#{1,6}[ \t]*(you|user|human|assistant|system|system prompt)[ \t]*:?[ \t]*\r?$", re.I | re.M)
+_FOREIGN_ROLES: dict[str, Role] = {"assistant": "assistant", "system": "system", "system prompt": "system"}
+
+
+def to_markdown(conversation: Conversation, path: Iterable[Message]) -> str:
+    """One conversation as a document."""
+    title = " ".join(conversation.title.split()) or "Chat"
+    parts = [f"# {title}\n\n"]
+    if conversation.system_prompt:
+        parts.append(_turn("system", conversation.system_prompt))
+    parts.extend(_turn(message.role, message.content) for message in path)
+    return "".join(parts)
+
+
+def _turn(role: Role, content: str) -> str:
+    escaped = re.sub(rf"^(\\*{re.escape(_MARK)})", r"\\\1", content, flags=re.MULTILINE)
+    return f"{_MARK}{role} -->\n## {_HEADINGS[role]}\n\n{escaped}\n\n"
+
+
+def from_markdown(text: str) -> Whole:
+    """A conversation of one path.
+
+    Raises:
+        NotAChatFileError: no turns were found in it.
+    """
+    text = clean_text(text).removeprefix("\ufeff")
+    title, turns = _own(text) or _foreign(text)
+    if not turns:
+        raise NotAChatFileError('it has no turns, such as "## You" and "## Assistant"')
+    now = time.time()
+    conversation = Conversation(
+        id=new_id(),
+        title="" if title == "Chat" else title,
+        created_at=now,
+        updated_at=now,
+        system_prompt="\n\n".join(content for role, content in turns if role == "system"),
+    )
+    messages: list[Message] = []
+    for role, content in turns:
+        if role != "system":
+            parent = messages[-1].id if messages else None
+            message = Message(new_id(), conversation.id, parent, role, content, MessageState.COMPLETE, created_at=now)
+            messages.append(message)
+    return conversation, messages
+
+
+def _own(text: str) -> tuple[str, list[tuple[Role, str]]] | None:
+    # An editor may have changed the line ends of the marks; those inside a message are the message's own.
+    if not _TURN.search(text) and "\r\n" in text:
+        text = text.replace("\r\n", "\n")
+    marks = list(_TURN.finditer(text))
+    if not marks:
+        return None
+    turns: list[tuple[Role, str]] = []
+    ends = [mark.start() for mark in marks[1:]] + [len(text)]
+    for mark, end in zip(marks, ends, strict=True):
+        content = text[mark.end() : end].removesuffix("\n").removesuffix("\n")
+        content = re.sub(rf"^\\(\\*{re.escape(_MARK)})", r"\1", content, flags=re.MULTILINE)
+        turns.append((_role(mark[1]), content))
+    return _title(text[: marks[0].start()]), turns
+
+
+def _foreign(text: str) -> tuple[str, list[tuple[Role, str]]]:
+    marks = list(_FOREIGN.finditer(text))
+    if not marks:
+        return "", []
+    ends = [mark.start() for mark in marks[1:]] + [len(text)]
+    turns = [
+        (_FOREIGN_ROLES.get(mark[1].lower(), "user"), text[mark.end() : end].strip())
+        for mark, end in zip(marks, ends, strict=True)
+    ]
+    return _title(text[: marks[0].start()]), turns
+
+
+def _role(name: str) -> Role:
+    return next(role for role in _HEADINGS if role == name)
+
+
+def _title(head: str) -> str:
+    found = re.search(r"^#[ \t]+(.+?)[ \t]*$", head, re.MULTILINE)
+    return found[1] if found else ""

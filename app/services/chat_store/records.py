@@ -1,0 +1,151 @@
+"""What a chat is made of: plain frozen records that travel between the store's thread and the window."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+import uuid
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from engine.config import SamplingParams
+from engine.errors import EngineError
+from engine.protocol import Role
+
+ROLES: tuple[Role, ...] = ("system", "user", "assistant")
+
+
+class MessageState(StrEnum):
+    """How far a message has come.  Values are stored: never rename one."""
+
+    STREAMING = "streaming"
+    COMPLETE = "complete"
+    PARTIAL = "partial"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerStats:
+    """Figures of one answer, as the engine measured them; times in seconds."""
+
+    finish_reason: str = ""
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    ttft_s: float = 0.0
+    tokens_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn, a node of its conversation's tree.
+
+    Attributes:
+        parent_id: the turn that it follows; siblings are versions of one another.
+        reason: for a partial or failed answer, one sentence that says why.
+        reason_code: the `ErrorCode` (or `cancelled`, `interrupted`) behind `reason`.
+        chosen: whether this sibling is the one on the visible path.
+    """
+
+    id: str
+    conversation_id: str
+    parent_id: str | None
+    role: Role
+    content: str
+    state: MessageState = MessageState.COMPLETE
+    reason: str = ""
+    reason_code: str = ""
+    model: str = ""
+    created_at: float = 0.0
+    stats: AnswerStats | None = None
+    chosen: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation without its messages.  `sampling` is None while the defaults are used; times are Unix seconds."""
+
+    id: str
+    title: str = ""
+    pinned: bool = False
+    created_at: float = 0.0
+    updated_at: float = 0.0
+    system_prompt: str = ""
+    sampling: SamplingParams | None = None
+    model: str = ""
+    draft: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchHit:
+    """A conversation that a search found.  Matches in `snippet` stand between MATCH_START and MATCH_END."""
+
+    conversation: Conversation
+    snippet: str
+    message_id: str | None = None
+
+
+MATCH_START = "\x02"
+MATCH_END = "\x03"
+
+
+def new_id() -> str:
+    """A fresh identifier; made by the window, so that nothing has to wait for the disk."""
+    return uuid.uuid4().hex
+
+
+def new_conversation(**fields: Any) -> Conversation:
+    """A conversation that starts now."""
+    now = time.time()
+    return Conversation(id=new_id(), created_at=now, updated_at=now, **fields)
+
+
+def clean_text(text: str) -> str:
+    """`text` as SQLite and UTF-8 can hold it: half a surrogate pair or a NUL becomes U+FFFD."""
+    if "\x00" in text:
+        text = text.replace("\x00", "�")
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def sampling_to_json(sampling: SamplingParams | None) -> str | None:
+    """JSON text of the settings, or None for the defaults."""
+    return None if sampling is None else json.dumps(dataclasses.asdict(sampling))
+
+
+def sampling_from_json(text: str | None) -> SamplingParams | None:
+    """The settings in `text`; None for anything that is not a valid set, which then means the defaults."""
+    if not text:
+        return None
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return sampling_from_dict(raw)
+
+
+def sampling_from_dict(raw: object) -> SamplingParams | None:
+    """As `sampling_from_json`, from parsed JSON.  Unknown keys are left out, so that newer files can be read."""
+    if not isinstance(raw, dict):
+        return None
+    known = {field.name for field in dataclasses.fields(SamplingParams)}
+    values = {key: value for key, value in raw.items() if key in known}
+    stop = values.get("stop", ())
+    if not isinstance(stop, (list, tuple)) or not all(isinstance(item, str) for item in stop):
+        return None
+    values["stop"] = tuple(stop)
+    if not all(_is_of_type(name, value) for name, value in values.items() if name != "stop"):
+        return None
+    try:
+        return SamplingParams(**values)
+    except (EngineError, TypeError, OverflowError):
+        return None
+
+
+def _is_of_type(name: str, value: object) -> bool:
+    default = getattr(SamplingParams(), name)
+    if name == "seed":
+        return value is None or type(value) is int
+    return type(value) is int or (isinstance(default, float) and type(value) is float)

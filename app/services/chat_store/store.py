@@ -1,0 +1,208 @@
+"""The chat store as the window sees it: calls that return at once, answers by signals."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from PySide6.QtCore import QObject, Qt, Signal, SignalInstance
+
+from app.services.chat_store.database import ChatDatabase
+from app.services.chat_store.records import Conversation, Message
+from app.services.chat_store.recovery import Recovery
+from app.services.chat_store.search import search
+from app.services.chat_store.transfer import export_chats, import_chats
+from app.services.chat_store.worker import RETRY_S, Job, StoreWorker
+from engine.errors import EngineError
+from engine.paths import data_dir
+
+FILE_NAME = "chats.sqlite3"
+CLOSE_S = 10.0
+
+
+class ChatStore(QObject):
+    """Conversations on disk.  Every call returns at once; records are made, ids included, by whoever calls.
+
+    Signals, all emitted on the thread that the store lives in:
+        listed: tuple[Conversation, ...], the last used first.
+        loaded: Conversation and tuple[Message, ...], parents before children.
+        missing: id of a conversation that was asked for and is not there.
+        found: the text searched for and tuple[SearchHit, ...].
+        imported: tuple[Conversation, ...] that an import added.
+        exported: path of a file that is now written.
+        failed: one sentence: an export, import or search that could not be done.
+        trouble: one sentence when writes have to wait (they are kept and tried again), "" when all are through.
+        notice: one sentence told once, such as that a damaged database was recovered.
+    """
+
+    listed = Signal(object)
+    loaded = Signal(object, object)
+    missing = Signal(str)
+    found = Signal(str, object)
+    imported = Signal(object)
+    exported = Signal(str)
+    failed = Signal(str)
+    trouble = Signal(str)
+    notice = Signal(str)
+
+    _delivery = Signal(object)
+
+    def __init__(self, path: Path | None = None, parent: QObject | None = None, *, retry_s: float = RETRY_S) -> None:
+        super().__init__(parent)
+        self.path = path or data_dir() / FILE_NAME
+        # The thread hands over closures; this queued hop runs them on the window's thread.
+        self._delivery.connect(self._deliver, Qt.ConnectionType.QueuedConnection)
+        self._worker = StoreWorker(
+            self.path,
+            on_trouble=self._on_trouble,
+            on_recovered=self._on_recovered,
+            on_newer=self._on_newer,
+            retry_s=retry_s,
+        )
+        self._write(lambda database: (database.end_interrupted(self._interrupted()), database.purge()))
+
+    # --- conversations ---
+
+    def list_conversations(self) -> None:
+        """Ask for every conversation: `listed`."""
+        self._read(ChatDatabase.conversations, self.listed.emit)
+
+    def load(self, conversation_id: str) -> None:
+        """Ask for one conversation and all its messages: `loaded` or `missing`."""
+
+        def run(database: ChatDatabase) -> tuple[Conversation | None, tuple[Message, ...]]:
+            return database.conversation(conversation_id), database.messages(conversation_id)
+
+        def done(result: tuple[Conversation | None, tuple[Message, ...]]) -> None:
+            conversation, messages = result
+            if conversation is None:
+                self.missing.emit(conversation_id)
+            else:
+                self.loaded.emit(conversation, messages)
+
+        self._read(run, done)
+
+    def search(self, text: str) -> None:
+        """Ask for the conversations that hold every word of `text`: `found`."""
+        self._read(lambda database: search(database.connection, text), lambda hits: self.found.emit(text, hits))
+
+    def create(self, conversation: Conversation, messages: Sequence[Message] = ()) -> None:
+        """Add a conversation, with the messages it starts with."""
+        self._write(lambda database: database.add_conversations([(conversation, messages)]))
+
+    def change(self, conversation_id: str, **changes: Any) -> None:
+        """Change some fields of a conversation."""
+        self._write(lambda database: database.change_conversation(conversation_id, changes))
+
+    def delete(self, conversation_id: str) -> None:
+        """Hide a conversation; `restore` brings it back until a later start removes it for good."""
+        now = time.time()
+        self._write(lambda database: database.set_deleted(conversation_id, now))
+
+    def restore(self, conversation_id: str) -> None:
+        """Bring a deleted conversation back."""
+        self._write(lambda database: database.set_deleted(conversation_id, None))
+
+    # --- messages ---
+
+    def add_message(self, message: Message) -> None:
+        """Add a message and put it on the visible path."""
+        self._write(lambda database: database.add_message(message))
+
+    def update_message(self, message: Message) -> None:
+        """Write a message's text, state and figures for good."""
+        self._write(lambda database: database.update_message(message))
+
+    def save_step(self, message: Message) -> None:
+        """Write an answer as far as it has come.  A step that has not been written yet is replaced by a newer one."""
+        self._worker.submit(Job(lambda database: database.save_step(message), replaces=message.id))
+
+    def choose(self, message_id: str) -> None:
+        """Put this version on the visible path."""
+        self._write(lambda database: database.choose(message_id))
+
+    # --- files ---
+
+    def export_chats(self, conversation_ids: Sequence[str], path: Path) -> None:
+        """Write chats to a .json or .md file: `exported` or `failed`."""
+        ids = tuple(conversation_ids)
+        self._read(lambda database: export_chats(database, ids, path), lambda _: self.exported.emit(str(path)))
+
+    def import_chats(self, path: Path) -> None:
+        """Add the chats of a .json or .md file: `imported` or `failed`."""
+        self._write(lambda database: import_chats(database, path), self.imported.emit)
+
+    # --- end ---
+
+    @property
+    def unsaved(self) -> int:
+        """How many writes have not reached the disk yet."""
+        return self._worker.unsaved()
+
+    def flush(self, timeout_s: float = CLOSE_S) -> bool:
+        """Wait until everything asked for is done; False if it took too long.  For tests and for closing."""
+        return self._worker.flush(timeout_s)
+
+    def close(self, timeout_s: float = CLOSE_S) -> int:
+        """Write what is queued and close the file; returns how many writes the disk refused.  Safe to repeat."""
+        return self._worker.close(timeout_s)
+
+    # --- from the thread ---
+
+    def _write(self, run: Callable[[ChatDatabase], Any], done: Callable[[Any], None] | None = None) -> None:
+        self._submit(run, done, writes=True)
+
+    def _read(self, run: Callable[[ChatDatabase], Any], done: Callable[[Any], None]) -> None:
+        self._submit(run, done, writes=False)
+
+    def _submit(self, run: Callable[[ChatDatabase], Any], done: Callable[[Any], None] | None, *, writes: bool) -> None:
+        def deliver(result: Any) -> None:
+            if done is not None:
+                self._delivery.emit(lambda: done(result))
+
+        self._worker.submit(Job(run, deliver, self._on_failed, writes))
+
+    def _deliver(self, call: Callable[[], None]) -> None:
+        call()
+
+    def _emit_later(self, signal: SignalInstance, sentence: str) -> None:
+        self._delivery.emit(lambda: signal.emit(sentence))
+
+    def _on_failed(self, error: EngineError) -> None:
+        self._emit_later(self.failed, error.message)
+
+    def _on_newer(self) -> None:
+        sentence = self.tr(
+            "The chats in {path} were written by a newer Switchyard and are left as they are; chats made now are lost "
+            "when the window closes, so update Switchyard first."
+        )
+        self._emit_later(self.notice, sentence.format(path=self.path))
+
+    def _on_recovered(self, recovery: Recovery) -> None:
+        sentence = self.tr(
+            "The chat database was damaged: {conversations} chats with {messages} messages could be read and are here, "
+            "and the damaged file is kept as {path}."
+        )
+        self._emit_later(
+            self.notice,
+            sentence.format(conversations=recovery.conversations, messages=recovery.messages, path=recovery.kept_as),
+        )
+
+    def _on_trouble(self, error: Exception | None) -> None:
+        self._emit_later(self.trouble, "" if error is None else self._trouble_sentence(error))
+
+    def _trouble_sentence(self, error: Exception) -> str:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code == sqlite3.SQLITE_FULL:
+            text = self.tr("The disk is full, so new text is not saved yet: free some space on the disk of {folder}.")
+        elif code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            text = self.tr("Another program is using the chats in {folder}, so new text is not saved yet: close it.")
+        else:
+            text = self.tr("Chats cannot be saved in {folder} at the moment ({why}): check that it can be written to.")
+        return text.format(folder=self.path.parent, why=error)
+
+    def _interrupted(self) -> str:
+        return self.tr("Switchyard ended while this was being written.")

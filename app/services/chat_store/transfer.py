@@ -1,0 +1,91 @@
+"""Export to a file and import from one, on the store's thread."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from app.services.atomic_file import write_text
+from app.services.chat_store.database import ChatDatabase
+from app.services.chat_store.json_format import NotAChatFileError, Whole, from_json, to_json
+from app.services.chat_store.markdown_format import from_markdown, to_markdown
+from app.services.chat_store.records import Conversation, new_id
+from app.services.chat_store.tree import MessageTree
+from engine.errors import EngineError, ErrorCode
+
+LARGEST_IMPORT = 256 * 2**20
+"""Bytes; a larger file is not a chat that a person wrote."""
+
+
+def export_chats(database: ChatDatabase, conversation_ids: Sequence[str], path: Path) -> None:
+    """Write chats to `path`: Markdown if it ends in .md or .markdown, else JSON.
+
+    Raises:
+        EngineError: the file cannot be written; what was there before is untouched.
+    """
+    chats = [
+        (conversation, database.messages(conversation.id))
+        for id_ in conversation_ids
+        if (conversation := database.conversation(id_)) is not None
+    ]
+    if path.suffix.lower() in (".md", ".markdown"):
+        text = "\n".join(to_markdown(conversation, MessageTree(messages).path()) for conversation, messages in chats)
+    else:
+        text = to_json(chats)
+    try:
+        write_text(path, text)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST, f"The chat could not be written to {path} ({why}): choose another place."
+        ) from error
+
+
+def import_chats(database: ChatDatabase, path: Path) -> tuple[Conversation, ...]:
+    """Add the chats of an exported file, as copies where they are already here.
+
+    Raises:
+        EngineError: the file cannot be read or holds no chats; nothing is added then.
+    """
+    try:
+        if path.stat().st_size > LARGEST_IMPORT:
+            raise NotAChatFileError(f"it is larger than {LARGEST_IMPORT // 2**20} MB")
+        text = path.read_bytes().decode("utf-8-sig")
+        markdown = path.suffix.lower() in (".md", ".markdown", ".txt")
+        chats = [from_markdown(text)] if markdown else from_json(text)
+    except UnicodeDecodeError as error:
+        raise _not_imported(path, "it is not text in UTF-8") from error
+    except NotAChatFileError as error:
+        raise _not_imported(path, str(error)) from error
+    except OSError as error:
+        raise _not_imported(path, error.strerror or str(error)) from error
+    fresh = [_as_new(database, chat) for chat in chats]
+    try:
+        database.add_conversations(fresh)
+    except sqlite3.IntegrityError as error:
+        raise _not_imported(path, "two entries in it have the same id") from error
+    return tuple(conversation for conversation, _ in fresh)
+
+
+def _not_imported(path: Path, why: str) -> EngineError:
+    return EngineError(ErrorCode.INVALID_REQUEST, f"{path.name} was not imported: {why}.")
+
+
+def _as_new(database: ChatDatabase, chat: Whole) -> Whole:
+    """The chat under ids that are free: its own where possible, so that an export can be brought back as it was."""
+    conversation, messages = chat
+    if not database.knows(conversation.id, [message.id for message in messages]):
+        return chat
+    fresh = {message.id: new_id() for message in messages}
+    conversation = replace(conversation, id=new_id())
+    return conversation, [
+        replace(
+            message,
+            id=fresh[message.id],
+            conversation_id=conversation.id,
+            parent_id=None if message.parent_id is None else fresh[message.parent_id],
+        )
+        for message in messages
+    ]

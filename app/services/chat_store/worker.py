@@ -1,0 +1,212 @@
+"""The one thread that touches the chat database, and its queue.
+
+Jobs run in the order in which they were given.  A write that the disk refuses (full, locked, gone) stays at the head
+of the queue and is tried again; what only reads goes past it.  A database found damaged is recovered on the way.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.services.chat_store.database import ChatDatabase
+from app.services.chat_store.recovery import Recovery, is_damage, open_checked, recover
+from app.services.chat_store.schema import NewerDatabaseError, connect, migrate
+from engine.errors import EngineError, ErrorCode
+
+RETRY_S = 2.0
+_PASSING = frozenset(
+    {
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_PERM,
+    }
+)
+
+
+@dataclass(slots=True)
+class Job:
+    """One piece of work for the database thread.
+
+    Attributes:
+        run: called on the thread; its result goes to `done`, also on the thread.
+        writes: whether it must not be lost: it is then tried until it succeeds.
+        replaces: a write with the same key that has not run yet is replaced by this one.
+    """
+
+    run: Callable[[ChatDatabase], Any]
+    done: Callable[[Any], None] | None = None
+    failed: Callable[[EngineError], None] | None = None
+    writes: bool = True
+    replaces: str = ""
+
+
+class StoreWorker:
+    """Runs jobs on a thread of its own.
+
+    Args:
+        on_trouble: called on the thread with the error when writes have to wait, with None when they are through.
+        on_recovered: called on the thread after a damaged file was put aside and read out.
+        on_newer: called on the thread when the file is newer than this program; nothing is written to it then.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        on_trouble: Callable[[Exception | None], None],
+        on_recovered: Callable[[Recovery], None],
+        on_newer: Callable[[], None],
+        retry_s: float = RETRY_S,
+    ) -> None:
+        self._path = path
+        self._on_trouble = on_trouble
+        self._on_recovered = on_recovered
+        self._on_newer = on_newer
+        self._retry_s = retry_s
+        self._jobs: deque[Job] = deque()
+        self._running: Job | None = None
+        self._wake = threading.Condition()
+        self._closing = False
+        self._in_trouble = False
+        self._database: ChatDatabase | None = None
+        self._thread = threading.Thread(target=self._work, name="chat-store", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; returns at once."""
+        with self._wake:
+            if job.replaces:
+                for index, waiting in enumerate(self._jobs):
+                    if waiting.replaces == job.replaces and waiting is not self._running:
+                        self._jobs[index] = job
+                        return
+            self._jobs.append(job)
+            self._wake.notify_all()
+
+    def unsaved(self) -> int:
+        """How many writes have not reached the disk."""
+        with self._wake:
+            return sum(job.writes for job in self._jobs)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until nothing is queued; False if it took too long."""
+        with self._wake:
+            return self._wake.wait_for(lambda: not self._jobs or not self._thread.is_alive(), timeout_s)
+
+    def close(self, timeout_s: float) -> int:
+        """Write what is queued, close the file and end the thread; returns how many writes could not be made."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+        self._thread.join(timeout_s)
+        return self.unsaved()
+
+    # --- on the thread ---
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            if not self._try(job):
+                if self._wait_to_retry():
+                    continue
+                break
+            with self._wake:
+                self._jobs.remove(job)
+                self._running = None
+                self._wake.notify_all()
+        if self._database is not None:
+            self._database.close()
+        with self._wake:
+            self._wake.notify_all()
+
+    def _next(self) -> Job | None:
+        with self._wake:
+            self._wake.wait_for(lambda: self._jobs or self._closing)
+            if not self._jobs:
+                return None
+            # While a write has to wait, reads go past it.
+            reads = (job for job in self._jobs if not job.writes) if self._in_trouble and self._database else ()
+            self._running = next(iter(reads), self._jobs[0])
+            return self._running
+
+    def _try(self, job: Job) -> bool:
+        """Run a job; False if it is to be tried again later."""
+        for may_recover in (True, False):
+            try:
+                if self._database is None:
+                    self._database = self._open()
+                result = job.run(self._database)
+            except EngineError as error:
+                self._tell_failed(job, error)
+                return True
+            except (sqlite3.Error, OSError) as error:
+                if may_recover and isinstance(error, sqlite3.Error) and is_damage(error):
+                    self._recover()
+                    continue
+                if job.writes and _may_pass(error):
+                    self._tell_trouble(error)
+                    return False
+                self._tell_failed(job, EngineError(ErrorCode.INTERNAL, f"The chat database refused: {error}."))
+                return True
+            if job.writes and self._in_trouble:
+                self._in_trouble = False
+                self._on_trouble(None)
+            if job.done is not None:
+                job.done(result)
+            return True
+        return True
+
+    def _open(self) -> ChatDatabase:
+        try:
+            return open_checked(self._path)
+        except NewerDatabaseError:
+            # Not ours to touch: this session's chats live in memory, and the person is told.
+            self._on_newer()
+            connection = connect(Path(":memory:"))
+            migrate(connection)
+            return ChatDatabase(connection)
+
+    def _recover(self) -> None:
+        if self._database is not None:
+            self._database.close()
+            self._database = None
+        self._database, recovery = recover(self._path)
+        self._on_recovered(recovery)
+
+    def _wait_to_retry(self) -> bool:
+        """Wait a while, or until there is something to read; False if the store is to close without this write."""
+        with self._wake:
+            if self._closing:
+                return False
+            self._wake.wait_for(
+                lambda: self._closing or (self._database and any(not job.writes for job in self._jobs)),
+                self._retry_s,
+            )
+            return True
+
+    def _tell_trouble(self, error: Exception) -> None:
+        if not self._in_trouble:
+            self._in_trouble = True
+            self._on_trouble(error)
+
+    @staticmethod
+    def _tell_failed(job: Job, error: EngineError) -> None:
+        if job.failed is not None:
+            job.failed(error)
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether the same call can succeed later: a full disk, a locked or vanished file."""
+    if isinstance(error, OSError):
+        return True
+    code = getattr(error, "sqlite_errorcode", None)
+    return code is not None and code & 0xFF in _PASSING

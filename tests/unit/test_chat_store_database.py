@@ -1,0 +1,204 @@
+"""The database's tables: the tree as rows, full-text search, versions of the file."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from app.services.chat_store.database import PURGE_AFTER_S, ChatDatabase
+from app.services.chat_store.records import (
+    MATCH_END,
+    MATCH_START,
+    AnswerStats,
+    Conversation,
+    Message,
+    MessageState,
+    new_conversation,
+    sampling_from_dict,
+    sampling_from_json,
+    sampling_to_json,
+)
+from app.services.chat_store.recovery import open_checked
+from app.services.chat_store.schema import MIGRATIONS, NewerDatabaseError, migrate, version_of
+from app.services.chat_store.search import search
+from app.services.chat_store.tree import MessageTree
+from engine.config import SamplingParams
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[ChatDatabase]:
+    opened = open_checked(tmp_path / "chats.sqlite3")
+    yield opened
+    opened.close()
+
+
+def chat(database: ChatDatabase, *contents: str, **fields: object) -> tuple[Conversation, list[Message]]:
+    conversation = new_conversation(**fields)
+    database.create_conversation(conversation)
+    messages: list[Message] = []
+    for number, content in enumerate(contents):
+        parent = messages[-1].id if messages else None
+        role = "assistant" if number % 2 else "user"
+        messages.append(Message(f"{conversation.id}-{number}", conversation.id, parent, role, content))
+        database.add_message(messages[-1])
+    return conversation, messages
+
+
+def test_a_conversation_comes_back_as_it_was(database: ChatDatabase) -> None:
+    sampling = SamplingParams(temperature=0.7, stop=("a", "\n"), seed=2**40)
+    conversation, messages = chat(
+        database, "q", "a", title="Ünïcode ☂", pinned=True, system_prompt="s", sampling=sampling, model="m", draft="d"
+    )
+    assert database.conversation(conversation.id) == conversation
+    assert list(database.messages(conversation.id)) == messages
+    finished = replace(
+        messages[1], content="longer", state=MessageState.PARTIAL, reason="why", stats=AnswerStats("stop", 3, 4, 0.5, 9)
+    )
+    database.update_message(finished)
+    assert database.messages(conversation.id)[1] == finished
+
+
+def test_changes_touch_only_the_fields_that_they_name(database: ChatDatabase) -> None:
+    conversation, _ = chat(database, title="old", draft="kept")
+    database.change_conversation(conversation.id, {"title": "new", "pinned": True, "sampling": SamplingParams()})
+    expected = replace(conversation, title="new", pinned=True, sampling=SamplingParams())
+    assert database.conversation(conversation.id) == expected
+    with pytest.raises(ValueError, match="not fields"):
+        database.change_conversation(conversation.id, {"id = '' --": 1})
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 1000)), max_size=15))
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_rows_and_memory_agree_on_the_tree(database: ChatDatabase, moves: list[tuple[bool, int]]) -> None:
+    conversation, _ = chat(database)
+    tree, ids = MessageTree(), []
+    for adds, number in moves:
+        if adds or not ids:
+            parent = ([None, *ids])[number % (len(ids) + 1)]
+            ids.append(f"{conversation.id}-{len(ids)}")
+            message = Message(ids[-1], conversation.id, parent, "user", "x")
+            tree.add(message)
+            database.add_message(message)
+        else:
+            tree.choose(ids[number % len(ids)])
+            database.choose(ids[number % len(ids)])
+    assert list(database.messages(conversation.id)) == tree.messages()
+
+
+def test_a_parent_in_another_conversation_is_refused(database: ChatDatabase) -> None:
+    _, messages = chat(database, "q")
+    other, _ = chat(database)
+    with pytest.raises(sqlite3.IntegrityError):
+        database.add_message(Message("x", other.id, messages[0].id, "user", "x"))
+    assert database.messages(other.id) == ()
+
+
+def test_deleting_hides_and_purging_removes(database: ChatDatabase) -> None:
+    conversation, _ = chat(database, "needle in here", title="t")
+    database.set_deleted(conversation.id, 1000.0)
+    assert database.conversations() == ()
+    assert search(database.connection, "needle") == ()
+    assert database.purge(1000.0 + PURGE_AFTER_S) == 0
+    database.set_deleted(conversation.id, None)
+    assert len(search(database.connection, "needle")) == 1
+    database.set_deleted(conversation.id, 1000.0)
+    assert database.purge(1001.0 + PURGE_AFTER_S) == 1
+    assert database.messages(conversation.id) == ()
+    database.connection.execute("INSERT INTO messages_fts (messages_fts, rank) VALUES ('integrity-check', 1)")
+
+
+def test_search_finds_words_in_any_order_and_says_where(database: ChatDatabase) -> None:
+    first, _ = chat(database, "Why does a railway need a hump?", "Gravity sorts the cars.", title="Railways")
+    second, _ = chat(database, "What is gravity?", title="Physics")
+    hits = search(database.connection, "CARS grav")
+    assert [hit.conversation.id for hit in hits] == [first.id]
+    assert f"{MATCH_START}Gravity{MATCH_END}" in hits[0].snippet
+    assert {hit.conversation.id for hit in search(database.connection, "gravity")} == {first.id, second.id}
+    assert [hit.message_id for hit in search(database.connection, "physi")] == [None]
+    assert search(database.connection, "") == search(database.connection, "  ") == ()
+
+
+def test_search_knows_accents_and_scripts_without_spaces(database: ChatDatabase) -> None:
+    first, _ = chat(database, "Un café crème", title="x")
+    second, _ = chat(database, "日本の首都は東京です。", title="y")
+    assert [hit.conversation.id for hit in search(database.connection, "cafe")] == [first.id]
+    assert [hit.conversation.id for hit in search(database.connection, "首都")] == [second.id]
+
+
+@given(st.text(max_size=30))
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_text_breaks_the_search(database: ChatDatabase, text: str) -> None:
+    search(database.connection, text)
+    conversation, _ = chat(database, text, title=text)
+    search(database.connection, text)
+    database.set_deleted(conversation.id, 0.0)
+
+
+def test_an_answer_being_written_enters_the_index_when_it_ends(database: ChatDatabase) -> None:
+    conversation, (question,) = chat(database, "q")
+    answer = Message("a", conversation.id, question.id, "assistant", "", MessageState.STREAMING)
+    database.add_message(answer)
+    database.save_step(replace(answer, content="half a walrus"))
+    assert search(database.connection, "walrus") == ()
+    assert database.end_interrupted("It stopped.") == 1
+    assert len(search(database.connection, "walrus")) == 1
+    kept = database.messages(conversation.id)[1]
+    assert (kept.state, kept.reason) == (MessageState.PARTIAL, "It stopped.")
+    database.connection.execute("INSERT INTO messages_fts (messages_fts, rank) VALUES ('integrity-check', 1)")
+
+
+def test_text_that_utf8_cannot_hold_is_kept_as_far_as_it_can(database: ChatDatabase) -> None:
+    conversation, _ = chat(database, "a\x00b\ud83d")
+    assert database.messages(conversation.id)[0].content == "a\ufffdb\ufffd"
+
+
+def test_an_older_file_is_brought_up_to_date_and_a_newer_one_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "chats.sqlite3"
+    database = open_checked(path)
+    chat(database, "q", title="kept")
+    assert version_of(database.connection) == len(MIGRATIONS)
+    newer = (*MIGRATIONS, ("ALTER TABLE conversations ADD COLUMN colour TEXT NOT NULL DEFAULT 'none'",))
+    migrate(database.connection, newer)
+    assert database.connection.execute("SELECT title, colour FROM conversations").fetchall() == [("kept", "none")]
+    database.close()
+    before = path.read_bytes()
+    with pytest.raises(NewerDatabaseError):
+        open_checked(path)
+    assert path.read_bytes() == before
+
+
+def test_a_migration_that_fails_changes_nothing(tmp_path: Path) -> None:
+    database = open_checked(tmp_path / "chats.sqlite3")
+    broken = (*MIGRATIONS, ("ALTER TABLE conversations ADD COLUMN colour TEXT", "THIS IS NOT SQL"))
+    with pytest.raises(sqlite3.OperationalError):
+        migrate(database.connection, broken)
+    assert version_of(database.connection) == len(MIGRATIONS)
+    columns = [row[1] for row in database.connection.execute("PRAGMA table_info(conversations)")]
+    assert "colour" not in columns
+    database.close()
+
+
+def test_the_file_is_set_up_for_crashes_and_power_cuts(database: ChatDatabase) -> None:
+    ask = database.connection.execute
+    assert ask("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert ask("PRAGMA synchronous").fetchone() == (2,)
+    assert ask("PRAGMA foreign_keys").fetchone() == (1,)
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "{", "[]", '{"temperature": "hot"}', '{"stop": "x"}', '{"top_k": 1.5}', '{"top_p": 7}']
+)
+def test_sampling_that_makes_no_sense_means_the_defaults(bad: str) -> None:
+    assert sampling_from_json(bad) is None
+
+
+def test_sampling_round_trip_and_unknown_keys() -> None:
+    params = SamplingParams(temperature=0.4, stop=("x",), seed=3)
+    assert sampling_from_json(sampling_to_json(params)) == params
+    assert sampling_from_dict({"temperature": 1, "of_the_future": 3}) == SamplingParams(temperature=1)
