@@ -1,0 +1,54 @@
+"""What a generation reports while it runs and when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.protocol import FinishReason
+
+ProgressCallback = Callable[[int, int], None]
+"""Prompt tokens read so far, and prompt tokens to read."""
+
+TextCallback = Callable[[str, int], None]
+"""Text to append, final as it stands (it may be empty), and tokens generated so far."""
+
+CancelCheck = Callable[[], bool]
+"""Whether to stop now; asked once per token and once per piece of a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """One answer.
+
+    Attributes:
+        text: the answer, without stop string and special tokens; all that was reported, in one piece.
+        finish_reason: why it ended.
+        prompt_tokens: length of the whole prompt; `reused_tokens` of them were already in the KV cache.
+        generated_tokens: tokens that the model chose, an end-of-sequence token among them.
+        ttft_s: seconds from the start of the request to its first token; 0 if there was none.
+        tokens_per_s: decode rate after the first token; 0 if fewer than two tokens came.
+        token_ids: the generated tokens.
+    """
+
+    text: str
+    finish_reason: FinishReason
+    prompt_tokens: int
+    reused_tokens: int
+    generated_tokens: int
+    ttft_s: float
+    tokens_per_s: float
+    token_ids: tuple[int, ...] = ()
+
+
+def ignore_progress(done: int, total: int) -> None:
+    """For callers that do not watch the prompt being read."""
+
+
+def ignore_text(text: str, generated_tokens: int) -> None:
+    """For callers that only want the result."""
+
+
+def never_cancelled() -> bool:
+    """For callers that let it run."""
+    return False

@@ -1,0 +1,166 @@
+"""A KV cache layer that writes in place: a token costs a row, not a copy of the whole context.
+
+transformers' `DynamicLayer` concatenates at every step, which moves the entire cache for each token.  `GrowingLayer`
+holds its keys and values in buffers of doubling capacity and hands out views of them; it is equal in every other way,
+so it stands in for plain full-attention layers, and the library's own layers serve all others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+_FIRST_CAPACITY = 256
+
+
+class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
+    """Keys and values [B, H, n, D] as views of buffers [B, H, capacity, D].
+
+    Args:
+        most_tokens: capacity never exceeds this unless more tokens do come.
+    """
+
+    def __init__(self, most_tokens: int | None = None) -> None:
+        super().__init__()
+        self._most_tokens = most_tokens
+        self._length = 0
+        self._key_buffer: torch.Tensor | None = None
+        self._value_buffer: torch.Tensor | None = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self._length = 0
+        self._key_buffer = self._value_buffer = None
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *args: Any,  # noqa: ARG002 - the library's signature
+        **kwargs: Any,  # noqa: ARG002
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends states [B, H, q, D]; returns all keys and values so far, as views valid until the next call."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self._length
+        end = start + key_states.shape[-2]
+        keys, values = self._key_buffer, self._value_buffer
+        if keys is None or values is None or end > keys.shape[-2]:
+            keys, values = self._grow(key_states, value_states, end)
+        keys.narrow(-2, start, end - start).copy_(key_states)
+        values.narrow(-2, start, end - start).copy_(value_states)
+        self._length = end
+        self.keys = keys.narrow(-2, 0, end)
+        self.values = values.narrow(-2, 0, end)
+        return self.keys, self.values
+
+    def _grow(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        capacity = max(_FIRST_CAPACITY, 2 * self._length, tokens)
+        if self._most_tokens is not None:
+            capacity = max(tokens, min(capacity, self._most_tokens))
+        grown = []
+        for old, new in ((self._key_buffer, key_states), (self._value_buffer, value_states)):
+            buffer = new.new_empty((*new.shape[:-2], capacity, new.shape[-1]))
+            if old is not None and self._length:
+                buffer.narrow(-2, 0, self._length).copy_(old.narrow(-2, 0, self._length))
+            grown.append(buffer)
+        self._key_buffer, self._value_buffer = grown
+        return grown[0], grown[1]
+
+    def _show(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Makes these the buffers, full to the brim."""
+        self._key_buffer = self.keys = keys
+        self._value_buffer = self.values = values
+        self._length = keys.shape[-2]
+
+    def get_seq_length(self) -> int:
+        """Tokens held."""
+        return self._length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last `-tokens_to_remove` tokens: nothing is copied."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove is {tokens_to_remove}, but must be 0 or negative.")
+        if self._key_buffer is None or self._value_buffer is None:
+            return
+        self._length = max(0, self._length + tokens_to_remove)
+        self.keys = self._key_buffer.narrow(-2, 0, self._length)
+        self.values = self._value_buffer.narrow(-2, 0, self._length)
+
+    def reset(self) -> None:
+        """Forgets everything and frees the buffers."""
+        super().reset()
+        self._length = 0
+        self._key_buffer = self._value_buffer = None
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i becomes what row `beam_idx[i]` was; `beam_idx` may be longer than the batch, which widens it."""
+        if self._length == 0 or self._key_buffer is None or self._value_buffer is None:
+            return
+        beam_idx = beam_idx.to(self.keys.device)
+        if beam_idx.shape[0] != self.keys.shape[0]:
+            self._show(self.keys.index_select(0, beam_idx), self.values.index_select(0, beam_idx))
+            return
+        # Most beams continue themselves: only the rows that change hands are copied, and the spare capacity stays.
+        rows = (beam_idx != torch.arange(beam_idx.shape[0], device=beam_idx.device)).nonzero().squeeze(-1)
+        if rows.numel():
+            sources = beam_idx[rows]
+            self.keys[rows] = self.keys.index_select(0, sources)
+            self.values[rows] = self.values.index_select(0, sources)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times."""
+        if self._length:
+            self._show(self.keys.repeat_interleave(repeats, dim=0), self.values.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Only these rows."""
+        if self._length:
+            self._show(self.keys[indices, ...], self.values[indices, ...])
+
+    def offload(self) -> None:
+        """Not for this layer: its buffers stay where they were made."""
+        raise NotImplementedError("A growing layer is not offloaded.")
+
+    def prefetch(self) -> None:
+        """Nothing is ever offloaded."""
+
+    def allocated_bytes(self) -> int:
+        """Bytes of both buffers, spare capacity included."""
+        return sum(b.numel() * b.element_size() for b in (self._key_buffer, self._value_buffer) if b is not None)
+
+
+def new_cache(model: Any, most_tokens: int | None = None) -> Cache | None:
+    """An empty cache for this model; `None` if the model insists on making its own.
+
+    Args:
+        most_tokens: length of the context, which bounds what is allocated ahead.
+    """
+    if not model._supports_default_dynamic_cache():
+        return None
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache.layers = [GrowingLayer(most_tokens) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+def cache_bytes(cache: Cache | None) -> int:
+    """Bytes held by every tensor of a cache, whatever its layers call them."""
+    if cache is None:
+        return 0
+    total = sum(_tensor_bytes(vars(layer)) for layer in list(cache.layers) if not isinstance(layer, GrowingLayer))
+    total += sum(layer.allocated_bytes() for layer in list(cache.layers) if isinstance(layer, GrowingLayer))
+    return total + _tensor_bytes({name: value for name, value in vars(cache).items() if name != "layers"})
+
+
+def _tensor_bytes(holder: Any) -> int:
+    if isinstance(holder, torch.Tensor):
+        return holder.numel() * holder.element_size()
+    if isinstance(holder, dict):
+        return sum(_tensor_bytes(value) for value in list(holder.values()))
+    if isinstance(holder, list | tuple):
+        return sum(_tensor_bytes(value) for value in list(holder))
+    return 0

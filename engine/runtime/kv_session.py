@@ -1,0 +1,173 @@
+"""One live KV cache and the tokens it holds: the next prompt computes only what is new in it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from transformers.cache_utils import Cache
+
+from engine.runtime.cache_reuse import can_continue, can_take_back, long_rope_boundary
+from engine.runtime.cancellation import RequestCancelled
+from engine.runtime.generation import CancelCheck, ProgressCallback
+from engine.runtime.growing_cache import cache_bytes, new_cache
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.step_model import StepModel
+
+CHUNK_TOKENS = 256
+"""Prompt tokens per forward: bounds the memory of activations, and the wait for a cancel."""
+
+
+class KvSession:
+    """The KV cache of a decoder-only model, across requests.
+
+    Tokens are the same with and without reuse: what cannot be taken back exactly is computed again.  A forward that
+    fails or is interrupted leaves a cache that is never used again.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._model = loaded.model
+        self._context_tokens = loaded.context_tokens
+        self._step = StepModel(loaded.model, loaded.context_tokens)
+        self._device = loaded.device
+        self._in_pieces = can_continue(loaded.model)
+        self._long_rope = long_rope_boundary(loaded.model)
+        self._cache: Cache | None = None
+        self._ids: list[int] = []
+        self._whole = False
+        """Whether the cache holds exactly `_ids`: false while a forward runs, and for ever if it fails."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens now held."""
+        return len(self._ids)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes now held, spare capacity included."""
+        return cache_bytes(self._cache)
+
+    def clear(self) -> None:
+        """Frees the cache."""
+        self._cache = None
+        self._ids = []
+        self._whole = False
+
+    def room(self, prompt_tokens: int) -> int:
+        """Tokens that may follow a prompt of this length: both share the context."""
+        return self._context_tokens - prompt_tokens
+
+    def answer_prefix(self, prompt: Sequence[int]) -> list[int]:
+        """The answer continues the prompt."""
+        return list(prompt)
+
+    def prefill(
+        self, prompt: Sequence[int], on_progress: ProgressCallback, cancelled: CancelCheck
+    ) -> tuple[torch.Tensor, int]:
+        """Makes the cache hold `prompt`, at least its last token freshly computed.
+
+        Returns:
+            logits [1, V] after the prompt, and how many of its tokens were reused.
+
+        Raises:
+            RequestCancelled: asked for between two pieces; what was computed so far serves the next prompt.
+        """
+        reused = self._reuse(prompt)
+        total = len(prompt)
+        on_progress(reused, total)
+        piece = CHUNK_TOKENS if self._in_pieces and not self._crosses(0, total) else total
+        logits: torch.Tensor | None = None
+        for start in range(reused, total, piece):
+            if cancelled():
+                raise RequestCancelled
+            ids = prompt[start : start + piece]
+            logits = self._forward(torch.tensor([ids], device=self._device), ids)
+            on_progress(start + len(ids), total)
+        assert logits is not None  # the last token is never reused
+        return logits, reused
+
+    def step(self, token: torch.Tensor, token_id: int) -> torch.Tensor:
+        """Appends one token [1, 1] whose id is `token_id`; logits [1, V] after it."""
+        if self._long_rope is not None and len(self._ids) == self._long_rope:
+            # From here every position is rotated differently: compute the context again, as transformers does.
+            ids = [*self._ids, token_id]
+            self.clear()
+            return self._forward(torch.tensor([ids], device=self._device), ids)
+        return self._forward(token, (token_id,))
+
+    def beams(self, width: int) -> BeamCache:
+        """A copy of the cache for `width` sequences that start with what is held; this one stays as it is."""
+        assert self._cache is not None
+        assert self._whole
+        return BeamCache(self._step, self._cache, len(self._ids), width, self._device)
+
+    def _forward(self, tokens: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
+        if self._cache is None:
+            self._cache = new_cache(self._model, self._context_tokens)
+        self._whole = False
+        logits, self._cache = self._step(tokens, self._cache, len(self._ids))
+        self._ids.extend(ids)
+        self._whole = True
+        return logits
+
+    def _reuse(self, prompt: Sequence[int]) -> int:
+        """Cuts the cache down to what it shares with `prompt` and says how many tokens that is."""
+        shared = _common_prefix(self._ids, prompt) if self._whole else 0
+        shared = min(shared, len(prompt) - 1)
+        surplus = len(self._ids) - shared
+        keep = (
+            shared > 0
+            and self._cache is not None
+            and (self._in_pieces or len(prompt) - shared == 1)
+            and not self._crosses(shared, len(prompt))
+            and not self._crosses(shared, len(self._ids))
+            and can_take_back(self._cache, surplus)
+        )
+        if not keep:
+            self.clear()
+            return 0
+        if surplus:
+            assert self._cache is not None
+            self._whole = False
+            self._cache.crop(-surplus)
+            del self._ids[shared:]
+            self._whole = True
+        return shared
+
+    def _crosses(self, before: int, after: int) -> bool:
+        """Whether LongRoPE's boundary lies between these two lengths."""
+        return self._long_rope is not None and before <= self._long_rope < after
+
+
+class BeamCache:
+    """The KV caches of several sequences with one common prompt."""
+
+    def __init__(self, step: StepModel, prompt: Cache, length: int, width: int, device: torch.device) -> None:
+        self._step = step
+        self._cache: Cache = copy.deepcopy(prompt)
+        self._length = length
+        self._own_order = hasattr(prompt, "linear_cache")
+        self.reorder(torch.zeros(width, dtype=torch.long, device=device))
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Appends one token to each sequence, tokens [B, 1]; logits [B, V]."""
+        logits, self._cache = self._step(tokens, self._cache, self._length)
+        self._length += 1
+        return logits
+
+    def reorder(self, sources: torch.Tensor) -> None:
+        """Sequence i continues what sequence `sources[i]` was; [B] int64."""
+        if self._own_order:
+            # MiniMax's cache keeps linear-attention states beside its layers; only its own selection moves them.
+            self._cache.batch_select_indices(sources)
+        else:
+            # Not `batch_repeat_interleave`: layers with recurrent states know only how to reorder.
+            self._cache.reorder_cache(sources)
+
+
+def _common_prefix(held: Sequence[int], prompt: Sequence[int]) -> int:
+    for index, (a, b) in enumerate(zip(held, prompt, strict=False)):
+        if a != b:
+            return index
+    return min(len(held), len(prompt))

@@ -1,0 +1,116 @@
+"""How the next token is chosen from logits: pure functions, in the order of transformers' logits processors.
+
+Repetition penalty, temperature, top-k, top-p, min-p, then one draw.  The vocabulary (49k to 200k entries) is never
+sorted when a small top-k or the mass of the likeliest tokens makes it unnecessary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import SamplingParams
+
+_NUCLEUS_GUESS = 1024
+"""Tokens that top-p looks at before it sorts the whole vocabulary: nearly always enough."""
+
+Chooser = Callable[[torch.Tensor], torch.Tensor]
+"""Logits [1, V] to the chosen token [1, 1] int64, on the same device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The tokens that may be drawn.
+
+    Attributes:
+        probabilities: [m] float32, summing to one.
+        token_ids: [m] int64; `None` if they are 0, 1, ..., V - 1.
+    """
+
+    probabilities: torch.Tensor
+    token_ids: torch.Tensor | None
+
+
+def greedy_token(logits: torch.Tensor) -> torch.Tensor:
+    """The likeliest token [B, 1] of logits [B, V]; of equals, the one that `torch.argmax` takes in float32."""
+    return logits.float().argmax(dim=-1, keepdim=True)
+
+
+def penalise_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Logits [B, V] with those of the token ids `seen` [B, n] divided by `penalty` (multiplied, where negative).
+
+    An id that occurs several times is penalised once (CTRL, Keskar et al. 2019, section 4.1).
+    """
+    chosen = logits.gather(-1, seen)
+    chosen = torch.where(chosen < 0, chosen * penalty, chosen / penalty)
+    return logits.scatter(-1, seen, chosen)
+
+
+def candidates(logits: torch.Tensor, sampling: SamplingParams) -> Candidates:
+    """What temperature, top-k, top-p and min-p leave of logits [V]; `sampling.temperature` is above 0.
+
+    Top-k keeps exactly k tokens; of equally likely ones at its edge, any.
+    """
+    logits = logits.float() / sampling.temperature
+    vocabulary = logits.shape[-1]
+    token_ids: torch.Tensor | None = None
+    ordered = False
+    if 0 < sampling.top_k < vocabulary:
+        logits, token_ids = logits.topk(sampling.top_k)
+        ordered = True
+    probabilities = logits.softmax(dim=-1)
+
+    if sampling.top_p < 1:
+        if not ordered:
+            probabilities, token_ids = _likeliest(probabilities, sampling.top_p)
+        before = probabilities.cumsum(dim=-1) - probabilities
+        # The likeliest token has nothing before it, so it always stays.
+        keep = int((before < sampling.top_p).sum())
+        probabilities = probabilities[:keep]
+        token_ids = token_ids[:keep] if token_ids is not None else None
+        ordered = True
+
+    if sampling.min_p > 0:
+        likeliest = probabilities[0] if ordered else probabilities.max()
+        kept = (probabilities >= sampling.min_p * likeliest).nonzero().squeeze(-1)
+        probabilities = probabilities[kept]
+        token_ids = token_ids[kept] if token_ids is not None else kept
+    return Candidates(probabilities / probabilities.sum(), token_ids)
+
+
+def _likeliest(probabilities: torch.Tensor, mass: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest tokens in falling order, enough of them to hold `mass`: ([m] probabilities, [m] ids)."""
+    if probabilities.shape[-1] > _NUCLEUS_GUESS:
+        head, ids = probabilities.topk(_NUCLEUS_GUESS)
+        if float(head.sum()) >= mass:
+            return head, ids
+    ordered = probabilities.sort(descending=True, stable=True)
+    return ordered.values, ordered.indices
+
+
+def draw(choice: Candidates, generator: torch.Generator) -> torch.Tensor:
+    """One token id [1, 1] int64, drawn with the candidates' probabilities."""
+    index = torch.multinomial(choice.probabilities, 1, generator=generator)
+    token = index if choice.token_ids is None else choice.token_ids[index]
+    return token.view(1, 1)
+
+
+def seeded_generator(seed: int | None, device: torch.device) -> torch.Generator:
+    """A source of randomness that repeats itself for the same seed; `None` draws a fresh seed."""
+    generator = torch.Generator(device=device)
+    if seed is None:
+        generator.seed()
+    else:
+        # Any integer is a seed: torch takes only 64 bits of it.
+        generator.manual_seed(seed % 2**63)
+    return generator
+
+
+def make_chooser(sampling: SamplingParams, device: torch.device) -> Chooser:
+    """The function that picks each token of one answer.  Repetition penalty is applied before it."""
+    if sampling.temperature == 0 or sampling.top_k == 1:
+        return greedy_token
+    generator = seeded_generator(sampling.seed, device)
+    return lambda logits: draw(candidates(logits[0], sampling), generator)

@@ -1,0 +1,48 @@
+"""One forward pass of a decoder-only model over a cache: what to pass, decided once."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+
+class StepModel:
+    """Calls a transformers model the way its own `generate` does, without what `generate` does around it.
+
+    Positions are slices of one tensor, no attention mask is passed (there is no padding), and only the last position's
+    logits are asked for.
+
+    Args:
+        model: a causal language model in eval mode.
+        context_tokens: longest context; positions are laid out for it, and for more if more is needed.
+    """
+
+    def __init__(self, model: Any, context_tokens: int) -> None:
+        parameters = inspect.signature(model.forward).parameters
+        self._model = model
+        self._device: torch.device = model.device
+        self._last_only: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._wants_positions = "position_ids" in parameters
+        self._positions = self._lay_out(context_tokens)
+
+    def _lay_out(self, tokens: int) -> torch.Tensor:
+        return torch.arange(tokens, device=self._device).unsqueeze(0)
+
+    def __call__(self, tokens: torch.Tensor, cache: Cache | None, start: int) -> tuple[torch.Tensor, Cache]:
+        """Runs `tokens` [B, q] int64 at positions `start`, ..., `start + q - 1` and appends them to the cache.
+
+        Returns:
+            logits [B, V] of the last position in the model's precision, and the cache (the model's own, if `cache` was
+            `None`).
+        """
+        extra = self._last_only
+        if self._wants_positions:
+            end = start + tokens.shape[1]
+            if end > self._positions.shape[1]:
+                self._positions = self._lay_out(2 * end)
+            extra = {**extra, "position_ids": self._positions[:, start:end]}
+        output = self._model(input_ids=tokens, past_key_values=cache, use_cache=True, return_dict=True, **extra)
+        return output.logits[:, -1], output.past_key_values

@@ -1,0 +1,84 @@
+"""Stop strings are found across pieces and never shown; end tokens come from everywhere they are named."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.runtime.stopping import StopStrings, end_token_ids
+from tests.engine.loaded_tiny import tiny_tokenizer
+
+LETTERS = st.text("abc", max_size=30)
+
+
+def run(pieces: list[str], stop: list[str]) -> tuple[str, bool]:
+    stops, shown = StopStrings(stop), ""
+    for piece in pieces:
+        certain, stopped = stops.feed(piece)
+        shown += certain
+        if stopped:
+            return shown, True
+    return shown + stops.flush(), False
+
+
+def character_by_character(text: str, stop: list[str]) -> tuple[str, bool]:
+    """The definition: the first character that completes a stop string ends the answer before it."""
+    for end in range(1, len(text) + 1):
+        lengths = [len(entry) for entry in stop if entry and text[:end].endswith(entry)]
+        if lengths:
+            return text[: end - max(lengths)], True
+    return text, False
+
+
+@given(pieces=st.lists(LETTERS, max_size=8), stop=st.lists(st.text("abc", max_size=4), max_size=3))
+def test_stop_strings_across_pieces(pieces: list[str], stop: list[str]) -> None:
+    assert run(pieces, stop) == character_by_character("".join(pieces), stop)
+
+
+@given(pieces=st.lists(LETTERS, max_size=8), stop=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
+def test_nothing_shown_is_ever_part_of_a_stop_string(pieces: list[str], stop: list[str]) -> None:
+    stops, shown = StopStrings(stop), ""
+    final, _ = character_by_character("".join(pieces), stop)
+    for piece in pieces:
+        certain, stopped = stops.feed(piece)
+        shown += certain
+        assert final.startswith(shown)
+        if stopped:
+            break
+
+
+def test_text_that_cannot_begin_a_stop_string_is_not_held() -> None:
+    assert StopStrings(["STOP"]).feed("hello ST") == ("hello ", False)
+
+
+def _model(eos: Any, own: Any = None) -> Any:
+    config = SimpleNamespace(eos_token_id=eos)
+    config.get_text_config = lambda decoder: config
+    return SimpleNamespace(config=config, generation_config=SimpleNamespace(eos_token_id=own))
+
+
+def test_end_tokens_are_collected() -> None:
+    tokenizer = tiny_tokenizer()
+    assert end_token_ids(_model(7, [8, 9]), tokenizer) == {7, 8, 9, 2}
+
+
+def test_the_templates_end_of_turn_counts_though_no_config_names_it() -> None:
+    tokenizer = tiny_tokenizer()
+    original = tokenizer.eos_token
+    try:
+        tokenizer.eos_token = "<|endoftext|>"
+        assert end_token_ids(_model(None), tokenizer) == {0, 2}
+        tokenizer.chat_template = "{{ messages[0]['content'] }}"
+        assert end_token_ids(_model(None), tokenizer) == {0}
+    finally:
+        tokenizer.eos_token = original
+        tiny_tokenizer.cache_clear()
+
+
+def test_gpt_oss_messages_do_not_end_the_answer() -> None:
+    vocabulary = {"<|end|>": 5, "<|return|>": 6}
+    tokenizer = SimpleNamespace(eos_token_id=6, get_vocab=lambda: vocabulary, chat_template="<|end|><|return|>")
+    assert end_token_ids(_model(None), tokenizer) == {6}
