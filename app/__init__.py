@@ -1,12 +1,13 @@
-"""The Qt front end.  Never imports torch or transformers."""
-
-from __future__ import annotations
+"""The window: Qt front end of Switchyard.  Never imports torch or transformers."""
 
 import ctypes
 import sys
 
-# PySide6 6.12.0: every `Signal.emit` returns True without taking a reference to it.  From Python 3.12 on True is
-# immortal; before, it is freed after a few thousand emits and the interpreter aborts ("bool_dealloc").  Here it
-# gets more references than can ever be dropped.  tests/app/test_signal_emit.py says when this can go.
-if sys.version_info < (3, 12) and sys.implementation.name == "cpython":
-    ctypes.c_ssize_t.from_address(id(True)).value += 1 << 40
+if sys.version_info < (3, 12):
+    # PySide6 6.12 is built as if None, True and False were immortal, which they are only from Python 3.12 on: every
+    # call of a Qt method that returns nothing takes a reference from None, and every `Signal.emit` one from True,
+    # without having added one.  After some thousands of calls Python 3.11 stops with "none_dealloc" or "bool_dealloc".
+    # So many references are added here, once, before any Qt call, that no session can use them up.  The reference
+    # count is the first field of every CPython object.
+    for _constant in (None, True, False):
+        ctypes.c_ssize_t.from_address(id(_constant)).value += 1 << 60
