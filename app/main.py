@@ -1,0 +1,125 @@
+"""The window's process: everything is made here and handed to what needs it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from PySide6.QtCore import QLibraryInfo, QLocale, Qt, QTimer, QTranslator
+from PySide6.QtGui import QGuiApplication
+from PySide6.QtWidgets import QApplication, QWidget
+
+from app.icons import logo
+from app.services.crash_reports import CrashReports
+from app.services.data_folder import planned_change
+from app.services.engine_client import EngineClient
+from app.services.settings import Settings
+from app.services.single_instance import Claim, SingleInstance
+from app.services.window_log import close_window_log, open_window_log
+from app.startup_report import report_if_asked
+from app.theme import ThemeController
+from app.views.main_window import MainWindow
+from engine.paths import data_dir, log_dir, resources_dir
+
+_log = logging.getLogger("switchyard.window")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Opens the window; the exit code.  A second start for the same data folder raises the first and returns 0."""
+    reports = CrashReports(log_dir())
+    reports.install()
+    open_window_log(log_dir())
+    try:
+        return _run(_application(argv or sys.argv), reports)
+    finally:
+        close_window_log()
+        reports.uninstall()
+
+
+def _application(argv: list[str]) -> QApplication:
+    QGuiApplication.setHighDpiScaleFactorRoundingPolicy(Qt.HighDpiScaleFactorRoundingPolicy.PassThrough)
+    app = QApplication(argv)
+    app.setApplicationName("Switchyard")
+    app.setApplicationDisplayName("Switchyard")
+    app.setOrganizationName("Switchyard")
+    app.setDesktopFileName("switchyard")
+    app.setStyle("Fusion")
+    _install_translations(app)
+    return app
+
+
+def _install_translations(app: QApplication) -> None:
+    """Ours from resources/translations and Qt's own, in the system's language where there is one."""
+    for name, folder in (
+        ("switchyard", str(resources_dir() / "translations")),
+        ("qtbase", QLibraryInfo.path(QLibraryInfo.LibraryPath.TranslationsPath)),
+    ):
+        translator = QTranslator(app)
+        if translator.load(QLocale.system(), name, "_", folder):
+            app.installTranslator(translator)
+
+
+def _run(app: QApplication, reports: CrashReports) -> int:
+    settings = Settings()
+    theme = ThemeController(settings.theme, settings.font_px)
+    app.setWindowIcon(logo(theme.theme))
+    instance = _claim_data_folder()
+    if isinstance(instance, int):
+        return instance
+
+    from app.services.chat_store import ChatStore  # only the process that has the folder opens it
+
+    client = EngineClient()
+    store = ChatStore()
+
+    def make_chat() -> QWidget:
+        from app.views.chat.chat_view import ChatView
+
+        return ChatView(client, store, theme, settings)
+
+    window = MainWindow(client, settings, theme, make_chat)
+    if settings.notice:
+        window.notice_banner.tell(settings.notice)
+    report = reports.pending()
+    if report:
+        window.offer_crash_report(report, reports.dismiss)
+    instance.raise_requested.connect(window.come_forward)
+    report_if_asked(window)
+    window.show()
+    QTimer.singleShot(0, window, window.begin)
+    code = app.exec()
+    client.close_now()
+    store.close()
+    settings.save()
+    instance.release()
+    window.deleteLater()
+    return code
+
+
+def _claim_data_folder() -> SingleInstance | int:
+    """The claim to the data folder, or the exit code of a start that ends here."""
+    from app.views import data_folder_start as dialogs  # hardly ever needed
+
+    if dialogs.chosen_folder_is_missing() and not dialogs.ask_about_missing_folder():
+        return 0
+    while True:
+        instance = SingleInstance(data_dir())
+        claim = instance.claim()
+        if claim is Claim.RAISED_OTHER:
+            _log.info("raised the window that is open with this data folder")
+            return 0
+        if claim is Claim.HELD_IN_SILENCE:
+            dialogs.tell_silent_holder()
+            return 1
+        if claim is Claim.NOT_WRITABLE:
+            dialogs.tell_not_writable()
+            return 1
+        change = planned_change()
+        if change is None:
+            return instance
+        dialogs.carry_out_change(change)
+        instance.release()  # and claim the folder that is now in use
+
+
+if __name__ == "__main__":
+    sys.exit(main())

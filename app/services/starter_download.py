@@ -1,0 +1,108 @@
+"""Getting the starter model, in a process of its own that the window can follow and stop."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from PySide6.QtCore import QObject, QProcess, QProcessEnvironment, QTimer, Signal
+
+from engine.paths import python_module
+
+TERMINATE_MS = 3000
+_PERCENT = re.compile(rb"(\d{1,3}) ?%")
+
+
+class StarterDownload(QObject):
+    """Runs `switchyard models pull starter --json`.
+
+    Every `start` ends in exactly one `ended`.
+
+    Signals:
+        progress(int): percent.
+        ended(bool, str): whether the starter is there now; if not, a sentence, empty if it was cancelled.
+    """
+
+    progress = Signal(int)
+    ended = Signal(bool, str)
+
+    def __init__(self, parent: QObject | None = None, *, command: list[str] | None = None) -> None:
+        """`command` runs something else than the installed command line."""
+        super().__init__(parent)
+        own, self._variables = python_module("engine.cli")
+        self._command = command or [*own, "models", "pull", "starter", "--json"]
+        self._process: QProcess | None = None
+        self._said = b""
+        self._cancelled = False
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None
+
+    def start(self) -> None:
+        """Without effect while one runs."""
+        if self._process is not None:
+            return
+        process = QProcess(self)
+        environment = QProcessEnvironment.systemEnvironment()
+        for name, value in self._variables.items():
+            environment.insert(name, value)
+        process.setProcessEnvironment(environment)
+        process.readyReadStandardError.connect(self._on_progress)
+        process.finished.connect(self._on_finished)
+        process.errorOccurred.connect(self._on_error)
+        self._process, self._said, self._cancelled = process, b"", False
+        process.start(self._command[0], self._command[1:])
+
+    def cancel(self) -> None:
+        """Stops it; what was downloaded of a whole file is kept for the next time."""
+        if self._process is not None:
+            self._cancelled = True
+            self._process.terminate()
+            QTimer.singleShot(TERMINATE_MS, self._process, self._process.kill)
+
+    def close(self) -> None:
+        """Stops it and waits until it has gone, for when the window closes."""
+        process = self._process
+        if process is not None:
+            self._cancelled = True
+            process.terminate()
+            if not process.waitForFinished(TERMINATE_MS):
+                process.kill()
+                process.waitForFinished(TERMINATE_MS)
+
+    def _on_progress(self) -> None:
+        if self._process is not None:
+            self._said = (self._said + bytes(self._process.readAllStandardError().data()))[-2000:]
+            found = _PERCENT.findall(self._said)
+            if found:
+                self.progress.emit(min(100, int(found[-1])))
+
+    def _on_error(self, error: QProcess.ProcessError) -> None:
+        if error == QProcess.ProcessError.FailedToStart:
+            self._end(False, self.tr("The download could not be started: install Switchyard again."))
+
+    def _on_finished(self, code: int, status: QProcess.ExitStatus) -> None:
+        if self._process is None:
+            return
+        answer = bytes(self._process.readAllStandardOutput().data())
+        if self._cancelled:
+            self._end(False, "")
+        elif code == 0 and status == QProcess.ExitStatus.NormalExit:
+            self._end(True, "")
+        else:
+            self._end(False, _sentence(answer) or self.tr("The starter model could not be made; try again."))
+
+    def _end(self, built: bool, sentence: str) -> None:
+        if self._process is not None:
+            self._process.deleteLater()
+            self._process = None
+            self.ended.emit(built, sentence)
+
+
+def _sentence(answer: bytes) -> str:
+    """The error message in the command's JSON document, or nothing."""
+    try:
+        return str(json.loads(answer)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return ""

@@ -1,0 +1,104 @@
+"""Before the window opens: carrying out a change of data folder, and what to do when the folder is not there."""
+
+from __future__ import annotations
+
+import threading
+
+from PySide6.QtCore import QCoreApplication, QEventLoop, Qt, QTimer
+from PySide6.QtWidgets import QMessageBox, QProgressDialog
+
+from app.services.background import BackgroundCall
+from app.services.data_folder import FolderChange, cancel_change, carry_out, use_folder
+from engine.errors import EngineError
+from engine.paths import data_dir, standard_data_dir
+
+
+def carry_out_change(change: FolderChange) -> None:
+    """Does it with a progress dialog; whatever goes wrong is told, and the present folder stays in use."""
+    dialog = QProgressDialog(
+        _tr("Copying chats and models to {0}…").format(change.target), _tr("Keep the present folder"), 0, 1000
+    )
+    dialog.setWindowTitle("Switchyard")
+    dialog.setWindowModality(Qt.WindowModality.ApplicationModal)
+    dialog.setAutoClose(False)
+    dialog.setAutoReset(False)
+    dialog.setMinimumDuration(500)
+    stopped = threading.Event()
+    share = [0]
+    dialog.canceled.connect(stopped.set)
+
+    def on_progress(done: int, total: int) -> None:
+        share[0] = 1000 * done // max(1, total)
+
+    loop = QEventLoop()
+    call = BackgroundCall(lambda: carry_out(change, on_progress, stopped.is_set))
+    failures: list[Exception] = []
+    call.failed.connect(failures.append)
+    call.failed.connect(loop.quit)
+    call.done.connect(loop.quit)
+    refresh = QTimer(dialog, interval=100)
+    refresh.timeout.connect(lambda: dialog.setValue(share[0]))
+    refresh.start()
+    call.start()
+    loop.exec()
+    refresh.stop()
+    dialog.close()
+    if stopped.is_set() or failures:
+        cancel_change()
+    if failures:
+        error = failures[0]
+        sentence = error.message if isinstance(error, EngineError) else _tr("The data folder could not be changed.")
+        QMessageBox.information(None, "Switchyard", sentence)
+
+
+def chosen_folder_is_missing() -> bool:
+    """Whether the user's own data folder is not there, as when its drive is not plugged in."""
+    return data_dir() != standard_data_dir() and not data_dir().is_dir()
+
+
+def ask_about_missing_folder() -> bool:
+    """Asks until the folder is there or another decision is made; False to end the program."""
+    while chosen_folder_is_missing():
+        box = QMessageBox()
+        box.setWindowTitle("Switchyard")
+        box.setText(_tr("The data folder {0} is not there.").format(data_dir()))
+        box.setInformativeText(
+            _tr("Plug in its drive and try again, or go on with the standard folder {0}.").format(standard_data_dir())
+        )
+        again = box.addButton(_tr("Try again"), QMessageBox.ButtonRole.AcceptRole)
+        standard = box.addButton(_tr("Use the standard folder"), QMessageBox.ButtonRole.DestructiveRole)
+        box.addButton(_tr("Quit"), QMessageBox.ButtonRole.RejectRole)
+        box.setDefaultButton(again)
+        box.exec()
+        if box.clickedButton() is standard:
+            use_folder(standard_data_dir())
+        elif box.clickedButton() is not again:
+            return False
+    return True
+
+
+def tell_silent_holder() -> None:
+    """Another window has the folder and does not answer."""
+    QMessageBox.warning(
+        None,
+        "Switchyard",
+        _tr(
+            "Switchyard is already open with the data folder {0}, but does not answer. "
+            "End it (in the system's task list, if need be) and start again."
+        ).format(data_dir()),
+    )
+
+
+def tell_not_writable() -> None:
+    """The data folder cannot be written to."""
+    QMessageBox.warning(
+        None,
+        "Switchyard",
+        _tr("The data folder {0} cannot be written to; check its permissions and free space, then start again.").format(
+            data_dir()
+        ),
+    )
+
+
+def _tr(text: str) -> str:
+    return QCoreApplication.translate("DataFolderStart", text)

@@ -1,0 +1,173 @@
+"""What the machine holds, always in sight: RAM and VRAM part by part, the hardware, and where the model runs."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import Qt
+from PySide6.QtWidgets import QFrame, QLabel, QVBoxLayout, QWidget
+
+from app.services.device_monitor import DeviceMonitor, RamSample
+from app.services.engine_client import EngineClient, EngineState
+from app.theme import Theme, ThemeController
+from app.widgets.memory_bar import MemoryPart
+from app.widgets.memory_gauge import MemoryGauge, MemoryLegend
+from engine.hardware.probe import GpuInfo, HardwareProfile
+from engine.protocol import ModelInfo, Progress, Telemetry
+
+_NOTHING = Telemetry(0, 0, 0, 0, 0, 0.0)
+
+
+class MachineFooter(QWidget):
+    """Listens to the engine and to the device monitor; holds no state but their latest words."""
+
+    def __init__(
+        self, client: EngineClient, devices: DeviceMonitor, theme: ThemeController, parent: QWidget | None = None
+    ) -> None:
+        super().__init__(parent)
+        self._client = client
+        self._theme = theme
+        self._ram: RamSample | None = None
+        self._held = _NOTHING
+        self._gpu: GpuInfo | None = None
+        self._loading = ""
+        self._ram_bar = MemoryGauge(self.tr("RAM"), self)
+        self._vram_bar = MemoryGauge(self.tr("VRAM"), self)
+        self._legend = MemoryLegend(self)
+        self._no_gpu = _caption(self)
+        self._hardware = _caption(self)
+        self._where = _caption(self)
+        line = QFrame(self)
+        line.setProperty("line", "true")
+        column = QVBoxLayout(self)
+        column.setContentsMargins(0, 0, 0, 0)
+        column.setSpacing(6)
+        column.addWidget(line)
+        inner = QVBoxLayout()
+        inner.setContentsMargins(8, 6, 8, 0)
+        inner.setSpacing(6)
+        inner.addWidget(self._vram_bar)
+        inner.addWidget(self._ram_bar)
+        inner.addWidget(self._legend)
+        inner.addSpacing(4)
+        inner.addWidget(self._where)
+        inner.addWidget(self._hardware)
+        inner.addWidget(self._no_gpu)
+        column.addLayout(inner)
+        self._vram_bar.hide()
+        self._no_gpu.setText(self.tr("No GPU in use"))
+
+        devices.ram_sampled.connect(self._on_ram)
+        devices.hardware_found.connect(self._on_hardware)
+        client.telemetry.connect(self._on_telemetry)
+        client.progress.connect(self._on_progress)
+        client.state_changed.connect(self._on_state)
+        client.model_loaded.connect(self._say_where)
+        theme.changed.connect(self._show_memory)
+        self._say_where()
+
+    # --- memory -----------------------------------------------------------------------------------
+
+    def _on_ram(self, sample: RamSample) -> None:
+        self._ram = sample
+        self._show_memory()
+
+    def _on_telemetry(self, held: Telemetry) -> None:
+        self._held = held
+        self._show_memory()
+
+    def _show_memory(self) -> None:
+        if self._ram is None:
+            return
+        theme, held, ram = self._theme.theme, self._held, self._ram
+        on_gpu = self._on_gpu()
+        in_ram = (0 if on_gpu else held.weights_bytes, held.experts_bytes, 0 if on_gpu else held.kv_bytes)
+        ours = held.rss_bytes + ram.window
+        parts = self._parts(theme, *in_ram, ours - sum(in_ram), ram.used - ours)
+        self._ram_bar.show_parts(parts, ram.used, ram.total, theme.border)
+        self._legend.show_parts(parts, theme)
+        tip = self.tr("RAM in use and total: from the operating system. Weights, experts, KV: from the engine.")
+        self._ram_bar.setToolTip(tip)
+        self._legend.setToolTip(tip)
+        gpu = self._gpu
+        self._vram_bar.setVisible(gpu is not None and gpu.total_bytes is not None)
+        if gpu is not None and gpu.total_bytes is not None and gpu.free_bytes is not None:
+            used = gpu.total_bytes - gpu.free_bytes
+            in_vram = (held.weights_bytes, 0, held.kv_bytes) if on_gpu else (0, 0, 0)
+            parts = self._parts(theme, *in_vram, 0, used - sum(in_vram))
+            self._vram_bar.show_parts(parts, used, gpu.total_bytes, theme.border)
+            self._vram_bar.setToolTip(self.tr("VRAM in use and total: from the driver."))
+
+    def _parts(
+        self, theme: Theme, weights: int, experts: int, kv: int, program: int, other: int
+    ) -> tuple[MemoryPart, ...]:
+        return (
+            MemoryPart(self.tr("Weights"), weights, theme.gpu),
+            MemoryPart(self.tr("Experts"), experts, theme.hit),
+            MemoryPart(self.tr("KV"), kv, theme.disk),
+            MemoryPart(self.tr("Switchyard"), max(0, program), theme.faint),
+            MemoryPart(self.tr("Other programs"), max(0, other), theme.idle, hatched=True),
+        )
+
+    # --- the machine and the model ----------------------------------------------------------------
+
+    def _on_hardware(self, profile: HardwareProfile) -> None:
+        cores = profile.physical_cores or profile.logical_cores or profile.usable_cpus
+        name = _short_cpu_name(profile.cpu) if profile.cpu else profile.architecture
+        counted = self.tr("1 core") if cores == 1 else self.tr("{0} cores").format(cores)
+        self._hardware.setText(f"{name} · {counted}")
+        self._gpu = profile.gpus[0] if profile.gpus else None
+        self._no_gpu.setText(self._gpu_line())
+        self._no_gpu.setToolTip(profile.gpu_note)
+        self._show_memory()
+
+    def _gpu_line(self) -> str:
+        if self._gpu is None:
+            return self.tr("No GPU in use")
+        return self._gpu.name if self._on_gpu() else self.tr("{0}, not in use").format(self._gpu.name)
+
+    def _on_gpu(self) -> bool:
+        model = self._client.model
+        return model is not None and model.device.startswith("cuda")
+
+    def _on_progress(self, progress: Progress) -> None:
+        if progress.phase == "loading" and progress.total > 0:
+            self._loading = self.tr("Loading the model, {0}%").format(round(100 * progress.done / progress.total))
+            self._say_where()
+
+    def _on_state(self, state: EngineState) -> None:
+        if state is not EngineState.LOADING:
+            self._loading = ""
+        if state in (EngineState.DIED, EngineState.STOPPED):
+            self._held = _NOTHING
+            self._show_memory()
+        self._say_where()
+
+    def _say_where(self, _info: ModelInfo | None = None) -> None:
+        model = self._client.model
+        if model is not None:
+            device = "CPU" if model.device.startswith("cpu") else model.device.replace("cuda", "GPU")
+            threads = self.tr("1 thread") if model.threads == 1 else self.tr("{0} threads").format(model.threads)
+            text = f"{model.name}\n{device}, {threads} · {model.precision}"
+            self._where.setToolTip(model.device_note or self.tr("Where the model runs: told by the engine."))
+        elif self._client.state is EngineState.LOADING:
+            text = self._loading or self.tr("Loading the model")
+        elif self._client.state is EngineState.STARTING:
+            text = self.tr("Starting the engine")
+        else:
+            text = self.tr("No model loaded")
+        self._where.setText(text)
+        self._no_gpu.setText(self._gpu_line())
+
+
+def _caption(parent: QWidget) -> QLabel:
+    label = QLabel(parent)
+    label.setProperty("role", "caption")
+    label.setWordWrap(True)
+    label.setTextFormat(Qt.TextFormat.PlainText)
+    return label
+
+
+def _short_cpu_name(name: str) -> str:
+    """Without the marks that vendors put into it: `Intel(R) Xeon(R) CPU @ 2.60GHz` is `Intel Xeon`."""
+    for mark in ("(R)", "(TM)", "(r)", "(tm)", "CPU", "Processor"):
+        name = name.replace(mark, " ")
+    return " ".join(name.split("@")[0].split())

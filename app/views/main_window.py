@@ -1,0 +1,230 @@
+"""The window: sidebar, pages, and the calm lines above them that tell what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from PySide6.QtCore import QByteArray, QSize, Qt, Signal
+from PySide6.QtGui import QCloseEvent, QGuiApplication, QShowEvent
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QMainWindow, QStackedWidget, QVBoxLayout, QWidget
+
+from app.icons import logo
+from app.services.device_monitor import DeviceMonitor
+from app.services.engine_client import EngineClient, EngineState
+from app.services.model_start import ModelStart
+from app.services.settings import Settings
+from app.services.starter_download import StarterDownload
+from app.theme import ThemeController
+from app.views.machine_footer import MachineFooter
+from app.views.placeholder import PlaceholderPage
+from app.views.settings import SettingsPage
+from app.views.sidebar import Sidebar
+from app.views.starter_panel import StarterPanel
+from app.widgets.banner import Banner
+
+SIZE = QSize(1280, 800)
+SMALLEST = QSize(900, 600)
+
+
+class MainWindow(QMainWindow):
+    """Takes its services ready made and its chat page from `make_chat`, which is called once.
+
+    Signals: `closing`, before the window closes.
+    """
+
+    closing = Signal()
+
+    def __init__(
+        self,
+        client: EngineClient,
+        settings: Settings,
+        theme: ThemeController,
+        make_chat: Callable[[], QWidget],
+        parent: QWidget | None = None,
+    ) -> None:
+        super().__init__(parent)
+        self._client = client
+        self._settings = settings
+        self.setWindowTitle("Switchyard")
+        self.setWindowIcon(logo(theme.theme))
+        self.setMinimumSize(SMALLEST)
+        self.resize(SIZE)
+        self._placed = False
+
+        self.devices = DeviceMonitor(self)
+        self.model_start = ModelStart(client, settings, self)
+        self.download = StarterDownload(self)
+        self.sidebar = Sidebar(theme, MachineFooter(client, self.devices, theme), self)
+        self.engine_banner = Banner("danger", theme, self)
+        self.engine_banner.add_action(self.tr("Restart engine"), self._restart_engine)
+        self.problem_banner = self._passing_banner("warning", theme)
+        self.notice_banner = self._passing_banner("info", theme)
+        self.crash_banner = Banner("info", theme, self)
+        self.starter_panel = StarterPanel(self.download, self)
+        self.settings_page = SettingsPage(settings, theme, self)
+        self.pages = QStackedWidget(self)
+        for page in (make_chat(), *self._unbuilt(theme), self.settings_page):
+            self.pages.addWidget(page)
+        self._lay_out()
+
+        self.sidebar.page_chosen.connect(self.show_page)
+        self.settings_page.reload_wanted.connect(self._reload)
+        self.starter_panel.ready.connect(self.model_start.begin)
+        self.model_start.starter_missing.connect(self.starter_panel.offer)
+        self.model_start.problem.connect(self.problem_banner.tell)
+        self.model_start.loaded.connect(self._on_model_loaded)
+        settings.save_failed.connect(self.problem_banner.tell)
+        client.state_changed.connect(self._on_engine_state)
+        client.responding_changed.connect(self._on_responding)
+        self.show_page(0)
+
+    def show_page(self, index: int) -> None:
+        """Shows a page, by its place in the sidebar."""
+        self.sidebar.choose(index)
+        self.pages.setCurrentIndex(index)
+        if not self.sidebar.has_focus():  # who walks through the sidebar with the keys stays there
+            self.pages.currentWidget().setFocus()
+
+    def begin(self) -> None:
+        """Starts what the window needs but does not wait for: the engine, the default model, the machine's figures."""
+        self.devices.start()
+        self.model_start.begin()
+
+    def come_forward(self) -> None:
+        """Brings the window to the front, also from the task bar."""
+        self.setWindowState(self.windowState() & ~Qt.WindowState.WindowMinimized)
+        self.show()
+        self.raise_()
+        self.activateWindow()
+
+    def offer_crash_report(self, report: str, dismiss: Callable[[], None]) -> None:
+        """Tells that the last start ended badly; the report is copied only if the user wants it."""
+
+        def copy() -> None:
+            QGuiApplication.clipboard().setText(report)
+            copied.setText(self.tr("Copied"))
+
+        def forget() -> None:
+            dismiss()
+            self.crash_banner.hide()
+
+        copied = self.crash_banner.add_action(self.tr("Copy report"), copy)
+        self.crash_banner.add_action(self.tr("Dismiss"), forget, kind="quiet")
+        self.crash_banner.tell(
+            self.tr(
+                "Switchyard met an error the last time. A report is ready to copy into a bug report; "
+                "it holds no prompts and no answers, and nothing was sent."
+            )
+        )
+
+    # --- the engine -------------------------------------------------------------------------------
+
+    def _on_engine_state(self, state: EngineState) -> None:
+        if state is EngineState.DIED:
+            self.engine_banner.tell(self.tr("{0} Your text is kept.").format(self._client.last_error))
+        elif state is not EngineState.STOPPED and self._client.is_responding:
+            self.engine_banner.hide()
+
+    def _on_responding(self, responding: bool) -> None:
+        if not responding:
+            self.engine_banner.tell(self._client.last_error)
+        elif self._client.state is not EngineState.DIED:
+            self.engine_banner.hide()
+
+    def _restart_engine(self) -> None:
+        self.engine_banner.hide()
+        if self._client.restart() is None:
+            self.model_start.begin()
+
+    def _reload(self) -> None:
+        self.problem_banner.hide()
+        self.model_start.begin()
+
+    def _on_model_loaded(self) -> None:
+        self.problem_banner.hide()
+        self.starter_panel.hide()
+
+    # --- building ---------------------------------------------------------------------------------
+
+    def _passing_banner(self, kind: str, theme: ThemeController) -> Banner:
+        banner = Banner("warning" if kind == "warning" else "info", theme, self)
+        banner.add_action(self.tr("Dismiss"), banner.hide, kind="quiet")
+        return banner
+
+    def _lay_out(self) -> None:
+        line = QFrame(self)
+        line.setProperty("line", "vertical")
+        right = QVBoxLayout()
+        right.setSpacing(0)
+        for strip in (self.engine_banner, self.problem_banner, self.notice_banner, self.crash_banner):
+            right.addWidget(strip)
+        right.addWidget(self.starter_panel)
+        right.addWidget(self.pages, 1)
+        centre = QWidget(self)
+        centre.setProperty("pane", "background")
+        centre.setAttribute(Qt.WidgetAttribute.WA_StyledBackground)
+        row = QHBoxLayout(centre)
+        row.setContentsMargins(0, 0, 0, 0)
+        row.setSpacing(0)
+        row.addWidget(self.sidebar)
+        row.addWidget(line)
+        row.addLayout(right, 1)
+        self.setCentralWidget(centre)
+
+    def _unbuilt(self, theme: ThemeController) -> tuple[QWidget, ...]:
+        texts = (
+            (
+                self.tr("Batch"),
+                "batch",
+                self.tr(
+                    "Drop a file of prompts here and get a file of answers back. Thousands of rows will run at the "
+                    "best rate the machine can give, and a job that was interrupted goes on where it stopped."
+                ),
+            ),
+            (
+                self.tr("Monitor"),
+                "monitor",
+                self.tr(
+                    "Timelines of GPU, CPU, PCIe and disk on one axis, and what the expert cache is doing. In a "
+                    "sentence at the top: what the last tokens were waiting for, and what would help."
+                ),
+            ),
+            (
+                self.tr("Tune"),
+                "tune",
+                self.tr(
+                    "Switchyard will measure this machine's memory, cores, disk and PCIe, plan where each part of "
+                    "the model belongs, and time real tokens. The fastest plan becomes the setting."
+                ),
+            ),
+            (
+                self.tr("Models"),
+                "models",
+                self.tr(
+                    "Your model library: what is here, what fits this machine before it is downloaded, and how fast "
+                    "it would run. Until then, “switchyard models” on the command line does it."
+                ),
+            ),
+        )
+        return tuple(PlaceholderPage(title, name, text, theme, self) for title, name, text in texts)
+
+    # --- opening and closing ----------------------------------------------------------------------
+
+    def showEvent(self, event: QShowEvent) -> None:
+        if not self._placed:
+            self._placed = True
+            saved = QByteArray.fromBase64(QByteArray(self._settings.window_geometry.encode()))
+            if not saved.isEmpty():
+                self.restoreGeometry(saved)
+        super().showEvent(event)
+        self.pages.currentWidget().setFocus()
+
+    def closeEvent(self, event: QCloseEvent) -> None:
+        self.closing.emit()
+        self._settings.window_geometry = bytes(self.saveGeometry().toBase64().data()).decode()
+        self._settings.save()
+        self.download.close()
+        self.devices.stop()
+        self.model_start.close()
+        self.settings_page.close_down()
+        super().closeEvent(event)

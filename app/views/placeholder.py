@@ -1,0 +1,63 @@
+"""A page that is not built yet: what will be there, and nothing else."""
+
+from __future__ import annotations
+
+import html
+
+from PySide6.QtCore import QSize, Qt
+from PySide6.QtWidgets import QHBoxLayout, QLabel, QVBoxLayout, QWidget
+
+from app.icons import icon
+from app.theme import Theme, ThemeController
+from app.widgets.page_header import PageHeader
+
+ICON_PX = 40
+TEXT_WIDTH_PX = 480
+
+
+class PlaceholderPage(QWidget):
+    """Title, icon and two or three sentences."""
+
+    def __init__(
+        self, title: str, icon_name: str, text: str, theme: ThemeController, parent: QWidget | None = None
+    ) -> None:
+        super().__init__(parent)
+        self.setFocusPolicy(Qt.FocusPolicy.ClickFocus)
+        self._icon_name = icon_name
+        self._mark = QLabel(self)
+        self._mark.setAlignment(Qt.AlignmentFlag.AlignCenter)
+        heading = QLabel(self.tr("{0} is not built yet").format(title), self)
+        heading.setProperty("role", "title")
+        heading.setAlignment(Qt.AlignmentFlag.AlignCenter)
+        words = QLabel(f'<p style="line-height: 145%">{html.escape(text)}</p>', self)
+        words.setProperty("role", "lead")
+        words.setTextFormat(Qt.TextFormat.RichText)
+        words.setWordWrap(True)
+        words.setAlignment(Qt.AlignmentFlag.AlignHCenter | Qt.AlignmentFlag.AlignTop)
+        words.setMaximumWidth(TEXT_WIDTH_PX)
+        line = QHBoxLayout()
+        line.addStretch(1)
+        line.addWidget(words, 1000)
+        line.addStretch(1)
+
+        middle = QVBoxLayout()
+        middle.setContentsMargins(20, 0, 20, 0)
+        middle.setSpacing(12)
+        middle.addStretch(2)
+        middle.addWidget(self._mark)
+        middle.addWidget(heading)
+        middle.addLayout(line)
+        middle.addStretch(3)
+        column = QVBoxLayout(self)
+        column.setContentsMargins(0, 0, 0, 0)
+        column.setSpacing(0)
+        column.addWidget(PageHeader(title, self))
+        column.addLayout(middle, 1)
+        self.setAccessibleName(title)
+        self.setAccessibleDescription(text)
+        theme.changed.connect(self._apply)
+        self._apply(theme.theme)
+
+    def _apply(self, theme: Theme) -> None:
+        mark = icon(self._icon_name, theme, theme.faint)
+        self._mark.setPixmap(mark.pixmap(QSize(ICON_PX, ICON_PX), self.devicePixelRatioF()))

@@ -1,0 +1,63 @@
+"""A card of settings: a heading, then rows of a name, its explanation and a control."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import Qt
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QVBoxLayout, QWidget
+
+
+class SettingsCard(QFrame):
+    """Rows are added from top to bottom, which is also their tab order."""
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self.setProperty("card", "true")
+        self._column = QVBoxLayout(self)
+        self._column.setContentsMargins(20, 16, 20, 18)
+        self._column.setSpacing(16)
+
+    def set_heading(self, text: str) -> None:
+        """The card's heading, above its first row."""
+        title = QLabel(text, self)
+        title.setProperty("role", "heading")
+        self._column.insertWidget(0, title)
+        self.setAccessibleName(text)
+
+    def add_row(self, name: str, explanation: str, *controls: QWidget) -> QLabel:
+        """Adds a row; returns the label of its explanation."""
+        label = QLabel(name, self)
+        words = secondary(explanation, self)
+        label.setVisible(bool(name))
+        words.setVisible(bool(explanation))
+        left = QVBoxLayout()
+        left.setSpacing(2)
+        left.addStretch(1)
+        left.addWidget(label)
+        left.addWidget(words)
+        left.addStretch(1)
+        row = QHBoxLayout()
+        row.setSpacing(8)
+        row.addLayout(left, 1)
+        row.addSpacing(16)
+        for control in controls:
+            row.addWidget(control, 0, Qt.AlignmentFlag.AlignVCenter)
+            control.setAccessibleName(control.accessibleName() or name)
+            control.setAccessibleDescription(explanation)
+        if controls:
+            label.setBuddy(controls[0])
+        self._column.addLayout(row)
+        return words
+
+    def add_wide(self, widget: QWidget) -> None:
+        """Adds something as wide as the card."""
+        self._column.addWidget(widget)
+
+
+def secondary(text: str, parent: QWidget) -> QLabel:
+    """Quieter text that wraps and can be selected."""
+    label = QLabel(text, parent)
+    label.setProperty("role", "secondary")
+    label.setWordWrap(True)
+    label.setTextFormat(Qt.TextFormat.PlainText)
+    label.setTextInteractionFlags(Qt.TextInteractionFlag.TextSelectableByMouse)
+    return label

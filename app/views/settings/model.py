@@ -1,0 +1,96 @@
+"""The model that is loaded at the start, and the CPU threads it may use."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from PySide6.QtCore import Signal
+from PySide6.QtGui import QShowEvent
+from PySide6.QtWidgets import QComboBox, QPushButton, QSpinBox, QWidget
+
+from app.services.background import BackgroundCall
+from app.services.settings import STARTER, Settings
+from app.views.settings.card import SettingsCard
+
+if TYPE_CHECKING:
+    from engine.checkpoint.library import LibraryEntry
+
+COMBO_WIDTH_PX = 240
+
+
+class ModelCard(SettingsCard):
+    """Signals: `reload_wanted`, when the default model or its threads are to take effect now."""
+
+    reload_wanted = Signal()
+
+    def __init__(self, settings: Settings, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self.set_heading(self.tr("Model"))
+        self._settings = settings
+        self._listing: BackgroundCall | None = None
+        self._model = QComboBox(self)
+        self._model.setFixedWidth(COMBO_WIDTH_PX)
+        self._show(())
+        self._model.activated.connect(self._choose)
+        self.add_row(self.tr("Default model"), self.tr("Loaded whenever Switchyard starts."), self._model)
+        self._threads = QSpinBox(self)
+        self._threads.setRange(0, os.cpu_count() or 1)
+        self._threads.setSpecialValueText(self.tr("Automatic"))
+        self._threads.setFixedWidth(140)
+        self._threads.lineEdit().setTextMargins(8, 0, 0, 0)
+        self._threads.setValue(settings.threads or 0)
+        self._threads.valueChanged.connect(self._set_threads)
+        self.add_row(
+            self.tr("CPU threads"),
+            self.tr("Automatic is one for each core. Fewer leave room for other programs."),
+            self._threads,
+        )
+        self._apply = QPushButton(self.tr("Load the model anew"), self)
+        self._apply.clicked.connect(self._reload)
+        self._apply.setEnabled(False)
+        self.add_row("", self.tr("A change holds from the next start, or at once with this button."), self._apply)
+
+    def close_down(self) -> None:
+        """Waits for a listing under way."""
+        if self._listing is not None:
+            self._listing.wait()
+
+    def showEvent(self, event: QShowEvent) -> None:
+        super().showEvent(event)
+        if self._listing is None:
+            self._listing = BackgroundCall(_list_models, self)
+            self._listing.done.connect(self._on_listed)
+            self._listing.failed.connect(lambda _error: self._on_listed([]))
+            self._listing.start()
+
+    def _on_listed(self, entries: list[LibraryEntry]) -> None:
+        self._listing = None
+        self._show(tuple(entry.name for entry in entries if not entry.problem))
+
+    def _show(self, names: tuple[str, ...]) -> None:
+        chosen = self._settings.default_model
+        self._model.clear()
+        for name in dict.fromkeys((STARTER, *names, chosen)):
+            self._model.addItem(self.tr("Starter") if name == STARTER else name, name)
+        self._model.setCurrentIndex(self._model.findData(chosen))
+
+    def _choose(self) -> None:
+        name = self._model.currentData()
+        if name != self._settings.default_model:
+            self._settings.default_model = name
+            self._apply.setEnabled(True)
+
+    def _set_threads(self, count: int) -> None:
+        self._settings.threads = count or None
+        self._apply.setEnabled(True)
+
+    def _reload(self) -> None:
+        self._apply.setEnabled(False)
+        self.reload_wanted.emit()
+
+
+def _list_models() -> list[LibraryEntry]:
+    from engine.checkpoint.library import list_models  # not before it is needed
+
+    return list_models()

@@ -1,0 +1,59 @@
+"""The Settings page."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import Qt, Signal
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QScrollArea, QVBoxLayout, QWidget
+
+from app.services.settings import Settings
+from app.theme import ThemeController
+from app.views.settings.about import AboutCard
+from app.views.settings.appearance import AppearanceCard
+from app.views.settings.data import DataCard
+from app.views.settings.model import ModelCard
+from app.widgets.page_header import PageHeader
+
+COLUMN_WIDTH_PX = 760
+
+
+class SettingsPage(QWidget):
+    """Signals: `reload_wanted`, when the default model is to be loaded now."""
+
+    reload_wanted = Signal()
+
+    def __init__(self, settings: Settings, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self.setFocusPolicy(Qt.FocusPolicy.ClickFocus)
+        self.appearance = AppearanceCard(settings, theme, self)
+        self.model = ModelCard(settings, self)
+        self.data = DataCard(self)
+        self.about = AboutCard(self)
+        self.model.reload_wanted.connect(self.reload_wanted)
+        cards = QWidget(self)
+        cards.setMaximumWidth(COLUMN_WIDTH_PX)
+        column = QVBoxLayout(cards)
+        column.setContentsMargins(0, 20, 0, 20)
+        column.setSpacing(16)
+        for card in (self.appearance, self.model, self.data, self.about):
+            column.addWidget(card)
+        column.addStretch(1)
+        holder = QWidget(self)
+        row = QHBoxLayout(holder)
+        row.setContentsMargins(20, 0, 20, 0)
+        row.addWidget(cards, 1)
+        row.addStretch(0)
+        scroll = QScrollArea(self)
+        scroll.setWidgetResizable(True)
+        scroll.setFrameShape(QFrame.Shape.NoFrame)
+        scroll.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        scroll.setFocusPolicy(Qt.FocusPolicy.NoFocus)
+        scroll.setWidget(holder)
+        page = QVBoxLayout(self)
+        page.setContentsMargins(0, 0, 0, 0)
+        page.setSpacing(0)
+        page.addWidget(PageHeader(self.tr("Settings"), self))
+        page.addWidget(scroll, 1)
+
+    def close_down(self) -> None:
+        """Waits for what runs in the background."""
+        self.model.close_down()

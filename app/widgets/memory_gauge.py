@@ -1,0 +1,72 @@
+"""A memory's name, how much of it is taken, a bar of its parts, and the legend that names them."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import QSize, Qt
+from PySide6.QtWidgets import QGridLayout, QHBoxLayout, QLabel, QVBoxLayout, QWidget
+
+from app.theme import Theme, use_tabular_figures
+from app.widgets.memory_bar import MemoryBar, MemoryPart
+from app.widgets.quantities import memory, used_of
+
+
+class MemoryGauge(QWidget):
+    """A name, `used / total`, and the bar beneath."""
+
+    def __init__(self, name: str, parent: QWidget) -> None:
+        super().__init__(parent)
+        self._name = name
+        label = QLabel(name, self)
+        label.setProperty("role", "caption")
+        self._amount = QLabel(self)
+        self._amount.setProperty("role", "caption")
+        use_tabular_figures(self._amount)
+        self._bar = MemoryBar(self)
+        row = QHBoxLayout()
+        row.addWidget(label)
+        row.addStretch(1)
+        row.addWidget(self._amount)
+        column = QVBoxLayout(self)
+        column.setContentsMargins(0, 0, 0, 0)
+        column.setSpacing(4)
+        column.addLayout(row)
+        column.addWidget(self._bar)
+
+    def show_parts(self, parts: tuple[MemoryPart, ...], used: int, total: int, free_colour: str) -> None:
+        self._amount.setText(used_of(used, total))
+        self._bar.show_parts(parts, total, free_colour)
+        spoken = ", ".join(f"{part.name} {memory(part.amount)}" for part in parts)
+        self.setAccessibleName(f"{self._name} {used_of(used, total)}: {spoken}")
+
+
+class MemoryLegend(QWidget):
+    """Every part of the bars by name and amount, with its colour and hatching."""
+
+    def __init__(self, parent: QWidget) -> None:
+        super().__init__(parent)
+        self._grid = QGridLayout(self)
+        self._grid.setContentsMargins(0, 0, 0, 0)
+        self._grid.setHorizontalSpacing(6)
+        self._grid.setVerticalSpacing(2)
+        self._grid.setColumnStretch(1, 1)
+        self._rows: list[tuple[MemoryBar, QLabel, QLabel]] = []
+
+    def show_parts(self, parts: tuple[MemoryPart, ...], theme: Theme) -> None:
+        while len(self._rows) < len(parts):
+            self._add_row()
+        for part, (swatch, name, amount) in zip(parts, self._rows, strict=True):
+            swatch.show_parts((MemoryPart("", 1, part.colour, part.hatched),), 1, theme.border)
+            name.setText(part.name)
+            amount.setText(memory(part.amount))
+
+    def _add_row(self) -> None:
+        swatch, name, amount = MemoryBar(self), QLabel(self), QLabel(self)
+        swatch.setFixedSize(QSize(10, 8))
+        row = len(self._rows)
+        for label in (name, amount):
+            label.setProperty("role", "caption")
+        use_tabular_figures(amount)
+        self._grid.addWidget(swatch, row, 0)
+        self._grid.addWidget(name, row, 1)
+        self._grid.addWidget(amount, row, 2, Qt.AlignmentFlag.AlignRight)
+        self._rows.append((swatch, name, amount))
