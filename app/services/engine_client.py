@@ -134,6 +134,11 @@ class EngineClient(QObject):
         """False while a running worker has been silent for several heartbeats: offer `restart()`."""
         return self._responding
 
+    @property
+    def worker_pid(self) -> int:
+        """The worker's process id; 0 while none runs."""
+        return int(self._process.processId()) if self._process is not None else 0
+
     # --- the process ------------------------------------------------------------------------------
 
     def start(self) -> None:

@@ -16,7 +16,9 @@ def test_a_hundred_thousand_emits_do_not_abort_the_interpreter() -> None:
         "class Source(QObject):\n"
         "    said = Signal(object)\n"
         "source = Source()\n"
-        "for n in range(100_000): source.said.emit(n)\n"
+        "for n in range(100_000):\n"
+        "    source.said.emit(n)\n"
+        "    source.setObjectName('x')\n"
         "print('alive')\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=CHECKOUT, capture_output=True, text=True, check=False)

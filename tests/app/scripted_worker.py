@@ -1,0 +1,68 @@
+"""A real worker process around an engine that does what the prompt says: run as a program, never imported by tests.
+
+Prompts: `count N` streams N tokens, 10 ms each; `flood N` streams N at once; `print` prints on stdout from Python and
+below it; `raise NAME` raises; `exit` calls sys.exit; `stuck` computes without ever letting another thread run.
+Models: `slow` loads until it is cancelled, `missing` is not found, anything else loads.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+
+from engine.errors import EngineError, ErrorCode
+from engine.protocol import ModelInfo
+from engine.runtime.cancellation import RequestCancelled
+from engine.runtime.generation import GenerationResult
+from engine.worker import serve
+
+
+class ScriptedEngine:
+    info = None
+    kv_tokens = 7
+    kv_bytes = 70
+
+    def load(self, config, *, on_progress, cancelled):
+        self.info = None
+        if config.model == "missing":
+            raise EngineError(ErrorCode.MODEL_NOT_FOUND, "There is no model 'missing'.")
+        for step in range(10_000 if config.model == "slow" else 3):
+            if cancelled():
+                raise RequestCancelled
+            on_progress(step, 10_000)
+            time.sleep(0.01)
+        self.info = ModelInfo(config.model, "/", "fake", "cpu", "fp32", 1, 1, 1, 0, 0, 100, 1, 1, 1)
+        return self.info
+
+    def unload(self):
+        self.info = None
+
+    def generate(self, messages, sampling, *, on_progress, on_text, cancelled):
+        verb, _, argument = messages[-1].content.partition(" ")
+        on_progress(1, 1)
+        count = int(argument) if verb in ("count", "flood") else 0
+        for n in range(1, count + 1):
+            if cancelled():
+                return GenerationResult("", "cancelled", 1, 0, n - 1, 0.0, 0.0)
+            on_text(f"{n} ", n)
+            if verb == "count":
+                time.sleep(0.01)
+        if verb == "print":
+            print("stray print")  # noqa: T201
+            os.write(1, b"stray write\n")
+            os.system("echo stray child")
+        if verb == "raise":
+            raise {"memory": MemoryError(), "value": ValueError("quoting: " + argument)}[argument.split()[0]]
+        if verb == "exit":
+            sys.exit(3)
+        if verb == "stuck":
+            on_text("stuck", 1)
+            time.sleep(0.3)  # so that the token is out before nothing else can run
+            re.match(r"(a+)+$", "a" * 64 + "b")  # holds the interpreter's lock for ages
+        return GenerationResult("", "stop", 1, 0, count, 0.1, 10.0)
+
+
+if __name__ == "__main__":
+    serve(ScriptedEngine)
