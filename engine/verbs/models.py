@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from engine.paths import models_dir
 from engine.verbs.output import emit, note
 
 _REDRAW_S = 0.1
+_LINE_S = 1.0
 
 
 def add_parser(subparsers: Any) -> None:
@@ -80,7 +84,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    with _ProgressLine("importing") as progress:
+    with _stopped_by_sigterm(), _ProgressLine("importing") as progress:
         entry = import_model(args.path, args.name, on_progress=progress.update)
     emit(entry, as_json=args.json, human=lambda: f"Imported.\n{_details(entry)}")
     return 0
@@ -119,7 +123,7 @@ def _pull(args: argparse.Namespace) -> int:
             f"Switchyard can pull only `{STARTER_NAME}` so far: fetch {args.model!r} with "
             "`hf download ORG/NAME --local-dir FOLDER`, then run `switchyard models import FOLDER`.",
         )
-    with _ProgressLine("getting the starter model") as progress:
+    with _stopped_by_sigterm(), _ProgressLine("getting the starter model") as progress:
         build_starter(on_progress=progress.update)
     entry = show(STARTER_NAME)
     emit(entry, as_json=args.json, human=lambda: f"The starter model is ready.\n{_details(entry)}")
@@ -181,8 +185,21 @@ def _size(count: int) -> str:
     return f"{count} bytes"
 
 
+@contextlib.contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """A polite request to end is an interruption, so that half-made folders and pip go with us."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 class _ProgressLine:
-    """How far a long action is, on stderr: redrawn in place on a terminal, every tenth part elsewhere."""
+    """How far a long action is, on stderr: redrawn in place on a terminal, a line now and then elsewhere."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -199,15 +216,15 @@ class _ProgressLine:
 
     def update(self, done: int, total: int) -> None:
         percent = 100 * done // max(total, 1)
+        now = time.monotonic()
+        interval = _REDRAW_S if self._is_terminal else _LINE_S
+        if percent == self._shown or (percent < 100 and now - self._drawn_at < interval):
+            return
         if self._is_terminal:
-            now = time.monotonic()
-            if percent != self._shown and (now - self._drawn_at > _REDRAW_S or percent == 100):
-                self._draw(f"\r{self._label}: {percent} %")
-                self._drawn_at = now
-                self._shown = percent
-        elif percent // 10 != self._shown // 10 or self._shown < 0:
+            self._draw(f"\r{self._label}: {percent} %")
+        else:
             note(f"{self._label}: {percent} %")
-            self._shown = percent
+        self._shown, self._drawn_at = percent, now
 
     def _draw(self, text: str) -> None:
         sys.stderr.write(text)

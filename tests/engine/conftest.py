@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.starter import build_variant
+from engine.checkpoint.starter import build_all_experts_active, build_dense_parent
 from tests.starter import lasting_home, package_to_be_had, starter_for_tests
 
 
@@ -20,11 +20,11 @@ def starter() -> Path:
 def dense_parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The starter's dense parent as a Llama checkpoint, float32."""
     with lasting_home(), package_to_be_had():
-        return build_variant("dense_parent", tmp_path_factory.mktemp("dense") / "parent")
+        return build_dense_parent(tmp_path_factory.mktemp("dense") / "parent")
 
 
 @pytest.fixture(scope="session")
 def all_experts_active(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The parent cut into experts, all active, float32: the same function as the parent."""
     with lasting_home(), package_to_be_had():
-        return build_variant("all_experts_active", tmp_path_factory.mktemp("moe") / "all-active")
+        return build_all_experts_active(tmp_path_factory.mktemp("moe") / "all-active")

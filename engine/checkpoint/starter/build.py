@@ -26,7 +26,7 @@ from engine.runtime.cancellation import RequestCancelled
 
 OnProgress = Callable[[int, int], None]
 Cancelled = Callable[[], bool]
-Variant = Literal["starter", "dense_parent", "all_experts_active"]
+_Variant = Literal["starter", "dense_parent", "all_experts_active"]
 Dtype = Literal["bfloat16", "float32"]
 
 STARTER_NAME = "starter"
@@ -75,22 +75,41 @@ def build_starter(on_progress: OnProgress = lambda *_: None, cancelled: Cancelle
     return target
 
 
-def build_variant(
-    variant: Variant,
+def build_dense_parent(
     folder: Path,
     *,
     dtype: Dtype = "float32",
     on_progress: OnProgress = lambda *_: None,
     cancelled: Cancelled = lambda: False,
 ) -> Path:
-    """Make a checkpoint from the same parent in `folder` (replaced if it exists), for tests and comparisons.
-
-    Variants: `dense_parent` is the parent itself as `LlamaForCausalLM`; `all_experts_active` the parent cut into
-    experts with nothing else changed, all of them active, as `MixtralForCausalLM`; `starter` the sparse model.
+    """Make the starter's parent in `folder` (replaced if it exists): a plain `LlamaForCausalLM` checkpoint.
 
     Raises:
         EngineError, RequestCancelled: as `build_starter`.
     """
+    return _build_beside_library("dense_parent", folder, dtype, on_progress, cancelled)
+
+
+def build_all_experts_active(
+    folder: Path,
+    *,
+    dtype: Dtype = "float32",
+    on_progress: OnProgress = lambda *_: None,
+    cancelled: Cancelled = lambda: False,
+) -> Path:
+    """Make the parent cut into experts, all of them active and nothing else changed, as `MixtralForCausalLM`.
+
+    It computes what the dense parent does, and so checks everything between the two.
+
+    Raises:
+        EngineError, RequestCancelled: as `build_starter`.
+    """
+    return _build_beside_library("all_experts_active", folder, dtype, on_progress, cancelled)
+
+
+def _build_beside_library(
+    variant: _Variant, folder: Path, dtype: Dtype, on_progress: OnProgress, cancelled: Cancelled
+) -> Path:
     recipe = read_recipe()
     with disk_errors_explained(folder.parent), staging_folder(folder.parent) as staging:
         made = staging / "model"
@@ -124,7 +143,7 @@ def _parent(recipe: Recipe, staging: Path, on_progress: OnProgress, cancelled: C
 
 
 def _write_variant(
-    variant: Variant,
+    variant: _Variant,
     dtype: Dtype,
     folder: Path,
     parent: DenseParent,

