@@ -1,0 +1,165 @@
+"""The column of panes that shows a list of segments, brought up to date by rewriting only from the first difference."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from PySide6.QtWidgets import QWidget
+
+from app.widgets.markdown_view.code_card import CodeCard
+from app.widgets.markdown_view.document_pane import DocumentPane
+from app.widgets.markdown_view.rule_line import RuleLine
+from app.widgets.markdown_view.segments import CodeBlock, RuleBlock, Segment, TableBlock, TextBlock
+from app.widgets.markdown_view.style import Style
+from app.widgets.markdown_view.table_pane import TablePane
+from app.widgets.markdown_view.text_pane import RunState, TextPane
+
+Pane: TypeAlias = TextPane | CodeCard | TablePane | RuleLine
+
+_PANES: dict[type, type[Pane]] = {TextBlock: TextPane, CodeBlock: CodeCard, TableBlock: TablePane, RuleBlock: RuleLine}
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """The column before a segment was written: the panes there were and, if the last is a run of text, how far it went."""
+
+    panes: int
+    run: RunState | None
+
+
+class PaneColumn:
+    """Owns the panes; lays none of them out itself beyond their place and height."""
+
+    def __init__(self, parent: QWidget, on_new_browser: Callable[[DocumentPane], None]) -> None:
+        self._parent = parent
+        self._on_new_browser = on_new_browser
+        self._shown: list[Segment] = []
+        self._marks: list[_Mark] = []
+        self._gaps: list[int] = []  # above each pane
+        self._certain = 0  # segments known to agree with the target, from the last time
+        self.panes: list[Pane] = []
+        self.written_segments = 0
+
+    @property
+    def shown(self) -> Sequence[Segment]:
+        return self._shown
+
+    def clear(self) -> None:
+        """Takes all panes away."""
+        for pane in self.panes:
+            _dispose(pane)
+        self.panes, self._shown, self._marks, self._gaps = [], [], [], []
+        self._certain = 0
+
+    def update(
+        self, finished: Sequence[Segment], tail: Sequence[Segment], style: Style, deadline: float, recheck: bool = False
+    ) -> bool:
+        """Shows `finished` and then `tail`; stops after `deadline` (of `time.perf_counter`) and then returns False.
+
+        Args:
+            recheck: compare also those finished segments that have been compared before.
+        """
+        if recheck:
+            self._certain = 0
+        same = self._certain = self._first_difference(finished, tail)
+        spare: list[Pane] = []
+        if same < len(self._shown):
+            spare = self._rewind(same)
+        is_complete = True
+        for segment in _rest(finished, tail, same):
+            self._write(segment, style, spare)
+            if time.perf_counter() > deadline:
+                is_complete = len(self._shown) == len(finished) + len(tail)
+                break
+        for pane in spare:
+            _dispose(pane)
+        self._certain = min(len(finished), len(self._shown))
+        return is_complete
+
+    def place(self, width: int, style: Style) -> int:
+        """Puts every pane in its place for a column of `width`; returns the height of the whole."""
+        top = 0
+        for pane, gap in zip(self.panes, self._gaps, strict=True):
+            left = style.left_of(pane.containers)
+            inner = max(1, width - left)
+            top += gap
+            height = pane.height_for(inner)
+            pane.setGeometry(left, top, inner, height)
+            top += height
+        return top
+
+    def height_for(self, width: int, style: Style) -> int:
+        return sum(self._gaps) + sum(
+            pane.height_for(max(1, width - style.left_of(pane.containers))) for pane in self.panes
+        )
+
+    def browsers(self) -> list[DocumentPane]:
+        """The documents from top to bottom."""
+        return [browser for pane in self.panes if (browser := pane.browser()) is not None]
+
+    def _first_difference(self, finished: Sequence[Segment], tail: Sequence[Segment]) -> int:
+        index = min(self._certain, len(self._shown))
+        total = len(finished) + len(tail)
+        while index < min(len(self._shown), total):
+            wanted = finished[index] if index < len(finished) else tail[index - len(finished)]
+            if self._shown[index] != wanted:
+                break
+            index += 1
+        return index
+
+    def _rewind(self, count: int) -> list[Pane]:
+        """Goes back to the first `count` segments; returns the panes that are free now, topmost first."""
+        mark = self._marks[count]
+        spare = self.panes[mark.panes :]
+        del self.panes[mark.panes :], self._gaps[mark.panes :], self._shown[count:], self._marks[count:]
+        if mark.run is not None:
+            last = self.panes[-1]
+            assert isinstance(last, TextPane)
+            last.rewind(mark.run)
+        return spare
+
+    def _write(self, segment: Segment, style: Style, spare: list[Pane]) -> None:
+        last = self.panes[-1] if self.panes else None
+        self._marks.append(_Mark(len(self.panes), last.state() if isinstance(last, TextPane) else None))
+        gap = style.gap(self._shown[-1] if self._shown else None, segment)
+        self._shown.append(segment)
+        self.written_segments += 1
+        if isinstance(last, TextPane) and last.accepts(segment):
+            last.add(segment, gap)
+            return
+        pane = self._take(segment, spare)
+        pane.begin(segment, style)
+        if isinstance(pane, TextPane):
+            pane.add(segment, gap)
+        self.panes.append(pane)
+        self._gaps.append(gap)
+
+    def _take(self, segment: Segment, spare: list[Pane]) -> Pane:
+        """A pane for `segment`: the one that stood here if it is of the right kind, so that it keeps its focus."""
+        kind = _PANES[type(segment)]
+        while spare:
+            pane = spare.pop(0)
+            if type(pane) is kind:
+                return pane
+            _dispose(pane)
+        pane = kind(self._parent)
+        browser = pane.browser()
+        if browser is not None:
+            self._on_new_browser(browser)
+        # Placed and shown by the next layout; until then it must not cover the top of the answer.
+        pane.setGeometry(0, -1, 1, 1)
+        pane.show()
+        return pane
+
+
+def _rest(finished: Sequence[Segment], tail: Sequence[Segment], start: int) -> list[Segment]:
+    return [*finished[start:], *tail[max(0, start - len(finished)) :]]
+
+
+def _dispose(pane: Pane) -> None:
+    pane.hide()
+    pane.setParent(None)
+    pane.deleteLater()

@@ -1,0 +1,156 @@
+"""A piece of an answer that shows a text document: selectable, inert, without scroll bars of its own."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+
+from PySide6.QtCore import QEvent, QMimeData, QPoint, QRect, QRectF, Qt, QUrl, Signal
+from PySide6.QtGui import (
+    QColor,
+    QContextMenuEvent,
+    QHelpEvent,
+    QKeyEvent,
+    QKeySequence,
+    QPainter,
+    QPaintEvent,
+    QTextCursor,
+    QTextOption,
+    QWheelEvent,
+)
+from PySide6.QtWidgets import QFrame, QTextBrowser, QToolTip, QWidget
+
+from app.widgets.markdown_view.token_reader import allowed_link
+
+_CURSOR_WIDTH = 8
+_CURSOR_GAP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class MenuRequest:
+    """Where a context menu was asked for, and the address of the link there, if any."""
+
+    global_position: QPoint
+    link: str
+
+
+class DocumentPane(QTextBrowser):
+    """A `QTextBrowser` that loads nothing, opens nothing, and leaves vertical scrolling to what surrounds it."""
+
+    link_clicked = Signal(QUrl)
+    copy_requested = Signal()
+    select_all_requested = Signal()
+    menu_requested = Signal(object)  # MenuRequest
+
+    def __init__(self, parent: QWidget) -> None:
+        super().__init__(parent)
+        self._stream_cursor: QColor | None = None
+        self.setProperty("bare", True)  # see resources/themes/switchyard.qss
+        self.setFrameShape(QFrame.Shape.NoFrame)
+        self.viewport().setAutoFillBackground(False)
+        self.setVerticalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        self.setOpenLinks(False)
+        self.setOpenExternalLinks(False)
+        self.setUndoRedoEnabled(False)
+        self.setAcceptDrops(False)
+        self.setFocusPolicy(Qt.FocusPolicy.ClickFocus)
+        self.document().setDocumentMargin(0)
+        self.setWordWrapMode(QTextOption.WrapMode.WrapAtWordBoundaryOrAnywhere)
+        self.anchorClicked.connect(self._on_anchor)
+
+    def loadResource(self, kind: int, name: QUrl | str) -> None:  # noqa: ARG002
+        """Nothing in an answer is ever loaded, from the network or from the disk."""
+        return
+
+    def set_stream_cursor(self, colour: QColor | None) -> None:
+        """Shows a block after the last character, or hides it; it does not blink."""
+        if colour != self._stream_cursor:
+            self._stream_cursor = colour
+            self.viewport().update()
+
+    def selected_text(self) -> str:
+        """The selection as plain text, nothing if there is none."""
+        return plain(self.textCursor().selectedText())
+
+    def clear_selection(self) -> None:
+        cursor = self.textCursor()
+        if cursor.hasSelection():
+            cursor.clearSelection()
+            self.setTextCursor(cursor)
+
+    def select(self, anchor: int, position: int) -> None:
+        """Selects between two positions of the document; -1 stands for its end."""
+        end = max(0, self.document().characterCount() - 1)
+        cursor = self.textCursor()
+        cursor.setPosition(end if anchor < 0 else min(anchor, end))
+        cursor.setPosition(end if position < 0 else min(position, end), QTextCursor.MoveMode.KeepAnchor)
+        self.setTextCursor(cursor)
+
+    def createMimeDataFromSelection(self) -> QMimeData:
+        # Plain text only: rich text would take the colours of a dark theme into a white document.
+        data = QMimeData()
+        data.setText(self.selected_text())
+        return data
+
+    def paintEvent(self, event: QPaintEvent) -> None:
+        super().paintEvent(event)
+        if self._stream_cursor is not None:
+            painter = QPainter(self.viewport())
+            painter.setRenderHint(QPainter.RenderHint.Antialiasing)
+            painter.setPen(Qt.PenStyle.NoPen)
+            painter.setBrush(self._stream_cursor)
+            painter.drawRoundedRect(self.stream_cursor_rect(), 2, 2)
+            painter.end()
+
+    def stream_cursor_rect(self) -> QRectF:
+        end = QTextCursor(self.document())
+        end.movePosition(QTextCursor.MoveOperation.End)
+        line: QRect = self.cursorRect(end)
+        height = min(line.height(), round(self.fontMetrics().height() * 0.95))
+        left = min(line.left() + _CURSOR_GAP, self.viewport().width() - _CURSOR_WIDTH)
+        return QRectF(left, line.bottom() + 1 - height, _CURSOR_WIDTH, height)
+
+    def wheelEvent(self, event: QWheelEvent) -> None:
+        bar = self.horizontalScrollBar()
+        delta = event.angleDelta().x() or event.pixelDelta().x()
+        if event.modifiers() & Qt.KeyboardModifier.ShiftModifier:
+            delta = delta or event.angleDelta().y()
+        if delta and bar.maximum() > 0:
+            bar.setValue(bar.value() - delta)
+            event.accept()
+        else:
+            event.ignore()
+
+    def keyPressEvent(self, event: QKeyEvent) -> None:
+        if event.matches(QKeySequence.StandardKey.Copy):
+            self.copy_requested.emit()
+        elif event.matches(QKeySequence.StandardKey.SelectAll):
+            self.select_all_requested.emit()
+        elif event.key() in (Qt.Key.Key_Return, Qt.Key.Key_Enter, Qt.Key.Key_Left, Qt.Key.Key_Right):
+            super().keyPressEvent(event)
+        else:
+            event.ignore()  # scrolling belongs to the page around the answer
+
+    def contextMenuEvent(self, event: QContextMenuEvent) -> None:
+        self.menu_requested.emit(MenuRequest(event.globalPos(), self.anchorAt(event.pos())))
+
+    def viewportEvent(self, event: QEvent) -> bool:
+        if event.type() == QEvent.Type.ToolTip and isinstance(event, QHelpEvent):
+            address = self.anchorAt(event.pos())
+            if address:
+                text = f"<p style='white-space: pre-wrap'>{html.escape(address[:500])}</p>"
+                QToolTip.showText(event.globalPos(), text, self.viewport())
+            else:
+                QToolTip.hideText()
+            return True
+        return super().viewportEvent(event)
+
+    def _on_anchor(self, url: QUrl) -> None:
+        if allowed_link(url.toString()):
+            self.link_clicked.emit(url)
+
+
+def plain(selected: str) -> str:
+    """A document's characters with ordinary line breaks; a document's objects and frames leave no trace."""
+    return selected.replace("\u2029", "\n").replace("\u2028", "\n").replace("\ufdd0", "").replace("\ufdd1", "")

@@ -1,0 +1,161 @@
+"""Syntax colours by Pygments, worked out in small slices so that the window never waits for them."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, TypeAlias
+
+from PySide6.QtGui import QFont, QSyntaxHighlighter, QTextCharFormat, QTextDocument
+
+from app.widgets.markdown_view.style import Style
+
+MAX_CHARACTERS = 100_000  # longer code stays plain
+MAX_LINE = 5_000  # so does code with a longer line: some lexers take quadratic time in it
+
+LineFormats: TypeAlias = list[tuple[int, int, str]]
+"""(start, length, token style) in UTF-16 units."""
+
+# Pygments token names, most particular first, and the style that draws them.
+_TOKEN_STYLES = (
+    ("Token.Comment", "comment"),
+    ("Token.Keyword.Type", "type"),
+    ("Token.Keyword", "keyword"),
+    ("Token.Operator.Word", "keyword"),
+    ("Token.Literal.String", "string"),
+    ("Token.Literal.Number", "number"),
+    ("Token.Name.Function", "function"),
+    ("Token.Name.Class", "function"),
+    ("Token.Name.Tag", "keyword"),
+    ("Token.Name.Attribute", "type"),
+    ("Token.Name.Decorator", "type"),
+    ("Token.Name.Exception", "type"),
+    ("Token.Name.Builtin.Pseudo", "keyword"),
+    ("Token.Generic.Inserted", "inserted"),
+    ("Token.Generic.Deleted", "deleted"),
+    ("Token.Generic.Heading", "function"),
+    ("Token.Generic.Subheading", "function"),
+    ("Token.Generic.Prompt", "comment"),
+)
+
+
+def token_style(token: str) -> str:
+    """The style of a Pygments token type given by name; empty for plain text."""
+    for prefix, name in _TOKEN_STYLES:
+        if token == prefix or token.startswith(prefix + "."):
+            return name
+    return ""
+
+
+@cache
+def _aliases() -> dict[str, tuple[str, str]]:
+    """Language name -> (module, class) of every lexer that comes with Pygments; installed plug-ins are not searched."""
+    from pygments.lexers._mapping import LEXERS
+
+    return {alias.lower(): (entry[0], name) for name, entry in LEXERS.items() for alias in entry[2]}
+
+
+def find_lexer(language: str) -> Any | None:
+    """A Pygments lexer for a language as a fence names it, or None; Pygments is imported here and not before."""
+    if not language:
+        return None
+    found = _aliases().get(language.lower().strip("{}.")) or _aliases().get(language.lower().split(":")[0])
+    if found is None:
+        return None
+    module, name = found
+    return getattr(importlib.import_module(module), name)(stripnl=False, ensurenl=False)
+
+
+class CodeHighlighter(QSyntaxHighlighter):
+    """Colours a document from the outcome of the last complete or partial scan of its text."""
+
+    def __init__(self, document: QTextDocument) -> None:
+        super().__init__(document)
+        self._lines: list[LineFormats] = []
+        self._formats: dict[str, QTextCharFormat] = {}
+        self._scan: Iterator[tuple[int, LineFormats]] | None = None
+        self.scans = 0
+
+    def set_style(self, style: Style) -> None:
+        self._formats = {}
+        for name in ("comment", "keyword", "string", "number", "type", "inserted", "deleted"):
+            form = QTextCharFormat()
+            form.setForeground(style.syntax(name))
+            self._formats[name] = form
+        bold = QTextCharFormat()
+        bold.setFontWeight(QFont.Weight.Bold)
+        self._formats["function"] = bold
+        self.rehighlight()
+
+    def start(self, code: str, language: str) -> bool:
+        """Begins a new scan; False if this code is not highlighted at all."""
+        self._scan = None
+        if len(code) > MAX_CHARACTERS or any(len(line) > MAX_LINE for line in code.split("\n")):
+            return False
+        lexer = find_lexer(language)
+        if lexer is None:
+            return False
+        self.scans += 1
+        self._scan = _scan(lexer, code)
+        return True
+
+    def advance(self, seconds: float) -> bool:
+        """Scans on for about so long, colouring lines whose look changed; False when nothing is left to do."""
+        deadline = time.perf_counter() + seconds
+        document = self.document()
+        while self._scan is not None and document is not None:
+            try:
+                number, formats = next(self._scan)
+            except StopIteration:
+                self._scan = None
+            except Exception:
+                # A lexer is a big heap of regular expressions; one that fails leaves its code plain.
+                self._scan = None
+            else:
+                self._set_line(document, number, formats)
+                if time.perf_counter() > deadline:
+                    return True
+        return False
+
+    def reset(self) -> None:
+        """Forgets all colours."""
+        self._scan = None
+        self._lines = []
+
+    def highlightBlock(self, text: str) -> None:  # noqa: ARG002
+        number = self.currentBlock().blockNumber()
+        if number < len(self._lines):
+            for start, length, name in self._lines[number]:
+                self.setFormat(start, length, self._formats[name])
+
+    def _set_line(self, document: QTextDocument, number: int, formats: LineFormats) -> None:
+        while len(self._lines) <= number:
+            self._lines.append([])
+        if self._lines[number] != formats:
+            self._lines[number] = formats
+            self.rehighlightBlock(document.findBlockByNumber(number))
+
+
+def _scan(lexer: Any, code: str) -> Iterator[tuple[int, LineFormats]]:
+    """Line numbers and their formats, from top to bottom; yields for every line, also those without any."""
+    number = 0
+    column = 0
+    formats: LineFormats = []
+    for _, token, value in lexer.get_tokens_unprocessed(code + "\n"):
+        name = token_style(str(token))
+        first = True
+        for part in value.split("\n"):
+            if not first:
+                yield number, formats
+                number, column, formats = number + 1, 0, []
+            first = False
+            length = len(part) if part.isascii() else len(part.encode("utf-16-le", "replace")) // 2
+            if name and length:
+                if formats and formats[-1][2] == name and sum(formats[-1][:2]) == column:
+                    start, before, _ = formats.pop()
+                    formats.append((start, before + length, name))
+                else:
+                    formats.append((column, length, name))
+            column += length

@@ -1,0 +1,228 @@
+"""Parses Markdown as it arrives: blocks that can no longer change are read once, only the open end is read again.
+
+Where a top-level block begins on a line of its own, markdown-it reads from there exactly what it would have read in one
+go, because at that point it holds no state but the link references.  So the parser cuts the text before the last block
+that has at least one complete line, hands out everything above the cut for good, and keeps the rest as the tail.
+
+Two limits keep hostile text harmless.  No more than `WINDOW` characters are ever parsed at a time: a block longer than
+that is cut at a place that depends on the text alone, so that streaming cannot change the outcome.  And text with an
+absurd number of brackets, or nested deeper than `MAX_NESTING`, is shown as it stands.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import MutableMapping, Sequence
+from functools import cache
+from typing import Any
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from app.widgets.markdown_view.maths import leave_maths_alone
+from app.widgets.markdown_view.segments import Segment, Span, TextBlock
+from app.widgets.markdown_view.token_reader import TokenReader
+
+WINDOW = 20_000
+MAX_NESTING = 40
+MAX_BRACKETS = 1_000
+
+# Unpaired surrogates, control characters, and what QTextDocument uses for its own structure.
+_UNSHOWABLE = re.compile("[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f\x80-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffc\ufffe\uffff]")
+_LINE_SEPARATORS = re.compile("[\u2028\u2029]")
+
+
+class StreamParser:
+    """Turns appended text into segments.
+
+    `finished` only ever grows, except that `finish` may read blocks again that used a link reference before its
+    definition had come.  `tail` is what the rest looks like at the moment.
+    """
+
+    def __init__(self) -> None:
+        self._markdown = _markdown()
+        self._references: dict[str, Any] = {}
+        self._pending = ""
+        self._searched = 0  # characters of `_pending` in which no further cut can be found
+        self._held_return = False
+        self._prefix = ""  # opens again what a cut went through: a fence, or a table with its header
+        self._regions: list[tuple[str, slice]] = []  # source that may refer to links, and where its segments lie
+        self._tail: list[Segment] | None = []
+        self.is_finished = False
+        self.finished: list[Segment] = []
+        self.parsed_characters = 0
+
+    def append(self, text: str) -> None:
+        """Takes more text without parsing it yet; O(len(text)).
+
+        Raises:
+            RuntimeError: after `finish`.
+        """
+        if self.is_finished:
+            raise RuntimeError("Nothing can be appended to a finished text.")
+        if self._held_return:
+            text = "\r" + text
+        self._held_return = text.endswith("\r")
+        self._pending += _clean(text.removesuffix("\r"))
+        if text:
+            self._tail = None
+
+    def advance(self) -> bool:
+        """Moves text from the tail to `finished`, at most a window of it; says whether there may be more to move."""
+        if len(self._pending) >= WINDOW:
+            self._finish_window()
+            return True
+        newline = self._pending.rfind("\n") + 1
+        if newline > self._searched:
+            cut = self._last_block_start(self._pending[:newline])
+            self._searched = newline - cut
+            self._move(cut)
+        return False
+
+    def finish(self) -> None:
+        """Declares the text complete, and reads again what a late link reference changed."""
+        if self.is_finished:
+            return
+        if self._held_return:
+            self._held_return = False
+            self._pending += "\n"
+        while self.advance():
+            pass
+        self._move(len(self._pending))
+        self.is_finished = True
+        if self._references:
+            self._resolve_late_references()
+
+    def tail(self) -> list[Segment]:
+        """What the text after the finished blocks looks like as long as nothing more comes."""
+        if self._tail is None:
+            # The tail may define references, but the definition may still grow, so it is not kept.
+            self._tail = self._read(self._prefix + self._pending, dict(self._references)) if self._pending else []
+        return self._tail
+
+    def _move(self, cut: int) -> None:
+        if cut:
+            source, self._pending = self._prefix + self._pending[:cut], self._pending[cut:]
+            self._prefix = ""
+            self._tail = None
+            start = len(self.finished)
+            self.finished += self._read(source, self._references)
+            if "[" in source:
+                self._regions.append((source, slice(start, len(self.finished))))
+
+    def _last_block_start(self, text: str) -> int:
+        """Offset of the last top-level block of `text`, whose lines are all complete; 0 if it must not be cut there."""
+        blocks = _top_level(self._block_tokens(self._prefix + text, dict(self._references)))
+        lines = (self._prefix + text).split("\n")
+        for index in range(len(blocks) - 1, 0, -1):
+            start, previous_end = blocks[index][0], blocks[index - 1][1]
+            between = "".join(lines[previous_end:start])
+            # A link definition right above might still take this block's first line as its title.
+            if not between.strip() or not lines[start - 1].strip():
+                return sum(len(line) + 1 for line in lines[:start]) - len(self._prefix)
+        return 0
+
+    def _finish_window(self) -> None:
+        window = self._pending[:WINDOW]
+        newline = window.rfind("\n") + 1
+        cut = self._last_block_start(window[:newline])
+        prefix = ""
+        if not cut:
+            cut, prefix = self._forced_cut(window, newline)
+        self._searched = 0
+        self._move(cut)
+        self._prefix = prefix
+
+    def _forced_cut(self, window: str, newline: int) -> tuple[int, str]:
+        """Where to cut a block that fills the whole window, and what must open it again below the cut."""
+        cut = newline if newline > WINDOW // 2 else WINDOW
+        tokens = self._block_tokens(self._prefix + window[:cut], dict(self._references))
+        first = tokens[0] if tokens else None
+        if first is None:
+            return cut, ""
+        if first.type == "fence" and not self._is_closed(self._prefix + window[:cut]):
+            return cut, f"{first.markup}{first.info}\n"
+        if first.type == "table_open" and cut == newline:
+            header = (self._prefix + window).split("\n")[:2]
+            return cut, "\n".join(header) + "\n"
+        if first.type in ("bullet_list_open", "ordered_list_open"):
+            starts = [
+                token.map[0] for token in tokens if token.type == "list_item_open" and token.level == 1 and token.map
+            ]
+            lines = (self._prefix + window).split("\n")
+            offset = sum(len(line) + 1 for line in lines[: starts[-1]]) - len(self._prefix)
+            if len(starts) > 1 and 0 < offset < cut:
+                return offset, ""
+        return cut, ""
+
+    def _is_closed(self, source: str) -> bool:
+        return len(_top_level(self._block_tokens(source + "\nx\n", {}))) > 1
+
+    def _resolve_late_references(self) -> None:
+        finished = list(self.finished)
+        for source, place in self._regions:
+            finished[place] = self._read(source, self._references)
+        self.finished = finished
+
+    def _block_tokens(self, source: str, references: dict[str, Any]) -> list[Token]:
+        self.parsed_characters += len(source)
+        tokens: list[Token] = []
+        self._markdown.block.parse(source, self._markdown, _env(references), tokens)
+        return tokens
+
+    def _read(self, source: str, references: dict[str, Any]) -> list[Segment]:
+        """Segments of `source`; link definitions found in it are added to `references`."""
+        tokens = self._block_tokens(source, references)
+        env = _env(references)
+
+        def parse_inline(content: str) -> Sequence[Token] | None:
+            if content.count("[") + content.count("]") > MAX_BRACKETS:
+                return None
+            children: list[Token] = []
+            self._markdown.inline.parse(content, self._markdown, env, children)
+            return children
+
+        segments: list[Segment] = []
+        lines: list[str] | None = None
+        for start, end, first, last in _top_level(tokens):
+            block = tokens[first:last]
+            if max(token.level for token in block) >= MAX_NESTING - 2:
+                # markdown-it drops what lies deeper than its limit; the reader must not lose it.
+                lines = lines or source.split("\n")
+                segments.append(TextBlock((Span("\n".join(lines[start:end])),)))
+            else:
+                segments += TokenReader(parse_inline).read(block)
+        return segments
+
+
+@cache
+def _markdown() -> MarkdownIt:
+    """The parser's rules, which hold no state of a text."""
+    markdown = MarkdownIt("commonmark", {"html": False, "maxNesting": MAX_NESTING})
+    markdown.enable(["table", "strikethrough"])
+    leave_maths_alone(markdown)
+    return markdown
+
+
+def _env(references: dict[str, Any]) -> MutableMapping[str, Any]:
+    return {"references": references}
+
+
+def _top_level(tokens: Sequence[Token]) -> list[tuple[int, int, int, int]]:
+    """(first line, line after the last, first token, token after the last) of every top-level block."""
+    blocks = []
+    first = 0
+    for index, token in enumerate(tokens):
+        if token.level == 0 and token.nesting != 1:
+            start, end = tokens[first].map or (0, 0)
+            blocks.append((start, end, first, index + 1))
+            first = index + 1
+        elif token.level == 0:
+            first = index
+    return blocks
+
+
+def _clean(text: str) -> str:
+    """Line breaks as `\\n`, and the replacement character for what cannot be shown."""
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    return _UNSHOWABLE.sub("\ufffd", _LINE_SEPARATORS.sub("\n", text))

@@ -1,0 +1,230 @@
+"""From markdown-it's flat token stream to segments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from markdown_it.token import Token
+
+from app.widgets.markdown_view.segments import (
+    Alignment,
+    CodeBlock,
+    Gap,
+    Marker,
+    RuleBlock,
+    Segment,
+    Span,
+    TableBlock,
+    TextBlock,
+)
+
+InlineParser = Callable[[str], Sequence[Token] | None]
+"""Inline Markdown to its tokens, or None where the text is to be shown as it stands."""
+
+_ALLOWED_LINK = re.compile(r"(?:https?://|mailto:)", re.IGNORECASE)
+_TASK = re.compile(r"\[([ xX])\](?:[ \t]+|$)")
+
+
+@dataclass(slots=True)
+class _List:
+    next_number: int | None  # None: bullets
+    is_nested: bool
+    items: int = 0
+
+
+def allowed_link(href: str) -> str:
+    """`href` if it is an http, https or mailto address, and otherwise nothing."""
+    return href if _ALLOWED_LINK.match(href) else ""
+
+
+class TokenReader:
+    """Reads the block tokens of whole top-level blocks; one reader per run of tokens."""
+
+    def __init__(self, parse_inline: InlineParser) -> None:
+        self._parse_inline = parse_inline
+        self._segments: list[Segment] = []
+        self._containers = ""
+        self._lists: list[_List] = []
+        self._marker: Marker | None = None
+        self._gap = Gap.PARAGRAPH
+        self._heading = 0
+        self._alignments: list[Alignment] = []
+        self._rows: list[list[tuple[Span, ...]]] = []
+        self._in_table = False
+
+    def read(self, tokens: Sequence[Token]) -> list[Segment]:
+        for token in tokens:
+            handler = getattr(self, f"_on_{token.type}", None)
+            if handler is not None:
+                handler(token)
+        return self._segments
+
+    # Containers
+
+    def _on_blockquote_open(self, _token: Token) -> None:
+        self._flush_marker()
+        self._containers += "q"
+
+    def _on_blockquote_close(self, _token: Token) -> None:
+        self._containers = self._containers[:-1]
+        self._gap = Gap.PARAGRAPH
+
+    def _on_bullet_list_open(self, _token: Token) -> None:
+        self._flush_marker()
+        self._lists.append(_List(None, is_nested=bool(self._lists)))
+
+    def _on_ordered_list_open(self, token: Token) -> None:
+        self._flush_marker()
+        start = token.attrGet("start")
+        self._lists.append(_List(1 if start is None else int(start), is_nested=bool(self._lists)))
+
+    def _on_bullet_list_close(self, _token: Token) -> None:
+        self._lists.pop()
+        self._gap = Gap.PARAGRAPH
+
+    _on_ordered_list_close = _on_bullet_list_close
+
+    def _on_list_item_open(self, _token: Token) -> None:
+        current = self._lists[-1]
+        self._containers += "l"
+        self._marker = Marker(current.next_number)
+        self._gap = Gap.ITEM if current.items or current.is_nested else Gap.PARAGRAPH
+        current.items += 1
+        if current.next_number is not None:
+            current.next_number += 1
+
+    def _on_list_item_close(self, _token: Token) -> None:
+        self._flush_marker()
+        self._containers = self._containers[:-1]
+
+    def _flush_marker(self) -> None:
+        """Gives an item that has no text of its own (empty, or begun by code or a quote) a line for its marker."""
+        if self._marker is not None:
+            self._add_text(())
+
+    # Leaves
+
+    def _on_paragraph_open(self, token: Token) -> None:
+        self._heading = 0
+        if self._gap is Gap.ITEM and not token.hidden:
+            self._gap = Gap.LOOSE
+
+    def _on_paragraph_close(self, token: Token) -> None:
+        if token.hidden:
+            self._gap = Gap.ITEM
+
+    def _on_heading_open(self, token: Token) -> None:
+        self._heading = int(token.tag[1:])
+        if self._marker is None:
+            self._gap = Gap.HEADING
+
+    def _on_inline(self, token: Token) -> None:
+        content = token.content
+        if self._in_table:
+            self._rows[-1].append(self._spans(content))
+            return
+        if self._marker is not None and (task := _TASK.match(content)):
+            self._marker = Marker(self._marker.number, checked=task.group(1) != " ")
+            content = content[task.end() :]
+        self._add_text(self._spans(content))
+
+    def _add_text(self, spans: tuple[Span, ...]) -> None:
+        self._segments.append(TextBlock(spans, self._containers, self._gap, self._heading, self._marker))
+        self._marker = None
+        self._heading = 0
+        self._gap = Gap.LOOSE if self._lists else Gap.PARAGRAPH
+
+    def _on_fence(self, token: Token) -> None:
+        self._flush_marker()
+        words = token.info.split()
+        code = token.content.removesuffix("\n")
+        self._segments.append(CodeBlock(code, words[0] if words else "", self._containers, Gap.PARAGRAPH))
+        self._gap = Gap.PARAGRAPH
+
+    _on_code_block = _on_fence
+
+    def _on_hr(self, _token: Token) -> None:
+        self._flush_marker()
+        self._segments.append(RuleBlock(self._containers))
+        self._gap = Gap.PARAGRAPH
+
+    # Tables
+
+    def _on_table_open(self, _token: Token) -> None:
+        self._flush_marker()
+        self._in_table = True
+        self._alignments, self._rows = [], []
+
+    def _on_tr_open(self, _token: Token) -> None:
+        self._rows.append([])
+
+    def _on_th_open(self, token: Token) -> None:
+        style = str(token.attrGet("style") or "")
+        for name in ("center", "right"):
+            if style.endswith(name):
+                self._alignments.append(name)
+                return
+        self._alignments.append("left")
+
+    def _on_table_close(self, _token: Token) -> None:
+        self._in_table = False
+        rows = tuple(tuple(row) for row in self._rows)
+        self._segments.append(TableBlock(tuple(self._alignments), rows, self._containers))
+        self._gap = Gap.PARAGRAPH
+
+    # Inline text
+
+    def _spans(self, content: str) -> tuple[Span, ...]:
+        tokens = self._parse_inline(content)
+        return (Span(content),) if tokens is None else read_spans(tokens)
+
+
+def read_spans(tokens: Sequence[Token]) -> tuple[Span, ...]:
+    """Inline tokens as spans; neighbours in the same style become one."""
+    style = {"strong": 0, "em": 0, "s": 0}
+    hrefs: list[str] = []
+    spans: list[Span] = []
+
+    def add(text: str, code: bool = False, href: str = "") -> None:
+        href = href or (hrefs[-1] if hrefs else "")
+        span = Span(text, style["strong"] > 0, style["em"] > 0, style["s"] > 0, code, href)
+        if spans and _same_style(spans[-1], span):
+            span = Span(spans[-1].text + text, span.bold, span.italic, span.strike, span.code, span.href)
+            spans.pop()
+        if text:
+            spans.append(span)
+
+    for token in tokens:
+        kind = token.type
+        if kind == "text":
+            add(token.content)
+        elif kind == "text_special":
+            # Models write \\( and \\[ for mathematics far more often than to escape a bracket.
+            add(token.markup if token.content in tuple("()[]") else token.content)
+        elif kind in ("softbreak", "hardbreak"):
+            # A model that begins a new line means one, in verse and addresses for instance, so both kinds are shown.
+            add("\n")
+        elif kind == "code_inline":
+            add(token.content, code=True)
+        elif kind == "link_open":
+            hrefs.append(allowed_link(str(token.attrGet("href") or "")))
+        elif kind == "link_close":
+            hrefs.pop()
+        elif kind == "image":
+            add(f"[image: {_image_text(token)}]", href=allowed_link(str(token.attrGet("src") or "")))
+        elif kind.endswith(("_open", "_close")):
+            style[token.tag] += 1 if kind.endswith("_open") else -1
+        else:
+            add(token.content)
+    return tuple(spans)
+
+
+def _same_style(a: Span, b: Span) -> bool:
+    return (a.bold, a.italic, a.strike, a.code, a.href) == (b.bold, b.italic, b.strike, b.code, b.href)
+
+
+def _image_text(token: Token) -> str:
+    children = token.children
+    return "".join(span.text for span in read_spans(children)) if children else token.content
