@@ -37,8 +37,9 @@ WINDOW_LIBRARIES = {
     "libxkbcommon-x11.so.0": "libxkbcommon-x11-0",
     "libxkbcommon.so.0": "libxkbcommon0",
 }
-# What the end-to-end tests of the real window need: a private X server, and keys and clicks for it.
-E2E_PROGRAMS = {"Xvfb": "xvfb", "xdotool": "xdotool"}
+# What the end-to-end tests of the real window need: a private X server, keys and clicks for it, and a private bus on
+# which to see the window as a screen reader does.
+E2E_PROGRAMS = {"Xvfb": "xvfb", "xdotool": "xdotool", "dbus-daemon": "dbus"}
 
 
 def has_display() -> bool:

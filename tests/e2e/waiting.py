@@ -1,0 +1,23 @@
+"""Waiting for another process: until something holds, never for a fixed time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+PATIENCE_S = 60.0  # how long a busy machine may take; nothing is asserted about it
+
+
+def eventually(look: Callable[[], T], what: str, patience_s: float = PATIENCE_S) -> T:
+    """The first true thing that `look` returns; fails the test, saying `what` did not happen, if none comes."""
+    deadline = time.monotonic() + patience_s
+    while not (seen := look()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {patience_s:.0f} s in vain until {what}")
+        time.sleep(0.05)
+    return seen
