@@ -1,4 +1,4 @@
-"""A private X server with a private accessibility bus: a screen that no one else draws on, with a keyboard and a mouse."""
+"""A private X server with a private accessibility bus: a screen of our own, with a keyboard and a mouse."""
 
 from __future__ import annotations
 

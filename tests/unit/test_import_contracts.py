@@ -17,6 +17,7 @@ APP_MAY_USE = (
     "engine.errors",
     "engine.paths",
     "engine.hardware.probe",
+    "engine.hardware.cgroup",
     "engine.planner",
     "engine.checkpoint",
 )
