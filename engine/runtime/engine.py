@@ -9,7 +9,8 @@ from engine.checkpoint.library import resolve
 from engine.config import EngineConfig, SamplingParams
 from engine.errors import EngineError, ErrorCode
 from engine.protocol import ChatMessage, ModelInfo
-from engine.runtime.chat_session import ChatSession, GenerationResult
+from engine.runtime.chat_session import ChatSession
+from engine.runtime.generation import GenerationResult
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.loading import load_model
 
@@ -100,6 +101,10 @@ class Engine:
                 on_text=on_text,
                 cancelled=cancelled,
             )
+        except EngineError as error:
+            if error.code == ErrorCode.NOT_ENOUGH_MEMORY:
+                self._session = None
+            raise
         except BaseException:
             # Its KV may be half written, or be what filled the memory: the next answer starts from nothing.
             self._session = None

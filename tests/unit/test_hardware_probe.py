@@ -1,0 +1,120 @@
+"""What the machine is found to have, and what a container is found to allow."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine.hardware import cgroup
+from engine.hardware.probe import GpuInfo, free_disk_bytes, parse_gpu_line, probe, usable_cpus
+
+
+def test_this_machine() -> None:
+    found = probe()
+    assert found.os
+    assert 1 <= found.usable_cpus <= (os.cpu_count() or 1)
+    assert 0 < found.ram_available_bytes <= found.ram_bytes <= psutil.virtual_memory().total
+    assert bool(found.gpus) != bool(found.gpu_note)
+    assert found.models_disk_free_bytes is None or found.models_disk_free_bytes > 0
+    json.dumps(asdict(found))
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="affinity is Linux's")
+def test_affinity_is_honoured() -> None:
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert usable_cpus() == 1
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script stands in for the driver's program")
+@pytest.mark.parametrize(
+    ("script", "names", "note"),
+    [
+        ("echo 'NVIDIA H200, 143771, 143000, 580.65, 9.0, 5'", ["NVIDIA H200"], ""),
+        ("echo 'A, 1, 1, 1, 9.0, 5'; echo 'B, 1, 1, 1, 8.6, 4'", ["A", "B"], ""),
+        ("echo 'No devices were found'", [], "no graphics card"),
+        ("echo oops >&2; exit 9", [], "does not answer"),
+    ],
+)
+def test_what_nvidia_smi_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, names: list[str], note: str
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    found = probe()
+    assert [gpu.name for gpu in found.gpus] == names
+    assert note in found.gpu_note
+
+
+def test_a_missing_sensor_is_none() -> None:
+    line = "NVIDIA GB10, [N/A], [N/A], 580.95, 12.1, [N/A]"
+    assert parse_gpu_line(line) == GpuInfo("NVIDIA GB10", None, None, "580.95", "12.1", None)
+    assert parse_gpu_line("[N/A], 1, 1, 1, 1, 1") is None
+    assert parse_gpu_line("one cell") is None
+
+
+def test_free_space_of_a_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
+    assert (free_disk_bytes(tmp_path / "not" / "yet") or 0) > 0
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_container_limits_version_2(tmp_path: Path) -> None:
+    root = write(
+        tmp_path,
+        {
+            "memory.max": "1000000\n",
+            "memory.current": "600000\n",
+            "memory.stat": "anon 1\ninactive_file 50000\n",
+            "cpu.max": "150000 100000\n",
+        },
+    )
+    assert cgroup.memory_limits(root) == (1_000_000, 450_000)
+    assert cgroup.cpu_quota(root) == 1.5
+
+
+def test_container_limits_version_1(tmp_path: Path) -> None:
+    root = write(
+        tmp_path,
+        {
+            "memory/memory.limit_in_bytes": "2000000\n",
+            "memory/memory.usage_in_bytes": "500000\n",
+            "memory/memory.stat": "total_inactive_file 0\n",
+            "cpu/cpu.cfs_quota_us": "200000\n",
+            "cpu/cpu.cfs_period_us": "100000\n",
+        },
+    )
+    assert cgroup.memory_limits(root) == (2_000_000, 1_500_000)
+    assert cgroup.cpu_quota(root) == 2.0
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"memory.max": "max\n", "cpu.max": "max 100000\n"},
+        {"memory/memory.limit_in_bytes": "9223372036854771712\n", "cpu/cpu.cfs_quota_us": "-1\n"},
+        {"memory.max": "garbage", "cpu.max": "1 0"},
+    ],
+)
+def test_no_limits(tmp_path: Path, files: dict[str, str]) -> None:
+    root = write(tmp_path, files)
+    assert cgroup.memory_limits(root) == (None, None)
+    assert cgroup.cpu_quota(root) is None
