@@ -1,4 +1,4 @@
-"""Imports run one way.  The contracts that say what is forbidden stand in pyproject.toml; here is what `app` may use."""
+"""Imports run one way.  What is forbidden stands in pyproject.toml; here is what `app` may use."""
 
 from __future__ import annotations
 
