@@ -219,7 +219,7 @@ class ThemeController(QObject):
         load_fonts()
         QGuiApplication.styleHints().colorSchemeChanged.connect(self._follow_system)
         self._force_scheme()
-        self._theme = self._wanted()
+        self._theme = self._wanted(QGuiApplication.styleHints().colorScheme())
         self._apply()
 
     @property
@@ -239,7 +239,7 @@ class ThemeController(QObject):
         if choice != self._choice:
             self._choice = choice
             self._force_scheme()
-            self._refresh()
+            self._show(self._wanted(QGuiApplication.styleHints().colorScheme()))
 
     def set_font_px(self, font_px: int) -> None:
         """Sets the size of body text, held within `MIN_FONT_PX` and `MAX_FONT_PX`."""
@@ -249,23 +249,21 @@ class ThemeController(QObject):
             self._apply()
             self.changed.emit(self._theme)
 
-    def _wanted(self) -> Theme:
+    def _wanted(self, system: Qt.ColorScheme) -> Theme:
         if self._choice == "system":
-            dark = QGuiApplication.styleHints().colorScheme() == Qt.ColorScheme.Dark
-            return DARK if dark else LIGHT
+            return DARK if system == Qt.ColorScheme.Dark else LIGHT
         return DARK if self._choice == "dark" else LIGHT
 
-    def _follow_system(self) -> None:
+    def _follow_system(self, system: Qt.ColorScheme) -> None:
         if self._choice == "system":
-            self._refresh()
+            self._show(self._wanted(system))
 
     def _force_scheme(self) -> None:
         """Tells the platform too, so that title bars and native dialogs agree with the window."""
         scheme = {"light": Qt.ColorScheme.Light, "dark": Qt.ColorScheme.Dark}.get(self._choice, Qt.ColorScheme.Unknown)
         QGuiApplication.styleHints().setColorScheme(scheme)
 
-    def _refresh(self) -> None:
-        theme = self._wanted()
+    def _show(self, theme: Theme) -> None:
         if theme is not self._theme:
             self._theme = theme
             self._apply()

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import sys
 from enum import Enum
 from pathlib import Path
 
 import psutil
 from PySide6.QtCore import QElapsedTimer, QLockFile, QObject, QSysInfo, QThread, Signal
 from PySide6.QtNetwork import QLocalServer, QLocalSocket
+
+if sys.platform != "win32":
+    import fcntl
 
 LOCK_NAME = "window.lock"
 ANSWER_MS = 3000
@@ -59,7 +63,7 @@ class SingleInstance(QObject):
         while not lock.tryLock(0):
             if lock.error() != QLockFile.LockError.LockFailedError:
                 return Claim.NOT_WRITABLE
-            if _is_of_a_later_process(lock, path) and lock.removeStaleLockFile():
+            if _is_of_a_later_process(lock, path) and _remove_unheld(path):
                 continue
             if self._raise_other():
                 return Claim.RAISED_OTHER
@@ -129,3 +133,22 @@ def _is_of_a_later_process(lock: QLockFile, path: Path) -> bool:
     with contextlib.suppress(OSError, psutil.Error):
         return psutil.Process(info[0]).create_time() > path.stat().st_mtime + 2
     return False
+
+
+def _remove_unheld(path: Path) -> bool:
+    """Removes a lock file that no process holds open; False if one does after all."""
+    try:
+        if sys.platform == "win32":
+            path.unlink()  # refused while its holder has it open
+            return True
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # Qt's holder keeps this lock too
+            if os.fstat(descriptor).st_ino != path.stat().st_ino:
+                return False  # another start was quicker, and this is its lock
+            path.unlink()
+            return True
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return False

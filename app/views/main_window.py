@@ -83,7 +83,7 @@ class MainWindow(QMainWindow):
         self.sidebar.choose(index)
         self.pages.setCurrentIndex(index)
         if not self.sidebar.has_focus():  # who walks through the sidebar with the keys stays there
-            self.pages.currentWidget().setFocus()
+            self._focus_page()
 
     def begin(self) -> None:
         """Starts what the window needs but does not wait for: the engine, the default model, the machine's figures."""
@@ -116,6 +116,11 @@ class MainWindow(QMainWindow):
                 "it holds no prompts and no answers, and nothing was sent."
             )
         )
+
+    def _focus_page(self) -> None:
+        page = self.pages.currentWidget()
+        if page is not None:
+            page.setFocus()
 
     # --- the engine -------------------------------------------------------------------------------
 
@@ -217,7 +222,7 @@ class MainWindow(QMainWindow):
             if not saved.isEmpty():
                 self.restoreGeometry(saved)
         super().showEvent(event)
-        self.pages.currentWidget().setFocus()
+        self._focus_page()
 
     def closeEvent(self, event: QCloseEvent) -> None:
         self.closing.emit()

@@ -1,0 +1,111 @@
+"""A crash is told at the next start, without a word of what the user wrote."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.services.crash_reports import CrashReports, describe
+from engine.errors import EngineError, ErrorCode
+
+SECRET = "the user's secret prompt"
+
+NATIVE_CRASH = """
+import faulthandler, sys
+from pathlib import Path
+from app.services.crash_reports import CrashReports
+CrashReports(Path(sys.argv[1])).install()
+faulthandler._sigabrt()
+"""
+MERELY_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from app.services.crash_reports import CrashReports
+CrashReports(Path(sys.argv[1])).install()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def reports(tmp_path: Path) -> Iterator[CrashReports]:
+    result = CrashReports(tmp_path / "logs")
+    before = (sys.excepthook, threading.excepthook)
+    result.install()
+    yield result
+    result.uninstall()
+    assert (sys.excepthook, threading.excepthook) == before
+
+
+def _raise_with_secret() -> None:
+    raise ValueError(SECRET)
+
+
+def test_nothing_happened_nothing_is_pending(reports: CrashReports) -> None:
+    assert reports.pending() == ""
+
+
+def test_an_unhandled_error_is_pending_without_its_message(reports: CrashReports) -> None:
+    try:
+        _raise_with_secret()
+    except ValueError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    text = reports.pending()
+    assert "ValueError" in text
+    assert "_raise_with_secret" in text
+    assert SECRET not in text
+    assert str(Path.home()) not in text
+    reports.dismiss()
+    assert reports.pending() == ""
+
+
+def test_an_error_in_a_thread_is_pending(reports: CrashReports) -> None:
+    thread = threading.Thread(target=_raise_with_secret)
+    thread.start()
+    thread.join()
+    assert "ValueError" in reports.pending()
+
+
+def test_one_error_again_and_again_does_not_fill_the_disk(reports: CrashReports, tmp_path: Path) -> None:
+    for _ in range(50):
+        sys.excepthook(ValueError, ValueError(), None)
+    assert len(list((tmp_path / "logs").glob("crash-*"))) <= 5
+
+
+def test_a_native_crash_is_pending_at_the_next_start(reports: CrashReports, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", NATIVE_CRASH, str(tmp_path / "logs")], check=False)
+    assert done.returncode != 0
+    assert "Fatal Python error" in reports.pending()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL there")
+def test_a_window_that_was_merely_killed_leaves_nothing_to_tell(reports: CrashReports, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", MERELY_KILLED, str(tmp_path / "logs")], check=False)
+    assert reports.pending() == ""
+    assert len(list((tmp_path / "logs").iterdir())) == 1  # the file of this process
+
+
+def test_the_code_of_an_engine_error_and_its_cause_are_told() -> None:
+    try:
+        try:
+            _raise_with_secret()
+        except ValueError as cause:
+            raise EngineError(ErrorCode.DISK_FULL, SECRET) from cause
+    except EngineError as error:
+        text = describe(error, error.__traceback__)
+    assert "EngineError [disk_full]" in text
+    assert "caused by:" in text
+    assert SECRET not in text
+
+
+def test_a_folder_that_cannot_be_written_is_no_crash_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    reports = CrashReports(tmp_path / "file" / "logs")
+    reports.install()
+    sys.excepthook(ValueError, ValueError(), None)
+    assert reports.pending() == ""
+    reports.uninstall()

@@ -1,0 +1,140 @@
+"""One set of tokens feeds everything, can be read, and follows the system and the font size."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from PySide6.QtCore import Qt
+from PySide6.QtGui import QGuiApplication, QPalette
+from PySide6.QtWidgets import QLabel, QPushButton, QWidget
+from pytestqt.qtbot import QtBot
+
+from app.theme import DARK, LIGHT, MAX_FONT_PX, MIN_FONT_PX, Theme, ThemeController, style_sheet, use_tabular_figures
+
+BOTH = pytest.mark.parametrize("theme_tokens", [LIGHT, DARK], ids=lambda theme: theme.name)
+
+
+def _luminance(colour: str) -> float:
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def _contrast(one: str, other: str) -> float:
+    light, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+@BOTH
+def test_text_can_be_read(theme_tokens: Theme) -> None:
+    t = theme_tokens
+    pairs = [
+        (text, behind)
+        for text in (t.text, t.muted, t.accent_text)
+        for behind in (t.background, t.surface, t.raised, t.sunken, t.hover, t.accent_background)
+    ]
+    pairs += [(t.danger, behind) for behind in (t.background, t.surface, t.raised, t.hover)]
+    pairs += [(t.on_accent, t.accent), (t.on_accent, t.accent_hover)]
+    assert [pair for pair in pairs if _contrast(*pair) < 4.5] == []
+
+
+@BOTH
+def test_the_focus_ring_stands_out(theme_tokens: Theme) -> None:
+    for behind in (theme_tokens.background, theme_tokens.surface, theme_tokens.raised):
+        assert _contrast(theme_tokens.accent, behind) >= 3
+
+
+@BOTH
+def test_every_colour_is_a_colour(theme_tokens: Theme) -> None:
+    values = dataclasses.asdict(theme_tokens)
+    del values["name"], values["is_dark"]
+    assert all(re.fullmatch(r"#[0-9A-F]{6}", value) for value in values.values())
+
+
+@BOTH
+def test_the_style_sheet_has_every_name_filled_in(theme_tokens: Theme) -> None:
+    sheet = style_sheet(theme_tokens, 14)
+    assert "$" not in sheet
+    assert theme_tokens.accent in sheet
+
+
+def test_sizes_follow_the_font_size() -> None:
+    assert "font-size: 10.500pt" in style_sheet(LIGHT, 14)  # 14 px at 96 dots per inch
+    assert "font-size: 21.000pt" in style_sheet(LIGHT, 28)
+    assert "font-size: 14.000pt" in style_sheet(LIGHT, 14, dpi=72)  # macOS
+
+
+def test_a_choice_is_applied_everywhere(theme: ThemeController, qtbot: QtBot) -> None:
+    with qtbot.waitSignal(theme.changed) as told:
+        theme.set_choice("dark")
+    assert told.args == [DARK]
+    palette = QGuiApplication.palette()
+    assert palette.color(QPalette.ColorRole.Window).name().upper() == DARK.background
+    label = QLabel("text")
+    qtbot.addWidget(label)
+    label.ensurePolished()
+    assert label.palette().color(label.foregroundRole()).name().upper() == DARK.text
+
+
+def test_the_same_choice_again_says_nothing(theme: ThemeController, qtbot: QtBot) -> None:
+    with qtbot.assertNotEmitted(theme.changed):
+        theme.set_choice("light")
+
+
+def test_it_follows_the_system_while_the_window_is_open(theme: ThemeController) -> None:
+    theme.set_choice("system")
+    hints = QGuiApplication.styleHints()
+    hints.colorSchemeChanged.emit(Qt.ColorScheme.Dark)  # the offscreen platform has no scheme of its own
+    assert theme.theme is DARK
+    hints.colorSchemeChanged.emit(Qt.ColorScheme.Light)
+    assert theme.theme is LIGHT
+
+
+def test_an_own_choice_does_not_follow_the_system(theme: ThemeController, qtbot: QtBot) -> None:
+    with qtbot.assertNotEmitted(theme.changed):
+        QGuiApplication.styleHints().colorSchemeChanged.emit(Qt.ColorScheme.Dark)
+
+
+def test_the_font_size_reaches_the_widgets_and_is_held_in_bounds(theme: ThemeController, qtbot: QtBot) -> None:
+    label = QLabel("text")
+    qtbot.addWidget(label)
+    label.show()
+    before = label.fontMetrics().height()
+    theme.set_font_px(20)
+    assert label.fontMetrics().height() > before
+    theme.set_font_px(1)
+    assert theme.font_px == MIN_FONT_PX
+    theme.set_font_px(1000)
+    assert theme.font_px == MAX_FONT_PX
+
+
+def test_inter_is_bundled(theme: ThemeController) -> None:
+    label = QLabel("text")
+    label.ensurePolished()
+    assert label.fontInfo().family() == "Inter"
+    label.deleteLater()
+
+
+def test_figures_stay_tabular_when_the_theme_changes(theme: ThemeController, qtbot: QtBot) -> None:
+    label = QLabel("1111")
+    label.setProperty("role", "caption")
+    qtbot.addWidget(label)
+    label.show()
+    use_tabular_figures(label)
+    for choice in ("dark", "light"):
+        theme.set_choice(choice)
+        assert label.fontMetrics().horizontalAdvance("1111") == label.fontMetrics().horizontalAdvance("0000")
+
+
+def test_a_focused_button_looks_different(theme: ThemeController, qtbot: QtBot) -> None:
+    window = QWidget()
+    qtbot.addWidget(window)
+    button = QPushButton("Go", window)
+    window.show()
+    before = button.grab().toImage()
+    button.setFocus(Qt.FocusReason.TabFocusReason)
+    window.activateWindow()
+    qtbot.waitUntil(button.hasFocus)
+    assert button.grab().toImage() != before
