@@ -47,6 +47,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `switchyard`; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    end_log = log_to_file("command.log", also_stderr=False)
     try:
         return _run(arguments)
     except EngineError as error:
@@ -64,10 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         told = as_engine_error(error, doing)
         report_error(told, as_json="--json" in arguments)
         return 2 if told.code.is_users else 1
+    finally:
+        end_log()
 
 
 def _run(arguments: list[str]) -> int:
-    log_to_file("command.log", also_stderr=False)
     verb = next((argument for argument in arguments if not argument.startswith("-")), None)
     parser = _Parser(
         prog="switchyard", description="Mixture-of-Experts models on your own PC.  Without a verb: open the window."

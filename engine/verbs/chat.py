@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from engine.config import SamplingParams
 from engine.errors import EngineError, ErrorCode
 from engine.protocol import ChatMessage, ModelInfo
-from engine.verbs.options import add_engine_options, engine_config, positive_int
+from engine.verbs.options import add_engine_options, engine_config, positive_int, seed, stop_string
 from engine.verbs.output import emit, note, write_text
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _SAMPLING_OPTIONS = (
     ("--top-p", float, "P", "choose among the likeliest tokens that make up P; 1 is all"),
     ("--min-p", float, "P", "drop tokens less likely than P times the likeliest"),
     ("--repetition-penalty", float, "X", "above 1 makes repetition less likely"),
-    ("--seed", int, "S", "the same seed gives the same answer on the same machine"),
+    ("--seed", seed, "S", "the same seed gives the same answer on the same machine"),
     ("--beams", int, "B", "search B answers at once and give the likeliest"),
 )
 
@@ -41,7 +41,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="longest answer (default 512)")
     for name, kind, metavar, text in _SAMPLING_OPTIONS:
         parser.add_argument(name, type=kind, metavar=metavar, help=text)
-    parser.add_argument("--stop", action="append", metavar="S", help="end the answer before S; may be repeated")
+    parser.add_argument(
+        "--stop", type=stop_string, action="append", metavar="S", help="end the answer before S; may be repeated"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     add_engine_options(parser)
 

@@ -42,6 +42,20 @@ def positive_int(text: str) -> int:
     return value
 
 
+def seed(text: str) -> int:
+    """A seed of the random numbers: any whole number from 0 to 2^63 - 1."""
+    if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) < 2**63):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 9223372036854775807")
+    return int(text)
+
+
+def stop_string(text: str) -> str:
+    """A string that ends an answer; an empty one would end every answer before it began."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty string would end the answer before it began")
+    return text
+
+
 def device_name(text: str) -> str:
     """`auto`, `cpu`, `cuda` or `emulated:NAME`; whether the machine has it is asked when a model is loaded."""
     if text in ("auto", "cpu", "cuda") or re.fullmatch(r"cuda:\d+|emulated:[\w.-]+", text, re.ASCII):

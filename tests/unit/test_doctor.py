@@ -1,0 +1,134 @@
+"""What `switchyard doctor` finds, and when that is a reason to exit 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine import cli
+from engine.hardware.probe import GpuInfo, HardwareProfile, probe
+from engine.verbs import doctor, doctor_checks, doctor_display
+from engine.verbs.doctor_checks import Status
+
+GPU = GpuInfo("NVIDIA H200", 140 * 2**30, 139 * 2**30, "580.65", "9.0", 5)
+
+
+@pytest.fixture
+def machine() -> HardwareProfile:
+    return replace(probe(), gpus=(), gpu_note="None here.", ram_available_bytes=2**34, models_disk_free_bytes=2**40)
+
+
+def test_here_it_tells_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli.main(["doctor", "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert code == (0 if document["healthy"] else 2)
+    names = {finding["name"] for finding in document["findings"]}
+    assert {"system", "processor", "memory", "Python", "torch", "transformers", "PySide6", "graphics card"} <= names
+    assert {"display", "data folder", "disk", "starter model"} <= names
+    assert all(finding["action"] for finding in document["findings"] if finding["status"] == "problem")
+    assert document["hardware"]["usable_cpus"] >= 1
+
+
+def test_it_makes_no_folder(switchyard_home: Path) -> None:
+    cli.main(["doctor", "--json"])
+    made = {path.name for path in switchyard_home.rglob("*")} if switchyard_home.exists() else set()
+    assert made <= {"logs"}
+
+
+def test_for_a_person_every_finding_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["doctor"])
+    said = capsys.readouterr().out
+    assert "starter model" in said
+    assert "-> Run `switchyard models pull starter`." in said
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a folder's permissions")
+def test_a_folder_that_cannot_be_used_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: HardwareProfile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("not a folder")
+    monkeypatch.setenv("SWITCHYARD_HOME", str(in_the_way))
+    findings = [finding for finding in doctor_checks.folder_findings(machine) if finding.status == Status.PROBLEM]
+    assert {finding.name for finding in findings} == {
+        "settings folder", "data folder", "cache folder", "log folder",
+    }  # fmt: skip
+    assert all("SWITCHYARD_HOME" in finding.action for finding in findings)
+    assert cli.main(["doctor"]) == 2
+    assert "PROBLEM" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cuda", "status", "words"),
+    [
+        (GPU, "13.0", Status.OK, "built for CUDA 13.0"),
+        (GPU, None, Status.ADVICE, "built without CUDA"),
+        (replace(GPU, compute_capability="6.1"), "13.0", Status.ADVICE, "this old"),
+        (replace(GPU, compute_capability=None, total_bytes=None, driver=None), "13.0", Status.OK, "unknown"),
+    ],
+)
+def test_a_graphics_card_and_the_torch_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+    machine: HardwareProfile,
+    gpu: GpuInfo,
+    cuda: str | None,
+    status: Status,
+    words: str,
+) -> None:
+    monkeypatch.setattr(doctor_checks, "torch_cuda_version", lambda: cuda)
+    (finding,) = doctor_checks.gpu_findings(replace(machine, gpus=(gpu,)))
+    assert finding.status == status
+    assert words in finding.detail
+    assert bool(finding.action) == (status != Status.OK)
+
+
+def test_without_a_card_it_says_why(machine: HardwareProfile) -> None:
+    (finding,) = doctor_checks.gpu_findings(machine)
+    assert "None here." in finding.detail
+    assert finding.status == Status.OK
+
+
+def test_a_missing_package_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_checks, "_installed", {"transformers": "4.57.1", "torch": "2.13.0"}.get)
+    found = {finding.name: finding.status for finding in doctor_checks.software_findings()}
+    assert found == {
+        "Python": Status.OK,
+        "torch": Status.OK,
+        "transformers": Status.PROBLEM,
+        "PySide6": Status.PROBLEM,
+    }
+
+
+def test_torchs_build_is_read_from_its_files() -> None:
+    import torch
+
+    assert doctor_checks.torch_cuda_version() == torch.version.cuda
+
+
+@pytest.mark.parametrize(
+    ("ram", "disk", "names"), [(2**28, 2**40, {"memory"}), (2**34, 2**20, {"disk"}), (2**34, None, {"disk"})]
+)
+def test_little_room_is_worth_advice(machine: HardwareProfile, ram: int, disk: int | None, names: set[str]) -> None:
+    small = replace(machine, ram_available_bytes=ram, models_disk_free_bytes=disk)
+    findings = [*doctor.hardware_findings(small), *doctor_checks.folder_findings(small)]
+    advised = {finding.name for finding in findings if finding.status == Status.ADVICE}
+    assert advised - {"starter model"} == names
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Qt brings all it needs")
+@pytest.mark.parametrize(("display", "status"), [(":0", Status.PROBLEM), ("", Status.ADVICE)])
+def test_missing_libraries_are_named_with_the_command(
+    monkeypatch: pytest.MonkeyPatch, display: str, status: Status
+) -> None:
+    for name in ("WAYLAND_DISPLAY", "QT_QPA_PLATFORM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DISPLAY", display)
+    monkeypatch.setattr(doctor_display, "missing_qt_libraries", lambda: ["libxcb-cursor.so.0", "libEGL.so.1"])
+    shown, libraries = doctor_display.display_findings()
+    assert (shown.status == Status.OK) == bool(display)
+    assert libraries.status == status
+    assert libraries.action == "On Debian or Ubuntu: `sudo apt-get install libxcb-cursor0 libegl1`."
