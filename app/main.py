@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 
 from PySide6.QtCore import QLibraryInfo, QLocale, Qt, QTimer, QTranslator
@@ -85,6 +86,8 @@ def _run(app: QApplication, reports: CrashReports) -> int:
         window.offer_crash_report(report, reports.dismiss)
     instance.raise_requested.connect(window.come_forward)
     report_if_asked(window)
+    for ending in (signal.SIGINT, signal.SIGTERM):  # noticed at the next sample of the memory, a second at most
+        signal.signal(ending, lambda *_: app.quit())
     window.show()
     QTimer.singleShot(0, window, window.begin)
     code = app.exec()

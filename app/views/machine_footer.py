@@ -32,6 +32,7 @@ class MachineFooter(QWidget):
         self._ram_bar = MemoryGauge(self.tr("RAM"), self)
         self._vram_bar = MemoryGauge(self.tr("VRAM"), self)
         self._legend = MemoryLegend(self)
+        self._legend.show_parts(self._parts(theme.theme, 0, 0, 0, 0, 0), theme.theme)  # so that nothing jumps later
         self._no_gpu = _caption(self)
         self._hardware = _caption(self)
         self._where = _caption(self)

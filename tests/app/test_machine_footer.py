@@ -1,0 +1,138 @@
+"""The sidebar's foot says what the machine holds, in words and figures that add up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from PySide6.QtWidgets import QApplication, QLabel
+from pytestqt.qtbot import QtBot
+
+from app.services.device_monitor import DeviceMonitor, RamSample
+from app.services.engine_client import EngineClient
+from app.theme import LIGHT, ThemeController
+from app.views.machine_footer import MachineFooter
+from app.widgets.memory_bar import MemoryBar, MemoryPart
+from app.widgets.quantities import memory, used_of
+from engine.hardware.probe import GpuInfo, HardwareProfile
+from engine.protocol import ModelInfo, Telemetry
+
+GIB = 2**30
+MODEL = ModelInfo(
+    name="starter", path="/m", family="mixtral", device="cpu", precision="bf16", threads=2, parameters=1, layers=1,
+    experts=8, experts_per_token=7, context_tokens=2048, weights_bytes=1, experts_bytes=1, kv_bytes_per_token=1,
+)  # fmt: skip
+GPU = GpuInfo("RTX 4060", 8 * GIB, 3 * GIB, "555", "8.9", 4)
+
+
+def _profile(*gpus: GpuInfo) -> HardwareProfile:
+    return HardwareProfile(
+        os="Linux", architecture="x86_64", cpu="AMD Ryzen(TM) 7 7700 8-Core Processor @ 3.8GHz", physical_cores=8,
+        logical_cores=16, usable_cpus=16, instructions=(), ram_bytes=32 * GIB, ram_available_bytes=16 * GIB,
+        gpus=gpus, gpu_note="" if gpus else "No NVIDIA driver was found.", models_disk_free_bytes=None,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def client(qapp: QApplication) -> Iterator[EngineClient]:
+    result = EngineClient()
+    yield result
+    result.deleteLater()
+
+
+@pytest.fixture
+def devices(qapp: QApplication) -> Iterator[DeviceMonitor]:
+    result = DeviceMonitor()
+    yield result
+    result.stop()
+    result.deleteLater()
+
+
+@pytest.fixture
+def footer(qtbot: QtBot, client: EngineClient, devices: DeviceMonitor, theme: ThemeController) -> MachineFooter:
+    result = MachineFooter(client, devices, theme)
+    qtbot.addWidget(result)
+    result.show()
+    return result
+
+
+def _texts(footer: MachineFooter) -> list[str]:
+    return [label.text() for label in footer.findChildren(QLabel) if label.isVisible()]
+
+
+def test_ram_is_split_into_what_holds_it(footer: MachineFooter, client: EngineClient, devices: DeviceMonitor) -> None:
+    devices.ram_sampled.emit(RamSample(total=32 * GIB, used=10 * GIB, window=GIB // 2))
+    client.telemetry.emit(
+        Telemetry(
+            rss_bytes=6 * GIB, weights_bytes=GIB, experts_bytes=4 * GIB, kv_bytes=GIB // 2, kv_tokens=9, tokens_per_s=0
+        )
+    )
+    texts = _texts(footer)
+    assert used_of(10 * GIB, 32 * GIB) in texts
+    for name, amount in (
+        ("Weights", GIB),
+        ("Experts", 4 * GIB),
+        ("KV", GIB // 2),
+        ("Switchyard", GIB),  # the rest of the engine's 6 GB, and the window
+        ("Other programs", 3.5 * GIB),
+    ):
+        assert texts[texts.index(name) + 1] == memory(int(amount))
+
+
+def test_without_a_gpu_it_says_so(footer: MachineFooter, devices: DeviceMonitor) -> None:
+    devices.hardware_found.emit(_profile())
+    assert "No GPU in use" in _texts(footer)
+    assert "VRAM" not in _texts(footer)
+    assert "AMD Ryzen 7 7700 8-Core · 8 cores" in _texts(footer)
+
+
+def test_with_a_gpu_there_is_a_vram_bar(footer: MachineFooter, devices: DeviceMonitor) -> None:
+    devices.ram_sampled.emit(RamSample(32 * GIB, 10 * GIB, GIB))
+    devices.hardware_found.emit(_profile(GPU))
+    assert "VRAM" in _texts(footer)
+    assert used_of(5 * GIB, 8 * GIB) in _texts(footer)
+    assert "RTX 4060, not in use" in _texts(footer)
+
+
+def test_it_says_where_the_model_runs(
+    footer: MachineFooter, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "No model loaded" in _texts(footer)
+    monkeypatch.setattr(client, "_model", MODEL)
+    client.model_loaded.emit(MODEL)
+    assert "starter\nCPU, 2 threads · bf16" in _texts(footer)
+
+
+def test_a_real_sample_is_of_this_machine(devices: DeviceMonitor, qtbot: QtBot) -> None:
+    with qtbot.waitSignal(devices.ram_sampled) as told:
+        devices.sample()
+    sample = told.args[0]
+    assert 0 < sample.window < sample.total
+    assert 0 < sample.used <= sample.total
+
+
+def test_the_hardware_is_found_off_the_gui_thread(devices: DeviceMonitor, qtbot: QtBot) -> None:
+    with qtbot.waitSignal(devices.hardware_found, timeout=20_000) as told:
+        devices.start()
+    assert told.args[0].usable_cpus >= 1
+
+
+def test_the_bar_shows_parts_in_proportion_and_never_overflows(qtbot: QtBot) -> None:
+    bar = MemoryBar()
+    qtbot.addWidget(bar)
+    bar.resize(100, 8)
+    bar.show_parts(
+        (MemoryPart("a", 50, LIGHT.gpu), MemoryPart("b", 0, LIGHT.hit), MemoryPart("c", 500, LIGHT.disk)),
+        100,
+        "#FFFFFF",
+    )
+    image = bar.grab().toImage()
+    ratio = image.devicePixelRatio()
+    colours = [image.pixelColor(round(x * ratio), round(4 * ratio)).name().upper() for x in (25, 75, 97)]
+    assert colours == [LIGHT.gpu, LIGHT.disk, LIGHT.disk]
+
+
+def test_the_amounts_are_said_too(footer: MachineFooter, devices: DeviceMonitor) -> None:
+    devices.ram_sampled.emit(RamSample(32 * GIB, 10 * GIB, GIB))
+    spoken = [widget.accessibleName() for widget in footer.children() if hasattr(widget, "accessibleName")]
+    assert any(name.startswith("RAM") and "Experts 0 MB" in name for name in spoken)

@@ -1,0 +1,141 @@
+"""Settings take effect as they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PySide6.QtCore import Qt
+from PySide6.QtWidgets import QAbstractButton, QComboBox, QLabel, QPushButton, QSlider, QSpinBox, QWidget
+from pytestqt.qtbot import QtBot
+
+from app.services.data_folder import planned_change
+from app.services.settings import Settings
+from app.theme import DARK, ThemeController
+from app.views.settings import SettingsPage
+from app.views.settings.about import LicencesDialog, version
+from engine.paths import data_dir, models_dir
+
+
+@pytest.fixture
+def page(qtbot: QtBot, settings: Settings, theme: ThemeController) -> Iterator[SettingsPage]:
+    result = SettingsPage(settings, theme)
+    qtbot.addWidget(result)
+    result.resize(1000, 800)
+    result.show()
+    yield result
+    result.close_down()
+
+
+def _button(parent: QWidget, text: str) -> QPushButton:
+    (found,) = [button for button in parent.findChildren(QPushButton) if button.text() == text]
+    return found
+
+
+def test_a_theme_is_applied_and_kept(page: SettingsPage, settings: Settings, theme: ThemeController) -> None:
+    _button(page, "Dark").click()
+    assert theme.theme is DARK
+    assert settings.theme == "dark"
+    _button(page, "System").click()
+    assert settings.theme == "system"
+
+
+def test_a_text_size_is_applied_and_kept(page: SettingsPage, settings: Settings, theme: ThemeController) -> None:
+    slider = page.findChild(QSlider)
+    assert slider is not None
+    slider.setValue(18)
+    assert (theme.font_px, settings.font_px) == (18, 18)
+
+
+def test_while_the_slider_is_dragged_nothing_moves_under_the_pointer(
+    page: SettingsPage, settings: Settings, theme: ThemeController
+) -> None:
+    slider = page.findChild(QSlider)
+    assert slider is not None
+    slider.setSliderDown(True)
+    slider.setValue(18)
+    assert theme.font_px == 14
+    slider.setSliderDown(False)
+    assert theme.font_px == 18
+
+
+def test_the_default_model_is_chosen_from_the_library(page: SettingsPage, settings: Settings, qtbot: QtBot) -> None:
+    assert [page.findChild(QComboBox).itemText(i) for i in range(page.findChild(QComboBox).count())] == ["Starter"]
+
+
+def test_a_default_model_that_is_gone_is_still_shown(settings: Settings, theme: ThemeController, qtbot: QtBot) -> None:
+    settings.default_model = "gone"
+    page = SettingsPage(settings, theme)
+    qtbot.addWidget(page)
+    combo = page.findChild(QComboBox)
+    assert combo is not None
+    assert combo.currentData() == "gone"
+
+
+def test_threads_are_kept_and_can_take_effect_at_once(page: SettingsPage, settings: Settings, qtbot: QtBot) -> None:
+    spin = page.findChild(QSpinBox)
+    assert spin is not None
+    assert spin.text() == "Automatic"
+    reload = _button(page, "Load the model anew")
+    assert not reload.isEnabled()
+    spin.setValue(1)
+    assert settings.threads == 1
+    with qtbot.waitSignal(page.reload_wanted):
+        reload.click()
+    assert not reload.isEnabled()
+    spin.setValue(0)
+    assert settings.threads is None
+
+
+def test_a_change_of_the_data_folder_is_planned_told_and_undone(page: SettingsPage, tmp_path: Path) -> None:
+    page.data.plan(tmp_path / "new", copy=True)
+    assert planned_change() is not None
+    texts = [label.text() for label in page.data.findChildren(QLabel) if label.isVisible()]
+    assert any("copied to" in text and str(tmp_path / "new") in text for text in texts)
+    undo = _button(page.data, "Undo")
+    assert undo.isVisible()
+    undo.click()
+    assert planned_change() is None
+    assert not undo.isVisible()
+
+
+def test_a_folder_that_cannot_be_used_is_told_in_its_place(page: SettingsPage, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    page.data.plan(tmp_path / "file" / "folder", copy=False)
+    texts = [label.text() for label in page.data.findChildren(QLabel) if label.isVisible()]
+    assert any("cannot be written" in text for text in texts)
+    assert str(data_dir()) in texts
+
+
+def test_licences_name_the_font_s(qtbot: QtBot, theme: ThemeController) -> None:
+    dialog = LicencesDialog()
+    qtbot.addWidget(dialog)
+    (text,) = [child.toPlainText() for child in dialog.children() if hasattr(child, "toPlainText")]
+    assert "SIL OPEN FONT LICENSE" in text
+    assert "Apache License 2.0" in text
+    assert version()
+
+
+def test_the_keyboard_reaches_every_control_from_top_to_bottom(page: SettingsPage, qtbot: QtBot) -> None:
+    page.activateWindow()
+    controls = [
+        widget
+        for widget in page.findChildren(QWidget)
+        if isinstance(widget, QAbstractButton | QComboBox | QSpinBox | QSlider)
+        and widget.isVisible()
+        and widget.isEnabled()
+    ]
+    reached: list[QWidget] = []
+    page.setFocus()
+    for _ in range(3 * len(controls)):
+        page.focusNextChild()
+        focused = page.focusWidget()
+        if focused is not None and focused in controls and focused not in reached:
+            reached.append(focused)
+    unchecked_themes = {button for button in page.appearance.theme_buttons.buttons() if not button.isChecked()}
+    assert set(reached) >= set(controls) - unchecked_themes  # arrows lead from one theme to the next
+    tops = [widget.mapTo(page, widget.rect().topLeft()).y() for widget in reached]
+    assert [top // 100 for top in tops] == sorted(top // 100 for top in tops)
+    assert page.focusPolicy() is not Qt.FocusPolicy.NoFocus
+    assert not models_dir().exists()
