@@ -95,7 +95,7 @@ class TorchExperts:
         else:
             inner = torch.cat([linear(hidden, self._first[expert], first_bias[expert]) for expert in chosen])
         inner = self._gate(inner)
-        rows = inner.split(1)
+        rows = inner[:, None].unbind(0)
         if down_bias is None:
             out = torch.cat([linear(row, self._down[expert]) for row, expert in zip(rows, chosen, strict=True)])
         else:

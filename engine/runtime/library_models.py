@@ -75,7 +75,7 @@ def model_class_for(config: Any, adapter: FamilyAdapter | None) -> tuple[type, A
     Raises:
         EngineError: `MODEL_UNSUPPORTED` if there is none.
     """
-    chosen = adapter.model_class(config) if adapter is not None else None
+    chosen: Any = adapter.model_class(config) if adapter is not None else None
     if chosen is None:
         for mapping in (
             MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -87,7 +87,7 @@ def model_class_for(config: Any, adapter: FamilyAdapter | None) -> tuple[type, A
                 break
     if isinstance(chosen, tuple | list):
         chosen = chosen[0]
-    if chosen is None or not chosen.can_generate():  # type: ignore[attr-defined]
+    if chosen is None or not chosen.can_generate():
         raise EngineError(
             ErrorCode.MODEL_UNSUPPORTED, f"A model of the kind {config.model_type!r} does not generate text as a chat."
         )

@@ -94,7 +94,7 @@ class TensorReader:
             raise ValueError(f"{entry.key} has {nbytes} bytes, not {tensor.nbytes}")
         if not nbytes:
             return
-        target = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+        target = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy is a buffer
         for begin in range(0, nbytes, _CHUNK):
             if self._cancelled():
                 raise RequestCancelled

@@ -1,10 +1,18 @@
-"""The table of tiny configurations, by transformers' `model_type`."""
+"""The table of tiny configurations, by transformers' `model_type`.
+
+`COMMON` holds what many families call by the same name: each takes what its configuration knows of it.  The table
+says what a family needs besides, chiefly so that each of its kinds of layer occurs.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-_BASE: dict[str, Any] = {
+COMMON: dict[str, Any] = {
+    "vocab_size": 320,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -12,47 +20,124 @@ _BASE: dict[str, Any] = {
     "head_dim": 8,
     "max_position_embeddings": 256,
     "initializer_range": 0.1,
-}
-_MLA: dict[str, Any] = {
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "expert_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "num_local_experts": 8,
+    "num_experts": 8,
+    "n_routed_experts": 8,
+    "moe_num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "top_k_experts": 2,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
-    "num_key_value_heads": 4,
+    "mlp_only_layers": [],
+    "sliding_window": 8,
+}
+_LATENT = {"num_key_value_heads": 4}
+_LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+_DELTA = {
+    **_LINEAR,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_SPARSE_SECOND = {"mlp_layer_types": ["dense", "sparse"]}
+
+DENSE: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": {}}
+
+MOE: dict[str, dict[str, Any]] = {
+    "afmoe": {"num_dense_layers": 1},
+    "aria_text": {},
+    "axk1": _LATENT,
+    "axk2": _LATENT,
+    "bailing_hybrid": {**_LATENT, **_LINEAR, **_SPARSE_SECOND, "num_mtp_layers": 0},
+    "beam": _SPARSE_SECOND,
+    "cohere2_moe": {},
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": {**_LATENT, "n_group": 2},
+    "deepseek_v32": {**_LATENT, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 8},
+    "deepseek_v4": {},
+    "dots1": {},
+    "ernie4_5_moe": {},
+    "exaone_moe": {},
+    "flex_olmo": {},
+    "flint": {},
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "vocab_size_per_layer_input": 320,
+        "hidden_size_per_layer_input": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "glm4_moe": {},
+    "glm4_moe_lite": _LATENT,
+    "glm_moe_dsa": {**_LATENT, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 8},
+    "gpt_oss": {"num_local_experts": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "granitemoe": {},
+    "granitemoe_swa": {},
+    "granitemoehybrid": {
+        **_LINEAR,
+        "shared_intermediate_size": 24,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+    },
+    "granitemoeshared": {"shared_intermediate_size": 24},
+    "hunyuan_v1_moe": {},
+    "hy_v3": {},
+    "hy_v4": {"num_key_value_heads": 4},
+    "inkling_text": {},
+    "inkling2_text": {},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_d_state": 4},
+    "kimi_linear": {
+        **_LATENT,
+        **_LINEAR,
+        **_SPARSE_SECOND,
+        "q_lora_rank": None,
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+    },
+    "kolibri1": {},
+    "laguna": {},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "mellum": {},
+    "mimo_v2_flash": {},
+    "minimax": {"layer_types": ["linear_attention", "full_attention"], "block_size": 8},
+    "minimax_m2": {},
+    "minimax_m3_vl_text": {},
+    "mistral4": _LATENT,
+    "mixtral": {"num_local_experts": 4},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8},
+    "olmoe": {},
+    "phimoe": {},
+    "qwen2_moe": {},
+    "qwen3_5_moe_text": _DELTA,
+    "qwen3_moe": {"num_experts_per_tok": 3},
+    "qwen3_next": _DELTA,
+    "qwen4_exp_text": {
+        **_DELTA,
+        "hc_lowrank": 8,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
+    "solar_open": {},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {**_BASE, "intermediate_size": 64},
-    "qwen3": {**_BASE, "intermediate_size": 64},
-    "mixtral": {**_BASE, "intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {
-        **_BASE,
-        "intermediate_size": 64,
-        "moe_intermediate_size": 24,
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "mlp_only_layers": [],
-    },
-    "gpt_oss": {
-        **_BASE,
-        "intermediate_size": 48,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": 8,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
-    "deepseek_v3": {
-        **{key: value for key, value in _BASE.items() if key != "head_dim"},
-        **_MLA,
-        "intermediate_size": 64,
-        "moe_intermediate_size": 24,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-    },
-    "olmoe": {**_BASE, "intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2},
-}
+FAMILIES: dict[str, dict[str, Any]] = {**DENSE, **MOE}

@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.models.auto import modeling_auto as auto
 
-from tests.engine.tiny_configs import FAMILIES
-from tests.engine.tiny_tokenizer import BOS, EOS, PAD, VOCABULARY, save_tiny_tokenizer
+from tests.engine.tiny_configs import COMMON, FAMILIES
+from tests.engine.tiny_tokenizer import save_tiny_tokenizer
+
+transformers.utils.logging.disable_progress_bar()
 
 
 def tiny_model(family: str, **overrides: Any) -> Any:
@@ -21,7 +24,7 @@ def tiny_model(family: str, **overrides: Any) -> Any:
     config = tiny_config(family, **overrides)
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        model = _model_class(config)(config).eval()
+        model = model_class(config)(config).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 _stir(parameter)
@@ -32,13 +35,13 @@ def tiny_model(family: str, **overrides: Any) -> Any:
 
 def tiny_config(family: str, **overrides: Any) -> Any:
     """The configuration of `tiny_model`."""
-    values = {**FAMILIES[family], **overrides}
-    common = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
-    config_class = transformers.AutoConfig.for_model(family).__class__
-    if "text_config" in values:
-        values["text_config"] = {**common, **values["text_config"]}
-        return config_class(**{"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS, **values})
-    return config_class(**{**common, **values})
+    config_class = type(transformers.AutoConfig.for_model(family))
+    known: set[str] = set()
+    for ancestor in config_class.__mro__:
+        known |= set(getattr(ancestor, "__annotations__", ()))
+    renamed = getattr(config_class, "attribute_map", {})
+    values = {renamed.get(name, name): value for name, value in COMMON.items() if {name, renamed.get(name)} & known}
+    return config_class(**{**values, **FAMILIES[family], **overrides})
 
 
 def tiny_checkpoint(
@@ -67,9 +70,8 @@ def tiny_checkpoint(
     return folder
 
 
-def _model_class(config: Any) -> Any:
-    from transformers.models.auto import modeling_auto as auto
-
+def model_class(config: Any) -> Any:
+    """The library's class that generates text with this configuration."""
     for mapping in (
         auto.MODEL_FOR_CAUSAL_LM_MAPPING,
         auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,

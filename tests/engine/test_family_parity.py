@@ -1,0 +1,116 @@
+"""Every family, loaded by transformers and by us from the same files, must say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.loading import load_model
+from tests.engine.tiny_configs import DENSE, MOE
+from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
+
+PROMPT = torch.tensor([[1, 5, 77, 200, 31, 8, 9, 300, 12, 44, 55, 66]])
+NEW_TOKENS = 16
+
+
+@pytest.mark.parametrize("family", [*DENSE, *MOE])
+def test_logits_and_greedy_tokens_equal_the_librarys(family: str, tmp_path: Path) -> None:
+    tiny_checkpoint(family, tmp_path)
+    compare_with_library(tmp_path, model_class(tiny_config(family)), moe=family in MOE)
+
+
+def compare_with_library(folder: Path, library_class: Any, *, moe: bool = True) -> None:
+    """Loads the checkpoint in both ways and compares: fp32 logits and tokens, bf16 logits."""
+    with loaded(folder, "fp32") as ours, torch.no_grad():
+        reference = library_class.from_pretrained(folder, dtype=torch.float32).eval()
+        assert_is_out_of_the_module(ours, moe)
+        torch.testing.assert_close(logits(ours.model), logits(reference), rtol=0, atol=1e-5)
+        assert greedy(ours.model).tolist() == greedy(reference).tolist()
+        assert ours.info.parameters == sum(parameter.numel() for parameter in reference.parameters())
+    with loaded(folder, "bf16") as ours, torch.no_grad():
+        reference = library_class.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        assert_buffers_equal(ours.model, reference)
+        with routed(ours.model) as our_routes, routed(reference) as their_routes:
+            mine, theirs = logits(ours.model), logits(reference)
+        # In bf16 a near tie in a router may fall either way; what comes before it must agree all the same.
+        agreed = first_difference(our_routes, their_routes)
+        assert agreed >= PROMPT.shape[1] // 2
+        torch.testing.assert_close(mine[:, :agreed].float(), theirs[:, :agreed].float(), rtol=0, atol=2e-3)
+
+
+@contextmanager
+def loaded(folder: Path, precision: Any, **options: Any) -> Iterator[LoadedModel]:
+    config = EngineConfig(model=str(folder), device="cpu", precision=precision, threads=1, **options)
+    model = load_model(config, on_progress=lambda done, total: None, cancelled=lambda: False)
+    try:
+        yield model
+    finally:
+        model.close()
+
+
+def logits(model: Any) -> torch.Tensor:
+    result: torch.Tensor = model(input_ids=PROMPT).logits
+    return result
+
+
+def greedy(model: Any) -> torch.Tensor:
+    result: torch.Tensor = model.generate(
+        PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    return result
+
+
+def assert_is_out_of_the_module(ours: LoadedModel, moe: bool) -> None:
+    assert (ours.bank is not None) == moe
+    if ours.bank is None:
+        return
+    assert ours.info.experts_bytes == ours.bank.nbytes > 0
+    for name in ours.bank.layers:
+        assert not list(ours.model.get_submodule(name).parameters(recurse=False))
+
+
+def assert_buffers_equal(ours: Any, reference: Any) -> None:
+    """Also those that no checkpoint holds: rotary frequencies must not have been rounded to bf16."""
+    theirs = dict(reference.named_buffers())
+    for name, buffer in ours.named_buffers():
+        assert buffer.dtype == theirs[name].dtype, name
+        assert torch.equal(buffer, theirs[name]), name
+
+
+@contextmanager
+def routed(model: Any) -> Iterator[list[torch.Tensor]]:
+    """Collects, sorted, the experts that each token was sent to, experts module by experts module."""
+    routes: list[torch.Tensor] = []
+
+    def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        index = args[1] if len(args) > 1 else kwargs["top_k_index"]
+        routes.append(index.sort(dim=-1).values)
+
+    hooks = [
+        module.register_forward_pre_hook(record, with_kwargs=True)
+        for module in model.modules()
+        if hasattr(module, "_is_expert_parallel")
+    ]
+    try:
+        yield routes
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def first_difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> int:
+    """The first position at which any layer routed differently, or the length of the prompt."""
+    assert len(ours) == len(theirs)
+    places = [
+        int(row)
+        for mine, other in zip(ours, theirs, strict=True)
+        for row in (mine != other).any(dim=-1).nonzero().flatten()
+    ]
+    return min(places, default=PROMPT.shape[1])
