@@ -6,7 +6,7 @@ import logging
 import signal
 import sys
 
-from PySide6.QtCore import QLibraryInfo, QLocale, Qt, QTimer, QTranslator
+from PySide6.QtCore import QLocale, Qt, QTimer
 from PySide6.QtGui import QGuiApplication
 from PySide6.QtWidgets import QApplication, QWidget
 
@@ -19,8 +19,9 @@ from app.services.single_instance import Claim, SingleInstance
 from app.services.window_log import close_window_log, open_window_log
 from app.startup_report import report_if_asked
 from app.theme import ThemeController
+from app.translations import install_translations, translations_dir
 from app.views.main_window import MainWindow
-from engine.paths import data_dir, log_dir, resources_dir
+from engine.paths import data_dir, log_dir
 
 _log = logging.getLogger("switchyard.window")
 
@@ -45,19 +46,8 @@ def _application(argv: list[str]) -> QApplication:
     app.setOrganizationName("Switchyard")
     app.setDesktopFileName("switchyard")
     app.setStyle("Fusion")
-    _install_translations(app)
+    install_translations(app, QLocale.system(), translations_dir())
     return app
-
-
-def _install_translations(app: QApplication) -> None:
-    """Ours from resources/translations and Qt's own, in the system's language where there is one."""
-    for name, folder in (
-        ("switchyard", str(resources_dir() / "translations")),
-        ("qtbase", QLibraryInfo.path(QLibraryInfo.LibraryPath.TranslationsPath)),
-    ):
-        translator = QTranslator(app)
-        if translator.load(QLocale.system(), name, "_", folder):
-            app.installTranslator(translator)
 
 
 def _run(app: QApplication, reports: CrashReports) -> int:

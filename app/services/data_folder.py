@@ -20,6 +20,8 @@ from app.services.single_instance import LOCK_NAME
 from engine.errors import EngineError, ErrorCode
 from engine.paths import chosen_data_dir_file, config_dir, data_dir, standard_data_dir
 
+translate = QCoreApplication.translate
+
 _CHUNK_BYTES = 4 * 2**20
 _UNFINISHED = ".switchyard-unfinished"
 _OURS = ("chats.sqlite3", "models")
@@ -50,7 +52,11 @@ def plan_change(change: FolderChange) -> None:
         cancel_change()
         return
     if change.copy and (target.resolve().is_relative_to(current.resolve())):
-        raise _refused(_tr("{0} lies inside the present data folder; choose a folder outside it.").format(target))
+        raise _refused(
+            translate("DataFolder", "{0} lies inside the present data folder; choose a folder outside it.").format(
+                target
+            )
+        )
     try:
         target.mkdir(parents=True, exist_ok=True)
         probe = target / f".switchyard-test-{os.getpid()}"
@@ -59,7 +65,9 @@ def plan_change(change: FolderChange) -> None:
         write_text(_plan_file(), json.dumps({"target": str(target), "copy": change.copy}))
     except OSError as error:
         reason = error.strerror or str(error)
-        raise _refused(_tr("{0} cannot be written to ({1}); choose another folder.").format(target, reason)) from error
+        raise _refused(
+            translate("DataFolder", "{0} cannot be written to ({1}); choose another folder.").format(target, reason)
+        ) from error
 
 
 def planned_change() -> FolderChange | None:
@@ -93,7 +101,7 @@ def carry_out(change: FolderChange, on_progress: Callable[[int, int], None], can
         except OSError as error:
             reason = error.strerror or str(error)
             raise _refused(
-                _tr("The data could not be copied to {0} ({1}); {2} stays in use.").format(
+                translate("DataFolder", "The data could not be copied to {0} ({1}); {2} stays in use.").format(
                     change.target, reason, source
                 )
             ) from error
@@ -118,7 +126,7 @@ def _copy(source: Path, target: Path, on_progress: Callable[[int, int], None], c
     if total > free:
         raise EngineError(
             ErrorCode.DISK_FULL,
-            _tr("{0} has {1} GB free, but {2} GB are to be copied; {3} stays in use.").format(
+            translate("DataFolder", "{0} has {1} GB free, but {2} GB are to be copied; {3} stays in use.").format(
                 target, round(free / 1e9, 1), round(total / 1e9, 1), source
             ),
         )
@@ -148,7 +156,3 @@ def _plan_file() -> Path:
 
 def _refused(sentence: str) -> EngineError:
     return EngineError(ErrorCode.INVALID_REQUEST, sentence)
-
-
-def _tr(text: str) -> str:
-    return QCoreApplication.translate("DataFolder", text)

@@ -12,6 +12,8 @@ from PySide6.QtCore import QCoreApplication, QObject, QTimer, Signal
 from app.services.atomic_file import write_text
 from engine.paths import config_dir
 
+translate = QCoreApplication.translate
+
 ThemeChoice = Literal["system", "light", "dark"]
 
 T = TypeVar("T", bool, int, float, str)
@@ -124,9 +126,10 @@ class Settings(QObject):
             self._unsaved = False
         except OSError as error:
             self.save_failed.emit(
-                _tr("The settings could not be written to {0} ({1}); make room there or check its permissions.").format(
-                    self._path, error.strerror or error
-                )
+                translate(
+                    "Settings",
+                    "The settings could not be written to {0} ({1}); make room there or check its permissions.",
+                ).format(self._path, error.strerror or error)
             )
 
     def _read(self) -> dict[str, Any]:
@@ -137,9 +140,9 @@ class Settings(QObject):
         except FileNotFoundError:
             return {}
         except OSError as error:
-            self.notice = _tr("The settings in {0} could not be read ({1}), so standard settings are used.").format(
-                self._path, error.strerror or error
-            )
+            self.notice = translate(
+                "Settings", "The settings in {0} could not be read ({1}), so standard settings are used."
+            ).format(self._path, error.strerror or error)
             return {}
         except ValueError:
             pass
@@ -152,10 +155,6 @@ class Settings(QObject):
             self._path.replace(aside)
         except OSError:
             aside = self._path
-        self.notice = _tr("The settings file was damaged; it is kept as {0}, and standard settings are used.").format(
-            aside
-        )
-
-
-def _tr(text: str) -> str:
-    return QCoreApplication.translate("Settings", text)
+        self.notice = translate(
+            "Settings", "The settings file was damaged; it is kept as {0}, and standard settings are used."
+        ).format(aside)

@@ -12,11 +12,16 @@ from app.services.data_folder import FolderChange, cancel_change, carry_out, use
 from engine.errors import EngineError
 from engine.paths import data_dir, standard_data_dir
 
+translate = QCoreApplication.translate
+
 
 def carry_out_change(change: FolderChange) -> None:
     """Does it with a progress dialog; whatever goes wrong is told, and the present folder stays in use."""
     dialog = QProgressDialog(
-        _tr("Copying chats and models to {0}…").format(change.target), _tr("Keep the present folder"), 0, 1000
+        translate("DataFolderStart", "Copying chats and models to {0}…").format(change.target),
+        translate("DataFolderStart", "Keep the present folder"),
+        0,
+        1000,
     )
     dialog.setWindowTitle("Switchyard")
     dialog.setWindowModality(Qt.WindowModality.ApplicationModal)
@@ -47,7 +52,11 @@ def carry_out_change(change: FolderChange) -> None:
         cancel_change()
     if failures:
         error = failures[0]
-        sentence = error.message if isinstance(error, EngineError) else _tr("The data folder could not be changed.")
+        sentence = (
+            error.message
+            if isinstance(error, EngineError)
+            else translate("DataFolderStart", "The data folder could not be changed.")
+        )
         QMessageBox.information(None, "Switchyard", sentence)
 
 
@@ -61,13 +70,17 @@ def ask_about_missing_folder() -> bool:
     while chosen_folder_is_missing():
         box = QMessageBox()
         box.setWindowTitle("Switchyard")
-        box.setText(_tr("The data folder {0} is not there.").format(data_dir()))
+        box.setText(translate("DataFolderStart", "The data folder {0} is not there.").format(data_dir()))
         box.setInformativeText(
-            _tr("Plug in its drive and try again, or go on with the standard folder {0}.").format(standard_data_dir())
+            translate(
+                "DataFolderStart", "Plug in its drive and try again, or go on with the standard folder {0}."
+            ).format(standard_data_dir())
         )
-        again = box.addButton(_tr("Try again"), QMessageBox.ButtonRole.AcceptRole)
-        standard = box.addButton(_tr("Use the standard folder"), QMessageBox.ButtonRole.DestructiveRole)
-        box.addButton(_tr("Quit"), QMessageBox.ButtonRole.RejectRole)
+        again = box.addButton(translate("DataFolderStart", "Try again"), QMessageBox.ButtonRole.AcceptRole)
+        standard = box.addButton(
+            translate("DataFolderStart", "Use the standard folder"), QMessageBox.ButtonRole.DestructiveRole
+        )
+        box.addButton(translate("DataFolderStart", "Quit"), QMessageBox.ButtonRole.RejectRole)
         box.setDefaultButton(again)
         box.exec()
         if box.clickedButton() is standard:
@@ -82,9 +95,10 @@ def tell_silent_holder() -> None:
     QMessageBox.warning(
         None,
         "Switchyard",
-        _tr(
+        translate(
+            "DataFolderStart",
             "Switchyard is already open with the data folder {0}, but does not answer. "
-            "End it (in the system's task list, if need be) and start again."
+            "End it (in the system's task list, if need be) and start again.",
         ).format(data_dir()),
     )
 
@@ -94,11 +108,8 @@ def tell_not_writable() -> None:
     QMessageBox.warning(
         None,
         "Switchyard",
-        _tr("The data folder {0} cannot be written to; check its permissions and free space, then start again.").format(
-            data_dir()
-        ),
+        translate(
+            "DataFolderStart",
+            "The data folder {0} cannot be written to; check its permissions and free space, then start again.",
+        ).format(data_dir()),
     )
-
-
-def _tr(text: str) -> str:
-    return QCoreApplication.translate("DataFolderStart", text)

@@ -1,0 +1,79 @@
+"""Every text of the window can be translated: the tool finds it, and what was translated is shown."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import PySide6
+import pytest
+from PySide6.QtCore import QLocale
+from PySide6.QtWidgets import QApplication, QPushButton
+from pytestqt.qtbot import QtBot
+
+from app.services.settings import Settings
+from app.theme import ThemeController
+from app.translations import install_translations, translations_dir
+from app.views.settings import SettingsPage
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = Path(PySide6.__file__).parent
+SUFFIX = ".exe" if sys.platform == "win32" else ""
+
+
+def _tool(name: str) -> str:
+    """Qt's translation tools come with PySide6; on Linux and macOS in different folders."""
+    for place in (TOOLS / f"{name}{SUFFIX}", TOOLS / "Qt" / "libexec" / f"{name}{SUFFIX}"):
+        if place.is_file():
+            return str(place)
+    pytest.skip(f"this PySide6 has no {name}")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Every text that the tool finds."""
+    target = tmp_path / "switchyard_de.ts"
+    files = [str(path) for path in sorted((ROOT / "app").rglob("*.py"))]
+    subprocess.run([_tool("lupdate"), *files, "-ts", str(target)], check=True, capture_output=True)
+    return target
+
+
+def test_every_text_has_a_context(source: Path) -> None:
+    contexts = ElementTree.parse(source).getroot().findall("context")
+    assert len(contexts) > 10
+    assert [m.findtext("source") for c in contexts if not c.findtext("name") for m in c.findall("message")] == []
+
+
+def test_a_translation_is_shown(
+    source: Path, qapp: QApplication, qtbot: QtBot, settings: Settings, theme: ThemeController
+) -> None:
+    tree = ElementTree.parse(source)
+    for message in tree.getroot().iter("message"):
+        translation = message.find("translation")
+        if translation is not None:
+            translation.text = f"«{message.findtext('source')}»"
+            translation.attrib.clear()
+    tree.write(source, encoding="utf-8", xml_declaration=True)
+    subprocess.run([_tool("lrelease"), str(source)], check=True, capture_output=True)
+    installed = install_translations(qapp, QLocale("de_CH"), source.parent)
+    try:
+        page = SettingsPage(settings, theme)
+        qtbot.addWidget(page)
+        texts = {button.text() for button in page.findChildren(QPushButton)}
+        assert {"«System»", "«Light»", "«Dark»", "«Licences»"} <= texts
+        assert all(text.startswith("«") for text in texts if text)
+    finally:
+        for translator in installed:
+            qapp.removeTranslator(translator)
+            translator.deleteLater()
+
+
+def test_without_a_translation_the_text_is_english(qapp: QApplication, tmp_path: Path) -> None:
+    before = qapp.translate("AboutCard", "About")
+    installed = install_translations(qapp, QLocale("en_GB"), tmp_path)
+    assert qapp.translate("AboutCard", "About") == before == "About"
+    for translator in installed:
+        qapp.removeTranslator(translator)
+    assert translations_dir().is_dir()
