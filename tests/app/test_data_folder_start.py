@@ -1,0 +1,101 @@
+"""What is settled about the data folder before the window opens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PySide6.QtCore import QTimer
+from PySide6.QtWidgets import QApplication, QMessageBox, QPushButton
+from pytestqt.qtbot import QtBot
+
+from app.services.data_folder import FolderChange, plan_change, planned_change, use_folder
+from app.theme import ThemeController
+from app.views import data_folder_start
+from engine.paths import data_dir, standard_data_dir
+
+
+@pytest.fixture
+def answer(qtbot: QtBot, theme: ThemeController) -> Callable[[str, list[str]], None]:
+    """Presses a button of the next message box and keeps what the box said."""
+
+    def prepare(button_text: str, said: list[str]) -> None:
+        def press() -> None:
+            box = QApplication.activeModalWidget()
+            if not isinstance(box, QMessageBox):
+                QTimer.singleShot(20, press)
+                return
+            said.append(box.text())
+            (button,) = [b for b in box.findChildren(QPushButton) if b.text().replace("&", "") == button_text]
+            button.click()
+
+        QTimer.singleShot(0, press)
+
+    return prepare
+
+
+def test_a_planned_copy_is_carried_out(qtbot: QtBot, theme: ThemeController, tmp_path: Path) -> None:
+    data_dir().mkdir(parents=True)
+    (data_dir() / "chats.sqlite3").write_bytes(b"chats")
+    change = FolderChange(tmp_path / "new", copy=True)
+    plan_change(change)
+    data_folder_start.carry_out_change(change)
+    assert data_dir() == change.target
+    assert (data_dir() / "chats.sqlite3").read_bytes() == b"chats"
+    assert planned_change() is None
+
+
+def test_a_copy_that_fails_is_told_and_not_tried_at_every_start(
+    answer: Callable[[str, list[str]], None], tmp_path: Path
+) -> None:
+    data_dir().mkdir(parents=True)
+    (data_dir() / "chats.sqlite3").write_bytes(b"chats")
+    change = FolderChange(tmp_path / "new", copy=True)
+    plan_change(change)
+    (tmp_path / "new").rmdir()
+    (tmp_path / "new").write_text("a file has taken the folder's place")
+    said: list[str] = []
+    answer("OK", said)
+    data_folder_start.carry_out_change(change)
+    assert "stays in use" in said[0]
+    assert data_dir() == standard_data_dir()
+    assert planned_change() is None
+
+
+def test_a_folder_that_is_not_there_is_asked_about(answer: Callable[[str, list[str]], None], tmp_path: Path) -> None:
+    assert not data_folder_start.chosen_folder_is_missing()
+    use_folder(tmp_path / "unplugged")
+    assert data_folder_start.chosen_folder_is_missing()
+    said: list[str] = []
+    answer("Quit", said)
+    assert not data_folder_start.ask_about_missing_folder()
+    assert str(tmp_path / "unplugged") in said[0]
+    assert data_dir() == tmp_path / "unplugged"  # nothing was decided
+    (tmp_path / "unplugged").mkdir()
+    assert data_folder_start.ask_about_missing_folder()  # it is there: nothing to ask
+
+
+def test_the_standard_folder_can_take_its_place(answer: Callable[[str, list[str]], None], tmp_path: Path) -> None:
+    use_folder(tmp_path / "unplugged")
+    said: list[str] = []
+    answer("Use the standard folder", said)
+    assert data_folder_start.ask_about_missing_folder()
+    assert data_dir() == standard_data_dir()
+
+
+@pytest.mark.parametrize(
+    ("tell", "words"),
+    [
+        (data_folder_start.tell_silent_holder, "already open"),
+        (data_folder_start.tell_not_writable, "cannot be written to"),
+    ],
+)
+def test_a_start_that_must_end_says_why(
+    answer: Callable[[str, list[str]], None], tell: Callable[[], None], words: str
+) -> None:
+    said: list[str] = []
+    answer("OK", said)
+    tell()
+    assert words in said[0]
+    assert str(data_dir()) in said[0]

@@ -1,0 +1,103 @@
+"""The default model is found off the GUI thread and loaded by the engine, or the user is told why not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PySide6.QtWidgets import QApplication
+from pytestqt.qtbot import QtBot
+
+from app.services.background import BackgroundCall
+from app.services.engine_client import EngineClient, EngineState
+from app.services.model_start import ModelStart
+from app.services.settings import Settings
+from engine.paths import models_dir
+
+WORKER = [sys.executable, "-P", "-m", "tests.app.scripted_worker"]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def start(
+    qapp: QApplication, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[ModelStart, EngineClient]]:
+    """With a real worker process around a scripted engine."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    client = EngineClient(command=WORKER)
+    result = ModelStart(client, settings)
+    yield result, client
+    result.close()
+    client.close_now()
+    result.deleteLater()
+    client.deleteLater()
+
+
+def _model(name: str) -> Path:
+    folder = models_dir() / name
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_the_default_model_is_loaded(start: tuple[ModelStart, EngineClient], settings: Settings, qtbot: QtBot) -> None:
+    service, client = start
+    folder = _model("mine")
+    settings.default_model = "mine"
+    with qtbot.waitSignal(service.loaded, timeout=20_000):
+        service.begin()
+        assert client.state is EngineState.STARTING  # begin() did not wait
+    assert client.model is not None
+    assert client.model.name == str(folder)
+
+
+def test_a_choice_made_meanwhile_is_the_one_that_counts(
+    start: tuple[ModelStart, EngineClient], settings: Settings, qtbot: QtBot
+) -> None:
+    service, client = start
+    _model("first")
+    second = _model("second")
+    settings.default_model = "first"
+    with qtbot.waitSignal(service.loaded, timeout=20_000):
+        service.begin()
+        settings.default_model = "second"
+        service.begin()
+    assert client.model is not None
+    assert client.model.name == str(second)
+
+
+def test_a_missing_starter_is_no_problem_but_an_offer(start: tuple[ModelStart, EngineClient], qtbot: QtBot) -> None:
+    service, _ = start
+    with qtbot.assertNotEmitted(service.problem), qtbot.waitSignal(service.starter_missing):
+        service.begin()
+
+
+def test_a_missing_model_is_told_in_a_sentence(
+    start: tuple[ModelStart, EngineClient], settings: Settings, qtbot: QtBot
+) -> None:
+    service, _ = start
+    settings.default_model = "elsewhere"
+    with qtbot.waitSignal(service.problem) as told:
+        service.begin()
+    assert "elsewhere" in told.args[0]
+
+
+def test_a_background_call_reports_on_the_gui_thread(qtbot: QtBot) -> None:
+    results: list[object] = []
+    call = BackgroundCall(lambda: 42)
+    call.done.connect(results.append)
+    with qtbot.waitSignal(call.done):
+        call.start()
+        assert results == []
+    assert results == [42]
+    assert call.wait()
+
+
+def test_a_background_call_reports_a_failure(qtbot: QtBot) -> None:
+    call = BackgroundCall(lambda: 1 // 0)
+    with qtbot.waitSignal(call.failed) as told:
+        call.start()
+    assert isinstance(told.args[0], ZeroDivisionError)
+    assert call.wait()
