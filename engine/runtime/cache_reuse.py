@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers.cache_utils import (
     Cache,
     DummyLayer,
@@ -19,18 +20,18 @@ from transformers.cache_utils import (
 
 from engine.runtime.growing_cache import GrowingLayer
 
-_KEEPS_EVERY_TOKEN = (GrowingLayer, DynamicLayer, DynamicIndexedLayer, DummyLayer)
+KEEPS_EVERY_TOKEN = (GrowingLayer, DynamicLayer, DynamicIndexedLayer, DummyLayer)
+"""Classes whose `crop` takes tokens back exactly.  By exact class: a subclass may hold more state (compressed entries,
+recurrent states) that its inherited `crop` does not know of."""
 
-CANNOT_CONTINUE = frozenset({"minimax"})
+CANNOT_CONTINUE = frozenset({"jamba", "minimax"})
 """Families whose forward over several tokens is not exact on top of an earlier state: a prompt is read in one piece."""
 
 
 def can_take_back(cache: Cache, tokens: int) -> bool:
     """Whether `cache.crop(-tokens)` leaves exactly the state before those tokens.
 
-    Only layers that are known to keep every token count, by exact class: a subclass may hold more state (compressed
-    entries, recurrent states) that its inherited `crop` does not know of.  A sliding window can be cropped as long as
-    nothing has slid out of it.
+    A sliding window can be cropped as long as nothing has slid out of it.
     """
     if tokens == 0:
         return True
@@ -40,9 +41,20 @@ def can_take_back(cache: Cache, tokens: int) -> bool:
         if type(layer) is DynamicSlidingWindowLayer:
             if layer.get_seq_length() >= layer.sliding_window:
                 return False
-        elif type(layer) not in _KEEPS_EVERY_TOKEN:
+        elif type(layer) not in KEEPS_EVERY_TOKEN:
             return False
     return True
+
+
+def reorder_cache(cache: Cache, sources: torch.Tensor) -> None:
+    """Row i becomes what row `sources[i]` was; [B] int64, where B need not be the present number of rows.
+
+    Not `batch_repeat_interleave` or `batch_select_indices`: layers with recurrent states know only how to reorder.
+    """
+    cache.reorder_cache(sources)
+    # MiniMax's cache keeps linear-attention states beside its layers, where the library forgets to reorder them.
+    beside = getattr(cache, "linear_cache", [])
+    beside[:] = [s.index_select(0, sources) if isinstance(s, torch.Tensor) else s for s in beside]
 
 
 def can_continue(model: Any) -> bool:

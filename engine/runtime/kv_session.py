@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from transformers.cache_utils import Cache
 
-from engine.runtime.cache_reuse import can_continue, can_take_back, long_rope_boundary
+from engine.runtime.cache_reuse import can_continue, can_take_back, long_rope_boundary, reorder_cache
+from engine.runtime.cache_snapshot import CacheSnapshot
 from engine.runtime.cancellation import RequestCancelled
 from engine.runtime.generation import CancelCheck, ProgressCallback
 from engine.runtime.growing_cache import cache_bytes, new_cache
@@ -17,6 +18,10 @@ from engine.runtime.step_model import StepModel
 
 CHUNK_TOKENS = 256
 """Prompt tokens per forward: bounds the memory of activations, and the wait for a cancel."""
+
+SNAPSHOT_TOKENS = 16
+"""How far before the end of a prompt a snapshot is taken, for caches that cannot be cropped: behind the common
+prefix of a prompt asked again, or followed by another turn, lie but a few tokens that the chat template added."""
 
 
 class KvSession:
@@ -35,6 +40,7 @@ class KvSession:
         self._long_rope = long_rope_boundary(loaded.model)
         self._cache: Cache | None = None
         self._ids: list[int] = []
+        self._snapshot: CacheSnapshot | None = None
         self._whole = False
         """Whether the cache holds exactly `_ids`: false while a forward runs, and for ever if it fails."""
 
@@ -52,6 +58,7 @@ class KvSession:
         """Frees the cache."""
         self._cache = None
         self._ids = []
+        self._snapshot = None
         self._whole = False
 
     def room(self, prompt_tokens: int) -> int:
@@ -76,14 +83,17 @@ class KvSession:
         reused = self._reuse(prompt)
         total = len(prompt)
         on_progress(reused, total)
-        piece = CHUNK_TOKENS if self._in_pieces and not self._crosses(0, total) else total
+        if self._cache is None:
+            self._cache = new_cache(self._model, self._context_tokens)
         logits: torch.Tensor | None = None
-        for start in range(reused, total, piece):
+        for start, end in self._pieces(reused, total):
             if cancelled():
                 raise RequestCancelled
-            ids = prompt[start : start + piece]
+            if end == total:
+                self._take_snapshot()
+            ids = prompt[start:end]
             logits = self._forward(torch.tensor([ids], device=self._device), ids)
-            on_progress(start + len(ids), total)
+            on_progress(end, total)
         assert logits is not None  # the last token is never reused
         return logits, reused
 
@@ -93,6 +103,7 @@ class KvSession:
             # From here every position is rotated differently: compute the context again, as transformers does.
             ids = [*self._ids, token_id]
             self.clear()
+            self._cache = new_cache(self._model, self._context_tokens)
             return self._forward(torch.tensor([ids], device=self._device), ids)
         return self._forward(token, (token_id,))
 
@@ -103,36 +114,60 @@ class KvSession:
         return BeamCache(self._step, self._cache, len(self._ids), width, self._device)
 
     def _forward(self, tokens: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
-        if self._cache is None:
-            self._cache = new_cache(self._model, self._context_tokens)
         self._whole = False
         logits, self._cache = self._step(tokens, self._cache, len(self._ids))
         self._ids.extend(ids)
         self._whole = True
         return logits
 
+    def _pieces(self, begin: int, total: int) -> Iterator[tuple[int, int]]:
+        """From where to where each forward of a prompt goes."""
+        if not self._in_pieces or self._crosses(0, total):
+            yield begin, total
+            return
+        last = total - SNAPSHOT_TOKENS
+        while begin < total:
+            end = min(begin + CHUNK_TOKENS, total)
+            if begin < last < end and self._forgets():
+                end = last
+            yield begin, end
+            begin = end
+
+    def _forgets(self) -> bool:
+        return self._cache is not None and CacheSnapshot.worth_taking(self._cache)
+
+    def _take_snapshot(self) -> None:
+        if self._ids and self._in_pieces and self._cache is not None and self._forgets():
+            self._snapshot = CacheSnapshot(self._cache, len(self._ids))
+
     def _reuse(self, prompt: Sequence[int]) -> int:
         """Cuts the cache down to what it shares with `prompt` and says how many tokens that is."""
         shared = _common_prefix(self._ids, prompt) if self._whole else 0
         shared = min(shared, len(prompt) - 1)
-        surplus = len(self._ids) - shared
+        held = len(self._ids)
+        if shared and self._cache is not None and not can_take_back(self._cache, held - shared):
+            shared = self._snapshot.length if self._snapshot is not None and self._snapshot.length <= shared else 0
         keep = (
             shared > 0
-            and self._cache is not None
             and (self._in_pieces or len(prompt) - shared == 1)
             and not self._crosses(shared, len(prompt))
-            and not self._crosses(shared, len(self._ids))
-            and can_take_back(self._cache, surplus)
+            and not self._crosses(shared, held)
         )
         if not keep:
             self.clear()
             return 0
-        if surplus:
-            assert self._cache is not None
-            self._whole = False
-            self._cache.crop(-surplus)
-            del self._ids[shared:]
-            self._whole = True
+        assert self._cache is not None
+        self._whole = False
+        if can_take_back(self._cache, held - shared):
+            if held > shared:
+                self._cache.crop(shared - held)
+        else:
+            assert self._snapshot is not None
+            self._snapshot.restore(self._cache, held)
+        del self._ids[shared:]
+        self._whole = True
+        if self._snapshot is not None and self._snapshot.length > shared:
+            self._snapshot = None
         return shared
 
     def _crosses(self, before: int, after: int) -> bool:
@@ -147,7 +182,6 @@ class BeamCache:
         self._step = step
         self._cache: Cache = copy.deepcopy(prompt)
         self._length = length
-        self._own_order = hasattr(prompt, "linear_cache")
         self.reorder(torch.zeros(width, dtype=torch.long, device=device))
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -158,12 +192,7 @@ class BeamCache:
 
     def reorder(self, sources: torch.Tensor) -> None:
         """Sequence i continues what sequence `sources[i]` was; [B] int64."""
-        if self._own_order:
-            # MiniMax's cache keeps linear-attention states beside its layers; only its own selection moves them.
-            self._cache.batch_select_indices(sources)
-        else:
-            # Not `batch_repeat_interleave`: layers with recurrent states know only how to reorder.
-            self._cache.reorder_cache(sources)
+        reorder_cache(self._cache, sources)
 
 
 def _common_prefix(held: Sequence[int], prompt: Sequence[int]) -> int:

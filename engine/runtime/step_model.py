@@ -43,6 +43,10 @@ class StepModel:
             end = start + tokens.shape[1]
             if end > self._positions.shape[1]:
                 self._positions = self._lay_out(2 * end)
-            extra = {**extra, "position_ids": self._positions[:, start:end]}
+            positions = self._positions[:, start:end]
+            if tokens.shape[0] > 1:
+                # One row per sequence, as `generate` passes them: some families keep them beside the cache.
+                positions = positions.expand(tokens.shape[0], -1)
+            extra = {**extra, "position_ids": positions}
         output = self._model(input_ids=tokens, past_key_values=cache, use_cache=True, return_dict=True, **extra)
         return output.logits[:, -1], output.past_key_values
