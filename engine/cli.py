@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from engine.errors import EngineError, ErrorCode
+from engine.hardware.display import has_display
 from engine.paths import python_module
 from engine.process.failures import as_engine_error, log_failure
 from engine.process.logs import log_to_file
@@ -96,13 +97,6 @@ def version() -> str:
         return importlib.metadata.version("switchyard")
     except importlib.metadata.PackageNotFoundError:
         return "(not installed)"
-
-
-def has_display() -> bool:
-    """Whether a window can be shown: outside Linux always; there, an X or Wayland server or another Qt platform."""
-    return sys.platform != "linux" or any(
-        os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "QT_QPA_PLATFORM")
-    )
 
 
 def _open_window() -> int:

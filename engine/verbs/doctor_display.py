@@ -6,7 +6,7 @@ import ctypes
 import os
 import sys
 
-from engine.cli import has_display
+from engine.hardware.display import DISPLAY_VARIABLES, has_display
 from engine.verbs.doctor_checks import Finding, Status
 
 # What Qt's own libraries ask the system for (`readelf -d` of libQt6Gui, libQt6XcbQpa, libqxcb), and Debian's packages.
@@ -68,7 +68,7 @@ def missing_qt_libraries() -> list[str]:
 
 def _display_finding(shown: bool) -> Finding:
     if shown:
-        names = [n for n in ("DISPLAY", "WAYLAND_DISPLAY", "QT_QPA_PLATFORM") if os.environ.get(n)]
+        names = [name for name in DISPLAY_VARIABLES if os.environ.get(name)]
         return Finding("display", Status.OK, ", ".join(f"{name}={os.environ[name]}" for name in names))
     return Finding(
         "display",

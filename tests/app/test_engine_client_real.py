@@ -1,0 +1,99 @@
+"""The engine client with the worker that users get: torch, a real (tiny) model, a kill in mid-answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pytestqt.qtbot import QtBot
+
+from app.services.engine_client import EngineClient, EngineState
+from engine.config import EngineConfig, SamplingParams
+from engine.errors import ErrorCode
+from engine.protocol import ChatMessage, Failed, Finished, ModelLoaded, Token
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+WAIT_MS = 60_000
+ENDLESS = SamplingParams(temperature=1.0, seed=1, max_tokens=100_000)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made in another process: this one stands for the window, which never imports torch."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-mixtral"
+    script = "import sys, pathlib; from tests.engine.tiny_families import tiny_checkpoint as make; "
+    script += "make('mixtral', pathlib.Path(sys.argv[1]), max_position_embeddings=4096)"
+    subprocess.run([sys.executable, "-c", script, str(folder)], cwd=CHECKOUT, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture
+def client(qtbot: QtBot) -> Iterator[EngineClient]:
+    client = EngineClient()
+    client.start()
+    yield client
+    client.close_now()
+    client.deleteLater()
+
+
+def config(model: Path | str) -> EngineConfig:
+    return EngineConfig(str(model), device="cpu", precision="fp32", threads=1)
+
+
+def test_load_ask_stop_kill_restart_ask(client: EngineClient, tiny: Path, qtbot: QtBot) -> None:
+    ends: dict[str, object] = {}
+    tokens: list[Token] = []
+    client.finished.connect(lambda event: ends.setdefault(event.request_id, event))
+    client.token.connect(tokens.append)
+    load = client.load(config(tiny))
+    first = client.generate([ChatMessage("user", "hello")], SamplingParams(max_tokens=3))
+    qtbot.waitUntil(lambda: {load, first} <= ends.keys(), timeout=WAIT_MS)
+    assert isinstance(ends[load], ModelLoaded)
+    assert client.model is not None
+    assert client.model.family == "mixtral"
+    assert isinstance(ends[first], Finished)
+
+    tokens.clear()
+    stopped = client.generate([ChatMessage("user", "hello")], ENDLESS)
+    qtbot.waitUntil(lambda: len(tokens) > 3, timeout=WAIT_MS)
+    client.cancel(stopped)
+    qtbot.waitUntil(lambda: stopped in ends, timeout=WAIT_MS)
+    end = ends[stopped]
+    assert isinstance(end, Finished)
+    assert end.finish_reason == "cancelled"
+
+    if os.name == "nt":
+        return
+    tokens.clear()
+    killed = client.generate([ChatMessage("user", "hello")], ENDLESS)
+    qtbot.waitUntil(lambda: len(tokens) > 3, timeout=WAIT_MS)
+    os.kill(client.worker_pid, signal.SIGKILL)
+    qtbot.waitUntil(lambda: killed in ends and client.state == EngineState.DIED, timeout=WAIT_MS)
+    end = ends[killed]
+    assert isinstance(end, Failed)
+    assert end.code == ErrorCode.ENGINE_DIED
+
+    reload = client.restart()
+    after = client.generate([ChatMessage("user", "hello")], SamplingParams(max_tokens=3))
+    qtbot.waitUntil(lambda: {reload, after} <= ends.keys(), timeout=WAIT_MS)
+    assert isinstance(ends[after], Finished)
+
+
+def test_a_model_that_is_not_there(client: EngineClient, qtbot: QtBot) -> None:
+    with qtbot.waitSignal(client.finished, timeout=WAIT_MS) as caught:
+        client.load(config("no-such-model"))
+    (event,) = caught.args
+    assert event.code == ErrorCode.MODEL_NOT_FOUND
+    assert client.state == EngineState.READY
+
+
+def test_the_window_knows_at_once_and_loads_no_torch(client: EngineClient, qtbot: QtBot) -> None:
+    qtbot.waitUntil(lambda: client.state == EngineState.READY, timeout=WAIT_MS)
+    script = "import sys, app.services.engine_client; print({'torch', 'transformers'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", script], cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

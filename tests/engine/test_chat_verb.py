@@ -1,0 +1,172 @@
+"""`switchyard chat` with a model: one answer as text or as a document, and a conversation in a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import cli
+from engine.config import SamplingParams
+from engine.protocol import ModelInfo
+from engine.runtime.generation import GenerationResult
+from engine.verbs import conversation
+from tests.engine.tiny_families import tiny_checkpoint
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+FIELDS = {
+    *("text", "prompt_tokens", "generated_tokens", "ttft_s", "tokens_per_s", "device", "finish_reason"),
+    *("model", "precision", "threads", "device_note", "template_note"),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint("mixtral", tmp_path_factory.mktemp("models") / "tiny-mixtral", max_position_embeddings=4096)
+
+
+def chat(tiny: Path, *arguments: str) -> int:
+    return cli.main(
+        ["chat", "--model", str(tiny), "--device", "cpu", "--precision", "fp32", "--threads", "1", *arguments]
+    )
+
+
+def test_one_document(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert chat(tiny, "--prompt", "a question", "--max-tokens", "3", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document.keys() == FIELDS
+    assert 1 <= document["generated_tokens"] <= 3
+    assert document["device"] == "cpu"
+    assert (document["precision"], document["threads"], document["model"]) == ("fp32", 1, "tiny-mixtral")
+
+
+def test_streamed_text_is_the_documents_text(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--max-tokens", "8", "--temperature", "1", "--top-k", "20", "--seed", "5", "--system", "Be brief.")
+    assert chat(tiny, "--prompt", "a question", *options, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a question"))
+    assert chat(tiny, *options) == 0  # the same, piped in
+    assert capsys.readouterr().out == document["text"] + "\n"
+
+
+def test_beams(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert chat(tiny, "--prompt", "a question", "--max-tokens", "4", "--beams", "3", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["generated_tokens"] >= 1
+
+
+def test_a_prompt_longer_than_the_context(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert chat(tiny, "--prompt", "word " * 20_000, "--json") == 2
+    said = capsys.readouterr()
+    assert json.loads(said.out)["error"]["code"] == "prompt_too_long"
+    assert len(said.err.splitlines()) == 1
+
+
+def test_arguments_that_are_not_utf8(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert chat(tiny, "--prompt", os.fsdecode(b"caf\xe9"), "--max-tokens", "1", "--json") == 0
+    json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_ctrl_c_while_answering_is_quiet(tiny: Path) -> None:
+    command = [sys.executable, "-m", "engine.cli", "chat", "--model", str(tiny), "--prompt", "x", "--threads", "1"]
+    options = ["--max-tokens", "100000", "--temperature", "1", "--top-k", "0"]
+    with subprocess.Popen(
+        [*command, *options], cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+    assert (process.returncode, errors) == (130, b"")
+
+
+# --- conversing -----------------------------------------------------------------------------------
+
+INFO = ModelInfo("tiny", "/", "mixtral", "cpu", "fp32", 1, 1, 1, 1, 1, 100, 1, 1, 1)
+
+
+class Echo:
+    """Answers with how many messages there are, and remembers them."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+        self.interrupt = False
+
+    def generate(self, messages: Any, sampling: Any, *, on_progress: Any, on_text: Any, cancelled: Any) -> Any:
+        self.asked.append([message.content for message in messages])
+        on_text("ech", 1)
+        if self.interrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert cancelled()
+            return GenerationResult("ech", "cancelled", 1, 0, 1, 0.1, 1.0)
+        on_text("o", 2)
+        return GenerationResult("echo", "stop", 1, 0, 2, 0.1, 1.0)
+
+
+def converse(echo: Echo, monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> int:
+    waiting = iter(lines)
+
+    def type_line(_prompt: str) -> str:
+        line = next(waiting)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", type_line)
+    return conversation.converse(echo, INFO, SamplingParams(), "Be brief.")  # type: ignore[arg-type]
+
+
+def test_a_conversation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    echo = Echo()
+    assert converse(echo, monkeypatch, "one", "", "two", KeyboardInterrupt, "/reset", "three", EOFError) == 0
+    assert echo.asked == [
+        ["Be brief.", "one"],
+        ["Be brief.", "one", "echo", "two"],
+        ["Be brief.", "three"],
+    ]
+    assert capsys.readouterr().out.count("echo\n") == 3
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_ctrl_c_stops_the_answer_and_keeps_what_there_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    echo = Echo()
+    echo.interrupt = True
+    before = signal.getsignal(signal.SIGINT)
+    converse(echo, monkeypatch, "one", "two", "/quit")
+    assert echo.asked[1] == ["Be brief.", "one", "ech", "two"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a pseudo-terminal")
+def test_in_a_real_terminal(tiny: Path) -> None:
+    import pty
+
+    command = [sys.executable, "-m", "engine.cli", "chat", "--model", str(tiny), "--threads", "1", "--max-tokens", "3"]
+    terminal, theirs = pty.openpty()
+    with subprocess.Popen(command, cwd=CHECKOUT, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        said = b""
+        os.write(terminal, b"hello\n")
+        while b"tokens, " not in said:
+            said += os.read(terminal, 4096)
+        os.write(terminal, b"/quit\n")
+        while True:
+            try:
+                said += os.read(terminal, 4096)
+            except OSError:  # how a terminal ends on Linux
+                break
+    os.close(terminal)
+    assert process.returncode == 0
+    assert b"/reset starts over" in said
+    assert b"Traceback" not in said

@@ -1,0 +1,149 @@
+"""The object that worker and command line drive: one model, one conversation, and every refusal a sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig, SamplingParams
+from engine.errors import EngineError, ErrorCode
+from engine.protocol import ChatMessage
+from engine.runtime.cancellation import RequestCancelled
+from engine.runtime.engine import Engine
+from engine.runtime.generation import GenerationResult
+from tests.engine.tiny_families import tiny_checkpoint
+
+CPU = EngineConfig("", device="cpu", precision="fp32", threads=1)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint("mixtral", tmp_path_factory.mktemp("models") / "tiny-mixtral")
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine()
+    yield engine
+    engine.unload()
+
+
+def load(engine: Engine, model: str | Path) -> None:
+    engine.load(replace(CPU, model=str(model)), on_progress=lambda _done, _total: None, cancelled=lambda: False)
+
+
+def ask(
+    engine: Engine, prompt: str, sampling: SamplingParams | None = None, *, cancel: bool = False
+) -> GenerationResult:
+    return engine.generate(
+        [ChatMessage("user", prompt)],
+        sampling or SamplingParams(max_tokens=4),
+        on_progress=lambda _done, _total: None,
+        on_text=lambda _text, _tokens: None,
+        cancelled=lambda: cancel,
+    )
+
+
+def test_load_answer_unload(engine: Engine, tiny: Path) -> None:
+    assert engine.info is None
+    load(engine, tiny)
+    assert engine.info is not None
+    assert engine.info.family == "mixtral"
+    first = ask(engine, "a question")
+    assert first.prompt_tokens > 0
+    assert engine.kv_tokens > 0
+    assert engine.kv_bytes > 0
+    again = ask(engine, "a question")
+    assert again.text == first.text
+    assert again.reused_tokens > 0
+    engine.unload()
+    engine.unload()
+    assert (engine.info, engine.kv_tokens, engine.kv_bytes) == (None, 0, 0)
+
+
+def test_without_a_model(engine: Engine) -> None:
+    for ask_something in (lambda: ask(engine, "hello"), engine.default_sampling):
+        with pytest.raises(EngineError) as caught:
+            ask_something()
+        assert caught.value.code == ErrorCode.INVALID_REQUEST
+
+
+def test_a_load_that_fails_leaves_nothing(engine: Engine, tiny: Path) -> None:
+    load(engine, tiny)
+    with pytest.raises(EngineError) as caught:
+        load(engine, "no-such-model")
+    assert caught.value.code == ErrorCode.MODEL_NOT_FOUND
+    assert engine.info is None
+
+
+def test_a_load_that_is_cancelled_leaves_nothing(engine: Engine, tiny: Path) -> None:
+    with pytest.raises(RequestCancelled):
+        engine.load(replace(CPU, model=str(tiny)), on_progress=lambda _done, _total: None, cancelled=lambda: True)
+    assert engine.info is None
+
+
+def test_a_refused_prompt_costs_nothing_of_the_conversation(engine: Engine, tiny: Path) -> None:
+    load(engine, tiny)
+    ask(engine, "a question")
+    held = engine.kv_tokens
+    with pytest.raises(EngineError) as caught:
+        ask(engine, "word " * 20_000)
+    assert caught.value.code == ErrorCode.PROMPT_TOO_LONG
+    assert engine.kv_tokens == held
+
+
+def test_a_conversation_survives_a_fault_in_an_answer(engine: Engine, tiny: Path) -> None:
+    load(engine, tiny)
+    expected = ask(engine, "a question").text
+
+    def fault(_text: str, _tokens: int) -> None:
+        raise RuntimeError("in the middle of an answer")
+
+    with pytest.raises(RuntimeError):
+        engine.generate(
+            [ChatMessage("user", "another question")],
+            SamplingParams(),
+            on_progress=lambda _done, _total: None,
+            on_text=fault,
+            cancelled=lambda: False,
+        )
+    assert engine.kv_tokens == 0
+    assert ask(engine, "a question").text == expected
+
+
+def test_cancelled_before_the_first_token(engine: Engine, tiny: Path) -> None:
+    load(engine, tiny)
+    assert ask(engine, "a question", cancel=True).finish_reason == "cancelled"
+
+
+def test_half_a_surrogate_pair_is_no_reason_to_fail(engine: Engine, tiny: Path) -> None:
+    load(engine, tiny)
+    assert ask(engine, "\ud83d").prompt_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("suggested", "expected"),
+    [
+        ({}, SamplingParams()),
+        ({"temperature": 0.5}, SamplingParams()),
+        ({"do_sample": True}, SamplingParams(temperature=1.0)),
+        (
+            {"do_sample": True, "temperature": 0.2, "top_k": 50, "top_p": 0.95, "repetition_penalty": 1.1},
+            SamplingParams(temperature=0.2, top_k=50, top_p=0.95, repetition_penalty=1.1),
+        ),
+        ({"repetition_penalty": 1.3}, SamplingParams(repetition_penalty=1.3)),
+    ],
+)
+def test_sampling_that_the_models_makers_suggest(
+    engine: Engine, tmp_path: Path, suggested: dict[str, float], expected: SamplingParams
+) -> None:
+    folder = tiny_checkpoint("mixtral", tmp_path / "model")
+    path = folder / "generation_config.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**before, **suggested}))
+    load(engine, folder)
+    assert engine.default_sampling() == expected
