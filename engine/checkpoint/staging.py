@@ -38,7 +38,8 @@ def staging_folder(parent: Path) -> Iterator[Path]:
 def put_in_place(folder: Path, target: Path) -> None:
     """Rename a staged `folder` to `target`, replacing (through a trash folder) what was there.
 
-    Another process may do the same at the same time: whichever renames last wins, and `target` is always whole.
+    Another process may do the same at the same time: whichever renames last wins.  `target` is never half a folder;
+    while an old one is replaced it is absent for a moment.
 
     Raises:
         OSError: if it cannot be renamed.
@@ -64,7 +65,7 @@ def discard(path: Path) -> None:
     Raises:
         OSError: if it cannot be moved.
     """
-    if path.is_symlink():
+    if path.is_symlink() or path.is_file():
         path.unlink()
         return
     with _locked_name(path.parent) as trash:
@@ -84,11 +85,6 @@ def sweep(parent: Path) -> None:
                 lock.close()
             if not lock_path.with_suffix("").exists():
                 lock_path.unlink()
-
-
-def is_staging_name(name: str) -> bool:
-    """Whether a directory entry is work in progress rather than a model."""
-    return name.startswith(_PREFIX)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from engine.checkpoint.library import (
     starter_is_built,
     verify,
 )
-from engine.checkpoint.starter import STARTER_NAME, build_starter
+from engine.checkpoint.names import STARTER_NAME
 from engine.errors import EngineError, ErrorCode
 from engine.paths import models_dir
 from engine.verbs.output import emit, note
@@ -123,6 +123,8 @@ def _pull(args: argparse.Namespace) -> int:
             f"Switchyard can pull only `{STARTER_NAME}` so far: fetch {args.model!r} with "
             "`hf download ORG/NAME --local-dir FOLDER`, then run `switchyard models import FOLDER`.",
         )
+    from engine.checkpoint.starter import build_starter  # numpy, which no other action needs
+
     with _stopped_by_sigterm(), _ProgressLine("getting the starter model") as progress:
         build_starter(on_progress=progress.update)
     entry = show(STARTER_NAME)

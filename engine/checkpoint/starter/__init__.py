@@ -5,12 +5,6 @@ resources/starter/CARD.md tells what it is and how good it is; `recipe.json` the
 
 from __future__ import annotations
 
-from engine.checkpoint.starter.build import (
-    STARTER_NAME,
-    build_all_experts_active,
-    build_dense_parent,
-    build_starter,
-    starter_folder,
-)
+from engine.checkpoint.starter.build import build_all_experts_active, build_dense_parent, build_starter
 
-__all__ = ["STARTER_NAME", "build_all_experts_active", "build_dense_parent", "build_starter", "starter_folder"]
+__all__ = ["build_all_experts_active", "build_dense_parent", "build_starter"]

@@ -1,0 +1,130 @@
+"""What `M` means: `starter`, a library name or a path; and which names a model may have."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from engine.checkpoint.config_file import CONFIG_NAME
+from engine.errors import EngineError, ErrorCode
+from engine.paths import models_dir
+
+STARTER_NAME = "starter"
+
+_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,98}[A-Za-z0-9_-])?")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".pickle")
+_WINDOWS_DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))}
+
+
+def starter_folder() -> Path:
+    """Where the starter lies in the model library, built or not."""
+    return models_dir() / STARTER_NAME
+
+
+def resolve(model: str) -> Path:
+    """The checkpoint directory that `model` means: `starter`, a library name, or a directory's path.
+
+    Raises:
+        EngineError: `MODEL_NOT_FOUND`; `MODEL_UNSUPPORTED` (a GGUF file, a hub id); `CHECKPOINT_UNSAFE` (a pickle).
+    """
+    if model.strip() == "":
+        raise EngineError(
+            ErrorCode.MODEL_NOT_FOUND, f"No model was named: use `{STARTER_NAME}`, a library name or a folder."
+        )
+    named = in_library(model)
+    if named is not None:
+        return named
+    if model == STARTER_NAME:
+        raise EngineError(
+            ErrorCode.MODEL_NOT_FOUND,
+            "The starter model is not on this machine yet: run `switchyard models pull starter`.",
+        )
+    return _resolve_path(model)
+
+
+def check_new_name(name: str) -> None:
+    """Whether a model may be called `name`: a plain file name on every platform, not taken, not a reserved word.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`.
+    """
+    if not _NAME.fullmatch(name) or name.split(".")[0].casefold() in _WINDOWS_DEVICES:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"{name!r} cannot be a model's name: use up to 100 letters, digits, dots, dashes and underscores.",
+        )
+    if name.casefold() == STARTER_NAME:
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"The name {STARTER_NAME!r} is reserved: choose another (--name).")
+    if models_dir().is_dir() and name.casefold() in {entry.name.casefold() for entry in models_dir().iterdir()}:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"The library already has a model called {name!r}: choose another name (--name), or remove that one first.",
+        )
+
+
+def in_library(name: str) -> Path | None:
+    """The library's folder of that name, if it is a plain name and exists."""
+    if not _NAME.fullmatch(name):
+        return None
+    folder = models_dir() / name
+    # A file system that ignores case must not make two names of one model.
+    try:
+        return folder if folder.is_dir() and name in {entry.name for entry in models_dir().iterdir()} else None
+    except OSError:
+        return None
+
+
+def not_in_library(name: str) -> EngineError:
+    """The error about a name that no model has."""
+    return EngineError(
+        ErrorCode.MODEL_NOT_FOUND,
+        f"There is no model called {name!r} in the library: `switchyard models list` shows what there is, "
+        "`switchyard models import PATH` adds one.",
+    )
+
+
+def is_path_like(model: str) -> bool:
+    """Whether somebody who wrote this meant a path."""
+    return any(character in model for character in "/\\~") or model in (".", "..") or Path(model).exists()
+
+
+def _resolve_path(model: str) -> Path:
+    try:
+        path = Path(model).expanduser()
+        is_dir, is_file = path.is_dir(), path.is_file()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise EngineError(ErrorCode.MODEL_NOT_FOUND, f"{model!r} is not a usable path ({error}).") from error
+    suffix = path.suffix.lower()
+    if is_dir:
+        if not (path / CONFIG_NAME).is_file():
+            raise EngineError(
+                ErrorCode.MODEL_NOT_FOUND,
+                f"{path} holds no {CONFIG_NAME}, so it is not a model: name the folder that holds "
+                f"{CONFIG_NAME} and the safetensors files.",
+            )
+        return path.resolve()
+    if suffix == ".gguf":
+        raise EngineError(
+            ErrorCode.MODEL_UNSUPPORTED,
+            f"{model} is a GGUF file, which Switchyard cannot run yet: use a folder with safetensors files.",
+        )
+    if is_file and suffix in _PICKLES:
+        raise EngineError(
+            ErrorCode.CHECKPOINT_UNSAFE,
+            f"{model} is a pickle file, which can run any program when it is opened, so Switchyard never loads one: "
+            "use the model's safetensors version.",
+        )
+    if is_file:
+        raise EngineError(
+            ErrorCode.MODEL_NOT_FOUND, f"{model} is a file: name the folder that holds it and its {CONFIG_NAME}."
+        )
+    if _HUB_ID.fullmatch(model):
+        raise EngineError(
+            ErrorCode.MODEL_UNSUPPORTED,
+            f"There is no folder {model}, and Switchyard cannot download models from the Hugging Face hub yet: "
+            f"fetch it with `hf download {model} --local-dir FOLDER`, then run `switchyard models import FOLDER`.",
+        )
+    if is_path_like(model):
+        raise EngineError(ErrorCode.MODEL_NOT_FOUND, f"There is no folder {model}: check the path.")
+    raise not_in_library(model)
