@@ -16,12 +16,12 @@ from app.services.settings import Settings
 from app.services.starter_download import StarterDownload
 from app.theme import ThemeController
 from app.views.machine_footer import MachineFooter
-from app.views.placeholder import PlaceholderPage
-from app.views.settings import SettingsPage
 from app.views.sidebar import Sidebar
 from app.views.starter_panel import StarterPanel
+from app.views.unbuilt_pages import make_unbuilt
 from app.widgets.banner import Banner
 
+CHAT, SETTINGS = 0, 5
 SIZE = QSize(1280, 800)
 SMALLEST = QSize(900, 600)
 
@@ -45,6 +45,7 @@ class MainWindow(QMainWindow):
         super().__init__(parent)
         self._client = client
         self._settings = settings
+        self._theme = theme
         self.setWindowTitle("Switchyard")
         self.setWindowIcon(logo(theme.theme))
         self.setMinimumSize(SMALLEST)
@@ -61,14 +62,12 @@ class MainWindow(QMainWindow):
         self.notice_banner = self._passing_banner("info", theme)
         self.crash_banner = Banner("info", theme, self)
         self.starter_panel = StarterPanel(self.download, self)
-        self.settings_page = SettingsPage(settings, theme, self)
         self.pages = QStackedWidget(self)
-        for page in (make_chat(), *self._unbuilt(theme), self.settings_page):
-            self.pages.addWidget(page)
+        self._built: dict[int, QWidget] = {}
+        self._make_chat = make_chat
         self._lay_out()
 
         self.sidebar.page_chosen.connect(self.show_page)
-        self.settings_page.reload_wanted.connect(self._reload)
         self.starter_panel.ready.connect(self.model_start.begin)
         self.model_start.starter_missing.connect(self.starter_panel.offer)
         self.model_start.problem.connect(self.problem_banner.tell)
@@ -76,14 +75,21 @@ class MainWindow(QMainWindow):
         settings.save_failed.connect(self.problem_banner.tell)
         client.state_changed.connect(self._on_engine_state)
         client.responding_changed.connect(self._on_responding)
-        self.show_page(0)
+        self.show_page(CHAT)
 
     def show_page(self, index: int) -> None:
         """Shows a page, by its place in the sidebar."""
         self.sidebar.choose(index)
-        self.pages.setCurrentIndex(index)
+        self.pages.setCurrentWidget(self.page(index))
         if not self.sidebar.has_focus():  # who walks through the sidebar with the keys stays there
             self._focus_page()
+
+    def page(self, index: int) -> QWidget:
+        """A page, by its place in the sidebar; made when it is first wanted, so that the window opens sooner."""
+        if index not in self._built:
+            self._built[index] = page = self._make(index)
+            self.pages.addWidget(page)
+        return self._built[index]
 
     def begin(self) -> None:
         """Starts what the window needs but does not wait for: the engine, the default model, the machine's figures."""
@@ -151,6 +157,18 @@ class MainWindow(QMainWindow):
 
     # --- building ---------------------------------------------------------------------------------
 
+    def _make(self, index: int) -> QWidget:
+        if index == CHAT:
+            return self._make_chat()
+        if index == SETTINGS:
+            from app.views.settings import SettingsPage
+
+            page = SettingsPage(self._settings, self._theme, self)
+            page.reload_wanted.connect(self._reload)
+            self.closing.connect(page.close_down)
+            return page
+        return make_unbuilt(index, self._theme)
+
     def _passing_banner(self, kind: str, theme: ThemeController) -> Banner:
         banner = Banner("warning" if kind == "warning" else "info", theme, self)
         banner.add_action(self.tr("Dismiss"), banner.hide, kind="quiet")
@@ -176,43 +194,6 @@ class MainWindow(QMainWindow):
         row.addLayout(right, 1)
         self.setCentralWidget(centre)
 
-    def _unbuilt(self, theme: ThemeController) -> tuple[QWidget, ...]:
-        texts = (
-            (
-                self.tr("Batch"),
-                "batch",
-                self.tr(
-                    "Drop a file of prompts here and get a file of answers back. Thousands of rows will run at the "
-                    "best rate the machine can give, and a job that was interrupted goes on where it stopped."
-                ),
-            ),
-            (
-                self.tr("Monitor"),
-                "monitor",
-                self.tr(
-                    "Timelines of GPU, CPU, PCIe and disk on one axis, and what the expert cache is doing. In a "
-                    "sentence at the top: what the last tokens were waiting for, and what would help."
-                ),
-            ),
-            (
-                self.tr("Tune"),
-                "tune",
-                self.tr(
-                    "Switchyard will measure this machine's memory, cores, disk and PCIe, plan where each part of "
-                    "the model belongs, and time real tokens. The fastest plan becomes the setting."
-                ),
-            ),
-            (
-                self.tr("Models"),
-                "models",
-                self.tr(
-                    "Your model library: what is here, what fits this machine before it is downloaded, and how fast "
-                    "it would run. Until then, “switchyard models” on the command line does it."
-                ),
-            ),
-        )
-        return tuple(PlaceholderPage(title, name, text, theme, self) for title, name, text in texts)
-
     # --- opening and closing ----------------------------------------------------------------------
 
     def showEvent(self, event: QShowEvent) -> None:
@@ -231,5 +212,4 @@ class MainWindow(QMainWindow):
         self.download.close()
         self.devices.stop()
         self.model_start.close()
-        self.settings_page.close_down()
         super().closeEvent(event)

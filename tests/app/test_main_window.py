@@ -59,15 +59,15 @@ def test_every_page_is_reached_by_click_and_by_key(window: MainWindow, qtbot: Qt
     assert button.accessibleName() == PAGES[index]
     assert button.toolTip() == f"Ctrl+{index + 1}"
     qtbot.mouseClick(button, Qt.MouseButton.LeftButton)
-    assert window.pages.currentIndex() == index
+    assert window.pages.currentWidget() is window.page(index)
     window.show_page((index + 1) % len(PAGES))
     qtbot.keyClick(window, Qt.Key(Qt.Key.Key_1 + index), Qt.KeyboardModifier.ControlModifier)
-    assert window.pages.currentIndex() == index
+    assert window.pages.currentWidget() is window.page(index)
     assert button.isChecked()
 
 
 def test_pages_that_are_not_built_say_so_and_offer_nothing(window: MainWindow) -> None:
-    unbuilt = [window.pages.widget(index) for index in (1, 2, 3, 4)]
+    unbuilt = [window.page(index) for index in (1, 2, 3, 4)]
     for page in unbuilt:
         assert isinstance(page, PlaceholderPage)
         assert page.findChildren(QPushButton) == []
@@ -93,7 +93,7 @@ def test_the_sidebar_s_labels_have_room(
         button = window.sidebar.button(index)
         assert button.width() >= button.sizeHint().width()
         assert button.height() >= button.sizeHint().height()
-    for label in window.pages.widget(1).findChildren(QLabel):
+    for label in window.page(1).findChildren(QLabel):
         assert label.height() >= label.heightForWidth(label.width()) or not label.wordWrap()
 
 
