@@ -12,6 +12,7 @@ from engine.experts.bank import ExpertBank
 from engine.experts.dispatch import BANK_LAYER, IMPLEMENTATION
 from engine.experts.record import RecordLayout
 from engine.kernels import choose_kernel
+from engine.kernels.native.library import NativeKernels
 
 _INTERFACE = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
 _STANDARD_PARTS = ("gate_up_proj", "up_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj", "down_proj_bias")
@@ -78,11 +79,11 @@ def empty_modules(sites: list[ExpertsSite]) -> None:
         site.module._is_hf_initialized = True  # or the library would try to initialise what is not there
 
 
-def bind(sites: list[ExpertsSite], bank: ExpertBank) -> None:
+def bind(sites: list[ExpertsSite], bank: ExpertBank, kernels: NativeKernels | None) -> None:
     """Gives every experts module its records and the kernel that computes them."""
     for site in sites:
         layer = bank.layers[site.name]
-        setattr(site.module, BANK_LAYER, (layer, choose_kernel(site.module, layer)))
+        setattr(site.module, BANK_LAYER, (layer, choose_kernel(site.module, layer, kernels)))
 
 
 def verify(model: Any, sites: list[ExpertsSite]) -> None:

@@ -6,11 +6,20 @@ from typing import Any
 
 from engine.experts.bank import BankLayer
 from engine.kernels.interface import ExpertKernel, ExpertMath
+from engine.kernels.native import experts as native
+from engine.kernels.native.library import NativeKernels
 from engine.kernels.torch_experts import TorchExperts
 
 
-def choose_kernel(module: Any, layer: BankLayer) -> ExpertKernel | None:
-    """The fastest kernel that can compute this layer's experts; `None` if the module computes by itself."""
+def choose_kernel(module: Any, layer: BankLayer, kernels: NativeKernels | None) -> ExpertKernel | None:
+    """The fastest kernel that can compute this layer's experts; `None` if the module computes by itself.
+
+    `kernels` are the native ones, where they can be had.
+    """
     if not hasattr(module, "has_gate"):
         return None
-    return TorchExperts(layer, ExpertMath.of(module))
+    math = ExpertMath.of(module)
+    in_torch = TorchExperts(layer, math)
+    if kernels is not None and native.can_compute(layer, math):
+        return native.NativeExperts(layer, kernels, many_tokens=in_torch)
+    return in_torch

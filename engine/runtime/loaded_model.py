@@ -12,6 +12,7 @@ from engine.protocol import ModelInfo
 
 if TYPE_CHECKING:
     from engine.experts.bank import ExpertBank
+    from engine.kernels.native.library import NativeKernels
 
 
 @dataclass
@@ -25,6 +26,7 @@ class LoadedModel:
         bank: the weights of all experts; `None` for a dense model.
         context_tokens: longest context allowed, prompt and answer together.
         device: where the non-expert weights are.
+        kernels: the native CPU kernels that it computes with, if any.
     """
 
     model: Any
@@ -33,6 +35,7 @@ class LoadedModel:
     bank: ExpertBank | None
     context_tokens: int
     device: torch.device
+    kernels: NativeKernels | None = None
 
     def close(self) -> None:
         """Frees the weights.  The object is of no use afterwards; calling it twice is harmless."""
@@ -40,5 +43,8 @@ class LoadedModel:
             self.bank.close()
         self.model = self.tokenizer = self.bank = None
         gc.collect()
+        if self.kernels is not None:
+            self.kernels.close()
+            self.kernels = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -16,6 +16,8 @@ from engine.config import EngineConfig
 from engine.errors import EngineError, ErrorCode
 from engine.experts.bank import ExpertBank
 from engine.experts.sites import ExpertsSite, bind, empty_modules, find_sites, verify
+from engine.kernels.native.library import NativeKernels, load_kernels
+from engine.kernels.native.linear import speed_up_linears
 from engine.protocol import ModelInfo
 from engine.runtime.adapters import adapter_for
 from engine.runtime.fill_bank import fill_bank, working_bytes
@@ -78,15 +80,19 @@ def load_model(
         require_ram(directory.name, in_ram + working_bytes(plan), config.ram_bytes)
         threads = set_threads(config.threads)
         bank = ExpertBank(placement.experts) if sites else None
+        on_cpu = "cpu" in (placement.dense.type, placement.experts.type)
+        kernels = load_kernels(threads) if on_cpu and dtype == torch.bfloat16 else None
         try:
             with TensorReader(on_progress, cancelled, plan.nbytes) as reader:
-                _read(model, sites, plan, reader, bank, placement)
+                _read(model, sites, plan, reader, bank, placement, kernels)
             finish_generation_config(model, directory)
             model.eval().requires_grad_(False)
-            return _loaded(config, profile, model, tokenizer, bank, placement, threads)
+            return _loaded(config, profile, model, tokenizer, bank, placement, threads, kernels)
         except BaseException:
             if bank is not None:
                 bank.close()
+            if kernels is not None:
+                kernels.close()
             gc.collect()
             raise
 
@@ -104,7 +110,7 @@ def _dense_bytes(model: Any, sites: list[ExpertsSite]) -> int:
     experts = {target for site in sites for target in site.targets}
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     parameters = sum(p.nbytes for name, p in model.named_parameters() if name not in experts and name not in tied)
-    return parameters + sum(buffer.nbytes for buffer in model.buffers())
+    return int(parameters + sum(buffer.nbytes for buffer in model.buffers()))
 
 
 def _read(
@@ -114,12 +120,15 @@ def _read(
     reader: TensorReader,
     bank: ExpertBank | None,
     placement: Placement,
+    kernels: NativeKernels | None,
 ) -> None:
     if bank is not None:
         fill_bank(model, sites, plan, reader, bank)
         empty_modules(sites)
-        bind(sites, bank)
+        bind(sites, bank, kernels)
     load_rest(model, plan, reader, placement.dense)
+    if kernels is not None:
+        speed_up_linears(model, kernels)
     verify(model, sites)
 
 
@@ -131,6 +140,7 @@ def _loaded(
     bank: ExpertBank | None,
     placement: Placement,
     threads: int,
+    kernels: NativeKernels | None,
 ) -> LoadedModel:
     directory = Path(config.model)
     expert_parameters = 0
@@ -156,4 +166,4 @@ def _loaded(
         device_note=placement.note,
         template_note=template_note(tokenizer),
     )
-    return LoadedModel(model, tokenizer, info, bank, context, placement.dense)
+    return LoadedModel(model, tokenizer, info, bank, context, placement.dense, kernels)

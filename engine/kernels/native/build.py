@@ -18,10 +18,13 @@ _FOLDER = Path(__file__).resolve().parent
 _SOURCES = _FOLDER / "src"
 _COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-ffp-contract=off")
 _X86 = ("x86_64", "amd64")
-_FLAGS = {"kernels_avx2.cpp": ("-mavx2", "-mfma"), "kernels_avx512.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mfma")}
+_FLAGS = {
+    "kernels_avx2.cpp": ("-mavx2", "-mfma"),
+    "kernels_avx512.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mfma"),
+}
 
 
-class BuildFailed(Exception):
+class BuildError(Exception):
     """The kernels could not be built; the message is one sentence."""
 
 
@@ -37,14 +40,14 @@ def build() -> Path:
     """Compiles what is not compiled yet.
 
     Raises:
-        BuildFailed: without a compiler, or where it refuses the sources.
+        BuildError: without a compiler, or where it refuses the sources.
     """
     target = library_path()
     if target.exists():
         return target
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        raise BuildFailed("no C++ compiler was found (on Debian: apt-get install g++)")
+        raise BuildError("no C++ compiler was found (on Debian: apt-get install g++)")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         objects = [_compile(compiler, source, Path(scratch)) for source in _sources_for_this_machine()]
@@ -73,10 +76,10 @@ def _run(command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildFailed(f"{command[0]} could not be run ({error})") from error
+        raise BuildError(f"{command[0]} could not be run ({error})") from error
     if done.returncode:
         first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
-        raise BuildFailed(f"{command[0]} failed: {first}")
+        raise BuildError(f"{command[0]} failed: {first}")
 
 
 def main() -> int:
@@ -85,7 +88,7 @@ def main() -> int:
 
     try:
         path = build()
-    except BuildFailed as failure:
+    except BuildError as failure:
         sys.stderr.write(f"The native kernels were not built: {failure}. PyTorch's operators are used instead.\n")
         return 1
     isa = prove(path)

@@ -18,7 +18,6 @@ struct Visit {
 };
 
 struct ExpertsCall {
-    SwitchyardPool *pool;
     const SwitchyardExperts *layer;
     const KernelSet *kernels;
     int32_t tokens;
@@ -32,21 +31,29 @@ struct ExpertsCall {
     uint16_t *out;
 };
 
+// The three steps of a layer, gone through by all threads together.
+struct ExpertsRun {
+    ExpertsCall &call;
+    Phase gate_up, spreading, down;
+
+    ExpertsRun(ExpertsCall &call, int threads)
+        : call(call),
+          gate_up(static_cast<int64_t>(call.active.size()) * call.layer->inner, threads),
+          spreading(static_cast<int64_t>(call.visits.size()), threads),
+          down((call.layer->hidden + 1) / 2, threads) {}
+};
+
 constexpr int64_t padded(int64_t n) { return (n + 31) & ~int64_t{31}; }
 
 inline const uint16_t *matrix(const SwitchyardExperts &layer, int32_t expert, int64_t offset) {
     return reinterpret_cast<const uint16_t *>(layer.records + expert * layer.stride + offset);
 }
 
-inline int64_t share(int64_t items, int thread, int threads) { return items * thread / threads; }
-
-void experts_work(void *argument, int thread, int threads) {
-    auto &call = *static_cast<ExpertsCall *>(argument);
+// Rows [begin, end) of all active experts' gate and up, one after the other.
+void gate_up_rows(ExpertsCall &call, int64_t begin, int64_t end) {
     const auto &layer = *call.layer;
-    const int64_t active = static_cast<int64_t>(call.active.size()), inner = layer.inner, hidden = layer.hidden;
-
-    const int64_t end = share(active * inner, thread + 1, threads);
-    for (int64_t item = share(active * inner, thread, threads); item < end; ++item) {
+    const int64_t inner = layer.inner, hidden = layer.hidden;
+    for (int64_t item = begin; item < end; ++item) {
         const int64_t which = item / inner, row = item % inner;
         const uint16_t *gate = matrix(layer, call.active[which], layer.gate_up_offset) + row * hidden;
         for (int32_t v = call.first_visit[which]; v < call.first_visit[which + 1]; ++v) {
@@ -58,21 +65,16 @@ void experts_work(void *argument, int thread, int threads) {
             call.inner[v * inner + row] = round_bf16(g * round_bf16(u));
         }
     }
-    call.pool->barrier();
+}
 
-    const int64_t visits = static_cast<int64_t>(call.visits.size());
-    const int64_t last_visit = share(visits, thread + 1, threads);
-    for (int64_t v = share(visits, thread, threads); v < last_visit; ++v)
-        call.kernels->spread_floats(&call.inner[v * inner], inner, &call.spread_in[v * call.inner_padded]);
-    call.pool->barrier();
-
-    // Whole rows of the result: no two threads write the same one, and the sum is in the experts' order.
-    const int64_t pairs = (hidden + 1) / 2;
-    const int64_t last_pair = share(pairs, thread + 1, threads);
-    std::vector<float> sums(static_cast<size_t>(call.tokens) * 2);
-    for (int64_t pair = share(pairs, thread, threads); pair < last_pair; ++pair) {
+// Pairs of rows of the result: no two threads write the same one, and each sum is in the experts' order.
+void down_row_pairs(ExpertsCall &call, int64_t begin, int64_t end) {
+    const auto &layer = *call.layer;
+    const int64_t inner = layer.inner, hidden = layer.hidden, active = static_cast<int64_t>(call.active.size());
+    static thread_local std::vector<float> sums;
+    for (int64_t pair = begin; pair < end; ++pair) {
         const int64_t row = 2 * pair, other = std::min(row + 1, hidden - 1);
-        std::fill(sums.begin(), sums.end(), 0.0f);
+        sums.assign(static_cast<size_t>(call.tokens) * 2, 0.0f);
         for (int64_t which = 0; which < active; ++which) {
             const uint16_t *down = matrix(layer, call.active[which], layer.down_offset);
             for (int32_t v = call.first_visit[which]; v < call.first_visit[which + 1]; ++v) {
@@ -89,6 +91,18 @@ void experts_work(void *argument, int thread, int threads) {
             if (other != row) call.out[token * hidden + other] = to_bf16(sums[2 * token + 1]);
         }
     }
+}
+
+void experts_work(void *argument) {
+    auto &run = *static_cast<ExpertsRun *>(argument);
+    auto &call = run.call;
+    const int64_t inner = call.layer->inner;
+    run.gate_up.run([&](int64_t begin, int64_t end) { gate_up_rows(call, begin, end); });
+    run.spreading.run([&](int64_t begin, int64_t end) {
+        for (int64_t v = begin; v < end; ++v)
+            call.kernels->spread_floats(&call.inner[v * inner], inner, &call.spread_in[v * call.inner_padded]);
+    });
+    run.down.run([&](int64_t begin, int64_t end) { down_row_pairs(call, begin, end); });
 }
 
 // Sorts the visits by expert, so that a row of weights is read once for all tokens that want it.
@@ -119,24 +133,25 @@ struct LinearCall {
     const float *spread_x;
     const uint16_t *bias;
     uint16_t *out;
+    Phase row_pairs;
 };
 
-void linear_work(void *argument, int thread, int threads) {
-    const auto &call = *static_cast<LinearCall *>(argument);
-    const int64_t pairs = (call.rows + 1) / 2;
-    const int64_t last = share(pairs, thread + 1, threads);
-    for (int64_t pair = share(pairs, thread, threads); pair < last; ++pair) {
-        const int64_t row = 2 * pair, other = std::min(row + 1, call.rows - 1);
-        float a, b;
-        call.kernels->dot_pair(call.weight + row * call.columns, call.weight + other * call.columns, call.spread_x,
-                               call.columns, &a, &b);
-        if (call.bias) {
-            a += from_bf16(call.bias[row]);
-            b += from_bf16(call.bias[other]);
+void linear_work(void *argument) {
+    auto &call = *static_cast<LinearCall *>(argument);
+    call.row_pairs.run([&](int64_t begin, int64_t end) {
+        for (int64_t pair = begin; pair < end; ++pair) {
+            const int64_t row = 2 * pair, other = std::min(row + 1, call.rows - 1);
+            float a, b;
+            call.kernels->dot_pair(call.weight + row * call.columns, call.weight + other * call.columns, call.spread_x,
+                                   call.columns, &a, &b);
+            if (call.bias) {
+                a += from_bf16(call.bias[row]);
+                b += from_bf16(call.bias[other]);
+            }
+            call.out[row] = to_bf16(a);
+            if (other != row) call.out[other] = to_bf16(b);
         }
-        call.out[row] = to_bf16(a);
-        if (other != row) call.out[other] = to_bf16(b);
-    }
+    });
 }
 
 }  // namespace
@@ -146,7 +161,6 @@ SWITCHYARD_API int32_t switchyard_experts_bf16(SwitchyardPool *pool, const Switc
                                                uint16_t *out) try {
     // One call at a time per thread; the buffers live on, because allocating per layer would cost as much as a layer.
     static thread_local ExpertsCall call;
-    call.pool = pool;
     call.layer = experts;
     call.kernels = &kernels_in_use();
     call.tokens = tokens;
@@ -160,7 +174,8 @@ SWITCHYARD_API int32_t switchyard_experts_bf16(SwitchyardPool *pool, const Switc
     for (int32_t token = 0; token < tokens; ++token)
         call.kernels->spread(x + int64_t{token} * experts->hidden, experts->hidden,
                              &call.spread_x[token * call.hidden_padded]);
-    pool->run(experts_work, &call);
+    ExpertsRun run(call, pool->threads());
+    pool->run(experts_work, &run);
     return 0;
 } catch (const std::bad_alloc &) {
     return 1;
@@ -173,7 +188,8 @@ SWITCHYARD_API int32_t switchyard_linear_bf16(SwitchyardPool *pool, const uint16
     spread_x.resize(static_cast<size_t>(padded(columns)));
     const KernelSet &kernels = kernels_in_use();
     kernels.spread(x, columns, spread_x.data());
-    LinearCall call = {&kernels, weight, rows, columns, spread_x.data(), bias, out};
+    LinearCall call = {&kernels, weight, rows, columns, spread_x.data(), bias, out,
+                       Phase((rows + 1) / 2, pool->threads())};
     pool->run(linear_work, &call);
     return 0;
 } catch (const std::bad_alloc &) {

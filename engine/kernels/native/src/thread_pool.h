@@ -1,4 +1,7 @@
-// A pool for pieces of work of some ten microseconds: the hand-over costs about one.
+// A pool for pieces of work of some ten microseconds.
+//
+// Work is handed out in chunks to whoever comes, and nobody waits for a thread that has taken none: on a busy machine
+// a worker that the system does not run costs nothing, the caller does its share.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -7,30 +10,61 @@
 #include <thread>
 #include <vector>
 
+// Waits for `done()` by spinning shortly, then yielding: the thread waited for may need this very core.
+void relax_cpu();
+template <class Done> void spin_until(Done done) {
+    for (int spins = 0; !done(); ++spins) {
+        relax_cpu();
+        if (spins > 2000) std::this_thread::yield();
+    }
+}
+
+// A run of items that all threads together go through once.
+class Phase {
+  public:
+    // For `threads` threads; chunks are small enough to share evenly, large enough to stream through memory.
+    Phase(int64_t items, int threads)
+        : items_(items), chunk_(items / (int64_t{8} * threads) > 8 ? items / (int64_t{8} * threads) : 8) {}
+
+    // Calls body(begin, end) for chunks until none is left, then waits for those that others still have in hand.
+    template <class Body> void run(Body body) {
+        for (;;) {
+            const int64_t begin = next_.fetch_add(chunk_, std::memory_order_relaxed);
+            if (begin >= items_) break;
+            const int64_t end = begin + chunk_ < items_ ? begin + chunk_ : items_;
+            body(begin, end);
+            done_.fetch_add(end - begin, std::memory_order_acq_rel);
+        }
+        spin_until([this] { return done_.load(std::memory_order_acquire) == items_; });
+    }
+
+  private:
+    const int64_t items_, chunk_;
+    alignas(64) std::atomic<int64_t> next_{0};
+    alignas(64) std::atomic<int64_t> done_{0};
+};
+
 struct SwitchyardPool {
-    using Work = void (*)(void *argument, int thread, int threads);
+    // Called by the caller and by every worker that comes in time; ends only when all phases of the work are done.
+    using Work = void (*)(void *argument);
 
     explicit SwitchyardPool(int threads);
     ~SwitchyardPool();
     SwitchyardPool(const SwitchyardPool &) = delete;
     SwitchyardPool &operator=(const SwitchyardPool &) = delete;
 
-    // Runs `work` on all threads, the caller as number 0, and returns when all have ended.  One caller at a time.
+    int threads() const { return threads_; }
+    // Runs `work` on the caller and the workers; when it returns, none of them touches `argument` any more.
     void run(Work work, void *argument);
 
-    // All threads of the present `run` wait here for each other.
-    void barrier();
-
   private:
-    void worker(int thread);
+    void worker();
 
     const int threads_;
     Work work_ = nullptr;
     void *argument_ = nullptr;
-    alignas(64) std::atomic<uint64_t> epoch_{0};
-    alignas(64) std::atomic<int> running_{0};
-    alignas(64) std::atomic<int> waiting_{0};
-    alignas(64) std::atomic<uint64_t> barrier_epoch_{0};
+    alignas(64) std::atomic<uint64_t> gate_{0};  // even: closed; odd: open for a run
+    alignas(64) std::atomic<int> inside_{0};
     std::atomic<int> sleepers_{0};
     std::atomic<bool> stop_{false};
     std::mutex mutex_;

@@ -1,0 +1,122 @@
+"""`switchyard bench decode`: tokens per second at batch 1, against peers in the same run, in turn."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.bench.bandwidth import read_bandwidth
+from engine.bench.peers import TransformersPeer
+from engine.bench.report import Report, row
+from engine.config import EngineConfig, SamplingParams
+from engine.runtime.chat_session import ChatSession
+from engine.runtime.loading import load_model
+
+if TYPE_CHECKING:
+    from engine.runtime.loaded_model import LoadedModel
+
+_PROMPT = (
+    "A railway switchyard sorts freight cars. Explain in plain words how the hump, the switches and the retarders work."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """What to run: `tokens` decoded per repeat, after one warm-up; `peers` runs transformers beside us."""
+
+    tokens: int
+    repeats: int
+    peers: bool
+
+
+def bench_decode(
+    config: EngineConfig, checkpoint: Path, plan: DecodePlan, report: Report, say: Callable[[str], None]
+) -> None:
+    """Adds rows to `report`: our decode rate, against each peer and against the memory-bandwidth limit.
+
+    Every repeat runs all contestants one after the other, so that a noisy moment hits them alike.
+    """
+    say("loading the model")
+    loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    try:
+        prompt = loaded.tokenizer(_PROMPT)["input_ids"]
+        contestants: dict[str, Callable[[], float]] = {"ours": lambda: _our_rate(loaded, prompt, plan.tokens)}
+        with tempfile.TemporaryDirectory(prefix="switchyard-bench-") as scratch:
+            if plan.peers:
+                for peer in _peers(checkpoint, loaded, Path(scratch), report, say):
+                    contestants[peer.name] = lambda peer=peer: peer.decode_rate(prompt, plan.tokens)  # type: ignore[misc]
+            rates: dict[str, list[float]] = {name: [] for name in contestants}
+            for repeat in range(plan.repeats + 1):
+                say(f"repeat {repeat} of {plan.repeats}" if repeat else "warm-up")
+                for name, run in contestants.items():
+                    rate = run()
+                    if repeat:
+                        rates[name].append(rate)
+        ours = rates.pop("ours")
+        limit = read_bandwidth() / _bytes_per_token(loaded)
+        report.rows.append(row("decode", ours, "tokens/s", limit=limit))
+        report.rows += [
+            row("decode", ours, "tokens/s", peer=name, peer_values=theirs) for name, theirs in rates.items()
+        ]
+    finally:
+        loaded.close()
+
+
+def _our_rate(loaded: LoadedModel, prompt: Sequence[int], tokens: int) -> float:
+    session = ChatSession(loaded)
+    arrivals: list[float] = []
+    session.generate_from_ids(
+        list(prompt),
+        SamplingParams(max_tokens=tokens + 1),
+        on_progress=lambda _done, _total: None,
+        on_text=lambda _text, _count: arrivals.append(time.perf_counter()),
+        cancelled=lambda: False,
+        end_ids=frozenset(),
+    )
+    return (len(arrivals) - 1) / (arrivals[-1] - arrivals[0])
+
+
+def _bytes_per_token(loaded: LoadedModel) -> float:
+    """Bytes of weights that one token has to read: all but the experts it does not use and the embedding table."""
+    info = loaded.info
+    used = info.experts_per_token / info.experts if info.experts else 0.0
+    output, table = loaded.model.get_output_embeddings(), loaded.model.get_input_embeddings()
+    unread = 0
+    if table is not None and output is not None and table.weight is not output.weight:
+        unread = table.weight.numel() * table.weight.element_size()
+    return info.weights_bytes - unread + info.experts_bytes * used
+
+
+def _peers(
+    checkpoint: Path, loaded: LoadedModel, scratch: Path, report: Report, say: Callable[[str], None]
+) -> list[TransformersPeer]:
+    dtype = next(loaded.model.parameters()).dtype
+    peers: list[TransformersPeer] = []
+    if torch.cuda.is_available():
+        report.skip_peer("transformers", "compared on the CPU only, where both hold the whole model")
+        return peers
+    wanted: list[tuple[str, str | None]] = [("transformers (default experts)", None)]
+    if loaded.info.experts:
+        wanted.append(("transformers (eager experts)", "eager"))
+    for name, implementation in wanted:
+        say(f"loading the peer: {name}")
+        try:
+            peers.append(TransformersPeer(name, checkpoint, dtype, implementation))
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            report.skip_peer(name, str(error).splitlines()[0])
+    if checkpoint.name == "starter":
+        from engine.checkpoint.starter import build_dense_parent
+
+        say("building the starter's dense parent")
+        build_dense_parent(scratch / "parent")
+        peers.append(TransformersPeer("transformers, dense parent", scratch / "parent", dtype))
+    else:
+        report.skip_peer("transformers, dense parent", "only the starter model has one")
+    report.skip_peer("llama.cpp", "its Python binding is not part of this version's bench")
+    return peers

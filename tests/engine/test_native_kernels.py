@@ -1,0 +1,148 @@
+"""The native kernels against the torch reference: random shapes, routings and values, every instruction set."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.experts.bank import BankLayer, ExpertBank
+from engine.experts.record import RecordLayout
+from engine.experts.standard_module import StandardExperts
+from engine.kernels.interface import ExpertMath
+from engine.kernels.native import build
+from engine.kernels.native.experts import MAX_TOKENS, NativeExperts, can_compute
+from engine.kernels.native.library import Isa, NativeKernels, load_kernels, prove
+from engine.kernels.native.linear import speed_up_linears
+from engine.kernels.reference import reference_experts
+from engine.kernels.torch_experts import TorchExperts
+
+try:
+    _PATH = build.build()
+except build.BuildError as _why:
+    pytest.skip(f"the native kernels cannot be built here: {_why}", allow_module_level=True)
+
+_BEST = prove(_PATH)
+
+
+@pytest.fixture(
+    scope="module", params=[isa for isa in Isa if _BEST is not None and isa <= _BEST], ids=lambda isa: isa.name
+)
+def kernels(request: pytest.FixtureRequest) -> Iterator[NativeKernels]:
+    loaded = load_kernels(threads=3)
+    assert loaded is not None
+    held_back = NativeKernels(loaded._library, request.param, threads=3)
+    yield held_back
+    held_back.close()
+    loaded.close()
+
+
+class SiluExperts(StandardExperts):
+    """The library's default gate, by the name that the kernels recognise it by."""
+
+
+def _default_apply_gate(self: SiluExperts, gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return self.act_fn(gate) * up
+
+
+SiluExperts._apply_gate = _default_apply_gate  # type: ignore[method-assign]
+
+
+def _layer(experts: int, hidden: int, inner: int) -> tuple[SiluExperts, BankLayer, dict[str, torch.Tensor]]:
+    module = SiluExperts(experts, hidden, inner, torch.nn.SiLU())
+    weights = {name: (torch.randn(p.shape) * p.shape[-1] ** -0.5).bfloat16() for name, p in module.named_parameters()}
+    shapes = {name: (tuple(w.shape[1:]), torch.bfloat16) for name, w in weights.items()}
+    layer = ExpertBank(torch.device("cpu")).add_layer("experts", experts, RecordLayout.of(shapes, transposed=False))
+    for name, weight in weights.items():
+        layer.stacked[name].copy_(weight)
+    return module, layer, weights
+
+
+@settings(max_examples=25)
+@given(
+    experts=st.integers(1, 9),
+    hidden=st.integers(1, 200),
+    inner=st.integers(1, 100),
+    tokens=st.integers(1, MAX_TOKENS),
+    seed=st.integers(0, 2**31),
+)
+def test_experts_equal_the_reference(
+    kernels: NativeKernels, experts: int, hidden: int, inner: int, tokens: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    module, layer, weights = _layer(experts, hidden, inner)
+    math = ExpertMath.of(module)
+    assert can_compute(layer, math)
+    compute = NativeExperts(layer, kernels, many_tokens=TorchExperts(layer, math))
+    width = int(torch.randint(1, experts + 1, ()))
+    # Ids one above the experts belong to nobody, as the interface allows.
+    index = torch.stack([torch.randperm(experts + 1)[:width] for _ in range(tokens)])
+    share = torch.rand(tokens, width)
+    x = torch.randn(tokens, hidden).bfloat16()
+    got = compute(x, index, share)
+    wanted = reference_experts(module, weights, x, index, share)
+    torch.testing.assert_close(got.float(), wanted.float(), atol=2e-2, rtol=2e-2)
+
+
+def test_more_tokens_go_to_torch(kernels: NativeKernels) -> None:
+    module, layer, weights = _layer(4, 64, 32)
+    compute = NativeExperts(layer, kernels, many_tokens=TorchExperts(layer, ExpertMath.of(module)))
+    x = torch.randn(MAX_TOKENS + 3, 64).bfloat16()
+    index = torch.randint(0, 4, (MAX_TOKENS + 3, 2))
+    share = torch.rand(MAX_TOKENS + 3, 2)
+    wanted = reference_experts(module, weights, x, index, share)
+    torch.testing.assert_close(compute(x, index, share).float(), wanted.float(), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e-40])
+def test_infinities_and_denormals_stay_where_the_reference_has_them(kernels: NativeKernels, value: float) -> None:
+    torch.manual_seed(1)
+    module, layer, weights = _layer(2, 64, 32)
+    compute = NativeExperts(layer, kernels, many_tokens=TorchExperts(layer, ExpertMath.of(module)))
+    x = torch.randn(1, 64).bfloat16()
+    x[0, 5] = value
+    index, share = torch.tensor([[1, 0]]), torch.tensor([[0.5, 0.5]])
+    wanted = reference_experts(module, weights, x, index, share).float()
+    torch.testing.assert_close(compute(x, index, share).float(), wanted, atol=2e-2, rtol=2e-2, equal_nan=True)
+
+
+@settings(max_examples=20)
+@given(rows=st.integers(1, 900), columns=st.integers(1, 700), bias=st.booleans(), seed=st.integers(0, 2**31))
+def test_linear_equals_torch(kernels: NativeKernels, rows: int, columns: int, bias: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(columns, rows, bias=bias, dtype=torch.bfloat16))
+    for tokens in (1, 2):
+        x = torch.randn(1, tokens, columns).bfloat16()
+        with torch.no_grad():
+            wanted = torch.nn.functional.linear(x, model[0].weight, model[0].bias)
+            taken = speed_up_linears(model, kernels)
+            got = model(x)
+        assert taken == (rows * columns >= 64 * 1024)
+        torch.testing.assert_close(got, wanted, atol=2e-2, rtol=2e-2)
+
+
+def test_a_closed_pool_leaves_no_thread() -> None:
+    script = (
+        "import os\n"
+        "from engine.kernels.native.library import load_kernels\n"
+        "before = len(os.listdir('/proc/self/task'))\n"
+        "kernels = load_kernels(threads=4)\n"
+        "assert len(os.listdir('/proc/self/task')) == before + 3\n"
+        "kernels.close()\n"
+        "assert len(os.listdir('/proc/self/task')) == before\n"
+    )
+    if not os.path.isdir("/proc/self/task"):
+        pytest.skip("threads are counted in /proc")
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_the_environment_leaves_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWITCHYARD_NATIVE", "0")
+    assert load_kernels(threads=2) is None
