@@ -188,6 +188,8 @@ def load_rest(model: Any, plan: LoadingPlan, reader: TensorReader, device: torch
         hf_quantizer=plan.quantizer,
         weight_mapping=_conversions(model, plan.quantizer, plan.adapter),
     )
+    dtype_of = parameter_dtypes(model, plan.dtype)
+    dtypes = {name: dtype_of(name, parameter) for name, parameter in model.named_parameters()}
     state = {key: LazyTensor(reader, entry) for key, entry in plan.rest.items()}
     info, _ = convert_and_load_state_dict_in_model(model, state, config, None)
     if info.conversion_errors or info.mismatched_keys:
@@ -204,6 +206,9 @@ def load_rest(model: Any, plan: LoadingPlan, reader: TensorReader, device: torch
             "download or copy the model again.",
         )
     _check_unexpected(model, info.unexpected_keys)
+    if plan.quantizer is not None:  # it leaves weights that were not quantised in the type that they are stored in
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(dtypes[name])
 
 
 def _conversions(model: Any, quantizer: Any | None, adapter: FamilyAdapter | None) -> list[Any]:

@@ -55,6 +55,14 @@ _DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+_THREE_AXES = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [1, 1, 2],
+        "partial_rotary_factor": 1.0,
+    }
+}
 _SPARSE_SECOND = {"mlp_layer_types": ["dense", "sparse"]}
 
 DENSE: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": {}}
@@ -140,4 +148,40 @@ MOE: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
 
-FAMILIES: dict[str, dict[str, Any]] = {**DENSE, **MOE}
+TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "depth": 1,
+    "num_hidden_layers": 1,
+    "num_layers": 1,
+    "num_heads": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "out_hidden_size": 32,
+    "embed_dim": 32,
+    "patch_size": 4,
+    "image_size": 16,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+    "in_channels": 3,
+    "spatial_merge_size": 2,
+}
+"""What `COMMON` is for text, for the towers of models that also see or hear."""
+
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "aria": {},
+    "ernie4_5_vl_moe": {"text_config": {**_THREE_AXES, "moe_intermediate_size": [24, 16]}},
+    "glm4v_moe": {"text_config": _THREE_AXES},
+    "minimax_m3_vl": {},
+    "mistral_large4": {"text_config": _LATENT},
+    "muse_spark": {
+        "text_config": {"moe_hidden_size": 16, "mlp_layer_types": ["dense", "sparse"]},
+        "out_hidden_size": 32,
+        "projector_hidden_size": 32,
+        "audio_config": {"patch_sizes": [4], "hidden_sizes": [32], "depths": [1], "mlp_ratio": 1.0},
+    },
+    "qwen3_5_moe": {"text_config": _DELTA},
+    "qwen3_vl_moe": {},
+}
+"""Values by sub-configuration; all of these get a tiny one."""
+
+FAMILIES: dict[str, dict[str, Any]] = {**DENSE, **MOE, **MULTIMODAL}

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto as auto
 
-from tests.engine.tiny_configs import COMMON, FAMILIES
+from tests.engine.tiny_configs import COMMON, FAMILIES, MULTIMODAL, TOWER
 from tests.engine.tiny_tokenizer import save_tiny_tokenizer
 
 transformers.utils.logging.disable_progress_bar()
@@ -34,14 +34,25 @@ def tiny_model(family: str, **overrides: Any) -> Any:
 
 
 def tiny_config(family: str, **overrides: Any) -> Any:
-    """The configuration of `tiny_model`."""
-    config_class = type(transformers.AutoConfig.for_model(family))
-    known: set[str] = set()
+    """The configuration of `tiny_model`; `overrides` are values of its top level."""
+    library_default = transformers.AutoConfig.for_model(family)
+    values = {**FAMILIES[family], **overrides}
+    if family in MULTIMODAL:
+        for part in library_default.sub_configs:
+            known = _known_values(type(getattr(library_default, part)), COMMON if part == "text_config" else TOWER)
+            values[part] = {**known, **values.get(part, {})}
+    else:
+        values = {**_known_values(type(library_default), COMMON), **values}
+    return type(library_default)(**values)
+
+
+def _known_values(config_class: Any, source: dict[str, Any]) -> dict[str, Any]:
+    """Those of `source` that the class has a field for, under the field's name."""
+    fields: set[str] = set()
     for ancestor in config_class.__mro__:
-        known |= set(getattr(ancestor, "__annotations__", ()))
+        fields |= set(getattr(ancestor, "__annotations__", ()))
     renamed = getattr(config_class, "attribute_map", {})
-    values = {renamed.get(name, name): value for name, value in COMMON.items() if {name, renamed.get(name)} & known}
-    return config_class(**{**values, **FAMILIES[family], **overrides})
+    return {renamed.get(name, name): value for name, value in source.items() if {name, renamed.get(name)} & fields}
 
 
 def tiny_checkpoint(
@@ -71,10 +82,10 @@ def tiny_checkpoint(
 
 
 def model_class(config: Any) -> Any:
-    """The library's class that generates text with this configuration."""
+    """The library's class that generates text with this configuration, whole rather than its text part."""
     for mapping in (
-        auto.MODEL_FOR_CAUSAL_LM_MAPPING,
         auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING,
         auto.MODEL_FOR_MULTIMODAL_LM_MAPPING,
         auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     ):
