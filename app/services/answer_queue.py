@@ -1,0 +1,276 @@
+"""Questions to the engine, one at a time: waits for the model, gathers the answer, and saves it as it grows."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from PySide6.QtCore import QObject, QTimer, Signal
+
+from app.services.chat_store import AnswerStats, ChatStore, Message, MessageState
+from app.services.engine_client import EngineClient, EngineState
+from engine.config import SamplingParams
+from engine.errors import ErrorCode
+from engine.protocol import ChatMessage, Failed, Finished, Progress, Token
+
+SHOW_MS = 40
+"""Text is handed to the window this often: faster than the eye reads, and far fewer events than tokens."""
+
+SAVE_MS = 400
+"""An answer that is being written is saved this often; a crash loses at most so much."""
+
+CANCELLED = "cancelled"
+
+
+class Stage(Enum):
+    """What an answer is waiting for or doing."""
+
+    NO_ENGINE = "no engine"
+    NO_MODEL = "no model"
+    LOADING = "loading"
+    QUEUED = "queued"
+    READING = "reading"
+    WRITING = "writing"
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A stage, with how much of it is done (0 to 1, None if unknown) or the rate at which tokens come."""
+
+    stage: Stage
+    fraction: float | None = None
+    tokens_per_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Turn:
+    answer: Message
+    messages: tuple[ChatMessage, ...]
+    sampling: SamplingParams
+    request_id: str = ""
+    unshown: list[str] = field(default_factory=list)
+    unsaved: bool = False
+    cancelling: bool = False
+    tokens: int = 0
+    first_at: float = 0.0
+    first_tokens: int = 0
+
+
+def prompt_of(system_prompt: str, lineage: Iterable[Message]) -> tuple[ChatMessage, ...]:
+    """The messages to send: empty answers are left out, and turns of one role in a row become one."""
+    turns: list[ChatMessage] = []
+    if system_prompt.strip():
+        turns.append(ChatMessage("system", system_prompt))
+    for message in lineage:
+        if not message.content.strip():
+            continue
+        if turns and turns[-1].role == message.role:
+            turns[-1] = ChatMessage(message.role, f"{turns[-1].content}\n\n{message.content}")
+        else:
+            turns.append(ChatMessage(message.role, message.content))
+    return tuple(turns)
+
+
+class AnswerQueue(QObject):
+    """Asks for answers in turn.  Every answer ends as complete, partial or failed, and is saved as such.
+
+    Signals:
+        grew: id of an answer, and the text to append to it.
+        changed: the answer (a `Message`) after a change of state; the text in it is all there is.
+        phase_changed: id of an answer, and its `Phase`.
+    """
+
+    grew = Signal(str, str)
+    changed = Signal(object)
+    phase_changed = Signal(str, object)
+
+    def __init__(
+        self,
+        client: EngineClient,
+        store: ChatStore,
+        parent: QObject | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(parent)
+        self._client = client
+        self._store = store
+        self._clock = clock
+        self._waiting: deque[_Turn] = deque()
+        self._running: _Turn | None = None
+        self._loading: float | None = None
+        self._phases: dict[str, Phase] = {}
+        self._show = QTimer(self, singleShot=True, interval=SHOW_MS)
+        self._show.timeout.connect(self._show_text)
+        self._save = QTimer(self, singleShot=True, interval=SAVE_MS)
+        self._save.timeout.connect(self._save_step)
+        client.token.connect(self._on_token)
+        client.progress.connect(self._on_progress)
+        client.finished.connect(self._on_finished)
+        client.state_changed.connect(self._on_state)
+        client.model_loaded.connect(self._start_next)
+
+    def ask(self, answer: Message, messages: tuple[ChatMessage, ...], sampling: SamplingParams) -> None:
+        """Answer `messages`.  `answer` is the empty message to fill; it is in the store already."""
+        self._waiting.append(_Turn(answer, messages, sampling))
+        self._start_next()
+
+    def stop(self, message_id: str) -> None:
+        """End an answer now, running or waiting; the text so far is kept."""
+        running = self._running
+        if running is not None and running.answer.id == message_id:
+            running.cancelling = True
+            self._client.cancel(running.request_id)
+            return
+        for turn in self._waiting:
+            if turn.answer.id == message_id:
+                self._waiting.remove(turn)
+                self._end(turn, MessageState.PARTIAL, "", CANCELLED, None)
+                self._tell_waiting()
+                return
+
+    def stop_all(self, message_ids: Iterable[str]) -> None:
+        """`stop` for several, such as all of a deleted conversation."""
+        for message_id in list(message_ids):
+            self.stop(message_id)
+
+    def current(self, message_id: str) -> Message | None:
+        """An answer that is waiting or being written, with its text so far."""
+        for turn in (self._running, *self._waiting):
+            if turn is not None and turn.answer.id == message_id:
+                return turn.answer
+        return None
+
+    def phase(self, message_id: str) -> Phase | None:
+        """What an answer that has not ended is doing."""
+        return self._phases.get(message_id)
+
+    @property
+    def is_idle(self) -> bool:
+        return self._running is None and not self._waiting
+
+    # --- starting ---
+
+    def _start_next(self) -> None:
+        # Only a ready engine takes a turn: anything else it does (load, another program's request) comes first.
+        model = self._client.model if self._client.state is EngineState.READY else None
+        if model is not None and self._running is None and self._waiting:
+            turn = self._running = self._waiting.popleft()
+            turn.answer = replace(turn.answer, model=model.name)
+            turn.request_id = self._client.generate(turn.messages, turn.sampling)
+            self._set_phase(turn, Phase(Stage.READING))
+        self._tell_waiting()
+
+    def _tell_waiting(self) -> None:
+        phase = self._waiting_phase()
+        for turn in self._waiting:
+            self._set_phase(turn, phase)
+
+    def _waiting_phase(self) -> Phase:
+        state = self._client.state
+        if state in (EngineState.DIED, EngineState.STOPPED):
+            return Phase(Stage.NO_ENGINE)
+        if state in (EngineState.STARTING, EngineState.LOADING):
+            return Phase(Stage.LOADING, self._loading)
+        return Phase(Stage.NO_MODEL) if self._client.model is None else Phase(Stage.QUEUED)
+
+    def _set_phase(self, turn: _Turn, phase: Phase) -> None:
+        if self._phases.get(turn.answer.id) != phase:
+            self._phases[turn.answer.id] = phase
+            self.phase_changed.emit(turn.answer.id, phase)
+
+    # --- while it is written ---
+
+    def _on_state(self, state: EngineState) -> None:
+        if state is not EngineState.LOADING:
+            self._loading = None
+        self._start_next()
+
+    def _on_progress(self, progress: Progress) -> None:
+        fraction = min(progress.done / progress.total, 1.0) if progress.total > 0 else None
+        if progress.phase == "loading":
+            self._loading = fraction
+            self._tell_waiting()
+        elif self._is_running(progress.request_id) and progress.phase == "prefill":
+            assert self._running is not None
+            self._set_phase(self._running, Phase(Stage.READING, fraction))
+
+    def _is_running(self, request_id: str) -> bool:
+        return self._running is not None and self._running.request_id == request_id
+
+    def _on_token(self, token: Token) -> None:
+        turn = self._running
+        if turn is None or turn.request_id != token.request_id:
+            return
+        if not turn.first_at:
+            turn.first_at, turn.first_tokens = self._clock(), token.generated_tokens
+        turn.tokens = token.generated_tokens
+        if token.text:
+            turn.unshown.append(token.text)
+            turn.unsaved = True
+            if not self._save.isActive():
+                self._save.start()
+        if not self._show.isActive():
+            self._show.start()
+
+    def _show_text(self) -> None:
+        turn = self._running
+        if turn is None:
+            return
+        self._take_text(turn)
+        elapsed = self._clock() - turn.first_at
+        rate = (turn.tokens - turn.first_tokens) / elapsed if elapsed > 0.25 else 0.0
+        self._set_phase(turn, Phase(Stage.WRITING, tokens_per_s=round(rate, 1)))
+
+    def _take_text(self, turn: _Turn) -> None:
+        if turn.unshown:
+            text = "".join(turn.unshown)
+            turn.unshown.clear()
+            turn.answer = replace(turn.answer, content=turn.answer.content + text)
+            self.grew.emit(turn.answer.id, text)
+
+    def _save_step(self) -> None:
+        turn = self._running
+        if turn is not None and turn.unsaved:
+            self._take_text(turn)
+            turn.unsaved = False
+            self._store.save_step(turn.answer)
+
+    # --- its end ---
+
+    def _on_finished(self, event: object) -> None:
+        turn = self._running
+        if turn is None or not isinstance(event, (Finished, Failed)) or event.request_id != turn.request_id:
+            self._start_next()
+            return
+        self._running = None
+        self._show.stop()
+        self._save.stop()
+        self._take_text(turn)
+        if isinstance(event, Finished):
+            stats = AnswerStats(
+                finish_reason=event.finish_reason,
+                prompt_tokens=event.prompt_tokens,
+                generated_tokens=event.generated_tokens,
+                ttft_s=event.ttft_s,
+                tokens_per_s=event.tokens_per_s,
+            )
+            if event.finish_reason == "cancelled":
+                self._end(turn, MessageState.PARTIAL, "", CANCELLED, stats)
+            else:
+                self._end(turn, MessageState.COMPLETE, "", "", stats)
+        elif turn.cancelling and event.code is not ErrorCode.ENGINE_DIED:
+            self._end(turn, MessageState.PARTIAL, "", CANCELLED, None)
+        else:
+            state = MessageState.PARTIAL if turn.answer.content else MessageState.FAILED
+            self._end(turn, state, event.message, event.code.value, None)
+        self._start_next()
+
+    def _end(self, turn: _Turn, state: MessageState, reason: str, reason_code: str, stats: AnswerStats | None) -> None:
+        self._phases.pop(turn.answer.id, None)
+        turn.answer = replace(turn.answer, state=state, reason=reason, reason_code=reason_code, stats=stats)
+        self._store.update_message(turn.answer)
+        self.changed.emit(turn.answer)

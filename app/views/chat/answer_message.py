@@ -1,0 +1,191 @@
+"""An answer: its Markdown, a calm note where something went wrong, and the line of figures and actions under it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from PySide6.QtCore import QTimer, QUrl, Signal
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
+
+from app.models.conversation import MessageRow
+from app.services.answer_queue import CANCELLED, Phase
+from app.services.chat_store import MessageState
+from app.theme import ThemeController, use_tabular_figures
+from app.views.chat.icon_button import IconButton
+from app.views.chat.phrases import phase_text, stats_text, trouble_text
+from app.views.chat.style import ANSWER_PX, scaled
+from app.views.chat.version_switch import VersionSwitch
+from app.widgets.markdown_view import MarkdownView
+
+COPIED_MS = 1500
+
+Action = Literal["regenerate", "branch", "continue", "restart", "stop"]
+
+
+class AnswerMessage(QWidget):
+    """Signals: `acted` (an `Action`), `version_stepped` (-1 or 1), `link_activated`."""
+
+    acted = Signal(str)
+    version_stepped = Signal(int)
+    link_activated = Signal(QUrl)
+
+    def __init__(self, row: MessageRow, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self._theme = theme
+        self._row = row
+        self._phase: Phase | None = None
+        self._engine_is_down = False
+        self._note_text = ""
+        self.body = MarkdownView(self, theme.theme)
+        self.body.link_activated.connect(self.link_activated)
+        self._note = self._build_note()
+        self._versions = VersionSwitch(self, theme.theme)
+        self._versions.step.connect(self.version_stepped)
+        self._figures = QLabel(self)
+        self._figures.setProperty("role", "secondary")
+        use_tabular_figures(self._figures)
+        colours = theme.theme
+        self._copy = IconButton("copy", self.tr("Copy the answer"), self._copy_text, self, colours)
+        self._again = IconButton(
+            "refresh", self.tr("Answer again"), lambda: self.acted.emit("regenerate"), self, colours
+        )
+        self._branch = IconButton(
+            "branch", self.tr("Go on in a new chat"), lambda: self.acted.emit("branch"), self, colours
+        )
+        self._continue = QPushButton(self.tr("Continue"), self)
+        self._continue.setProperty("kind", "quiet")
+        self._continue.clicked.connect(lambda: self.acted.emit("continue"))
+        below = QHBoxLayout()
+        below.setContentsMargins(0, 0, 0, 0)
+        below.setSpacing(2)
+        below.addWidget(self._versions)
+        below.addWidget(self._figures)
+        below.addSpacing(6)
+        for widget in (self._copy, self._again, self._branch, self._continue):
+            below.addWidget(widget)
+        below.addStretch(1)
+        column = QVBoxLayout(self)
+        column.setContentsMargins(0, 0, 0, 0)
+        column.setSpacing(8)
+        column.addWidget(self.body)
+        column.addWidget(self._note)
+        column.addLayout(below)
+        self._set_width()
+        self.set_row(row)
+
+    @property
+    def message_id(self) -> str:
+        return self._row.message.id
+
+    @property
+    def figures(self) -> str:
+        """The line under the answer."""
+        return self._figures.text()
+
+    @property
+    def note(self) -> str:
+        """What went wrong, if something did."""
+        return self._note_text
+
+    def set_row(self, row: MessageRow) -> None:
+        """Show this turn; text that only grew is added to what is drawn."""
+        self._row = row
+        message = row.message
+        streaming = message.state is MessageState.STREAMING
+        shown = self.body.markdown()
+        if message.content != shown:
+            if streaming and message.content.startswith(shown):
+                self.body.append_markdown(message.content[len(shown) :])
+            elif message.content.startswith(shown) and shown:
+                self.body.append_markdown(message.content[len(shown) :])
+                self.body.finish()
+            elif streaming:
+                self.body.set_markdown("")
+                self.body.append_markdown(message.content)
+            else:
+                self.body.set_markdown(message.content)
+        elif not streaming:
+            self.body.finish()
+        self.body.setVisible(bool(message.content))
+        if not streaming:
+            self._phase = None
+        self._refresh()
+
+    def append(self, text: str) -> None:
+        """Add text while it is being written."""
+        self.body.show()
+        self.body.append_markdown(text)
+
+    def set_phase(self, phase: Phase | None) -> None:
+        """Say what the answer is waiting for or doing."""
+        self._phase = phase
+        self._refresh()
+
+    def set_engine_down(self, down: bool) -> None:
+        """Offer to restart the engine rather than to answer again."""
+        if down != self._engine_is_down:
+            self._engine_is_down = down
+            self._refresh()
+
+    def apply_theme(self) -> None:
+        """Take over colours and font size."""
+        theme = self._theme.theme
+        self.body.apply_theme(theme)
+        for button in (self._copy, self._again, self._branch):
+            button.apply_theme(theme)
+        self._versions.apply_theme(theme)
+        self._set_width()
+
+    # --- inside ---
+
+    def _build_note(self) -> QFrame:
+        note = QFrame(self)
+        note.setProperty("note", True)
+        self._note_label = QLabel(note)
+        self._note_label.setWordWrap(True)
+        self._restart = QPushButton(self.tr("Restart engine"), note)
+        self._restart.clicked.connect(lambda: self.acted.emit("restart"))
+        self._note_again = QPushButton(self.tr("Answer again"), note)
+        self._note_again.clicked.connect(lambda: self.acted.emit("regenerate"))
+        self._note_continue = QPushButton(self.tr("Continue"), note)
+        self._note_continue.clicked.connect(lambda: self.acted.emit("continue"))
+        row = QHBoxLayout(note)
+        row.setContentsMargins(12, 8, 8, 8)
+        row.setSpacing(8)
+        row.addWidget(self._note_label, 1)
+        for button in (self._restart, self._note_continue, self._note_again):
+            row.addWidget(button)
+        return note
+
+    def _refresh(self) -> None:
+        message = self._row.message
+        streaming = message.state is MessageState.STREAMING
+        waits_for_engine = streaming and self._engine_is_down
+        self._note_text = trouble_text(message)
+        if waits_for_engine:
+            self._note_text = self.tr("The engine is not running; your message is answered once it is restarted.")
+        self._note.setVisible(bool(self._note_text))
+        self._note_label.setText(self._note_text)
+        self._restart.setVisible(self._engine_is_down)
+        self._note_again.setVisible(not self._engine_is_down)
+        self._note_continue.setVisible(not self._engine_is_down and bool(message.content))
+        self._versions.show_version(self._row.version, self._row.versions)
+        if streaming:
+            self._figures.setText("" if self._phase is None or waits_for_engine else phase_text(self._phase))
+        else:
+            self._figures.setText(stats_text(message))
+        for button in (self._copy, self._again, self._branch):
+            button.setVisible(not streaming)
+        self._copy.setVisible(not streaming and bool(message.content))
+        limit = message.stats is not None and message.stats.finish_reason == "length"
+        self._continue.setVisible(bool(message.content) and (limit or message.reason_code == CANCELLED))
+
+    def _copy_text(self) -> None:
+        self.body.copy_all()
+        self._copy.set_icon("check", self.tr("Copied"), self._theme.theme)
+        QTimer.singleShot(
+            COPIED_MS, self, lambda: self._copy.set_icon("copy", self.tr("Copy the answer"), self._theme.theme)
+        )
+
+    def _set_width(self) -> None:
+        self.setMaximumWidth(scaled(ANSWER_PX, self._theme.font_px))

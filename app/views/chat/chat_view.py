@@ -1,0 +1,341 @@
+"""The Chat page: the list of chats, the conversation, and the box one writes in."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import QCoreApplication, Qt, QUrl
+from PySide6.QtGui import QDesktopServices, QKeySequence, QShortcut, QShowEvent
+from PySide6.QtWidgets import QHBoxLayout, QStackedWidget, QVBoxLayout, QWidget
+
+from app.models.conversation_list import ConversationListModel, Group
+from app.services.chat_store import ChatStore, Conversation, MessageState, SearchHit
+from app.services.engine_client import EngineClient, EngineState
+from app.services.settings import Settings
+from app.services.token_counter import TokenCounter
+from app.theme import ThemeController
+from app.views.chat.composer import Composer
+from app.views.chat.conversation_panel import ConversationPanel
+from app.views.chat.empty_chat import EmptyChat
+from app.views.chat.file_dialogs import ask_export_path, ask_import_path
+from app.views.chat.phrases import percent, tr
+from app.views.chat.presenter import ChatPresenter
+from app.views.chat.style import COLUMN_PX, chat_style_sheet, scaled
+from app.views.chat.title_bar import TitleBar
+from app.views.chat.toast import Toast
+from app.views.chat.transcript import Transcript
+from app.widgets.banner import Banner
+from engine.protocol import ModelInfo, Progress
+
+
+class ChatView(QWidget):
+    """Takes its services ready made; everything it knows is in the store or on its way there."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        store: ChatStore,
+        theme: ThemeController,
+        settings: Settings,
+        parent: QWidget | None = None,
+    ) -> None:
+        super().__init__(parent)
+        self._client = client
+        self._store = store
+        self._theme = theme
+        self._loading: float | None = None
+        list_model = ConversationListModel(_group_title, tr("New chat"))
+        list_model.setParent(self)
+        self.presenter = ChatPresenter(client, store, settings, list_model, self)
+        self._counter = TokenCounter(self)
+        self._counter.counted.connect(self._on_counted)
+        self.title_bar = TitleBar(client, theme, self)
+        self.panel = ConversationPanel(list_model, theme, self)
+        self.transcript = Transcript(self.presenter.model, theme, self)
+        self.empty = EmptyChat(self)
+        self.composer = Composer(self)
+        self.trouble_banner = Banner("warning", theme, self)
+        self.notice_banner = Banner("info", theme, self)
+        self.notice_banner.add_action(self.tr("Dismiss"), self.notice_banner.hide, kind="quiet")
+        self.toast = Toast(self)
+        self._lay_out()
+        self._connect_page()
+        self._connect_services()
+        self._add_shortcuts()
+        theme.changed.connect(self._apply_theme)
+        self._apply_theme()
+        self.presenter.begin()
+
+    # --- building ---
+
+    def _lay_out(self) -> None:
+        self._pages = QStackedWidget(self)
+        self._pages.addWidget(self.empty)
+        self._pages.addWidget(self.transcript)
+        self._box_row = QHBoxLayout()
+        self._box_row.addWidget(self.composer)
+        right = QVBoxLayout()
+        right.setContentsMargins(0, 0, 0, 0)
+        right.setSpacing(0)
+        for widget in (self.trouble_banner, self.notice_banner):
+            right.addWidget(widget)
+        right.addWidget(self._pages, 1)
+        right.addLayout(self._box_row)
+        below = QHBoxLayout()
+        below.setSpacing(0)
+        below.addWidget(self.panel)
+        below.addLayout(right, 1)
+        column = QVBoxLayout(self)
+        column.setContentsMargins(0, 0, 0, 0)
+        column.setSpacing(0)
+        column.addWidget(self.title_bar)
+        column.addLayout(below, 1)
+
+    def _connect_page(self) -> None:
+        do, panel = self.presenter, self.panel
+        self.title_bar.new_chat.connect(self.new_chat)
+        self.title_bar.rename.connect(self.rename)
+        panel.opened.connect(self._open)
+        panel.searched.connect(self._search)
+        panel.renamed.connect(do.rename)
+        panel.pin_wanted.connect(do.set_pinned)
+        panel.delete_wanted.connect(do.delete)
+        panel.export_wanted.connect(self._export)
+        panel.import_wanted.connect(self._import)
+        self.transcript.acted.connect(self._act)
+        self.transcript.resent.connect(do.resend)
+        self.transcript.version_stepped.connect(do.step_version)
+        self.transcript.link_activated.connect(self._open_link)
+        self.empty.example_chosen.connect(self._send)
+        self.composer.sent.connect(self._send)
+        self.composer.stopped.connect(do.stop)
+        self.composer.edited.connect(self._on_edited)
+        self.composer.system_prompt_changed.connect(do.set_system_prompt)
+        self.composer.sampling_changed.connect(do.set_sampling)
+        do.shown.connect(self._on_shown)
+        do.changed.connect(self._on_changed)
+        do.deleted.connect(self._on_deleted)
+        do.queue.grew.connect(self.transcript.append_text)
+        do.queue.phase_changed.connect(self.transcript.set_phase)
+        for signal in (do.model.rowsInserted, do.model.rowsRemoved, do.model.dataChanged, do.model.modelReset):
+            signal.connect(self._on_turns)
+
+    def _connect_services(self) -> None:
+        client, store = self._client, self._store
+        client.state_changed.connect(self._on_engine)
+        client.model_loaded.connect(self._on_model)
+        client.progress.connect(self._on_progress)
+        store.found.connect(self._on_found)
+        store.trouble.connect(self._on_trouble)
+        store.notice.connect(self.notice_banner.tell)
+        store.failed.connect(self.notice_banner.tell)
+        store.exported.connect(lambda path: self.toast.tell(self.tr("Written to {0}").format(path)))
+        application = QCoreApplication.instance()
+        if application is not None:
+            application.aboutToQuit.connect(self.close_down)
+        self._on_engine(client.state)
+
+    def _add_shortcuts(self) -> None:
+        standard = QKeySequence.StandardKey
+        for keys, do in (
+            (QKeySequence(standard.New), self.new_chat),
+            (QKeySequence(standard.Find), self.panel.focus_search),
+            (QKeySequence("Ctrl+K"), self.panel.focus_search),
+            (QKeySequence("F2"), self.rename),
+            (QKeySequence("Esc"), self._escape),
+            (QKeySequence(standard.Undo), self._undo),
+            (QKeySequence("Ctrl+PgUp"), lambda: self.presenter.step(-1)),
+            (QKeySequence("Ctrl+PgDown"), lambda: self.presenter.step(1)),
+            (QKeySequence("Ctrl+L"), self.composer.setFocus),
+        ):
+            shortcut = QShortcut(keys, self)
+            shortcut.activated.connect(do)
+
+    # --- what the page does ---
+
+    def new_chat(self) -> None:
+        """Begin a chat."""
+        self.panel.search.clear()
+        self.presenter.new_chat()
+        self.composer.setFocus()
+
+    def rename(self) -> None:
+        """Edit the title of the chat on the screen."""
+        self.panel.rename(self.presenter.conversation.id)
+
+    def close_down(self) -> None:
+        """Hand what is only in memory to the store; before the window goes."""
+        self.presenter.flush()
+        self._counter.wait()
+
+    def showEvent(self, event: QShowEvent) -> None:
+        super().showEvent(event)
+        self.panel.list.model()
+        self.composer.setFocus()
+
+    def _send(self, text: str) -> None:
+        if self.presenter.send(text):
+            self.composer.set_text("")
+            self.transcript.jump_to_end()
+
+    def _open(self, conversation_id: str, message_id: str) -> None:
+        self._wanted_message = message_id
+        self.presenter.open(conversation_id, message_id or None)
+        if message_id and self.presenter.conversation.id == conversation_id:
+            self.transcript.show_message(message_id)
+
+    _wanted_message = ""
+
+    def _act(self, message_id: str, action: str) -> None:
+        if action == "restart":
+            self._client.restart()
+        else:
+            do = self.presenter
+            {"regenerate": do.regenerate, "continue": do.go_on, "branch": do.branch}[action](message_id)
+            self.transcript.jump_to_end()
+
+    def _escape(self) -> None:
+        if not self.presenter.stop():
+            self.composer.setFocus()
+
+    def _undo(self) -> None:
+        if self.presenter.undo_delete():
+            self.toast.hide()
+
+    def _search(self, text: str) -> None:
+        if text:
+            self._store.search(text)
+        else:
+            self.panel.set_nothing_found(False)
+            self.presenter.list_model.show_hits(None)
+
+    def _export(self, conversation_ids: list[str] | None) -> None:
+        entries = self.presenter.list_model.entries
+        ids = conversation_ids or [entry.conversation.id for entry in entries if entry.conversation is not None]
+        first = self.presenter.list_model.conversation(ids[0]) if len(ids) == 1 else None
+        ask_export_path(self, first, lambda path: self.presenter.export_chats(ids, path))
+
+    def _import(self) -> None:
+        ask_import_path(self, self.presenter.import_chats)
+
+    def _open_link(self, url: QUrl) -> None:
+        if url.scheme() in ("http", "https", "mailto"):
+            QDesktopServices.openUrl(url)
+
+    # --- what the page is told ---
+
+    def _on_shown(self, conversation: Conversation) -> None:
+        self._on_changed(conversation)
+        self.composer.show_conversation(conversation, with_draft=True)
+        self.panel.set_current(conversation.id)
+        for turn in self.transcript.turns:
+            self.transcript.set_phase(turn.message_id, self.presenter.queue.phase(turn.message_id))
+        self._count()
+        if self._wanted_message:
+            message_id, self._wanted_message = self._wanted_message, ""
+            self.transcript.show_message(message_id)
+
+    def _on_changed(self, conversation: Conversation) -> None:
+        self.title_bar.set_title(conversation.title or tr("New chat"))
+        self.composer.show_conversation(conversation, with_draft=False)
+        self._count()
+
+    def _on_deleted(self, conversation: Conversation) -> None:
+        title = conversation.title or tr("New chat")
+        short = title if len(title) <= 40 else title[:39] + "…"
+        self.toast.tell(self.tr("“{0}” was deleted.").format(short), self.tr("Undo  Ctrl+Z"), self._undo)
+
+    def _on_turns(self) -> None:
+        rows = self.presenter.model.rows
+        self._pages.setCurrentWidget(self.transcript if rows else self.empty)
+        self.composer.set_answering(self.presenter.answering_id is not None)
+        self._count()
+
+    def _on_edited(self, text: str) -> None:
+        self.presenter.set_draft(text)
+        self._count()
+
+    def _on_found(self, text: str, hits: tuple[SearchHit, ...]) -> None:
+        if text == self.panel.search.text().strip():
+            self.presenter.list_model.show_hits(hits)
+            self.panel.set_nothing_found(not hits)
+
+    def _on_trouble(self, sentence: str) -> None:
+        if sentence:
+            self.trouble_banner.tell(sentence)
+        else:
+            self.trouble_banner.hide()
+
+    def _on_engine(self, state: EngineState) -> None:
+        if state is not EngineState.LOADING:
+            self._loading = None
+        self.transcript.set_engine_down(state is EngineState.DIED)
+        self._show_hint()
+        self._count()
+
+    def _on_model(self, model: ModelInfo) -> None:
+        if model.template_note:
+            self.notice_banner.tell(model.template_note)
+        self._show_hint()
+        self._count()
+
+    def _on_progress(self, progress: Progress) -> None:
+        if progress.phase == "loading":
+            self._loading = progress.done / progress.total if progress.total > 0 else None
+            self._show_hint()
+
+    def _show_hint(self) -> None:
+        state, model = self._client.state, self._client.model
+        if state in (EngineState.LOADING, EngineState.STARTING):
+            part = "" if self._loading is None else f" {percent(min(self._loading, 1.0))}"
+            hint = self.tr("The model is loading{0}. You can write already; the answer follows.").format(part)
+        elif model is None:
+            hint = self.tr("No model is loaded yet. You can write already; the answer follows once there is one.")
+        else:
+            hint = self.tr("{0} answers on this machine; nothing you write leaves it.").format(model.name)
+        self.empty.set_hint(hint)
+
+    # --- the context meter ---
+
+    def _count(self) -> None:
+        """Exact right after an answer; counted here as soon as something is written or shown that was not asked yet."""
+        model = self._client.model
+        limit = model.context_tokens if model is not None else None
+        path = [row.message for row in self.presenter.model.rows]
+        draft = self.composer.text
+        last = path[-1] if path else None
+        if last is not None and last.stats is not None and last.stats.prompt_tokens and not draft.strip():
+            self._counting = ""
+            self.composer.set_context(last.stats.prompt_tokens + last.stats.generated_tokens, limit, about=False)
+            return
+        if model is None or (last is not None and last.state is MessageState.STREAMING):
+            if model is None:
+                self.composer.set_context(None, None, about=True)
+            return
+        texts = [self.presenter.conversation.system_prompt, *(message.content for message in path), draft]
+        self._counting = self.presenter.conversation.id
+        self._counter.count(self._counting, model.path, [text for text in texts if text.strip()])
+
+    _counting = ""
+
+    def _on_counted(self, key: str, tokens: int) -> None:
+        model = self._client.model
+        if model is not None and key == self._counting:
+            self.composer.set_context(tokens, model.context_tokens, about=tokens > 0)
+
+    def _apply_theme(self) -> None:
+        self.setStyleSheet(chat_style_sheet(self._theme.theme, self._theme.font_px))
+        width = scaled(COLUMN_PX, self._theme.font_px)
+        self.composer.setMaximumWidth(width)
+        self.empty.setMaximumWidth(16777215)
+        self._box_row.setContentsMargins(24, 0, 24, 24)
+        self._box_row.setAlignment(self.composer, Qt.AlignmentFlag(0))
+
+
+def _group_title(group: Group) -> str:
+    return {
+        Group.PINNED: tr("Pinned"),
+        Group.TODAY: tr("Today"),
+        Group.YESTERDAY: tr("Yesterday"),
+        Group.WEEK: tr("Previous 7 days"),
+        Group.OLDER: tr("Older"),
+        Group.FOUND: tr("Found"),
+    }[group]

@@ -1,0 +1,109 @@
+"""A pill with a short text, such as the model's name, and a dot or sign before it."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import QSize, Qt
+from PySide6.QtGui import QColor, QPainter, QPaintEvent, QResizeEvent
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QSizePolicy, QWidget
+
+from app.icons import icon
+from app.theme import Theme
+
+SIGN_PX = 14
+
+
+class Dot(QWidget):
+    """A filled circle; what it means is always said in words beside it."""
+
+    def __init__(self, parent: QWidget) -> None:
+        super().__init__(parent)
+        self._colour = QColor("#999999")
+        self.setFixedSize(8, 8)
+
+    def set_colour(self, colour: str) -> None:
+        """Paint it in another colour."""
+        self._colour = QColor(colour)
+        self.update()
+
+    def paintEvent(self, _event: QPaintEvent) -> None:
+        painter = QPainter(self)
+        painter.setRenderHint(QPainter.RenderHint.Antialiasing)
+        painter.setPen(Qt.PenStyle.NoPen)
+        painter.setBrush(self._colour)
+        painter.drawEllipse(self.rect())
+
+
+class ElidedLabel(QLabel):
+    """A line that ends in an ellipsis where there is no room for all of it."""
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self._full = ""
+        self.setTextFormat(Qt.TextFormat.PlainText)
+        self.setSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Preferred)
+
+    def set_full_text(self, text: str) -> None:
+        """Show this text, as much of it as fits."""
+        self._full = " ".join(text.split())
+        self.setAccessibleName(self._full)
+        self._fit()
+        self.updateGeometry()
+
+    @property
+    def full_text(self) -> str:
+        return self._full
+
+    def sizeHint(self) -> QSize:
+        width = self.fontMetrics().horizontalAdvance(self._full) + 2
+        return QSize(width, super().sizeHint().height())
+
+    def minimumSizeHint(self) -> QSize:
+        return QSize(
+            min(self.sizeHint().width(), self.fontMetrics().averageCharWidth() * 6), super().sizeHint().height()
+        )
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        self._fit()
+
+    def _fit(self) -> None:
+        text = self.fontMetrics().elidedText(self._full, Qt.TextElideMode.ElideRight, self.width())
+        if text != self.text():
+            self.setText(text)
+
+
+class Chip(QFrame):
+    """A text in a pill, with a dot if `dot` is given a colour and a warning sign if `warns`."""
+
+    def __init__(self, parent: QWidget) -> None:
+        super().__init__(parent)
+        self.setProperty("chip", True)
+        self._dot = Dot(self)
+        self._sign = QLabel(self)
+        self._label = ElidedLabel(self)
+        self._label.setProperty("role", "secondary")
+        row = QHBoxLayout(self)
+        row.setContentsMargins(12, 5, 12, 5)
+        row.setSpacing(7)
+        for widget in (self._dot, self._sign, self._label):
+            row.addWidget(widget)
+        self._dot.hide()
+        self._sign.hide()
+        self.setSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Fixed)
+        self.setMaximumWidth(340)
+
+    @property
+    def text(self) -> str:
+        return self._label.full_text
+
+    def show_text(self, text: str, theme: Theme, *, dot: str = "", warns: bool = False, tip: str = "") -> None:
+        """Say something else."""
+        self._label.set_full_text(text)
+        self._dot.setVisible(bool(dot))
+        if dot:
+            self._dot.set_colour(dot)
+        self._sign.setVisible(warns)
+        if warns:
+            self._sign.setPixmap(icon("warning", theme, theme.danger).pixmap(QSize(SIGN_PX, SIGN_PX)))
+        self.setToolTip(tip)
+        self.setAccessibleName(f"{text}. {tip}" if tip else text)

@@ -1,0 +1,158 @@
+"""The box one writes in, with the chat's settings, the context meter, and Send or Stop."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import Qt, Signal
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
+
+from app.models.conversation_defaults import preset_of
+from app.services.chat_store import Conversation
+from app.theme import use_tabular_figures
+from app.views.chat.growing_edit import GrowingEdit
+from app.views.chat.phrases import count, preset_text
+from app.views.chat.sampling_popover import SamplingPopover
+from app.views.chat.system_prompt_popover import SystemPromptPopover
+
+
+class Composer(QFrame):
+    """Signals: `sent` (the text), `stopped`, `edited` (the text after every key), and the settings after every edit."""
+
+    sent = Signal(str)
+    stopped = Signal()
+    edited = Signal(str)
+    system_prompt_changed = Signal(str)
+    sampling_changed = Signal(object)
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self.setObjectName("composer")
+        self._conversation: Conversation | None = None
+        self._answering = False
+        self.box = GrowingEdit(self)
+        self.box.setPlaceholderText(self.tr("Message Switchyard…"))
+        self.box.setAccessibleName(self.tr("Message"))
+        self.box.setAccessibleDescription(self.tr("Enter sends, Shift+Enter starts a new line"))
+        self.box.entered.connect(self._send)
+        self.box.focused.connect(self._show_focus)
+        self.box.textChanged.connect(self._on_text)
+        self.system_button = self._chip(self.tr("System prompt"))
+        self.system_button.clicked.connect(self.edit_system_prompt)
+        self.sampling_button = self._chip("")
+        self.sampling_button.clicked.connect(self.edit_sampling)
+        self.meter = QLabel(self)
+        self.meter.setProperty("role", "secondary")
+        use_tabular_figures(self.meter)
+        self.send_button = QPushButton(self)
+        self.send_button.clicked.connect(self._on_button)
+        self._system = SystemPromptPopover(self)
+        self._system.changed.connect(self.system_prompt_changed)
+        self._sampling = SamplingPopover(self)
+        self._sampling.changed.connect(self.sampling_changed)
+        row = QHBoxLayout()
+        row.setSpacing(10)
+        row.addWidget(self.system_button)
+        row.addWidget(self.sampling_button)
+        row.addStretch(1)
+        row.addWidget(self.meter)
+        row.addWidget(self.send_button)
+        column = QVBoxLayout(self)
+        column.setContentsMargins(15, 13, 13, 12)
+        column.setSpacing(12)
+        column.addWidget(self.box)
+        column.addLayout(row)
+        self.setFocusProxy(self.box)
+        self._show_button()
+
+    @property
+    def text(self) -> str:
+        return self.box.toPlainText()
+
+    @property
+    def sampling_popover(self) -> SamplingPopover:
+        return self._sampling
+
+    @property
+    def system_popover(self) -> SystemPromptPopover:
+        return self._system
+
+    def show_conversation(self, conversation: Conversation, *, with_draft: bool) -> None:
+        """Show a chat's settings, and its draft if it has just come on the screen."""
+        self._conversation = conversation
+        named = self.tr("System prompt ✓") if conversation.system_prompt.strip() else self.tr("System prompt")
+        self.system_button.setText(named)
+        unset = self.tr("What the model is told before the chat")
+        self.system_button.setToolTip(conversation.system_prompt[:400] or unset)
+        self.sampling_button.setText(preset_text(preset_of(conversation.sampling)))
+        self.sampling_button.setToolTip(self.tr("How the next token is chosen"))
+        if with_draft:
+            self.set_text(conversation.draft)
+
+    def set_text(self, text: str) -> None:
+        """Replace what stands in the box, without an `edited`."""
+        self.box.blockSignals(True)
+        self.box.setPlainText(text)
+        self.box.blockSignals(False)
+        self.box.moveCursor(self.box.textCursor().MoveOperation.End)
+        self._show_button()
+
+    def set_answering(self, answering: bool) -> None:
+        """Offer to stop rather than to send."""
+        self._answering = answering
+        self._show_button()
+
+    def set_context(self, used: int | None, limit: int | None, *, about: bool) -> None:
+        """Say how much of the context is used; None if that is not known."""
+        if limit is None or used is None:
+            self.meter.setText("")
+            self.meter.setToolTip("")
+            return
+        words = self.tr("context about {0} of {1}") if about else self.tr("context {0} of {1}")
+        self.meter.setText(words.format(count(used), count(limit)))
+        tip = self.tr("Counted here, with what you are writing; the engine's own count follows the answer.")
+        exact = self.tr("Counted by the engine after the last answer.")
+        self.meter.setToolTip(tip if about else exact)
+
+    def edit_system_prompt(self) -> None:
+        """Open the card with the system prompt."""
+        if self._conversation is not None:
+            self._system.edit(self._conversation.system_prompt, self.system_button)
+
+    def edit_sampling(self) -> None:
+        """Open the card with the sampling."""
+        if self._conversation is not None:
+            self._sampling.edit(self._conversation.sampling, self.sampling_button)
+
+    def _chip(self, text: str) -> QPushButton:
+        button = QPushButton(text, self)
+        button.setProperty("kind", "chip")
+        button.setCursor(Qt.CursorShape.PointingHandCursor)
+        return button
+
+    def _send(self) -> None:
+        if not self._answering and self.text.strip():
+            self.sent.emit(self.text)
+
+    def _on_button(self) -> None:
+        if self._answering:
+            self.stopped.emit()
+        else:
+            self._send()
+
+    def _on_text(self) -> None:
+        self._show_button()
+        self.edited.emit(self.text)
+
+    def _show_button(self) -> None:
+        self.send_button.setText(self.tr("Stop  Esc") if self._answering else self.tr("Send"))
+        self.send_button.setAccessibleName(self.tr("Stop the answer") if self._answering else self.tr("Send"))
+        kind = "" if self._answering else "primary"
+        if self.send_button.property("kind") != kind:
+            self.send_button.setProperty("kind", kind)
+            self.send_button.style().unpolish(self.send_button)
+            self.send_button.style().polish(self.send_button)
+        self.send_button.setEnabled(self._answering or bool(self.text.strip()))
+
+    def _show_focus(self, focused: bool) -> None:
+        self.setProperty("active", focused)
+        self.style().unpolish(self)
+        self.style().polish(self)

@@ -1,0 +1,128 @@
+"""How a line of the chat list is painted: headings, titles, and what a search found with its matches in bold."""
+
+from __future__ import annotations
+
+import html
+
+from PySide6.QtCore import (
+    QAbstractItemModel,
+    QModelIndex,
+    QPersistentModelIndex,
+    QPointF,
+    QRect,
+    QRectF,
+    QSize,
+    Qt,
+)
+from PySide6.QtGui import QColor, QFont, QFontMetrics, QPainter, QPainterPath, QTextDocument
+from PySide6.QtWidgets import QLineEdit, QStyle, QStyledItemDelegate, QStyleOptionViewItem, QWidget
+
+from app.models.conversation_list import ENTRY_ROLE, Entry
+from app.services.chat_store.records import MATCH_END, MATCH_START
+from app.theme import ThemeController
+
+Index = QModelIndex | QPersistentModelIndex
+RADIUS = 8
+INSET = 9
+
+
+class ConversationDelegate(QStyledItemDelegate):
+    """Paints an `Entry`; renaming happens in place."""
+
+    def __init__(self, theme: ThemeController, parent: QWidget) -> None:
+        super().__init__(parent)
+        self._theme = theme
+
+    def sizeHint(self, _option: QStyleOptionViewItem, index: Index) -> QSize:
+        entry: Entry = index.data(ENTRY_ROLE)
+        line = QFontMetrics(self._font(12.5)).lineSpacing()
+        if entry.conversation is None:
+            return QSize(0, line + (12 if index.row() == 0 else 22))
+        return QSize(0, line * 3 + 20 if self._has_snippet(entry) else line + 18)
+
+    def paint(self, painter: QPainter, option: QStyleOptionViewItem, index: Index) -> None:
+        entry: Entry = index.data(ENTRY_ROLE)
+        theme = self._theme.theme
+        rect: QRect = option.rect
+        state: QStyle.StateFlag = option.state
+        painter.save()
+        painter.setRenderHint(QPainter.RenderHint.Antialiasing)
+        if entry.conversation is None:
+            painter.setFont(self._heading_font())
+            painter.setPen(QColor(theme.muted))
+            place = rect.adjusted(INSET, 0, -INSET, -6)
+            flags = Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignBottom
+            painter.drawText(place, flags, str(index.data()).upper())
+            painter.restore()
+            return
+        selected = bool(state & QStyle.StateFlag.State_Selected)
+        hovered = bool(state & QStyle.StateFlag.State_MouseOver)
+        pill = QPainterPath()
+        pill.addRoundedRect(QRectF(rect).adjusted(1, 1, -1, -1), RADIUS, RADIUS)
+        if selected or hovered:
+            painter.fillPath(pill, QColor(theme.accent_background if selected else theme.hover))
+        if state & QStyle.StateFlag.State_HasFocus and state & QStyle.StateFlag.State_KeyboardFocusChange:
+            painter.setPen(QColor(theme.accent))
+            painter.drawPath(pill)
+        self._paint_title(painter, rect, str(index.data()), entry)
+        if self._has_snippet(entry):
+            self._paint_snippet(painter, rect, entry.snippet)
+        painter.restore()
+
+    def createEditor(self, parent: QWidget, _option: QStyleOptionViewItem, _index: Index) -> QWidget:
+        editor = QLineEdit(parent)
+        editor.setMaxLength(200)
+        editor.setAccessibleName(self.tr("New title"))
+        editor.setStyleSheet("padding: 2px 7px;")
+        return editor
+
+    def updateEditorGeometry(self, editor: QWidget, option: QStyleOptionViewItem, _index: Index) -> None:
+        rect: QRect = option.rect
+        line = QFontMetrics(self._font(12.5)).lineSpacing() + 16
+        editor.setGeometry(rect.x(), rect.y() + 1, rect.width(), line)
+
+    def setModelData(self, editor: QWidget, model: QAbstractItemModel, index: Index) -> None:
+        """Told by `ConversationPanel.renamed`, not written into the model."""
+
+    # --- inside ---
+
+    def _paint_title(self, painter: QPainter, rect: QRect, text: str, entry: Entry) -> None:
+        font = self._font(12.5)
+        font.setWeight(QFont.Weight.Medium if self._has_snippet(entry) else QFont.Weight.Normal)
+        painter.setFont(font)
+        painter.setPen(QColor(self._theme.theme.text))
+        metrics = QFontMetrics(font)
+        place = rect.adjusted(INSET, 8, -INSET, 0)
+        place.setHeight(metrics.lineSpacing())
+        elided = metrics.elidedText(text.replace("\n", " "), Qt.TextElideMode.ElideRight, place.width())
+        painter.drawText(place, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter, elided)
+
+    def _paint_snippet(self, painter: QPainter, rect: QRect, snippet: str) -> None:
+        marked = html.escape(snippet).replace(MATCH_START, "<b>").replace(MATCH_END, "</b>")
+        document = QTextDocument()
+        font = self._font(11.5)
+        document.setDefaultFont(font)
+        document.setDocumentMargin(0)
+        width = rect.width() - 2 * INSET
+        document.setTextWidth(width)
+        document.setHtml(f'<div style="color: {self._theme.theme.muted}">{marked}</div>')
+        line = QFontMetrics(self._font(12.5)).lineSpacing()
+        painter.translate(QPointF(rect.x() + INSET, rect.y() + 10 + line))
+        document.drawContents(painter, QRectF(0, 0, width, QFontMetrics(font).lineSpacing() * 2))
+
+    def _has_snippet(self, entry: Entry) -> bool:
+        return bool(entry.snippet) and entry.message_id is not None
+
+    def _font(self, px: float) -> QFont:
+        font = QFont(self._theme_font_family())
+        font.setPixelSize(max(8, round(px * self._theme.font_px / 14)))
+        return font
+
+    def _heading_font(self) -> QFont:
+        font = self._font(11)
+        font.setLetterSpacing(QFont.SpacingType.AbsoluteSpacing, 0.3)
+        return font
+
+    def _theme_font_family(self) -> str:
+        parent = self.parent()
+        return parent.font().family() if isinstance(parent, QWidget) else ""

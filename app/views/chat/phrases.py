@@ -1,0 +1,115 @@
+"""Figures and states of an answer in words."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import QCoreApplication, QLocale
+
+from app.models.conversation_defaults import Preset
+from app.services.answer_queue import CANCELLED, Phase, Stage
+from app.services.chat_store import Message, MessageState
+from engine.errors import ErrorCode
+from engine.protocol import ModelInfo
+
+SEPARATOR = "  ·  "
+
+
+def tr(text: str) -> str:
+    """Text of the chat page in the user's language."""
+    return QCoreApplication.translate("Chat", text)
+
+
+def count(number: int) -> str:
+    """A whole number with the language's thousands separators."""
+    locale = QLocale()
+    return f"{number:,}" if locale.language() == QLocale.Language.C else locale.toString(number)
+
+
+def decimal(number: float, digits: int = 1) -> str:
+    """A number with the language's decimal mark."""
+    return QLocale().toString(number, "f", digits)
+
+
+def percent(fraction: float) -> str:
+    """A fraction of 1 in whole per cent, never above what is done."""
+    return f"{int(fraction * 100)}%"
+
+
+def phase_text(phase: Phase) -> str:
+    """What an answer is waiting for or doing."""
+    part = "" if phase.fraction is None else f" {percent(phase.fraction)}"
+    if phase.stage is Stage.NO_ENGINE:
+        return tr("waiting for the engine, which is not running")
+    if phase.stage is Stage.NO_MODEL:
+        return tr("waiting for a model: none is loaded")
+    if phase.stage is Stage.LOADING:
+        return tr("waiting for the model to load") + part
+    if phase.stage is Stage.QUEUED:
+        return tr("waiting for another answer to end")
+    if phase.stage is Stage.READING:
+        return tr("reading the prompt") + part
+    if phase.tokens_per_s <= 0:
+        return tr("writing")
+    return SEPARATOR.join((tr("writing"), rate(phase.tokens_per_s)))
+
+
+def rate(tokens_per_s: float) -> str:
+    """Tokens per second."""
+    return tr("{0} tokens/s").format(decimal(tokens_per_s))
+
+
+def stats_text(message: Message) -> str:
+    """The figures under an answer that has ended, and how it ended where that is not the usual way."""
+    parts: list[str] = []
+    stats = message.stats
+    if stats is not None:
+        if stats.tokens_per_s > 0:
+            parts.append(rate(stats.tokens_per_s))
+        if stats.ttft_s > 0:
+            parts.append(tr("first token {0} s").format(decimal(stats.ttft_s, 1 if stats.ttft_s >= 0.95 else 2)))
+        if stats.generated_tokens:
+            tokens = stats.generated_tokens
+            parts.append(tr("1 token") if tokens == 1 else tr("{0} tokens").format(count(tokens)))
+        if stats.finish_reason == "length":
+            parts.append(tr("reached the limit of tokens"))
+        elif stats.finish_reason == "context":
+            parts.append(tr("the context is full"))
+    if message.reason_code == CANCELLED:
+        parts.append(tr("stopped"))
+    return SEPARATOR.join(parts)
+
+
+def trouble_text(message: Message) -> str:
+    """What went wrong with an answer and what to do; empty if nothing did."""
+    if message.role != "assistant" or message.reason_code in ("", CANCELLED):
+        return ""
+    text = message.reason or tr("The answer could not be finished.")
+    if message.state is MessageState.PARTIAL:
+        text = f"{text} {tr('The text so far is kept.')}"
+    elif message.reason_code == ErrorCode.PROMPT_TOO_LONG.value:
+        text = f"{text} {tr('Your message is kept: edit it, or start a new chat.')}"
+    return text
+
+
+def model_text(model: ModelInfo) -> str:
+    """Name and precision."""
+    return f"{model.name} · {model.precision}"
+
+
+def device_text(model: ModelInfo) -> str:
+    """Where the model runs."""
+    threads = tr("1 thread") if model.threads == 1 else tr("{0} threads").format(model.threads)
+    if model.device == "cpu":
+        return f"{tr('CPU')} · {threads}"
+    name = tr("GPU") if model.device.startswith("cuda") else model.device
+    return f"{name} + {tr('CPU')} · {threads}" if model.experts else name
+
+
+def preset_text(preset: Preset | None) -> str:
+    """The name of a preset."""
+    if preset is None:
+        return tr("Custom")
+    return {
+        Preset.PRECISE: tr("Precise"),
+        Preset.BALANCED: tr("Balanced"),
+        Preset.CREATIVE: tr("Creative"),
+    }[preset]

@@ -1,0 +1,382 @@
+"""What can be done on the chat page, without its widgets: conversations, turns, and what is kept of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from PySide6.QtCore import QObject, QTimer, Signal
+
+from app.models.conversation import ConversationModel
+from app.models.conversation_defaults import DEFAULT_PRESET, title_from
+from app.models.conversation_list import ConversationListModel
+from app.services.answer_queue import AnswerQueue, prompt_of
+from app.services.chat_store import ChatStore, Conversation, Message, MessageState, MessageTree, new_id
+from app.services.chat_store.records import new_conversation
+from app.services.engine_client import EngineClient
+from app.services.settings import Settings
+from app.views.chat.phrases import tr
+from engine.config import SamplingParams
+
+DRAFT_MS = 400
+LAST_CHAT = "last_chat"
+
+
+class ChatPresenter(QObject):
+    """Keeps the store, the list and the conversation on the screen in step.
+
+    What was opened stays in memory, so that nothing on the screen waits for, or depends on, the disk.
+
+    Signals:
+        shown: another `Conversation` is on the screen, its draft and settings with it.
+        changed: the `Conversation` on the screen has new fields.
+        deleted: a `Conversation` that `undo_delete` brings back.
+        draft_replaced: text that belongs into the box now.
+    """
+
+    shown = Signal(object)
+    changed = Signal(object)
+    deleted = Signal(object)
+    draft_replaced = Signal(str)
+
+    def __init__(
+        self,
+        client: EngineClient,
+        store: ChatStore,
+        settings: Settings,
+        list_model: ConversationListModel,
+        parent: QObject | None = None,
+        *,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(parent)
+        self._client = client
+        self._store = store
+        self._settings = settings
+        self._now = now
+        self.list_model = list_model
+        self.model = ConversationModel(self)
+        self.queue = AnswerQueue(client, store, self)
+        self._trees: dict[str, MessageTree] = {}
+        self._deleted: list[Conversation] = []
+        self._wanted = ""
+        self._wanted_message = ""
+        self._conversation = new_conversation()
+        self._is_stored = False
+        self._draft_timer = QTimer(self, singleShot=True, interval=DRAFT_MS)
+        self._draft_timer.timeout.connect(self._save_draft)
+        self._draft = ""
+        self.queue.changed.connect(self._on_answer)
+        store.listed.connect(self._on_listed)
+        store.loaded.connect(self._on_loaded)
+        store.imported.connect(self._on_imported)
+
+    # --- which conversation ---
+
+    @property
+    def conversation(self) -> Conversation:
+        """The one on the screen; not in the store before something is in it."""
+        return self._conversation
+
+    @property
+    def is_stored(self) -> bool:
+        return self._is_stored
+
+    def begin(self) -> None:
+        """Show an empty chat, then the list and the last chat as soon as they are read."""
+        self._show(new_conversation(), MessageTree(), stored=False)
+        self._store.list_conversations()
+
+    def new_chat(self) -> None:
+        """An empty chat; the one on the screen if it is one."""
+        if self._is_stored:
+            self._leave()
+            self._show(new_conversation(), MessageTree(), stored=False)
+        else:
+            self.shown.emit(self._conversation)
+
+    def open(self, conversation_id: str, message_id: str | None = None) -> None:
+        """Show a conversation; `message_id` is put on the visible path."""
+        self._wanted_message = message_id or ""
+        known = self.list_model.conversation(conversation_id)
+        if conversation_id == self._conversation.id:
+            self._choose_wanted()
+            return
+        if known is not None and conversation_id in self._trees:
+            self._leave()
+            self._show(known, self._trees[conversation_id], stored=True)
+        else:
+            self._wanted = conversation_id
+            self._store.load(conversation_id)
+
+    def step(self, offset: int) -> None:
+        """Go to the chat above (-1) or below (1) in the list."""
+        rows = [entry.conversation.id for entry in self.list_model.entries if entry.conversation is not None]
+        if rows:
+            at = rows.index(self._conversation.id) + offset if self._conversation.id in rows else 0
+            self.open(rows[max(0, min(at, len(rows) - 1))])
+
+    # --- a conversation's own fields ---
+
+    def rename(self, conversation_id: str, title: str) -> None:
+        """Give a conversation another title; an empty one changes nothing."""
+        title = " ".join(title.split())
+        if title:
+            self._change(conversation_id, title=title)
+
+    def set_pinned(self, conversation_id: str, pinned: bool) -> None:
+        """Keep a conversation at the top of the list, or let it go."""
+        self._change(conversation_id, pinned=pinned)
+
+    def set_system_prompt(self, text: str) -> None:
+        """What the model is told before the chat."""
+        self._store_if_new()
+        self._change(self._conversation.id, system_prompt=text)
+
+    def set_sampling(self, sampling: SamplingParams) -> None:
+        """How tokens are chosen in this chat."""
+        self._store_if_new()
+        self._change(self._conversation.id, sampling=None if sampling == DEFAULT_PRESET.value else sampling)
+
+    def set_draft(self, text: str) -> None:
+        """What stands in the box; saved a moment later."""
+        self._draft = text
+        self._draft_timer.start()
+
+    def flush(self) -> None:
+        """Hand everything that is only in memory to the store."""
+        if self._draft_timer.isActive():
+            self._draft_timer.stop()
+            self._save_draft()
+
+    def delete(self, conversation_id: str) -> None:
+        """Take a conversation off the list; `undo_delete` brings it back."""
+        known = self._conversation if conversation_id == self._conversation.id else None
+        conversation = self.list_model.conversation(conversation_id) or known
+        if conversation is None or (known is not None and not self._is_stored):
+            return
+        if conversation_id in self._trees:
+            ids = [m.id for m in self._trees[conversation_id].messages() if m.state is MessageState.STREAMING]
+            self.queue.stop_all(ids)
+        if known is not None:
+            self.flush()
+        self._store.delete(conversation_id)
+        self._deleted.append(self.list_model.conversation(conversation_id) or conversation)
+        row = self.list_model.row_of(conversation_id)
+        self.list_model.remove(conversation_id)
+        if known is not None:
+            self._show_near(row)
+        self.deleted.emit(conversation)
+
+    def undo_delete(self) -> bool:
+        """Bring the last deleted conversation back and show it; False if there is none."""
+        if not self._deleted:
+            return False
+        conversation = self._deleted.pop()
+        self._store.restore(conversation.id)
+        self.list_model.put(conversation)
+        self.open(conversation.id)
+        return True
+
+    # --- turns ---
+
+    @property
+    def answering_id(self) -> str | None:
+        """The answer on the screen that is waiting or being written."""
+        rows = self.model.rows
+        last = rows[-1].message if rows else None
+        return last.id if last is not None and last.state is MessageState.STREAMING else None
+
+    def send(self, text: str) -> bool:
+        """Ask; False if there is nothing to ask or an answer is still being written."""
+        if not text.strip() or self.answering_id is not None:
+            return False
+        self._draft_timer.stop()
+        self._draft = ""
+        self._store_if_new()
+        changes: dict[str, Any] = {"draft": "", "updated_at": self._now()}
+        if not self._conversation.title:
+            changes["title"] = title_from(text)
+        self._change(self._conversation.id, **changes)
+        self._ask(text, self.model.tree.leaf_id())
+        return True
+
+    def resend(self, message_id: str, text: str) -> None:
+        """Ask an edited question as another version of it; what followed the first one is kept."""
+        if text.strip() and self.answering_id is None:
+            self._ask(text, self.model.tree[message_id].parent_id)
+
+    def regenerate(self, message_id: str) -> None:
+        """Answer again, as another version."""
+        if self.answering_id is None and message_id in self.model.tree:
+            self._answer(self.model.tree[message_id].parent_id)
+
+    def go_on(self, message_id: str) -> None:
+        """Ask the model to continue an answer that was cut off."""
+        if self.answering_id is None and message_id in self.model.tree:
+            self._ask(tr("Please continue."), message_id)
+
+    def branch(self, message_id: str) -> None:
+        """Go on in a new chat that holds everything up to this message."""
+        source = self._conversation
+        lineage = self.model.tree.lineage(message_id)
+        now = self._now()
+        title = tr("{0} (branch)").format(source.title or tr("Chat"))
+        conversation = replace(source, id=new_id(), title=title, pinned=False, created_at=now, updated_at=now, draft="")
+        copies: list[Message] = []
+        for message in lineage:
+            parent = copies[-1].id if copies else None
+            copies.append(replace(message, id=new_id(), conversation_id=conversation.id, parent_id=parent, chosen=True))
+        self._leave()
+        self._store.create(conversation, copies)
+        self.list_model.put(conversation)
+        self._show(conversation, MessageTree(copies), stored=True)
+
+    def step_version(self, message_id: str, offset: int) -> None:
+        """Show another version of a turn, and what follows it."""
+        sibling = self.model.tree.sibling(message_id, offset)
+        if sibling is not None:
+            self._choose(sibling)
+
+    def stop(self) -> bool:
+        """End the answer on the screen; False if none is being written."""
+        answering = self.answering_id
+        if answering is not None:
+            self.queue.stop(answering)
+        return answering is not None
+
+    # --- files ---
+
+    def export_chats(self, conversation_ids: Sequence[str], path: Path) -> None:
+        """Write chats to a file."""
+        self.flush()
+        self._store.export_chats(conversation_ids, path)
+
+    def import_chats(self, path: Path) -> None:
+        """Read chats from a file."""
+        self._store.import_chats(path)
+
+    # --- inside ---
+
+    def _show(self, conversation: Conversation, tree: MessageTree, *, stored: bool) -> None:
+        self._wanted = ""
+        self._conversation = conversation
+        self._is_stored = stored
+        self._draft = conversation.draft
+        if stored:
+            self._trees[conversation.id] = tree
+            self._settings.set(LAST_CHAT, conversation.id)
+        for message in tree.messages():
+            if message.state is MessageState.STREAMING:
+                tree.update(self.queue.current(message.id) or message)
+        self.model.show(conversation, tree)
+        self.shown.emit(conversation)
+        self._choose_wanted()
+
+    def _show_near(self, row: int | None) -> None:
+        """After a deletion: what is now at its place in the list."""
+        rest = [entry.conversation for entry in self.list_model.entries[row or 0 :] if entry.conversation is not None]
+        near = rest[0] if rest else self.list_model.first()
+        self._show(new_conversation(), MessageTree(), stored=False)
+        if near is not None:
+            self.open(near.id)
+
+    def _leave(self) -> None:
+        self.flush()
+        empty = not len(self.model.tree) and not self._draft.strip() and not self._conversation.system_prompt
+        if self._is_stored and empty and not self._conversation.title:
+            self._store.delete(self._conversation.id)
+            self.list_model.remove(self._conversation.id)
+
+    def _store_if_new(self) -> None:
+        if not self._is_stored:
+            self._is_stored = True
+            self._trees[self._conversation.id] = self.model.tree
+            self._store.create(self._conversation)
+            self.list_model.put(self._conversation)
+            self._settings.set(LAST_CHAT, self._conversation.id)
+
+    def _change(self, conversation_id: str, **changes: Any) -> None:
+        if conversation_id == self._conversation.id:
+            if not self._is_stored:
+                self._store_if_new()
+            self._conversation = replace(self._conversation, **changes)
+            self.model.set_conversation(self._conversation)
+            self.list_model.put(self._conversation)
+            self.changed.emit(self._conversation)
+        else:
+            known = self.list_model.conversation(conversation_id)
+            if known is not None:
+                self.list_model.put(replace(known, **changes))
+        self._store.change(conversation_id, **changes)
+
+    def _save_draft(self) -> None:
+        if self._draft != self._conversation.draft:
+            self._store_if_new()
+            self._change(self._conversation.id, draft=self._draft)
+
+    def _ask(self, text: str, parent_id: str | None) -> None:
+        question = Message(new_id(), self._conversation.id, parent_id, "user", text, created_at=self._now())
+        self.model.add(question)
+        self._store.add_message(question)
+        self._answer(question.id)
+
+    def _answer(self, parent_id: str | None) -> None:
+        if parent_id is None:
+            return
+        answer = Message(
+            new_id(), self._conversation.id, parent_id, "assistant", "", MessageState.STREAMING, created_at=self._now()
+        )
+        messages = prompt_of(self._conversation.system_prompt, self.model.tree.lineage(parent_id))
+        self.model.add(answer)
+        self._store.add_message(answer)
+        self.queue.ask(answer, messages, self._conversation.sampling or DEFAULT_PRESET.value)
+
+    def _choose(self, message_id: str) -> None:
+        self.model.choose(message_id)
+        self._store.choose(message_id)
+
+    def _choose_wanted(self) -> None:
+        """Put the message that a search found on the visible path, with all that leads to it."""
+        wanted, self._wanted_message = self._wanted_message, ""
+        if wanted and wanted in self.model.tree and self.model.row_of(wanted) is None:
+            for message in self.model.tree.lineage(wanted):
+                if self.model.row_of(message.id) is None:
+                    self._choose(message.id)
+
+    # --- from the store and the queue ---
+
+    def _on_answer(self, answer: Message) -> None:
+        tree = self._trees.get(answer.conversation_id)
+        if tree is None or answer.id not in tree:
+            return
+        if tree is self.model.tree:
+            self.model.update(answer)
+        else:
+            tree.update(answer)
+
+    def _on_listed(self, conversations: tuple[Conversation, ...]) -> None:
+        # What was made before the list was read is newer than what was read.
+        own = [self._conversation] if self._is_stored else []
+        read = [conversation for conversation in conversations if conversation.id not in {c.id for c in own}]
+        self.list_model.set_conversations([*read, *own])
+        last = self._settings.get(LAST_CHAT, "")
+        if not self._is_stored and not self._draft and self.list_model.conversation(last) is not None:
+            self.open(last)
+
+    def _on_loaded(self, conversation: Conversation, messages: tuple[Message, ...]) -> None:
+        if conversation.id != self._wanted:
+            return
+        self._leave()
+        known = self.list_model.conversation(conversation.id) or conversation
+        tree = self._trees.get(conversation.id) or MessageTree(messages)
+        self._show(known, tree, stored=True)
+
+    def _on_imported(self, conversations: tuple[Conversation, ...]) -> None:
+        for conversation in conversations:
+            self.list_model.put(conversation)
+        if conversations:
+            self.open(conversations[0].id)

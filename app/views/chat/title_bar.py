@@ -1,0 +1,124 @@
+"""The line above the chat: its title, what model answers and where it runs."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import Qt, Signal
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QSizePolicy, QWidget
+
+from app.services.engine_client import EngineClient, EngineState
+from app.theme import Theme, ThemeController
+from app.views.chat.chip import Chip, ElidedLabel
+from app.views.chat.phrases import device_text, model_text, percent
+from engine.protocol import Progress
+
+HEIGHT = 56
+
+
+class TitleBar(QFrame):
+    """Follows the engine by itself; the title is told.
+
+    Signals: `new_chat`, `rename` (the title was double-clicked).
+    """
+
+    new_chat = Signal()
+    rename = Signal()
+
+    def __init__(self, client: EngineClient, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self._client = client
+        self._theme = theme
+        self._loading: float | None = None
+        self.setObjectName("chatTitleBar")
+        self._title = ElidedLabel(self)
+        self._title.setProperty("role", "title")
+        self._title.setSizePolicy(QSizePolicy.Policy.Ignored, QSizePolicy.Policy.Preferred)
+        self.model_chip = Chip(self)
+        self.device_chip = Chip(self)
+        self.new_button = QPushButton(self)
+        self.new_button.setToolTip(self.tr("Start a new chat"))
+        self.new_button.setAccessibleName(self.tr("New chat"))
+        self.new_button.clicked.connect(self.new_chat)
+        inside = QHBoxLayout(self.new_button)
+        inside.setContentsMargins(14, 0, 14, 0)
+        words, key = QLabel(self.tr("New chat"), self.new_button), QLabel(self.tr("Ctrl N"), self.new_button)
+        words.setStyleSheet("font-weight: 600;")
+        key.setProperty("role", "secondary")
+        for label in (words, key):
+            label.setAttribute(Qt.WidgetAttribute.WA_TransparentForMouseEvents)
+            inside.addWidget(label)
+        self.new_button.setFixedHeight(32)
+        self.new_button.setMinimumWidth(inside.sizeHint().width())
+        row = QHBoxLayout(self)
+        row.setContentsMargins(20, 0, 20, 0)
+        row.setSpacing(12)
+        row.addWidget(self._title, 1)
+        for widget in (self.model_chip, self.device_chip, self.new_button):
+            row.addWidget(widget)
+        self.setMinimumHeight(HEIGHT)
+        client.state_changed.connect(self._on_state)
+        client.model_loaded.connect(self._refresh)
+        client.progress.connect(self._on_progress)
+        client.responding_changed.connect(self._refresh)
+        theme.changed.connect(self._refresh)
+        self._refresh()
+
+    def set_title(self, title: str) -> None:
+        """Show the name of the chat."""
+        self._title.set_full_text(title)
+        self._title.setToolTip(self.tr("Double-click or press F2 to rename"))
+
+    @property
+    def title(self) -> str:
+        return self._title.full_text
+
+    def mouseDoubleClickEvent(self, _event: object) -> None:
+        if self._title.underMouse():
+            self.rename.emit()
+
+    def _on_state(self, state: EngineState) -> None:
+        if state is not EngineState.LOADING:
+            self._loading = None
+        self._refresh()
+
+    def _on_progress(self, progress: Progress) -> None:
+        if progress.phase == "loading":
+            self._loading = min(progress.done / progress.total, 1.0) if progress.total > 0 else None
+            self._refresh()
+
+    def _refresh(self) -> None:
+        theme: Theme = self._theme.theme
+        state, model = self._client.state, self._client.model
+        show = self.model_chip.show_text
+        if state is EngineState.DIED:
+            show(self.tr("engine stopped"), theme, dot=theme.miss, tip=self._client.last_error)
+        elif not self._client.is_responding:
+            show(self.tr("engine does not respond"), theme, dot=theme.miss, tip=self._client.last_error)
+        elif state is EngineState.LOADING:
+            part = "" if self._loading is None else f" {percent(self._loading)}"
+            show(self.tr("loading the model") + part, theme, dot=theme.cpu)
+        elif state is EngineState.STARTING:
+            show(self.tr("starting the engine"), theme, dot=theme.cpu)
+        elif model is not None:
+            show(model_text(model), theme, dot=theme.pcie, tip=self._model_tip())
+        else:
+            show(self.tr("no model loaded"), theme, dot=theme.idle)
+        shown = model is not None and state in (EngineState.READY, EngineState.BUSY)
+        self.device_chip.setVisible(shown)
+        if model is not None and shown:
+            note = model.device_note
+            text = device_text(model)
+            self.device_chip.show_text(f"{text} · {note}" if note else text, theme, warns=bool(note), tip=note)
+
+    def _model_tip(self) -> str:
+        model = self._client.model
+        if model is None:
+            return ""
+        lines = [model.path]
+        if model.experts:
+            experts = self.tr("{0} experts a layer, {1} of them per token").format(
+                model.experts, model.experts_per_token
+            )
+            lines.append(experts)
+        if model.template_note:
+            lines.append(model.template_note)
+        return "\n".join(lines)

@@ -1,0 +1,226 @@
+"""The turns of the conversation, from top to bottom, in a view that stays at the end only if the reader is there."""
+
+from __future__ import annotations
+
+import time
+
+from PySide6.QtCore import QModelIndex, QSize, Qt, QTimer, QUrl, Signal
+from PySide6.QtGui import QResizeEvent
+from PySide6.QtWidgets import QPushButton, QScrollArea, QVBoxLayout, QWidget
+
+from app.icons import icon
+from app.models.conversation import ConversationModel, MessageRow
+from app.services.answer_queue import Phase
+from app.services.chat_store import MessageState
+from app.theme import ThemeController
+from app.views.chat.answer_message import AnswerMessage
+from app.views.chat.style import COLUMN_PX, scaled
+from app.views.chat.user_message import UserMessage
+
+TURN_GAP = 20
+NEAR_END_PX = 24
+SLICE_S = 0.012
+"""Widgets of a long conversation are made for this long at a time, the last turns first."""
+
+Turn = UserMessage | AnswerMessage
+
+
+class Transcript(QScrollArea):
+    """Shows a `ConversationModel`.
+
+    Signals:
+        acted: id of an answer, and an `Action`.
+        resent: id of a user's message, and its edited text.
+        version_stepped: id of a message, and -1 or 1.
+        link_activated: a link in an answer.
+    """
+
+    acted = Signal(str, str)
+    resent = Signal(str, str)
+    version_stepped = Signal(str, int)
+    link_activated = Signal(QUrl)
+
+    def __init__(self, model: ConversationModel, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self._model = model
+        self._theme = theme
+        self._turns: list[Turn] = []
+        self._unbuilt: list[MessageRow] = []
+        self._at_end = True
+        self._engine_is_down = False
+        self.setWidgetResizable(True)
+        self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        self.setFocusPolicy(Qt.FocusPolicy.StrongFocus)
+        self.setAccessibleName(self.tr("Conversation"))
+        self._page = QWidget(self)
+        self._column = QVBoxLayout(self._page)
+        self._column.setSpacing(TURN_GAP)
+        self._column.addStretch(1)
+        self.setWidget(self._page)
+        self._jump = QPushButton(self)
+        self._jump.setObjectName("jumpToLatest")
+        self._jump.setFixedSize(QSize(32, 32))
+        self._jump.setToolTip(self.tr("Jump to the latest"))
+        self._jump.setAccessibleName(self.tr("Jump to the latest"))
+        self._jump.clicked.connect(self.jump_to_end)
+        self._jump.hide()
+        self._build = QTimer(self, singleShot=True, interval=0)
+        self._build.timeout.connect(self._build_some)
+        bar = self.verticalScrollBar()
+        bar.rangeChanged.connect(self._on_range)
+        bar.valueChanged.connect(self._on_scrolled)
+        model.modelReset.connect(self._on_reset)
+        model.rowsInserted.connect(self._on_inserted)
+        model.rowsRemoved.connect(self._on_removed)
+        model.dataChanged.connect(self._on_changed)
+        theme.changed.connect(self._apply_theme)
+        self._apply_theme()
+
+    # --- what the page asks ---
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The widgets made so far, top to bottom."""
+        return tuple(self._turns)
+
+    def turn(self, message_id: str) -> Turn | None:
+        """The widget of a message, if it is shown."""
+        return next((turn for turn in reversed(self._turns) if turn.message_id == message_id), None)
+
+    def append_text(self, message_id: str, text: str) -> None:
+        """Add text to an answer that is being written."""
+        turn = self.turn(message_id)
+        if isinstance(turn, AnswerMessage):
+            turn.append(text)
+
+    def set_phase(self, message_id: str, phase: Phase | None) -> None:
+        """Say what an answer is waiting for or doing."""
+        turn = self.turn(message_id)
+        if isinstance(turn, AnswerMessage):
+            turn.set_phase(phase)
+
+    def set_engine_down(self, down: bool) -> None:
+        """Offer a restart instead of another answer."""
+        self._engine_is_down = down
+        for turn in self._turns:
+            if isinstance(turn, AnswerMessage):
+                turn.set_engine_down(down)
+
+    def jump_to_end(self) -> None:
+        """Go to the latest text, and stay with it."""
+        self._at_end = True
+        bar = self.verticalScrollBar()
+        bar.setValue(bar.maximum())
+        self._show_jump()
+
+    def show_message(self, message_id: str) -> None:
+        """Scroll to a message, such as one that a search found."""
+        self.build_all()
+        turn = self.turn(message_id)
+        if turn is not None:
+            self._at_end = False
+            QTimer.singleShot(0, turn, lambda: self.ensureWidgetVisible(turn, 0, 80))
+
+    def build_all(self) -> None:
+        """Make every widget now."""
+        while self._unbuilt:
+            self._insert(0, self._unbuilt.pop())
+        self._build.stop()
+
+    @property
+    def is_at_end(self) -> bool:
+        return self._at_end
+
+    # --- the model ---
+
+    def _on_reset(self) -> None:
+        self._build.stop()
+        for turn in self._turns:
+            self._discard(turn)
+        self._turns.clear()
+        self._at_end = True
+        self._unbuilt = list(self._model.rows)
+        self._build_some()
+        self._show_jump()
+
+    def _on_inserted(self, _parent: QModelIndex, first: int, last: int) -> None:
+        self.build_all()
+        for number in range(first, last + 1):
+            self._insert(number, self._model.rows[number])
+
+    def _on_removed(self, _parent: QModelIndex, first: int, last: int) -> None:
+        self.build_all()
+        for turn in self._turns[first : last + 1]:
+            self._discard(turn)
+        del self._turns[first : last + 1]
+
+    def _on_changed(self, first: QModelIndex, last: QModelIndex) -> None:
+        self.build_all()
+        for number in range(first.row(), last.row() + 1):
+            self._turns[number].set_row(self._model.rows[number])
+
+    def _build_some(self) -> None:
+        until = time.perf_counter() + SLICE_S
+        while self._unbuilt and time.perf_counter() < until:
+            self._insert(0, self._unbuilt.pop())
+        if self._unbuilt:
+            self._build.start()
+
+    def _insert(self, number: int, row: MessageRow) -> None:
+        turn: Turn
+        message = row.message
+        if message.role == "user":
+            turn = UserMessage(row, self._theme, self._page)
+            turn.resent.connect(lambda text: self.resent.emit(message.id, text))
+        else:
+            turn = AnswerMessage(row, self._theme, self._page)
+            turn.acted.connect(lambda action: self.acted.emit(message.id, action))
+            turn.link_activated.connect(self.link_activated)
+            turn.set_engine_down(self._engine_is_down)
+        turn.version_stepped.connect(lambda step: self.version_stepped.emit(message.id, step))
+        self._turns.insert(number, turn)
+        self._column.insertWidget(number, turn)
+
+    def _discard(self, turn: Turn) -> None:
+        self._column.removeWidget(turn)
+        turn.hide()
+        turn.deleteLater()
+
+    # --- scrolling ---
+
+    def _on_range(self, _least: int, most: int) -> None:
+        if self._at_end:
+            self.verticalScrollBar().setValue(most)
+        self._show_jump()
+
+    def _on_scrolled(self, value: int) -> None:
+        self._at_end = value >= self.verticalScrollBar().maximum() - NEAR_END_PX
+        self._show_jump()
+
+    def _show_jump(self) -> None:
+        self._jump.setVisible(not self._at_end)
+        self._jump.move((self.viewport().width() - 32) // 2, self.viewport().height() - 44)
+        self._jump.raise_()
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        self._set_margins()
+        self._show_jump()
+
+    def _set_margins(self) -> None:
+        # Centred in the whole width, scroll bar or not, so that it stays in line with the box below.
+        width = min(scaled(COLUMN_PX, self._theme.font_px), self.width() - 48)
+        side = max((self.width() - width) // 2, 24)
+        self._column.setContentsMargins(side, 26, max(side - (self.width() - self.viewport().width()), 8), 20)
+
+    def _apply_theme(self) -> None:
+        self._jump.setIcon(icon("chevron-down", self._theme.theme))
+        self._set_margins()
+        for turn in self._turns:
+            turn.apply_theme()
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether the last turn is still being written."""
+        rows = self._model.rows
+        return bool(rows) and rows[-1].message.state is MessageState.STREAMING

@@ -1,0 +1,170 @@
+"""What the user wrote: a bubble at the right, which turns into a box to edit it."""
+
+from __future__ import annotations
+
+import html
+
+from PySide6.QtCore import QEvent, QSize, Qt, Signal
+from PySide6.QtGui import QFontMetrics, QGuiApplication, QKeyEvent, QResizeEvent
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
+
+from app.models.conversation import MessageRow
+from app.theme import ThemeController
+from app.views.chat.growing_edit import GrowingEdit
+from app.views.chat.icon_button import IconButton
+from app.views.chat.style import BUBBLE_PX, scaled
+from app.views.chat.version_switch import VersionSwitch
+
+PADDING = QSize(16, 9)
+LINE_HEIGHT = 140
+
+
+class UserMessage(QWidget):
+    """Signals: `resent` (the edited text), `version_stepped` (-1 or 1)."""
+
+    resent = Signal(str)
+    version_stepped = Signal(int)
+
+    def __init__(self, row: MessageRow, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self._theme = theme
+        self._row = row
+        self._editor: GrowingEdit | None = None
+        self._bubble = QFrame(self)
+        self._bubble.setProperty("bubble", True)
+        self._text = QLabel(self._bubble)
+        self._text.setTextFormat(Qt.TextFormat.RichText)
+        self._text.setWordWrap(True)
+        self._text.setTextInteractionFlags(
+            Qt.TextInteractionFlag.TextSelectableByMouse | Qt.TextInteractionFlag.TextSelectableByKeyboard
+        )
+        self._inside = QVBoxLayout(self._bubble)
+        self._inside.setContentsMargins(PADDING.width(), PADDING.height(), PADDING.width(), PADDING.height())
+        self._inside.addWidget(self._text)
+        self._versions = VersionSwitch(self, theme.theme)
+        self._versions.step.connect(self.version_stepped)
+        copy = IconButton("copy", self.tr("Copy"), self._copy, self, theme.theme)
+        edit = IconButton("edit", self.tr("Edit and send again"), self.start_editing, self, theme.theme)
+        self._buttons = (copy, edit)
+        below = QHBoxLayout()
+        below.setContentsMargins(0, 0, 0, 0)
+        below.setSpacing(4)
+        below.addStretch(1)
+        for button in self._buttons:
+            button.is_shy = True
+            below.addWidget(button)
+        below.addWidget(self._versions)
+        column = QVBoxLayout(self)
+        column.setContentsMargins(0, 0, 0, 0)
+        column.setSpacing(2)
+        column.addWidget(self._bubble, 0, Qt.AlignmentFlag.AlignRight)
+        column.addLayout(below)
+        self.setAttribute(Qt.WidgetAttribute.WA_Hover)
+        self.set_row(row)
+
+    @property
+    def message_id(self) -> str:
+        return self._row.message.id
+
+    def set_row(self, row: MessageRow) -> None:
+        """Show this turn."""
+        self._row = row
+        # Rich text only for the line height: every character of the message is escaped.
+        escaped = html.escape(row.message.content)
+        self._text.setText(f'<div style="white-space: pre-wrap; line-height: {LINE_HEIGHT}%">{escaped}</div>')
+        self._text.setAccessibleName(self.tr("You: {0}").format(row.message.content))
+        self._versions.show_version(row.version, row.versions)
+        self._fit()
+
+    def apply_theme(self) -> None:
+        """Take over colours and font size."""
+        for button in self._buttons:
+            button.apply_theme(self._theme.theme)
+        self._versions.apply_theme(self._theme.theme)
+        self._fit()
+
+    def start_editing(self) -> None:
+        """Turn the bubble into a box with the text in it."""
+        if self._editor is not None:
+            return
+        self._text.hide()
+        editor = self._editor = GrowingEdit(self._bubble)
+        editor.setAccessibleName(self.tr("Edit the message"))
+        editor.setPlainText(self._row.message.content)
+        editor.selectAll()
+        editor.entered.connect(self._resend)
+        editor.installEventFilter(self)
+        self._inside.addWidget(editor)
+        self._actions = QWidget(self._bubble)
+        line = QHBoxLayout(self._actions)
+        line.setContentsMargins(0, 6, 0, 0)
+        line.addStretch(1)
+        cancel = QPushButton(self.tr("Cancel"), self._actions)
+        cancel.setProperty("kind", "quiet")
+        cancel.clicked.connect(self.stop_editing)
+        send = QPushButton(self.tr("Send as a new version"), self._actions)
+        send.clicked.connect(self._resend)
+        line.addWidget(cancel)
+        line.addWidget(send)
+        self._inside.addWidget(self._actions)
+        self._fit()
+        editor.setFocus()
+
+    def stop_editing(self) -> None:
+        """Show the text again as it was."""
+        if self._editor is not None:
+            self._editor.deleteLater()
+            self._editor = None
+            self._actions.deleteLater()
+            self._text.show()
+            self._fit()
+
+    @property
+    def editor(self) -> GrowingEdit | None:
+        return self._editor
+
+    def eventFilter(self, _watched: object, event: QEvent) -> bool:
+        if isinstance(event, QKeyEvent) and event.key() == Qt.Key.Key_Escape:
+            if event.type() == QEvent.Type.ShortcutOverride:
+                event.accept()
+                return True
+            if event.type() == QEvent.Type.KeyPress:
+                self.stop_editing()
+                return True
+        return False
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        self._fit()
+
+    def event(self, event: QEvent) -> bool:
+        if event.type() in (QEvent.Type.HoverEnter, QEvent.Type.HoverLeave):
+            for button in self._buttons:
+                button.update()
+        return super().event(event)
+
+    def _resend(self) -> None:
+        if self._editor is not None:
+            text = self._editor.toPlainText()
+            if text.strip():
+                self.stop_editing()
+                self.resent.emit(text)
+
+    def _copy(self) -> None:
+        QGuiApplication.clipboard().setText(self._row.message.content)
+
+    def _fit(self) -> None:
+        """As wide as the text needs, up to a limit."""
+        most = min(scaled(BUBBLE_PX, self._theme.font_px), max(self.width() - 48, 120))
+        if self._editor is not None:
+            self._bubble.setFixedWidth(most)
+            return
+        metrics = QFontMetrics(self._text.font())
+        room = most - 2 * PADDING.width()
+        longest = max(
+            (metrics.horizontalAdvance(line[:2000]) for line in self._row.message.content.split("\n")), default=0
+        )
+        width = min(longest + 3, room)
+        self._bubble.setFixedWidth(width + 2 * PADDING.width())
+        self._text.setMinimumHeight(0)  # a label's height for a width is never below its minimum
+        self._text.setFixedHeight(max(self._text.heightForWidth(width), metrics.lineSpacing()))

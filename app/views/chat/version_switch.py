@@ -1,0 +1,47 @@
+"""Leafing through the versions of a turn: ‹ 2 of 3 ›."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import Signal
+from PySide6.QtWidgets import QHBoxLayout, QLabel, QWidget
+
+from app.theme import Theme
+from app.views.chat.icon_button import IconButton
+
+
+class VersionSwitch(QWidget):
+    """Hidden while there is one version.
+
+    Signals: `step`, -1 or 1.
+    """
+
+    step = Signal(int)
+
+    def __init__(self, parent: QWidget, theme: Theme) -> None:
+        super().__init__(parent)
+        self._back = IconButton("chevron-left", self.tr("Earlier version"), lambda: self.step.emit(-1), self, theme)
+        self._on = IconButton("chevron-right", self.tr("Later version"), lambda: self.step.emit(1), self, theme)
+        self._label = QLabel(self)
+        self._label.setProperty("role", "secondary")
+        row = QHBoxLayout(self)
+        row.setContentsMargins(0, 0, 6, 0)
+        row.setSpacing(2)
+        for widget in (self._back, self._label, self._on):
+            row.addWidget(widget)
+        self.hide()
+
+    @property
+    def text(self) -> str:
+        return self._label.text()
+
+    def show_version(self, version: int, versions: int) -> None:
+        """Say which of how many."""
+        self._label.setText(self.tr("{0} of {1}").format(version, versions))
+        self._back.setEnabled(version > 1)
+        self._on.setEnabled(version < versions)
+        self.setVisible(versions > 1)
+
+    def apply_theme(self, theme: Theme) -> None:
+        """Draw the arrows in the theme's colours."""
+        self._back.apply_theme(theme)
+        self._on.apply_theme(theme)
