@@ -51,6 +51,8 @@ from engine.runtime.cancellation import RequestCancelled
 WINDOW_GONE_GRACE_S = 0.5
 SHUTDOWN_GRACE_S = 1.5
 TELEMETRY_S = 0.5
+PROGRESS_S = 0.05
+"""A model has thousands of tensors: more steps than anybody sees are not reported."""
 
 
 class GenerationOutcome(Protocol):
@@ -106,6 +108,7 @@ class Worker:
         self._process = psutil.Process()
         self._sampled_s = time.monotonic()
         self._sampled_tokens = 0
+        self._progress_s = 0.0
 
     def run(self, make_engine: Callable[[], WorkerEngine]) -> None:
         """Make the engine, then perform requests until the queue is closed."""
@@ -119,7 +122,10 @@ class Worker:
             return
         while (request := self._requests.take()) is not None:
             self._requests.end(self._perform(engine, request))
-            self._sample(engine, idle=True)
+            try:
+                self._sample(engine, idle=True)
+            except Exception as error:  # a figure that cannot be had is no reason to end
+                log_failure(error, "sampling")
 
     def _perform(self, engine: WorkerEngine, request: Request) -> TerminalEvent:
         doing = {LoadModel: "loading the model", UnloadModel: "freeing the model"}.get(type(request), "answering")
@@ -171,6 +177,10 @@ class Worker:
         )
 
     def _progress(self, request_id: str, phase: Phase, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done < total and now - self._progress_s < PROGRESS_S:
+            return
+        self._progress_s = now
         self._writer.send(Progress(request_id, phase, done, total))
 
     def _sample(self, engine: WorkerEngine, generated_tokens: int = 0, *, idle: bool = False) -> None:
