@@ -1,0 +1,116 @@
+"""The real program, started as its own process on the offscreen platform."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from app.services.single_instance import LOCK_NAME
+from app.startup_report import QUIT_VARIABLE, REPORT_VARIABLE
+from engine.paths import data_dir, log_dir, python_module
+
+PATIENCE_S = 60.0
+
+# Everything that the window may load in its life, and the library that it asks for models.
+IMPORT_EVERYTHING = """
+import sys
+import app.main, app.views.chat.chat_view, app.views.settings, app.views.data_folder_start
+from engine.checkpoint.library import list_models, resolve
+list_models()
+print(sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "transformers"}))
+"""
+
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+def _environment(**more: str) -> dict[str, str]:
+    _, variables = python_module("app.main")
+    return {**os.environ, **variables, **more}
+
+
+@pytest.fixture
+def start(switchyard_home: Path) -> Iterator[Start]:
+    """Starts the window; whatever still runs at the end is killed, its engine too."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def run(**variables: str) -> subprocess.Popen[bytes]:
+        command, _ = python_module("app.main")
+        process = subprocess.Popen(command, env=_environment(**variables), stderr=subprocess.PIPE)
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        _kill_tree(process)
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def _kill_tree(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+        process.kill()
+    process.wait()
+
+
+def _wait_for(path: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not come"
+        time.sleep(0.02)
+
+
+def test_it_opens_says_how_long_it_took_and_ends(start: Start, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    process = start(**{REPORT_VARIABLE: str(report), QUIT_VARIABLE: "1"})
+    assert process.wait(PATIENCE_S) == 0
+    told = json.loads(report.read_text())
+    assert told["window_usable_s"] > 0
+    assert not {"torch", "transformers"} & set(told["heavy_modules"])
+    assert not (data_dir() / LOCK_NAME).exists()
+    assert [path.name for path in log_dir().glob("crash-*")] == []
+    assert [path.name for path in log_dir().glob("fault-*")] == []
+    window_log = log_dir() / "window.log"
+    assert not window_log.exists() or "WARNING" not in window_log.read_text()
+
+
+def test_the_window_never_loads_torch(switchyard_home: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_EVERYTHING], env=_environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGTERM that a program can answer there")
+def test_a_second_start_ends_at_once_and_a_request_to_end_is_obeyed(start: Start, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    first = start(**{REPORT_VARIABLE: str(report)})
+    _wait_for(report)
+    second = start()
+    assert second.wait(PATIENCE_S) == 0
+    assert first.poll() is None
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(PATIENCE_S) == 0
+    assert not (data_dir() / LOCK_NAME).exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL there")
+def test_after_a_kill_it_starts_again(start: Start, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    first = start(**{REPORT_VARIABLE: str(report)})
+    _wait_for(report)
+    _kill_tree(first)
+    assert (data_dir() / LOCK_NAME).exists()
+    report.unlink()
+    assert start(**{REPORT_VARIABLE: str(report), QUIT_VARIABLE: "1"}).wait(PATIENCE_S) == 0
+    assert report.exists()
