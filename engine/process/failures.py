@@ -27,6 +27,12 @@ def as_engine_error(error: BaseException, doing: str) -> EngineError:
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return EngineError(ErrorCode.DISK_FULL, f"The disk was full while {doing}: free some space and try again.")
+    if isinstance(error, ImportError):
+        return EngineError(
+            ErrorCode.INTERNAL,
+            f"A part of the installation is missing or broken ({error.name or type(error).__name__}): "
+            "install Switchyard again; `switchyard doctor` says more.",
+        )
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     return EngineError(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from engine.checkpoint.library import starter_is_built
 from engine.hardware.probe import HardwareProfile, free_disk_bytes
 from engine.paths import cache_dir, config_dir, data_dir, log_dir, models_dir
 
@@ -80,8 +81,6 @@ def gpu_findings(hardware: HardwareProfile) -> list[Finding]:
 
 def folder_findings(hardware: HardwareProfile) -> list[Finding]:
     """Whether our folders can be written, how much fits, and whether the starter model is there."""
-    from engine.checkpoint.library import starter_is_built
-
     findings = [
         _folder_finding(name, folder)
         for name, folder in (

@@ -258,6 +258,7 @@ def test_a_bad_command_fails_alone(requests: RequestQueue, pipe: tuple[int, int]
         (OSError(errno.EACCES, "x"), ErrorCode.INTERNAL),
         (RuntimeError("shapes"), ErrorCode.INTERNAL),
         (SystemExit(1), ErrorCode.INTERNAL),
+        (ModuleNotFoundError("x", name="torch"), ErrorCode.INTERNAL),
         (EngineError(ErrorCode.PROMPT_TOO_LONG, "Too long."), ErrorCode.PROMPT_TOO_LONG),
     ],
 )
