@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.expert_index import PartSources
+from engine.checkpoint.headers import read_header
+from engine.checkpoint.profile import kv_elements_per_token, read_profile
+from tests.unit.checkpoint_files import header_of, write_config, write_safetensors
+
+MIXTRAL: dict[str, Any] = {
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "max_position_embeddings": 64,
+    "torch_dtype": "bfloat16",
+}
+
+
+def expert_tensors(prefix: str) -> dict[str, tuple[str, list[int]]]:
+    return {
+        f"{prefix}.experts.{expert}.{part}.weight": ("BF16", [8, 4]) for expert in (0, 1) for part in ("w1", "w2", "w3")
+    }
+
+
+def test_moe_profile(tmp_path: Path) -> None:
+    write_config(tmp_path, **MIXTRAL)
+    tensors = {
+        "model.embed_tokens.weight": ("BF16", [10, 8]),
+        **expert_tensors("model.layers.0.block_sparse_moe"),
+        "model.layers.0.shared_experts.up.weight": ("BF16", [8, 4]),
+    }
+    write_safetensors(tmp_path / "model.safetensors", header_of(tensors))
+    profile = read_profile(tmp_path)
+    assert (profile.family, profile.layers, profile.hidden) == ("mixtral", 1, 8)
+    assert (profile.experts, profile.experts_per_token, profile.context_tokens) == (2, 1, 64)
+    assert profile.expert_parameters == 6 * 32
+    assert profile.expert_bytes == 2 * 6 * 32
+    assert profile.parameters == 80 + 7 * 32
+    assert profile.bytes == 2 * profile.parameters
+    assert profile.kv_elements_per_token == 2 * 4
+    assert (profile.dtype, profile.quantization) == ("bfloat16", "")
+
+
+def test_numbers_inside_a_multimodal_config(tmp_path: Path) -> None:
+    write_config(tmp_path, model_type="qwen3_vl_moe", text_config=MIXTRAL)
+    write_safetensors(tmp_path / "model.safetensors", header_of({"a": ("F32", [2])}))
+    profile = read_profile(tmp_path)
+    assert (profile.family, profile.experts, profile.layers) == ("qwen3_vl_moe", 2, 1)
+
+
+def test_quantised_parameters_are_counted_unpacked(tmp_path: Path) -> None:
+    write_config(tmp_path, **MIXTRAL, quantization_config={"quant_method": "mxfp4"})
+    tensors = {
+        "model.layers.0.mlp.experts.down_proj_blocks": ("U8", [2, 8, 1, 16]),
+        "model.layers.0.mlp.experts.down_proj_scales": ("U8", [2, 8, 1]),
+        "model.layers.0.self_attn.q_proj.weight": ("F8_E4M3", [8, 8]),
+        "model.layers.0.self_attn.q_proj.weight_scale_inv": ("F32", [1, 1]),
+    }
+    write_safetensors(tmp_path / "model.safetensors", header_of(tensors))
+    profile = read_profile(tmp_path)
+    assert profile.quantization == "mxfp4"
+    assert profile.expert_parameters == 2 * 8 * 32
+    assert profile.parameters == 2 * 8 * 32 + 64
+
+
+def test_kv_of_latent_attention_and_of_linear_layers() -> None:
+    latent = {
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+    }
+    assert kv_elements_per_token(latent) == 3 * 4 * (12 + 8)
+    hybrid = {**MIXTRAL, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    assert kv_elements_per_token(hybrid) == 2 * 4
+
+
+def test_sources_of_an_expert(tmp_path: Path) -> None:
+    tensors = {**expert_tensors("x"), "stack": ("BF16", [2, 8, 4])}
+    entries = read_header(write_safetensors(tmp_path / "m.safetensors", header_of(tensors)))
+    each = PartSources("t", 2, {"w1": [entries["x.experts.0.w1.weight"], entries["x.experts.1.w1.weight"]]})
+    assert each.is_per_expert
+    assert not each.is_fused
+    (source,) = each.of_expert(1)
+    assert (source.entry.key, source.row, source.nbytes) == ("x.experts.1.w1.weight", None, 64)
+    stack = PartSources("t", 2, {"stack": [entries["stack"]]})
+    assert stack.is_fused
+    (source,) = stack.of_expert(1)
+    assert (source.row, source.nbytes, stack.nbytes) == (1, 64, 128)
