@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.experts.bank import BankLayer
-from engine.kernels.interface import ExpertKernel, ExpertMath
+from engine.kernels.interface import ExpertKernel, ExpertMath, LayerRecords
 from engine.kernels.native import experts as native
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.torch_experts import TorchExperts
 
 
-def choose_kernel(module: Any, layer: BankLayer, kernels: NativeKernels | None) -> ExpertKernel | None:
+def choose_kernel(module: Any, layer: LayerRecords, kernels: NativeKernels | None) -> ExpertKernel | None:
     """The fastest kernel that can compute this layer's experts; `None` if the module computes by itself.
 
     `kernels` are the native ones, where they can be had.

@@ -2,11 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+
+
+class RecordPart(Protocol):
+    """One tensor of an expert's record; `offset` in bytes from the record's start."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def offset(self) -> int: ...
+
+
+class RecordFormat(Protocol):
+    """Where the parts of an expert lie; `nbytes` is the size of a record."""
+
+    @property
+    def parts(self) -> Sequence[RecordPart]: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+class LayerRecords(Protocol):
+    """The records of one layer's experts, as kernels see them (`engine.experts.bank.BankLayer` is one).
+
+    `records` is uint8 [E, nbytes]; `stacked` has each part as a view [E, *shape], `rows` the same cut by expert.
+    """
+
+    @property
+    def layout(self) -> RecordFormat: ...
+    @property
+    def records(self) -> torch.Tensor: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def stacked(self) -> Mapping[str, torch.Tensor]: ...
+    @property
+    def rows(self) -> Mapping[str, Sequence[torch.Tensor]]: ...
 
 
 class ExpertKernel(Protocol):

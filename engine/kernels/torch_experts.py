@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import linear, silu
 
-from engine.experts.bank import BankLayer
-from engine.kernels.interface import ExpertMath
+from engine.kernels.interface import ExpertMath, LayerRecords
 
 _ALL_AT_ONCE_BYTES = 16 * 2**20
 """Up to this size of a layer, reading a few experts in vain costs less than a loop over the others."""
@@ -20,7 +19,7 @@ class TorchExperts:
     expert, one pair of products for each, summed in fp32 in the order of the experts.
     """
 
-    def __init__(self, layer: BankLayer, math: ExpertMath) -> None:
+    def __init__(self, layer: LayerRecords, math: ExpertMath) -> None:
         self._math = math
         self._experts = layer.num_experts
         self._first = layer.rows[math.first]

@@ -7,15 +7,14 @@ import ctypes
 import torch
 
 from engine.errors import EngineError, ErrorCode
-from engine.experts.bank import BankLayer
-from engine.kernels.interface import ExpertKernel, ExpertMath
+from engine.kernels.interface import ExpertKernel, ExpertMath, LayerRecords
 from engine.kernels.native.library import ExpertsStruct, NativeKernels
 
 MAX_TOKENS = 8
 """Up to this many tokens the weights' way from RAM is what is waited for; beyond it matrix products are better."""
 
 
-def can_compute(layer: BankLayer, math: ExpertMath) -> bool:
+def can_compute(layer: LayerRecords, math: ExpertMath) -> bool:
     """Whether the native kernels know these experts: bf16 in RAM, gated by SiLU, without biases or norm."""
     return (
         layer.device.type == "cpu"
@@ -30,7 +29,7 @@ def can_compute(layer: BankLayer, math: ExpertMath) -> bool:
 class NativeExperts:
     """Computes one layer's experts natively for up to `MAX_TOKENS` tokens, and by `many_tokens` for more."""
 
-    def __init__(self, layer: BankLayer, kernels: NativeKernels, many_tokens: ExpertKernel) -> None:
+    def __init__(self, layer: LayerRecords, kernels: NativeKernels, many_tokens: ExpertKernel) -> None:
         parts = {part.name: part for part in layer.layout.parts}
         hidden, inner = parts["down_proj"].shape
         self._struct = ExpertsStruct(
