@@ -1,7 +1,7 @@
 """A point in a prompt to which a cache can return although some of its layers forget.
 
-Sliding windows and recurrent states cannot be cropped: once a token has gone by, the state before it is lost.  A copy of
-those layers alone is small, whatever the length of the context; layers that keep every token are merely cropped.
+Sliding windows and recurrent states cannot be cropped: once a token has gone by, the state before it is lost.  A copy
+of those layers alone is small, whatever the length of the context; layers that keep every token are merely cropped.
 """
 
 from __future__ import annotations

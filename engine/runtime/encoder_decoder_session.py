@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ class EncoderDecoderSession:
         start = settings.decoder_start_token_id
         self._start = int(start if start is not None else getattr(config, "decoder_start_token_id", None) or 0)
         self._forced_first: int | None = settings.forced_bos_token_id
-        self._source: torch.Tensor | None = None
+        self._source: Any = None
         self._mask: torch.Tensor | None = None
         self._cache: Cache | None = None
         self._tokens = 0
@@ -78,7 +79,7 @@ class EncoderDecoderSession:
         on_progress(0, len(prompt))
         ids = torch.tensor([list(prompt)], device=self._device)
         mask = torch.ones_like(ids)
-        source = self._model.get_encoder()(input_ids=ids, attention_mask=mask, return_dict=True).last_hidden_state
+        source = self._model.get_encoder()(input_ids=ids, attention_mask=mask, return_dict=True)
         config = self._model.config.get_text_config(decoder=True)
         cache = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
         start = torch.tensor([[self._start]], device=self._device)
@@ -93,7 +94,6 @@ class EncoderDecoderSession:
 
     def step(self, token: torch.Tensor, token_id: int) -> torch.Tensor:  # noqa: ARG002 - of the protocol
         """Appends one token [1, 1] to the answer; logits [1, V] after it."""
-        assert self._source is not None
         assert self._mask is not None
         logits = decode_step(self._model, token, self._source, self._mask, self._cache)
         self._tokens += 1
@@ -101,7 +101,6 @@ class EncoderDecoderSession:
 
     def beams(self, width: int) -> DecoderBeams:
         """`width` answers to the encoded prompt.  They take over this session's cache, which ends here."""
-        assert self._source is not None
         assert self._mask is not None
         assert self._cache is not None
         beams = DecoderBeams(self._model, self._source, self._mask, self._cache, width)
@@ -112,12 +111,13 @@ class EncoderDecoderSession:
 class DecoderBeams:
     """Several answers to one encoded prompt."""
 
-    def __init__(self, model: Any, source: torch.Tensor, mask: torch.Tensor, cache: Cache, width: int) -> None:
+    def __init__(self, model: Any, source: Any, mask: torch.Tensor, cache: Cache, width: int) -> None:
         self._model = model
-        self._source = source.expand(width, -1, -1)
+        self._source = copy.copy(source)
+        self._source["last_hidden_state"] = source.last_hidden_state.expand(width, -1, -1)
         self._mask = mask.expand(width, -1)
         self._cache = cache
-        self.reorder(torch.zeros(width, dtype=torch.long, device=source.device))
+        self.reorder(torch.zeros(width, dtype=torch.long, device=mask.device))
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Appends one token to each answer, tokens [B, 1]; logits [B, V]."""
@@ -128,12 +128,10 @@ class DecoderBeams:
         self._cache.reorder_cache(sources)
 
 
-def decode_step(
-    model: Any, tokens: torch.Tensor, source: torch.Tensor, mask: torch.Tensor, cache: Cache
-) -> torch.Tensor:
-    """One forward of the decoder: tokens [B, 1] over the encoded prompt [B, n, H]; logits [B, V]."""
+def decode_step(model: Any, tokens: torch.Tensor, source: Any, mask: torch.Tensor, cache: Cache) -> torch.Tensor:
+    """One forward of the decoder: tokens [B, 1] over the encoder's output, of as many rows; logits [B, V]."""
     output = model(
-        encoder_outputs=(source,),
+        encoder_outputs=source,
         attention_mask=mask,
         decoder_input_ids=tokens,
         past_key_values=cache,

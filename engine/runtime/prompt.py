@@ -10,7 +10,7 @@ from engine.protocol import ChatMessage
 
 _CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}<|im_start|>assistant\n"
+    "{% endfor %}{{ '<|im_start|>assistant\n' }}"  # in quotes: jinja drops a line break that ends a template
 )
 _PLAIN_NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from transformers import AutoTokenizer
 
 from engine.protocol import ModelInfo
 from engine.runtime.loaded_model import LoadedModel
-from tests.engine.tiny_families import tiny_model
+from tests.engine.tiny_families import tiny_config, tiny_model
 from tests.engine.tiny_tokenizer import TEMPLATE, save_tiny_tokenizer
+
+NO_END: frozenset[int] = frozenset()
 
 
 @cache
@@ -33,5 +36,29 @@ def as_loaded(model: Any, tokenizer: Any = None, context_tokens: int = 256) -> L
 
 
 def tiny_loaded(family: str, *, context_tokens: int = 256, **overrides: Any) -> LoadedModel:
-    """The family's tiny model, its experts in the module, ready for a session."""
-    return as_loaded(tiny_model(family, **overrides), context_tokens=context_tokens)
+    """The family's tiny model, its experts in the module, ready for a session.
+
+    Its logits are spread out, so that rounding does not decide which token is the likeliest; for the same reason an
+    index of the most important tokens, whose scores are often equally zero in tiny models, keeps them all.
+    """
+    if hasattr(tiny_config(family, **overrides), "index_topk"):
+        overrides.setdefault("index_topk", 256)
+    model = tiny_model(family, **overrides)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(40)
+    return as_loaded(model, context_tokens=context_tokens)
+
+
+def random_prompt(tokens: int, seed: int = 1) -> list[int]:
+    """Ordinary token ids of the tiny tokenizer."""
+    generator = torch.Generator().manual_seed(seed)
+    return [int(index) for index in torch.randint(3, 300, (tokens,), generator=generator)]
+
+
+def library_tokens(model: Any, prompt: Sequence[int], tokens: int, **options: Any) -> list[int]:
+    """What transformers' own `generate` continues the prompt with; greedy and without an end token by default."""
+    ids = torch.tensor([list(prompt)])
+    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": tokens, **options}
+    with torch.inference_mode():
+        answer = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    return [int(index) for index in answer[0, len(prompt) :]]

@@ -1,0 +1,209 @@
+"""Real checkpoints, loaded as users load theirs, answering conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig, SamplingParams
+from engine.errors import EngineError, ErrorCode
+from engine.protocol import ChatMessage
+from engine.runtime.chat_session import ChatSession
+from engine.runtime.generation import ignore_progress, never_cancelled
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.loading import load_model
+from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
+from tests.engine.tiny_families import tiny_checkpoint, tiny_model
+
+QUESTION = (ChatMessage("system", "Be brief."), ChatMessage("user", "What is the capital of France?"))
+PROMPT = random_prompt(30)
+
+
+def spread_logits(model: Any) -> None:
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(40)
+
+
+@pytest.fixture(scope="module", params=["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LoadedModel, Any]]:
+    """A checkpoint loaded by us, and the model that transformers made it from."""
+    folder = tiny_checkpoint(request.param, tmp_path_factory.mktemp("tiny") / "model", prepare=spread_logits)
+    config = EngineConfig(str(folder), device="cpu", precision="fp32", threads=1)
+    loaded = load_model(config, on_progress=ignore_progress, cancelled=never_cancelled)
+    reference = tiny_model(request.param)
+    spread_logits(reference)
+    yield loaded, reference
+    loaded.close()
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return tiny_loaded("qwen3_moe")
+
+
+def test_greedy_is_transformers_generate(pair: tuple[LoadedModel, Any]) -> None:
+    loaded, reference = pair
+    result = ChatSession(loaded).generate_from_ids(PROMPT, SamplingParams(max_tokens=24), end_ids=NO_END)
+    assert list(result.token_ids) == library_tokens(reference, PROMPT, 24)
+
+
+def test_beams_are_transformers_generate(pair: tuple[LoadedModel, Any]) -> None:
+    loaded, reference = pair
+    result = ChatSession(loaded).generate_from_ids(PROMPT, SamplingParams(max_tokens=12, beams=4), end_ids=NO_END)
+    assert list(result.token_ids) == library_tokens(reference, PROMPT, 12, num_beams=4)
+
+
+def test_a_second_turn_reuses_the_first(pair: tuple[LoadedModel, Any]) -> None:
+    loaded, _ = pair
+    session, fresh = ChatSession(loaded), ChatSession(loaded)
+    sampling = SamplingParams(max_tokens=12)
+    first = session.generate(QUESTION, sampling)
+    second_turn = (*QUESTION, ChatMessage("assistant", "Paris."), ChatMessage("user", "And of Italy?"))
+    second = session.generate(second_turn, sampling)
+    assert second.reused_tokens >= first.prompt_tokens - 16
+    assert second.token_ids == fresh.generate(second_turn, sampling).token_ids
+
+
+def test_the_answers_own_tokens_are_reused() -> None:
+    """When the conversation, written out again, has the tokens that were generated, none of them is computed twice."""
+    loaded = tiny_loaded("olmoe")
+    session = ChatSession(loaded)
+    first = session.generate(QUESTION, SamplingParams(max_tokens=4, stop=("\N{REPLACEMENT CHARACTER}",)))
+    tokenizer = loaded.tokenizer
+    again = tokenizer(first.text, add_special_tokens=False)["input_ids"]
+    same = next((i for i, (a, b) in enumerate(zip(again, first.token_ids, strict=False)) if a != b), len(again))
+    second_turn = (*QUESTION, ChatMessage("assistant", first.text), ChatMessage("user", "Why?"))
+    second = session.generate(second_turn, SamplingParams(max_tokens=4))
+    assert second.reused_tokens >= first.prompt_tokens + min(same, first.generated_tokens - 1) - 1
+
+
+def test_streamed_text_is_the_text(loaded: LoadedModel) -> None:
+    pieces: list[str] = []
+    counts: list[int] = []
+    progress: list[tuple[int, int]] = []
+
+    def on_text(text: str, tokens: int) -> None:
+        pieces.append(text)
+        counts.append(tokens)
+
+    result = ChatSession(loaded).generate(
+        QUESTION,
+        SamplingParams(max_tokens=30),
+        on_text=on_text,
+        on_progress=lambda done, total: progress.append((done, total)),
+    )
+    kept = [index for index in result.token_ids if index != loaded.tokenizer.eos_token_id]
+    assert "".join(pieces) == result.text == loaded.tokenizer.decode(kept, skip_special_tokens=True)
+    assert counts == sorted(counts)
+    assert counts[-1] == result.generated_tokens == len(result.token_ids)
+    assert progress[0] == (0, result.prompt_tokens)
+    assert progress[-1] == (result.prompt_tokens, result.prompt_tokens)
+    assert result.ttft_s > 0
+    assert result.tokens_per_s > 0
+
+
+def test_cancelled_within_one_token(loaded: LoadedModel) -> None:
+    tokens = 0
+
+    def on_text(text: str, generated: int) -> None:
+        nonlocal tokens
+        tokens = generated
+
+    session = ChatSession(loaded)
+    result = session.generate_from_ids(
+        PROMPT, SamplingParams(max_tokens=100), end_ids=NO_END, on_text=on_text, cancelled=lambda: tokens >= 7
+    )
+    assert (result.finish_reason, result.generated_tokens) == ("cancelled", 7)
+    # What it holds is whole: the next request goes on from there.
+    again = session.generate_from_ids([*PROMPT, *result.token_ids], SamplingParams(max_tokens=5), end_ids=NO_END)
+    assert again.reused_tokens == len(PROMPT) + 6
+    assert list(again.token_ids) == library_tokens(loaded.model, [*PROMPT, *result.token_ids], 5)
+
+
+def test_cancelled_before_it_starts(loaded: LoadedModel) -> None:
+    result = ChatSession(loaded).generate_from_ids(PROMPT, SamplingParams(), cancelled=lambda: True)
+    assert (result.finish_reason, result.text, result.generated_tokens) == ("cancelled", "", 0)
+    assert (result.ttft_s, result.tokens_per_s) == (0, 0)
+
+
+def test_the_same_seed_gives_the_same_tokens(loaded: LoadedModel) -> None:
+    sampling = SamplingParams(temperature=2.0, top_k=40, top_p=0.95, min_p=0.001, max_tokens=20, seed=5)
+    session = ChatSession(loaded)
+    first, second = (session.generate_from_ids(PROMPT, sampling, end_ids=NO_END) for _ in range(2))
+    assert first.token_ids == second.token_ids
+    other = SamplingParams(temperature=2.0, max_tokens=20, seed=6)
+    assert session.generate_from_ids(PROMPT, other, end_ids=NO_END).token_ids != first.token_ids
+
+
+def test_the_repetition_penalty_is_transformers(loaded: LoadedModel) -> None:
+    sampling = SamplingParams(max_tokens=24, repetition_penalty=1.5)
+    result = ChatSession(loaded).generate_from_ids(PROMPT, sampling, end_ids=NO_END)
+    assert list(result.token_ids) == library_tokens(loaded.model, PROMPT, 24, repetition_penalty=1.5)
+
+
+def test_a_stop_string_is_not_part_of_the_answer(loaded: LoadedModel) -> None:
+    session = ChatSession(loaded)
+    free = session.generate_from_ids(PROMPT, SamplingParams(max_tokens=30), end_ids=NO_END)
+    middle = len(free.text) // 2
+    stop = free.text[middle : middle + 3]
+    shown: list[str] = []
+    result = session.generate_from_ids(
+        PROMPT,
+        SamplingParams(max_tokens=30, stop=(stop,)),
+        end_ids=NO_END,
+        on_text=lambda text, tokens: shown.append(text),
+    )
+    assert result.finish_reason == "stop_string"
+    assert result.text == "".join(shown) == free.text[: free.text.index(stop)]
+    assert result.generated_tokens < 30
+
+
+def test_the_models_end_token_ends_the_answer(loaded: LoadedModel) -> None:
+    session = ChatSession(loaded)
+    free = session.generate_from_ids(PROMPT, SamplingParams(max_tokens=12), end_ids=NO_END)
+    end = free.token_ids[5]
+    result = session.generate_from_ids(PROMPT, SamplingParams(max_tokens=12), end_ids=frozenset({end}))
+    assert result.finish_reason == "stop"
+    assert result.token_ids == free.token_ids[: free.token_ids.index(end) + 1]
+    assert result.text == loaded.tokenizer.decode(result.token_ids[:-1], skip_special_tokens=True)
+
+
+def test_the_end_of_the_context_ends_the_answer() -> None:
+    session = ChatSession(tiny_loaded("llama", context_tokens=36))
+    result = session.generate_from_ids(PROMPT, SamplingParams(max_tokens=100), end_ids=NO_END)
+    assert (result.finish_reason, result.generated_tokens) == ("context", 6)
+    exact = session.generate_from_ids(PROMPT, SamplingParams(max_tokens=6), end_ids=NO_END)
+    assert exact.finish_reason == "length"
+
+
+def test_a_prompt_beyond_the_context_is_refused_and_the_session_goes_on() -> None:
+    session = ChatSession(tiny_loaded("llama", context_tokens=36))
+    with pytest.raises(EngineError) as caught:
+        session.generate((ChatMessage("user", "word " * 50),), SamplingParams())
+    assert caught.value.code == ErrorCode.PROMPT_TOO_LONG
+    assert session.generate_from_ids(PROMPT, SamplingParams(max_tokens=2), end_ids=NO_END).generated_tokens == 2
+
+
+def test_an_empty_prompt_is_refused(loaded: LoadedModel) -> None:
+    with pytest.raises(EngineError) as caught:
+        ChatSession(loaded).generate_from_ids([], SamplingParams())
+    assert caught.value.code == ErrorCode.INVALID_REQUEST
+
+
+def test_running_out_of_memory_is_said_and_survived(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = tiny_loaded("llama")
+    session = ChatSession(loaded)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loaded.model.model.layers[1].mlp, "forward", fail)
+        with pytest.raises(EngineError) as caught:
+            session.generate_from_ids(PROMPT, SamplingParams(), end_ids=NO_END)
+    assert caught.value.code == ErrorCode.NOT_ENOUGH_MEMORY
+    assert session.kv_bytes == 0
+    assert session.generate_from_ids(PROMPT, SamplingParams(max_tokens=2), end_ids=NO_END).generated_tokens == 2
