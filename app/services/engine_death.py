@@ -8,6 +8,8 @@ from pathlib import Path
 
 from PySide6.QtCore import QCoreApplication
 
+translate = QCoreApplication.translate
+
 MAX_LOG_BYTES = 2 * 2**20
 
 
@@ -18,18 +20,22 @@ def death_sentence(code: int, *, crashed: bool) -> str:
         code: QProcess's exit code; if `crashed`, the signal's number on POSIX and an NTSTATUS on Windows.
     """
     if not crashed:
-        return _tr("The engine stopped by itself (exit code {0}); its log says more.").format(code)
+        return translate("EngineClient", "The engine stopped by itself (exit code {0}); its log says more.").format(
+            code
+        )
     if sys.platform == "win32":
-        return _tr("The engine crashed (status {0}).").format(f"0x{code & 0xFFFFFFFF:08X}")
+        return translate("EngineClient", "The engine crashed (status {0}).").format(f"0x{code & 0xFFFFFFFF:08X}")
     if code == signal.SIGKILL:
-        return _tr("The engine was killed (signal 9), perhaps for lack of memory.")
+        return translate("EngineClient", "The engine was killed (signal 9), perhaps for lack of memory.")
     if code == signal.SIGILL:
-        return _tr("The engine crashed (signal 4): this processor lacks an instruction that it used.")
+        return translate(
+            "EngineClient", "The engine crashed (signal 4): this processor lacks an instruction that it used."
+        )
     try:
         name = signal.strsignal(code) or "?"
     except ValueError:
         name = "?"
-    return _tr("The engine crashed (signal {0}: {1}).").format(code, name)
+    return translate("EngineClient", "The engine crashed (signal {0}: {1}).").format(code, name)
 
 
 def keep_log_small(log: Path) -> bool:
@@ -42,7 +48,3 @@ def keep_log_small(log: Path) -> bool:
             return True
     except OSError:
         return False
-
-
-def _tr(text: str) -> str:
-    return QCoreApplication.translate("EngineClient", text)
