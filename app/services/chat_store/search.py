@@ -77,4 +77,5 @@ def _around(content: str, text: str) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    """Without line ends and the marks of Markdown, which say nothing in a list."""
+    return " ".join(re.sub(r"[*`#>|]+", " ", text).split())

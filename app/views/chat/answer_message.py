@@ -174,9 +174,11 @@ class AnswerMessage(QWidget):
             self._figures.setText("" if self._phase is None or waits_for_engine else phase_text(self._phase))
         else:
             self._figures.setText(stats_text(message))
-        for button in (self._copy, self._again, self._branch):
-            button.setVisible(not streaming)
-        self._copy.setVisible(not streaming and bool(message.content))
+        self._figures.setVisible(bool(self._figures.text()))
+        ended = not streaming and bool(message.content)
+        self._copy.setVisible(ended)
+        self._branch.setVisible(ended)
+        self._again.setVisible(not streaming and not self._note_text)
         limit = message.stats is not None and message.stats.finish_reason == "length"
         self._continue.setVisible(bool(message.content) and (limit or message.reason_code == CANCELLED))
 

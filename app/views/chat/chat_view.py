@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import QCoreApplication, Qt, QUrl
+from PySide6.QtCore import QCoreApplication, QUrl
 from PySide6.QtGui import QDesktopServices, QKeySequence, QShortcut, QShowEvent
 from PySide6.QtWidgets import QHBoxLayout, QStackedWidget, QVBoxLayout, QWidget
 
@@ -55,7 +55,8 @@ class ChatView(QWidget):
         self.trouble_banner = Banner("warning", theme, self)
         self.notice_banner = Banner("info", theme, self)
         self.notice_banner.add_action(self.tr("Dismiss"), self.notice_banner.hide, kind="quiet")
-        self.toast = Toast(self)
+        self._pages = QStackedWidget(self)
+        self.toast = Toast(self._pages)
         self._lay_out()
         self._connect_page()
         self._connect_services()
@@ -67,18 +68,18 @@ class ChatView(QWidget):
     # --- building ---
 
     def _lay_out(self) -> None:
-        self._pages = QStackedWidget(self)
         self._pages.addWidget(self.empty)
         self._pages.addWidget(self.transcript)
-        self._box_row = QHBoxLayout()
-        self._box_row.addWidget(self.composer)
+        box_row = QHBoxLayout()
+        box_row.setContentsMargins(24, 0, 24, 24)
+        box_row.addWidget(self.composer)
         right = QVBoxLayout()
         right.setContentsMargins(0, 0, 0, 0)
         right.setSpacing(0)
         for widget in (self.trouble_banner, self.notice_banner):
             right.addWidget(widget)
         right.addWidget(self._pages, 1)
-        right.addLayout(self._box_row)
+        right.addLayout(box_row)
         below = QHBoxLayout()
         below.setSpacing(0)
         below.addWidget(self.panel)
@@ -325,9 +326,7 @@ class ChatView(QWidget):
         self.setStyleSheet(chat_style_sheet(self._theme.theme, self._theme.font_px))
         width = scaled(COLUMN_PX, self._theme.font_px)
         self.composer.setMaximumWidth(width)
-        self.empty.setMaximumWidth(16777215)
-        self._box_row.setContentsMargins(24, 0, 24, 24)
-        self._box_row.setAlignment(self.composer, Qt.AlignmentFlag(0))
+        self.empty.set_column_width(width)
 
 
 def _group_title(group: Group) -> str:

@@ -15,7 +15,7 @@ from PySide6.QtCore import (
     Qt,
 )
 from PySide6.QtGui import QColor, QFont, QFontMetrics, QPainter, QPainterPath, QTextDocument
-from PySide6.QtWidgets import QLineEdit, QStyle, QStyledItemDelegate, QStyleOptionViewItem, QWidget
+from PySide6.QtWidgets import QAbstractItemView, QLineEdit, QStyle, QStyledItemDelegate, QStyleOptionViewItem, QWidget
 
 from app.models.conversation_list import ENTRY_ROLE, Entry
 from app.services.chat_store.records import MATCH_END, MATCH_START
@@ -38,7 +38,8 @@ class ConversationDelegate(QStyledItemDelegate):
         line = QFontMetrics(self._font(12.5)).lineSpacing()
         if entry.conversation is None:
             return QSize(0, line + (12 if index.row() == 0 else 22))
-        return QSize(0, line * 3 + 20 if self._has_snippet(entry) else line + 18)
+        snippet = self._snippet_lines(entry) * QFontMetrics(self._font(11.5)).lineSpacing() + 4
+        return QSize(0, line + 18 + (snippet if self._has_snippet(entry) else 0))
 
     def paint(self, painter: QPainter, option: QStyleOptionViewItem, index: Index) -> None:
         entry: Entry = index.data(ENTRY_ROLE)
@@ -109,6 +110,11 @@ class ConversationDelegate(QStyledItemDelegate):
         line = QFontMetrics(self._font(12.5)).lineSpacing()
         painter.translate(QPointF(rect.x() + INSET, rect.y() + 10 + line))
         document.drawContents(painter, QRectF(0, 0, width, QFontMetrics(font).lineSpacing() * 2))
+
+    def _snippet_lines(self, entry: Entry) -> int:
+        view = self.parent()
+        room = view.viewport().width() - 2 * INSET if isinstance(view, QAbstractItemView) else 200
+        return 1 if QFontMetrics(self._font(11.5)).horizontalAdvance(entry.snippet) <= room * 0.95 else 2
 
     def _has_snippet(self, entry: Entry) -> bool:
         return bool(entry.snippet) and entry.message_id is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from PySide6.QtCore import Qt, Signal
-from PySide6.QtWidgets import QGridLayout, QLabel, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QGridLayout, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
 
 
 class EmptyChat(QWidget):
@@ -27,7 +27,8 @@ class EmptyChat(QWidget):
             button.setProperty("example", True)
             button.clicked.connect(lambda _=False, button=button: self.example_chosen.emit(button.text()))
             grid.addWidget(button, number // 2, number % 2)
-        column = QVBoxLayout(self)
+        self._middle = QWidget(self)
+        column = QVBoxLayout(self._middle)
         column.setContentsMargins(0, 0, 0, 0)
         column.addStretch(2)
         column.addWidget(self._greeting)
@@ -36,10 +37,19 @@ class EmptyChat(QWidget):
         column.addSpacing(22)
         column.addLayout(grid)
         column.addStretch(3)
+        row = QHBoxLayout(self)
+        row.setContentsMargins(24, 0, 24, 0)
+        row.addStretch(1)
+        row.addWidget(self._middle, 1000)
+        row.addStretch(1)
 
     def set_hint(self, text: str) -> None:
         """The line under the greeting: what is happening, or what to expect."""
         self._hint.setText(text)
+
+    def set_column_width(self, width: int) -> None:
+        """Widest the examples may become."""
+        self._middle.setMaximumWidth(width)
 
     @property
     def hint(self) -> str:

@@ -17,6 +17,8 @@ from app.views.chat.version_switch import VersionSwitch
 
 PADDING = QSize(16, 9)
 LINE_HEIGHT = 140
+BESIDE_PX = 150
+"""Room kept beside a bubble for its actions."""
 
 
 class UserMessage(QWidget):
@@ -46,19 +48,16 @@ class UserMessage(QWidget):
         copy = IconButton("copy", self.tr("Copy"), self._copy, self, theme.theme)
         edit = IconButton("edit", self.tr("Edit and send again"), self.start_editing, self, theme.theme)
         self._buttons = (copy, edit)
-        below = QHBoxLayout()
-        below.setContentsMargins(0, 0, 0, 0)
-        below.setSpacing(4)
-        below.addStretch(1)
+        row_layout = QHBoxLayout(self)
+        row_layout.setContentsMargins(0, 0, 0, 0)
+        row_layout.setSpacing(2)
+        row_layout.addStretch(1)
         for button in self._buttons:
             button.is_shy = True
-            below.addWidget(button)
-        below.addWidget(self._versions)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(2)
-        column.addWidget(self._bubble, 0, Qt.AlignmentFlag.AlignRight)
-        column.addLayout(below)
+        for widget in (*self._buttons, self._versions):
+            row_layout.addWidget(widget, 0, Qt.AlignmentFlag.AlignBottom)
+        row_layout.addSpacing(6)
+        row_layout.addWidget(self._bubble)
         self.setAttribute(Qt.WidgetAttribute.WA_Hover)
         self.set_row(row)
 
@@ -155,7 +154,7 @@ class UserMessage(QWidget):
 
     def _fit(self) -> None:
         """As wide as the text needs, up to a limit."""
-        most = min(scaled(BUBBLE_PX, self._theme.font_px), max(self.width() - 48, 120))
+        most = min(scaled(BUBBLE_PX, self._theme.font_px), max(self.width() - BESIDE_PX, 120))
         if self._editor is not None:
             self._bubble.setFixedWidth(most)
             return
