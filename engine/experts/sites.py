@@ -86,6 +86,12 @@ def bind(sites: list[ExpertsSite], bank: ExpertBank, kernels: NativeKernels | No
         setattr(site.module, BANK_LAYER, (layer, choose_kernel(site.module, layer, kernels)))
 
 
+def unbind(model: Any) -> None:
+    """Takes the records away again: whoever still uses the model gets an error, not memory that has been freed."""
+    for module in model.modules():
+        module.__dict__.pop(BANK_LAYER, None)
+
+
 def verify(model: Any, sites: list[ExpertsSite]) -> None:
     """Every experts module is bound and empty, dispatches to us, and nothing of the model is left without data.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.experts.sites import unbind
 from engine.protocol import ModelInfo
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ class LoadedModel:
 
     def close(self) -> None:
         """Frees the weights.  The object is of no use afterwards; calling it twice is harmless."""
-        if self.bank is not None:
+        if self.bank is not None and self.model is not None:
+            unbind(self.model)
             self.bank.close()
         self.model = self.tokenizer = self.bank = None
         gc.collect()

@@ -45,6 +45,13 @@ def compare_with_library(folder: Path, library_class: Any, *, moe: bool = True) 
         agreed = first_difference(our_routes, their_routes)
         assert agreed >= PROMPT.shape[1] // 2
         torch.testing.assert_close(mine[:, :agreed].float(), theirs[:, :agreed].float(), rtol=0, atol=2e-3)
+        with routed(ours.model) as our_routes, routed(reference) as their_routes:
+            mine, theirs = decoded_logits(ours.model), decoded_logits(reference)
+        for step, (my_step, their_step) in enumerate(zip(mine, theirs, strict=True)):
+            layers = len(our_routes) // len(mine)
+            if first_difference(our_routes[: layers * (step + 1)], their_routes[: layers * (step + 1)]) < 1:
+                break
+            torch.testing.assert_close(my_step.float(), their_step.float(), rtol=0, atol=2e-3)
 
 
 @contextmanager
@@ -60,6 +67,16 @@ def loaded(folder: Path, precision: Any, **options: Any) -> Iterator[LoadedModel
 def logits(model: Any) -> torch.Tensor:
     result: torch.Tensor = model(input_ids=PROMPT).logits
     return result
+
+
+def decoded_logits(model: Any) -> list[torch.Tensor]:
+    """Logits of a few tokens computed one by one, as decoding does, from the first on."""
+    cache, steps = None, []
+    for place in range(4):
+        output = model(input_ids=PROMPT[:, place : place + 1], past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        steps.append(output.logits)
+    return steps
 
 
 def greedy(model: Any) -> torch.Tensor:
