@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
+from engine.runtime.vocabulary import token_id
+
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _MOST_HELD = 16
 """Tokens held back at most: longer runs of bytes that make no character are shown as they are."""
 
@@ -88,7 +88,7 @@ def _special_ids(tokenizer: Any) -> frozenset[int]:
 
 def _byte_ids(tokenizer: Any) -> frozenset[int]:
     """Ids of byte-fallback tokens (`<0x00>`, ...), which become text only as a whole run."""
-    vocabulary = tokenizer.get_vocab()
-    if "<0x00>" not in vocabulary:
+    if token_id(tokenizer, "<0x00>") is None:
         return frozenset()
-    return frozenset(index for token, index in vocabulary.items() if _BYTE_TOKEN.fullmatch(token))
+    ids = (token_id(tokenizer, f"<0x{byte:02X}>") for byte in range(256))
+    return frozenset(index for index in ids if index is not None)

@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.errors import EngineError, ErrorCode
 from engine.protocol import ChatMessage
+from engine.runtime.vocabulary import token_id
 
 _CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -120,8 +121,7 @@ def _plain(messages: Sequence[ChatMessage]) -> str:
 
 
 def _knows_chatml(tokenizer: Any) -> bool:
-    vocabulary = tokenizer.get_vocab()
-    return "<|im_start|>" in vocabulary and "<|im_end|>" in vocabulary
+    return all(token_id(tokenizer, token) is not None for token in ("<|im_start|>", "<|im_end|>"))
 
 
 def _encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from engine.runtime.vocabulary import token_id
+
 END_OF_TURN_TOKENS = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -32,15 +34,15 @@ def end_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
         tokenizer,
     ):
         ids.update(_as_ids(getattr(holder, "eos_token_id", None)))
-    vocabulary = tokenizer.get_vocab()
     template = tokenizer.chat_template
     written = " ".join(template.values()) if isinstance(template, dict) else template
     for token in END_OF_TURN_TOKENS:
         # In gpt-oss's format `<|end|>` ends a message, after which the same answer goes on in another channel.
-        if token == "<|end|>" and "<|return|>" in vocabulary:
+        if token == "<|end|>" and token_id(tokenizer, "<|return|>") is not None:
             continue
-        if token in vocabulary and (written is None or token in written):
-            ids.add(vocabulary[token])
+        index = token_id(tokenizer, token)
+        if index is not None and (written is None or token in written):
+            ids.add(index)
     return frozenset(ids)
 
 

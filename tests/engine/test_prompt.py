@@ -40,8 +40,8 @@ def without_chatml(tokenizer: Any) -> Any:
     class Plain:
         chat_template = None
 
-        def get_vocab(self) -> dict[str, int]:
-            return {}
+        def convert_tokens_to_ids(self, token: str) -> None:
+            return None
 
         def __getattr__(self, name: str) -> Any:
             return getattr(tokenizer, name)

@@ -80,5 +80,10 @@ def test_the_templates_end_of_turn_counts_though_no_config_names_it() -> None:
 
 def test_gpt_oss_messages_do_not_end_the_answer() -> None:
     vocabulary = {"<|end|>": 5, "<|return|>": 6}
-    tokenizer = SimpleNamespace(eos_token_id=6, get_vocab=lambda: vocabulary, chat_template="<|end|><|return|>")
+    tokenizer = SimpleNamespace(
+        eos_token_id=6,
+        convert_tokens_to_ids=vocabulary.get,
+        convert_ids_to_tokens={index: token for token, index in vocabulary.items()}.get,
+        chat_template="<|end|><|return|>",
+    )
     assert end_token_ids(_model(None), tokenizer) == {6}
