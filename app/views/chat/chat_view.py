@@ -16,7 +16,7 @@ from app.views.chat.composer import Composer
 from app.views.chat.conversation_panel import ConversationPanel
 from app.views.chat.empty_chat import EmptyChat
 from app.views.chat.file_dialogs import ask_export_path, ask_import_path
-from app.views.chat.phrases import percent, tr
+from app.views.chat.phrases import percent, translate
 from app.views.chat.presenter import ChatPresenter
 from app.views.chat.style import COLUMN_PX, chat_style_sheet, scaled
 from app.views.chat.title_bar import TitleBar
@@ -42,7 +42,7 @@ class ChatView(QWidget):
         self._store = store
         self._theme = theme
         self._loading: float | None = None
-        list_model = ConversationListModel(_group_title, tr("New chat"))
+        list_model = ConversationListModel(_group_title, translate("Chat", "New chat"))
         list_model.setParent(self)
         self.presenter = ChatPresenter(client, store, settings, list_model, self)
         self._counter = TokenCounter(self)
@@ -235,12 +235,12 @@ class ChatView(QWidget):
             self.transcript.show_message(message_id)
 
     def _on_changed(self, conversation: Conversation) -> None:
-        self.title_bar.set_title(conversation.title or tr("New chat"))
+        self.title_bar.set_title(conversation.title or translate("Chat", "New chat"))
         self.composer.show_conversation(conversation, with_draft=False)
         self._count()
 
     def _on_deleted(self, conversation: Conversation) -> None:
-        title = conversation.title or tr("New chat")
+        title = conversation.title or translate("Chat", "New chat")
         short = title if len(title) <= 40 else title[:39] + "…"
         self.toast.tell(self.tr("“{0}” was deleted.").format(short), self.tr("Undo  Ctrl+Z"), self._undo)
 
@@ -331,10 +331,10 @@ class ChatView(QWidget):
 
 def _group_title(group: Group) -> str:
     return {
-        Group.PINNED: tr("Pinned"),
-        Group.TODAY: tr("Today"),
-        Group.YESTERDAY: tr("Yesterday"),
-        Group.WEEK: tr("Previous 7 days"),
-        Group.OLDER: tr("Older"),
-        Group.FOUND: tr("Found"),
+        Group.PINNED: translate("Chat", "Pinned"),
+        Group.TODAY: translate("Chat", "Today"),
+        Group.YESTERDAY: translate("Chat", "Yesterday"),
+        Group.WEEK: translate("Chat", "Previous 7 days"),
+        Group.OLDER: translate("Chat", "Older"),
+        Group.FOUND: translate("Chat", "Found"),
     }[group]

@@ -23,8 +23,9 @@ class Composer(QFrame):
     system_prompt_changed = Signal(str)
     sampling_changed = Signal(object)
 
-    def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__(parent)
+    def __init__(self, page: QWidget) -> None:
+        """`page` is what the cards open over."""
+        super().__init__(page)
         self.setObjectName("composer")
         self._conversation: Conversation | None = None
         self._answering = False
@@ -44,9 +45,9 @@ class Composer(QFrame):
         use_tabular_figures(self.meter)
         self.send_button = QPushButton(self)
         self.send_button.clicked.connect(self._on_button)
-        self._system = SystemPromptPopover(self)
+        self._system = SystemPromptPopover(page)
         self._system.changed.connect(self.system_prompt_changed)
-        self._sampling = SamplingPopover(self)
+        self._sampling = SamplingPopover(page)
         self._sampling.changed.connect(self.sampling_changed)
         row = QHBoxLayout()
         row.setSpacing(10)

@@ -13,6 +13,7 @@ from PySide6.QtCore import (
     QRectF,
     QSize,
     Qt,
+    Signal,
 )
 from PySide6.QtGui import QColor, QFont, QFontMetrics, QPainter, QPainterPath, QTextDocument
 from PySide6.QtWidgets import QAbstractItemView, QLineEdit, QStyle, QStyledItemDelegate, QStyleOptionViewItem, QWidget
@@ -27,7 +28,12 @@ INSET = 9
 
 
 class ConversationDelegate(QStyledItemDelegate):
-    """Paints an `Entry`; renaming happens in place."""
+    """Paints an `Entry`; renaming happens in place.
+
+    Signals: `renamed`, id of a conversation and the title that was typed.
+    """
+
+    renamed = Signal(str, str)
 
     def __init__(self, theme: ThemeController, parent: QWidget) -> None:
         super().__init__(parent)
@@ -82,8 +88,11 @@ class ConversationDelegate(QStyledItemDelegate):
         line = QFontMetrics(self._font(12.5)).lineSpacing() + 16
         editor.setGeometry(rect.x(), rect.y() + 1, rect.width(), line)
 
-    def setModelData(self, editor: QWidget, model: QAbstractItemModel, index: Index) -> None:
-        """Told by `ConversationPanel.renamed`, not written into the model."""
+    def setModelData(self, editor: QWidget, _model: QAbstractItemModel, index: Index) -> None:
+        # The model is told by the page, which also tells the store.
+        entry: Entry = index.data(ENTRY_ROLE)
+        if isinstance(editor, QLineEdit) and entry.conversation is not None:
+            self.renamed.emit(entry.conversation.id, editor.text())
 
     # --- inside ---
 

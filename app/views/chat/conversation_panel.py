@@ -62,7 +62,7 @@ class ConversationPanel(QFrame):
         self.list = QListView(self)
         self.list.setModel(model)
         self._delegate = ConversationDelegate(theme, self.list)
-        self._delegate.commitData.connect(self._on_renamed)
+        self._delegate.renamed.connect(self.renamed)
         self.list.setItemDelegate(self._delegate)
         self.list.setAccessibleName(self.tr("Chats"))
         self.list.setEditTriggers(QAbstractItemView.EditTrigger.NoEditTriggers)
@@ -179,11 +179,6 @@ class ConversationPanel(QFrame):
             self.list.clearSelection()
         else:
             self.list.setCurrentIndex(self._model.index(row))
-
-    def _on_renamed(self, editor: QWidget) -> None:
-        entry = self._entry(self.list.currentIndex())
-        if isinstance(editor, QLineEdit) and entry is not None and entry.conversation is not None:
-            self.renamed.emit(entry.conversation.id, editor.text())
 
     def _open_menu(self, at: QPoint) -> None:
         entry = self._entry(self.list.indexAt(at))

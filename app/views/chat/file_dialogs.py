@@ -10,18 +10,18 @@ from PySide6.QtCore import QDir, Qt
 from PySide6.QtWidgets import QFileDialog, QWidget
 
 from app.services.chat_store import Conversation
-from app.views.chat.phrases import tr
+from app.views.chat.phrases import translate
 
 
 def ask_export_path(parent: QWidget, conversation: Conversation | None, then: Callable[[Path], None]) -> None:
     """Ask for a file to write; one chat can become Markdown, several only JSON."""
-    filters = [tr("Everything, with all versions (*.json)")]
+    filters = [translate("Chat", "Everything, with all versions (*.json)")]
     if conversation is not None:
-        filters.insert(0, tr("Markdown, as it is shown (*.md)"))
-    dialog = QFileDialog(parent, tr("Export"), QDir.homePath(), ";;".join(filters))
+        filters.insert(0, translate("Chat", "Markdown, as it is shown (*.md)"))
+    dialog = QFileDialog(parent, translate("Chat", "Export"), QDir.homePath(), ";;".join(filters))
     dialog.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
     dialog.setAcceptMode(QFileDialog.AcceptMode.AcceptSave)
-    name = "Switchyard chats" if conversation is None else conversation.title or tr("Chat")
+    name = "Switchyard chats" if conversation is None else conversation.title or translate("Chat", "Chat")
     dialog.selectFile(re.sub(r'[\\/:*?"<>|\x00-\x1f]', "-", name).strip(". ")[:80])
 
     def set_suffix(chosen: str) -> None:
@@ -35,7 +35,9 @@ def ask_export_path(parent: QWidget, conversation: Conversation | None, then: Ca
 
 def ask_import_path(parent: QWidget, then: Callable[[Path], None]) -> None:
     """Ask for a file to read."""
-    dialog = QFileDialog(parent, tr("Import chats"), QDir.homePath(), tr("Chats (*.json *.md *.markdown)"))
+    dialog = QFileDialog(
+        parent, translate("Chat", "Import chats"), QDir.homePath(), translate("Chat", "Chats (*.json *.md *.markdown)")
+    )
     dialog.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
     dialog.setFileMode(QFileDialog.FileMode.ExistingFile)
     dialog.fileSelected.connect(lambda path: then(Path(path)))

@@ -11,6 +11,9 @@ from PySide6.QtWidgets import QToolButton, QWidget
 from app.icons import icon
 from app.theme import Theme
 
+ICON_PX = 15
+SIDE_PX = 25
+
 
 class IconButton(QToolButton):
     """Drawn in the muted colour; `shy` ones are drawn only while their row is pointed at or they have the focus."""
@@ -20,7 +23,8 @@ class IconButton(QToolButton):
         self._name = name
         self.is_shy = False
         self.setProperty("kind", "small")
-        self.setIconSize(QSize(15, 15))
+        self.setIconSize(QSize(ICON_PX, ICON_PX))
+        self.setFixedSize(SIDE_PX, SIDE_PX)
         self.setAutoRaise(True)
         self.setToolTip(words)
         self.setAccessibleName(words)

@@ -10,12 +10,9 @@ from app.services.chat_store import Message, MessageState
 from engine.errors import ErrorCode
 from engine.protocol import ModelInfo
 
+translate = QCoreApplication.translate
+
 SEPARATOR = "  ·  "
-
-
-def tr(text: str) -> str:
-    """Text of the chat page in the user's language."""
-    return QCoreApplication.translate("Chat", text)
 
 
 def count(number: int) -> str:
@@ -38,23 +35,23 @@ def phase_text(phase: Phase) -> str:
     """What an answer is waiting for or doing."""
     part = "" if phase.fraction is None else f" {percent(phase.fraction)}"
     if phase.stage is Stage.NO_ENGINE:
-        return tr("waiting for the engine, which is not running")
+        return translate("Chat", "waiting for the engine, which is not running")
     if phase.stage is Stage.NO_MODEL:
-        return tr("waiting for a model: none is loaded")
+        return translate("Chat", "waiting for a model: none is loaded")
     if phase.stage is Stage.LOADING:
-        return tr("waiting for the model to load") + part
+        return translate("Chat", "waiting for the model to load") + part
     if phase.stage is Stage.QUEUED:
-        return tr("waiting for another answer to end")
+        return translate("Chat", "waiting for another answer to end")
     if phase.stage is Stage.READING:
-        return tr("reading the prompt") + part
+        return translate("Chat", "reading the prompt") + part
     if phase.tokens_per_s <= 0:
-        return tr("writing")
-    return SEPARATOR.join((tr("writing"), rate(phase.tokens_per_s)))
+        return translate("Chat", "writing")
+    return SEPARATOR.join((translate("Chat", "writing"), rate(phase.tokens_per_s)))
 
 
 def rate(tokens_per_s: float) -> str:
     """Tokens per second."""
-    return tr("{0} tokens/s").format(decimal(tokens_per_s))
+    return translate("Chat", "{0} tokens/s").format(decimal(tokens_per_s))
 
 
 def stats_text(message: Message) -> str:
@@ -65,16 +62,20 @@ def stats_text(message: Message) -> str:
         if stats.tokens_per_s > 0:
             parts.append(rate(stats.tokens_per_s))
         if stats.ttft_s > 0:
-            parts.append(tr("first token {0} s").format(decimal(stats.ttft_s, 1 if stats.ttft_s >= 0.95 else 2)))
+            parts.append(
+                translate("Chat", "first token {0} s").format(decimal(stats.ttft_s, 1 if stats.ttft_s >= 0.95 else 2))
+            )
         if stats.generated_tokens:
             tokens = stats.generated_tokens
-            parts.append(tr("1 token") if tokens == 1 else tr("{0} tokens").format(count(tokens)))
+            parts.append(
+                translate("Chat", "1 token") if tokens == 1 else translate("Chat", "{0} tokens").format(count(tokens))
+            )
         if stats.finish_reason == "length":
-            parts.append(tr("reached the limit of tokens"))
+            parts.append(translate("Chat", "reached the limit of tokens"))
         elif stats.finish_reason == "context":
-            parts.append(tr("the context is full"))
+            parts.append(translate("Chat", "the context is full"))
     if message.reason_code == CANCELLED:
-        parts.append(tr("stopped"))
+        parts.append(translate("Chat", "stopped"))
     return SEPARATOR.join(parts)
 
 
@@ -82,11 +83,11 @@ def trouble_text(message: Message) -> str:
     """What went wrong with an answer and what to do; empty if nothing did."""
     if message.role != "assistant" or message.reason_code in ("", CANCELLED):
         return ""
-    text = message.reason or tr("The answer could not be finished.")
+    text = message.reason or translate("Chat", "The answer could not be finished.")
     if message.state is MessageState.PARTIAL:
-        text = f"{text} {tr('The text so far is kept.')}"
+        text = f"{text} {translate('Chat', 'The text so far is kept.')}"
     elif message.reason_code == ErrorCode.PROMPT_TOO_LONG.value:
-        text = f"{text} {tr('Your message is kept: edit it, or start a new chat.')}"
+        text = f"{text} {translate('Chat', 'Your message is kept: edit it, or start a new chat.')}"
     return text
 
 
@@ -97,19 +98,21 @@ def model_text(model: ModelInfo) -> str:
 
 def device_text(model: ModelInfo) -> str:
     """Where the model runs."""
-    threads = tr("1 thread") if model.threads == 1 else tr("{0} threads").format(model.threads)
+    threads = (
+        translate("Chat", "1 thread") if model.threads == 1 else translate("Chat", "{0} threads").format(model.threads)
+    )
     if model.device == "cpu":
-        return f"{tr('CPU')} · {threads}"
-    name = tr("GPU") if model.device.startswith("cuda") else model.device
-    return f"{name} + {tr('CPU')} · {threads}" if model.experts else name
+        return f"{translate('Chat', 'CPU')} · {threads}"
+    name = translate("Chat", "GPU") if model.device.startswith("cuda") else model.device
+    return f"{name} + {translate('Chat', 'CPU')} · {threads}" if model.experts else name
 
 
 def preset_text(preset: Preset | None) -> str:
     """The name of a preset."""
     if preset is None:
-        return tr("Custom")
+        return translate("Chat", "Custom")
     return {
-        Preset.PRECISE: tr("Precise"),
-        Preset.BALANCED: tr("Balanced"),
-        Preset.CREATIVE: tr("Creative"),
+        Preset.PRECISE: translate("Chat", "Precise"),
+        Preset.BALANCED: translate("Chat", "Balanced"),
+        Preset.CREATIVE: translate("Chat", "Creative"),
     }[preset]

@@ -18,7 +18,7 @@ from app.services.chat_store import ChatStore, Conversation, Message, MessageSta
 from app.services.chat_store.records import new_conversation
 from app.services.engine_client import EngineClient
 from app.services.settings import Settings
-from app.views.chat.phrases import tr
+from app.views.chat.phrases import translate
 from engine.config import SamplingParams
 
 DRAFT_MS = 400
@@ -217,14 +217,14 @@ class ChatPresenter(QObject):
     def go_on(self, message_id: str) -> None:
         """Ask the model to continue an answer that was cut off."""
         if self.answering_id is None and message_id in self.model.tree:
-            self._ask(tr("Please continue."), message_id)
+            self._ask(translate("Chat", "Please continue."), message_id)
 
     def branch(self, message_id: str) -> None:
         """Go on in a new chat that holds everything up to this message."""
         source = self._conversation
         lineage = self.model.tree.lineage(message_id)
         now = self._now()
-        title = tr("{0} (branch)").format(source.title or tr("Chat"))
+        title = translate("Chat", "{0} (branch)").format(source.title or translate("Chat", "Chat"))
         conversation = replace(source, id=new_id(), title=title, pinned=False, created_at=now, updated_at=now, draft="")
         copies: list[Message] = []
         for message in lineage:

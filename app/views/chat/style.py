@@ -29,7 +29,7 @@ QFrame[note="true"] QPushButton { padding: 4px 12px; }
 #popover QAbstractSpinBox QLineEdit, #popover QAbstractSpinBox QLineEdit:focus { padding-left: 10px; margin: 0; }
 #composer[active="true"] { border: 1px solid $accent; }
 #toast { background: $raised; border: 1px solid $border; border-radius: 10px; }
-#popover { background: $raised; border: 1px solid $border; }
+#popover { background: $raised; border: 1px solid $border; border-radius: 12px; }
 #jumpToLatest { background: $raised; border-radius: 16px; padding: 0; }
 QPushButton[example="true"] { background: $surface; border-radius: 12px; padding: 12px 16px; text-align: left;
     font-weight: 400; }

@@ -1,0 +1,169 @@
+"""Answers one at a time, each with one end, each saved as it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from pytestqt.qtbot import QtBot
+
+from app.services.answer_queue import AnswerQueue, Phase, Stage, prompt_of
+from app.services.chat_store import ChatStore, Conversation, Message, MessageState
+from app.services.engine_client import EngineState
+from engine.config import SamplingParams
+from engine.errors import ErrorCode
+from engine.protocol import ChatMessage
+from tests.app.scripted_engine import ScriptedEngine
+
+ASKED = (ChatMessage("user", "?"),)
+
+
+class Bench:
+    """A queue on a real store, with one conversation and its question."""
+
+    def __init__(self, engine: ScriptedEngine, store: ChatStore) -> None:
+        self.engine = engine
+        self.store = store
+        self.queue = AnswerQueue(engine, store)  # type: ignore[arg-type]
+        self.text: dict[str, str] = {}
+        self.ended: list[Message] = []
+        self.phases: list[tuple[str, Phase]] = []
+        self.queue.grew.connect(lambda id_, text: self.text.update({id_: self.text.get(id_, "") + text}))
+        self.queue.changed.connect(self.ended.append)
+        self.queue.phase_changed.connect(lambda id_, phase: self.phases.append((id_, phase)))
+        store.create(Conversation("c"), [Message("q", "c", None, "user", "?")])
+
+    def ask(self, id_: str) -> None:
+        answer = Message(id_, "c", "q", "assistant", "", MessageState.STREAMING)
+        self.store.add_message(answer)
+        self.queue.ask(answer, ASKED, SamplingParams())
+
+    def saved(self, qtbot: QtBot, id_: str) -> Message:
+        with qtbot.waitSignal(self.store.loaded) as loaded:
+            self.store.load("c")
+        return next(message for message in loaded.args[1] if message.id == id_)
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture
+def bench(qtbot: QtBot, engine: ScriptedEngine) -> Iterator[Bench]:
+    store = ChatStore()
+    yield Bench(engine, store)
+    assert store.close() == 0
+
+
+def test_an_answer_is_gathered_shown_and_saved(bench: Bench, qtbot: QtBot) -> None:
+    bench.ask("a")
+    bench.engine.read(41, 100)
+    assert bench.phases[-1] == ("a", Phase(Stage.READING, 0.41))
+    bench.engine.write("Hel", "", "lo")
+    assert bench.text == {}, "text is gathered for a moment, not shown token by token"
+    qtbot.waitUntil(lambda: bench.text == {"a": "Hello"})
+    assert bench.phases[-1][1].stage is Stage.WRITING
+    bench.engine.write(" there")
+    bench.engine.finish(prompt_tokens=12)
+    assert bench.text == {"a": "Hello there"}
+    (ended,) = bench.ended
+    assert (ended.content, ended.state, ended.model) == ("Hello there", MessageState.COMPLETE, "Starter")
+    assert ended.stats is not None
+    assert (ended.stats.prompt_tokens, ended.stats.generated_tokens) == (12, 4)
+    assert bench.saved(qtbot, "a") == ended
+    assert bench.queue.is_idle
+
+
+def test_a_growing_answer_is_saved_in_steps(bench: Bench, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    monkeypatch.setattr(bench.store, "save_step", lambda message: steps.append(message.content))
+    bench.ask("a")
+    for _ in range(100):
+        bench.engine.write("x")
+    qtbot.waitUntil(lambda: len(steps) == 1)
+    assert steps == ["x" * 100], "one step for many tokens"
+    bench.engine.finish()
+
+
+def test_answers_wait_for_the_model_and_for_one_another(bench: Bench, engine: ScriptedEngine) -> None:
+    engine.model, engine.state = None, EngineState.STARTING
+    bench.ask("a")
+    bench.ask("b")
+    assert bench.phases[-1] == ("b", Phase(Stage.LOADING))
+    engine.start_loading(40, 100)
+    assert bench.queue.phase("a") == Phase(Stage.LOADING, 0.4)
+    assert engine.requests == []
+    engine.end_loading()
+    assert len(engine.requests) == 1
+    assert bench.queue.phase("b") == Phase(Stage.QUEUED)
+    engine.finish()
+    assert len(engine.requests) == 2
+    engine.finish()
+    assert [message.id for message in bench.ended] == ["a", "b"]
+
+
+def test_stopping_keeps_the_text_and_a_waiting_answer_never_starts(bench: Bench, engine: ScriptedEngine) -> None:
+    bench.ask("a")
+    bench.ask("b")
+    engine.write("half")
+    bench.queue.stop("b")
+    assert [(m.id, m.state, m.reason_code) for m in bench.ended] == [("b", MessageState.PARTIAL, "cancelled")]
+    bench.queue.stop("a")
+    assert engine.cancelled == [engine.request_id]
+    engine.finish("cancelled")
+    assert (bench.ended[-1].content, bench.ended[-1].reason_code) == ("half", "cancelled")
+    assert len(engine.requests) == 1
+
+
+def test_an_engine_that_dies_ends_one_answer_and_the_others_wait(
+    bench: Bench, engine: ScriptedEngine, qtbot: QtBot
+) -> None:
+    bench.ask("a")
+    bench.ask("b")
+    engine.write("so far")
+    engine.die("The engine was killed.")
+    (ended,) = bench.ended
+    assert (ended.content, ended.state) == ("so far", MessageState.PARTIAL)
+    assert (ended.reason, ended.reason_code) == ("The engine was killed.", "engine_died")
+    assert bench.queue.phase("b") == Phase(Stage.NO_ENGINE)
+    engine.set_state(EngineState.STARTING)
+    engine.start_loading()
+    engine.end_loading()
+    engine.write("again")
+    engine.finish()
+    assert bench.ended[-1].id == "b"
+    assert bench.saved(qtbot, "a").content == "so far"
+
+
+def test_a_request_that_fails_before_any_text_is_failed(bench: Bench, engine: ScriptedEngine) -> None:
+    bench.ask("a")
+    engine.fail(ErrorCode.PROMPT_TOO_LONG, "The prompt is too long.")
+    assert (bench.ended[0].state, bench.ended[0].reason) == (MessageState.FAILED, "The prompt is too long.")
+
+
+def test_events_of_other_requests_are_none_of_ours(bench: Bench, engine: ScriptedEngine) -> None:
+    bench.ask("a")
+    mine = engine.requests
+    engine.requests = [*mine, ("other", ASKED, SamplingParams())]
+    engine.write("not ours")
+    engine.finish()
+    assert bench.ended == []
+    engine.requests = mine
+    engine.finish()
+    assert bench.ended[0].content == ""
+
+
+def test_prompts_leave_out_empty_answers_and_join_turns_of_one_role() -> None:
+    lineage = [
+        Message("1", "c", None, "user", "one"),
+        Message("2", "c", "1", "assistant", "", MessageState.FAILED),
+        Message("3", "c", "2", "user", "two"),
+        Message("4", "c", "3", "assistant", "ok"),
+    ]
+    assert prompt_of("be brief", lineage) == (
+        ChatMessage("system", "be brief"),
+        ChatMessage("user", "one\n\ntwo"),
+        ChatMessage("assistant", "ok"),
+    )
+    assert prompt_of("  ", []) == ()

@@ -1,0 +1,171 @@
+"""The models behind the chat page, without a window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PySide6.QtTest import QAbstractItemModelTester
+
+from app.models.conversation import ROW_ROLE, ConversationModel
+from app.models.conversation_defaults import MAX_TITLE, Preset, preset_of, title_from
+from app.models.conversation_list import ConversationListModel, Group, group_of
+from app.services.chat_store import Conversation, Message, MessageState, MessageTree, SearchHit
+
+NOW = datetime(2026, 11, 20, 9, 30)
+
+
+def conversation(id_: str, days: float = 0, *, pinned: bool = False, title: str = "") -> Conversation:
+    at = (NOW - timedelta(days=days)).timestamp()
+    return Conversation(id_, title or id_, pinned, at, at)
+
+
+@pytest.fixture
+def list_model(qapp: object) -> Iterator[ConversationListModel]:
+    model = ConversationListModel(lambda group: group.value, "untitled", now=lambda: NOW)
+    tester = QAbstractItemModelTester(model, QAbstractItemModelTester.FailureReportingMode.Fatal)
+    yield model
+    tester.deleteLater()
+
+
+def shown(model: ConversationListModel) -> list[str]:
+    return [model.data(model.index(row)) for row in range(model.rowCount())]
+
+
+def test_conversations_are_grouped_by_day(list_model: ConversationListModel) -> None:
+    list_model.set_conversations(
+        [
+            conversation("a"),
+            conversation("b", 0.3),
+            conversation("c", 1),
+            conversation("d", 6),
+            conversation("e", 30),
+            conversation("p", 90, pinned=True),
+        ]
+    )
+    assert shown(list_model) == ["pinned", "p", "today", "a", "b", "yesterday", "c", "week", "d", "older", "e"]
+
+
+@pytest.mark.parametrize(
+    ("days", "group"), [(-1, Group.TODAY), (0, Group.TODAY), (1, Group.YESTERDAY), (7, Group.WEEK), (8, Group.OLDER)]
+)
+def test_days_are_calendar_days(days: float, group: Group) -> None:
+    assert group_of(conversation("x", days), NOW) is group
+
+
+def test_a_conversation_that_is_used_again_moves_up(list_model: ConversationListModel) -> None:
+    list_model.set_conversations([conversation("a", 1), conversation("b", 3)])
+    list_model.put(replace(conversation("b"), title="b"))
+    assert shown(list_model) == ["today", "b", "yesterday", "a"]
+    list_model.remove("b")
+    assert shown(list_model) == ["yesterday", "a"]
+    list_model.put(conversation("a", 1, title=""))
+    list_model.put(replace(conversation("a", 1), title=""))
+    assert shown(list_model) == ["yesterday", "untitled"]
+
+
+def test_headings_cannot_be_chosen(list_model: ConversationListModel) -> None:
+    list_model.set_conversations([conversation("a")])
+    assert not list_model.index(0).flags()
+    assert list_model.index(1).flags()
+
+
+def test_search_hits_replace_the_groups_until_it_ends(list_model: ConversationListModel) -> None:
+    list_model.set_conversations([conversation("a"), conversation("b")])
+    list_model.show_hits([SearchHit(conversation("b"), "…", "m")])
+    assert shown(list_model) == ["b"]
+    list_model.put(replace(conversation("b"), title="new"))
+    assert shown(list_model) == ["new"]
+    list_model.remove("b")
+    assert shown(list_model) == []
+    list_model.show_hits(None)
+    assert shown(list_model) == ["today", "a"]
+
+
+moves = st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 12), st.booleans(), st.booleans()), max_size=25)
+
+
+@given(moves)
+def test_any_change_leaves_a_list_that_a_fresh_one_would_be(moves: list[tuple[str, int, bool, bool]]) -> None:
+    model = ConversationListModel(lambda group: group.value, "untitled", now=lambda: NOW)
+    tester = QAbstractItemModelTester(model, QAbstractItemModelTester.FailureReportingMode.Fatal)
+    held: dict[str, Conversation] = {}
+    for id_, days, pinned, removes in moves:
+        if removes:
+            held.pop(id_, None)
+            model.remove(id_)
+        else:
+            held[id_] = conversation(id_, days, pinned=pinned)
+            model.put(held[id_])
+        fresh = ConversationListModel(lambda group: group.value, "untitled", now=lambda: NOW)
+        fresh.set_conversations(held.values())
+        assert model.entries == fresh.entries
+    tester.deleteLater()
+
+
+def message(id_: str, parent: str | None, role: str = "user", **fields: object) -> Message:
+    return Message(id_, "c", parent, role, id_, **fields)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def model(qapp: object) -> Iterator[ConversationModel]:
+    model = ConversationModel()
+    tester = QAbstractItemModelTester(model, QAbstractItemModelTester.FailureReportingMode.Fatal)
+    model.show(conversation("c"), MessageTree([message("q", None), message("a", "q", "assistant")]))
+    yield model
+    tester.deleteLater()
+
+
+def path(model: ConversationModel) -> list[tuple[str, int, int]]:
+    rows = [model.data(model.index(number), ROW_ROLE) for number in range(model.rowCount())]
+    return [(row.message.id, row.version, row.versions) for row in rows]
+
+
+def test_rows_are_the_visible_path(model: ConversationModel) -> None:
+    model.add(message("b", "q", "assistant"))
+    assert path(model) == [("q", 1, 1), ("b", 2, 2)]
+    model.add(message("q2", "b"))
+    model.choose("a")
+    assert path(model) == [("q", 1, 1), ("a", 1, 2)]
+    model.choose("b")
+    assert path(model) == [("q", 1, 1), ("b", 2, 2), ("q2", 1, 1)]
+    assert model.row_of("q2") == 2
+    assert model.row_of("a") is None
+
+
+def test_an_update_tells_only_its_row(model: ConversationModel) -> None:
+    told: list[int] = []
+    model.dataChanged.connect(lambda first, _last: told.append(first.row()))
+    model.update(replace(message("a", "q", "assistant"), content="longer", state=MessageState.PARTIAL))
+    assert told == [1]
+    assert model.rows[1].message.content == "longer"
+
+
+@pytest.mark.parametrize(
+    ("text", "title"),
+    [
+        ("What is the capital of France?", "What is the capital of France?"),
+        ("\n\n# Heading\nmore", "Heading"),
+        ("   a   b  ", "a b"),
+        ("?!", "?!"),
+    ],
+)
+def test_a_title_is_the_first_line_with_words(text: str, title: str) -> None:
+    assert title_from(text) == title
+
+
+@given(st.text(min_size=1, max_size=300))
+def test_a_title_is_short_and_one_line(text: str) -> None:
+    title = title_from(text)
+    assert len(title) <= MAX_TITLE + 1
+    assert len(title.splitlines()) <= 1
+
+
+def test_presets_are_recognised() -> None:
+    assert preset_of(None) is Preset.BALANCED
+    assert preset_of(Preset.CREATIVE.value) is Preset.CREATIVE
+    assert preset_of(replace(Preset.PRECISE.value, top_k=3)) is None
