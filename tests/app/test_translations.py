@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -44,6 +45,17 @@ def test_every_text_has_a_context(source: Path) -> None:
     contexts = ElementTree.parse(source).getroot().findall("context")
     assert len(contexts) > 10
     assert [m.findtext("source") for c in contexts if not c.findtext("name") for m in c.findall("message")] == []
+
+
+def test_no_text_is_translated_in_a_spelling_that_the_tool_misreads() -> None:
+    """A bare `tr("…")` would be filed under the class around it, and looked up under another name."""
+    wrong = [
+        f"{path.name}:{node.lineno}"
+        for path in (ROOT / "app").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("tr", "_tr")
+    ]
+    assert wrong == []
 
 
 def test_a_translation_is_shown(
