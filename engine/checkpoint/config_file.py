@@ -72,5 +72,7 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
 
 def _why_no_file(file: Path) -> str:
     if file.suffix.lower() == ".gguf":
-        return f"{file.name} is a GGUF file, which Switchyard cannot run yet: use the model's safetensors folder instead."
+        return (
+            f"{file.name} is a GGUF file, which Switchyard cannot run yet: use the model's safetensors folder instead."
+        )
     return f"{file} is a file: give the folder that holds the model's config.json and safetensors files."

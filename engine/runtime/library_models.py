@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -25,12 +24,13 @@ from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.utils import ContextManagers
 from transformers.utils import logging as library_logging
 
+from engine.checkpoint.config_file import read_json
 from engine.errors import EngineError, ErrorCode
 from engine.experts.dispatch import IMPLEMENTATION, experts_forward
 from engine.runtime.adapters import FamilyAdapter
 
 _READABLE_QUANTIZATION = ("fp8", "mxfp8", "mxfp4")
-_log = logging.getLogger(__name__)
+_MAX_CONFIG_BYTES = 16 * 2**20
 
 
 @contextlib.contextmanager
@@ -159,6 +159,9 @@ def build_skeleton(model_class: Any, config: Any, dtype: torch.dtype, adapter: F
 
 def finish_generation_config(model: Any, directory: Path) -> None:
     """Reads `generation_config.json` (stop tokens and suggested sampling), or makes one from the configuration."""
+    file = directory / "generation_config.json"
+    if file.is_file():
+        read_json(file, _MAX_CONFIG_BYTES)  # the library would pass over a broken one in silence
     try:
         model.adjust_generation_fn(
             None,
@@ -177,7 +180,7 @@ def finish_generation_config(model: Any, directory: Path) -> None:
     except (OSError, ValueError, TypeError) as error:
         raise EngineError(
             ErrorCode.CHECKPOINT_DAMAGED,
-            f"{directory / 'generation_config.json'} cannot be read ({_first_line(error)}).",
+            f"{file} cannot be read ({_first_line(error)}).",
         ) from error
 
 

@@ -69,6 +69,7 @@ def load_model(
         model_class, part = model_class_for(library_config, adapter)
         quantizer = quantizer_for(part, directory.name)
         model = build_skeleton(model_class, part, dtype, adapter)
+        finish_generation_config(model, directory)
         sites = find_sites(model, parameter_dtypes(model, dtype))
         plan = plan_loading(model, sites, tensors, dtype, quantizer, adapter)
         expert_bytes = sum(site.nbytes for site in sites)
@@ -85,7 +86,6 @@ def load_model(
         try:
             with TensorReader(on_progress, cancelled, plan.nbytes) as reader:
                 _read(model, sites, plan, reader, bank, placement, kernels)
-            finish_generation_config(model, directory)
             model.eval().requires_grad_(False)
             return _loaded(config, profile, model, tokenizer, bank, placement, threads, kernels)
         except BaseException:
