@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import Qt, Signal
+from PySide6.QtCore import Signal
 from PySide6.QtGui import QIntValidator
 from PySide6.QtWidgets import (
     QDoubleSpinBox,
@@ -21,6 +21,7 @@ from app.views.chat.popover import Popover
 from engine.config import SamplingParams
 
 MOST_TOKENS = 1_000_000
+TEXT_MARGINS = (10, 0, 0, 0)
 
 
 class SamplingPopover(Popover):
@@ -171,7 +172,7 @@ class SamplingPopover(Popover):
         box.setRange(least, most)
         box.setSingleStep(step)
         box.setDecimals(2)
-        box.setAlignment(Qt.AlignmentFlag.AlignLeft)
+        box.lineEdit().setTextMargins(*TEXT_MARGINS)
         box.valueChanged.connect(self._on_edited)
         return box
 
@@ -179,5 +180,6 @@ class SamplingPopover(Popover):
         box = QSpinBox(self)
         box.setRange(least, most)
         box.setGroupSeparatorShown(True)
+        box.lineEdit().setTextMargins(*TEXT_MARGINS)
         box.valueChanged.connect(self._on_edited)
         return box

@@ -26,7 +26,6 @@ QFrame[note="true"] QPushButton { padding: 4px 12px; }
 #chatPanel QLineEdit { font-size: $secondary; }
 #greeting { font-size: $greeting; font-weight: 600; }
 #composer { background: $surface; border: 1px solid $border; border-radius: 12px; }
-#popover QAbstractSpinBox QLineEdit, #popover QAbstractSpinBox QLineEdit:focus { padding-left: 10px; margin: 0; }
 #composer[active="true"] { border: 1px solid $accent; }
 #toast { background: $raised; border: 1px solid $border; border-radius: 10px; }
 #popover { background: $raised; border: 1px solid $border; border-radius: 12px; }
