@@ -52,9 +52,10 @@ class EncoderDecoderSession:
     @property
     def bytes(self) -> int:
         """Bytes of both caches."""
-        if self._cache is None:
+        cache = self._cache
+        if cache is None:
             return 0
-        return cache_bytes(self._cache.self_attention_cache) + cache_bytes(self._cache.cross_attention_cache)
+        return cache_bytes(cache.self_attention_cache) + cache_bytes(cache.cross_attention_cache)
 
     def clear(self) -> None:
         """Frees the caches and the encoded prompt."""

@@ -148,12 +148,13 @@ def new_cache(model: Any, most_tokens: int | None = None) -> Cache | None:
 
 
 def cache_bytes(cache: Cache | None) -> int:
-    """Bytes held by every tensor of a cache, whatever its layers call them."""
+    """Bytes held by every tensor of a cache, whatever its layers call them.  May be asked while a forward runs."""
     if cache is None:
         return 0
-    total = sum(_tensor_bytes(vars(layer)) for layer in list(cache.layers) if not isinstance(layer, GrowingLayer))
-    total += sum(layer.allocated_bytes() for layer in list(cache.layers) if isinstance(layer, GrowingLayer))
-    return total + _tensor_bytes({name: value for name, value in vars(cache).items() if name != "layers"})
+    total = 0
+    for layer in list(cache.layers):
+        total += layer.allocated_bytes() if isinstance(layer, GrowingLayer) else _tensor_bytes(vars(layer))
+    return total + _tensor_bytes([value for name, value in list(vars(cache).items()) if name != "layers"])
 
 
 def _tensor_bytes(holder: Any) -> int:
