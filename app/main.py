@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
+from pathlib import Path
 
 from PySide6.QtCore import QLocale, Qt, QTimer
 from PySide6.QtGui import QGuiApplication
@@ -24,6 +26,9 @@ from app.views.main_window import MainWindow
 from engine.paths import data_dir, log_dir
 
 _log = logging.getLogger("switchyard.window")
+
+STREAMING_REPORT_VARIABLE = "SWITCHYARD_STREAMING_REPORT"
+"""Names a file: then the window asks by itself and writes how long the GUI was kept waiting (`bench startup`)."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,7 +71,12 @@ def _run(app: QApplication, reports: CrashReports) -> int:
     def make_chat() -> QWidget:
         from app.views.chat.chat_view import ChatView
 
-        return ChatView(client, store, theme, settings)
+        chat = ChatView(client, store, theme, settings)
+        if os.environ.get(STREAMING_REPORT_VARIABLE):
+            from app.streaming_report import StreamingReport
+
+            StreamingReport(client, chat, Path(os.environ[STREAMING_REPORT_VARIABLE]))
+        return chat
 
     window = MainWindow(client, settings, theme, make_chat)
     if settings.notice:

@@ -1,0 +1,80 @@
+"""How long the GUI was kept waiting while answers streamed, for `switchyard bench startup`.
+
+The window asks the loaded model by itself, shows the answers as it shows all others, and notes the longest time that a
+GUI event, due every few milliseconds, had to wait for its turn.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from time import perf_counter
+
+from PySide6.QtCore import QObject, Qt, QTimer
+from PySide6.QtWidgets import QApplication
+
+from app.services.atomic_file import write_text
+from app.services.engine_client import EngineClient
+from app.views.chat.chat_view import ChatView
+from engine.config import SamplingParams
+from engine.protocol import Failed, Finished, ModelInfo, Token
+
+TOKENS = 512
+"""Streamed in all; short answers are followed by further questions."""
+_EVERY_MS = 5
+_QUESTION = "Write a long story about a railway yard, with a table of its tracks and a program that sorts the cars."
+
+
+class StreamingReport(QObject):
+    """Asks until `TOKENS` have streamed, writes the figures and quits."""
+
+    def __init__(self, client: EngineClient, chat: ChatView, path: Path) -> None:
+        super().__init__(chat)
+        self._presenter = chat.presenter
+        self._path = path
+        self._waits_ms: list[float] = []
+        self._tokens_before = self._tokens = 0
+        self._due = 0.0
+        self._timer = QTimer(self)
+        self._timer.setTimerType(Qt.TimerType.PreciseTimer)
+        self._timer.timeout.connect(self._note_wait)
+        client.model_loaded.connect(self._begin)
+        client.token.connect(self._on_token)
+        client.finished.connect(self._on_finished)
+
+    def _begin(self, _model: ModelInfo) -> None:
+        sampling = SamplingParams(temperature=0.7, repetition_penalty=1.1, seed=7, max_tokens=TOKENS)
+        self._presenter.set_sampling(sampling)
+        self._due = perf_counter() + _EVERY_MS / 1000
+        self._timer.start(_EVERY_MS)
+        self._presenter.send(_QUESTION)
+
+    def _note_wait(self) -> None:
+        now = perf_counter()
+        self._waits_ms.append(max(now - self._due, 0.0) * 1000)
+        self._due = now + _EVERY_MS / 1000
+
+    def _on_token(self, token: Token) -> None:
+        self._tokens = self._tokens_before + token.generated_tokens
+
+    def _on_finished(self, event: object) -> None:
+        if isinstance(event, Failed):
+            self._write(event.message)
+        elif isinstance(event, Finished):
+            self._tokens_before = self._tokens
+            if self._tokens < TOKENS:
+                # Not from within the signal: the page has yet to hear that the answer has ended.
+                QTimer.singleShot(0, self, lambda: self._presenter.send(_QUESTION))
+            else:
+                self._write("")
+
+    def _write(self, error: str) -> None:
+        self._timer.stop()
+        report = {
+            "tokens": self._tokens,
+            "events": len(self._waits_ms),
+            "longest_wait_ms": max(self._waits_ms, default=0.0),
+            "error": error,
+        }
+        write_text(self._path, json.dumps(report) + "\n")
+        QApplication.quit()
