@@ -5,6 +5,7 @@ The tests find buttons by what they are called instead of by where they are draw
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -74,6 +75,15 @@ class AccessibleWindow:
             return list(self._walk(application, _ROOT)) if application else []
         except _GoneError:
             return []
+
+    def texts(self) -> list[str]:
+        """What there is to read: the names of all widgets, and the text of those that hold some."""
+        application, texts = self._application(), []
+        for widget in self.showing():
+            texts.append(widget.name)
+            with contextlib.suppress(_GoneError):  # most widgets have no text of their own
+                texts += self._call(application, widget.path, "org.a11y.atspi.Text", "GetText", "ii", (0, -1))
+        return texts
 
     def text(self, widget: Widget) -> str:
         """The text in a field or a document."""
