@@ -1,22 +1,31 @@
-"""About how many tokens a prompt has, counted with the model's own tokenizer and off the GUI thread."""
+"""About how many tokens a prompt has, counted with the model's own tokenizer in a process of its own."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-from PySide6.QtCore import QObject, Signal
+from PySide6.QtCore import QObject, QProcess, QProcessEnvironment, QTimer, Signal
 
-from app.services.background import BackgroundCall
+from engine.paths import python_module
 
 TOKENS_PER_TURN = 5
 """What a chat template adds around a turn, more or less."""
 
 CHARACTERS_PER_TOKEN = 4
-"""Where the model has no `tokenizer.json`."""
+"""Where the model has no `tokenizer.json`, or the counting process cannot be had."""
 
 MOST_REMEMBERED = 2000
+PAUSE_MS = 150
+"""Counting begins this long after the last key."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    key: str
+    path: str
+    texts: tuple[str, ...]
 
 
 class TokenCounter(QObject):
@@ -30,68 +39,94 @@ class TokenCounter(QObject):
 
     def __init__(self, parent: QObject | None = None) -> None:
         super().__init__(parent)
-        self._call: BackgroundCall | None = None
-        self._next: tuple[str, str, tuple[str, ...]] | None = None
+        self._process: QProcess | None = None
+        self._asked: tuple[str, ...] | None = None
+        self._question: _Question | None = None
         self._path = ""
-        self._tokenizer: Any = None
         self._known: dict[str, int] = {}
+        self._without_tokenizer = False
+        self._pause = QTimer(self, singleShot=True, interval=PAUSE_MS)
+        self._pause.timeout.connect(self._ask)
 
     def count(self, key: str, model_path: str, texts: Sequence[str]) -> None:
         """Ask for the tokens of `texts`, one per turn, with the tokenizer of the checkpoint at `model_path`."""
-        self._next = (key, model_path, tuple(texts))
-        if self._call is None:
-            self._run_next()
+        self._question = _Question(key, model_path, tuple(texts))
+        if not self._pause.isActive():
+            self._pause.start()
 
-    def wait(self) -> None:
-        """Wait for a count under way; for the end of the window."""
-        self._next = None
-        if self._call is not None:
-            self._call.wait()
+    def close(self) -> None:
+        """End the counting process; a later `count` starts another."""
+        self._pause.stop()
+        self._question = None
+        process, self._process = self._process, None
+        if process is not None:
+            process.finished.disconnect()
+            process.closeWriteChannel()
+            process.kill()
+            process.waitForFinished(1000)
+            process.deleteLater()
+        self._asked = None
 
-    def _run_next(self) -> None:
-        if self._next is None:
+    def _ask(self) -> None:
+        question = self._question
+        if question is None or self._asked is not None:
             return
-        key, path, texts = self._next
-        self._next = None
-        call = self._call = BackgroundCall(lambda: self._count(path, texts), self)
-        call.done.connect(lambda tokens: self._on_done(key, tokens))
-        call.failed.connect(lambda _: self._on_done(key, None))
-        call.start()
-
-    def _on_done(self, key: str, tokens: int | None) -> None:
-        if self._call is not None:
-            self._call.deleteLater()
-            self._call = None
-        if tokens is not None:
-            self.counted.emit(key, tokens)
-        self._run_next()
-
-    # --- on the other thread; one call at a time ---
-
-    def _count(self, path: str, texts: tuple[str, ...]) -> int:
-        if path != self._path:
-            self._path = path
+        if question.path != self._path or len(self._known) > MOST_REMEMBERED:
+            self._path = question.path
             self._known.clear()
-            self._tokenizer = _load(path)
-        if len(self._known) > MOST_REMEMBERED:
-            self._known.clear()
-        return sum(self._tokens(text) + TOKENS_PER_TURN for text in texts)
+            self._without_tokenizer = False
+        unknown = tuple({text for text in question.texts if text not in self._known})
+        if self._without_tokenizer or not unknown:
+            self._tell(question)
+            return
+        process = self._running()
+        self._asked = unknown
+        request = json.dumps({"path": question.path, "texts": unknown})
+        process.write(request.encode("utf-8", "replace") + b"\n")
 
-    def _tokens(self, text: str) -> int:
-        if self._tokenizer is None:
-            return -(-len(text) // CHARACTERS_PER_TOKEN)
-        if text not in self._known:
-            self._known[text] = len(self._tokenizer.encode(text, add_special_tokens=False).ids)
-        return self._known[text]
+    def _tell(self, question: _Question) -> None:
+        self._question = None
+        total = 0
+        for text in question.texts:
+            estimate = -(-len(text) // CHARACTERS_PER_TOKEN)
+            total += self._known.get(text, estimate) + TOKENS_PER_TURN
+        self.counted.emit(question.key, total)
 
+    def _running(self) -> QProcess:
+        if self._process is None:
+            (program, *arguments), variables = python_module("app.services.token_counting")
+            environment = QProcessEnvironment.systemEnvironment()
+            for name, value in {**variables, "TOKENIZERS_PARALLELISM": "false"}.items():
+                environment.insert(name, value)
+            process = self._process = QProcess(self)
+            process.setProcessEnvironment(environment)
+            process.setStandardErrorFile(QProcess.nullDevice())
+            process.readyReadStandardOutput.connect(self._on_answer)
+            process.finished.connect(self._on_lost)
+            process.errorOccurred.connect(self._on_error)
+            process.start(program, arguments)
+        return self._process
 
-def _load(path: str) -> Any:
-    file = Path(path) / "tokenizer.json"
-    if not path or not file.is_file():
-        return None
-    from tokenizers import Tokenizer  # only when something is counted, and not on the GUI thread
+    def _on_answer(self) -> None:
+        process = self._process
+        while process is not None and self._asked is not None and process.canReadLine():
+            counts = json.loads(bytes(process.readLine().data()))["counts"]
+            asked, self._asked = self._asked, None
+            if counts is None:
+                self._without_tokenizer = True
+            else:
+                self._known.update(zip(asked, counts, strict=True))
+            self._ask()
 
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception:  # the library raises bare Exception; an estimate by length still serves
-        return None
+    def _on_error(self, error: QProcess.ProcessError) -> None:
+        if error is QProcess.ProcessError.FailedToStart:
+            self._on_lost()
+
+    def _on_lost(self) -> None:
+        """An estimate by length serves until another model is loaded."""
+        if self._process is not None:
+            self._process.deleteLater()
+            self._process = None
+        self._asked = None
+        self._without_tokenizer = True
+        self._ask()

@@ -404,7 +404,7 @@ def test_sampling_and_system_prompt_belong_to_the_chat(page: ChatView, engine: S
 def test_copying_gives_the_text(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
     answered(qtbot, page, engine, "my question", "an **answer**")
     last_answer(page)._copy.click()
-    assert QGuiApplication.clipboard().text().strip() == "an answer"
+    assert QGuiApplication.clipboard().text().strip() == "an **answer**"
     first = page.transcript.turns[0]
     assert isinstance(first, UserMessage)
     first._buttons[0].click()

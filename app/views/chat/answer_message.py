@@ -11,6 +11,7 @@ from app.models.conversation import MessageRow
 from app.services.answer_queue import CANCELLED, Phase
 from app.services.chat_store import MessageState
 from app.theme import ThemeController, use_tabular_figures
+from app.views.chat.chip import ElidedLabel
 from app.views.chat.icon_button import IconButton
 from app.views.chat.phrases import phase_text, stats_text, trouble_text
 from app.views.chat.style import ANSWER_PX, scaled
@@ -41,7 +42,7 @@ class AnswerMessage(QWidget):
         self._note = self._build_note()
         self._versions = VersionSwitch(self, theme.theme)
         self._versions.step.connect(self.version_stepped)
-        self._figures = QLabel(self)
+        self._figures = ElidedLabel(self)
         self._figures.setProperty("role", "secondary")
         use_tabular_figures(self._figures)
         colours = theme.theme
@@ -80,7 +81,7 @@ class AnswerMessage(QWidget):
     @property
     def figures(self) -> str:
         """The line under the answer."""
-        return self._figures.text()
+        return self._figures.full_text
 
     @property
     def note(self) -> str:
@@ -136,6 +137,10 @@ class AnswerMessage(QWidget):
         self._versions.apply_theme(theme)
         self._set_width()
 
+    def minimumSizeHint(self) -> QSize:
+        # However wide it is now, it lets the window become narrower; the text is then broken anew.
+        return QSize(0, super().minimumSizeHint().height())
+
     # --- inside ---
 
     def _build_note(self) -> QFrame:
@@ -171,10 +176,10 @@ class AnswerMessage(QWidget):
         self._note_continue.setVisible(not self._engine_is_down and bool(message.content))
         self._versions.show_version(self._row.version, self._row.versions)
         if streaming:
-            self._figures.setText("" if self._phase is None or waits_for_engine else phase_text(self._phase))
+            self._figures.set_full_text("" if self._phase is None or waits_for_engine else phase_text(self._phase))
         else:
-            self._figures.setText(stats_text(message))
-        self._figures.setVisible(bool(self._figures.text()))
+            self._figures.set_full_text(stats_text(message))
+        self._figures.setVisible(bool(self._figures.full_text))
         ended = not streaming and bool(message.content)
         self._copy.setVisible(ended)
         self._branch.setVisible(ended)

@@ -165,7 +165,7 @@ class ChatView(QWidget):
     def close_down(self) -> None:
         """Hand what is only in memory to the store; before the window goes."""
         self.presenter.flush()
-        self._counter.wait()
+        self._counter.close()
 
     def showEvent(self, event: QShowEvent) -> None:
         super().showEvent(event)

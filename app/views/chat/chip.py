@@ -44,7 +44,7 @@ class ElidedLabel(QLabel):
 
     def set_full_text(self, text: str) -> None:
         """Show this text, as much of it as fits."""
-        self._full = " ".join(text.split())
+        self._full = " ".join(line.strip() for line in text.splitlines())
         self.setAccessibleName(self._full)
         self._fit()
         self.updateGeometry()

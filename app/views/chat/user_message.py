@@ -132,6 +132,10 @@ class UserMessage(QWidget):
                 return True
         return False
 
+    def minimumSizeHint(self) -> QSize:
+        # The bubble has a fixed width; but the window may become narrower, and the bubble then follows.
+        return QSize(0, super().minimumSizeHint().height())
+
     def resizeEvent(self, event: QResizeEvent) -> None:
         super().resizeEvent(event)
         self._fit()

@@ -1,0 +1,97 @@
+"""The chat page with the worker that users get: torch, a real (tiny) model, a kill in mid-answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PySide6.QtCore import Qt
+from pytestqt.qtbot import QtBot
+
+from app.services.chat_store import ChatStore, Message, MessageState
+from app.services.engine_client import EngineClient, EngineState
+from app.services.settings import Settings
+from app.theme import ThemeController
+from app.views.chat.chat_view import ChatView
+from engine.config import EngineConfig, SamplingParams
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+WAIT_MS = 60_000
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made in another process: this one stands for the window, which never imports torch."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-mixtral"
+    script = "import sys, pathlib; from tests.engine.tiny_families import tiny_checkpoint as make; "
+    script += "make('mixtral', pathlib.Path(sys.argv[1]), max_position_embeddings=4096)"
+    subprocess.run([sys.executable, "-c", script, str(folder)], cwd=CHECKOUT, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture
+def client(qtbot: QtBot) -> Iterator[EngineClient]:
+    client = EngineClient()
+    client.start()
+    yield client
+    client.close_now()
+    client.deleteLater()
+
+
+@pytest.fixture
+def page(qtbot: QtBot, client: EngineClient, theme: ThemeController, settings: Settings) -> Iterator[ChatView]:
+    store = ChatStore()
+    page = ChatView(client, store, theme, settings)
+    qtbot.addWidget(page, before_close_func=lambda page: page.close_down())
+    page.show()
+    yield page
+    page.close_down()
+    assert store.close() == 0
+
+
+def last(page: ChatView) -> Message:
+    return page.presenter.model.rows[-1].message
+
+
+def ask(qtbot: QtBot, page: ChatView, text: str) -> None:
+    page.composer.box.setPlainText(text)
+    qtbot.keyClick(page.composer.box, Qt.Key.Key_Return)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="kills the worker with a signal")
+def test_ask_stop_kill_restart_and_go_on(page: ChatView, client: EngineClient, tiny: Path, qtbot: QtBot) -> None:
+    page.presenter.set_sampling(SamplingParams(temperature=1.0, seed=1, max_tokens=8))
+    ask(qtbot, page, "hello")
+    client.load(EngineConfig(str(tiny), device="cpu", precision="fp32", threads=1))
+    qtbot.waitUntil(lambda: last(page).state is MessageState.COMPLETE, timeout=WAIT_MS)
+    stats = last(page).stats
+    assert stats is not None
+    assert stats.prompt_tokens > 0
+    assert "fp32" in page.title_bar.model_chip.text
+
+    page.presenter.set_sampling(SamplingParams(temperature=1.0, seed=1, max_tokens=100_000))
+    ask(qtbot, page, "go on and on")
+    current = page.presenter.queue.current
+    qtbot.waitUntil(lambda: bool(getattr(current(last(page).id), "content", "")), timeout=WAIT_MS)
+    page.presenter.stop()
+    qtbot.waitUntil(lambda: last(page).state is MessageState.PARTIAL, timeout=WAIT_MS)
+    assert last(page).reason_code == "cancelled"
+
+    ask(qtbot, page, "and on")
+    qtbot.waitUntil(lambda: bool(getattr(current(last(page).id), "content", "")), timeout=WAIT_MS)
+    os.kill(client.worker_pid, signal.SIGKILL)
+    qtbot.waitUntil(lambda: last(page).state is MessageState.PARTIAL, timeout=WAIT_MS)
+    assert last(page).content
+    assert last(page).reason_code == "engine_died"
+    assert client.state is EngineState.DIED
+
+    page.transcript.turns[-1].acted.emit("restart")  # type: ignore[union-attr]
+    page.presenter.set_sampling(SamplingParams(temperature=1.0, seed=1, max_tokens=8))
+    page.presenter.regenerate(last(page).id)
+    qtbot.waitUntil(lambda: last(page).state is MessageState.COMPLETE, timeout=WAIT_MS)
+    assert page.presenter.model.rows[-1].versions == 2
