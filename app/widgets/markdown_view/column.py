@@ -24,7 +24,7 @@ _PANES: dict[type, type[Pane]] = {TextBlock: TextPane, CodeBlock: CodeCard, Tabl
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """The column before a segment was written: the panes there were and, if the last is a run of text, how far it went."""
+    """The column before a segment was written: how many panes, and if the last is a run of text, how far it went."""
 
     panes: int
     run: RunState | None
@@ -40,6 +40,9 @@ class PaneColumn:
         self._marks: list[_Mark] = []
         self._gaps: list[int] = []  # above each pane
         self._certain = 0  # segments known to agree with the target, from the last time
+        self._heights: list[int] = []  # of the panes that are laid out for `_width`
+        self._width = -1
+        self._placed = 0  # panes at the top that stand where they belong
         self.panes: list[Pane] = []
         self.written_segments = 0
 
@@ -51,8 +54,8 @@ class PaneColumn:
         """Takes all panes away."""
         for pane in self.panes:
             _dispose(pane)
-        self.panes, self._shown, self._marks, self._gaps = [], [], [], []
-        self._certain = 0
+        self.panes, self._shown, self._marks, self._gaps, self._heights = [], [], [], [], []
+        self._certain = self._placed = 0
 
     def update(
         self, finished: Sequence[Segment], tail: Sequence[Segment], style: Style, deadline: float, recheck: bool = False
@@ -80,21 +83,34 @@ class PaneColumn:
         return is_complete
 
     def place(self, width: int, style: Style) -> int:
-        """Puts every pane in its place for a column of `width`; returns the height of the whole."""
+        """Puts every pane in its place for a column of `width`; returns the height of the whole.
+
+        Panes that are laid out for this width already and have not been written to since are left alone.
+        """
+        height = self.height_for(width, style)
         top = 0
-        for pane, gap in zip(self.panes, self._gaps, strict=True):
-            left = style.left_of(pane.containers)
-            inner = max(1, width - left)
+        for index, (pane, gap) in enumerate(zip(self.panes, self._gaps, strict=True)):
             top += gap
-            height = pane.height_for(inner)
-            pane.setGeometry(left, top, inner, height)
-            top += height
-        return top
+            if index >= self._placed:
+                left = style.left_of(pane.containers)
+                pane.setGeometry(left, top, max(1, width - left), self._heights[index])
+            top += self._heights[index]
+        self._placed = len(self.panes)
+        return height
 
     def height_for(self, width: int, style: Style) -> int:
-        return sum(self._gaps) + sum(
-            pane.height_for(max(1, width - style.left_of(pane.containers))) for pane in self.panes
-        )
+        """The height at `width`; the panes are laid out for it, so `place` must follow for the width they have."""
+        if width != self._width:
+            self._width = width
+            self._touch(0)
+        for pane in self.panes[len(self._heights) :]:
+            self._heights.append(pane.height_for(max(1, width - style.left_of(pane.containers))))
+        return sum(self._gaps) + sum(self._heights)
+
+    def _touch(self, index: int) -> None:
+        """From this pane on the layout is no longer valid."""
+        del self._heights[index:]
+        self._placed = min(self._placed, index)
 
     def browsers(self) -> list[DocumentPane]:
         """The documents from top to bottom."""
@@ -119,6 +135,8 @@ class PaneColumn:
             last = self.panes[-1]
             assert isinstance(last, TextPane)
             last.rewind(mark.run)
+            self._touch(mark.panes - 1)
+        self._touch(mark.panes)
         return spare
 
     def _write(self, segment: Segment, style: Style, spare: list[Pane]) -> None:
@@ -129,6 +147,7 @@ class PaneColumn:
         self.written_segments += 1
         if isinstance(last, TextPane) and last.accepts(segment):
             last.add(segment, gap)
+            self._touch(len(self.panes) - 1)
             return
         pane = self._take(segment, spare)
         pane.begin(segment, style)
@@ -160,6 +179,6 @@ def _rest(finished: Sequence[Segment], tail: Sequence[Segment], start: int) -> l
 
 
 def _dispose(pane: Pane) -> None:
+    # It keeps its parent: without one, Python would own it and could destroy it in the middle of an event of its own.
     pane.hide()
-    pane.setParent(None)
     pane.deleteLater()

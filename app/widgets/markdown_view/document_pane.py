@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import html
-from dataclasses import dataclass
 
-from PySide6.QtCore import QEvent, QMimeData, QPoint, QRect, QRectF, Qt, QUrl, Signal
+from PySide6.QtCore import QEvent, QPoint, QRect, QRectF, Qt, QUrl, Signal
 from PySide6.QtGui import (
     QColor,
     QContextMenuEvent,
@@ -15,6 +14,7 @@ from PySide6.QtGui import (
     QPainter,
     QPaintEvent,
     QTextCursor,
+    QTextDocument,
     QTextOption,
     QWheelEvent,
 )
@@ -26,12 +26,12 @@ _CURSOR_WIDTH = 8
 _CURSOR_GAP = 3
 
 
-@dataclass(frozen=True, slots=True)
-class MenuRequest:
-    """Where a context menu was asked for, and the address of the link there, if any."""
+class InertDocument(QTextDocument):
+    """A document without resources: Qt's own would look for a picture on the disk by itself."""
 
-    global_position: QPoint
-    link: str
+    def loadResource(self, kind: int, name: QUrl | str) -> None:  # noqa: ARG002
+        """Nothing in an answer is ever loaded, from the network or from the disk."""
+        return
 
 
 class DocumentPane(QTextBrowser):
@@ -40,7 +40,7 @@ class DocumentPane(QTextBrowser):
     link_clicked = Signal(QUrl)
     copy_requested = Signal()
     select_all_requested = Signal()
-    menu_requested = Signal(object)  # MenuRequest
+    menu_requested = Signal(QPoint, str)  # where on the screen, and the address of the link there
 
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
@@ -55,19 +55,32 @@ class DocumentPane(QTextBrowser):
         self.setUndoRedoEnabled(False)
         self.setAcceptDrops(False)
         self.setFocusPolicy(Qt.FocusPolicy.ClickFocus)
+        self.setDocument(InertDocument(self))
         self.document().setDocumentMargin(0)
+        # The owner says how wide the lines are, not the widget, which gets its new size only later.
+        self.setLineWrapMode(QTextBrowser.LineWrapMode.FixedPixelWidth)
+        self.setLineWrapColumnOrWidth(640)
         self.setWordWrapMode(QTextOption.WrapMode.WrapAtWordBoundaryOrAnywhere)
         self.anchorClicked.connect(self._on_anchor)
 
     def loadResource(self, kind: int, name: QUrl | str) -> None:  # noqa: ARG002
-        """Nothing in an answer is ever loaded, from the network or from the disk."""
+        """Nothing: see `InertDocument`."""
         return
+
+    def set_wrap_width(self, width: int) -> None:
+        """Lays the text out for `width`, whatever size the pane has at the moment."""
+        if self.lineWrapColumnOrWidth() != width:
+            self.setLineWrapColumnOrWidth(width)
 
     def set_stream_cursor(self, colour: QColor | None) -> None:
         """Shows a block after the last character, or hides it; it does not blink."""
         if colour != self._stream_cursor:
             self._stream_cursor = colour
             self.viewport().update()
+
+    @property
+    def has_stream_cursor(self) -> bool:
+        return self._stream_cursor is not None
 
     def selected_text(self) -> str:
         """The selection as plain text, nothing if there is none."""
@@ -86,12 +99,6 @@ class DocumentPane(QTextBrowser):
         cursor.setPosition(end if anchor < 0 else min(anchor, end))
         cursor.setPosition(end if position < 0 else min(position, end), QTextCursor.MoveMode.KeepAnchor)
         self.setTextCursor(cursor)
-
-    def createMimeDataFromSelection(self) -> QMimeData:
-        # Plain text only: rich text would take the colours of a dark theme into a white document.
-        data = QMimeData()
-        data.setText(self.selected_text())
-        return data
 
     def paintEvent(self, event: QPaintEvent) -> None:
         super().paintEvent(event)
@@ -133,7 +140,7 @@ class DocumentPane(QTextBrowser):
             event.ignore()  # scrolling belongs to the page around the answer
 
     def contextMenuEvent(self, event: QContextMenuEvent) -> None:
-        self.menu_requested.emit(MenuRequest(event.globalPos(), self.anchorAt(event.pos())))
+        self.menu_requested.emit(event.globalPos(), self.anchorAt(event.pos()))
 
     def viewportEvent(self, event: QEvent) -> bool:
         if event.type() == QEvent.Type.ToolTip and isinstance(event, QHelpEvent):

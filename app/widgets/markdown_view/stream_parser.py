@@ -14,14 +14,14 @@ from __future__ import annotations
 import re
 from collections.abc import MutableMapping, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from markdown_it import MarkdownIt
-from markdown_it.token import Token
-
-from app.widgets.markdown_view.maths import leave_maths_alone
 from app.widgets.markdown_view.segments import Segment, Span, TextBlock
 from app.widgets.markdown_view.token_reader import TokenReader
+
+if TYPE_CHECKING:
+    from markdown_it import MarkdownIt
+    from markdown_it.token import Token
 
 WINDOW = 20_000
 MAX_NESTING = 40
@@ -197,7 +197,11 @@ class StreamParser:
 
 @cache
 def _markdown() -> MarkdownIt:
-    """The parser's rules, which hold no state of a text."""
+    """The parser's rules, which hold no state of a text; imported for the first text, not for the empty window."""
+    from markdown_it import MarkdownIt
+
+    from app.widgets.markdown_view.maths import leave_maths_alone
+
     markdown = MarkdownIt("commonmark", {"html": False, "maxNesting": MAX_NESTING})
     markdown.enable(["table", "strikethrough"])
     leave_maths_alone(markdown)

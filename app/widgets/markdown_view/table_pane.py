@@ -62,6 +62,10 @@ class TablePane(DocumentPane):
                 inside.setBlockFormat(form)
                 insert_spans(inside, spans, char, style)
                 _frame_cell(cell, style, is_header=row == 0, is_last=row == len(segment.rows) - 1)
+        cursor.movePosition(QTextCursor.MoveOperation.End)  # the empty line that a document has below a table
+        below = QTextBlockFormat()
+        below.setLineHeight(1, QTextBlockFormat.LineHeightTypes.FixedHeight.value)
+        cursor.setBlockFormat(below)
         cursor.endEditBlock()
         has_links = any(span.href for row in segment.rows for cell in row for span in cell)
         self.setFocusPolicy(Qt.FocusPolicy.StrongFocus if has_links else Qt.FocusPolicy.ClickFocus)
@@ -72,12 +76,10 @@ class TablePane(DocumentPane):
     def height_for(self, width: int) -> int:
         if self._table is None:
             return 0
+        self.set_wrap_width(width)
         document = self.document()
-        if document.textWidth() != width:
-            document.setTextWidth(width)
-        box = document.documentLayout().frameBoundingRect(self._table)
-        height = math.ceil(box.bottom())
-        if box.right() > width + 1:
+        height = math.ceil(document.size().height())
+        if document.documentLayout().frameBoundingRect(self._table).right() > width + 1:
             height += self.horizontalScrollBar().sizeHint().height()
         return height
 

@@ -93,8 +93,12 @@ class TextPane(DocumentPane):
         else:
             cursor = QTextCursor(self.document())
             cursor.setPosition(state.position)
+            form, char = cursor.blockFormat(), cursor.blockCharFormat()
             cursor.movePosition(QTextCursor.MoveOperation.End, QTextCursor.MoveMode.KeepAnchor)
             cursor.removeSelectedText()
+            # Of an empty block and what is removed below it, Qt keeps the format of the latter.
+            cursor.setBlockFormat(form)
+            cursor.setBlockCharFormat(char)
         del self._code_ranges[state.code_ranges :]
         while len(self._markers) > state.markers:
             self._markers.popitem()
@@ -102,11 +106,10 @@ class TextPane(DocumentPane):
         self._on_changed()
 
     def height_for(self, width: int) -> int:
-        document = self.document()
-        if document.textWidth() != width:
-            document.setTextWidth(width)
+        if self.lineWrapColumnOrWidth() != width:
+            self.set_wrap_width(width)
             self._code_boxes = None
-        return math.ceil(document.size().height())
+        return math.ceil(self.document().size().height())
 
     def browser(self) -> DocumentPane:
         return self

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-from markdown_it.token import Token
+from typing import TYPE_CHECKING
 
 from app.widgets.markdown_view.segments import (
     Alignment,
@@ -20,7 +19,10 @@ from app.widgets.markdown_view.segments import (
     TextBlock,
 )
 
-InlineParser = Callable[[str], Sequence[Token] | None]
+if TYPE_CHECKING:
+    from markdown_it.token import Token
+
+InlineParser = Callable[[str], "Sequence[Token] | None"]
 """Inline Markdown to its tokens, or None where the text is to be shown as it stands."""
 
 _ALLOWED_LINK = re.compile(r"(?:https?://|mailto:)", re.IGNORECASE)

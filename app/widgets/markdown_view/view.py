@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from PySide6.QtCore import QEvent, QMimeData, QRectF, QSize, Qt, QTimer, QUrl, Signal
+from PySide6.QtCore import QEvent, QPoint, QRectF, QSize, Qt, QTimer, QUrl, Signal
 from PySide6.QtGui import (
     QColor,
     QContextMenuEvent,
@@ -21,7 +21,7 @@ from PySide6.QtWidgets import QMenu, QSizePolicy, QWidget
 
 from app.theme import LIGHT, Theme
 from app.widgets.markdown_view.column import PaneColumn
-from app.widgets.markdown_view.document_pane import DocumentPane, MenuRequest
+from app.widgets.markdown_view.document_pane import DocumentPane
 from app.widgets.markdown_view.plain_text import plain_text
 from app.widgets.markdown_view.selection import CrossSelection
 from app.widgets.markdown_view.stream_parser import StreamParser
@@ -61,6 +61,9 @@ class MarkdownView(QWidget):
         self._timer.setSingleShot(True)
         self._timer.setTimerType(Qt.TimerType.PreciseTimer)
         self._timer.timeout.connect(self._update)
+        self._put_back = QTimer(self)
+        self._put_back.setSingleShot(True)
+        self._put_back.timeout.connect(self._place)
         policy = QSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Preferred)
         policy.setHeightForWidth(True)
         self.setSizePolicy(policy)
@@ -110,11 +113,9 @@ class MarkdownView(QWidget):
         return plain_text([*self._parser.finished, *self._parser.tail()])
 
     def copy_all(self) -> None:
-        """Puts the whole answer on the clipboard: as plain text, and as Markdown for programs that ask for it."""
-        data = QMimeData()
-        data.setText(self.plain_text())
-        data.setData("text/markdown", self.markdown().encode("utf-8", "replace"))
-        QGuiApplication.clipboard().setMimeData(data)
+        """Puts the whole answer on the clipboard as it was written, in Markdown."""
+        # As text and not as a QMimeData of ours: the clipboard may outlive the interpreter that such an object needs.
+        QGuiApplication.clipboard().setText(self.markdown())
 
     def select_all(self) -> None:
         self.flush()
@@ -139,6 +140,9 @@ class MarkdownView(QWidget):
                 self._heights.clear()
             height = self._column.height_for(width, self._style)
             self._heights[width] = max(height, self._line_height())
+            if width != self.width():
+                # Asked for a width that the view may never get: the panes must not stay laid out for it.
+                self._put_back.start()
         return self._heights[width]
 
     def sizeHint(self) -> QSize:
@@ -209,9 +213,11 @@ class MarkdownView(QWidget):
 
     def _place(self) -> None:
         """Lays the panes out for the present width, and tells the layout around if the height is another now."""
+        self._put_back.stop()
         before = self._heights.get(self.width())
         height = max(self._column.place(self.width(), self._style), self._line_height())
-        self._heights = {self.width(): height}
+        if before != height:
+            self._heights = {self.width(): height}
         if before != height or self.height() != height:
             self.updateGeometry()
         self.update()
@@ -246,20 +252,25 @@ class MarkdownView(QWidget):
         if browsers:
             browsers[-1].set_stream_cursor(colour)
 
-    def _show_menu(self, request: MenuRequest) -> None:
-        menu = QMenu(self)
+    def _show_menu(self, global_position: QPoint, link: str = "") -> None:
+        menu = self.build_menu(link)
         menu.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
+        menu.popup(global_position)
+
+    def build_menu(self, link: str) -> QMenu:
+        """The context menu; `link` is the address of the link it is for, or empty."""
+        menu = QMenu(self)
         copy = menu.addAction(self.tr("Copy"), self._copy_selection)
         copy.setEnabled(bool(self.selected_text()))
-        if request.link:
-            menu.addAction(self.tr("Copy link"), lambda: QGuiApplication.clipboard().setText(request.link))
+        if link:
+            menu.addAction(self.tr("Copy link"), lambda: QGuiApplication.clipboard().setText(link))
         menu.addAction(self.tr("Select all"), self.select_all)
         menu.addSeparator()
-        menu.addAction(self.tr("Copy whole answer"), self.copy_all)
         menu.addAction(
-            self.tr("Copy whole answer as Markdown"), lambda: QGuiApplication.clipboard().setText(self.markdown())
+            self.tr("Copy answer as plain text"), lambda: QGuiApplication.clipboard().setText(self.plain_text())
         )
-        menu.popup(request.global_position)
+        menu.addAction(self.tr("Copy answer as Markdown"), self.copy_all)
+        return menu
 
     # Events
 
@@ -286,7 +297,7 @@ class MarkdownView(QWidget):
         super().focusOutEvent(event)
 
     def contextMenuEvent(self, event: QContextMenuEvent) -> None:
-        self._show_menu(MenuRequest(event.globalPos(), ""))
+        self._show_menu(event.globalPos())
 
     def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
         painter = QPainter(self)

@@ -1,0 +1,296 @@
+"""Parsing Markdown as it arrives gives what parsing the whole gives, and costs what has just arrived."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+
+from app.widgets.markdown_view import stream_parser
+from app.widgets.markdown_view.plain_text import plain_text
+from app.widgets.markdown_view.segments import CodeBlock, Gap, Marker, RuleBlock, Segment, Span, TableBlock, TextBlock
+from app.widgets.markdown_view.stream_parser import StreamParser
+from tests.unit.markdown_texts import EVERYTHING, chunked_texts
+
+
+def parse(text: str) -> list[Segment]:
+    parser = StreamParser()
+    parser.append(text)
+    parser.finish()
+    return parser.finished
+
+
+def stream(chunks: list[str]) -> StreamParser:
+    parser = StreamParser()
+    for chunk in chunks:
+        parser.append(chunk)
+        while parser.advance():
+            pass
+        parser.tail()
+    return parser
+
+
+def texts(segments: list[Segment]) -> list[str]:
+    return ["".join(span.text for span in segment.spans) for segment in segments if isinstance(segment, TextBlock)]
+
+
+def test_inline_styles() -> None:
+    [block] = parse("a **b *c* ** ~~d~~ `e*` [f](https://g.h)")
+    assert isinstance(block, TextBlock)
+    assert Span("e*", code=True) in block.spans
+    assert Span("d", strike=True) in block.spans
+    assert Span("c", bold=False, italic=True) in block.spans
+    assert Span("f", href="https://g.h") in block.spans
+
+
+def test_headings_rules_and_code() -> None:
+    assert parse("## Two\n\n---\n\n```c++ x\nint a;\n\n```") == [
+        TextBlock((Span("Two"),), gap=Gap.HEADING, heading=2),
+        RuleBlock(),
+        CodeBlock("int a;\n", "c++"),
+    ]
+
+
+def test_lists_carry_their_numbers_depth_and_ticks() -> None:
+    blocks = parse("3. a\n4. b\n   - [x] c\n   - [ ] d\n")
+    assert [(block.containers, block.marker) for block in blocks if isinstance(block, TextBlock)] == [
+        ("l", Marker(3)),
+        ("l", Marker(4)),
+        ("ll", Marker(checked=True)),
+        ("ll", Marker(checked=False)),
+    ]
+    assert texts(blocks) == ["a", "b", "c", "d"]
+
+
+def test_code_in_a_list_item_stays_in_it() -> None:
+    first, code, second = parse("- ```\n  x\n  ```\n- y")
+    assert first == TextBlock((), "l", marker=Marker())
+    assert code == CodeBlock("x", containers="l")
+    assert isinstance(second, TextBlock)
+    assert second.containers == "l"
+
+
+def test_quotes_nest() -> None:
+    assert [segment.containers for segment in parse("> a\n> > b\n> - c\n\nd")] == ["q", "qq", "ql", ""]
+
+
+def test_tables() -> None:
+    [table] = parse("| a | b |\n|:-:|--:|\n| 1 | `x` |\n| 2 |")
+    assert isinstance(table, TableBlock)
+    assert table.alignments == ("center", "right")
+    assert table.rows[1] == ((Span("1"),), (Span("x", code=True),))
+    assert table.rows[2] == ((Span("2"),), ())
+
+
+@pytest.mark.parametrize(
+    "address", ["javascript:alert(1)", "file:///etc/passwd", "data:text/html,x", "/relative", "ftp://a.b", "#anchor"]
+)
+def test_only_web_and_mail_addresses_are_links(address: str) -> None:
+    for text in (f"[label]({address})", f"<{address}>", f"![alt]({address})"):
+        assert not any(span.href for block in parse(text) if isinstance(block, TextBlock) for span in block.spans)
+
+
+def test_images_are_words() -> None:
+    assert parse("![a *photo*](https://example.org/p.png)") == [
+        TextBlock((Span("[image: a photo]", href="https://example.org/p.png"),))
+    ]
+
+
+def test_html_is_text() -> None:
+    text = "<script>alert(1)</script>\n\n<img src=x onerror=y> and <b>bold</b> &lt;"
+    assert texts(parse(text)) == ["<script>alert(1)</script>", "<img src=x onerror=y> and <b>bold</b> <"]
+
+
+@pytest.mark.parametrize("maths", ["$a*b*c$", "\\(x_1 * y_1 * z\\)", "\\[ a*b*c \\]", "$$\\frac{a}{b}_c_d$$"])
+def test_mathematics_is_left_alone(maths: str) -> None:
+    assert parse(f"Given {maths} so") == [TextBlock((Span(f"Given {maths} so"),))]
+
+
+def test_prices_are_no_mathematics() -> None:
+    assert Span("more", bold=True) in parse("from $5 **more** to $6")[0].spans  # type: ignore[union-attr]
+
+
+def test_what_cannot_be_shown_is_replaced() -> None:
+    assert texts(parse("a\x00b\x1bc\ufdd0d\ud800e\ufffcf\u2028g")) == ["a\ufffdb\ufffdc\ufffdd\ufffde\ufffdf\ng"]
+
+
+@pytest.mark.parametrize(
+    ("prefix", "last"),
+    [
+        ("text\n\n```py\nx = 1", CodeBlock("x = 1", "py")),
+        ("```", CodeBlock("")),
+        ("- a\n- ", TextBlock((), "l", Gap.ITEM, marker=Marker())),
+        ("| a |\n|---|\n| b", TableBlock(("left",), (((Span("a"),),), ((Span("b"),),)))),
+        ("> q", TextBlock((Span("q"),), "q")),
+        ("so **bo", TextBlock((Span("so **bo"),))),
+    ],
+)
+def test_open_ends_show_sensibly(prefix: str, last: Segment) -> None:
+    parser = stream([prefix])
+    assert [*parser.finished, *parser.tail()][-1] == last
+
+
+@given(chunked_texts())
+def test_streaming_equals_the_whole(case: tuple[str, list[str]]) -> None:
+    text, chunks = case
+    parser = stream(chunks)
+    parser.finish()
+    assert parser.finished == parse(text)
+
+
+@given(chunked_texts())
+def test_streaming_equals_a_reading_in_one_go(case: tuple[str, list[str]]) -> None:
+    text, chunks = case
+    parser = stream(chunks)
+    parser.finish()
+    whole = StreamParser()
+    # One read of everything, without any cut at all.
+    assert parser.finished == whole._read(stream_parser._clean(text), whole._references)
+
+
+@given(chunked_texts())
+def test_streaming_equals_the_whole_where_blocks_outgrow_the_window(case: tuple[str, list[str]]) -> None:
+    text, chunks = case
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream_parser, "WINDOW", 24)
+        parser = stream(chunks)
+        parser.finish()
+        assert parser.finished == parse(text)
+
+
+@given(chunked_texts())
+def test_what_is_finished_stays(case: tuple[str, list[str]]) -> None:
+    _, chunks = case
+    parser = StreamParser()
+    before: list[Segment] = []
+    for chunk in chunks:
+        parser.append(chunk)
+        parser.advance()
+        assert parser.finished[: len(before)] == before
+        before = list(parser.finished)
+
+
+def test_every_prefix_of_a_rich_text() -> None:
+    whole = parse(EVERYTHING)
+    parser = StreamParser()
+    for character in EVERYTHING:
+        parser.append(character)
+        parser.advance()
+        assert isinstance(parser.tail(), list)
+    parser.finish()
+    assert parser.finished == whole
+
+
+def test_a_late_definition_makes_links_of_what_came_before() -> None:
+    parser = stream(["See [a].\n\n", "More.\n\n", "[a]: https://example.org\n\n", "End."])
+    assert not any(span.href for span in parser.finished[0].spans)  # type: ignore[union-attr]
+    parser.finish()
+    assert Span("a", href="https://example.org") in parser.finished[0].spans  # type: ignore[union-attr]
+
+
+def test_appending_costs_the_tail_and_not_the_whole() -> None:
+    parser = StreamParser()
+    paragraph = "Some words of an answer that goes on and on. " * 4 + "\n\n"
+    for _ in range(100):
+        before = parser.parsed_characters
+        parser.append(paragraph)
+        parser.advance()
+        parser.tail()
+        assert parser.parsed_characters - before <= 4 * len(paragraph)
+    parser.finish()
+    assert len(parser.finished) == 100
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 10_000,
+        "![" * 10_000,
+        "[a](" * 5_000,
+        "*" * 10_000,
+        "*a " * 10_000,
+        "_*" * 10_000,
+        "`a``" * 5_000,
+        "~~a" * 5_000,
+        "<" * 10_000,
+        "&" * 10_000,
+        "\\" * 10_000,
+        "$" * 10_001,
+        "$a" * 10_000,
+        "\\(" * 10_000,
+        ">" * 10_000,
+        "> " * 5_000 + "x",
+        "- " * 5_000 + "x",
+        "1. " * 3_000 + "x",
+        "\n".join("  " * depth + "- x" for depth in range(200)),
+        "|a" * 5_000 + "\n" + "|-" * 5_000,
+        "[a]: /b\n" * 3_000,
+        "\n" * 50_000,
+        "# \n" * 10_000,
+        "word " * 200_000,
+        "x" * 1_000_000,
+        "```\n" + "y = 1\n" * 30_000,
+    ],
+    ids=lambda text: repr(text[:8]) if isinstance(text, str) else None,
+)
+def test_hostile_text_is_read_in_windows(text: str) -> None:
+    parser = StreamParser()
+    for start in range(0, len(text), 50_000):
+        parser.append(text[start : start + 50_000])
+        while parser.advance():
+            pass
+    parser.finish()
+    assert parser.parsed_characters <= 8 * len(text) + 8 * stream_parser.WINDOW
+
+
+def test_deep_nesting_loses_no_text() -> None:
+    assert "treasure" in plain_text(parse("> " * 300 + "treasure"))
+    assert "treasure" in plain_text(parse("- " * 300 + "treasure"))
+
+
+def test_a_fence_longer_than_the_window_goes_on_as_code() -> None:
+    lines = [f"line {number}" for number in range(5_000)]
+    segments = parse("```sql\n" + "\n".join(lines) + "\n```\n\nAfter.")
+    code = [segment for segment in segments if isinstance(segment, CodeBlock)]
+    assert len(code) > 1
+    assert {block.language for block in code} == {"sql"}
+    assert [line for block in code for line in block.code.split("\n")] == lines
+    assert texts(segments) == ["After."]
+
+
+def test_a_list_longer_than_the_window_is_cut_between_items() -> None:
+    source = "\n".join(f"{number}. item {number}\n   goes on" for number in range(1, 2_000))
+    blocks = [segment for segment in parse(source) if isinstance(segment, TextBlock)]
+    assert [block.marker for block in blocks] == [Marker(number) for number in range(1, 2_000)]
+
+
+def test_a_table_longer_than_the_window_keeps_its_header() -> None:
+    source = "| name | value |\n|---|---:|\n" + "\n".join(f"| n{number} | {number} |" for number in range(3_000))
+    tables = parse(source)
+    assert all(isinstance(table, TableBlock) and table.rows[0][0] == (Span("name"),) for table in tables)
+    assert sum(len(table.rows) - 1 for table in tables if isinstance(table, TableBlock)) == 3_000
+
+
+def test_appending_after_the_end_is_an_error() -> None:
+    parser = StreamParser()
+    parser.finish()
+    with pytest.raises(RuntimeError):
+        parser.append("x")
+
+
+def test_long_answers_in_random_chunks() -> None:
+    chooser = random.Random(7)
+    text = (EVERYTHING + "\n\n") * 12
+    chunks, start = [], 0
+    while start < len(text):
+        end = start + chooser.randint(1, 60)
+        chunks.append(text[start:end])
+        start = end
+    parser = stream(chunks)
+    parser.finish()
+    assert parser.finished == parse(text)
+
+
+def test_plain_text() -> None:
+    assert plain_text(parse("# T\n\n- a\n- b\n\n> q\n\n|x|y|\n|-|-|\n|1|2|\n")) == "T\n\n- a\n- b\n\nq\n\nx\ty\n1\t2"
