@@ -12,7 +12,7 @@ from engine.experts.bank import ExpertBank
 from engine.experts.record import PartSpec
 from engine.experts.sites import ExpertsSite
 from engine.runtime.library_conversion import LoadingPlan, PartConverter
-from engine.runtime.tensor_reader import TensorReader
+from engine.runtime.tensor_reader import TensorReader, torch_dtype
 
 
 def fill_bank(model: Any, sites: list[ExpertsSite], plan: LoadingPlan, reader: TensorReader, bank: ExpertBank) -> None:
@@ -57,6 +57,8 @@ def _fill_part(
     bank: ExpertBank,
     sites: dict[str, ExpertsSite],
 ) -> set[str]:
+    if _read_as_stored(part, converter, reader, bank, sites):
+        return {part.target}
     made: set[str] = set()
     if part.is_fused or part.is_per_expert:
         for expert in range(part.experts):
@@ -70,6 +72,36 @@ def _fill_part(
             _store(target, value, None, bank, sites)
             made.add(target)
     return made
+
+
+def _read_as_stored(
+    part: PartSources,
+    converter: PartConverter,
+    reader: TensorReader,
+    bank: ExpertBank,
+    sites: dict[str, ExpertsSite],
+) -> bool:
+    """Reads straight into the records, if that is all there is to it: the most common case, and by far the fastest."""
+    name, _, part_name = part.target.rpartition(".")
+    spec = next(spec for spec in sites[name].layout.parts if spec.name == part_name)
+    order = converter.rows_in_order(part)
+    fused = part.is_fused
+    if order is None or spec.transposed or bank.device.type != "cpu" or not (fused or part.is_per_expert):
+        return False
+    shapes = [entry.shape[1:] if fused else entry.shape for entry in part.entries()]
+    if any(shape[1:] != spec.shape[1:] for shape in shapes):
+        return False
+    if any(torch_dtype(entry) != spec.dtype for entry in part.entries()):
+        return False
+    for expert in range(part.experts):
+        place = bank.layers[name].part(part_name, expert).view(-1)
+        sources = {source.pattern: source for source in part.of_expert(expert)}
+        counts = [sources[pattern].nbytes // spec.dtype.itemsize for pattern in order]
+        if sum(counts) != place.numel():
+            return False
+        for pattern, rows in zip(order, torch.split(place, counts), strict=True):
+            reader.read_into(sources[pattern], rows)
+    return True
 
 
 def _store(

@@ -8,14 +8,17 @@ library's own converters, so that a layer's stacked experts never exist.
 from __future__ import annotations
 
 import logging
+import os
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
     WeightConverter,
     WeightRenaming,
     build_glob_alternation,
@@ -31,6 +34,10 @@ from engine.errors import EngineError, ErrorCode
 from engine.experts.sites import ExpertsSite
 from engine.runtime.adapters import FamilyAdapter
 from engine.runtime.tensor_reader import LazyTensor, TensorReader
+
+# The library would read in threads of its own: progress and cancelling then come from anywhere, and a load that fails
+# leaves threads running for a while.
+os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
 
 _log = logging.getLogger(__name__)
 _HARMLESS = ("input_scale", "activation_scale", "k_scale", "v_scale", "q_scale", "output_scale", "rotary_emb.inv_freq")
@@ -118,10 +125,20 @@ class PartConverter:
     model: Any
     sites: dict[str, ExpertsSite]
     converter: Any | None
-    _view: Any = field(init=False)
 
     def __post_init__(self) -> None:
         self.converter = deepcopy(self.converter)
+
+    def rows_in_order(self, part: PartSources) -> list[str] | None:
+        """The patterns whose tensors, one below the other, already are an expert's part; `None` if it takes more."""
+        if self.converter is None:
+            return list(part.by_pattern)
+        kinds = [type(operation) for operation in self.converter.operations]
+        dims = [getattr(operation, "dim", None) for operation in self.converter.operations]
+        patterns = list(self.converter.source_patterns)
+        stacked = kinds == [MergeModulelist] and dims == [0] and len(patterns) == 1
+        joined = kinds == [MergeModulelist, Concatenate] and dims == [0, 1]
+        return patterns if (stacked or joined) and set(patterns) == part.by_pattern.keys() else None
 
     def convert(self, target: str, experts: int, tensors: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Source tensors of `experts` experts, by pattern -> full target name -> [experts, *module shape].

@@ -6,11 +6,11 @@ a signal that kills the process, and nothing stays tied to the file once the mod
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -42,8 +42,13 @@ _DTYPES = {
 }
 
 
+def torch_dtype(entry: TensorEntry) -> torch.dtype | None:
+    """The type of a stored tensor; `None` if torch has none for it."""
+    return _DTYPES.get(entry.dtype)
+
+
 class TensorReader:
-    """Open files of one checkpoint.  Safe to use from several threads; a context manager that closes the files.
+    """Open files of one checkpoint; a context manager that closes them.  For one thread.
 
     Args:
         on_progress: told (bytes read, bytes in all) now and then.
@@ -54,8 +59,7 @@ class TensorReader:
     def __init__(self, on_progress: Callable[[int, int], None], cancelled: Callable[[], bool], total: int) -> None:
         self._on_progress, self._cancelled, self._total = on_progress, cancelled, total
         self._done = self._reported = 0
-        self._files: dict[Path, tuple[BinaryIO, threading.Lock]] = {}
-        self._lock = threading.Lock()
+        self._files: dict[Path, FileIO] = {}
 
     def __enter__(self) -> TensorReader:
         return self
@@ -63,7 +67,7 @@ class TensorReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for stream, _ in self._files.values():
+        for stream in self._files.values():
             stream.close()
 
     def read(self, source: TensorEntry | ExpertSource) -> torch.Tensor:
@@ -74,7 +78,7 @@ class TensorReader:
             RequestCancelled: `cancelled()` was true.
         """
         entry, row = (source, None) if isinstance(source, TensorEntry) else (source.entry, source.row)
-        dtype = _DTYPES.get(entry.dtype)
+        dtype = torch_dtype(entry)
         if dtype is None:
             raise EngineError(
                 ErrorCode.MODEL_UNSUPPORTED,
@@ -104,10 +108,11 @@ class TensorReader:
 
     def _fill(self, file: Path, position: int, part: memoryview) -> None:
         try:
-            stream, lock = self._open(file)
-            with lock:
-                stream.seek(position)
-                count = stream.readinto(part)  # type: ignore[attr-defined]  # buffered files have it
+            if file not in self._files:
+                self._files[file] = file.open("rb", buffering=0)
+            stream = self._files[file]
+            stream.seek(position)
+            count = _read_fully(stream, part)
         except OSError as error:
             raise EngineError(
                 ErrorCode.CHECKPOINT_DAMAGED,
@@ -116,18 +121,19 @@ class TensorReader:
         if count != len(part):
             raise EngineError(ErrorCode.CHECKPOINT_DAMAGED, f"{file} is cut short: download or copy the model again.")
 
-    def _open(self, file: Path) -> tuple[BinaryIO, threading.Lock]:
-        with self._lock:
-            if file not in self._files:
-                self._files[file] = (file.open("rb"), threading.Lock())
-            return self._files[file]
-
     def _count(self, nbytes: int) -> None:
-        with self._lock:
-            self._done += nbytes
-            if self._done - self._reported >= self._total // 200 or self._done >= self._total:
-                self._reported = self._done
-                self._on_progress(min(self._done, self._total), self._total)
+        self._done += nbytes
+        if self._done - self._reported >= self._total // 200 or self._done >= self._total:
+            self._reported = self._done
+            self._on_progress(min(self._done, self._total), self._total)
+
+
+def _read_fully(stream: FileIO, part: memoryview) -> int:
+    """Fills `part` as far as the file goes: one read may end early (Linux stops at 2 GB)."""
+    done = 0
+    while done < len(part) and (count := stream.readinto(part[done:])):
+        done += count
+    return done
 
 
 class LazyTensor:

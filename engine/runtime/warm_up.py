@@ -13,12 +13,15 @@ def kv_bytes_per_token(model: Any, device: torch.device) -> int:
     Measured rather than derived, so that latent attention, shared KV and layers without any come out right.
     """
     token = torch.tensor([[_harmless_token(model)]], device=device)
-    first = model(input_ids=token, use_cache=True)
+    inputs = {"input_ids": token, "use_cache": True}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = token
+    first = model(**inputs)
     cache = getattr(first, "past_key_values", None)
     if cache is None:
         return 0
     before = _cache_bytes(cache)
-    second = model(input_ids=token, past_key_values=cache, use_cache=True)
+    second = model(**inputs, past_key_values=cache)
     return max(0, _cache_bytes(second.past_key_values) - before)
 
 
@@ -32,8 +35,9 @@ def _harmless_token(model: Any) -> int:
 
 
 def _cache_bytes(cache: Any) -> int:
+    """Bytes of the decoder's cache; what it keeps of the encoder does not grow with the answer."""
     total = 0
-    for layer in getattr(cache, "layers", ()):
+    for layer in getattr(getattr(cache, "self_attention_cache", cache), "layers", ()):
         tensors = {id(value): value for value in vars(layer).values() if isinstance(value, torch.Tensor)}
         total += sum(tensor.nbytes for tensor in tensors.values())
     return total
