@@ -70,6 +70,7 @@ class ElidedLabel(QLabel):
         text = self.fontMetrics().elidedText(self._full, Qt.TextElideMode.ElideRight, self.width())
         if text != self.text():
             self.setText(text)
+        self.setToolTip("" if text == self._full else self._full)
 
 
 class Chip(QFrame):
