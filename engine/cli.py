@@ -26,6 +26,7 @@ VERBS = {
     "chat": "answer once, or converse in the terminal",
     "models": "the model library",
     "bench": "measure this machine, with peers in the same run",
+    "cache": "replay recorded routing: hit rates of expert caches, by policy and size",
     "doctor": "what was detected, what is missing, what to do",
 }
 """Each is a module of `engine.verbs` with `add_parser(subparsers)` and, unless that sets one, `run(args) -> int`."""

@@ -62,7 +62,8 @@ def read_trace(path: Path) -> RoutingTrace:
         EngineError: `INVALID_REQUEST`, if it is absent, damaged or no routing trace.
     """
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        # Opened here: numpy forgets to close what turns out to be no archive.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             experts = np.ascontiguousarray(arrays["experts"])
             weights = arrays["weights"] if "weights" in arrays else np.zeros(experts.shape, np.float16)
             starts = arrays["sequence_starts"] if "sequence_starts" in arrays else np.array([0, len(experts)])
@@ -75,10 +76,10 @@ def read_trace(path: Path) -> RoutingTrace:
             )
     except FileNotFoundError:
         raise EngineError(ErrorCode.INVALID_REQUEST, f"There is no routing trace at {path}.") from None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, KeyError, EOFError, TypeError, AttributeError, zipfile.BadZipFile) as error:
         raise EngineError(
             ErrorCode.INVALID_REQUEST,
-            f"{path} is not a routing trace ({error}); record one with `switchyard chat --record-routing FILE`.",
+            f"{path} is not a routing trace ({error}).",
         ) from error
     _check(trace, path)
     return trace
