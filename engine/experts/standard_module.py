@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from transformers.integrations.moe import _default_apply_gate
 
 from engine.experts.dispatch import experts_forward
 
@@ -19,7 +20,10 @@ class StandardExperts(torch.nn.Module):
         act_fn: the activation, elementwise.
         has_gate: whether an expert is `down(act(gate(x)) * up(x))` rather than `down(act(up(x)))`.
         has_bias: whether its matrices have biases.
+        is_transposed: whether the checkpoint has the matrices as [in, out] rather than [out, in].
     """
+
+    _apply_gate = _default_apply_gate  # the library's own, by which kernels know that they may fuse it
 
     def __init__(
         self,
@@ -30,23 +34,25 @@ class StandardExperts(torch.nn.Module):
         *,
         has_gate: bool = True,
         has_bias: bool = False,
+        is_transposed: bool = False,
     ) -> None:
         super().__init__()
         self.num_experts = num_experts
         self.has_gate, self.has_bias = has_gate, has_bias
-        self.is_transposed = self.has_post_expert_norm = False
+        self.is_transposed = is_transposed
+        self.has_post_expert_norm = False
         self.act_fn = act_fn
         first, width = ("gate_up_proj", 2 * intermediate) if has_gate else ("up_proj", intermediate)
-        shapes = {first: (width, hidden), "down_proj": (hidden, intermediate)}
+        matrices = {first: (width, hidden), "down_proj": (hidden, intermediate)}
+        shapes: dict[str, tuple[int, ...]] = {
+            name: (inputs, outputs) if is_transposed else (outputs, inputs)
+            for name, (outputs, inputs) in matrices.items()
+        }
         if has_bias:
-            shapes |= {f"{first}_bias": (width,), "down_proj_bias": (hidden,)}  # type: ignore[dict-item]
+            shapes |= {f"{first}_bias": (width,), "down_proj_bias": (hidden,)}
         for name, shape in shapes.items():
             self.register_parameter(name, torch.nn.Parameter(torch.empty(num_experts, *shape), requires_grad=False))
         self.expert_parts = tuple(shapes)
-
-    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.act_fn(gate) * up
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
