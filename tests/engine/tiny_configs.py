@@ -185,3 +185,77 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
 """Values by sub-configuration; all of these get a tiny one."""
 
 FAMILIES: dict[str, dict[str, Any]] = {**DENSE, **MOE, **MULTIMODAL}
+
+_SEE_AND_READ: dict[str, Any] = {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+
+ADAPTED: dict[str, dict[str, Any]] = {
+    "dbrx": {
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 2,
+        "max_seq_len": 256,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 500000.0},
+        "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 8, "moe_top_k": 3},
+    },
+    "llama4": {
+        "text_config": {"num_hidden_layers": 4, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 40},
+        "vision_config": _SEE_AND_READ,
+    },
+    "llama4_text": {
+        "num_hidden_layers": 4,
+        "interleave_moe_layer_step": 2,
+        "intermediate_size_mlp": 40,
+        "attention_chunk_size": 8,
+        "num_experts_per_tok": 1,
+    },
+    "jetmoe": {"kv_channels": 8, "num_key_value_heads": 2},
+    "longcat_flash": {
+        "num_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "ffn_hidden_size": 40,
+        "expert_ffn_hidden_size": 24,
+        "head_dim": 4,
+        "qk_head_dim": 12,
+        "zero_expert_num": 4,
+        "moe_topk": 4,
+    },
+    "step3p7": {
+        "text_config": {
+            "num_hidden_layers": 4,
+            "share_expert_dim": 24,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "num_sliding_attention_heads": 8,
+            "swiglu_limits": [0.0, 0.0, 0.2, 0.2],
+            "swiglu_limits_shared": [0.0, 0.0, 0.0, 0.2],
+            "moe_router_scaling_factor": 2.0,
+        },
+    },
+    "switch_transformers": {
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 24,
+        "num_heads": 4,
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+        "num_sparse_encoder_layers": 1,
+        "num_sparse_decoder_layers": 1,
+        "num_experts": 12,
+        "expert_capacity": 2,
+        "decoder_start_token_id": 0,
+    },
+    "nllb-moe": {
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_ffn_dim": 24,
+        "decoder_ffn_dim": 40,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "num_experts": 12,
+        "encoder_sparse_step": 2,
+        "decoder_sparse_step": 2,
+    },
+}
+"""Families that need an adapter; two of them also see, and the last two are encoder-decoders."""

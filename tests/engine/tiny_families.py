@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto as auto
 
-from tests.engine.tiny_configs import COMMON, FAMILIES, MULTIMODAL, TOWER
+from tests.engine.tiny_configs import ADAPTED, COMMON, FAMILIES, TOWER
 from tests.engine.tiny_tokenizer import save_tiny_tokenizer
 
 transformers.utils.logging.disable_progress_bar()
@@ -36,8 +36,8 @@ def tiny_model(family: str, **overrides: Any) -> Any:
 def tiny_config(family: str, **overrides: Any) -> Any:
     """The configuration of `tiny_model`; `overrides` are values of its top level."""
     library_default = transformers.AutoConfig.for_model(family)
-    values = {**FAMILIES[family], **overrides}
-    if family in MULTIMODAL:
+    values = {**(ADAPTED.get(family) or FAMILIES[family]), **overrides}
+    if "text_config" in library_default.sub_configs:
         for part in library_default.sub_configs:
             known = _known_values(type(getattr(library_default, part)), COMMON if part == "text_config" else TOWER)
             values[part] = {**known, **values.get(part, {})}

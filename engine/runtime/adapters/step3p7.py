@@ -1,0 +1,38 @@
+"""Step 3.7: experts in the standard layout, which the library does not send through its interface."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
+
+from engine.experts.dispatch import experts_forward
+from engine.runtime.adapters.base import Adapter
+
+
+class Experts(Step3p7Experts):  # type: ignore[misc]  # the library is untyped
+    """The family's experts with the attributes of the interface; `_apply_gate`, which clamps, stays its own."""
+
+    expert_parts = ("gate_up_proj", "down_proj")
+    has_gate = True
+    has_bias = is_transposed = has_post_expert_norm = False
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, H], [T, k], [T, k] -> [T, H]."""
+        return experts_forward(self, hidden_states, top_k_index, top_k_weights)
+
+
+class Step3p7Adapter(Adapter):
+    """Makes every experts module one that the bank serves."""
+
+    def prepare(self, model: Any) -> None:
+        """See `FamilyAdapter`."""
+        for module in list(model.modules()):
+            if isinstance(module, Step3p7Experts):
+                module.__class__ = Experts
+
+
+ADAPTER = Step3p7Adapter()
