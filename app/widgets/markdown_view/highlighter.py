@@ -57,15 +57,10 @@ def _aliases() -> dict[str, tuple[str, str]]:
     return {alias.lower(): (entry[0], name) for name, entry in LEXERS.items() for alias in entry[2]}
 
 
-def find_lexer(language: str) -> Any | None:
-    """A Pygments lexer for a language as a fence names it, or None; Pygments is imported here and not before."""
-    if not language:
-        return None
-    found = _aliases().get(language.lower().strip("{}.")) or _aliases().get(language.lower().split(":")[0])
-    if found is None:
-        return None
-    module, name = found
-    return getattr(importlib.import_module(module), name)(stripnl=False, ensurenl=False)
+def find_lexer(language: str) -> tuple[str, str] | None:
+    """Module and class of the lexer for a language as a fence names it, or None."""
+    name = language.lower().strip("{}.")
+    return _aliases().get(name) or _aliases().get(name.split(":")[0]) if name else None
 
 
 class CodeHighlighter(QSyntaxHighlighter):
@@ -75,7 +70,7 @@ class CodeHighlighter(QSyntaxHighlighter):
         super().__init__(document)
         self._lines: list[LineFormats] = []
         self._formats: dict[str, QTextCharFormat] = {}
-        self._scan: Iterator[tuple[int, LineFormats]] | None = None
+        self._scan: Iterator[tuple[int, LineFormats] | None] | None = None
         self.scans = 0
 
     def set_style(self, style: Style) -> None:
@@ -98,7 +93,7 @@ class CodeHighlighter(QSyntaxHighlighter):
         if lexer is None:
             return False
         self.scans += 1
-        self._scan = _scan(lexer, code)
+        self._scan = _scan(*lexer, code)
         return True
 
     def advance(self, seconds: float) -> bool:
@@ -107,14 +102,15 @@ class CodeHighlighter(QSyntaxHighlighter):
         document = self.document()
         while self._scan is not None and document is not None:
             try:
-                number, formats = next(self._scan)
+                found = next(self._scan)
             except StopIteration:
                 self._scan = None
             except Exception:
                 # A lexer is a big heap of regular expressions; one that fails leaves its code plain.
                 self._scan = None
             else:
-                self._set_line(document, number, formats)
+                if found is not None:
+                    self._set_line(document, *found)
                 if time.perf_counter() > deadline:
                     return True
         return False
@@ -138,8 +134,15 @@ class CodeHighlighter(QSyntaxHighlighter):
             self.rehighlightBlock(document.findBlockByNumber(number))
 
 
-def _scan(lexer: Any, code: str) -> Iterator[tuple[int, LineFormats]]:
-    """Line numbers and their formats, from top to bottom; yields for every line, also those without any."""
+def _scan(module: str, class_name: str, code: str) -> Iterator[tuple[int, LineFormats] | None]:
+    """Line numbers and their formats, from top to bottom; yields for every line, also those without any.
+
+    Yields None between the slow steps of the first use of a language: the import, and compiling its expressions.
+    """
+    lexer_class: Any = getattr(importlib.import_module(module), class_name)
+    yield None
+    lexer = lexer_class(stripnl=False, ensurenl=False)
+    yield None
     number = 0
     column = 0
     formats: LineFormats = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from PySide6.QtGui import QColor, QFont, QFontDatabase, QFontInfo, QFontMetricsF
 
@@ -40,7 +41,7 @@ class Style:
     theme: Theme
     font: QFont
 
-    @property
+    @cached_property
     def body_px(self) -> int:
         return max(6, QFontInfo(self.font).pixelSize())
 
@@ -88,7 +89,7 @@ class Style:
         font.setFixedPitch(True)
         return font
 
-    @property
+    @cached_property
     def code_line_height(self) -> int:
         return max(round(self.px(0.9) * CODE_LINE), int(QFontMetricsF(self.code_font()).height()) + 1)
 
