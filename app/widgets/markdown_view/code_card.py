@@ -7,6 +7,7 @@ import time
 from PySide6.QtCore import QRect, QRectF, QSize, Qt, QTimer
 from PySide6.QtGui import (
     QColor,
+    QFontMetrics,
     QGuiApplication,
     QPainter,
     QPaintEvent,
@@ -45,7 +46,7 @@ class CopyButton(QAbstractButton):
 
     def set_style(self, style: Style) -> None:
         self._style = style
-        self.setFont(style.small_font)
+        self.updateGeometry()
         self.update()
 
     def say_copied(self) -> None:
@@ -54,8 +55,9 @@ class CopyButton(QAbstractButton):
         self._reset.start()
 
     def sizeHint(self) -> QSize:
-        metrics = self.fontMetrics()
-        widest = max(metrics.horizontalAdvance(self.tr(text)) for text in ("Copy", "Copied"))
+        # Not the widget's own font, which the style sheet sets to that of body text.
+        metrics = QFontMetrics(self._style.small_font) if self._style is not None else self.fontMetrics()
+        widest = max(metrics.horizontalAdvance(text) for text in (self.tr("Copy"), self.tr("Copied")))
         return QSize(widest + 16, metrics.height() + 8)
 
     def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
@@ -72,6 +74,7 @@ class CopyButton(QAbstractButton):
             painter.setPen(QPen(QColor(theme.accent), 2))
             painter.setBrush(Qt.BrushStyle.NoBrush)
             painter.drawRoundedRect(QRectF(self.rect()).adjusted(1, 1, -1, -1), 6, 6)
+        painter.setFont(self._style.small_font)
         painter.setPen(QColor(theme.text if self.underMouse() or self._reset.isActive() else theme.muted))
         painter.drawText(self.rect(), Qt.AlignmentFlag.AlignCenter, self.text())
         painter.end()

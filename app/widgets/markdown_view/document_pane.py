@@ -110,10 +110,14 @@ class DocumentPane(QTextBrowser):
             painter.drawRoundedRect(self.stream_cursor_rect(), 2, 2)
             painter.end()
 
-    def stream_cursor_rect(self) -> QRectF:
+    def end_of_text(self) -> QTextCursor:
+        """Where the next character would be written."""
         end = QTextCursor(self.document())
         end.movePosition(QTextCursor.MoveOperation.End)
-        line: QRect = self.cursorRect(end)
+        return end
+
+    def stream_cursor_rect(self) -> QRectF:
+        line: QRect = self.cursorRect(self.end_of_text())
         height = min(line.height(), round(self.fontMetrics().height() * 0.95))
         left = min(line.left() + _CURSOR_GAP, self.viewport().width() - _CURSOR_WIDTH)
         return QRectF(left, line.bottom() + 1 - height, _CURSOR_WIDTH, height)

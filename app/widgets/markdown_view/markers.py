@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from PySide6.QtCore import QPointF, QRectF, Qt
-from PySide6.QtGui import QColor, QPainter, QPen
+from PySide6.QtGui import QColor, QFontMetrics, QPainter, QPen
 
+from app.theme import tabular
 from app.widgets.markdown_view.segments import Marker
 from app.widgets.markdown_view.style import Style
+
+_NUMBER_GAP_EMS = 0.45
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +26,16 @@ class PlacedMarker:
 
     def box(self, style: Style) -> QRectF:
         """The indentation beside the line, which is what the marker may fill."""
-        left = self.text_edge if self.is_right_to_left else self.text_edge - style.indent
-        return QRectF(left, self.baseline - style.px(1.2), style.indent, style.px(1.6))
+        width = max(style.indent, number_width(self.marker, style))
+        left = self.text_edge if self.is_right_to_left else self.text_edge - width
+        return QRectF(left, self.baseline - style.px(1.2), width, style.px(1.6))
+
+
+def number_width(marker: Marker, style: Style) -> int:
+    """How much room a number needs beside its item, nothing for other markers."""
+    if marker.number is None or marker.checked is not None:
+        return 0
+    return QFontMetrics(tabular(style.font)).horizontalAdvance(marker.text()) + round(style.px(1) * _NUMBER_GAP_EMS)
 
 
 def paint_marker(painter: QPainter, placed: PlacedMarker, style: Style) -> None:
@@ -46,14 +57,13 @@ def paint_marker(painter: QPainter, placed: PlacedMarker, style: Style) -> None:
         else:
             painter.drawRect(box)
     else:
-        painter.setFont(style.font)
+        painter.setFont(tabular(style.font))
         painter.setPen(QColor(theme.muted))
         text = placed.marker.text()
         width = painter.fontMetrics().horizontalAdvance(text)
-        gap = em * 0.45
+        gap = em * _NUMBER_GAP_EMS
         left = placed.text_edge + gap if placed.is_right_to_left else placed.text_edge - gap - width
-        # A number of many digits would begin outside the answer: there it is better to touch the text.
-        painter.drawText(QPointF(max(0.0, left), placed.baseline), text)
+        painter.drawText(QPointF(left, placed.baseline), text)
 
 
 def _paint_tick_box(painter: QPainter, box: QRectF, placed: PlacedMarker, style: Style) -> None:

@@ -83,6 +83,14 @@ class TablePane(DocumentPane):
             height += self.horizontalScrollBar().sizeHint().height()
         return height
 
+    def end_of_text(self) -> QTextCursor:
+        if self._table is None:
+            return super().end_of_text()
+        cells = [self._table.cellAt(self._table.rows() - 1, column) for column in range(self._table.columns())]
+        ends = [cell.lastCursorPosition() for cell in cells]
+        # markdown-it fills up a row that is not complete yet with empty cells.
+        return next((end for end in reversed(ends) if not end.atBlockStart()), ends[0])
+
     def browser(self) -> DocumentPane:
         return self
 

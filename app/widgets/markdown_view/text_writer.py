@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from PySide6.QtGui import QColor, QFont, QTextBlockFormat, QTextCharFormat, QTextCursor
 
+from app.widgets.markdown_view.markers import number_width
 from app.widgets.markdown_view.segments import Span, TextBlock, quote_part
 from app.widgets.markdown_view.style import MAX_VISIBLE_DEPTH, Style
 
@@ -51,6 +52,8 @@ def append_block(cursor: QTextCursor, block: TextBlock, gap: int, is_first: bool
         form.setHeadingLevel(block.heading)
     # The marker is painted into the indentation by the pane.
     form.setIndent(list_depth(block))
+    if block.marker is not None:
+        form.setLeftMargin(max(0, number_width(block.marker, style) - style.indent))
     if is_first:
         cursor.setBlockFormat(form)
         cursor.setBlockCharFormat(char)

@@ -39,6 +39,10 @@ class MarkdownView(QWidget):
     gathered and drawn a few milliseconds at a time; `flush` draws all at once.  The height follows from the width, so
     that the view stands in a scroll area without a scroll bar of its own.
 
+    The mouse selects within a block and, dragged on, over all blocks between.  Ctrl+A selects the whole answer, Ctrl+C
+    copies what is selected as plain text and, where nothing is, the whole answer as Markdown.  The Tab key stops at the
+    answer, at blocks with links, at Copy buttons and at code that can be scrolled sideways.
+
     Signals:
         link_activated: a link was clicked, or activated by the keyboard; the owner decides whether to open it.
     """
