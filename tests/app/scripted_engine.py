@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from PySide6.QtCore import QObject, Signal
 
 from app.services.engine_client import EngineState
-from engine.config import SamplingParams
+from engine.config import EngineConfig, SamplingParams
 from engine.errors import ErrorCode
 from engine.protocol import ChatMessage, Failed, Finished, FinishReason, ModelInfo, Progress, Token
 
@@ -49,6 +49,8 @@ class ScriptedEngine(QObject):
         self.requests: list[tuple[str, tuple[ChatMessage, ...], SamplingParams]] = []
         self.cancelled: list[str] = []
         self.restarts = 0
+        self.loads: list[EngineConfig] = []
+        self.knows_a_model = True
         self._tokens = 0
 
     # --- what the page calls ---
@@ -63,9 +65,14 @@ class ScriptedEngine(QObject):
     def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
 
-    def restart(self) -> None:
+    def restart(self) -> str | None:
         self.restarts += 1
         self.set_state(EngineState.STARTING)
+        return "load" if self.knows_a_model else None
+
+    def load(self, config: EngineConfig) -> str:
+        self.loads.append(config)
+        return "load"
 
     # --- what the test makes it do ---
 

@@ -20,6 +20,7 @@ from app.services.settings import Settings
 from app.theme import ThemeController
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.chat_view import ChatView
+from app.views.chat.close_guard import CloseGuard
 from app.views.chat.user_message import UserMessage
 from engine.errors import ErrorCode
 from tests.app.scripted_engine import STARTER, ScriptedEngine
@@ -247,6 +248,17 @@ def test_a_message_sent_to_a_dead_engine_waits_for_the_restart(
     assert last_answer(page).note == ""
 
 
+def test_an_engine_that_died_before_any_model_loads_the_default_one(
+    open_page: Callable[[], ChatView], engine: ScriptedEngine, qtbot: QtBot
+) -> None:
+    engine.model, engine.state, engine.knows_a_model = None, EngineState.STARTING, False
+    page = open_page()
+    engine.die()
+    type_and_send(qtbot, page, "Hello?")
+    last_answer(page).acted.emit("restart")
+    assert [config.model for config in engine.loads] == ["starter"]
+
+
 def test_a_prompt_that_is_too_long_is_told_calmly_and_kept(
     page: ChatView, engine: ScriptedEngine, qtbot: QtBot
 ) -> None:
@@ -434,6 +446,24 @@ def test_a_store_in_trouble_is_told_and_taken_back(page: ChatView, store: ChatSt
     assert page.trouble_banner.isVisible()
     store.trouble.emit("")
     assert not page.trouble_banner.isVisible()
+
+
+def test_closing_with_unsaved_text_is_asked_about(
+    page: ChatView, store: ChatStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    answers = [False, True]
+
+    def ask(_: CloseGuard) -> bool:
+        asked.append(True)
+        return answers[len(asked) - 1]
+
+    monkeypatch.setattr(CloseGuard, "ask", ask)
+    monkeypatch.setattr(ChatStore, "unsaved", 3)
+    store.trouble.emit("The disk is full.")
+    assert not page.close()
+    assert page.close()
+    assert len(asked) == 2
 
 
 def test_the_view_stays_at_the_end_only_if_the_reader_is_there(

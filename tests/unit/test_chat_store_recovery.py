@@ -82,6 +82,18 @@ def test_a_truncated_file_gives_what_is_left(tmp_path: Path) -> None:
     database.close()
 
 
+@pytest.mark.parametrize("lost", [16, 100, 4096])
+def test_a_lost_beginning_costs_nothing_else(tmp_path: Path, lost: int) -> None:
+    path = tmp_path / "chats.sqlite3"
+    filled(path)
+    data = path.read_bytes()
+    path.write_bytes(bytes(lost) + data[lost:])
+    count, recovery, database = read_out(path)
+    assert (recovery.conversations, count) == (CHATS, CHATS * TURNS)
+    assert database.messages("c5")[-1].content.startswith("word5x19")
+    database.close()
+
+
 @pytest.mark.parametrize("data", [b"this was never a database" * 500, b"SQLite format 3\x00" + b"\xff" * 5000])
 def test_a_file_that_is_no_database_is_kept_and_replaced(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "chats.sqlite3"

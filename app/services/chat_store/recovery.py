@@ -27,6 +27,9 @@ from app.services.chat_store.tree import sound
 MOST_PROBES = 100_000
 """Row ids asked for one by one in a gap that cannot be walked; an arbitrary end to a hopeless search."""
 
+PAGE_BYTES = 4096
+"""SQLite's page size since 2016, which `schema.connect` leaves as it is."""
+
 LARGEST_PADDING = 2**34
 """Bytes; a header that tells of more is damaged itself."""
 
@@ -104,15 +107,44 @@ def _salvage(aside: Path) -> tuple[list[Conversation], list[Message]]:
         with suppress(FileNotFoundError):
             shutil.copyfile(f"{aside}-wal", f"{copy}-wal")
         _pad(copy)
-        with closing(sqlite3.connect(copy, isolation_level=None)) as connection:
-            conversation_rows = list(_rows(connection, "conversations", f"{CONVERSATION_COLUMNS}, deleted_at"))
-            message_rows = list(_rows(connection, "messages", MESSAGE_COLUMNS))
+        conversation_rows, message_rows = _read_out(copy)
+        if not conversation_rows and not message_rows and _replace_first_page(copy):
+            conversation_rows, message_rows = _read_out(copy)
     deleted = {row[0] for row in conversation_rows if row[-1] is not None}
     conversations = [
         conversation_from_row(row[:-1]) for row in conversation_rows if row[-1] is None and _fits(row, _CONVERSATION)
     ]
     messages = [message_from_row(row) for row in message_rows if row[1] not in deleted and _fits(row, _MESSAGE)]
     return conversations, messages
+
+
+_Rows = list[tuple[Any, ...]]
+
+
+def _read_out(copy: Path) -> tuple[_Rows, _Rows]:
+    with closing(sqlite3.connect(copy, isolation_level=None)) as connection:
+        conversations = list(_rows(connection, "conversations", f"{CONVERSATION_COLUMNS}, deleted_at"))
+        return conversations, list(_rows(connection, "messages", MESSAGE_COLUMNS))
+
+
+def _replace_first_page(copy: Path) -> bool:
+    """Give a file whose first page is lost that of a new database: its tables begin on the same pages in every file."""
+    for side in _SIDE_FILES:
+        Path(f"{copy}{side}").unlink(missing_ok=True)
+    pages = copy.stat().st_size // PAGE_BYTES
+    if pages < 2:
+        return False
+    fresh = copy.with_name("fresh.sqlite3")
+    with closing(sqlite3.connect(fresh, isolation_level=None)) as connection:
+        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        migrate(connection)
+    first = bytearray(fresh.read_bytes()[:PAGE_BYTES])
+    # The header counts the pages of its file, and begins a list of free ones: see sqlite.org/fileformat.html, 1.3.
+    first[28:32] = pages.to_bytes(4, "big")
+    first[32:40] = bytes(8)
+    with copy.open("r+b") as file:
+        file.write(first)
+    return True
 
 
 def _pad(copy: Path) -> None:

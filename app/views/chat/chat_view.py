@@ -12,6 +12,7 @@ from app.services.engine_client import EngineClient, EngineState
 from app.services.settings import Settings
 from app.services.token_counter import TokenCounter
 from app.theme import ThemeController
+from app.views.chat.close_guard import CloseGuard
 from app.views.chat.composer import Composer
 from app.views.chat.conversation_panel import ConversationPanel
 from app.views.chat.empty_chat import EmptyChat
@@ -23,6 +24,7 @@ from app.views.chat.title_bar import TitleBar
 from app.views.chat.toast import Toast
 from app.views.chat.transcript import Transcript
 from app.widgets.banner import Banner
+from engine.config import EngineConfig
 from engine.protocol import ModelInfo, Progress
 
 
@@ -41,6 +43,7 @@ class ChatView(QWidget):
         self._client = client
         self._store = store
         self._theme = theme
+        self._settings = settings
         self._loading: float | None = None
         list_model = ConversationListModel(_group_title, translate("Chat", "New chat"))
         list_model.setParent(self)
@@ -57,6 +60,7 @@ class ChatView(QWidget):
         self.notice_banner.add_action(self.tr("Dismiss"), self.notice_banner.hide, kind="quiet")
         self._pages = QStackedWidget(self)
         self.toast = Toast(self._pages)
+        self._close_guard = CloseGuard(store, self)
         self._lay_out()
         self._connect_page()
         self._connect_services()
@@ -160,6 +164,7 @@ class ChatView(QWidget):
 
     def rename(self) -> None:
         """Edit the title of the chat on the screen."""
+        self.presenter.keep()
         self.panel.rename(self.presenter.conversation.id)
 
     def close_down(self) -> None:
@@ -169,7 +174,7 @@ class ChatView(QWidget):
 
     def showEvent(self, event: QShowEvent) -> None:
         super().showEvent(event)
-        self.panel.list.model()
+        self._close_guard.watch(self.window())
         self.composer.setFocus()
 
     def _send(self, text: str) -> None:
@@ -187,11 +192,15 @@ class ChatView(QWidget):
 
     def _act(self, message_id: str, action: str) -> None:
         if action == "restart":
-            self._client.restart()
+            self._restart_engine()
         else:
             do = self.presenter
             {"regenerate": do.regenerate, "continue": do.go_on, "branch": do.branch}[action](message_id)
             self.transcript.jump_to_end()
+
+    def _restart_engine(self) -> None:
+        if self._client.restart() is None:  # it died before any model was asked for
+            self._client.load(EngineConfig(self._settings.default_model, threads=self._settings.threads))
 
     def _escape(self) -> None:
         if not self.presenter.stop():

@@ -64,6 +64,7 @@ class ChatPresenter(QObject):
         self._deleted: list[Conversation] = []
         self._wanted = ""
         self._wanted_message = ""
+        self._opens_last = False
         self._conversation = new_conversation()
         self._is_stored = False
         self._draft_timer = QTimer(self, singleShot=True, interval=DRAFT_MS)
@@ -120,6 +121,10 @@ class ChatPresenter(QObject):
             self.open(rows[max(0, min(at, len(rows) - 1))])
 
     # --- a conversation's own fields ---
+
+    def keep(self) -> None:
+        """Put the chat on the screen into the list, though there is nothing in it yet."""
+        self._store_if_new()
 
     def rename(self, conversation_id: str, title: str) -> None:
         """Give a conversation another title; an empty one changes nothing."""
@@ -198,6 +203,8 @@ class ChatPresenter(QObject):
         self._draft = ""
         self._store_if_new()
         changes: dict[str, Any] = {"draft": "", "updated_at": self._now()}
+        if self._client.model is not None:
+            changes["model"] = self._client.model.name
         if not self._conversation.title:
             changes["title"] = title_from(text)
         self._change(self._conversation.id, **changes)
@@ -364,11 +371,17 @@ class ChatPresenter(QObject):
         read = [conversation for conversation in conversations if conversation.id not in {c.id for c in own}]
         self.list_model.set_conversations([*read, *own])
         last = self._settings.get(LAST_CHAT, "")
-        if not self._is_stored and not self._draft and self.list_model.conversation(last) is not None:
+        if self._is_untouched and self.list_model.conversation(last) is not None:
+            self._opens_last = True
             self.open(last)
 
+    @property
+    def _is_untouched(self) -> bool:
+        return not self._is_stored and not self._draft
+
     def _on_loaded(self, conversation: Conversation, messages: tuple[Message, ...]) -> None:
-        if conversation.id != self._wanted:
+        opens_last, self._opens_last = self._opens_last, False
+        if conversation.id != self._wanted or (opens_last and not self._is_untouched):
             return
         self._leave()
         known = self.list_model.conversation(conversation.id) or conversation

@@ -147,6 +147,7 @@ class Transcript(QScrollArea):
         self.build_all()
         for number in range(first, last + 1):
             self._insert(number, self._model.rows[number])
+        self._column.activate()  # so that its first picture is not one of widgets without their sizes
 
     def _on_removed(self, _parent: QModelIndex, first: int, last: int) -> None:
         self.build_all()
