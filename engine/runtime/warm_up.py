@@ -13,9 +13,10 @@ def kv_bytes_per_token(model: Any, device: torch.device) -> int:
     Measured rather than derived, so that latent attention, shared KV and layers without any come out right.
     """
     token = torch.tensor([[_harmless_token(model)]], device=device)
-    inputs = {"input_ids": token, "use_cache": True}
-    if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = token
+    inputs: dict[str, Any] = {"input_ids": token, "use_cache": True}
+    if model.config.is_encoder_decoder:  # some encoders refuse to be asked for a cache: theirs runs beforehand
+        source = model.get_encoder()(input_ids=token, return_dict=True)
+        inputs = {"encoder_outputs": source, "decoder_input_ids": token, "use_cache": True}
     first = model(**inputs)
     cache = getattr(first, "past_key_values", None)
     if cache is None:
