@@ -14,6 +14,7 @@ from engine.checkpoint.shards import read_tensors
 
 # What the families call the same thing; the first one that is a positive number counts.
 _LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
+_DECODER_LAYERS = ("decoder_layers", "num_decoder_layers")
 _HIDDEN = ("hidden_size", "d_model", "n_embd")
 _EXPERTS = (
     "num_local_experts",
@@ -27,8 +28,9 @@ _PER_TOKEN = (
     "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "moe_k", "top_k",
     "experts_per_token", "num_selected_experts", "num_experts_per_topk",
 )  # fmt: skip
+_PER_TOKEN_BY_FAMILY = {"switch_transformers": 1, "nllb-moe": 2}  # what their configurations do not say
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
-_NESTED = ("ffn_config", "moe_config")  # dbrx keeps its experts there
+_NESTED = ("ffn_config", "moe_config", "attn_config")  # dbrx keeps its experts and heads there
 
 _EXPERT_KEY = re.compile(r"(\.|^)(experts|expert_mlp|input_linear|output_linear)\b|\.experts?_\d+\.")
 _SHARED_KEY = re.compile(r"shared_(expert|mlp)")
@@ -81,13 +83,14 @@ def profile_of(config: dict[str, Any], tensors: Iterable[TensorEntry]) -> ModelP
     tensors = list(tensors)
     experts = [entry for entry in tensors if _EXPERT_KEY.search(entry.key) and not _SHARED_KEY.search(entry.key)]
     count = _number(text, _EXPERTS)
+    per_token = _number(text, _PER_TOKEN) or _PER_TOKEN_BY_FAMILY.get(str(config["model_type"]), 0)
     quantization = config.get("quantization_config") or text.get("quantization_config") or {}
     return ModelProfile(
         family=str(config["model_type"]),
-        layers=_number(text, _LAYERS),
+        layers=_layers(text),
         hidden=_number(text, _HIDDEN),
         experts=count if count > 1 else 0,
-        experts_per_token=_number(text, _PER_TOKEN) if count > 1 else 0,
+        experts_per_token=per_token if count > 1 else 0,
         parameters=sum(map(_parameters, tensors)),
         expert_parameters=sum(map(_parameters, experts)) if count > 1 else 0,
         bytes=sum(entry.nbytes for entry in tensors),
@@ -107,17 +110,24 @@ def kv_elements_per_token(text: dict[str, Any]) -> int:
     Multi-head latent attention is cached decompressed there: keys of qk_nope + qk_rope, values of v_head_dim for each
     head.  Layers of linear attention keep no growing cache; `layer_types` tells them apart where it is given.
     """
-    heads = _number(text, ("num_attention_heads", "n_heads", "n_head"))
-    layers = _number(text, _LAYERS)
+    heads = _number(text, ("num_attention_heads", "n_heads", "n_head", "decoder_attention_heads", "num_heads"))
+    layers = _number(text, (*_DECODER_LAYERS, *_LAYERS))
     types = text.get("layer_types")
     if isinstance(types, list) and types:
         layers = sum(1 for kind in types if "attention" in str(kind) and "linear" not in str(kind)) or layers
     if _number(text, ("kv_lora_rank",)) and _number(text, ("v_head_dim",)):
         keys = _number(text, ("qk_nope_head_dim",)) + _number(text, ("qk_rope_head_dim",))
         return layers * heads * (keys + _number(text, ("v_head_dim",)))
-    kv_heads = _number(text, ("num_key_value_heads",)) or heads
-    head = _number(text, ("head_dim",)) or (_number(text, _HIDDEN) // heads if heads else 0)
+    kv_heads = _number(text, ("num_key_value_heads", "kv_n_heads")) or heads
+    head = _number(text, ("head_dim", "kv_channels", "d_kv")) or (_number(text, _HIDDEN) // heads if heads else 0)
     return layers * 2 * kv_heads * head
+
+
+def _layers(text: dict[str, Any]) -> int:
+    """All of them, those of the encoder too."""
+    if text.get("is_encoder_decoder"):
+        return _number(text, ("encoder_layers", *_LAYERS)) + _number(text, _DECODER_LAYERS)
+    return _number(text, _LAYERS)
 
 
 def _number(config: dict[str, Any], names: Iterable[str]) -> int:
