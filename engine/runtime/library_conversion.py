@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,9 +108,19 @@ def plan_loading(
             continue
         parts = plan.index.modules.setdefault(site.name, {})
         part = parts.setdefault(site.targets[name], PartSources(name, site.num_experts))
-        part.by_pattern.setdefault(pattern or key, []).append(tensors[key])
-        plan.converters[name] = by_pattern[pattern] if pattern is not None else None
+        converter = plan.converters[name] = by_pattern[pattern] if pattern is not None else None
+        entry = tensors[key]
+        if getattr(converter, "experts_below_one_another", False):
+            entry = _by_expert(entry, site.num_experts)
+        part.by_pattern.setdefault(pattern or key, []).append(entry)
     return plan
+
+
+def _by_expert(entry: TensorEntry, experts: int) -> TensorEntry:
+    """The same bytes, [E * rows, ...], seen as [E, rows, ...]; as they are if they cannot be."""
+    if not entry.shape or entry.shape[0] % experts:
+        return entry
+    return replace(entry, shape=(experts, entry.shape[0] // experts, *entry.shape[1:]))
 
 
 @dataclass
@@ -138,7 +148,9 @@ class PartConverter:
         patterns = list(self.converter.source_patterns)
         stacked = kinds == [MergeModulelist] and dims == [0] and len(patterns) == 1
         joined = kinds == [MergeModulelist, Concatenate] and dims == [0, 1]
-        return patterns if (stacked or joined) and set(patterns) == part.by_pattern.keys() else None
+        joined_fused = kinds == [Concatenate] and dims == [1] and part.is_fused
+        known = stacked or joined or joined_fused
+        return patterns if known and set(patterns) == part.by_pattern.keys() else None
 
     def convert(self, target: str, experts: int, tensors: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Source tensors of `experts` experts, by pattern -> full target name -> [experts, *module shape].

@@ -50,7 +50,9 @@ class FamilyAdapter(Protocol):
     def conversions(self, model: Any, library: list[Any]) -> list[Any]:
         """The weight conversions to use: the library's (`WeightRenaming`, `WeightConverter`), changed or added to.
 
-        Renamings are all applied, in order; then the first converter that matches.
+        Renamings are all applied, in order; then the first converter that matches.  One with a true attribute
+        `experts_below_one_another` has the experts' matrices one below the other in a tall one, [E * rows, ...]: it is
+        given them as [E, rows, ...], as if the checkpoint had them so.
         """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter
+from transformers.core_model_loading import Concatenate, Transpose, WeightConverter
 from transformers.models.dbrx.modeling_dbrx import DbrxFFN
 
 from engine.experts.standard_module import StandardExperts
@@ -23,32 +23,10 @@ class DbrxExperts(StandardExperts):
         return super().forward(flat, top_k_index, top_k_weights).view(hidden_states.shape)
 
 
-class CutIntoExperts(ConversionOps):  # type: ignore[misc]  # the library is untyped
-    """[E * I, H] -> [E, I, H], or [E, H, I] if `transposed`."""
-
-    def __init__(self, *, transposed: bool = False) -> None:
-        self.transposed = transposed
-
-    def convert(
-        self,
-        input_dict: dict[str, Any],
-        source_patterns: list[str],  # noqa: ARG002 - of the interface
-        target_patterns: list[str],
-        config: Any = None,
-        **kwargs: Any,  # noqa: ARG002 - of the interface
-    ) -> dict[str, torch.Tensor]:
-        """Keeps the source patterns while there are several of them, as the library's own operations do."""
-        made = {}
-        for pattern, (tensor,) in input_dict.items():
-            experts = tensor.view(-1, config.ffn_config.ffn_hidden_size, tensor.shape[-1])
-            made[pattern if len(input_dict) > 1 else target_patterns[0]] = experts.mT if self.transposed else experts
-        return made
-
-
 class TallMatrices(WeightConverter):  # type: ignore[misc]  # the library is untyped
-    """Its sources hold all experts, one below the other in the first dimension."""
+    """Its sources hold all experts, [E * I, H], and are read as [E, I, H]."""
 
-    stacks_experts = True
+    experts_below_one_another = True
 
 
 class DbrxAdapter(Adapter):
@@ -68,11 +46,9 @@ class DbrxAdapter(Adapter):
         return [
             *library,
             TallMatrices(
-                ["ffn.experts.mlp.w1", "ffn.experts.mlp.v1"],
-                "ffn.experts.gate_up_proj",
-                [CutIntoExperts(), Concatenate(dim=1)],
+                ["ffn.experts.mlp.w1", "ffn.experts.mlp.v1"], "ffn.experts.gate_up_proj", [Concatenate(dim=1)]
             ),
-            TallMatrices("ffn.experts.mlp.w2", "ffn.experts.down_proj", [CutIntoExperts(transposed=True)]),
+            TallMatrices("ffn.experts.mlp.w2", "ffn.experts.down_proj", [Transpose(dim0=1, dim1=2)]),
         ]
 
 

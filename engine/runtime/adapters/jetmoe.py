@@ -39,7 +39,8 @@ class Mlp(JetMoeMoE):  # type: ignore[misc]  # the library is untyped
         flat = layer_input.reshape(-1, self.input_size)
         _, weights, index = self.router(flat)
         routed: torch.Tensor = self.experts(flat, index, weights)
-        return routed.view(layer_input.shape) + self.bias
+        bias: torch.Tensor = self.bias
+        return routed.view(layer_input.shape) + bias
 
 
 class Projections(torch.nn.Module):
