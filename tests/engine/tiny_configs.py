@@ -208,7 +208,7 @@ ADAPTED: dict[str, dict[str, Any]] = {
         "attention_chunk_size": 8,
         "num_experts_per_tok": 1,
     },
-    "jetmoe": {"kv_channels": 8, "num_key_value_heads": 2},
+    "jetmoe": {"initializer_range": 0.05, "kv_channels": 8, "num_key_value_heads": 2},
     "longcat_flash": {
         "num_layers": 2,
         "num_attention_heads": 4,
@@ -246,6 +246,7 @@ ADAPTED: dict[str, dict[str, Any]] = {
         "decoder_start_token_id": 0,
     },
     "nllb-moe": {
+        "init_std": 0.1,
         "d_model": 32,
         "encoder_layers": 2,
         "decoder_layers": 2,
