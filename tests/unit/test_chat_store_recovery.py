@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -19,6 +21,7 @@ from app.services.chat_store.recovery import Recovery, is_damage, open_checked, 
 from app.services.chat_store.search import search
 from app.services.chat_store.tree import MessageTree
 from app.services.chat_store.worker import Job, StoreWorker
+from engine.errors import EngineError
 
 CHATS = 12
 TURNS = 20
@@ -292,6 +295,50 @@ def test_a_damaged_file_is_recovered_on_the_way(open_worker: Callable[..., Told]
     assert seen == [["hello"]]
     assert len(told.recoveries) == 1
     assert told.recoveries[0].kept_as.exists()
+
+
+def test_a_recovery_without_room_changes_nothing_and_is_tried_again(
+    open_worker: Callable[..., Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "chats.sqlite3"
+    filled(path)
+    damaged = bytes(4096) + path.read_bytes()[4096:]
+    path.write_bytes(damaged)
+    full = [True]
+    copy = shutil.copyfile
+
+    def refuse(source: object, target: object) -> object:
+        if full[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return copy(source, target)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(shutil, "copyfile", refuse)
+    told = open_worker()
+    told.write(hello)
+    assert not told.worker.flush(0.2)
+    assert path.read_bytes() == damaged
+    assert [type(error) for error in told.troubles] == [OSError]
+    full[0] = False
+    assert told.worker.flush(10)
+    seen = told.read(titles)
+    assert told.worker.flush(10)
+    assert len(seen[0]) == CHATS + 1  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir() and path.name.startswith("switchyard-rec")] == []
+
+
+def test_a_fault_of_ours_does_not_end_the_thread(open_worker: Callable[..., Told]) -> None:
+    told = open_worker()
+    failures: list[EngineError] = []
+
+    def broken(_: ChatDatabase) -> None:
+        raise ZeroDivisionError
+
+    told.worker.submit(Job(broken, failed=failures.append))
+    told.write(hello)
+    seen = told.read(titles)
+    assert told.worker.flush(10)
+    assert seen == [["hello"]]
+    assert len(failures) == 1
 
 
 def test_a_newer_file_is_left_alone(open_worker: Callable[..., Told], tmp_path: Path) -> None:

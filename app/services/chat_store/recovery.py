@@ -76,13 +76,25 @@ def open_checked(path: Path) -> ChatDatabase:
 
 
 def recover(path: Path) -> tuple[ChatDatabase, Recovery]:
-    """Put the damaged file aside, untouched, and return a fresh database with everything that could be read."""
-    aside = _put_aside(path)
-    conversations, messages = _salvage(aside)
-    database = open_checked(path)
-    trees = _trees(conversations, messages)
-    database.add_conversations(trees)
-    return database, Recovery(aside, len(trees), sum(len(tree) for _, tree in trees))
+    """Put the damaged file aside, untouched, and return a fresh database with everything that could be read.
+
+    The fresh one is complete before the damaged one is moved.
+
+    Raises:
+        OSError, sqlite3.Error: there was no room for it, say; the damaged file is where it was.
+    """
+    # Read from a copy: opening a file replays its log and so changes it.
+    with tempfile.TemporaryDirectory(prefix="switchyard-recovery-", dir=path.parent) as folder:
+        trees = _trees(*_salvage(path, Path(folder) / "copy.sqlite3"))
+        fresh = Path(folder) / "recovered.sqlite3"
+        database = open_checked(fresh)
+        try:
+            database.add_conversations(trees)
+        finally:
+            database.close()
+        aside = _put_aside(path)
+        os.replace(fresh, path)
+    return open_checked(path), Recovery(aside, len(trees), sum(len(tree) for _, tree in trees))
 
 
 def _put_aside(path: Path) -> Path:
@@ -99,17 +111,15 @@ def _put_aside(path: Path) -> Path:
     return aside
 
 
-def _salvage(aside: Path) -> tuple[list[Conversation], list[Message]]:
-    """Read what can be read, from a copy: opening a file replays its log and so changes it."""
-    with tempfile.TemporaryDirectory(prefix="switchyard-recovery-", dir=aside.parent) as folder:
-        copy = Path(folder) / "chats.sqlite3"
-        shutil.copyfile(aside, copy)
-        with suppress(FileNotFoundError):
-            shutil.copyfile(f"{aside}-wal", f"{copy}-wal")
-        _pad(copy)
+def _salvage(path: Path, copy: Path) -> tuple[list[Conversation], list[Message]]:
+    """Read what can be read of the file at `path`, by way of `copy`."""
+    shutil.copyfile(path, copy)
+    with suppress(FileNotFoundError):
+        shutil.copyfile(f"{path}-wal", f"{copy}-wal")
+    _pad(copy)
+    conversation_rows, message_rows = _read_out(copy)
+    if not conversation_rows and not message_rows and _replace_first_page(copy):
         conversation_rows, message_rows = _read_out(copy)
-        if not conversation_rows and not message_rows and _replace_first_page(copy):
-            conversation_rows, message_rows = _read_out(copy)
     deleted = {row[0] for row in conversation_rows if row[-1] is not None}
     conversations = [
         conversation_from_row(row[:-1]) for row in conversation_rows if row[-1] is None and _fits(row, _CONVERSATION)

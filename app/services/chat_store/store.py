@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
@@ -183,8 +184,8 @@ class ChatStore(QObject):
 
     def _on_recovered(self, recovery: Recovery) -> None:
         sentence = self.tr(
-            "The chat database was damaged: {conversations} chats with {messages} messages could be read and are here, "
-            "and the damaged file is kept as {path}."
+            "The chat database was damaged; what could be read of it is here (chats: {conversations}, messages: "
+            "{messages}), and the damaged file is kept as {path}."
         )
         self._emit_later(
             self.notice,
@@ -196,7 +197,7 @@ class ChatStore(QObject):
 
     def _trouble_sentence(self, error: Exception) -> str:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-        if code == sqlite3.SQLITE_FULL:
+        if code == sqlite3.SQLITE_FULL or getattr(error, "errno", None) == errno.ENOSPC:
             text = self.tr("The disk is full, so new text is not saved yet: free some space on the disk of {folder}.")
         elif code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             text = self.tr("Another program is using the chats in {folder}, so new text is not saved yet: close it.")

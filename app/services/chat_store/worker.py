@@ -6,6 +6,7 @@ of the queue and is tried again; what only reads goes past it.  A database found
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import threading
 from collections import deque
@@ -18,6 +19,8 @@ from app.services.chat_store.database import ChatDatabase
 from app.services.chat_store.recovery import Recovery, is_damage, open_checked, recover
 from app.services.chat_store.schema import NewerDatabaseError, connect, migrate
 from engine.errors import EngineError, ErrorCode
+
+_log = logging.getLogger("switchyard.chats")
 
 RETRY_S = 2.0
 _PASSING = frozenset(
@@ -140,30 +143,36 @@ class StoreWorker:
 
     def _try(self, job: Job) -> bool:
         """Run a job; False if it is to be tried again later."""
-        for may_recover in (True, False):
-            try:
-                if self._database is None:
-                    self._database = self._open()
-                result = job.run(self._database)
-            except EngineError as error:
-                self._tell_failed(job, error)
-                return True
-            except (sqlite3.Error, OSError) as error:
-                if may_recover and isinstance(error, sqlite3.Error) and is_damage(error):
-                    self._recover()
-                    continue
-                if job.writes and _may_pass(error):
-                    self._tell_trouble(error)
-                    return False
-                self._tell_failed(job, EngineError(ErrorCode.INTERNAL, f"The chat database refused: {error}."))
-                return True
-            if job.writes and self._in_trouble:
-                self._in_trouble = False
-                self._on_trouble(None)
-            if job.done is not None:
-                job.done(result)
+        try:
+            result = self._run_recovering(job)
+        except EngineError as error:
+            self._tell_failed(job, error)
             return True
+        except Exception as error:
+            if job.writes and _may_pass(error):
+                self._tell_trouble(error)
+                return False
+            # Whatever it is, the thread goes on: the next write is somebody's text.
+            _log.error("a job of the chat store failed (%s)", type(error).__name__)
+            self._tell_failed(job, EngineError(ErrorCode.INTERNAL, f"The chat database refused: {error}."))
+            return True
+        if job.writes and self._in_trouble:
+            self._in_trouble = False
+            self._on_trouble(None)
+        if job.done is not None:
+            job.done(result)
         return True
+
+    def _run_recovering(self, job: Job) -> Any:
+        """The job's result; a database found damaged is recovered, and the job run once more."""
+        try:
+            if self._database is None:
+                self._database = self._open()
+            return job.run(self._database)
+        except sqlite3.Error as error:
+            if not is_damage(error):
+                raise
+        return job.run(self._recover())
 
     def _open(self) -> ChatDatabase:
         try:
@@ -175,12 +184,13 @@ class StoreWorker:
             migrate(connection)
             return ChatDatabase(connection)
 
-    def _recover(self) -> None:
+    def _recover(self) -> ChatDatabase:
         if self._database is not None:
             self._database.close()
             self._database = None
         self._database, recovery = recover(self._path)
         self._on_recovered(recovery)
+        return self._database
 
     def _wait_to_retry(self) -> bool:
         """Wait a while, or until there is something to read; False if the store is to close without this write."""
