@@ -78,4 +78,4 @@ def _around(content: str, text: str) -> str:
 
 def _one_line(text: str) -> str:
     """Without line ends and the marks of Markdown, which say nothing in a list."""
-    return " ".join(re.sub(r"[*`#>|]+", " ", text).split())
+    return " ".join(re.sub(r"[#>|]+", " ", re.sub(r"[*`]+", "", text)).split())

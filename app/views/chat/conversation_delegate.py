@@ -123,7 +123,9 @@ class ConversationDelegate(QStyledItemDelegate):
     def _snippet_lines(self, entry: Entry) -> int:
         view = self.parent()
         room = view.viewport().width() - 2 * INSET if isinstance(view, QAbstractItemView) else 200
-        return 1 if QFontMetrics(self._font(11.5)).horizontalAdvance(entry.snippet) <= room * 0.95 else 2
+        return (
+            1 if QFontMetrics(self._font(11.5)).horizontalAdvance(_without_marks(entry.snippet)) <= room * 0.95 else 2
+        )
 
     def _has_snippet(self, entry: Entry) -> bool:
         return bool(entry.snippet) and entry.message_id is not None
@@ -141,3 +143,7 @@ class ConversationDelegate(QStyledItemDelegate):
     def _theme_font_family(self) -> str:
         parent = self.parent()
         return parent.font().family() if isinstance(parent, QWidget) else ""
+
+
+def _without_marks(snippet: str) -> str:
+    return snippet.replace(MATCH_START, "").replace(MATCH_END, "")

@@ -71,7 +71,7 @@ def stats_text(message: Message) -> str:
                 translate("Chat", "1 token") if tokens == 1 else translate("Chat", "{0} tokens").format(count(tokens))
             )
         if stats.finish_reason == "length":
-            parts.append(translate("Chat", "reached the limit of tokens"))
+            parts.append(translate("Chat", "reached the limit"))
         elif stats.finish_reason == "context":
             parts.append(translate("Chat", "the context is full"))
     if message.reason_code == CANCELLED:
