@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,12 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from engine.config import SamplingParams
 from engine.errors import EngineError, ErrorCode
 from engine.experts.dispatch import BANK_LAYER
+from engine.runtime.chat_session import ChatSession
 from engine.runtime.loaded_model import LoadedModel
+from tests.engine.loaded_tiny import NO_END, library_tokens
 from tests.engine.test_family_parity import (
+    NEW_TOKENS,
     PROMPT,
     assert_buffers_equal,
     assert_is_out_of_the_module,
@@ -56,6 +61,8 @@ EXPERTS = {
 }
 """How many there are, and how many are chosen."""
 
+_ZERO_EXPERT = r"experts\.(8|9|10|11)\."
+
 
 @pytest.mark.parametrize("family", ROUTERS)
 def test_logits_and_greedy_tokens_equal_the_librarys(family: str, tmp_path: Path) -> None:
@@ -69,6 +76,63 @@ def test_sharded(family: str, tmp_path: Path) -> None:
     tiny_checkpoint(family, tmp_path, save={"max_shard_size": "40KB"})
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     compare_with_library(family, tmp_path)
+
+
+def test_longcat_as_published(tmp_path: Path) -> None:
+    """The library saves rows for zero experts; the checkpoints on the hub have none, and parts that nothing uses."""
+    tiny_checkpoint("longcat_flash", tmp_path)
+    file = tmp_path / "model.safetensors"
+    with loaded(tmp_path, "fp32") as ours:
+        expected = logits(ours.model)
+    tensors = {name: tensor for name, tensor in load_file(file).items() if not re.search(_ZERO_EXPERT, name)}
+    tensors["model.mtp.layers.0.eh_proj.weight"] = torch.zeros(4, 4)
+    save_file(tensors, file, {"format": "pt"})
+    with loaded(tmp_path, "fp32") as ours:
+        assert torch.equal(logits(ours.model), expected)
+
+
+def test_step_in_fp8(tmp_path: Path) -> None:
+    """Stacked experts in blocks of fp8, against the same numbers unpacked."""
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    for folder in (plain, packed):
+        tiny_checkpoint("step3p7", folder)
+    plain_tensors, packed_tensors = {}, {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        if not re.search(r"\.moe\.\w+_proj\.weight", name):
+            plain_tensors[name] = packed_tensors[name] = tensor
+            continue
+        blocks = tensor.unflatten(2, (-1, 8)).unflatten(1, (-1, 8))
+        scale = blocks.abs().amax(dim=(2, 4)) / 448
+        quantised = (blocks / scale[:, :, None, :, None]).to(torch.float8_e4m3fn)
+        packed_tensors[name], packed_tensors[f"{name}_scale_inv"] = quantised.reshape(tensor.shape), scale
+        plain_tensors[name] = (quantised.float() * scale[:, :, None, :, None]).reshape(tensor.shape)
+    assert len(packed_tensors) == len(plain_tensors) + 9
+    save_file(plain_tensors, plain / "model.safetensors", {"format": "pt"})
+    save_file(packed_tensors, packed / "model.safetensors", {"format": "pt"})
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "weight_block_size": [8, 8],
+        "activation_scheme": "dynamic",
+    }
+    (packed / "config.json").write_text(json.dumps(config))
+    with loaded(packed, "fp32") as ours, loaded(plain, "fp32") as same:
+        torch.testing.assert_close(logits(ours.model), logits(same.model), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ROUTERS)
+def test_a_chat_goes_on_as_the_library_would(family: str, tmp_path: Path) -> None:
+    tiny_checkpoint(family, tmp_path)
+    reference = model_class(tiny_config(family)).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    prompt = PROMPT[0].tolist()
+    with loaded(tmp_path, "fp32") as ours:
+        session = ChatSession(ours)
+        first = session.generate_from_ids(prompt, SamplingParams(max_tokens=NEW_TOKENS), end_ids=NO_END)
+        assert list(first.token_ids) == library_tokens(reference, prompt, NEW_TOKENS)
+        prompt += [*first.token_ids, 7, 8, 9]
+        second = session.generate_from_ids(prompt, SamplingParams(max_tokens=NEW_TOKENS), end_ids=NO_END)
+        assert list(second.token_ids) == library_tokens(reference, prompt, NEW_TOKENS)
+        assert second.reused_tokens >= PROMPT.shape[1]
 
 
 @pytest.mark.parametrize("family", ROUTERS)
@@ -140,7 +204,7 @@ def parameters_in_use(family: str, folder: Path) -> int:
     """Of the checkpoint: what reads text, and no rows that stand for experts without weights."""
     unused = re.compile(r"vision_model|multi_modal_projector") if family == "llama4" else re.compile(r"^$")
     if family == "longcat_flash":
-        unused = re.compile(r"experts\.(8|9|10|11)\.|e_score_correction_bias")
+        unused = re.compile(rf"{_ZERO_EXPERT}|e_score_correction_bias")
     if family == "step3p7":
         unused = re.compile(r"router_bias")
     return sum(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers.core_model_loading import Concatenate, WeightConverter
 from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
 from engine.experts.dispatch import experts_forward
@@ -33,6 +34,11 @@ class Step3p7Adapter(Adapter):
         for module in list(model.modules()):
             if isinstance(module, Step3p7Experts):
                 module.__class__ = Experts
+
+    def conversions(self, model: Any, library: list[Any]) -> list[Any]:  # noqa: ARG002 - of the interface
+        """The library's, which merely rename down_proj: as a conversion it takes up the scales of FP8 checkpoints."""
+        kept = [entry for entry in library if not any("moe\\.down_proj" in source for source in entry.source_patterns)]
+        return [*kept, WeightConverter("moe.down_proj.weight", "mlp.experts.down_proj", [Concatenate(dim=1)])]
 
 
 ADAPTER = Step3p7Adapter()
