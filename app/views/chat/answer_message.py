@@ -55,6 +55,7 @@ class AnswerMessage(QWidget):
         )
         self._continue = QPushButton(self.tr("Continue"), self)
         self._continue.setProperty("kind", "quiet")
+        self._continue.setProperty("compact", True)
         self._continue.clicked.connect(lambda: self.acted.emit("continue"))
         below = QHBoxLayout()
         below.setContentsMargins(0, 0, 0, 0)

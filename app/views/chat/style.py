@@ -30,6 +30,8 @@ QFrame[note="true"] QPushButton { padding: 4px 12px; }
 #toast { background: $raised; border: 1px solid $border; border-radius: 10px; }
 #popover { background: $raised; border: 1px solid $border; border-radius: 12px; }
 #jumpToLatest { background: $raised; border-radius: 16px; padding: 0; }
+QPushButton[compact="true"] { padding: 3px 8px; font-size: $secondary; }
+QPushButton[compact="true"]:focus { padding: 2px 7px; }
 QPushButton[example="true"] { background: $surface; border-radius: 12px; padding: 12px 16px; text-align: left;
     font-weight: 400; }
 QPushButton[example="true"]:hover { background: $hover; }
