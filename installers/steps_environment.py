@@ -33,6 +33,7 @@ def prepare(checkout: Path) -> Environment:
     environment.make()
     environment.install_torch(cuda=steps_machine.has_nvidia_driver())
     environment.install_switchyard()
+    environment.build_kernels()
     return environment
 
 
@@ -137,6 +138,25 @@ class Environment:
 
     def install_test_tools(self) -> None:
         self._install_part("test", "the test tools", test_requirements(self.checkout / "pyproject.toml"))
+
+    def build_kernels(self) -> None:
+        """The engine's fast CPU kernels, for this machine.  Without them it runs too, slower: so says the step."""
+        native = self.checkout / "engine" / "kernels" / "native"
+        sources = b"".join(source.read_bytes() for source in sorted((native / "src").iterdir()))
+        made_from = hashlib.sha256(sources).hexdigest()
+        if self._stamp("kernels") == made_from and any((native / "built").glob("*.so")):
+            return
+        if not steps_machine.has_compiler():
+            steps_machine.want_programs(steps_machine.COMPILER, "the fast CPU kernels", self.log)
+        if not steps_machine.has_compiler():
+            return
+        with Step("Building the fast CPU kernels") as step:
+            build = [self.python, "-m", "engine.kernels.native.build"]
+            code, output = run_logged(step, build, self.log, self.variables)
+            if code == 0:
+                self._set_stamp("kernels", made_from)
+            else:
+                step.note = f"; going on without them: {(output.strip() or 'no reason given').splitlines()[-1]}"
 
     def _install_part(self, part: str, what: str, requirements: list[str]) -> None:
         project = hashlib.sha256((self.checkout / "pyproject.toml").read_bytes()).hexdigest()

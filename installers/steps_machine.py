@@ -37,6 +37,8 @@ WINDOW_LIBRARIES = {
     "libxkbcommon-x11.so.0": "libxkbcommon-x11-0",
     "libxkbcommon.so.0": "libxkbcommon0",
 }
+# What builds the fast CPU kernels; without it PyTorch's operators do, some times slower.
+COMPILER = {"c++": "g++"}
 # What the end-to-end tests of the real window need: a private X server, keys and clicks for it, and a private bus on
 # which to see the window as a screen reader does.
 E2E_PROGRAMS = {"Xvfb": "xvfb", "xdotool": "xdotool", "dbus-daemon": "dbus"}
@@ -60,6 +62,14 @@ def has_nvidia_driver() -> bool:
     except (OSError, subprocess.TimeoutExpired):
         return False
     return listed.returncode == 0 and "GPU" in listed.stdout
+
+
+def has_compiler() -> bool:
+    """Whether there is a C++ compiler.  On a Mac without Apple's tools, `c++` is only an invitation to install them."""
+    if platform.system() == "Darwin":
+        found = subprocess.run(["xcode-select", "-p"], capture_output=True, check=False)
+        return found.returncode == 0
+    return bool(os.environ.get("CXX")) or any(map(shutil.which, ("c++", "g++", "clang++")))
 
 
 def need_disk(folder: Path, gigabytes: float, what: str) -> None:
