@@ -90,7 +90,10 @@ def test(pytest_arguments: list[str]) -> int:
     # The import contracts are tests (tests/unit/test_import_contracts.py).
     print("\n$ pytest", flush=True)
     if failed:
-        print(f"(Whatever the tests say, this will end as failed: {' and '.join(failed)} found something above.)")
+        print(
+            f"(Whatever the tests say, this will end as failed: {' and '.join(failed)} found something above.)",
+            flush=True,
+        )
     tests = subprocess.call(
         [environment.python, "-m", "pytest", *pytest_arguments], cwd=CHECKOUT, env=environment.variables
     )

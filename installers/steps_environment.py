@@ -198,7 +198,9 @@ class Environment:
     def _pull(self, command: list[str]) -> None:
         print("* Getting the starter model ...", flush=True)
         variables = {**self.variables, "PIP_NO_CACHE_DIR": "1"}  # Switchyard keeps the download itself
-        if subprocess.call(command, cwd=self.checkout, env=variables) != 0:
+        with self.log.open("ab") as details:  # what the model is; progress and complaints are shown
+            code = subprocess.call(command, cwd=self.checkout, env=variables, stdout=details)
+        if code != 0:
             raise SetupError("The starter model is not there yet (see above): run the same command again.")
 
     # --- stamps ---------------------------------------------------------------------------------------
