@@ -30,10 +30,10 @@ def ask(window: RealWindow, question: str) -> StoredMessage:
 
 
 def answer_predictably(window: RealWindow) -> None:
-    """Sets this chat's sampling: the likeliest token always, and no answer longer than a few seconds' work."""
+    """Sets this chat's sampling: the likeliest token always, and an end to what does not end by itself."""
     window.click("Balanced")
     window.fill("Temperature", "0")
-    window.fill("Most tokens", "300")
+    window.fill("Most tokens", "600")
     window.screen.press("Escape")
     eventually(lambda: not window.shows("Temperature"), "the sampling card closed")
 
