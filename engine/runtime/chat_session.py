@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from time import perf_counter
 
 import torch
@@ -136,7 +137,9 @@ class ChatSession:
             with torch.inference_mode():
                 logits, reused = self._session.prefill(ids, on_progress, cancelled)
                 prefix = self._session.answer_prefix(ids)
-                done = run(logits, self._session, prefix, sampling, limits, self._tokenizer, on_text, cancelled)
+                alone = self._loaded.token_by_token() if sampling.beams == 1 else nullcontext()
+                with alone:
+                    done = run(logits, self._session, prefix, sampling, limits, self._tokenizer, on_text, cancelled)
         except RequestCancelled:
             return GenerationResult("", "cancelled", len(ids), 0, 0, 0.0, 0.0)
         except (MemoryError, RuntimeError) as error:

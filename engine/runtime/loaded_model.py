@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +39,23 @@ class LoadedModel:
     context_tokens: int
     device: torch.device
     kernels: NativeKernels | None = None
+
+    @contextmanager
+    def token_by_token(self) -> Iterator[None]:
+        """While one token at a time is decoded with native kernels, torch keeps to the calling thread.
+
+        What is left to torch then is too small to share, and its idle threads spin on the cores that the kernels
+        compute on.
+        """
+        if self.kernels is None:
+            yield
+            return
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
     def close(self) -> None:
         """Frees the weights.  The object is of no use afterwards; calling it twice is harmless."""

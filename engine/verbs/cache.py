@@ -25,12 +25,8 @@ def add_parser(subparsers: Any) -> None:
         "--slots", type=positive_int, metavar="N", help="slots in all; else 10, 25 and 50%% of the experts"
     )
     parser.add_argument("--policy", metavar="P", help="lru, fifo, lfu, lfru, random, static or adopted; default: all")
-    parser.add_argument(
-        "--ways", action="store_true", help="one cache a layer, of equal ways, not one for all"
-    )
-    parser.add_argument(
-        "--calibration", type=Path, metavar="TRACE", help="ranks the experts for static placement"
-    )
+    parser.add_argument("--ways", action="store_true", help="one cache a layer, of equal ways, not one for all")
+    parser.add_argument("--calibration", type=Path, metavar="TRACE", help="ranks the experts for static placement")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=run)
 

@@ -175,7 +175,8 @@ SWITCHYARD_API int32_t switchyard_experts_bf16(SwitchyardPool *pool, const Switc
         call.kernels->spread(x + int64_t{token} * experts->hidden, experts->hidden,
                              &call.spread_x[token * call.hidden_padded]);
     ExpertsRun run(call, pool->threads());
-    pool->run(experts_work, &run);
+    pool->run(experts_work, &run,
+              static_cast<int64_t>(call.active.size()) * 3 * experts->hidden * experts->inner * sizeof(uint16_t));
     return 0;
 } catch (const std::bad_alloc &) {
     return 1;
@@ -190,7 +191,7 @@ SWITCHYARD_API int32_t switchyard_linear_bf16(SwitchyardPool *pool, const uint16
     kernels.spread(x, columns, spread_x.data());
     LinearCall call = {&kernels, weight, rows, columns, spread_x.data(), bias, out,
                        Phase((rows + 1) / 2, pool->threads())};
-    pool->run(linear_work, &call);
+    pool->run(linear_work, &call, rows * columns * static_cast<int64_t>(sizeof(uint16_t)));
     return 0;
 } catch (const std::bad_alloc &) {
     return 1;

@@ -16,7 +16,7 @@ namespace {
 constexpr auto kSpin = std::chrono::microseconds(1500);
 }  // namespace
 
-SwitchyardPool::SwitchyardPool(int threads) : threads_(threads) {
+SwitchyardPool::SwitchyardPool(int threads) : threads_(threads), team_size_(threads > 1) {
     workers_.reserve(threads > 1 ? threads - 1 : 0);
     for (int thread = 1; thread < threads; ++thread) workers_.emplace_back(&SwitchyardPool::worker, this);
 }
@@ -30,12 +30,12 @@ SwitchyardPool::~SwitchyardPool() {
     for (auto &worker : workers_) worker.join();
 }
 
-void SwitchyardPool::run(Work work, void *argument) {
-    if (threads_ == 1) {
+void SwitchyardPool::run(Work work, void *argument, int64_t bytes) {
+    std::lock_guard<std::mutex> only(one_caller_);
+    if (!team_size_.use_team(bytes)) {
         work(argument);
         return;
     }
-    std::lock_guard<std::mutex> only(one_caller_);
     work_ = work;
     argument_ = argument;
     gate_.fetch_add(1, std::memory_order_seq_cst);  // opens

@@ -10,6 +10,8 @@
 #include <thread>
 #include <vector>
 
+#include "team_size.h"
+
 // Waits for `done()` by spinning shortly, then yielding: the thread waited for may need this very core.
 void relax_cpu();
 template <class Done> void spin_until(Done done) {
@@ -54,13 +56,15 @@ struct SwitchyardPool {
     SwitchyardPool &operator=(const SwitchyardPool &) = delete;
 
     int threads() const { return threads_; }
-    // Runs `work` on the caller and the workers; when it returns, none of them touches `argument` any more.
-    void run(Work work, void *argument);
+    // Runs `work`, which reads `bytes` of weights, on the caller and, where that is faster, the workers; when it
+    // returns, none of them touches `argument` any more.
+    void run(Work work, void *argument, int64_t bytes);
 
   private:
     void worker();
 
     const int threads_;
+    TeamSize team_size_;
     Work work_ = nullptr;
     void *argument_ = nullptr;
     alignas(64) std::atomic<uint64_t> gate_{0};  // even: closed; odd: open for a run
