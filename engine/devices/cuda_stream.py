@@ -1,0 +1,242 @@
+"""CUDA's own streams and events behind the common interface."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from engine.devices.copy_log import CopyLog
+from engine.devices.cuda_clock import Anchor, CudaClock, new_event
+from engine.devices.device import Direction, Event, check_copy
+from engine.devices.failures import as_engine_error, closed_error, fresh
+from engine.devices.sleeping import sleep_until
+from engine.errors import EngineError
+
+_POLL_S = 50e-6
+
+Copied = tuple[Direction, int, tuple[torch.Tensor, torch.Tensor]]
+"""Direction, bytes, and the tensors to keep alive until the copy has ended: the card reads them behind torch's back."""
+
+
+class CudaEvent:
+    """See `engine.devices.device.Event`.  Work that a card has been given cannot be taken back."""
+
+    def __init__(self, stream: str, copy_log: CopyLog, copied: Copied | None) -> None:
+        self._stream = stream
+        self._copy_log = copy_log
+        self._copied = copied
+        self._lock = threading.Lock()
+        self._marks: tuple[Anchor, torch.cuda.Event, torch.cuda.Event] | None = None
+        self._span: tuple[float, float] | None = None
+        self._failure: EngineError | None = None
+
+    def recorded(self, anchor: Anchor, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        """For the stream: both ends of the work are in its queue."""
+        self._marks = anchor, start, end
+
+    def fail(self, error: EngineError) -> None:
+        """For the stream: the work failed, or is not going to be done."""
+        with self._lock:
+            now_s = time.perf_counter()
+            self._failure, self._span, self._copied = error, (now_s, now_s), None
+
+    @property
+    def end(self) -> torch.cuda.Event | None:
+        """What other streams of CUDA wait for; None if the work failed before it was in the queue."""
+        return None if self._marks is None else self._marks[2]
+
+    def done(self) -> bool:
+        """See `Event.done`."""
+        if self._span is not None:
+            return True
+        if self._marks is None:
+            return False
+        try:
+            if not self._marks[2].query():  # type: ignore[no-untyped-call]
+                return False
+            self._settle()
+        except RuntimeError as error:
+            self.fail(as_engine_error(error, self._stream))
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """See `Event.wait`."""
+        if self._span is None and timeout_s is not None:
+            give_up_s = time.perf_counter() + timeout_s
+            while not self.done():
+                if (now_s := time.perf_counter()) >= give_up_s:
+                    return False
+                sleep_until(min(give_up_s, now_s + _POLL_S), lambda: False)
+        elif self._span is None and self._marks is not None:
+            try:
+                self._marks[2].synchronize()
+                self._settle()
+            except RuntimeError as error:
+                self.fail(as_engine_error(error, self._stream))
+        if self._failure is not None:
+            raise fresh(self._failure)
+        return True
+
+    def cancel(self) -> bool:
+        """See `Event.cancel`."""
+        return False
+
+    @property
+    def failure(self) -> EngineError | None:
+        """See `Event.failure`."""
+        return self._failure
+
+    @property
+    def started_s(self) -> float:
+        """See `Event.started_s`."""
+        return self._done_span()[0]
+
+    @property
+    def ended_s(self) -> float:
+        """See `Event.ended_s`."""
+        return self._done_span()[1]
+
+    def _done_span(self) -> tuple[float, float]:
+        if not self.done() or self._span is None:
+            raise RuntimeError("the event is not done")
+        return self._span
+
+    def _settle(self) -> None:
+        """Reads the clock of an event that is done, once, and tells of the copy."""
+        with self._lock:
+            if self._span is not None or self._marks is None:
+                return
+            anchor, start, end = self._marks
+            started_s = anchor.host_s(start)
+            ended_s = max(started_s, anchor.host_s(end))
+            if self._copied is not None:
+                direction, nbytes, _ = self._copied
+                self._copied = None
+                self._copy_log.ended(self._stream, direction, nbytes, started_s, ended_s)
+            self._span = started_s, ended_s
+
+
+class CudaStream:
+    """See `engine.devices.device.Stream`.  Work is called at once; what it launches goes to this stream."""
+
+    def __init__(self, name: str, stream: torch.cuda.Stream, clock: CudaClock, copy_log: CopyLog) -> None:
+        self.name = name
+        self._queue = stream
+        self._clock = clock
+        self._copy_log = copy_log
+        self._turn = threading.RLock()
+        self._failure: EngineError | None = None
+        self._closed = False
+        # Copies that nobody may be waiting for: they keep their tensors alive, and are told of when seen to be done.
+        self._in_flight: deque[CudaEvent] = deque()
+
+    @property
+    def failure(self) -> EngineError | None:
+        """See `Stream.failure`."""
+        return self._failure
+
+    def submit(self, work: Callable[[], object]) -> Event:
+        """See `Stream.submit`."""
+        return self._run(work, None)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, direction: Direction | None = None) -> Event:
+        """See `Stream.copy`.  Only from and to pinned memory does the host go on meanwhile."""
+        check_copy(destination, source)
+        taken = direction or _direction(destination, source)
+
+        def move() -> None:
+            destination.copy_(source, non_blocking=True)
+            for tensor in (destination, source):
+                if tensor.is_cuda:
+                    tensor.record_stream(self._queue)
+
+        with torch.inference_mode():
+            return self._run(move, (taken, source.nbytes, (destination, source)))
+
+    def wait(self, event: Event) -> None:
+        """See `Stream.wait`.  An event that is not CUDA's is waited for here and now."""
+        with self._turn:
+            self._require_open()
+            if self._failure is not None:
+                return
+            try:
+                if isinstance(event, CudaEvent) and event.failure is None and event.end is not None:
+                    self._queue.wait_event(event.end)
+                else:
+                    event.wait()
+            except (EngineError, RuntimeError) as error:
+                self._failure = as_engine_error(error, self.name)
+
+    def record(self) -> Event:
+        """See `Stream.record`."""
+        return self._run(lambda: None, None)
+
+    def synchronize(self) -> None:
+        """See `Stream.synchronize`."""
+        self.record().wait()
+        self._forget_ended()
+
+    def recover(self) -> None:
+        """See `Stream.recover`.  After a fault of the card itself only a new process helps."""
+        with self._turn:
+            self._require_open()
+            try:
+                self._queue.synchronize()
+            except RuntimeError as error:
+                raise as_engine_error(error, self.name) from None
+            self._forget_ended()
+            self._failure = None
+
+    def close(self) -> None:
+        """See `Stream.close`."""
+        with self._turn:
+            if self._closed:
+                return
+            self._closed = True
+            with contextlib.suppress(RuntimeError):  # the card is lost, and with it what was in flight
+                self._queue.synchronize()
+            self._forget_ended()
+            self._in_flight.clear()
+
+    def _run(self, work: Callable[[], object], copied: Copied | None) -> Event:
+        with self._turn:
+            self._require_open()
+            self._forget_ended()
+            event = CudaEvent(self.name, self._copy_log, copied)
+            if self._failure is not None:
+                event.fail(self._failure)
+                return event
+            try:
+                anchor = self._clock.anchor()
+                start, end = new_event(), new_event()
+                start.record(self._queue)
+                with torch.cuda.stream(self._queue):
+                    work()
+                end.record(self._queue)
+            except Exception as error:
+                self._failure = as_engine_error(error, self.name)
+                event.fail(self._failure)
+                return event
+            event.recorded(anchor, start, end)
+            if copied is not None:
+                self._in_flight.append(event)
+            return event
+
+    def _forget_ended(self) -> None:
+        while self._in_flight and self._in_flight[0].done():
+            self._in_flight.popleft()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise closed_error(self.name)
+
+
+def _direction(destination: torch.Tensor, source: torch.Tensor) -> Direction:
+    if destination.is_cuda == source.is_cuda:
+        return Direction.D2D
+    return Direction.H2D if destination.is_cuda else Direction.D2H

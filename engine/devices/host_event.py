@@ -1,0 +1,84 @@
+"""Events of work that threads of this process do."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from engine.devices.failures import cancelled_error, fresh
+from engine.errors import EngineError, ErrorCode
+
+
+class HostEvent:
+    """The end of one piece of work (see `engine.devices.device.Event`)."""
+
+    __slots__ = ("_claimed", "_ended_s", "_failure", "_finished", "_runner", "_started_s", "_stream")
+
+    def __init__(self, stream: str, runner: int | None = None) -> None:
+        """`runner` is the identifier of the thread that does the work, unless it is the caller's own."""
+        self._stream = stream
+        self._runner = runner
+        self._claimed = threading.Lock()  # whoever gets it decides: the stream runs the work, or a caller cancels it
+        self._finished = threading.Event()
+        self._failure: EngineError | None = None
+        self._started_s = self._ended_s = 0.0
+
+    def done(self) -> bool:
+        """See `Event.done`."""
+        return self._finished.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """See `Event.wait`.  From work of the same stream it raises at once: that would be waiting for itself."""
+        if not self._finished.is_set():
+            if self._runner == threading.get_ident():
+                raise EngineError(
+                    ErrorCode.INTERNAL, f"Work on {self._stream} waits for what is queued behind it: report this."
+                )
+            if not self._finished.wait(timeout_s):
+                return False
+        if self._failure is not None:
+            raise fresh(self._failure)
+        return True
+
+    def cancel(self) -> bool:
+        """See `Event.cancel`."""
+        if not self.claim():
+            return False
+        self.fail(cancelled_error(self._stream))
+        return True
+
+    @property
+    def failure(self) -> EngineError | None:
+        """See `Event.failure`."""
+        return self._failure if self._finished.is_set() else None
+
+    @property
+    def started_s(self) -> float:
+        """See `Event.started_s`."""
+        self._require_done()
+        return self._started_s
+
+    @property
+    def ended_s(self) -> float:
+        """See `Event.ended_s`."""
+        self._require_done()
+        return self._ended_s
+
+    def claim(self) -> bool:
+        """For the stream: whether the work is still to be done.  True once."""
+        return self._claimed.acquire(blocking=False)
+
+    def finish(self, started_s: float, ended_s: float) -> None:
+        """For the stream: the work ended well."""
+        self._started_s, self._ended_s = started_s, ended_s
+        self._finished.set()
+
+    def fail(self, error: EngineError) -> None:
+        """For the stream: the work failed now, or will never be done."""
+        self._failure = error
+        self._started_s = self._ended_s = time.perf_counter()
+        self._finished.set()
+
+    def _require_done(self) -> None:
+        if not self._finished.is_set():
+            raise RuntimeError("the event is not done")

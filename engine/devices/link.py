@@ -1,0 +1,149 @@
+"""One direction of an emulated link: as slow as the profile says, one copy at a time.
+
+Time is kept on a schedule of its own, which real time follows: a copy takes the link from the moment when it was
+ready and the link was free, whenever its thread came to run.  Threads that wake late therefore do not make the link
+slower, and copies queued back to back get the whole bandwidth.  Bytes really move, late in their slot: whoever
+looks before the event is done sees old bytes, as on a real device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.devices.sleeping import sleep_until
+
+_CHUNK_S = 0.004
+_CHUNK_BYTES = (256 * 2**10, 16 * 2**20)
+_MOVING_BYTES_PER_S = 4e9
+_WAKING_S = 250e-6
+
+
+class ClosingError(Exception):
+    """The device is closing: what was under way was given up."""
+
+
+@dataclass
+class _Passage:
+    """The big copy that has the link, and how long small ones have held it up."""
+
+    started_s: float
+    held_up_s: float = 0.0
+
+
+class Link:
+    """Carries copies.
+
+    A small, urgent copy passes a big one at once, and the big one ends that much later.
+
+    Args:
+        bytes_per_s: bandwidth.  latency_s: what every copy takes besides.
+        interrupted: whether copies are to be given up.
+    """
+
+    def __init__(self, bytes_per_s: float, latency_s: float, interrupted: Callable[[], bool]) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._latency_s = latency_s
+        self._interrupted = interrupted
+        self._big_turn = threading.Lock()
+        self._urgent_turn = threading.Lock()
+        self._schedule = threading.Lock()
+        self._passage: _Passage | None = None
+        self._free_at_s = 0.0
+        low, high = _CHUNK_BYTES
+        self._chunk = int(min(max(bytes_per_s * _CHUNK_S, low), high))
+
+    def carry(
+        self, destination: torch.Tensor, source: torch.Tensor, ready_s: float, *, is_urgent: bool
+    ) -> tuple[float, float]:
+        """Copies, and returns when the copy began and ended.
+
+        Args:
+            ready_s: the moment from which on only the link keeps the copy waiting.
+
+        Raises:
+            ClosingError: see above.
+        """
+        if is_urgent:
+            with self._urgent_turn:
+                return self._carry_urgent(destination, source, ready_s)
+        with self._big_turn:
+            return self._carry_big(destination, source, ready_s)
+
+    def _carry_urgent(self, destination: torch.Tensor, source: torch.Tensor, ready_s: float) -> tuple[float, float]:
+        needed_s = self._needed_s(source.nbytes)
+        with self._schedule:
+            passage = self._passage
+            if passage is None:
+                started_s = max(ready_s, self._free_at_s)
+                self._free_at_s = started_s + needed_s
+            else:
+                # The schedule of the link does not end before that of the big copy does, so what is kept
+                # here is only when the next urgent copy may begin.
+                started_s = max(ready_s, passage.started_s, self._free_at_s)
+                self._free_at_s = started_s + needed_s
+                passage.held_up_s += needed_s
+        due_s = started_s + needed_s
+        self._sleep_until(due_s - _allowance(source.nbytes))
+        _move(destination, source)
+        moved_s = time.perf_counter()
+        self._sleep_until(due_s)
+        return started_s, max(due_s, moved_s)
+
+    def _carry_big(self, destination: torch.Tensor, source: torch.Tensor, ready_s: float) -> tuple[float, float]:
+        with self._schedule:
+            passage = self._passage = _Passage(max(ready_s, self._free_at_s))
+        ended_s = passage.started_s
+        try:
+            carried = 0
+            for into, out_of in _pieces(destination, source, self._chunk):
+                carried += out_of.nbytes
+                due_s = passage.started_s + self._needed_s(carried) + passage.held_up_s
+                self._sleep_until(due_s - _allowance(out_of.nbytes))
+                _move(into, out_of)
+            moved_s = time.perf_counter()
+            while True:
+                ended_s = max(moved_s, passage.started_s + self._needed_s(source.nbytes) + passage.held_up_s)
+                held_up_s = passage.held_up_s
+                self._sleep_until(ended_s)
+                with self._schedule:
+                    if passage.held_up_s == held_up_s:
+                        self._passage = None
+                        self._free_at_s = max(self._free_at_s, ended_s)
+                        return passage.started_s, ended_s
+        finally:
+            self._passage = None
+
+    def _needed_s(self, nbytes: int) -> float:
+        return self._latency_s + nbytes / self._bytes_per_s
+
+    def _sleep_until(self, moment_s: float) -> None:
+        if not sleep_until(moment_s, self._interrupted):
+            raise ClosingError
+
+
+def _allowance(nbytes: int) -> float:
+    """Seconds before the end of its slot at which a chunk is moved, so that it is there in time."""
+    return _WAKING_S + nbytes / _MOVING_BYTES_PER_S
+
+
+def _pieces(destination: torch.Tensor, source: torch.Tensor, chunk: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    if source.nbytes <= chunk or not (destination.is_contiguous() and source.is_contiguous()):
+        return [(destination, source)]
+    # Flattened first: a scalar or a matrix cannot be seen as bytes as it is.
+    into, out_of = (tensor.view(-1).view(torch.uint8) for tensor in (destination, source))
+    starts = range(0, source.nbytes, chunk)
+    return [(into[start : start + chunk], out_of[start : start + chunk]) for start in starts]
+
+
+def _move(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """One thread's copy without Python's lock: torch's own would start a pool of threads per stream."""
+    if destination.is_contiguous() and source.is_contiguous():
+        ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.nbytes)
+    else:
+        destination.copy_(source)

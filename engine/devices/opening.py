@@ -1,0 +1,67 @@
+"""From what a user writes after `--device` to devices."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable
+
+from engine.devices.cpu import open_cpu
+from engine.devices.cuda import cuda_count, open_cuda
+from engine.devices.device import Device
+from engine.devices.emulated import open_emulated
+from engine.errors import EngineError, ErrorCode
+from engine.hardware.profiles import profile_names, read_profile
+
+MOST_EMULATED = 8
+"""Each has four threads and takes its memory from the host's."""
+
+
+def open_devices(spec: str, vram_bytes: int | None = None) -> list[Device]:
+    """The devices that `spec` names; whoever asks closes them.
+
+    Args:
+        spec: `cpu`, `cuda` (every card), `cuda:1`, `emulated:NAME`, or `emulated:NAMEx2` for two of them.
+        vram_bytes: most memory to use of each device; without meaning for `cpu`.
+
+    Raises:
+        EngineError: `INVALID_REQUEST` if nothing is called so, `DEVICE_UNAVAILABLE` if this machine has no such device.
+    """
+    kind, colon, which = spec.partition(":")
+    if spec == "cpu":
+        return [open_cpu()]
+    if kind == "cuda" and (not colon or (which.isascii() and which.isdecimal())):
+        # Without any card, number 0 says so.
+        indices = [int(which)] if colon else list(range(cuda_count())) or [0]
+        return _open_all(lambda index: open_cuda(index, vram_bytes), indices)
+    if kind == "emulated" and which:
+        name, count = _profile_and_count(which)
+        profile = read_profile(name)
+        return _open_all(lambda index: open_emulated(profile, index, vram_bytes), range(count))
+    raise EngineError(
+        ErrorCode.INVALID_REQUEST,
+        f"There is no device called {spec!r}: use cpu, cuda, cuda:NUMBER or emulated:NAME, "
+        f"where NAME is one of {', '.join(profile_names())}.",
+    )
+
+
+def _open_all(open_one: Callable[[int], Device], indices: Iterable[int]) -> list[Device]:
+    """All or none."""
+    with contextlib.ExitStack() as opened:
+        devices = [opened.enter_context(open_one(index)) for index in indices]
+        opened.pop_all()
+    return devices
+
+
+def _profile_and_count(which: str) -> tuple[str, int]:
+    """`pcie3-x8` is a profile if there is one called so; otherwise it would be eight devices of `pcie3-`."""
+    several = re.fullmatch(r"(.+)x(\d+)", which, re.ASCII)
+    if several is None or which in profile_names():
+        return which, 1
+    count = int(several[2]) if len(several[2]) < 4 else MOST_EMULATED + 1
+    if several[1] in profile_names() and not 1 <= count <= MOST_EMULATED:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"emulated:{which} would be {several[2]} devices: use 1 to {MOST_EMULATED}.",
+        )
+    return (several[1], count) if several[1] in profile_names() else (which, 1)

@@ -1,0 +1,122 @@
+"""Pinned memory of the host: scarce, refused without warning, and different on every machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from engine.devices.host_memory import PAGE, allocate_host, available_ram
+from engine.devices.host_registration import register, unregister
+from engine.paths import python_module
+
+_log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 256 * 2**20
+UNMEASURED_BYTES = 2**30
+"""What is pinned at most before `measure_pinnable` has said how much can be: any machine gives so little."""
+_KEEP_BACK = 0.9
+"""What is used of what could just be pinned if that was all: the rest of the system pins memory too."""
+_RAM_SHARE = 0.8
+
+
+def measure_pinnable(
+    wanted: int, device_index: int = 0, *, timeout_s: float = 60.0, command: Sequence[str] | None = None
+) -> int:
+    """Finds out in a child process how much memory can be pinned, chunk by chunk.
+
+    Pinning too much can fail slowly, upset the driver or end in a kill; none of that happens to this process.
+
+    Args:
+        wanted: bytes to try at most.
+        timeout_s: what has been pinned by then counts.
+        command: in place of the probe: prints the bytes pinned so far, a line each time.
+
+    Returns:
+        bytes, 0 where nothing can be pinned; below `wanted` with a margin.
+    """
+    wanted = min(wanted, int(available_ram() * _RAM_SHARE))
+    variables: dict[str, str] = {}
+    if command is None:
+        base, variables = python_module("engine.devices.pinned_probe")
+        command = [*base, str(wanted), str(CHUNK_BYTES), str(device_index)]
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        errors="replace",
+        env={**os.environ, **variables},
+    )
+    with child:
+        try:
+            printed, _ = child.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            printed, _ = child.communicate()
+    # A child that was killed while it wrote may have left half a line.
+    complete = printed[: printed.rfind("\n") + 1].split()
+    pinned = max((int(word) for word in complete if word.isdecimal()), default=0)
+    return wanted if pinned >= wanted else int(pinned * _KEEP_BACK)
+
+
+class PinnedMemory:
+    """Host memory for one card, pinned in chunks as far as `limit` and the driver allow (see `HostMemory`).
+
+    A chunk that the driver refuses stays ordinary memory; the next allocation is tried afresh.
+    """
+
+    def __init__(self, device: torch.device, limit: int = UNMEASURED_BYTES) -> None:
+        self._device = device
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._pinned = 0
+        self._allocated: dict[int, tuple[torch.Tensor, list[tuple[int, int]]]] = {}
+
+    @property
+    def pinned_bytes(self) -> int:
+        """See `HostMemory.pinned_bytes`."""
+        return self._pinned
+
+    def allocate(self, nbytes: int, *, unit: int | None = None) -> torch.Tensor:
+        """See `HostMemory.allocate`."""
+        memory = allocate_host(nbytes)
+        # A copy must lie within one registration, so chunks are whole units.
+        chunk = nbytes if unit is None or unit % PAGE else max(1, CHUNK_BYTES // unit) * unit
+        chunks: list[tuple[int, int]] = []
+        with self._lock:
+            for offset in range(0, nbytes, max(1, chunk)):
+                size = min(chunk, nbytes - offset)
+                if self._pinned + size > self.limit:
+                    break
+                address = memory.data_ptr() + offset
+                if not register(address, size, self._device):
+                    _log.warning("%s: the driver refused to pin %d bytes; they stay pageable", self._device, size)
+                    break
+                chunks.append((address, size))
+                self._pinned += size
+            self._allocated[memory.untyped_storage().data_ptr()] = memory, chunks
+        return memory
+
+    def release(self, memory: torch.Tensor) -> None:
+        """See `HostMemory.release`.  No copy from or to it may be in flight."""
+        with self._lock:
+            _, chunks = self._allocated.pop(memory.untyped_storage().data_ptr(), (memory, []))
+            self._unpin(chunks)
+
+    def close(self) -> None:
+        """Unpins everything."""
+        with self._lock:
+            for _, chunks in self._allocated.values():
+                self._unpin(chunks)
+            self._allocated.clear()
+
+    def _unpin(self, chunks: list[tuple[int, int]]) -> None:
+        for address, size in chunks:
+            unregister(address, self._device)
+            self._pinned -= size

@@ -1,0 +1,182 @@
+"""A stream with a thread of its own: in order within, beside all others, as on a graphics card."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import torch
+
+from engine.devices.copy_log import CopyLog
+from engine.devices.device import Direction, Event, check_copy
+from engine.devices.failures import as_engine_error, closed_error
+from engine.devices.host_event import HostEvent
+from engine.devices.link import ClosingError
+from engine.devices.sleeping import sharpen_timers, sleep_until
+from engine.errors import EngineError
+
+_LOOK_S = 0.05
+"""How often a stream that waits for another one's event looks whether it is being closed."""
+
+Span = tuple[float, float]
+Carrier = Callable[[torch.Tensor, torch.Tensor, Direction | None, float], tuple[Direction, Span]]
+"""Copies: (destination, source, direction if the caller gave one, ready at) -> (direction, span)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One entry of the queue.
+
+    Attributes:
+        run: does the work, given the moment from which on nothing but the work itself takes time; returns its span.
+        recovers: whether this is where a failure is forgotten.
+    """
+
+    event: HostEvent
+    run: Callable[[float], Span]
+    submitted_s: float
+    recovers: bool = False
+
+
+class ThreadedStream:
+    """See `engine.devices.device.Stream`.
+
+    Args:
+        name: also the thread's.
+        carrier: does the copies.
+        slowdown: a submitted piece of work takes this many times as long as it does here.
+        closing: set by the device when it closes: copies and waits end then.
+    """
+
+    def __init__(
+        self, name: str, copy_log: CopyLog, carrier: Carrier, *, closing: threading.Event, slowdown: float = 1.0
+    ) -> None:
+        self.name = name
+        self._copy_log = copy_log
+        self._carrier = carrier
+        self._closing = closing
+        self._slowdown = slowdown
+        self._queue: SimpleQueue[_Item | None] = SimpleQueue()
+        self._entry = threading.Lock()  # nothing is queued behind the end
+        self._closed = False
+        self._failure: EngineError | None = None
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def failure(self) -> EngineError | None:
+        """See `Stream.failure`."""
+        return self._failure
+
+    def submit(self, work: Callable[[], object]) -> Event:
+        """See `Stream.submit`.  `work` runs with the caller's gradient and inference mode, as on its own thread."""
+        inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+        def run(_ready_s: float) -> Span:
+            started_s = time.perf_counter()
+            if inference:
+                with torch.inference_mode():
+                    work()
+            else:
+                with torch.set_grad_enabled(gradients):
+                    work()
+            ended_s = time.perf_counter()
+            if self._slowdown > 1:
+                ended_s = started_s + (ended_s - started_s) * self._slowdown
+                if not sleep_until(ended_s, self._closing.is_set):
+                    raise ClosingError
+            return started_s, ended_s
+
+        return self._enqueue(run)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, direction: Direction | None = None) -> Event:
+        """See `Stream.copy`."""
+        check_copy(destination, source)
+
+        def run(ready_s: float) -> Span:
+            with torch.inference_mode():
+                taken, span = self._carrier(destination, source, direction, ready_s)
+            self._copy_log.ended(self.name, taken, source.nbytes, *span)
+            return span
+
+        return self._enqueue(run)
+
+    def wait(self, event: Event) -> None:
+        """See `Stream.wait`."""
+
+        def run(ready_s: float) -> Span:
+            while not event.wait(_LOOK_S):
+                if self._closing.is_set():
+                    raise ClosingError
+            ended_s = max(ready_s, event.ended_s)
+            return ended_s, ended_s
+
+        if event.done() and event.failure is None:
+            self._require_open()
+        else:
+            self._enqueue(run, is_wait=True)
+
+    def record(self) -> Event:
+        """See `Stream.record`."""
+        return self._enqueue(lambda ready_s: (ready_s, ready_s))
+
+    def synchronize(self) -> None:
+        """See `Stream.synchronize`."""
+        self.record().wait()
+
+    def recover(self) -> None:
+        """See `Stream.recover`."""
+        self._enqueue(lambda ready_s: (ready_s, ready_s), recovers=True).wait()
+
+    def close(self) -> None:
+        """See `Stream.close`.  Set `closing` before, for what is under way to end early."""
+        with self._entry:
+            if not self._closed:
+                self._closed = True
+                self._queue.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _enqueue(self, run: Callable[[float], Span], *, recovers: bool = False, is_wait: bool = False) -> HostEvent:
+        event = HostEvent(self.name, None if is_wait else self._thread.ident)
+        item = _Item(event, run, time.perf_counter(), recovers)
+        with self._entry:
+            self._require_open()
+            self._queue.put(item)
+        return event
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise closed_error(self.name)
+
+    def _serve(self) -> None:
+        sharpen_timers()
+        free_s = 0.0
+        while (item := self._queue.get()) is not None:
+            if item.event.claim():
+                free_s = self._do(item, free_s)
+            # While this thread waits for the next item it must not keep the tensors of the last one alive.
+            del item
+
+    def _do(self, item: _Item, free_s: float) -> float:
+        """Does one item, and returns when the stream was free again."""
+        if self._closed or self._closing.is_set():
+            item.event.fail(closed_error(self.name))
+            return free_s
+        if item.recovers:
+            self._failure = None
+        if self._failure is None:
+            try:
+                started_s, ended_s = item.run(max(item.submitted_s, free_s))
+            except ClosingError:
+                self._failure = closed_error(self.name)
+            except BaseException as error:  # whatever it is, waiters must hear of it
+                self._failure = as_engine_error(error, self.name)
+            else:
+                item.event.finish(started_s, ended_s)
+                return ended_s
+        item.event.fail(self._failure)
+        return time.perf_counter()

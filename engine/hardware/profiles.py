@@ -1,0 +1,131 @@
+"""Profiles of graphics cards that an emulated device can be: JSON files in `resources/hardware`.
+
+{"name": "slow-link", "description": "...", "vram_bytes": 4000000000, "link_h2d_gbps": 2.0,
+ "link_d2h_gbps": 2.0, "link_latency_us": 20.0, "compute_slowdown": 1.0}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from engine.errors import EngineError, ErrorCode
+from engine.paths import resources_dir
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProfile:
+    """A card and its link to the host.
+
+    Attributes:
+        name: the file's, without `.json`.
+        description: what it stands for, for people.
+        vram_bytes: memory.
+        link_h2d_gbps, link_d2h_gbps: bandwidth to the card and back, in 1e9 bytes per second.
+        link_latency_us: microseconds that every copy takes besides.
+        compute_slowdown: how many times as long as on this machine's CPU a kernel takes; 1 is no slower.
+    """
+
+    name: str
+    description: str
+    vram_bytes: int
+    link_h2d_gbps: float
+    link_d2h_gbps: float
+    link_latency_us: float
+    compute_slowdown: float = 1.0
+
+
+# What any card will have for the next decade or two; beyond, somebody has mistaken the unit.
+_RANGES: dict[str, tuple[float, float]] = {
+    "vram_bytes": (2**20, 2**42),
+    "link_h2d_gbps": (0.001, 2000),
+    "link_d2h_gbps": (0.001, 2000),
+    "link_latency_us": (0, 100_000),
+    "compute_slowdown": (1, 1000),
+}
+_TEXTS = ("name", "description")
+_OPTIONAL = ("compute_slowdown",)
+
+
+def profiles_dir() -> Path:
+    """Where the profiles are that come with the program."""
+    return resources_dir() / "hardware"
+
+
+def profile_names(folder: Path | None = None) -> list[str]:
+    """Names of all profiles, sorted."""
+    return sorted(path.stem for path in (folder or profiles_dir()).glob("*.json"))
+
+
+def read_profile(name: str, folder: Path | None = None) -> DeviceProfile:
+    """The profile of this name.
+
+    Raises:
+        EngineError: `INVALID_REQUEST` if there is none, or if what its file says cannot be.
+    """
+    folder = folder or profiles_dir()
+    names = profile_names(folder)
+    if name not in names:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"There is no hardware profile called {name!r} in {folder}: use one of {', '.join(names) or '(none)'}.",
+        )
+    path = folder / f"{name}.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _refused(path, f"cannot be read ({error})") from None
+    if not isinstance(content, dict):
+        raise _refused(path, "is not one JSON object")
+    return _checked(content, path)
+
+
+def _checked(content: dict[str, object], path: Path) -> DeviceProfile:
+    known = [field.name for field in fields(DeviceProfile)]
+    if unknown := sorted(content.keys() - set(known)):
+        raise _refused(path, f"has a field {unknown[0]!r} that no profile has; there are {', '.join(known)}")
+    values: dict[str, object] = {}
+    for field in known:
+        if field not in content:
+            if field in _OPTIONAL:
+                continue
+            raise _refused(path, f"lacks the field {field!r}")
+        values[field] = (
+            _checked_text(content, field, path) if field in _TEXTS else _checked_number(content, field, path)
+        )
+    if values["name"] != path.stem:
+        raise _refused(path, f"says in 'name' that it is {values['name']!r}, not {path.stem!r} as the file is called")
+    return DeviceProfile(**values)  # type: ignore[arg-type]
+
+
+def _checked_text(content: dict[str, object], field: str, path: Path) -> str:
+    value = content[field]
+    if not isinstance(value, str) or not value.strip():
+        raise _refused(path, f"has no text in {field!r}, but {_shown(value)}")
+    return value
+
+
+def _checked_number(content: dict[str, object], field: str, path: Path) -> float:
+    value = content[field]
+    low, high = _RANGES[field]
+    whole = field.endswith("_bytes")
+    kind = "a whole number" if whole else "a number"
+    # bool is an int to Python, and JSON as Python reads it has NaN.
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        raise _refused(path, f"has {_shown(value)} in {field!r}, which must be {kind} from {low:g} to {high:g}")
+    if not low <= value <= high or not math.isfinite(value):
+        raise _refused(path, f"has {_shown(value)} in {field!r}, which must be {kind} from {low:g} to {high:g}")
+    return value if whole else float(value)
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def _refused(path: Path, what: str) -> EngineError:
+    return EngineError(
+        ErrorCode.INVALID_REQUEST, f"The hardware profile {path} {what}: mend it or use another profile."
+    )

@@ -1,0 +1,34 @@
+"""The common contract, kept by the devices that every machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from engine.devices.cpu import open_cpu
+from engine.devices.device import Device
+from engine.devices.emulated import open_emulated
+from engine.hardware.profiles import DeviceProfile
+from tests.device_contract import DeviceContract
+
+
+class TestCpu(DeviceContract):
+    @pytest.fixture
+    def device(self) -> Iterator[Device]:
+        with open_cpu(total=2**26) as device:
+            yield device
+
+
+class TestEmulated(DeviceContract):
+    @pytest.fixture
+    def device(self) -> Iterator[Device]:
+        with open_emulated(DeviceProfile("brisk", "for tests", 2**26, 3.0, 3.0, 5.0)) as device:
+            yield device
+
+
+class TestEmulatedSlowCompute(DeviceContract):
+    @pytest.fixture
+    def device(self) -> Iterator[Device]:
+        with open_emulated(DeviceProfile("tired", "for tests", 2**26, 1.0, 0.5, 50.0, 2.0)) as device:
+            yield device
