@@ -56,6 +56,24 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
         self.values = values.narrow(-2, 0, end)
         return self.keys, self.values
 
+    def claim_row(self) -> tuple[torch.Tensor, torch.Tensor, int] | None:
+        """One more token whose states the caller writes itself, into row n of the buffers returned.
+
+        Returns:
+            Key and value buffer [1, H, capacity, D] and n, the tokens held before; `None` if the cache is empty or
+            holds several sequences.
+        """
+        if self._key_buffer is None or self._value_buffer is None or self._key_buffer.shape[0] != 1:
+            return None
+        start = self._length
+        if start == self._key_buffer.shape[-2]:
+            self._grow(self.keys, self.values, start + 1)
+        keys, values = self._key_buffer, self._value_buffer
+        self._length = start + 1
+        self.keys = keys.narrow(-2, 0, start + 1)
+        self.values = values.narrow(-2, 0, start + 1)
+        return keys, values, start
+
     def _grow(
         self, key_states: torch.Tensor, value_states: torch.Tensor, tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -32,6 +32,7 @@ from engine.runtime.library_models import (
 )
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.memory import require_ram
+from engine.runtime.native_decoder import speed_up_decoder_layers
 from engine.runtime.placement import Placement, place, requested_device, set_threads
 from engine.runtime.prompt import template_note
 from engine.runtime.tensor_reader import TensorReader
@@ -129,6 +130,7 @@ def _read(
     load_rest(model, plan, reader, placement.dense)
     if kernels is not None:
         speed_up_linears(model, kernels)
+        speed_up_decoder_layers(model, kernels)
     verify(model, sites)
 
 

@@ -32,7 +32,7 @@ class NativeExperts:
     def __init__(self, layer: LayerRecords, kernels: NativeKernels, many_tokens: ExpertKernel) -> None:
         parts = {part.name: part for part in layer.layout.parts}
         hidden, inner = parts["down_proj"].shape
-        self._struct = ExpertsStruct(
+        self.struct = ExpertsStruct(
             layer.records.data_ptr(),
             layer.layout.nbytes,
             parts["gate_up_proj"].offset,
@@ -42,7 +42,7 @@ class NativeExperts:
             inner,
         )
         self._layer = layer  # the struct points into its records
-        self._address = ctypes.addressof(self._struct)
+        self._address = ctypes.addressof(self.struct)
         self._kernels = kernels
         self._many_tokens = many_tokens
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from engine.kernels.native.build import library_path
 
-_ABI = 1
+_ABI = 2
 _SELF_TEST = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).switchyard_self_test(int(sys.argv[2])))"
 
 
@@ -44,6 +44,31 @@ class ExpertsStruct(ctypes.Structure):
     )
 
 
+class SparseBlockStruct(ctypes.Structure):
+    """`SwitchyardSparseBlock` of switchyard_kernels.h."""
+
+    _fields_ = (
+        ("norm", ctypes.c_void_p),
+        ("router", ctypes.c_void_p),
+        ("experts", ExpertsStruct),
+        ("epsilon", ctypes.c_float),
+        ("top_k", ctypes.c_int32),
+        ("normalise", ctypes.c_int32),
+        ("bf16_shares", ctypes.c_int32),
+    )
+
+
+class AttentionStruct(ctypes.Structure):
+    """`SwitchyardAttention` of switchyard_kernels.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("norm", "q", "k", "v", "o", "q_norm", "k_norm")),
+        ("epsilon", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("hidden", "heads", "kv_heads", "head_dim")),
+    )
+
+
 class NativeKernels:
     """The loaded library and one pool of threads."""
 
@@ -56,10 +81,14 @@ class NativeKernels:
         pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
         library.switchyard_experts_bf16.argtypes = [pointer, pointer, i32, i32, pointer, pointer, pointer, pointer]
         library.switchyard_linear_bf16.argtypes = [pointer, pointer, i64, i64, pointer, pointer, pointer]
+        library.switchyard_sparse_step_bf16.argtypes = [pointer] * 6
+        library.switchyard_attention_step_bf16.argtypes = [*[pointer] * 7, i64, i64, pointer]
         self._library = library
         self.pool: int = library.switchyard_pool_create(threads)
         self.experts_bf16 = library.switchyard_experts_bf16
         self.linear_bf16 = library.switchyard_linear_bf16
+        self.sparse_step_bf16 = library.switchyard_sparse_step_bf16
+        self.attention_step_bf16 = library.switchyard_attention_step_bf16
 
     def close(self) -> None:
         """Ends the pool's threads.  No kernel may be called afterwards."""

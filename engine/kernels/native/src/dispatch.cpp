@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int32_t kAbi = 1;
+constexpr int32_t kAbi = 2;
 
 const KernelSet *kernel_set(int32_t isa) {
 #if defined(__x86_64__) || defined(_M_X64)
@@ -59,6 +59,13 @@ SWITCHYARD_API int32_t switchyard_self_test(int32_t isa) {
         float got_a, got_b;
         set->spread(x.data(), n, spread.data());
         set->dot_pair(a.data(), b.data(), spread.data(), n, &got_a, &got_b);
+        const float shares[2] = {0.5f, -2.0f};
+        std::vector<uint16_t> rows(a);
+        rows.insert(rows.end(), b.begin(), b.end());
+        std::vector<float> mixed(n);
+        set->mix_rows(rows.data(), 2, n, shares, mixed.data());
+        for (int64_t i = 0; i < n; ++i)
+            if (std::fabs(mixed[i] - (0.5f * from_bf16(a[i]) - 2.0f * from_bf16(b[i]))) > 1e-3) return 3;
         if (std::fabs(got_a - want_a) > 1e-3 || std::fabs(got_b - want_b) > 1e-3) return 2;
     }
     return 0;

@@ -9,6 +9,8 @@ struct KernelSet {
     void (*spread_floats)(const float *x, int64_t n, float *out);
     // Dot products of two bf16 rows of n with a spread vector.
     void (*dot_pair)(const uint16_t *a, const uint16_t *b, const float *spread, int64_t n, float *a_out, float *b_out);
+    // out[i] = sum over rows r of shares[r] * x[r, i]: x bf16 [rows, n].
+    void (*mix_rows)(const uint16_t *x, int64_t rows, int64_t n, const float *shares, float *out);
 };
 
 extern const KernelSet kPortableKernels;

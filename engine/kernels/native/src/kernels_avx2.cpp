@@ -56,6 +56,26 @@ void dot_pair(const uint16_t *a, const uint16_t *b, const float *x, int64_t n, f
     *b_out = sum(_mm256_add_ps(b_even, b_odd));
 }
 
+void mix_rows(const uint16_t *x, int64_t rows, int64_t n, const float *shares, float *out) {
+    int64_t i = 0;
+    for (; i + 32 <= n; i += 32) {
+        __m256 sum[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
+        for (int64_t row = 0; row < rows; ++row) {
+            const __m256 share = _mm256_set1_ps(shares[row]);
+            for (int b = 0; b < 4; ++b) {
+                const auto *at = reinterpret_cast<const __m128i *>(x + row * n + i + 8 * b);
+                const __m256i wide = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(at)), 16);
+                sum[b] = _mm256_fmadd_ps(_mm256_castsi256_ps(wide), share, sum[b]);
+            }
+        }
+        for (int b = 0; b < 4; ++b) _mm256_storeu_ps(out + i + 8 * b, sum[b]);
+    }
+    for (; i < n; ++i) {
+        out[i] = 0;
+        for (int64_t row = 0; row < rows; ++row) out[i] += shares[row] * from_bf16(x[row * n + i]);
+    }
+}
+
 }  // namespace
 
-const KernelSet kAvx2Kernels = {spread, spread_floats, dot_pair};
+const KernelSet kAvx2Kernels = {spread, spread_floats, dot_pair, mix_rows};

@@ -53,6 +53,33 @@ void dot_pair(const uint16_t *a, const uint16_t *b, const float *x, int64_t n, f
     *b_out = _mm512_reduce_add_ps(_mm512_add_ps(b_even, b_odd));
 }
 
+// `blocks` accumulators of 16 columns, the last one perhaps partly masked off.
+template <int blocks> void mix_columns(const uint16_t *x, int64_t rows, int64_t n, const float *shares, __mmask16 last,
+                                       float *out) {
+    __m512 sum[blocks];
+    for (auto &s : sum) s = _mm512_setzero_ps();
+    for (int64_t row = 0; row < rows; ++row, x += n) {
+        const __m512 share = _mm512_set1_ps(shares[row]);
+        for (int b = 0; b < blocks; ++b) {
+            const __mmask16 mask = b + 1 == blocks ? last : static_cast<__mmask16>(0xffff);
+            const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, x + 16 * b));
+            sum[b] = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16)), share, sum[b]);
+        }
+    }
+    for (int b = 0; b < blocks; ++b)
+        _mm512_mask_storeu_ps(out + 16 * b, b + 1 == blocks ? last : static_cast<__mmask16>(0xffff), sum[b]);
+}
+
+void mix_rows(const uint16_t *x, int64_t rows, int64_t n, const float *shares, float *out) {
+    int64_t i = 0;
+    for (; i + 64 <= n; i += 64) mix_columns<4>(x + i, rows, n, shares, 0xffff, out + i);
+    for (; i < n; i += 16) {
+        const int64_t left = n - i;
+        const auto mask = static_cast<__mmask16>(left >= 16 ? 0xffff : (1u << left) - 1);
+        mix_columns<1>(x + i, rows, n, shares, mask, out + i);
+    }
+}
+
 }  // namespace
 
-const KernelSet kAvx512Kernels = {spread, spread_floats, dot_pair};
+const KernelSet kAvx512Kernels = {spread, spread_floats, dot_pair, mix_rows};

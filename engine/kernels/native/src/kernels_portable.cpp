@@ -27,6 +27,12 @@ void dot_pair(const uint16_t *a, const uint16_t *b, const float *x, int64_t n, f
     *b_out = ((sum_b[0] + sum_b[4]) + (sum_b[1] + sum_b[5])) + ((sum_b[2] + sum_b[6]) + (sum_b[3] + sum_b[7]));
 }
 
+void mix_rows(const uint16_t *x, int64_t rows, int64_t n, const float *shares, float *out) {
+    for (int64_t i = 0; i < n; ++i) out[i] = 0;
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t i = 0; i < n; ++i) out[i] += shares[row] * from_bf16(x[row * n + i]);
+}
+
 }  // namespace
 
-const KernelSet kPortableKernels = {spread, spread_floats, dot_pair};
+const KernelSet kPortableKernels = {spread, spread_floats, dot_pair, mix_rows};

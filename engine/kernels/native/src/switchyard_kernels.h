@@ -24,6 +24,27 @@ typedef struct {
     int32_t inner;
 } SwitchyardExperts;
 
+// A sparse block of the Mixtral kind: hidden + experts(norm(hidden)), routed by softmax over all experts, then top k.
+typedef struct {
+    const uint16_t *norm;    // bf16 [hidden]
+    const uint16_t *router;  // bf16 [experts, hidden]
+    SwitchyardExperts experts;
+    float epsilon;
+    int32_t top_k;
+    int32_t normalise;    // whether the chosen weights are made to sum to 1
+    int32_t bf16_shares;  // whether they are then rounded
+} SwitchyardSparseBlock;
+
+// Grouped-query attention of the Llama kind: hidden + o(attention(rope(q, k), v)) of norm(hidden), all bf16.
+typedef struct {
+    const uint16_t *norm;           // [hidden]
+    const uint16_t *q, *k, *v, *o;  // [heads * head_dim, hidden], [kv_heads * head_dim, hidden] twice, [hidden, ...]
+    const uint16_t *q_norm, *k_norm;  // RMS norms of each head, [head_dim], or null
+    float epsilon;
+    float scale;
+    int32_t hidden, heads, kv_heads, head_dim;
+} SwitchyardAttention;
+
 // Raised whenever a signature or a struct above changes: a library of another number is not used.
 SWITCHYARD_API int32_t switchyard_abi(void);
 
@@ -48,3 +69,17 @@ SWITCHYARD_API int32_t switchyard_experts_bf16(SwitchyardPool *pool, const Switc
 // out = weight x + bias: weight bf16 [rows, columns], x bf16 [columns], bias bf16 [rows] or null, out bf16 [rows].
 SWITCHYARD_API int32_t switchyard_linear_bf16(SwitchyardPool *pool, const uint16_t *weight, int64_t rows,
                                               int64_t columns, const uint16_t *x, const uint16_t *bias, uint16_t *out);
+
+// One token through a sparse block.  hidden, out: bf16 [hidden], not the same.  chosen: int64 [k] and shares:
+// float [k] receive the routing.
+SWITCHYARD_API int32_t switchyard_sparse_step_bf16(SwitchyardPool *pool, const SwitchyardSparseBlock *block,
+                                                   const uint16_t *hidden, int64_t *chosen, float *shares,
+                                                   uint16_t *out);
+
+// One token through attention.  keys, values: bf16 [kv_heads, capacity, head_dim] that hold `length` tokens; those of
+// this token are written at row `length` < capacity.  cos, sin: bf16 [head_dim], as the library's rotary embedding
+// makes them.  hidden, out: bf16 [hidden], not the same.
+SWITCHYARD_API int32_t switchyard_attention_step_bf16(SwitchyardPool *pool, const SwitchyardAttention *attention,
+                                                      const uint16_t *hidden, const uint16_t *cos, const uint16_t *sin,
+                                                      uint16_t *keys, uint16_t *values, int64_t capacity,
+                                                      int64_t length, uint16_t *out);

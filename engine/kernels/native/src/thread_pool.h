@@ -24,9 +24,10 @@ template <class Done> void spin_until(Done done) {
 // A run of items that all threads together go through once.
 class Phase {
   public:
-    // For `threads` threads; chunks are small enough to share evenly, large enough to stream through memory.
-    Phase(int64_t items, int threads)
-        : items_(items), chunk_(items / (int64_t{8} * threads) > 8 ? items / (int64_t{8} * threads) : 8) {}
+    // For `threads` threads; chunks are small enough to share evenly, large enough to stream through memory: never
+    // fewer than `fewest` items.
+    Phase(int64_t items, int threads, int64_t fewest = 8)
+        : items_(items), chunk_(items / (int64_t{8} * threads) > fewest ? items / (int64_t{8} * threads) : fewest) {}
 
     // Calls body(begin, end) for chunks until none is left, then waits for those that others still have in hand.
     template <class Body> void run(Body body) {

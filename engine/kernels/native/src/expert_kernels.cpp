@@ -1,4 +1,4 @@
-// One call per MoE layer, one per linear layer: the work is cut into equal runs of rows over the pool's threads.
+// The experts of a layer in one call, alone or with the norm, the router and the residual around them.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "dispatch.h"
+#include "rows.h"
 #include "switchyard_kernels.h"
 #include "thread_pool.h"
 
@@ -28,6 +29,7 @@ struct ExpertsCall {
     std::vector<float> spread_x;   // [tokens, hidden_padded]
     std::vector<float> inner;      // [visits, inner]: silu(gate) * up
     std::vector<float> spread_in;  // [visits, inner_padded]
+    const uint16_t *residual;      // [tokens, hidden] to add to the result, or null
     uint16_t *out;
 };
 
@@ -36,14 +38,12 @@ struct ExpertsRun {
     ExpertsCall &call;
     Phase gate_up, spreading, down;
 
-    ExpertsRun(ExpertsCall &call, int threads)
+    ExpertsRun(ExpertsCall &call, int64_t active, int64_t visits, int threads)
         : call(call),
-          gate_up(static_cast<int64_t>(call.active.size()) * call.layer->inner, threads),
-          spreading(static_cast<int64_t>(call.visits.size()), threads),
+          gate_up(active * call.layer->inner, threads),
+          spreading(visits, threads),
           down((call.layer->hidden + 1) / 2, threads) {}
 };
-
-constexpr int64_t padded(int64_t n) { return (n + 31) & ~int64_t{31}; }
 
 inline const uint16_t *matrix(const SwitchyardExperts &layer, int32_t expert, int64_t offset) {
     return reinterpret_cast<const uint16_t *>(layer.records + expert * layer.stride + offset);
@@ -87,8 +87,12 @@ void down_row_pairs(ExpertsCall &call, int64_t begin, int64_t end) {
             }
         }
         for (int32_t token = 0; token < call.tokens; ++token) {
-            call.out[token * hidden + row] = to_bf16(sums[2 * token]);
-            if (other != row) call.out[token * hidden + other] = to_bf16(sums[2 * token + 1]);
+            for (int64_t place : {row, other}) {
+                float sum = sums[2 * token + (place - row)];
+                const int64_t at = token * hidden + place;
+                if (call.residual) sum = from_bf16(call.residual[at]) + round_bf16(sum);
+                call.out[at] = to_bf16(sum);
+            }
         }
     }
 }
@@ -126,32 +130,74 @@ void group_visits(ExpertsCall &call, int32_t k, const int64_t *index, const floa
             call.visits[tally[index[i]]++] = {static_cast<int32_t>(i / k), weights[i]};
 }
 
-struct LinearCall {
-    const KernelSet *kernels;
-    const uint16_t *weight;
-    int64_t rows, columns;
-    const float *spread_x;
-    const uint16_t *bias;
-    uint16_t *out;
-    Phase row_pairs;
+struct SparseStep {
+    const SwitchyardSparseBlock *block;
+    ExpertsCall call;
+    std::vector<uint16_t> normed;  // [hidden]
+    std::vector<float> logits;     // [experts]
+    std::vector<int32_t> order;
+    int64_t *chosen;
+    float *shares;
 };
 
-void linear_work(void *argument) {
-    auto &call = *static_cast<LinearCall *>(argument);
-    call.row_pairs.run([&](int64_t begin, int64_t end) {
-        for (int64_t pair = begin; pair < end; ++pair) {
-            const int64_t row = 2 * pair, other = std::min(row + 1, call.rows - 1);
-            float a, b;
-            call.kernels->dot_pair(call.weight + row * call.columns, call.weight + other * call.columns, call.spread_x,
-                                   call.columns, &a, &b);
-            if (call.bias) {
-                a += from_bf16(call.bias[row]);
-                b += from_bf16(call.bias[other]);
-            }
-            call.out[row] = to_bf16(a);
-            if (other != row) call.out[other] = to_bf16(b);
-        }
+struct SparseRun {
+    SparseStep &step;
+    Phase norm, router, choice;
+    ExpertsRun experts;
+
+    SparseRun(SparseStep &step, int threads)
+        : step(step),
+          norm(1, threads),
+          router((step.block->experts.count + 1) / 2, threads),
+          choice(1, threads),
+          experts(step.call, step.block->top_k, step.block->top_k, threads) {}
+};
+
+void router_row_pairs(SparseStep &step, int64_t begin, int64_t end) {
+    const auto &layer = step.block->experts;
+    for (int64_t pair = begin; pair < end; ++pair) {
+        const int64_t row = 2 * pair, other = std::min<int64_t>(row + 1, layer.count - 1);
+        float a, b;
+        step.call.kernels->dot_pair(step.block->router + row * layer.hidden, step.block->router + other * layer.hidden,
+                                    step.call.spread_x.data(), layer.hidden, &a, &b);
+        step.logits[row] = round_bf16(a);
+        step.logits[other] = round_bf16(b);
+    }
+}
+
+// Softmax in fp32, the k likeliest, their weights made to sum to 1 if the family does so.
+void choose_experts(SparseStep &step) {
+    const auto &block = *step.block;
+    const int32_t count = block.experts.count, k = block.top_k;
+    const float top = *std::max_element(step.logits.begin(), step.logits.end());
+    float total = 0;
+    for (float &logit : step.logits) total += logit = std::exp(logit - top);
+    for (float &logit : step.logits) logit /= total;
+    for (int32_t expert = 0; expert < count; ++expert) step.order[expert] = expert;
+    std::partial_sort(step.order.begin(), step.order.begin() + k, step.order.end(), [&](int32_t a, int32_t b) {
+        return step.logits[a] > step.logits[b] || (step.logits[a] == step.logits[b] && a < b);
     });
+    float kept = 0;
+    for (int32_t i = 0; i < k; ++i) kept += step.logits[step.order[i]];
+    for (int32_t i = 0; i < k; ++i) {
+        step.chosen[i] = step.order[i];
+        const float share = step.logits[step.order[i]] / (block.normalise ? kept : 1.0f);
+        step.shares[i] = block.bf16_shares ? round_bf16(share) : share;
+    }
+    group_visits(step.call, k, step.chosen, step.shares);
+}
+
+void sparse_work(void *argument) {
+    auto &run = *static_cast<SparseRun *>(argument);
+    auto &step = run.step;
+    const auto &block = *step.block;
+    run.norm.run([&](int64_t, int64_t) {
+        rms_norm(step.call.residual, block.norm, block.epsilon, block.experts.hidden, step.normed.data());
+        step.call.kernels->spread(step.normed.data(), block.experts.hidden, step.call.spread_x.data());
+    });
+    run.router.run([&](int64_t begin, int64_t end) { router_row_pairs(step, begin, end); });
+    run.choice.run([&](int64_t, int64_t) { choose_experts(step); });
+    experts_work(&run.experts);
 }
 
 }  // namespace
@@ -166,6 +212,7 @@ SWITCHYARD_API int32_t switchyard_experts_bf16(SwitchyardPool *pool, const Switc
     call.tokens = tokens;
     call.hidden_padded = padded(experts->hidden);
     call.inner_padded = padded(experts->inner);
+    call.residual = nullptr;
     call.out = out;
     group_visits(call, k, index, weights);
     call.spread_x.resize(static_cast<size_t>(tokens) * call.hidden_padded);
@@ -174,7 +221,8 @@ SWITCHYARD_API int32_t switchyard_experts_bf16(SwitchyardPool *pool, const Switc
     for (int32_t token = 0; token < tokens; ++token)
         call.kernels->spread(x + int64_t{token} * experts->hidden, experts->hidden,
                              &call.spread_x[token * call.hidden_padded]);
-    ExpertsRun run(call, pool->threads());
+    ExpertsRun run(call, static_cast<int64_t>(call.active.size()), static_cast<int64_t>(call.visits.size()),
+                   pool->threads());
     pool->run(experts_work, &run,
               static_cast<int64_t>(call.active.size()) * 3 * experts->hidden * experts->inner * sizeof(uint16_t));
     return 0;
@@ -182,16 +230,31 @@ SWITCHYARD_API int32_t switchyard_experts_bf16(SwitchyardPool *pool, const Switc
     return 1;
 }
 
-SWITCHYARD_API int32_t switchyard_linear_bf16(SwitchyardPool *pool, const uint16_t *weight, int64_t rows,
-                                              int64_t columns, const uint16_t *x, const uint16_t *bias,
-                                              uint16_t *out) try {
-    static thread_local std::vector<float> spread_x;
-    spread_x.resize(static_cast<size_t>(padded(columns)));
-    const KernelSet &kernels = kernels_in_use();
-    kernels.spread(x, columns, spread_x.data());
-    LinearCall call = {&kernels, weight, rows, columns, spread_x.data(), bias, out,
-                       Phase((rows + 1) / 2, pool->threads())};
-    pool->run(linear_work, &call, rows * columns * static_cast<int64_t>(sizeof(uint16_t)));
+SWITCHYARD_API int32_t switchyard_sparse_step_bf16(SwitchyardPool *pool, const SwitchyardSparseBlock *block,
+                                                   const uint16_t *hidden, int64_t *chosen, float *shares,
+                                                   uint16_t *out) try {
+    static thread_local SparseStep step;
+    const auto &layer = block->experts;
+    const size_t k = static_cast<size_t>(block->top_k);
+    step.block = block;
+    step.chosen = chosen;
+    step.shares = shares;
+    step.normed.resize(static_cast<size_t>(layer.hidden));
+    step.logits.resize(static_cast<size_t>(layer.count));
+    step.order.resize(static_cast<size_t>(layer.count));
+    auto &call = step.call;
+    call.layer = &layer;
+    call.kernels = &kernels_in_use();
+    call.tokens = 1;
+    call.hidden_padded = padded(layer.hidden);
+    call.inner_padded = padded(layer.inner);
+    call.residual = hidden;
+    call.out = out;
+    call.spread_x.resize(static_cast<size_t>(call.hidden_padded));
+    call.inner.resize(k * layer.inner);
+    call.spread_in.resize(k * call.inner_padded);
+    SparseRun run(step, pool->threads());
+    pool->run(sparse_work, &run, (static_cast<int64_t>(k) * 3 * layer.inner + layer.count) * layer.hidden * 2);
     return 0;
 } catch (const std::bad_alloc &) {
     return 1;

@@ -1,0 +1,174 @@
+// One token through a layer's attention: norm, projections, rotary embedding, KV, attention, output and residual.
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <new>
+#include <vector>
+
+#include "dispatch.h"
+#include "rows.h"
+#include "switchyard_kernels.h"
+#include "thread_pool.h"
+
+namespace {
+
+struct AttentionStep {
+    const SwitchyardAttention *layer;
+    const KernelSet *kernels;
+    const uint16_t *hidden, *cos, *sin;
+    uint16_t *keys, *values;
+    int64_t capacity, length;
+    uint16_t *out;
+    std::vector<uint16_t> normed;     // [hidden]
+    std::vector<float> spread_x;      // [hidden], spread
+    std::vector<uint16_t> projected;  // q, k and v, [(heads + 2 kv_heads) * head_dim]
+    std::vector<float> spread_q;      // [heads, head_dim padded]
+    std::vector<float> scores;        // [heads, length + 1]
+    std::vector<float> mixed;         // [heads, head_dim]
+    std::vector<uint16_t> attended;   // [heads * head_dim]
+};
+
+struct AttentionRun {
+    AttentionStep &step;
+    Phase norm, projections, heads, attention, spreading, output;
+
+    AttentionRun(AttentionStep &step, int threads)
+        : step(step),
+          norm(1, threads),
+          projections(static_cast<int64_t>(step.layer->heads + 2 * step.layer->kv_heads) * step.layer->head_dim / 2, threads),
+          heads(step.layer->heads + 2 * step.layer->kv_heads, threads, 1),
+          attention(step.layer->heads, threads, 1),
+          spreading(1, threads),
+          output((step.layer->hidden + 1) / 2, threads) {}
+};
+
+void projection_row_pairs(AttentionStep &step, int64_t begin, int64_t end) {
+    const auto &layer = *step.layer;
+    const int64_t q_rows = int64_t{layer.heads} * layer.head_dim, kv_rows = int64_t{layer.kv_heads} * layer.head_dim;
+    for (int64_t pair = begin; pair < end; ++pair) {
+        const int64_t at = 2 * pair;  // head_dim is even: a pair lies within one matrix
+        const uint16_t *weight = layer.q + at * layer.hidden;
+        if (at >= q_rows + kv_rows)
+            weight = layer.v + (at - q_rows - kv_rows) * layer.hidden;
+        else if (at >= q_rows)
+            weight = layer.k + (at - q_rows) * layer.hidden;
+        float a, b;
+        step.kernels->dot_pair(weight, weight + layer.hidden, step.spread_x.data(), layer.hidden, &a, &b);
+        step.projected[at] = to_bf16(a);
+        step.projected[at + 1] = to_bf16(b);
+    }
+}
+
+// x * cos + rotate_half(x) * sin, rounded where the library rounds.
+void rotate(const AttentionStep &step, uint16_t *x) {
+    const int64_t half = step.layer->head_dim / 2;
+    for (int64_t i = 0; i < half; ++i) {
+        const float low = from_bf16(x[i]), high = from_bf16(x[i + half]);
+        x[i] = to_bf16(round_bf16(low * from_bf16(step.cos[i])) + round_bf16(-high * from_bf16(step.sin[i])));
+        x[i + half] = to_bf16(round_bf16(high * from_bf16(step.cos[i + half])) +
+                              round_bf16(low * from_bf16(step.sin[i + half])));
+    }
+}
+
+// One projected head: a query is spread for the dot products, keys and values go to their row of the cache.
+void prepare_head(AttentionStep &step, int64_t head) {
+    const auto &layer = *step.layer;
+    const int64_t dim = layer.head_dim;
+    uint16_t *x = &step.projected[head * dim];
+    if (head >= layer.heads + layer.kv_heads) {
+        std::copy(x, x + dim, step.values + ((head - layer.heads - layer.kv_heads) * step.capacity + step.length) * dim);
+        return;
+    }
+    const bool is_query = head < layer.heads;
+    if (const uint16_t *norm = is_query ? layer.q_norm : layer.k_norm) rms_norm(x, norm, layer.epsilon, dim, x);
+    rotate(step, x);
+    if (is_query)
+        step.kernels->spread(x, dim, &step.spread_q[head * padded(dim)]);
+    else
+        std::copy(x, x + dim, step.keys + ((head - layer.heads) * step.capacity + step.length) * dim);
+}
+
+void attend(AttentionStep &step, int64_t head) {
+    const auto &layer = *step.layer;
+    const int64_t dim = layer.head_dim, tokens = step.length + 1;
+    const int64_t kv_head = head / (layer.heads / layer.kv_heads);
+    const uint16_t *keys = step.keys + kv_head * step.capacity * dim;
+    float *scores = &step.scores[head * tokens];
+    for (int64_t token = 0; token < tokens; token += 2) {
+        const int64_t other = std::min(token + 1, tokens - 1);
+        step.kernels->dot_pair(keys + token * dim, keys + other * dim, &step.spread_q[head * padded(dim)], dim,
+                               &scores[token], &scores[other]);
+    }
+    const float top = *std::max_element(scores, scores + tokens) * layer.scale;
+    float total = 0;
+    for (int64_t token = 0; token < tokens; ++token) total += scores[token] = std::exp(scores[token] * layer.scale - top);
+    float *mixed = &step.mixed[head * dim];
+    step.kernels->mix_rows(step.values + kv_head * step.capacity * dim, tokens, dim, scores, mixed);
+    for (int64_t i = 0; i < dim; ++i) step.attended[head * dim + i] = to_bf16(mixed[i] / total);
+}
+
+void output_row_pairs(AttentionStep &step, int64_t begin, int64_t end) {
+    const auto &layer = *step.layer;
+    const int64_t width = int64_t{layer.heads} * layer.head_dim;
+    for (int64_t pair = begin; pair < end; ++pair) {
+        const int64_t row = 2 * pair, other = std::min<int64_t>(row + 1, layer.hidden - 1);
+        float a, b;
+        step.kernels->dot_pair(layer.o + row * width, layer.o + other * width, step.spread_x.data(), width, &a, &b);
+        step.out[row] = to_bf16(from_bf16(step.hidden[row]) + round_bf16(a));
+        step.out[other] = to_bf16(from_bf16(step.hidden[other]) + round_bf16(b));
+    }
+}
+
+void attention_work(void *argument) {
+    auto &run = *static_cast<AttentionRun *>(argument);
+    auto &step = run.step;
+    const auto &layer = *step.layer;
+    run.norm.run([&](int64_t, int64_t) {
+        rms_norm(step.hidden, layer.norm, layer.epsilon, layer.hidden, step.normed.data());
+        step.kernels->spread(step.normed.data(), layer.hidden, step.spread_x.data());
+    });
+    run.projections.run([&](int64_t begin, int64_t end) { projection_row_pairs(step, begin, end); });
+    run.heads.run([&](int64_t begin, int64_t end) {
+        for (int64_t head = begin; head < end; ++head) prepare_head(step, head);
+    });
+    run.attention.run([&](int64_t begin, int64_t end) {
+        for (int64_t head = begin; head < end; ++head) attend(step, head);
+    });
+    run.spreading.run([&](int64_t, int64_t) {
+        step.kernels->spread(step.attended.data(), int64_t{layer.heads} * layer.head_dim, step.spread_x.data());
+    });
+    run.output.run([&](int64_t begin, int64_t end) { output_row_pairs(step, begin, end); });
+}
+
+}  // namespace
+
+SWITCHYARD_API int32_t switchyard_attention_step_bf16(SwitchyardPool *pool, const SwitchyardAttention *attention,
+                                                      const uint16_t *hidden, const uint16_t *cos, const uint16_t *sin,
+                                                      uint16_t *keys, uint16_t *values, int64_t capacity,
+                                                      int64_t length, uint16_t *out) try {
+    static thread_local AttentionStep step;
+    const int64_t dim = attention->head_dim, heads = attention->heads, kv_heads = attention->kv_heads;
+    step.layer = attention;
+    step.kernels = &kernels_in_use();
+    step.hidden = hidden;
+    step.cos = cos;
+    step.sin = sin;
+    step.keys = keys;
+    step.values = values;
+    step.capacity = capacity;
+    step.length = length;
+    step.out = out;
+    step.normed.resize(static_cast<size_t>(attention->hidden));
+    step.spread_x.resize(static_cast<size_t>(padded(std::max<int64_t>(attention->hidden, heads * dim))));
+    step.projected.resize(static_cast<size_t>((heads + 2 * kv_heads) * dim));
+    step.spread_q.resize(static_cast<size_t>(heads * padded(dim)));
+    step.scores.resize(static_cast<size_t>(heads * (length + 1)));
+    step.mixed.resize(static_cast<size_t>(heads * dim));
+    step.attended.resize(static_cast<size_t>(heads * dim));
+    AttentionRun run(step, pool->threads());
+    const int64_t weights = (2 * heads + 2 * kv_heads) * dim * attention->hidden;
+    pool->run(attention_work, &run, 2 * (weights + 2 * kv_heads * length * dim));
+    return 0;
+} catch (const std::bad_alloc &) {
+    return 1;
+}

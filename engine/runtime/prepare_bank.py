@@ -1,0 +1,197 @@
+"""Prepares a model: converts its experts, layer by layer, into a bank file that can be read as it is needed."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from engine.errors import EngineError, ErrorCode
+from engine.experts.bank import BankLayer, ExpertBank
+from engine.experts.bank_file import BankFile
+from engine.experts.bank_header import BankHeader, UnusableBankError
+from engine.experts.bank_writer import BankWriter, preparing
+from engine.experts.record import RecordLayout, allocate_records
+from engine.paths import data_dir
+from engine.runtime.bank_source import BankSource
+from engine.runtime.cancellation import RequestCancelled
+from engine.runtime.fill_bank import working_bytes
+from engine.runtime.memory import available_ram, require_ram
+from engine.runtime.tensor_reader import TensorReader
+
+_log = logging.getLogger(__name__)
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What came of preparing.
+
+    Attributes:
+        path: of the bank file.
+        made: whether it had to be made; else it was there.
+        reason: why the one that was there would not do, for a person; `None` if there was none or it did.
+        resumed_bytes: of records that an earlier attempt had finished.
+    """
+
+    path: Path
+    made: bool
+    reason: str | None = None
+    resumed_bytes: int = 0
+
+
+def bank_path(directory: Path, precision: str) -> Path:
+    """Where the bank of a checkpoint directory lies: in the data folder, because it is as large as the model."""
+    where = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:12]
+    return data_dir() / "banks" / f"{directory.name}-{precision}-{where}.bank"
+
+
+def prepare_bank(
+    source: BankSource,
+    path: Path,
+    *,
+    on_progress: Callable[[int, int], None],
+    cancelled: Callable[[], bool],
+    direct: bool = True,
+) -> Prepared:
+    """Makes the bank file of a model unless it is there and up to date.
+
+    A layer is converted while the one before it is written.  Killed or cancelled, it goes on where it was the next
+    time.  If another process makes the same bank, this one waits and uses that.
+
+    Args:
+        on_progress: told (bytes of records written, in all), by the calling thread.
+        cancelled: asked often.
+        direct: whether to try to write past the page cache.
+
+    Raises:
+        EngineError: `DISK_FULL`, `NOT_ENOUGH_MEMORY`, `CHECKPOINT_DAMAGED` or `MODEL_UNSUPPORTED`; says what to do.
+        RequestCancelled: `cancelled()` was true.
+    """
+
+    def check() -> None:
+        if cancelled():
+            raise RequestCancelled
+
+    header = source.header()
+    usable, reason = _is_usable(path, header)
+    if usable:
+        return Prepared(path, made=False)
+    if reason is not None:
+        _log.warning("%s It is made again.", reason)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with preparing(path, check):
+            if _is_usable(path, header)[0]:  # somebody else has just made it
+                return Prepared(path, made=False)
+            with BankWriter(path, header, direct=direct) as writer:
+                resumed = sum(header.layers[layer].nbytes for layer in writer.finished)
+                _write(source, writer, on_progress, check)
+                source.require_unchanged(header)
+                writer.finish()
+            return Prepared(path, True, reason, resumed)
+    except OSError as error:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"{path.parent} cannot be written ({error.strerror}): check its permissions, or choose another data folder.",
+        ) from error
+
+
+def rebuild_record(source: BankSource, path: Path, layer: int, expert: int) -> None:
+    """Makes one damaged record again and puts it in its place in the bank.
+
+    Raises:
+        UnusableBankError: the model has changed since: the whole bank has to be made again.
+        EngineError: the model's files cannot be read, or the bank cannot be written.
+    """
+    rebuild_layer(source, path, layer, only=expert)
+
+
+def rebuild_layer(source: BankSource, path: Path, layer: int, only: int | None = None) -> int:
+    """Makes the damaged records of one layer again (or `only` this one).
+
+    Returns:
+        How many were damaged.
+
+    Raises:
+        As `rebuild_record`.
+    """
+    with BankFile(path, source.header()) as bank:
+        spec = bank.header.layers[layer]
+        made = allocate_records(spec.num_experts, spec.layout, _CPU)
+        made.zero_()
+        with TensorReader(lambda _done, _total: None, lambda: False, 0) as reader:
+            source.convert(layer, made, reader)
+        there, damaged = allocate_records(1, spec.layout, _CPU)[0], 0
+        for expert in range(spec.num_experts) if only is None else [only]:
+            try:
+                bank.read(layer, expert, there)
+            except EngineError:
+                bank.rewrite(layer, expert, made[expert])
+                damaged += 1
+    return damaged
+
+
+def _is_usable(path: Path, header: BankHeader) -> tuple[bool, str | None]:
+    try:
+        BankFile(path, header).close()
+    except FileNotFoundError:
+        return False, None
+    except UnusableBankError as error:
+        return False, error.message
+    return True, None
+
+
+def _write(
+    source: BankSource, writer: BankWriter, on_progress: Callable[[int, int], None], check: Callable[[], None]
+) -> None:
+    """Converts into one piece of memory while another is being written; with little RAM there is only one."""
+    header, stop = writer.header, threading.Event()
+    todo = [layer for layer in range(len(header.layers)) if layer not in writer.finished]
+    if not todo:
+        return
+    buffers = _buffers(source, header, todo)
+    pending: list[Future[None] | None] = [None] * len(buffers)
+    done = sum(header.layers[layer].nbytes for layer in writer.finished)
+
+    def written(count: int) -> None:
+        nonlocal done
+        done += count
+        if stop.is_set():
+            raise RequestCancelled
+
+    def report() -> None:
+        on_progress(done, header.records_nbytes)
+        check()
+
+    def wait_for(future: Future[None] | None) -> None:
+        while future is not None and not future.done():
+            report()
+            _wait(future)
+        if future is not None:
+            future.result()
+
+    expected = sum(source.nbytes(layer) for layer in todo)
+    with ThreadPoolExecutor(1, "bank-writer") as pool:
+        try:
+            with TensorReader(lambda _done, _total: report(), lambda: stop.is_set(), expected) as reader:
+                for turn, layer in enumerate(todo):
+                    at = turn % len(buffers)
+                    wait_for(pending[at])
+                    spec = header.layers[layer]
+                    records = buffers[at][: spec.nbytes].view(spec.num_experts, spec.layout.nbytes)
+                    source.convert(layer, records, reader)
+                    report()
+                    pending[at] = pool.submit(writer.write_layer, layer, records, written)
+            for future in pending:
+                wait_for(future)
+        except BaseException:
+            stop.set()
+            raise
+    on_progress(done, header.records_nbytes)
