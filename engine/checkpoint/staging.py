@@ -7,12 +7,15 @@ so an unlocked one marks what a killed process left behind: the next constructio
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from engine.checkpoint.file_lock import try_lock, unlock
 
 _PREFIX = ".staging-"
 _LOCK_SUFFIX = ".lock"
@@ -50,9 +53,9 @@ def put_in_place(folder: Path, target: Path) -> None:
                 discard(target)
         try:
             folder.rename(target)
-        except OSError:
-            # Somebody else put theirs there between our two renames.
-            if not target.exists():
+        except OSError as error:
+            # Somebody else put theirs there between our two renames, and may have taken it away again since.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) and not target.exists():
                 raise
         else:
             return
@@ -77,11 +80,11 @@ def sweep(parent: Path) -> None:
     """Delete what killed processes left under construction in `parent`; others' live work is left alone."""
     for lock_path in parent.glob(f"{_PREFIX}*{_LOCK_SUFFIX}"):
         with contextlib.suppress(OSError), lock_path.open("r+b") as lock:
-            if not _try_lock(lock.fileno()):
+            if not try_lock(lock.fileno()):
                 continue
             shutil.rmtree(lock_path.with_suffix(""), ignore_errors=True)
             if sys.platform == "win32":
-                _unlock(lock.fileno())
+                unlock(lock.fileno())
                 lock.close()
             if not lock_path.with_suffix("").exists():
                 lock_path.unlink()
@@ -94,44 +97,15 @@ def _locked_name(parent: Path) -> Iterator[Path]:
         descriptor, name = tempfile.mkstemp(prefix=_PREFIX, suffix=_LOCK_SUFFIX, dir=parent)
         lock_path = Path(name)
         # A sweep may have locked or deleted the file before we could lock it: then take another.
-        if _try_lock(descriptor) and lock_path.exists():
+        if try_lock(descriptor) and lock_path.exists():
             break
         os.close(descriptor)
     try:
         yield lock_path.with_suffix("")
     finally:
         if sys.platform == "win32":
-            _unlock(descriptor)
+            unlock(descriptor)
         os.close(descriptor)
         if not lock_path.with_suffix("").exists():
             with contextlib.suppress(OSError):
                 lock_path.unlink(missing_ok=True)
-
-
-if sys.platform == "win32":
-    import msvcrt
-
-    def _try_lock(descriptor: int) -> bool:
-        try:
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-        except OSError:
-            return False
-        return True
-
-    def _unlock(descriptor: int) -> None:
-        with contextlib.suppress(OSError):
-            os.lseek(descriptor, 0, os.SEEK_SET)
-            msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)
-
-else:
-    import fcntl
-
-    def _try_lock(descriptor: int) -> bool:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        return True
-
-    def _unlock(descriptor: int) -> None:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
