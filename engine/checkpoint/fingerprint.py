@@ -1,0 +1,41 @@
+"""What a checkpoint was when something was made of it, so that a change is noticed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.config_file import CONFIG_NAME
+from engine.checkpoint.headers import TensorEntry
+from engine.errors import EngineError, ErrorCode
+
+
+def fingerprint(directory: Path, tensors: Iterable[TensorEntry]) -> dict[str, Any]:
+    """Names, sizes and times of the files with these tensors, and a digest of their headers and of config.json.
+
+    Weights themselves are not read: that would take as long as what the fingerprint is to save.
+
+    Raises:
+        EngineError: `CHECKPOINT_DAMAGED`, naming the file that cannot be read.
+    """
+    digest = hashlib.sha256()
+    described = []
+    tensors = list(tensors)
+    for file in [directory / CONFIG_NAME, *sorted({entry.file for entry in tensors})]:
+        try:
+            status = file.stat()
+            with file.open("rb") as stream:
+                if file.suffix == ".safetensors":
+                    length = stream.read(8)
+                    digest.update(length + stream.read(int.from_bytes(length, "little")))
+                else:
+                    digest.update(stream.read())
+        except OSError as error:
+            raise EngineError(
+                ErrorCode.CHECKPOINT_DAMAGED,
+                f"{file} cannot be read ({error.strerror}): check the disk, or download the model again.",
+            ) from error
+        described.append([file.name, status.st_size, status.st_mtime_ns])
+    return {"files": described, "headers": digest.hexdigest()}

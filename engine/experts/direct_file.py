@@ -1,0 +1,160 @@
+"""A file read and written by many threads at any place, past the page cache where the file system allows it.
+
+Experts in the page cache would be in RAM twice, and would push out of it what others need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.experts.record import RECORD_ALIGNMENT
+
+_BINARY = getattr(os, "O_BINARY", 0)
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+class DirectFile:
+    """An open file.
+
+    Args:
+        writable: also for writing; the file is made if it is not there.
+        direct: whether to try to get past the page cache.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, writable: bool = False, direct: bool = True) -> None:
+        flags = (os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY) | _BINARY
+        self.path = path
+        self._turn = threading.Lock()
+        self._buffered = os.open(path, flags, 0o644)
+        self._direct = self._open_direct(flags) if direct and _O_DIRECT else None
+        if sys.platform == "darwin" and direct:
+            import fcntl
+
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(self._buffered, fcntl.F_NOCACHE, 1)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether aligned reads and writes go past the page cache."""
+        return self._direct is not None
+
+    @property
+    def descriptor(self) -> int:
+        """Of the file, for whoever wants its size or a lock."""
+        return self._buffered
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fills `target` from `offset`.
+
+        Raises:
+            OSError: the disk's.
+            EOFError: the file ends before.
+        """
+        done = 0
+        direct = self._direct_for(offset, target)
+        while done < len(target):
+            part = target[done:]
+            try:
+                count = self._read(self._buffered if direct is None else direct, offset + done, part)
+            except OSError as error:
+                if direct is None or error.errno != errno.EINVAL:
+                    raise
+                direct = None  # this file system takes the flag and then refuses: read as everybody does
+                continue
+            if count == 0:
+                raise EOFError(f"{self.path} ends at byte {offset + done}")
+            done += count
+            if direct is not None and done % RECORD_ALIGNMENT:
+                direct = None
+        if direct is None and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._buffered, offset, len(target), os.POSIX_FADV_DONTNEED)
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Writes all of `data` at `offset`.
+
+        Raises:
+            OSError: the disk's (full, or too large a file, among others).
+        """
+        done = 0
+        direct = self._direct_for(offset, data)
+        while done < len(data):
+            part = data[done:]
+            try:
+                done += self._write(self._buffered if direct is None else direct, offset + done, part)
+            except OSError as error:
+                if direct is None or error.errno != errno.EINVAL:
+                    raise
+                direct = None
+            if direct is not None and done % RECORD_ALIGNMENT:
+                direct = None
+
+    def sync(self) -> None:
+        """Returns when everything written has reached the disk."""
+        os.fsync(self._buffered)
+
+    def close(self) -> None:
+        """Closes the file; calling it twice is harmless."""
+        for descriptor in (self._direct, self._buffered):
+            if descriptor is not None and descriptor >= 0:
+                os.close(descriptor)
+        self._direct, self._buffered = None, -1
+
+    def _open_direct(self, flags: int) -> int | None:
+        try:
+            descriptor = os.open(self.path, flags | _O_DIRECT, 0o644)
+        except OSError:
+            return None
+        # Some file systems open with the flag and refuse the first read.
+        with mmap.mmap(-1, RECORD_ALIGNMENT) as page:
+            try:
+                os.preadv(descriptor, [page], 0)
+            except OSError:
+                os.close(descriptor)
+                return None
+        return descriptor
+
+    def _direct_for(self, offset: int, memory: memoryview) -> int | None:
+        """The descriptor past the page cache, if place, size and memory are aligned as it demands."""
+        if self._direct is None or not len(memory):
+            return None
+        address = np.frombuffer(memory, np.uint8).ctypes.data
+        return None if (offset | len(memory) | address) % RECORD_ALIGNMENT else self._direct
+
+    if sys.platform == "win32":
+
+        def _read(self, descriptor: int, offset: int, target: memoryview) -> int:
+            with self._turn:  # there is no reading at a place here: moving there and reading are two calls
+                os.lseek(descriptor, offset, os.SEEK_SET)
+                data = os.read(descriptor, min(len(target), 2**24))
+            target[: len(data)] = data
+            return len(data)
+
+        def _write(self, descriptor: int, offset: int, data: memoryview) -> int:
+            with self._turn:
+                os.lseek(descriptor, offset, os.SEEK_SET)
+                return os.write(descriptor, data[: 2**24])
+
+    else:
+
+        def _read(self, descriptor: int, offset: int, target: memoryview) -> int:
+            return os.preadv(descriptor, [target], offset)
+
+        def _write(self, descriptor: int, offset: int, data: memoryview) -> int:
+            return os.pwritev(descriptor, [data], offset)
+
+
+def bytes_of(records: torch.Tensor) -> memoryview:
+    """The bytes of contiguous records (uint8, on the CPU), to be read into or written from."""
+    return memoryview(records.view(-1).numpy())  # type: ignore[arg-type]  # numpy is a buffer
