@@ -1,0 +1,239 @@
+"""The lowest tier: all experts of a model in its bank file, read by several threads at once, checked on every read."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.errors import EngineError, ErrorCode
+from engine.experts.bank_file import BankFile
+from engine.experts.bank_header import BankHeader
+from engine.experts.direct_file import bytes_of
+
+_log = logging.getLogger(__name__)
+
+PIECE_BYTES = 16 * 2**20
+"""One request to the disk: large enough for its full rate, small enough that a big record is read by many threads."""
+
+DEFAULT_READERS = 8
+"""Requests in flight.  A thread waiting for the disk costs nothing, and fewer leave a fast disk idle."""
+
+_URGENT, _LATER = 0, 1
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """One request to the disk: the bytes [begin, end) of a read."""
+
+    read: Read
+    begin: int
+    end: int
+    begun: bool = False
+
+
+class Read(Future[None]):
+    """Records on their way from the disk; done when they lie in memory and their checksums were right.
+
+    Attributes:
+        layer, expert, count: which records, `count` of them from `expert` on.
+    """
+
+    def __init__(self, layer: int, expert: int, count: int, target: memoryview) -> None:
+        super().__init__()
+        self.layer, self.expert, self.count, self.target = layer, expert, count, target
+        ends = [*range(PIECE_BYTES, len(target), PIECE_BYTES), len(target)]
+        self.pieces = [_Piece(self, begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+        self.pieces_left = len(self.pieces)
+        self.error: BaseException | None = None
+        self.set_running_or_notify_cancel()  # it cannot be cancelled: the memory is written to until it is done
+
+
+class DiskTier:
+    """A bank file and the threads that read it.
+
+    Args:
+        path: of the bank file.
+        wanted: header that it must have; any if `None`.
+        readers: requests in flight at most.
+        direct: whether to try to read past the page cache.
+        repair: makes the damaged record (layer, expert) again, in the file (see `engine.runtime.prepare_bank`); it is
+            then read once more.  Called by one reader thread at a time.
+
+    Raises:
+        FileNotFoundError, UnusableBankError: as `BankFile`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        wanted: BankHeader | None = None,
+        *,
+        readers: int = DEFAULT_READERS,
+        direct: bool = True,
+        repair: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._bank = BankFile(path, wanted, direct=direct)
+        self._repair = repair
+        self._repairing = threading.Lock()
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._queue: list[tuple[int, int, _Piece]] = []
+        self._sequence = itertools.count()
+        self._closed = False
+        self.records_read = 0
+        self.bytes_read = 0
+        self.records_repaired = 0
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"disk-reader-{number}", daemon=True) for number in range(readers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> DiskTier:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def header(self) -> BankHeader:
+        """What the bank holds."""
+        return self._bank.header
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether reads go past the page cache."""
+        return self._bank.file.is_direct
+
+    def read(self, layer: int, expert: int, into: torch.Tensor, *, urgent: bool = True) -> Read:
+        """Starts to read records into `into`, uint8 [nbytes] or [count, nbytes], contiguous, page-aligned for speed.
+
+        The memory must stay until the result is done.  Its exception is an EngineError: `CHECKPOINT_DAMAGED`
+        (`DamagedRecordError` for a wrong checksum that could not be repaired), `INTERNAL` if the tier is closed first.
+
+        Args:
+            urgent: somebody waits for it: before all reads that are not.
+        """
+        target = bytes_of(into)
+        count, odd = divmod(len(target), self.header.layers[layer].layout.nbytes)
+        if odd or expert < 0 or expert + count > self.header.layers[layer].num_experts:
+            raise ValueError(f"{len(target)} bytes from expert {expert} on are not experts of layer {layer}")
+        read = Read(layer, expert, count, target)
+        with self._work:
+            if self._closed:
+                raise EngineError(ErrorCode.INTERNAL, "An expert was asked for after the model had been closed.")
+            self._push(_URGENT if urgent else _LATER, read.pieces)
+        return read
+
+    def read_all(self, layer: int, records: torch.Tensor, *, urgent: bool = True) -> list[Read]:
+        """Starts to read a whole layer, uint8 [E, nbytes], in large pieces in the order of the file."""
+        step = max(PIECE_BYTES // records.shape[1], 1)
+        return [
+            self.read(layer, begin, records[begin : begin + step], urgent=urgent)
+            for begin in range(0, records.shape[0], step)
+        ]
+
+    def hurry(self, read: Read) -> None:
+        """Somebody waits for `read` now: what of it has not begun goes before all that is not urgent."""
+        with self._work:
+            self._push(_URGENT, [piece for piece in read.pieces if not piece.begun])
+
+    def close(self) -> None:
+        """Ends the threads after the requests that the disk is busy with; other reads fail.  Harmless if repeated."""
+        with self._work:
+            self._closed = True
+            waiting = {piece for _, _, piece in self._queue if not piece.begun}
+            self._queue.clear()
+            self._work.notify_all()
+        closed = EngineError(ErrorCode.INTERNAL, "The model was closed while an expert was being read.")
+        for piece in waiting:
+            self._end(piece.read, closed)
+        for thread in self._threads:
+            thread.join()
+        self._bank.close()
+
+    def _push(self, urgency: int, pieces: list[_Piece]) -> None:
+        for piece in pieces:
+            heapq.heappush(self._queue, (urgency, next(self._sequence), piece))
+        self._work.notify(len(pieces))
+
+    def _serve(self) -> None:
+        while (piece := self._next()) is not None:
+            read, error = piece.read, None
+            try:
+                if read.error is None:
+                    offset = self.header.record_offset(read.layer, read.expert)
+                    self._bank.fill(offset + piece.begin, read.target[piece.begin : piece.end])
+            except BaseException as failure:  # whatever it is, somebody waits for the end of this read
+                error = failure
+            self._end(read, error)
+
+    def _next(self) -> _Piece | None:
+        with self._work:
+            while True:
+                while self._queue:
+                    piece = heapq.heappop(self._queue)[2]
+                    if not piece.begun:  # it may have been hurried, and so stand in the queue twice
+                        piece.begun = True
+                        return piece
+                if self._closed:
+                    return None
+                self._work.wait()
+
+    def _end(self, read: Read, error: BaseException | None) -> None:
+        """One piece of `read` has ended; after the last one the records are checked."""
+        with self._lock:
+            read.error = read.error or error
+            read.pieces_left -= 1
+            if read.pieces_left:
+                return
+        error = read.error
+        try:
+            if error is None:
+                self._check(read)
+        except BaseException as failure:
+            error = failure
+        target, read.target, read.pieces = read.target, memoryview(b""), []
+        if error is not None:
+            read.set_exception(error)
+            return
+        with self._lock:
+            self.records_read += read.count
+            self.bytes_read += len(target)
+        del target
+        read.set_result(None)
+
+    def _check(self, read: Read) -> None:
+        size = self.header.layers[read.layer].layout.nbytes
+        for number in range(read.count):
+            expert, record = read.expert + number, read.target[number * size : (number + 1) * size]
+            if not self._bank.is_intact(read.layer, expert, record):
+                self._repair_record(read.layer, expert, record)
+
+    def _repair_record(self, layer: int, expert: int, record: memoryview) -> None:
+        damaged = self._bank.damaged(layer, expert)
+        if self._repair is None:
+            raise damaged
+        with self._repairing:
+            offset = self.header.record_offset(layer, expert)
+            self._bank.fill(offset, record)  # another reader may have had it made again meanwhile
+            if self._bank.is_intact(layer, expert, record):
+                return
+            _log.warning("%s It is made again from the model's files.", damaged.message)
+            try:
+                self._repair(layer, expert)
+            except EngineError as error:
+                raise damaged from error
+            self._bank.fill(offset, record)
+            if not self._bank.is_intact(layer, expert, record):
+                raise damaged
+        with self._lock:
+            self.records_repaired += 1
