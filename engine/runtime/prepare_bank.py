@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from engine.errors import EngineError, ErrorCode
-from engine.experts.bank import BankLayer, ExpertBank
 from engine.experts.bank_file import BankFile
 from engine.experts.bank_header import BankHeader, UnusableBankError
 from engine.experts.bank_writer import BankWriter, preparing
@@ -27,6 +27,9 @@ from engine.runtime.tensor_reader import TensorReader
 
 _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
+_REPORT_S = 0.1
+_ONE_BUFFER_BELOW = 2**30
+"""Bytes of RAM to leave to others: with less, one layer is converted and then written, not two at once."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,10 @@ def prepare_bank(
                 writer.finish()
             return Prepared(path, True, reason, resumed)
     except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise EngineError(
-            ErrorCode.INVALID_REQUEST,
-            f"{path.parent} cannot be written ({error.strerror}): check its permissions, or choose another data folder.",
+            ErrorCode.DISK_FULL if full else ErrorCode.INVALID_REQUEST,
+            f"{path.parent} cannot be written ({error.strerror}): free it, or choose another data folder.",
         ) from error
 
 
@@ -173,14 +177,14 @@ def _write(
     def wait_for(future: Future[None] | None) -> None:
         while future is not None and not future.done():
             report()
-            _wait(future)
+            wait([future], timeout=_REPORT_S)
         if future is not None:
             future.result()
 
     expected = sum(source.nbytes(layer) for layer in todo)
     with ThreadPoolExecutor(1, "bank-writer") as pool:
         try:
-            with TensorReader(lambda _done, _total: report(), lambda: stop.is_set(), expected) as reader:
+            with TensorReader(lambda _done, _total: report(), lambda: False, expected) as reader:
                 for turn, layer in enumerate(todo):
                     at = turn % len(buffers)
                     wait_for(pending[at])
@@ -195,3 +199,12 @@ def _write(
             stop.set()
             raise
     on_progress(done, header.records_nbytes)
+
+
+def _buffers(source: BankSource, header: BankHeader, todo: list[int]) -> list[torch.Tensor]:
+    """Memory for one or two layers, page-aligned."""
+    most = max(header.layers[layer].nbytes for layer in todo)
+    working = working_bytes(source.plan)
+    require_ram(source.directory.name, most + working)
+    count = 2 if len(todo) > 1 and available_ram() - _ONE_BUFFER_BELOW > 2 * most + working else 1
+    return [allocate_records(1, RecordLayout((), most), _CPU)[0] for _ in range(count)]
