@@ -1,0 +1,335 @@
+"""Experts in RAM over experts on disk: slots within a budget, filled by reads that run while others compute."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+
+from engine.errors import EngineError, ErrorCode
+from engine.experts.bank import BankLayer
+from engine.experts.cache.policies import Key
+from engine.experts.cache.pool import Slot
+from engine.experts.disk_tier import DiskTier, Read
+from engine.experts.slot_group import ADAPTIVE, SlotGroup, share_slots
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class RamCounters:
+    """What the tier has done.  hits + late + misses is the number of experts that were given out.
+
+    Attributes:
+        hits: the expert was in RAM.
+        late: it was on its way already, so somebody waited for the rest of that.
+        misses: it had to be read.
+        failures: reads that ended in an error.
+        evictions: experts that left for others.
+        prefetched, prefetches_used, prefetches_wasted: reads ahead of need; those whose expert was then wanted, and
+            those whose expert left before it was.
+        bytes_read: of records that arrived.
+    """
+
+    hits: int = 0
+    late: int = 0
+    misses: int = 0
+    failures: int = 0
+    evictions: int = 0
+    prefetched: int = 0
+    prefetches_used: int = 0
+    prefetches_wasted: int = 0
+    bytes_read: int = 0
+
+
+@dataclass
+class Acquired:
+    """Experts of one layer that stay in their slots until they are released.
+
+    Attributes:
+        slots: expert -> its slot.
+        arriving: the experts among them whose bytes are not there yet -> done when they are.
+        left: experts that got no slot because all are in use: release these, then acquire those.
+    """
+
+    layer: int
+    slots: dict[int, Slot] = field(default_factory=dict)
+    arriving: dict[int, Future[None]] = field(default_factory=dict)
+    left: list[int] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Returns when all of them are there.
+
+        Raises:
+            EngineError: one could not be read; the others are there or on their way all the same.
+        """
+        for arrival in self.arriving.values():
+            arrival.result()
+
+
+class RamTier:
+    """A budget of RAM for the records of a bank on disk.  Safe to use from several threads.
+
+    Args:
+        disk: where records come from; it stays open until this tier is closed, and is closed by its owner.
+        budget: bytes for records.
+        at_least: experts of one layer that must fit at once (as many as a token is routed to).
+        policy: of `engine.experts.cache.policies`, or `auto` for the one that would have hit most.
+        popularity: uses of each `key_of(layer, expert)` in a calibration, for the static policy.
+
+    Raises:
+        EngineError: `NOT_ENOUGH_MEMORY`, with the least that would do.
+    """
+
+    def __init__(
+        self,
+        disk: DiskTier,
+        budget: int,
+        *,
+        at_least: int = 1,
+        policy: str = ADAPTIVE,
+        popularity: Mapping[Key, float] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._disk = disk
+        self._stride = max((layer.num_experts for layer in disk.header.layers), default=1)
+        self.note: str | None = None
+        groups = self._allocate(budget, at_least, policy, popularity, seed)
+        self._groups = [groups[layer.layout] for layer in disk.header.layers]
+        self._distinct = list(groups.values())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._arrivals: dict[Key, Future[None]] = {}
+        self._reads: dict[Key, Read] = {}
+        self._prefetched: set[Key] = set()
+        self._counters = RamCounters()
+        self._closed = False
+
+    def __enter__(self) -> RamTier:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots: at most the budget."""
+        return sum(group.slots.records.nbytes for group in self._distinct)
+
+    @property
+    def counters(self) -> RamCounters:
+        """A copy of what was counted so far."""
+        with self._lock:
+            return replace(self._counters)
+
+    def key_of(self, layer: int, expert: int) -> Key:
+        """The cache's name of an expert."""
+        return layer * self._stride + expert
+
+    def slots(self, layer: int) -> BankLayer:
+        """The slots that this layer's experts come into, as kernels see them: their experts are the slots."""
+        return self._groups[layer].slots
+
+    def resident(self, layer: int) -> dict[int, Slot]:
+        """The layer's experts that are in RAM now; they may leave at any time unless they are acquired."""
+        first = self.key_of(layer, 0)
+        with self._lock:
+            residents = self._groups[layer].pool.residents
+            return {
+                expert: residents[first + expert]
+                for expert in range(self._disk.header.layers[layer].num_experts)
+                if first + expert in residents
+            }
+
+    def acquire(self, layer: int, experts: Sequence[int]) -> Acquired:
+        """Gives each of these (distinct) experts a slot, where it stays until `release`.
+
+        Missing ones are read at once.  Where all slots are in use, some or all are `left`; waits only if nothing can
+        be given before a read that is on its way ends.
+
+        Raises:
+            EngineError: `INTERNAL`, the tier is closed.
+        """
+        group = self._groups[layer]
+        with self._changed:
+            group.observe([self.key_of(layer, expert) for expert in experts])
+            acquired, reads = self._grant(layer, experts)
+            while not acquired.slots and acquired.left and group.pool.arriving:
+                self._changed.wait()
+                acquired, reads = self._grant(layer, experts)
+        self._follow(reads)
+        return acquired
+
+    def release(self, acquired: Acquired) -> None:
+        """Lets these experts leave again, whether they have arrived or not.  Harmless if repeated."""
+        with self._changed:
+            pool = self._groups[acquired.layer].pool
+            for expert in acquired.slots:
+                pool.unpin(self.key_of(acquired.layer, expert))
+            acquired.slots = {}
+            self._changed.notify_all()
+
+    def prefetch(self, layer: int, experts: Iterable[int], dead: Iterable[tuple[int, int]] = ()) -> int:
+        """Starts to read experts that may be wanted, where that costs nobody a place.
+
+        Args:
+            dead: (layer, expert) pairs that are not expected to be wanted, which may leave for them.
+
+        Returns:
+            How many reads were started: those that found neither a free slot nor a dead one are forgotten.
+        """
+        group, dying = self._groups[layer], iter(dead)
+        reads: list[Read] = []
+        with self._lock:
+            self._check_open()
+            for expert in experts:
+                key = self.key_of(layer, expert)
+                if key in group.pool.residents or key in group.pool.arriving:
+                    continue
+                if not group.free and not self._evict_one(group, dying):
+                    break
+                placement = group.pool.reserve(key, only_if_admitted=False)
+                if placement is None:
+                    break
+                self._prefetched.add(key)
+                self._counters.prefetched += 1
+                reads += self._start(layer, expert, placement.slot, urgent=False)[0]
+        self._follow(reads)
+        return len(reads)
+
+    def close(self) -> None:
+        """Waits for what is on its way, then frees the memory.  Harmless if repeated."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            while self._arrivals:
+                self._changed.wait()
+            self._groups, self._distinct = [], []
+
+    def _allocate(
+        self, budget: int, at_least: int, policy: str, popularity: Mapping[Key, float] | None, seed: int
+    ) -> dict[object, SlotGroup]:
+        """The slots; where the system refuses the memory, half of it, and so on: slower, but it runs."""
+        asked = budget
+        while True:
+            shares = share_slots(self._disk.header, budget, at_least)
+            try:
+                groups: dict[object, SlotGroup] = {
+                    layout: SlotGroup(layout, count, policy, popularity, seed) for layout, count in shares.items()
+                }
+            except (MemoryError, RuntimeError) as error:
+                _log.warning("%d bytes of RAM for experts were refused (%s); trying with half", budget, error)
+                budget = min(budget, self._disk.header.records_nbytes) // 2
+                continue
+            if budget != asked:
+                self.note = f"Only {budget / 1e9:.1f} GB of RAM could be had for experts: more are read from disk."
+            return groups
+
+    def _grant(self, layer: int, experts: Sequence[int]) -> tuple[Acquired, list[Read]]:
+        """Slots for those that can have one now.  Residents are pinned first, so that none leaves for a missing one."""
+        self._check_open()
+        pool, counters, acquired = self._groups[layer].pool, self._counters, Acquired(layer)
+        missing = []
+        for expert in experts:
+            key = self.key_of(layer, expert)
+            slot = pool.use(key)
+            if slot is not None:
+                counters.hits += 1
+            elif (slot := pool.arriving.get(key)) is not None:
+                counters.late += 1
+                acquired.arriving[expert] = self._arrivals[key]
+                if (read := self._reads.get(key)) is not None:
+                    self._disk.hurry(read)
+            else:
+                missing.append(expert)
+                continue
+            pool.pin(key)
+            acquired.slots[expert] = slot
+            if key in self._prefetched:
+                self._prefetched.discard(key)
+                counters.prefetches_used += 1
+        reads: list[Read] = []
+        for expert in missing:
+            key = self.key_of(layer, expert)
+            placement = pool.reserve(key, only_if_admitted=False)
+            if placement is None:
+                acquired.left.append(expert)
+                continue
+            if placement.evicted is not None:
+                self._count_eviction(placement.evicted)
+            pool.pin(key)
+            counters.misses += 1
+            acquired.slots[expert] = placement.slot
+            started, acquired.arriving[expert] = self._start(layer, expert, placement.slot, urgent=True)
+            reads += started
+        return acquired, reads
+
+    def _start(self, layer: int, expert: int, slot: Slot, *, urgent: bool) -> tuple[list[Read], Future[None]]:
+        """Starts the read of an expert whose slot is reserved; if that fails, so does its arrival."""
+        key, group = self.key_of(layer, expert), self._groups[layer]
+        arrival: Future[None] = Future()
+        self._arrivals[key] = arrival
+        try:
+            read = self._disk.read(layer, expert, group.slots.records[slot], urgent=urgent)
+        except EngineError as error:
+            self._end(key, group, error)
+            arrival.set_exception(error)
+            return [], arrival
+        self._reads[key] = read
+        return [read], arrival
+
+    def _follow(self, reads: list[Read]) -> None:
+        """Not under the lock: what has been read already is reported at once, by this very thread."""
+        for read in reads:
+            read.add_done_callback(self._arrived)
+
+    def _arrived(self, read: Future[None]) -> None:
+        assert isinstance(read, Read)
+        key, error = self.key_of(read.layer, read.expert), read.exception()
+        with self._changed:
+            arrival = self._end(key, self._groups[read.layer], error)
+            self._changed.notify_all()
+        if error is None:
+            arrival.set_result(None)
+        else:
+            arrival.set_exception(error)
+
+    def _end(self, key: Key, group: SlotGroup, error: BaseException | None) -> Future[None]:
+        """The copy into a reserved slot has ended: only now is it a resident, or the slot free again."""
+        if error is None:
+            group.pool.arrived(key)
+            self._counters.bytes_read += group.slots.layout.nbytes
+        else:
+            group.pool.abandon(key)
+            self._prefetched.discard(key)
+            self._counters.failures += 1
+        self._reads.pop(key, None)
+        return self._arrivals.pop(key)
+
+    def _evict_one(self, group: SlotGroup, dying: Iterable[tuple[int, int]]) -> bool:
+        for layer, expert in dying:
+            key = self.key_of(layer, expert)
+            if self._groups[layer] is not group or key not in group.pool.residents:
+                continue
+            try:
+                group.pool.evict(key)
+            except ValueError:  # in use: whoever thought it dead was wrong
+                continue
+            self._count_eviction(key)
+            return True
+        return False
+
+    def _count_eviction(self, key: Key) -> None:
+        self._counters.evictions += 1
+        if key in self._prefetched:
+            self._prefetched.discard(key)
+            self._counters.prefetches_wasted += 1
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError(ErrorCode.INTERNAL, "An expert was asked for after the model had been closed.")
