@@ -34,6 +34,11 @@ class BackgroundCall(QObject):
         self._thread.start()
         return self
 
+    @property
+    def is_started(self) -> bool:
+        """Whether `start` has been called."""
+        return self._thread.ident is not None
+
     def wait(self, timeout_s: float = 5.0) -> bool:
         """Waits for the function to return, not for its signal; False if it took longer."""
         self._thread.join(timeout_s)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import QCoreApplication, QUrl
+from PySide6.QtCore import QCoreApplication, QTimer, QUrl
 from PySide6.QtGui import QDesktopServices, QKeySequence, QShortcut, QShowEvent
 from PySide6.QtWidgets import QHBoxLayout, QStackedWidget, QVBoxLayout, QWidget
 
 from app.models.conversation_list import ConversationListModel, Group
+from app.services.background import BackgroundCall
 from app.services.chat_store import ChatStore, Conversation, MessageState, SearchHit
 from app.services.engine_client import EngineClient, EngineState
 from app.services.settings import Settings
@@ -24,8 +25,12 @@ from app.views.chat.title_bar import TitleBar
 from app.views.chat.toast import Toast
 from app.views.chat.transcript import Transcript
 from app.widgets.banner import Banner
+from app.widgets.markdown_view import import_parser
 from engine.config import EngineConfig
 from engine.protocol import ModelInfo, Progress
+
+_IMPORT_AFTER_MS = 150
+"""Not while the window is being opened."""
 
 
 class ChatView(QWidget):
@@ -68,6 +73,9 @@ class ChatView(QWidget):
         theme.changed.connect(self._apply_theme)
         self._apply_theme()
         self.presenter.begin()
+        # The first answer would otherwise wait for the parser's modules, a stall that one sees.
+        self._parser_import = BackgroundCall(import_parser, self)
+        QTimer.singleShot(_IMPORT_AFTER_MS, self, self._parser_import.start)
 
     # --- building ---
 
@@ -171,6 +179,8 @@ class ChatView(QWidget):
         """Hand what is only in memory to the store; before the window goes."""
         self.presenter.flush()
         self._counter.close()
+        if self._parser_import.is_started:
+            self._parser_import.wait()
 
     def showEvent(self, event: QShowEvent) -> None:
         super().showEvent(event)

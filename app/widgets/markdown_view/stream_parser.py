@@ -195,6 +195,11 @@ class StreamParser:
         return segments
 
 
+def import_parser() -> None:
+    """Does ahead, on any thread, what the first text would wait for."""
+    _markdown()
+
+
 @cache
 def _markdown() -> MarkdownIt:
     """The parser's rules, which hold no state of a text; imported for the first text, not for the empty window."""
