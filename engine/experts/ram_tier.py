@@ -155,8 +155,9 @@ class RamTier:
         Raises:
             EngineError: `INTERNAL`, the tier is closed.
         """
-        group = self._groups[layer]
         with self._changed:
+            self._check_open()
+            group = self._groups[layer]
             group.observe([self.key_of(layer, expert) for expert in experts])
             acquired, reads = self._grant(layer, experts)
             while not acquired.slots and acquired.left and group.pool.arriving:
@@ -168,6 +169,8 @@ class RamTier:
     def release(self, acquired: Acquired) -> None:
         """Lets these experts leave again, whether they have arrived or not.  Harmless if repeated."""
         with self._changed:
+            if self._closed:
+                return
             pool = self._groups[acquired.layer].pool
             for expert in acquired.slots:
                 pool.unpin(self.key_of(acquired.layer, expert))
@@ -183,10 +186,10 @@ class RamTier:
         Returns:
             How many reads were started: those that found neither a free slot nor a dead one are forgotten.
         """
-        group, dying = self._groups[layer], iter(dead)
         reads: list[Read] = []
         with self._lock:
             self._check_open()
+            group, dying = self._groups[layer], iter(dead)
             for expert in experts:
                 key = self.key_of(layer, expert)
                 if key in group.pool.residents or key in group.pool.arriving:
@@ -196,9 +199,11 @@ class RamTier:
                 placement = group.pool.reserve(key, only_if_admitted=False)
                 if placement is None:
                     break
-                self._prefetched.add(key)
-                self._counters.prefetched += 1
-                reads += self._start(layer, expert, placement.slot, urgent=False)[0]
+                started, _ = self._start(layer, expert, placement.slot, urgent=False)
+                if started:
+                    self._prefetched.add(key)
+                    self._counters.prefetched += 1
+                reads += started
         self._follow(reads)
         return len(reads)
 

@@ -1,0 +1,226 @@
+"""The disk tier: every read ends, right or with an error that says why; counts are exact; closing leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.errors import EngineError, ErrorCode
+from engine.experts import disk_tier
+from engine.experts.bank import ExpertBank
+from engine.experts.bank_file import BankFile, DamagedRecordError
+from engine.experts.disk_tier import DiskTier
+from engine.experts.load_prepared import load_prepared
+from engine.experts.record import allocate_records
+from tests.engine.made_up_bank import CPU, LARGE, SMALL, flip, header_of, write_bank
+
+HEADER = header_of([(16, SMALL), (8, LARGE), (16, SMALL)])
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    write_bank(tmp_path / "a.bank", HEADER)
+    return tmp_path / "a.bank"
+
+
+def one(layer: int) -> torch.Tensor:
+    return allocate_records(1, HEADER.layers[layer].layout, CPU)[0]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("piece", [4096, disk_tier.PIECE_BYTES])
+def test_many_reads_at_once(
+    direct: bool, aligned: bool, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_tier, "PIECE_BYTES", piece)
+    records = write_bank(tmp_path / "a.bank", HEADER)
+    wanted = [(layer, expert) for layer, spec in enumerate(HEADER.layers) for expert in range(spec.num_experts)] * 3
+    random.Random(1).shuffle(wanted)
+    with DiskTier(tmp_path / "a.bank", HEADER, readers=4, direct=direct) as disk:
+        places = []
+        for layer, _ in wanted:
+            size = HEADER.layers[layer].layout.nbytes
+            places.append(one(layer) if aligned else torch.empty(size + 1, dtype=torch.uint8)[1:])
+        reads = [
+            disk.read(layer, expert, place, urgent=expert % 2 == 0)
+            for (layer, expert), place in zip(wanted, places, strict=True)
+        ]
+        for read in reads[::3]:
+            disk.hurry(read)
+        for read, place, (layer, expert) in zip(reads, places, wanted, strict=True):
+            read.result(60)
+            assert torch.equal(place, records[layer][expert])
+        assert disk.records_read == len(wanted)
+        assert disk.bytes_read == 3 * HEADER.records_nbytes
+        if not direct:
+            assert not disk.is_direct
+
+
+def test_whole_layers(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "PIECE_BYTES", 3 * SMALL.nbytes)  # 16 experts are no multiple of that
+    records = write_bank(tmp_path / "b.bank", HEADER)
+    told: list[tuple[int, int]] = []
+    bank = ExpertBank(CPU)
+    with DiskTier(path, HEADER) as disk:
+        load_prepared(disk, bank, lambda *figures: told.append(figures))
+        assert disk.records_read == 40
+    for layer, made in zip(bank.layers.values(), records, strict=True):
+        assert torch.equal(layer.records, made)
+    assert told[-1] == (HEADER.records_nbytes, HEADER.records_nbytes)
+    assert told == sorted(told)
+
+
+def test_loading_can_be_stopped(path: Path) -> None:
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with DiskTier(path, HEADER) as disk, pytest.raises(KeyboardInterrupt):
+        load_prepared(disk, ExpertBank(CPU), stop)
+
+
+def test_a_flipped_bit_is_found_and_named(path: Path) -> None:
+    flip(path, HEADER.record_offset(1, 3) + 17)
+    with DiskTier(path, HEADER) as disk:
+        read = disk.read(1, 3, one(1))
+        with pytest.raises(DamagedRecordError, match=r"Expert 3 of layers\.1\.experts"):
+            read.result(60)
+        disk.read(1, 2, one(1)).result(60)
+        (whole_layer,) = disk.read_all(1, allocate_records(8, LARGE, CPU))
+        with pytest.raises(DamagedRecordError):
+            whole_layer.result(60)
+        assert disk.bytes_read == LARGE.nbytes
+
+
+def test_many_who_meet_the_same_damage_have_it_repaired_once(path: Path) -> None:
+    whole = path.read_bytes()
+    begin = HEADER.record_offset(1, 3)
+    good = one(1)
+    with BankFile(path) as bank:
+        bank.read(1, 3, good)
+    flip(path, begin)
+    calls = []
+
+    def repair(layer: int, expert: int) -> None:
+        calls.append((layer, expert))
+        with BankFile(path) as bank:
+            bank.rewrite(layer, expert, good)
+
+    with DiskTier(path, HEADER, repair=repair) as disk:
+        places = [one(1) for _ in range(20)]
+        for read in [disk.read(1, 3, place) for place in places]:
+            read.result(60)
+        assert all(torch.equal(place, good) for place in places)
+        assert disk.records_repaired == len(calls) == 1
+    assert path.read_bytes() == whole
+
+
+def test_a_repair_that_fails_is_told(path: Path) -> None:
+    flip(path, HEADER.record_offset(0, 0))
+
+    def repair(layer: int, expert: int) -> None:
+        raise EngineError(ErrorCode.CHECKPOINT_DAMAGED, "The model is gone.")
+
+    with DiskTier(path, HEADER, repair=repair) as disk:
+        with pytest.raises(DamagedRecordError) as caught:
+            disk.read(0, 0, one(0)).result(60)
+        assert isinstance(caught.value.__cause__, EngineError)
+        assert disk.records_repaired == 0
+
+
+def test_a_file_that_becomes_shorter_under_us(path: Path) -> None:
+    with DiskTier(path, HEADER) as disk:
+        os.truncate(path, HEADER.record_offset(2, 8))
+        disk.read(2, 7, one(2)).result(60)
+        for expert in (8, 15):
+            with pytest.raises(EngineError, match="cut short") as caught:
+                disk.read(2, expert, one(2)).result(60)
+            assert caught.value.code == ErrorCode.CHECKPOINT_DAMAGED
+
+
+@pytest.mark.skipif(os.name != "posix", reason="an open file cannot be deleted here")
+def test_a_file_that_is_deleted_under_us_is_still_read(path: Path) -> None:
+    with DiskTier(path, HEADER) as disk:
+        path.unlink()
+        disk.read(1, 1, one(1)).result(60)
+
+
+def test_what_is_no_expert_is_refused(path: Path) -> None:
+    with DiskTier(path, HEADER) as disk:
+        for layer, expert, place in ((0, 16, one(0)), (0, -1, one(0)), (0, 0, one(0)[1:])):
+            with pytest.raises(ValueError, match="are not experts"):
+                disk.read(layer, expert, place)
+        assert disk.records_read == 0
+
+
+def test_closing_ends_every_read_and_every_thread(path: Path) -> None:
+    open_files = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+    before = threading.active_count()
+    disk = DiskTier(path, HEADER, readers=2)
+    reads = [disk.read(1, expert % 8, one(1)) for expert in range(200)]
+    disk.close()
+    disk.close()
+    assert all(read.done() for read in reads)
+    ended_well = [read for read in reads if read.exception() is None]
+    assert disk.records_read == len(ended_well)
+    assert all("closed" in str(read.exception()) for read in reads if read.exception() is not None)
+    assert threading.active_count() == before
+    with pytest.raises(EngineError, match="closed"):
+        disk.read(0, 0, one(0))
+    if open_files is not None:
+        assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+def test_where_direct_access_is_refused_it_reads_as_others_do(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on file systems that do not know the flag, and on those that take it and refuse the first read."""
+    if not hasattr(os, "O_DIRECT"):
+        pytest.skip("no such flag here")
+    really_open, really_read = os.open, os.preadv
+    direct: set[int] = set()
+
+    def refuse_to_open(name: object, flags: int, *rest: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return really_open(name, flags, *rest)  # type: ignore[arg-type]
+
+    def remember(name: object, flags: int, *rest: int) -> int:
+        descriptor = really_open(name, flags, *rest)  # type: ignore[arg-type]
+        if flags & os.O_DIRECT:
+            direct.add(descriptor)
+        return descriptor
+
+    def refuse_to_read(descriptor: int, buffers: object, offset: int) -> int:
+        if descriptor in direct:
+            raise OSError(22, "Invalid argument")
+        return really_read(descriptor, buffers, offset)  # type: ignore[arg-type]
+
+    for stand_in in (refuse_to_open, remember):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", stand_in)
+            if stand_in is remember:
+                patch.setattr(os, "preadv", refuse_to_read)
+            with DiskTier(path, HEADER, readers=1) as disk:
+                assert not disk.is_direct
+                disk.read(1, 0, one(1)).result(60)
+
+
+def test_a_direct_read_that_is_refused_later_goes_on_as_others_do(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with DiskTier(path, HEADER, readers=1) as disk:
+        really_read, refused = os.preadv, []
+
+        def refuse_once(descriptor: int, buffers: object, offset: int) -> int:
+            if not refused:
+                refused.append(descriptor)
+                raise OSError(22, "Invalid argument")
+            return really_read(descriptor, buffers, offset)  # type: ignore[arg-type]
+
+        if not disk.is_direct:
+            pytest.skip("this file system has no direct access")
+        monkeypatch.setattr(os, "preadv", refuse_once)
+        disk.read(1, 0, one(1)).result(60)
+        assert refused

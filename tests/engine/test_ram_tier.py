@@ -1,0 +1,353 @@
+"""The RAM tier: whatever happens in whatever order, an expert that is held is there, and it is that expert."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.errors import EngineError, ErrorCode
+from engine.experts import slot_group
+from engine.experts.cache.policies import POLICY_NAMES
+from engine.experts.direct_file import bytes_of
+from engine.experts.disk_tier import DiskTier, Read
+from engine.experts.ram_tier import Acquired, RamTier
+from engine.experts.slot_group import ADAPTIVE, share_slots
+from tests.engine.made_up_bank import LARGE, SMALL, flip, header_of, random_records, write_bank
+
+HEADER = header_of([(6, SMALL), (3, LARGE), (6, SMALL)])
+RECORDS = random_records(HEADER)
+BUDGET = 5 * SMALL.nbytes + 2 * LARGE.nbytes
+POLICIES = (*POLICY_NAMES, ADAPTIVE)
+POPULARITY = {key: float(key % 5) for key in range(18)}
+
+
+def make_tier(disk: Any, budget: int = BUDGET, policy: str = ADAPTIVE, at_least: int = 2) -> RamTier:
+    popularity = POPULARITY if policy == "static" else None
+    return RamTier(disk, budget, policy=policy, popularity=popularity, at_least=at_least)
+
+
+class HeldDisk:
+    """Reads that end when the test says so: the one thing about a disk that cannot be had from a real one."""
+
+    header = HEADER
+
+    def __init__(self) -> None:
+        self.waiting: list[Read] = []
+        self.hurried: list[Read] = []
+        self.closed = False
+
+    def read(self, layer: int, expert: int, into: torch.Tensor, *, urgent: bool) -> Read:
+        if self.closed:
+            raise EngineError(ErrorCode.INTERNAL, "closed")
+        into.fill_(0xEE)  # what was in the slot is gone from the moment that the read begins
+        read = Read(layer, expert, 1, bytes_of(into))
+        self.waiting.append(read)
+        return read
+
+    def hurry(self, read: Read) -> None:
+        self.hurried.append(read)
+
+    def end(self, read: Read, error: BaseException | None = None) -> None:
+        self.waiting.remove(read)
+        if error is not None:
+            read.set_exception(error)
+            return
+        read.target[:] = bytes_of(RECORDS[read.layer][read.expert])
+        read.set_result(None)
+
+
+class RamTierMachine(RuleBasedStateMachine):
+    """Any order of acquiring, releasing, prefetching, and of reads that end well or do not."""
+
+    @initialize(
+        policy=st.sampled_from(POLICIES),
+        small=st.integers(1, 12),
+        large=st.integers(1, 3),
+    )
+    def begin(self, policy: str, small: int, large: int) -> None:
+        self.disk = HeldDisk()
+        self.tier = make_tier(self.disk, small * SMALL.nbytes + large * LARGE.nbytes, policy, at_least=1)
+        self.held: list[Acquired] = []
+        self.given = self.read_well = self.failed = 0
+
+    @rule(layer=st.integers(0, 2), experts=st.sets(st.integers(0, 5), min_size=1, max_size=4))
+    def acquire(self, layer: int, experts: set[int]) -> None:
+        wanted = [expert for expert in experts if expert < HEADER.layers[layer].num_experts]
+        if not wanted:
+            return
+        group = self.tier._groups[layer]
+        keys = {self.tier.key_of(layer, expert) for expert in wanted}
+        pool = group.pool
+        pinned = {self.tier.key_of(held.layer, expert) for held in self.held for expert in held.slots}
+        possible = keys & (pool.residents.keys() | pool.arriving.keys()) or group.free or pool.residents.keys() - pinned
+        if not possible and pool.arriving:
+            return  # it would wait for a read to end, and here nobody ends it meanwhile
+        was_resident = {e for e in wanted if self.tier.key_of(layer, e) in pool.residents}
+        acquired = self.tier.acquire(layer, wanted)
+        assert acquired.slots.keys() | set(acquired.left) == set(wanted)
+        assert not acquired.slots.keys() & set(acquired.left)
+        assert was_resident == acquired.slots.keys() - acquired.arriving.keys()
+        assert bool(acquired.slots) == bool(possible)
+        self.given += len(acquired.slots)
+        self.held.append(acquired)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        acquired = data.draw(st.sampled_from(self.held))
+        self.held.remove(acquired)
+        self.tier.release(acquired)
+        self.tier.release(acquired)
+
+    @rule(
+        layer=st.integers(0, 2),
+        experts=st.lists(st.integers(0, 2), max_size=3),
+        dead=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=4),
+    )
+    def prefetch(self, layer: int, experts: list[int], dead: list[tuple[int, int]]) -> None:
+        group = self.tier._groups[layer]
+        before, free = dict(group.pool.residents), group.free
+        started = self.tier.prefetch(layer, experts, dead)
+        gone = before.keys() - group.pool.residents.keys()
+        assert gone <= {self.tier.key_of(*pair) for pair in dead}
+        assert started == free - group.free + len(gone)
+
+    @precondition(lambda self: self.disk.waiting)
+    @rule(data=st.data(), well=st.booleans())
+    def end_read(self, data: st.DataObject, well: bool) -> None:
+        read = data.draw(st.sampled_from(self.disk.waiting))
+        key = self.tier.key_of(read.layer, read.expert)
+        if well:
+            self.disk.end(read)
+            self.read_well += HEADER.layers[read.layer].layout.nbytes
+            assert key in self.tier._groups[read.layer].pool.residents
+            return
+        self.disk.end(read, EngineError(ErrorCode.CHECKPOINT_DAMAGED, "torn"))
+        self.failed += 1
+        for held in self.held:
+            if held.layer == read.layer and read.expert in held.slots:
+                arrival = held.arriving[read.expert]
+                if arrival.done() and arrival.exception() is not None:
+                    self.tier.release(held)
+        self.held = [held for held in self.held if held.slots]
+
+    @invariant()
+    def what_is_held_is_there(self) -> None:
+        if not hasattr(self, "tier"):
+            return
+        for held in self.held:
+            pool = self.tier._groups[held.layer].pool
+            for expert, slot in held.slots.items():
+                key = self.tier.key_of(held.layer, expert)
+                assert (pool.residents.get(key), pool.arriving.get(key)).count(slot) == 1
+                arrival = held.arriving.get(expert)
+                assert (key in pool.residents) == (arrival is None or arrival.done())
+
+    @invariant()
+    def what_is_resident_is_that_expert(self) -> None:
+        if not hasattr(self, "tier"):
+            return
+        for group in self.tier._distinct:
+            pool, records = group.pool, group.slots.records
+            taken = [*pool.residents.values(), *pool.arriving.values()]
+            assert len(taken) == len(set(taken))
+            assert pool.capacity == len(records)
+            for key, slot in pool.residents.items():
+                layer, expert = divmod(key, 6)
+                assert torch.equal(records[slot], RECORDS[layer][expert])
+        in_flight = {self.tier.key_of(read.layer, read.expert) for read in self.disk.waiting}
+        assert in_flight == {key for group in self.tier._distinct for key in group.pool.arriving}
+
+    @invariant()
+    def counts_add_up(self) -> None:
+        if not hasattr(self, "tier"):
+            return
+        counters = self.tier.counters
+        assert counters.hits + counters.late + counters.misses == self.given
+        assert counters.bytes_read == self.read_well
+        assert counters.failures == self.failed
+        assert counters.prefetches_used + counters.prefetches_wasted <= counters.prefetched
+
+    def teardown(self) -> None:
+        if not hasattr(self, "tier"):
+            return
+        for read in list(self.disk.waiting):
+            self.disk.end(read)
+        self.tier.close()
+
+
+RamTierMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRamTier = RamTierMachine.TestCase
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_many_threads_on_a_real_disk(policy: str, tmp_path: Path) -> None:
+    """Every record that is there is the right one, damaged ones are told, and nobody waits for ever."""
+    path = tmp_path / "a.bank"
+    write_bank(path, HEADER)
+    flip(path, HEADER.record_offset(2, 4) + 99)
+    wrong: list[str] = []
+    damaged: list[tuple[int, int]] = []
+
+    def use(seed: int) -> None:
+        dice = random.Random(seed)
+        for _ in range(60):
+            layer = dice.randrange(3)
+            left = dice.sample(range(HEADER.layers[layer].num_experts), dice.randint(1, 3))
+            while left:
+                acquired = tier.acquire(layer, left)
+                try:
+                    acquired.wait()
+                    for expert, slot in acquired.slots.items():
+                        if not torch.equal(tier.slots(layer).records[slot], RECORDS[layer][expert]):
+                            wrong.append(f"{layer} {expert}")
+                except EngineError as error:
+                    damaged.append((layer, 4 if "Expert 4" in error.message else -1))
+                left = acquired.left
+                tier.release(acquired)
+                if not acquired.arriving:
+                    time.sleep(0)
+            if dice.random() < 0.5:
+                ahead = (layer + 1) % 3
+                dead = [(layer, expert) for expert in range(3)]
+                tier.prefetch(ahead, dice.sample(range(3), 2), dead)
+
+    with DiskTier(path, HEADER, readers=3) as disk, make_tier(disk, BUDGET, policy) as tier:
+        threads = [threading.Thread(target=use, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        tier.close()
+        counters = tier.counters
+        assert counters.bytes_read == disk.bytes_read
+    assert wrong == []
+    assert set(damaged) <= {(2, 4)}
+    assert counters.failures > 0
+    assert counters.hits
+    assert counters.misses
+    assert counters.evictions
+
+
+def test_a_read_that_failed_is_tried_anew() -> None:
+    disk = HeldDisk()
+    tier = make_tier(disk)
+    first = tier.acquire(0, [1])
+    disk.end(disk.waiting[0], EngineError(ErrorCode.CHECKPOINT_DAMAGED, "torn"))
+    with pytest.raises(EngineError, match="torn"):
+        first.wait()
+    second = tier.acquire(0, [1])
+    tier.release(first)
+    disk.end(disk.waiting[0])
+    second.wait()
+    assert torch.equal(tier.slots(0).records[second.slots[1]], RECORDS[0][1])
+    tier.release(second)
+    tier.close()
+
+
+def test_a_prefetch_that_is_wanted_is_hurried_and_counted() -> None:
+    disk = HeldDisk()
+    tier = make_tier(disk)
+    assert tier.prefetch(0, [1, 2, 2]) == 2
+    acquired = tier.acquire(0, [1])
+    assert disk.hurried == disk.waiting[:1]
+    assert not acquired.arriving[1].done()
+    counters = tier.counters
+    assert (counters.late, counters.hits, counters.misses, counters.prefetches_used) == (1, 0, 0, 1)
+    for read in list(disk.waiting):
+        disk.end(read)
+    acquired.wait()
+    tier.release(acquired)
+    tier.acquire(0, [3, 4, 5])  # all slots are taken now: the next two take the places of the first two
+    tier.acquire(2, [0, 1])
+    assert tier.counters.prefetches_wasted == 1
+    for read in list(disk.waiting):
+        disk.end(read)
+    tier.close()
+
+
+def test_what_all_slots_are_too_few_for_is_left() -> None:
+    disk = HeldDisk()
+    tier = make_tier(disk)
+    first = tier.acquire(1, [0, 1, 2])
+    assert (sorted(first.slots), first.left) == ([0, 1], [2])
+    for read in list(disk.waiting):
+        disk.end(read)
+    second = tier.acquire(1, first.left)
+    assert (second.slots, second.left) == ({}, [2])  # all are held: it says so rather than wait for ever
+    tier.release(first)
+    assert list(tier.acquire(1, second.left).slots) == [2]
+    disk.end(disk.waiting[0])
+    tier.close()
+
+
+def test_it_waits_for_prefetches_that_have_all_slots() -> None:
+    disk = HeldDisk()
+    tier = make_tier(disk)
+    tier.prefetch(1, [0, 1])
+    given: list[Acquired] = []
+    thread = threading.Thread(target=lambda: given.append(tier.acquire(1, [2])))
+    thread.start()
+    disk.end(disk.waiting[0])
+    thread.join()
+    assert list(given[0].slots) == [2]
+    for read in list(disk.waiting):
+        disk.end(read)
+    tier.close()
+
+
+def test_a_closed_disk_fails_what_is_asked_for_and_nothing_hangs() -> None:
+    disk = HeldDisk()
+    tier = make_tier(disk)
+    disk.closed = True
+    acquired = tier.acquire(0, [1])
+    with pytest.raises(EngineError, match="closed"):
+        acquired.wait()
+    assert tier.prefetch(0, [2]) == 0
+    tier.release(acquired)
+    assert tier.counters.failures == 2
+    tier.close()
+    tier.close()
+    with pytest.raises(EngineError, match="closed"):
+        cast(Any, tier).acquire(0, [1])
+
+
+def test_memory_that_is_refused_is_asked_for_again_by_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    really, refused = slot_group.allocate_records, []
+
+    def allocate(count: int, layout: Any, device: torch.device) -> torch.Tensor:
+        if count > 4:
+            refused.append(count)
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return really(count, layout, device)
+
+    monkeypatch.setattr(slot_group, "allocate_records", allocate)
+    tier = make_tier(HeldDisk(), HEADER.records_nbytes)
+    assert refused
+    assert tier.note is not None
+    assert 0 < tier.nbytes <= HEADER.records_nbytes // 2
+    tier.close()
+
+
+def test_shares_of_the_budget() -> None:
+    all_of_it = share_slots(HEADER, 10**12, 2)
+    assert all_of_it == {SMALL: 12, LARGE: 3}
+    least = 2 * (SMALL.nbytes + LARGE.nbytes)
+    assert share_slots(HEADER, least, 2) == {SMALL: 2, LARGE: 2}
+    for budget in range(least, HEADER.records_nbytes, 5000):
+        shares = share_slots(HEADER, budget, 2)
+        used = sum(layout.nbytes * count for layout, count in shares.items())
+        assert used <= budget
+        assert budget - used < LARGE.nbytes + SMALL.nbytes
+    with pytest.raises(EngineError) as caught:
+        share_slots(HEADER, least - 1, 2)
+    assert caught.value.code == ErrorCode.NOT_ENOUGH_MEMORY
