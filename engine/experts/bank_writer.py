@@ -12,6 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -113,15 +114,16 @@ class BankWriter:
             EngineError: `DISK_FULL`.
         """
         _clear_padding(records, self.header.layers[layer].layout)
-        checksums = b"".join(self._checksum(bytes_of(record)) for record in records)
         data, offset = bytes_of(records), self.header.layer_offsets[layer]
-        with self._disk_full_is_told():
+        # In a thread of its own: where only the slow checksum is to be had, it takes as long as the writing.
+        with ThreadPoolExecutor(1, "bank-checksums") as pool, self._disk_full_is_told():
+            checksums = pool.submit(lambda: b"".join(self._checksum(bytes_of(record)) for record in records))
             for begin in range(0, len(data), _CHUNK):
                 piece = data[begin : begin + _CHUNK]
                 self._file.write(offset + begin, piece)
                 on_written(len(piece))
             self._file.sync()
-            row = checksums + self.header.seal(layer, checksums)
+            row = checksums.result() + self.header.seal(layer, checksums.result())
             self._file.write(self.header.table_rows[layer], memoryview(row))
         self.finished.add(layer)
 
