@@ -332,6 +332,20 @@ def test_the_height_follows_the_width(make_view: ViewMaker) -> None:
     assert view.heightForWidth(200) == narrow
 
 
+def test_a_layout_that_lags_behind_cannot_squeeze_the_answer(qtbot: QtBot) -> None:
+    outer = QWidget()
+    qtbot.addWidget(outer)
+    layout = QVBoxLayout(outer)
+    view = MarkdownView()
+    layout.addWidget(view)
+    outer.resize(400, 200)
+    outer.show()
+    view.append_markdown("word " * 300)
+    view.flush()
+    # The window is lower than the answer: it becomes as high as the answer needs rather than cut its last lines off.
+    qtbot.waitUntil(lambda: view.height() >= view.heightForWidth(view.width()))
+
+
 def test_in_a_scroll_area_only_the_area_scrolls(qtbot: QtBot) -> None:
     area = QScrollArea()
     qtbot.addWidget(area)
@@ -346,8 +360,8 @@ def test_in_a_scroll_area_only_the_area_scrolls(qtbot: QtBot) -> None:
     area.show()
     view.set_markdown(EVERYTHING)
     view.flush()
+    qtbot.waitUntil(lambda: area.verticalScrollBar().maximum() > 0)
     qtbot.waitUntil(lambda: view.height() == view.heightForWidth(view.width()))
-    assert area.verticalScrollBar().maximum() > 0
     for browser in view.column.browsers():
         assert browser.verticalScrollBar().maximum() == 0
     for width in (300, 700, 420):

@@ -223,6 +223,9 @@ class MarkdownView(QWidget):
         if before != height:
             self._heights = {self.width(): height}
         if before != height or self.height() != height:
+            # A minimum as well as a hint: a column that is one layout behind would otherwise squeeze the answer and cut
+            # its last lines off.
+            self.setMinimumHeight(height)
             self.updateGeometry()
         self.update()
 
