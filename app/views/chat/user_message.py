@@ -163,6 +163,11 @@ class UserMessage(QWidget):
             self._bubble.setFixedWidth(most)
             return
         metrics = QFontMetrics(self._text.font())
+        # Qt puts all of the line's extra height below its text: half of it belongs above.
+        lift = round(metrics.height() * (LINE_HEIGHT - 100) / 200)
+        self._inside.setContentsMargins(
+            PADDING.width(), PADDING.height() + lift, PADDING.width(), PADDING.height() - lift
+        )
         room = most - 2 * PADDING.width()
         longest = max(
             (metrics.horizontalAdvance(line[:2000]) for line in self._row.message.content.split("\n")), default=0
