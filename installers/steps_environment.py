@@ -151,7 +151,7 @@ class Environment:
         if not steps_machine.has_compiler():
             return
         with Step("Building the fast CPU kernels") as step:
-            build = [self.python, "-m", "engine.kernels.native.build"]
+            build = [self.python, "-m", "engine.kernels.native"]
             code, output = run_logged(step, build, self.log, self.variables)
             if code == 0:
                 self._set_stamp("kernels", made_from)

@@ -1,4 +1,4 @@
-"""Builds the native kernels with the machine's C++ compiler: `python -m engine.kernels.native.build`.
+"""Builds the native kernels with the machine's C++ compiler: `python -m engine.kernels.native`.
 
 The library's name carries a hash of its sources, so that one built from others is never loaded by mistake.
 """
@@ -10,7 +10,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -81,20 +80,3 @@ def _run(command: list[str]) -> None:
         first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
         raise BuildError(f"{command[0]} failed: {first}")
 
-
-def main() -> int:
-    """Build, prove, and say what came of it; 1 if the kernels cannot be used here."""
-    from engine.kernels.native.library import prove
-
-    try:
-        path = build()
-    except BuildError as failure:
-        sys.stderr.write(f"The native kernels were not built: {failure}. PyTorch's operators are used instead.\n")
-        return 1
-    isa = prove(path)
-    sys.stderr.write(f"Native kernels: {isa.name if isa else 'none works on this machine'}.\n")
-    return 0 if isa else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
