@@ -79,4 +79,3 @@ def _run(command: list[str]) -> None:
     if done.returncode:
         first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
         raise BuildError(f"{command[0]} failed: {first}")
-
