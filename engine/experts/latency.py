@@ -1,0 +1,186 @@
+"""How long an expert takes on the CPU, on the device, and on its way there: Fiddler's Algorithm 1, measured.
+
+Fiddler (section 3.3) compares cpu_lat(s), linear in the tokens s, with a constant gpu_lat plus trans_lat, expert by
+expert.  That takes both sides to be idle; here the CPU and the copy engine work at once, so `split` chooses for all
+misses of a layer together such that the later of the two is done as early as possible.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from engine.experts.cache.policies import Key
+from engine.paths import cache_dir
+
+_VERSION = 1
+_PULL = 0.05
+"""Weight of one observation in the exponentially weighted correction."""
+_FURTHEST = 2.0
+"""An observation counts as if it were at most this many times off: a page fault or a scheduler's pause is no trend."""
+
+
+@dataclass
+class Correction:
+    """What observed spans say about a measured time: a factor that follows them slowly."""
+
+    factor: float = 1.0
+
+    def observe(self, observed_s: float, predicted_s: float) -> None:
+        """`predicted_s` is without the correction.  Spans that cannot be are ignored."""
+        if not (observed_s > 0 and predicted_s > 0 and math.isfinite(observed_s)):
+            return
+        off = observed_s / (predicted_s * self.factor)
+        self.factor *= min(max(off, 1 / _FURTHEST), _FURTHEST) ** _PULL
+
+
+@dataclass
+class LatencyModel:
+    """Seconds for one expert of one record size and precision on one machine and device.
+
+    Attributes:
+        precision, record_nbytes: of the experts it was measured with.
+        cpu_base_s, cpu_token_s: the CPU takes base + tokens * each.
+        gpu_flat_s, gpu_knee_tokens, gpu_token_s: the device takes the same up to the knee, then so much more for each.
+        link_latency_s, link_bytes_per_s: a record's way to the device.
+    """
+
+    precision: str
+    record_nbytes: int
+    cpu_base_s: float
+    cpu_token_s: float
+    gpu_flat_s: float
+    gpu_knee_tokens: int
+    gpu_token_s: float
+    link_latency_s: float
+    link_bytes_per_s: float
+    _cpu: Correction = field(default_factory=Correction, init=False, compare=False)
+    _gpu: Correction = field(default_factory=Correction, init=False, compare=False)
+    _link: Correction = field(default_factory=Correction, init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        numbers = [getattr(self, item.name) for item in fields(self) if item.type in ("float", "int")]
+        if not all(math.isfinite(number) and number >= 0 for number in numbers) or self.link_bytes_per_s == 0:
+            raise ValueError("a latency that cannot be")
+
+    def cpu_s(self, tokens: int) -> float:
+        """One expert on the CPU."""
+        return (self.cpu_base_s + self.cpu_token_s * tokens) * self._cpu.factor
+
+    def gpu_s(self, tokens: int) -> float:
+        """One expert on the device, once it is there."""
+        return self._gpu_uncorrected_s(tokens) * self._gpu.factor
+
+    @property
+    def transfer_s(self) -> float:
+        """One record over the link."""
+        return self._transfer_uncorrected_s * self._link.factor
+
+    def prefers_cpu(self, tokens: int) -> bool:
+        """Algorithm 1 for one miss by itself."""
+        return self.cpu_s(tokens) <= self.gpu_s(tokens) + self.transfer_s
+
+    def split(self, misses: Sequence[tuple[Key, int]], backlog_s: float = 0.0) -> tuple[list[Key], list[Key]]:
+        """Who is computed on the CPU and who is fetched, so that the later of both ends as early as possible.
+
+        The experts with most tokens are fetched, as many as pay.  While none has more tokens than the knee, fetching
+        any takes equally long, so for each number of them those with most tokens leave the CPU the least: the best
+        of these is the best there is.  Beyond the knee it is a good choice, no more.
+
+        Args:
+            misses: (key, tokens), any order.
+            backlog_s: how long the copy engine is still busy with earlier copies.
+
+        Returns:
+            Keys (on the CPU, fetched), each with most tokens first; of equal choices the one that fetches fewest.
+        """
+        order = sorted(misses, key=lambda miss: (-miss[1], miss[0]))
+        transfer_s = self.transfer_s
+        cpu_s = sum(self.cpu_s(tokens) for _, tokens in order)
+        best_s, best, arrived_s, ended_s = cpu_s, 0, backlog_s, 0.0
+        for count, (_, tokens) in enumerate(order, start=1):
+            cpu_s -= self.cpu_s(tokens)
+            arrived_s += transfer_s
+            ended_s = max(ended_s, arrived_s) + self.gpu_s(tokens)
+            if max(cpu_s, ended_s) < best_s * (1 - 1e-9):
+                best_s, best = max(cpu_s, ended_s), count
+            if ended_s >= best_s:
+                break
+        return [key for key, _ in order[best:]], [key for key, _ in order[:best]]
+
+    def observe_cpu(self, tokens: Sequence[int], took_s: float) -> None:
+        """The CPU computed experts of so many tokens each, one after the other."""
+        self._cpu.observe(took_s, sum(self.cpu_base_s + self.cpu_token_s * each for each in tokens))
+
+    def observe_gpu(self, tokens: int, took_s: float) -> None:
+        """The device computed one expert."""
+        self._gpu.observe(took_s, self._gpu_uncorrected_s(tokens))
+
+    def observe_transfer(self, took_s: float) -> None:
+        """A record crossed the link."""
+        self._link.observe(took_s, self._transfer_uncorrected_s)
+
+    def _gpu_uncorrected_s(self, tokens: int) -> float:
+        return self.gpu_flat_s + self.gpu_token_s * max(0, tokens - self.gpu_knee_tokens)
+
+    @property
+    def _transfer_uncorrected_s(self) -> float:
+        return self.link_latency_s + self.record_nbytes / self.link_bytes_per_s
+
+
+def latency_file(device: str) -> Path:
+    """Where the measurements of this machine and device are kept."""
+    machine = f"{platform.node()} {platform.machine()} {os.cpu_count()}"
+    mark = hashlib.sha256(machine.encode()).hexdigest()[:12]
+    return cache_dir() / "latency" / f"{re.sub('[^A-Za-z0-9_.-]', '-', device)}-{mark}.json"
+
+
+def load_latency(device: str, precision: str, record_nbytes: int) -> LatencyModel | None:
+    """What was measured before; None if nothing was, or the file cannot be understood: then measure again."""
+    for model in _read(latency_file(device)):
+        if (model.precision, model.record_nbytes) == (precision, record_nbytes):
+            return model
+    return None
+
+
+def save_latency(device: str, model: LatencyModel) -> None:
+    """Keeps a measurement, in place of an earlier one of the same precision and record size.
+
+    Raises:
+        OSError: it could not be written; what was there is still there.
+    """
+    path = latency_file(device)
+    mine = (model.precision, model.record_nbytes)
+    models = [other for other in _read(path) if (other.precision, other.record_nbytes) != mine]
+    entries = [
+        {name: value for name, value in asdict(one).items() if not name.startswith("_")} for one in [*models, model]
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            json.dump({"version": _VERSION, "device": device, "models": entries}, stream, indent=2)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _read(path: Path) -> list[LatencyModel]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["version"] != _VERSION:
+            return []
+        return [LatencyModel(**entry) for entry in content["models"]]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return []

@@ -1,0 +1,153 @@
+"""Times the real kernels and the real link for `LatencyModel`, in a second or less."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from engine.devices.device import Device
+from engine.devices.memory_budget import MemoryCategory
+from engine.experts.bank import BankLayer
+from engine.experts.latency import LatencyModel
+from engine.kernels.interface import ExpertKernel, LayerRecords
+
+_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
+_REPEATS = 5
+_LEVEL = 1.3
+"""Up to this many times the time for one token counts as the same."""
+
+
+def measure(
+    device: Device,
+    bank: BankLayer,
+    cpu_kernel: ExpertKernel,
+    make_kernel: Callable[[LayerRecords], ExpertKernel],
+    hidden_width: int,
+    *,
+    dtype: torch.dtype,
+    precision: str,
+    budget_s: float = 0.9,
+) -> LatencyModel:
+    """Measures one layer's experts.
+
+    Args:
+        bank: in RAM, where copies come from.
+        cpu_kernel: bound to `bank`.
+        make_kernel: binds one to slots on the device.
+        budget_s: what has been measured by then counts; at least one token and one copy are always timed.
+
+    Raises:
+        DeviceMemoryError: not even one record fits on the device.
+        EngineError: the device failed.
+    """
+    begun_s = time.perf_counter()
+    cpu = _cpu_times(bank, cpu_kernel, hidden_width, dtype, begun_s + budget_s * 0.4)
+    cpu_base_s, cpu_token_s = fit_line(cpu)
+    memory = device.memory.allocate(bank.layout.nbytes, MemoryCategory.STAGING)
+    try:
+        slots = BankLayer("measured", bank.layout, memory.view(1, -1))
+        latency_s, bytes_per_s = _link_times(device, bank, slots, begun_s + budget_s * 0.6)
+        gpu = _gpu_times(device, make_kernel(slots), hidden_width, dtype, begun_s + budget_s)
+    finally:
+        device.memory.release(memory)
+    flat_s, knee, each_s = fit_knee(gpu)
+    return LatencyModel(
+        precision, bank.layout.nbytes, cpu_base_s, cpu_token_s, flat_s, knee, each_s, latency_s, bytes_per_s
+    )
+
+
+def fit_line(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """(base, per token) of a line through (tokens, seconds), neither negative; relative errors count alike."""
+    if len(times) == 1:
+        return times[0][1], 0.0
+    weights = [1 / seconds**2 for _, seconds in times]
+    total = sum(weights)
+    x = sum(w * tokens for w, (tokens, _) in zip(weights, times, strict=True)) / total
+    y = sum(w * seconds for w, (_, seconds) in zip(weights, times, strict=True)) / total
+    spread = sum(w * (tokens - x) ** 2 for w, (tokens, _) in zip(weights, times, strict=True))
+    slope = sum(w * (tokens - x) * (seconds - y) for w, (tokens, seconds) in zip(weights, times, strict=True)) / spread
+    if slope < 0:
+        return y, 0.0
+    return (y - slope * x, slope) if y >= slope * x else (0.0, y / x)
+
+
+def fit_knee(times: Sequence[tuple[int, float]]) -> tuple[float, int, float]:
+    """(seconds up to the knee, the knee in tokens, seconds for each token beyond)."""
+    level = [(tokens, seconds) for tokens, seconds in times if seconds <= _LEVEL * times[0][1]]
+    knee = level[-1][0]
+    flat_s = statistics.median(seconds for _, seconds in level)
+    beyond = [(seconds - flat_s) / (tokens - knee) for tokens, seconds in times if tokens > knee]
+    return flat_s, knee, max(0.0, statistics.median(beyond)) if beyond else 0.0
+
+
+def _cpu_times(
+    bank: BankLayer, kernel: ExpertKernel, width: int, dtype: torch.dtype, until_s: float
+) -> list[tuple[int, float]]:
+    times = []
+    for tokens, hidden in _inputs(width, dtype, torch.device("cpu"), until_s):
+        weights = torch.ones(tokens, 1)
+        spans = []
+        # Another expert each time, or the processor's cache would be measured; the first call only warms up.
+        for repeat in range(_REPEATS + 1):
+            index = torch.full((tokens, 1), (repeat + tokens) % bank.num_experts)
+            begun_s = time.perf_counter()
+            with torch.inference_mode():
+                kernel(hidden, index, weights)
+            spans.append(time.perf_counter() - begun_s)
+        times.append((tokens, statistics.median(spans[1:])))
+    return times
+
+
+def _gpu_times(
+    device: Device, kernel: ExpertKernel, width: int, dtype: torch.dtype, until_s: float
+) -> list[tuple[int, float]]:
+    times = []
+    stream, place = device.compute_stream, device.torch_device
+    for tokens, hidden in _inputs(width, dtype, place, until_s):
+        index = torch.zeros(tokens, 1, dtype=torch.int64, device=place)
+        weights = torch.ones(tokens, 1, device=place)
+
+        def work(inputs: tuple[torch.Tensor, ...] = (hidden, index, weights)) -> None:
+            with torch.inference_mode():
+                kernel(*inputs)
+
+        spans = []
+        for _ in range(_REPEATS + 1):
+            event = stream.submit(work)
+            event.wait()
+            spans.append(event.ended_s - event.started_s)
+        times.append((tokens, statistics.median(spans[1:])))
+    return times
+
+
+def _link_times(device: Device, bank: BankLayer, slots: BankLayer, until_s: float) -> tuple[float, float]:
+    """(latency, bytes per second)."""
+    stream, record = device.h2d_stream, slots.records[0]
+    small = min(4096, record.nbytes // 2)
+
+    def took_s(source: torch.Tensor) -> float:
+        event = stream.copy(record[: source.nbytes], source)
+        event.wait()
+        return event.ended_s - event.started_s
+
+    # A small copy comes first: it makes whatever the first copy of a process makes.
+    latencies = [took_s(bank.records[0][:small]) for _ in range(_REPEATS)]
+    whole = [took_s(bank.records[0])]
+    for expert in range(1, _REPEATS):
+        if time.perf_counter() > until_s:
+            break
+        whole.append(took_s(bank.records[expert % bank.num_experts]))
+    latency_s, record_s = statistics.median(latencies[1:]), statistics.median(whole)
+    # A link whose latency is all there is to see has no bandwidth to tell apart from it.
+    latency_s = min(latency_s, record_s / 2)
+    return latency_s, record.nbytes / max(record_s - latency_s, 1e-9)
+
+
+def _inputs(width: int, dtype: torch.dtype, place: torch.device, until_s: float) -> Iterator[tuple[int, torch.Tensor]]:
+    for tokens in _TOKENS:
+        if tokens > 1 and time.perf_counter() > until_s:
+            return
+        yield tokens, torch.full((tokens, width), 0.01, dtype=dtype, device=place)

@@ -1,0 +1,168 @@
+"""Who is computed where: the choice is the best there is, measurements are fitted, kept and corrected."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.devices.opening import open_devices
+from engine.experts.bank import BankLayer
+from engine.experts.latency import LatencyModel, latency_file, load_latency, save_latency
+from engine.experts.latency_measurement import fit_knee, fit_line, measure
+from engine.kernels.interface import ExpertMath, LayerRecords
+from engine.kernels.torch_experts import TorchExperts
+from tests.engine.made_up_bank import SMALL, header_of, random_records
+
+# Mixtral 8x7B on an RTX 4090 with a few cores (CPU-GPU Collaborative, table I): whichever is chosen, it matters.
+MIXTRAL = LatencyModel("bf16", 352_321_536, 0.012, 0.002, 0.0003, 512, 1e-6, 20e-6, 12.6e9)
+
+_seconds = st.floats(1e-6, 0.1)
+_misses = st.lists(st.integers(1, 64), max_size=8).map(lambda tokens: list(enumerate(tokens)))
+
+
+def _makespan(model: LatencyModel, cpu: Sequence[int], fetched: Sequence[int], backlog_s: float) -> float:
+    """When the later side is done; what is fetched is computed in the best order, most tokens first."""
+    arrived_s, ended_s = backlog_s, 0.0
+    for tokens in sorted(fetched, reverse=True):
+        arrived_s += model.transfer_s
+        ended_s = max(ended_s, arrived_s) + model.gpu_s(tokens)
+    return max(ended_s, sum(model.cpu_s(tokens) for tokens in cpu))
+
+
+def _chosen(model: LatencyModel, misses: list[tuple[int, int]], backlog_s: float) -> float:
+    cpu, fetched = model.split(misses, backlog_s)
+    assert sorted([*cpu, *fetched]) == [key for key, _ in misses]
+    tokens = dict(misses)
+    return _makespan(model, [tokens[key] for key in cpu], [tokens[key] for key in fetched], backlog_s)
+
+
+@given(
+    misses=_misses,
+    base=_seconds,
+    each=_seconds,
+    flat=_seconds,
+    latency=_seconds,
+    backlog=st.one_of(st.just(0.0), _seconds),
+)
+def test_no_other_split_ends_earlier(
+    misses: list[tuple[int, int]], base: float, each: float, flat: float, latency: float, backlog: float
+) -> None:
+    model = LatencyModel("bf16", 4096, base, each, flat, 64, 0.0, latency, 1e9)
+    tokens = [count for _, count in misses]
+    best = min(
+        _makespan(
+            model,
+            [count for count, away in zip(tokens, choice, strict=True) if not away],
+            [count for count, away in zip(tokens, choice, strict=True) if away],
+            backlog,
+        )
+        for choice in itertools.product((False, True), repeat=len(tokens))
+    )
+    assert _chosen(model, misses, backlog) <= best * (1 + 1e-6)
+
+
+@given(misses=_misses, base=_seconds, each=_seconds, flat=_seconds, slope=_seconds, knee=st.integers(1, 64))
+def test_beyond_the_knee_it_is_no_worse_than_all_on_one_side(
+    misses: list[tuple[int, int]], base: float, each: float, flat: float, slope: float, knee: int
+) -> None:
+    model = LatencyModel("bf16", 4096, base, each, flat, knee, slope, 1e-5, 1e9)
+    tokens = [count for _, count in misses]
+    one_sided = min(_makespan(model, tokens, [], 0.0), _makespan(model, [], tokens, 0.0))
+    assert _chosen(model, misses, 0.0) <= one_sided * (1 + 1e-6)
+
+
+def test_one_miss_goes_where_algorithm_1_says() -> None:
+    for tokens in (1, 4, 7, 8, 9, 30, 500):
+        on_cpu, fetched = MIXTRAL.split([(3, tokens)])
+        assert (on_cpu, fetched) == (([3], []) if MIXTRAL.prefers_cpu(tokens) else ([], [3]))
+    assert MIXTRAL.prefers_cpu(1)
+    assert not MIXTRAL.prefers_cpu(500)
+
+
+def test_the_order_of_the_misses_does_not_matter() -> None:
+    misses = [(0, 3), (1, 3), (2, 9), (3, 1), (4, 9)]
+    assert {tuple(map(tuple, MIXTRAL.split(order))) for order in itertools.permutations(misses)} == {
+        tuple(map(tuple, MIXTRAL.split(misses)))
+    }
+
+
+def test_a_busy_link_is_left_alone() -> None:
+    misses = [(key, 20) for key in range(4)]
+    assert MIXTRAL.split(misses)[1]
+    assert not MIXTRAL.split(misses, backlog_s=10.0)[1]
+
+
+def test_corrections_follow_a_trend_and_shrug_at_outliers() -> None:
+    model = replace(MIXTRAL)
+    before_s = model.cpu_s(1)
+    model.observe_cpu([1], before_s * 1e6)
+    assert model.cpu_s(1) < before_s * 1.04
+    for wrong in (0.0, -1.0, float("nan"), float("inf")):
+        model.observe_transfer(wrong)
+    assert model.transfer_s == MIXTRAL.transfer_s
+    for _ in range(300):
+        model.observe_cpu([1, 1], 6 * before_s)
+        model.observe_transfer(MIXTRAL.transfer_s / 4)
+        model.observe_gpu(2, MIXTRAL.gpu_s(2) * 2)
+    assert model.cpu_s(1) == pytest.approx(3 * before_s, rel=0.05)
+    assert model.transfer_s == pytest.approx(MIXTRAL.transfer_s / 4, rel=0.05)
+    assert model.gpu_s(2) == pytest.approx(MIXTRAL.gpu_s(2) * 2, rel=0.05)
+
+
+def test_fits() -> None:
+    assert fit_line([(t, 2.0 + 0.5 * t) for t in (1, 2, 4, 8)]) == pytest.approx((2.0, 0.5))
+    assert fit_line([(1, 3.0)]) == (3.0, 0.0)
+    assert fit_line([(1, 3.0), (2, 2.0)])[1] == 0.0
+    assert fit_line([(1, 1.0), (10, 20.0)])[0] == 0.0
+    assert fit_knee([(1, 1.0), (8, 1.1), (16, 1.0), (32, 9.0)]) == pytest.approx((1.0, 16, 0.5))
+    assert fit_knee([(1, 1.0)]) == (1.0, 1, 0.0)
+
+
+def test_saved_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path))
+    device = "emulated:slow-link#0"
+    assert load_latency(device, "bf16", 4096) is None
+    other = replace(MIXTRAL, precision="int8", record_nbytes=4096)
+    for model in (MIXTRAL, other, replace(MIXTRAL, cpu_base_s=1.0)):
+        save_latency(device, model)
+    assert load_latency(device, "bf16", MIXTRAL.record_nbytes) == replace(MIXTRAL, cpu_base_s=1.0)
+    assert load_latency(device, "int8", 4096) == other
+    assert load_latency("cuda:0", "bf16", 4096) is None
+    path = latency_file(device)
+    assert [path] == list(path.parent.iterdir())
+    entry = json.loads(path.read_text())["models"][0]
+    for broken in ("", "[]", '{"version": 1}', json.dumps({"version": 2, "models": []}), "{" * 10_000):
+        path.write_text(broken)
+        assert load_latency(device, "bf16", 4096) is None
+    for wrong in (-1, "much", None):
+        path.write_text(json.dumps({"version": 1, "models": [entry | {"cpu_base_s": wrong}]}))
+        assert load_latency(device, entry["precision"], entry["record_nbytes"]) is None
+
+
+@pytest.mark.parametrize("spec", ["cpu", "emulated:slow-link"])
+def test_measures_real_kernels_and_copies(spec: str) -> None:
+    layer = BankLayer("experts", SMALL, random_records(header_of([(4, SMALL)]))[0])
+    layer.records.zero_()
+    math = ExpertMath("gate_up_proj", None, None, lambda inner: inner[..., :32], False, None)
+
+    def make(records: LayerRecords) -> TorchExperts:
+        return TorchExperts(records, math)
+
+    (device,) = open_devices(spec)
+    with device:
+        model = measure(device, layer, make(layer), make, 8, dtype=torch.bfloat16, precision="bf16", budget_s=0.1)
+        assert device.memory.use().used == 0
+    assert model.record_nbytes == SMALL.nbytes
+    assert model.cpu_s(1) > 0
+    assert model.gpu_s(1) > 0
+    assert model.transfer_s > 0
+    if spec != "cpu":
+        assert model.transfer_s >= 20e-6
