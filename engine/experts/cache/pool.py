@@ -127,6 +127,16 @@ class Pool:
             given.append(self._free.pop())
         return given
 
+    def withdraw(self, slots: range) -> bool:
+        """Takes these very slots out, evicting who is in them; False, and nothing changed, if one of them is in use."""
+        leaving = [key for key, slot in self._slot_of.items() if slot in slots]
+        if any(key in self._pins for key in leaving) or any(slot in slots for slot in self._arriving.values()):
+            return False
+        for key in leaving:
+            self.evict(key)
+        self._free = [slot for slot in self._free if slot not in slots]
+        return True
+
     def grow(self, slots: list[Slot]) -> None:
         """Adds slots, for example those that `shrink` gave back before."""
         self._free.extend(slots)

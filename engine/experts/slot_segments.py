@@ -1,0 +1,71 @@
+"""Device memory for records, in pieces that can be given back one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.devices.device import Device, Event
+from engine.devices.memory_budget import MemoryCategory
+from engine.experts.bank import BankLayer
+from engine.experts.record import RecordLayout
+from engine.kernels.interface import ExpertKernel, LayerRecords
+
+KernelMaker = Callable[[LayerRecords], ExpertKernel]
+"""Binds a kernel to records.  Layers that compute alike share one, and with it what kernels keep for themselves."""
+
+
+class Segment:
+    """Some slots in one piece of memory; to a kernel they are a layer whose experts are the slots.
+
+    Args:
+        first: number of its first slot.
+
+    Raises:
+        DeviceMemoryError: the device has not so much left.
+    """
+
+    def __init__(self, device: Device, layout: RecordLayout, count: int, first: int, category: MemoryCategory) -> None:
+        self._device = device
+        memory = device.memory.allocate(count * layout.nbytes, category)
+        self._memory = memory
+        self.slots = range(first, first + count)
+        self.records = BankLayer("slots", layout, memory.view(count, layout.nbytes))
+        self._kernels: dict[KernelMaker, ExpertKernel] = {}
+
+    def kernel(self, make: KernelMaker) -> ExpertKernel:
+        """The kernel that computes the experts in these slots."""
+        kernel = self._kernels.get(make)
+        if kernel is None:
+            kernel = self._kernels[make] = make(self.records)
+        return kernel
+
+    def release(self) -> None:
+        """Gives the memory back.  Nothing may be in flight to it, and nothing compute from it."""
+        self._kernels.clear()
+        self.records.stacked.clear()
+        self.records.rows.clear()
+        self._device.memory.release(self._memory)
+        del self._memory, self.records
+
+
+class Staging:
+    """A few slots, taken in turn, for experts that are computed as soon as they are there."""
+
+    def __init__(self, device: Device, layout: RecordLayout, count: int) -> None:
+        self.segment = Segment(device, layout, count, 0, MemoryCategory.STAGING)
+        self._last_use: list[Event | None] = [None] * count
+        self._next = 0
+
+    def take(self) -> tuple[int, Event | None]:
+        """The next slot, and what must be over before anything is written to it."""
+        slot = self._next
+        self._next = (slot + 1) % len(self._last_use)
+        return slot, self._last_use[slot]
+
+    def used(self, slot: int, last_use: Event) -> None:
+        """`last_use` is the end of the last work on the slot."""
+        self._last_use[slot] = last_use
+
+    def forget_uses(self) -> None:
+        """After a failure: nothing is in flight any more."""
+        self._last_use = [None] * len(self._last_use)

@@ -1,0 +1,339 @@
+"""The expert cache of a device: whose bytes lie where, under any order of uses, copies, failures and resizes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.devices.device import Device
+from engine.devices.emulated import open_emulated
+from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
+from engine.experts.bank import BankLayer
+from engine.experts.cache.policies import POLICY_NAMES
+from engine.experts.policy_sampling import BUDGET_S, BURST_STEPS, PolicySampler
+from engine.experts.vram_cache import Lookup, VramCache
+from engine.hardware.profiles import DeviceProfile
+from tests.engine.made_up_bank import SMALL, header_of, random_records
+
+LAYERS, EXPERTS = 3, 4
+RECORD = SMALL.nbytes
+_EVERY_POLICY = ["auto", *POLICY_NAMES]
+_POPULARITY = {key: float(20 - key) for key in range(LAYERS * EXPERTS)}
+
+
+def tiny_device(slots: int = 32) -> Device:
+    return open_emulated(DeviceProfile("tiny", "for tests", max(2**20, slots * RECORD), 50.0, 50.0, 0.0))
+
+
+@pytest.fixture(scope="module")
+def bank() -> list[BankLayer]:
+    records = random_records(header_of([(EXPERTS, SMALL)] * LAYERS))
+    return [BankLayer(str(index), SMALL, made) for index, made in enumerate(records)]
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    with tiny_device() as device:
+        yield device
+
+
+def fill(cache: VramCache, bank: list[BankLayer], layer: int, experts: list[int]) -> None:
+    cache.release(cache.acquire(layer, experts))
+    cache.post_fetch(layer, experts, bank[layer])
+    cache.wait()
+
+
+def holding(device: Device) -> Callable[[], None]:
+    """Keeps the copy engine busy until what is returned is called."""
+    gate = threading.Event()
+    device.h2d_stream.submit(gate.wait)
+    return gate.set
+
+
+def test_geometry_covers_the_first_layers(device: Device, bank: list[BankLayer]) -> None:
+    cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=5, ways=2, policy="lru")
+    assert cache.slots == 4
+    for layer in range(LAYERS):
+        fill(cache, bank, layer, [0, 1])
+    assert [sorted(cache.residents(layer)) for layer in range(LAYERS)] == [[0, 1], [0, 1], []]
+    fill(cache, bank, 0, [2])
+    assert sorted(cache.residents(0)) == [1, 2]
+    assert sorted(cache.residents(1)) == [0, 1]
+    cache.close()
+    assert device.memory.use().used == 0
+
+
+def test_an_arriving_copy_is_not_a_hit(device: Device, bank: list[BankLayer]) -> None:
+    cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=1)
+    go_on = holding(device)
+    assert cache.post_fetch(0, [0, 1], bank[0]) == 1
+    lookup = cache.acquire(0, [0, 1])
+    assert (lookup.hits, lookup.misses, lookup.late) == ({}, [0, 1], {0})
+    assert cache.post_fetch(0, [0], bank[0]) == 0
+    assert cache.backlog_bytes == RECORD
+    go_on()
+    cache.wait()
+    assert cache.acquire(0, [0]).hits == {0: 0}
+    assert cache.counters.post_fetched_bytes == RECORD
+    cache.close()
+
+
+def test_pinned_experts_outlive_any_need(device: Device, bank: list[BankLayer]) -> None:
+    cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=1, policy="lru")
+    fill(cache, bank, 0, [0])
+    lookup = cache.acquire(0, [0])
+    fill(cache, bank, 1, [1, 2])
+    assert cache.residents(0) == {0: 0}
+    assert cache.resize(0) == 1
+    cache.release(lookup)
+    cache.release(lookup)
+    assert cache.resize(0) == 0
+    assert cache.acquire(0, [0]).misses == [0]
+    cache.close()
+
+
+def test_a_failed_copy_gives_its_slot_up_and_the_next_works(device: Device, bank: list[BankLayer]) -> None:
+    cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=2)
+
+    def fail() -> None:
+        raise RuntimeError("injected")
+
+    go_on = holding(device)
+    device.h2d_stream.submit(fail)
+    assert cache.post_fetch(0, [0, 1], bank[0]) == 2
+    go_on()
+    cache.wait()
+    assert cache.residents(0) == {}
+    assert (cache.counters.failures, cache.counters.post_fetched_bytes) == (2, 0)
+    fill(cache, bank, 0, [0, 1])
+    assert sorted(cache.residents(0)) == [0, 1]
+    cache.close()
+
+
+def test_cancelled_copies_give_their_slots_up(device: Device, bank: list[BankLayer]) -> None:
+    cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=3)
+    go_on = holding(device)
+    cache.post_fetch(0, [0, 1, 2], bank[0])
+    assert cache.cancel() == 3
+    go_on()
+    cache.wait()
+    assert cache.counters.cancelled == 3
+    assert cache.counters.failures == 0
+    fill(cache, bank, 0, [0, 1, 2])
+    assert len(cache.residents(0)) == 3
+    cache.close()
+
+
+def test_only_so_many_copies_are_in_flight(device: Device, bank: list[BankLayer]) -> None:
+    cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=4, most_in_flight=2)
+    go_on = holding(device)
+    assert cache.post_fetch(0, [0, 1, 2, 3], bank[0]) == 2
+    go_on()
+    cache.close()
+
+
+def test_memory_goes_back_to_the_budget_and_comes_again(bank: list[BankLayer]) -> None:
+    with tiny_device() as device:
+        budget = device.memory
+        cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=8, staging=2)
+        fill(cache, bank, 0, [0, 1, 2, 3])
+        fill(cache, bank, 1, [0, 1, 2, 3])
+        assert budget.use().by_category[MemoryCategory.EXPERTS] == 8 * RECORD
+        assert cache.resize(3) == 3
+        assert budget.use().by_category[MemoryCategory.EXPERTS] == 3 * RECORD
+        assert sum(len(cache.residents(layer)) for layer in range(2)) == 3
+        taken = budget.allocate(budget.free - RECORD, MemoryCategory.KV)
+        assert cache.resize(8) == 4
+        budget.release(taken)
+        assert cache.resize(100) == LAYERS * EXPERTS
+        cache.close()
+        cache.close()
+        assert budget.use().used == 0
+
+
+def test_too_little_memory_leaves_nothing_behind(bank: list[BankLayer]) -> None:
+    with tiny_device() as device:
+        taken = device.memory.allocate(device.memory.free - 5 * RECORD, MemoryCategory.KV)
+        before = device.memory.use().used
+        with pytest.raises(DeviceMemoryError):
+            VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=8)
+        assert device.memory.use().used == before
+        device.memory.release(taken)
+
+
+def test_closing_after_the_device(bank: list[BankLayer]) -> None:
+    device = tiny_device()
+    cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=4)
+    go_on = holding(device)
+    cache.post_fetch(0, [0, 1], bank[0])
+    go_on()
+    device.close()
+    cache.close()
+    assert device.memory.use().used == 0
+
+
+@pytest.mark.parametrize("ways", [None, 3])
+def test_the_best_policy_is_adopted_from_a_sample(device: Device, ways: int | None) -> None:
+    """A loop one expert longer than the cache: the worst there is for LRU, which is where it starts."""
+    sampler = PolicySampler(8, 24, ways)
+    names = set()
+    for step in range(4 * BURST_STEPS):
+        for layer in range(8):
+            names.add(sampler.observe(layer, [layer * 8 + step % 4]))
+    assert sampler.adopted not in ("lru", "fifo")
+    assert sampler.adopted in names
+
+
+def test_costly_shadows_are_watched_in_bursts_and_still_decide() -> None:
+    now_s = 0.0
+
+    def clock() -> float:
+        nonlocal now_s
+        now_s += 100e-6
+        return now_s
+
+    sampler = PolicySampler(8, 24, 3, clock=clock)
+    watched = 0
+    steps = 60 * BURST_STEPS
+    for step in range(steps):
+        for layer in range(8):
+            sampler.observe(layer, [layer * 8 + step % 4])
+        watched += sampler.is_watching
+    assert sampler.adopted not in ("lru", "fifo")
+    assert 0 < watched * 4 * 100e-6 / (steps * 8) < 1.3 * BUDGET_S
+
+
+def test_the_cache_adopts_and_keeps_its_residents(device: Device, bank: list[BankLayer]) -> None:
+    cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=9, ways=3)
+    for step in range(1200):
+        for layer in range(LAYERS):
+            fill(cache, bank, layer, [step % 4])
+        if cache.policy != "lru":
+            break
+    assert cache.policy not in ("lru", "fifo")
+    assert all(len(cache.residents(layer)) == 3 for layer in range(LAYERS))
+    cache.close()
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Any order of lookups, copies, holds of the copy engine, failures, cancels and resizes."""
+
+    @initialize(
+        slots=st.integers(0, 12), ways=st.sampled_from([None, None, 1, 2, 4]), policy=st.sampled_from(_EVERY_POLICY)
+    )
+    def make(self, slots: int, ways: int | None, policy: str) -> None:
+        records = random_records(header_of([(EXPERTS, SMALL)] * LAYERS))
+        self.bank = [BankLayer(str(index), SMALL, made) for index, made in enumerate(records)]
+        self.device = tiny_device()
+        self.cache = VramCache(
+            self.device,
+            SMALL,
+            layers=LAYERS,
+            experts=EXPERTS,
+            slots=slots,
+            ways=ways,
+            policy=policy,
+            popularity=_POPULARITY,
+            staging=2,
+        )
+        self.held: list[Callable[[], None]] = []
+        self.lookups: list[Lookup] = []
+        self.link_bytes = 0
+
+        def count(record: object) -> None:
+            self.link_bytes += getattr(record, "nbytes", 0) * (getattr(record, "direction", "") == "h2d")
+
+        self.device.copy_log.listen(count)
+
+    @rule(layer=st.integers(0, LAYERS - 1), experts=st.sets(st.integers(0, EXPERTS - 1), max_size=3))
+    def acquire(self, layer: int, experts: set[int]) -> None:
+        lookup = self.cache.acquire(layer, sorted(experts))
+        assert set(lookup.hits) | set(lookup.misses) == experts
+        assert not set(lookup.hits) & set(lookup.misses)
+        self.lookups.append(lookup)
+
+    @precondition(lambda self: self.lookups)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        lookup = self.lookups.pop(data.draw(st.integers(0, len(self.lookups) - 1)))
+        self.cache.release(lookup, self.device.compute_stream.record())
+
+    @rule(layer=st.integers(0, LAYERS - 1), experts=st.sets(st.integers(0, EXPERTS - 1), max_size=3))
+    def post_fetch(self, layer: int, experts: set[int]) -> None:
+        self.cache.post_fetch(layer, sorted(experts), self.bank[layer])
+
+    @rule(layer=st.integers(0, LAYERS - 1), expert=st.integers(0, EXPERTS - 1))
+    def keep(self, layer: int, expert: int) -> None:
+        assert self.cache.staging is not None
+        staged = self.cache.staging.segment.records.records[0]
+        staged.copy_(self.bank[layer].records[expert])
+        event = self.cache.keep(layer, expert, staged)
+        if event is not None:
+            event.wait()
+
+    @precondition(lambda self: not self.held)
+    @rule()
+    def hold(self) -> None:
+        self.held.append(holding(self.device))
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def go_on(self) -> None:
+        self.held.pop()()
+
+    @rule()
+    def fail(self) -> None:
+        def work() -> None:
+            raise RuntimeError("injected")
+
+        self.device.h2d_stream.submit(work)
+
+    @rule()
+    def cancel(self) -> None:
+        self.cache.cancel()
+
+    @precondition(lambda self: not self.held)
+    @rule(slots=st.integers(0, 14))
+    def resize(self, slots: int) -> None:
+        self.cache.resize(slots)
+
+    @invariant()
+    def whoever_is_there_is_whole(self) -> None:
+        """Pinned ones above all: their slot has their bytes, whatever was copied meanwhile."""
+        cache, slots = self.cache, []
+        for layer in range(LAYERS):
+            for expert, slot in cache.residents(layer).items():
+                segment, row = cache.locate(slot)
+                assert torch.equal(segment.records.records[row], self.bank[layer].records[expert])
+                slots.append(slot)
+        assert len(slots) == len(set(slots)) <= cache.slots
+        for lookup in self.lookups:
+            assert lookup.hits.items() <= cache.residents(lookup.layer).items()
+
+    @invariant()
+    def memory_is_counted_to_the_byte(self) -> None:
+        use = self.device.memory.use().by_category
+        assert use[MemoryCategory.EXPERTS] == self.cache.nbytes == self.cache.slots * RECORD
+        counters = self.cache.counters
+        assert counters.lookups == counters.hits + counters.misses
+
+    def teardown(self) -> None:
+        if not hasattr(self, "device"):
+            return
+        for go_on in self.held:
+            go_on()
+        self.cache.wait()
+        assert self.cache.counters.post_fetched_bytes == self.link_bytes
+        self.cache.close()
+        assert self.device.memory.use().used == 0
+        self.device.close()
+
+
+CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCacheMachine = CacheMachine.TestCase
