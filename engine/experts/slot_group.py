@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -51,6 +51,19 @@ class SlotGroup:
             self.pool.adopt(policy)
 
 
+def fewest_slots(layers: Iterable[tuple[RecordLayout, int]], at_least: int) -> dict[RecordLayout, int]:
+    """The slots of each layout without which nothing can be computed.
+
+    Args:
+        layers: layout and number of experts of each.
+        at_least: experts of one layer that must fit at once.
+    """
+    fewest: dict[RecordLayout, int] = {}
+    for layout, experts in layers:
+        fewest[layout] = max(fewest.get(layout, 0), min(at_least, experts))
+    return fewest
+
+
 def share_slots(header: BankHeader, budget: int, at_least: int) -> dict[RecordLayout, int]:
     """How many slots each layout gets of `budget` bytes: in proportion to its records, never more than it has.
 
@@ -61,10 +74,9 @@ def share_slots(header: BankHeader, budget: int, at_least: int) -> dict[RecordLa
         EngineError: `NOT_ENOUGH_MEMORY`, with the least budget that would do.
     """
     experts: dict[RecordLayout, int] = {}
-    floor: dict[RecordLayout, int] = {}
     for layer in header.layers:
         experts[layer.layout] = experts.get(layer.layout, 0) + layer.num_experts
-        floor[layer.layout] = max(floor.get(layer.layout, 0), min(at_least, layer.num_experts))
+    floor = fewest_slots(((layer.layout, layer.num_experts) for layer in header.layers), at_least)
     least = sum(count * layout.nbytes for layout, count in floor.items())
     if least > budget:
         raise EngineError(

@@ -29,14 +29,14 @@ class TorchExperts:
         self._dtype = self._down[0].dtype
         hidden = self._down[0].shape[0]
         device = layer.device
-        # Decoding writes into the same buffers every time: an allocation per operator is what is saved.
-        self._gates = torch.empty(self._experts, 1, self._first[0].shape[0], dtype=self._dtype, device=device)
-        self._outs = torch.empty(self._experts, 1, hidden, dtype=self._dtype, device=device)
         self._first_all: torch.Tensor | None = None
         self._down_all: torch.Tensor | None = None
         self._first_bias_all: torch.Tensor | None = None
         self._down_bias_all: torch.Tensor | None = None
         if layer.records.nbytes <= _ALL_AT_ONCE_BYTES and device.type == "cpu":
+            # Decoding writes into the same buffers every time: an allocation per operator is what is saved.
+            self._gates = torch.empty(self._experts, 1, self._first[0].shape[0], dtype=self._dtype, device=device)
+            self._outs = torch.empty(self._experts, 1, hidden, dtype=self._dtype, device=device)
             self._first_all = layer.stacked[math.first].mT
             self._down_all = layer.stacked["down_proj"].mT
             if math.first_bias and math.down_bias:
@@ -109,15 +109,16 @@ class TorchExperts:
         width = index.shape[1]
         flat = index.reshape(-1)
         order = flat.argsort(stable=True)
-        counts = torch.bincount(flat.clamp(max=self._experts), minlength=self._experts + 1).tolist()
+        # Only those that occur: of many experts, or slots of a cache, a few tokens want few.
+        occurring, counts = flat[order].unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
         tokens = order // width
         shares = weights.reshape(-1)[order].float()[:, None]
         result = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         begin = 0
-        for expert in range(self._experts):
-            end = begin + counts[expert]
-            if end == begin:
-                continue
+        for expert, count in zip(occurring.tolist(), counts.tolist(), strict=True):
+            if expert >= self._experts:
+                break
+            end = begin + count
             mine = tokens[begin:end]
             first_bias = self._first_bias[expert] if self._first_bias is not None else None
             down_bias = self._down_bias[expert] if self._down_bias is not None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -78,6 +79,10 @@ class BankSource:
                 )
             plan = plan_loading(model, sites, tensors, dtype, quantizer, adapter)
         return cls(directory, model, sites, plan, precision)
+
+    def only(self, names: Collection[str]) -> BankSource:
+        """The same, for a bank of these experts modules alone."""
+        return replace(self, sites=[site for site in self.sites if site.name in names])
 
     def header(self) -> BankHeader:
         """What a bank made of the checkpoint as it is now would say.

@@ -15,6 +15,7 @@ from engine.protocol import ModelInfo
 
 if TYPE_CHECKING:
     from engine.experts.bank import ExpertBank
+    from engine.experts.disk_backed import DiskBackedBank
     from engine.kernels.native.library import NativeKernels
 
 
@@ -26,10 +27,11 @@ class LoadedModel:
         model: transformers' `PreTrainedModel`, in eval mode, without gradients; its experts are served by `bank`.
         tokenizer: transformers' `PreTrainedTokenizerBase`.
         info: what the window is told about it.
-        bank: the weights of all experts; `None` for a dense model.
+        bank: the weights of all experts but those on disk; `None` for a dense model.
         context_tokens: longest context allowed, prompt and answer together.
         device: where the non-expert weights are.
         kernels: the native CPU kernels that it computes with, if any.
+        disk_backed: the experts that are read from disk as they are needed, if they do not fit into RAM.
     """
 
     model: Any
@@ -39,6 +41,7 @@ class LoadedModel:
     context_tokens: int
     device: torch.device
     kernels: NativeKernels | None = None
+    disk_backed: DiskBackedBank | None = None
 
     @contextmanager
     def token_by_token(self) -> Iterator[None]:
@@ -62,6 +65,9 @@ class LoadedModel:
         if self.bank is not None and self.model is not None:
             unbind(self.model)
             self.bank.close()
+        if self.disk_backed is not None:
+            self.disk_backed.close()
+            self.disk_backed = None
         self.model = self.tokenizer = self.bank = None
         gc.collect()
         if self.kernels is not None:

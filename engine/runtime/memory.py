@@ -20,31 +20,42 @@ def available_ram(budget: int | None = None) -> int:
     return free if budget is None else min(free, budget)
 
 
-def require_ram(name: str, needed: int, budget: int | None = None) -> None:
+def usable_ram(budget: int | None = None) -> int:
+    """Bytes of weights and of working memory that `require_ram` would let pass."""
+    usable = _without_headroom(available_ram())
+    return usable if budget is None else min(usable, budget)
+
+
+def require_ram(name: str, needed: int, budget: int | None = None, *, even: str = "") -> None:
     """Refuses a model that does not fit.
 
     Args:
         name: the model's, for the message.
         needed: bytes of weights and of working memory while loading.
         budget: bytes that the user allows, if any.
+        even: how the need has been made as small as it is, if that is so, for the message.
 
     Raises:
         EngineError: `NOT_ENOUGH_MEMORY`, with both figures.
     """
     free = available_ram()
-    headroom = min(_HEADROOM, free // 10)
+    headroom = free - _without_headroom(free)
     if needed > free - headroom:
         raise EngineError(
             ErrorCode.NOT_ENOUGH_MEMORY,
-            f"{name} needs {gigabytes(needed + headroom)} of RAM, but only {gigabytes(free)} are free: "
+            f"{name} needs {gigabytes(needed + headroom)} of RAM{even}, but only {gigabytes(free)} are free: "
             "close other programs or choose a smaller model.",
         )
     if budget is not None and needed > budget:
         raise EngineError(
             ErrorCode.NOT_ENOUGH_MEMORY,
-            f"{name} needs {gigabytes(needed)} of RAM, more than the {gigabytes(budget)} that the RAM budget allows: "
-            "raise the budget or choose a smaller model.",
+            f"{name} needs {gigabytes(needed)} of RAM{even}, more than the {gigabytes(budget)} that the RAM budget "
+            "allows: raise the budget or choose a smaller model.",
         )
+
+
+def _without_headroom(free: int) -> int:
+    return free - min(_HEADROOM, free // 10)
 
 
 def gigabytes(count: int) -> str:

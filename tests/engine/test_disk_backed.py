@@ -1,0 +1,280 @@
+"""A model whose experts do not fit into RAM says what it says when they do."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import EngineError, ErrorCode
+from engine.experts.disk_backed import DiskBackedExperts
+from engine.experts.dispatch import BANK_LAYER
+from engine.paths import data_dir
+from engine.runtime import expert_placement, loading
+from engine.runtime.cancellation import RequestCancelled
+from engine.runtime.expert_placement import ExpertPlacement
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.loading import load_model
+from engine.runtime.prepare_bank import bank_path
+from tests.engine.test_family_parity import PROMPT, decoded_logits, greedy, logits
+from tests.engine.tiny_families import tiny_checkpoint
+
+FAMILIES = (
+    *("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "olmoe", "nemotron_h", "dbrx", "llama4", "jetmoe"),
+    *("longcat_flash", "granitemoe"),
+)
+
+
+@pytest.fixture
+def mixtral(tmp_path: Path) -> Path:
+    return tiny_checkpoint("mixtral", tmp_path / "mixtral", num_hidden_layers=3)
+
+
+@contextmanager
+def loaded(folder: Path, precision: Any = "bf16", **options: Any) -> Iterator[LoadedModel]:
+    config = EngineConfig(model=str(folder), device="cpu", precision=precision, threads=1, **options)
+    model = load_model(config, on_progress=lambda done, total: None, cancelled=lambda: False)
+    try:
+        yield model
+    finally:
+        model.close()
+
+
+@contextmanager
+def on_disk(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, precision: Any = "bf16", *, slots: int = 0, policy: str = "auto"
+) -> Iterator[LoadedModel]:
+    """Loaded with so many slots per layout; with as few as will do if 0."""
+    budget = least_budget(folder, precision)
+    place = loading.place_experts
+
+    def with_slots(*args: Any) -> ExpertPlacement:
+        found = place(*args)
+        if not slots:
+            return found
+        at_least = min(slots, max(site.num_experts for site in found.on_disk))
+        nbytes = sum(slots * layout.nbytes for layout in {site.layout for site in found.on_disk})
+        return ExpertPlacement(found.resident, found.on_disk, nbytes, at_least)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "place_experts", with_slots)
+        patch.setattr(expert_placement, "_POLICY", policy)
+        with loaded(folder, precision, ram_bytes=budget) as model:
+            assert model.disk_backed is not None
+            yield model
+
+
+def least_budget(folder: Path, precision: str = "bf16") -> int:
+    """The RAM budget below which the model is refused."""
+    needs: list[int] = []
+    original = expert_placement.require_ram
+
+    def note(name: str, needed: int, budget: int | None = None, **options: Any) -> None:
+        needs.append(needed)
+        original(name, needed, budget, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_placement, "require_ram", note)
+        with pytest.raises(EngineError) as caught, loaded(folder, precision, ram_bytes=1):
+            pass
+    assert caught.value.code is ErrorCode.NOT_ENOUGH_MEMORY
+    assert "even with its experts read from disk" in caught.value.message
+    return needs[-1]
+
+
+def said(model: LoadedModel) -> tuple[torch.Tensor, list[torch.Tensor], list[int]]:
+    with torch.no_grad():
+        return logits(model.model), decoded_logits(model.model), greedy(model.model)[0].tolist()
+
+
+def assert_says(model: LoadedModel, expected: tuple[torch.Tensor, list[torch.Tensor], list[int]], atol: float) -> None:
+    prompt, steps, tokens = said(model)
+    torch.testing.assert_close(prompt, expected[0], rtol=0, atol=atol)
+    for step, other in zip(steps, expected[1], strict=True):
+        torch.testing.assert_close(step, other, rtol=0, atol=atol)
+    assert tokens == expected[2]
+
+
+def tiers(model: LoadedModel) -> list[DiskBackedExperts]:
+    bound = [getattr(module, BANK_LAYER, None) for module in model.model.modules()]
+    return [pair[1] for pair in bound if pair is not None and isinstance(pair[1], DiskBackedExperts)]
+
+
+# --- the same answers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_tokens_equal_those_from_ram(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny_checkpoint(family, tmp_path / family)
+    with loaded(folder, "fp32") as in_ram:
+        assert in_ram.disk_backed is None
+        expected, parameters, experts = said(in_ram), in_ram.info.parameters, in_ram.info.experts
+        all_bytes = in_ram.info.experts_bytes
+    for slots in (0, 1, 5, 100):
+        with on_disk(monkeypatch, folder, "fp32", slots=slots) as model:
+            assert_says(model, expected, atol=1e-5)
+            assert (model.info.parameters, model.info.experts) == (parameters, experts)
+            assert model.disk_backed is not None
+            assert model.bank is not None
+            assert model.info.experts_bytes == model.disk_backed.nbytes + model.bank.nbytes
+            assert model.info.experts_bytes < all_bytes or slots == 100
+            assert "read from disk" in model.info.device_note
+            assert len(tiers(model)) == len(model.disk_backed.disk.header.layers)
+            assert model.disk_backed.ram.counters.misses
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfru", "auto"])
+def test_what_is_in_ram_does_not_change_an_answer(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny_checkpoint("qwen3_moe", tmp_path / "model")
+    answers = []
+    for slots in (1, 3, 8, 16):
+        with on_disk(monkeypatch, folder, slots=slots, policy=policy) as model:
+            answers += [said(model), said(model)]  # the second time over what the first has left in RAM
+    for prompt, steps, tokens in answers[1:]:
+        assert torch.equal(prompt, answers[0][0])
+        assert all(torch.equal(step, other) for step, other in zip(steps, answers[0][1], strict=True))
+        assert tokens == answers[0][2]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen3_moe", "llama4"])
+def test_bf16_is_near_to_ram(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny_checkpoint(family, tmp_path / family)
+    with loaded(folder) as in_ram, torch.no_grad():
+        expected = logits(in_ram.model)
+    with on_disk(monkeypatch, folder) as model, torch.no_grad():
+        # Long steps are rounded in the same places, so not even a near tie in a router falls differently.
+        torch.testing.assert_close(logits(model.model).float(), expected.float(), rtol=0, atol=1e-3)
+
+
+def test_modules_that_compute_by_themselves_stay_in_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny_checkpoint("jetmoe", tmp_path / "jetmoe")
+    with on_disk(monkeypatch, folder) as model:
+        assert model.bank is not None
+        assert model.bank.layers
+        assert all(name.endswith("projections") for name in model.bank.layers)
+
+
+# --- where it is decided --------------------------------------------------------------------------
+
+
+def test_enough_ram_needs_no_disk(mixtral: Path) -> None:
+    with loaded(mixtral, ram_bytes=10**9) as model:
+        assert model.disk_backed is None
+        assert model.info.device_note == ""
+    assert not (data_dir() / "banks").exists()
+
+
+def test_the_least_budget_is_told_truly(mixtral: Path) -> None:
+    least = least_budget(mixtral)
+    with loaded(mixtral, ram_bytes=least) as model:
+        assert model.disk_backed is not None
+        assert model.info.weights_bytes + model.info.experts_bytes <= least
+    with pytest.raises(EngineError, match="RAM budget"), loaded(mixtral, ram_bytes=least - 1):
+        pass
+
+
+def test_more_budget_is_more_slots(mixtral: Path) -> None:
+    least = least_budget(mixtral)
+    held = []
+    for more in (0, 60_000):
+        with loaded(mixtral, ram_bytes=least + more) as model:
+            assert model.disk_backed is not None
+            held.append(model.disk_backed.nbytes)
+            assert model.info.weights_bytes + model.info.experts_bytes <= least + more
+    assert held[1] > held[0]
+
+
+# --- what may happen to the files -----------------------------------------------------------------
+
+
+def test_progress_is_one(mixtral: Path) -> None:
+    told: list[tuple[int, int]] = []
+    config = EngineConfig(model=str(mixtral), device="cpu", threads=1, ram_bytes=least_budget(mixtral))
+    for _ in range(2):  # the second time the bank is there
+        told.clear()
+        load_model(config, on_progress=lambda *done: told.append(done), cancelled=lambda: False).close()
+        assert told[-1][0] == told[-1][1] == told[0][1]
+        assert told == sorted(told)
+
+
+@pytest.mark.parametrize("after", [0, 5, 20])
+def test_cancel_while_preparing(mixtral: Path, after: int) -> None:
+    asked = iter(range(10**6))
+    config = EngineConfig(model=str(mixtral), device="cpu", threads=1, ram_bytes=least_budget(mixtral))
+    with pytest.raises(RequestCancelled):
+        load_model(config, on_progress=lambda done, total: None, cancelled=lambda: next(asked) >= after)
+    load_model(config, on_progress=lambda done, total: None, cancelled=lambda: False).close()
+
+
+def damage_everything(path: Path, header: Any) -> None:
+    with path.open("r+b") as file:
+        for layer in range(len(header.layers)):
+            for expert in range(header.layers[layer].num_experts):
+                file.seek(header.record_offset(layer, expert) + 100)
+                byte = file.read(1)
+                file.seek(-1, 1)
+                file.write(bytes([byte[0] ^ 1]))
+
+
+def test_damaged_records_are_made_again_and_told(
+    mixtral: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with loaded(mixtral, "fp32") as in_ram:
+        expected = said(in_ram)
+    with on_disk(monkeypatch, mixtral, "fp32") as model, caplog.at_level(logging.WARNING):
+        assert model.disk_backed is not None
+        damage_everything(bank_path(mixtral, "fp32"), model.disk_backed.disk.header)
+        assert_says(model, expected, atol=1e-5)
+        assert model.disk_backed.disk.records_repaired
+    assert "made again" in caplog.text
+
+
+def test_a_record_that_cannot_be_made_again_is_one_clear_error(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_disk(monkeypatch, mixtral) as model, torch.no_grad():
+        assert model.disk_backed is not None
+        damage_everything(bank_path(mixtral, "bf16"), model.disk_backed.disk.header)
+        shutil.rmtree(mixtral)
+        for _ in range(2):
+            with pytest.raises(EngineError) as caught:
+                logits(model.model)
+            assert caught.value.code is ErrorCode.CHECKPOINT_DAMAGED
+
+
+def test_the_source_may_go_while_the_model_runs(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with loaded(mixtral, "fp32") as in_ram:
+        expected = said(in_ram)
+    with on_disk(monkeypatch, mixtral, "fp32") as model:
+        shutil.rmtree(mixtral)
+        assert_says(model, expected, atol=1e-5)
+
+
+def test_a_closed_model_raises(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_disk(monkeypatch, mixtral) as model:
+        module = next(m for m in model.model.modules() if getattr(m, BANK_LAYER, None) is not None)
+        kernel = tiers(model)[0]
+        model.close()
+        model.close()
+    hidden, index, weights = torch.zeros(1, 32), torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2)
+    for computes in (module, kernel):
+        with pytest.raises(EngineError) as caught:
+            computes(hidden, index, weights)
+        assert caught.value.code is ErrorCode.INTERNAL
+
+
+def test_ids_that_are_no_expert_contribute_nothing(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_disk(monkeypatch, mixtral, "fp32") as model, torch.no_grad():
+        compute = tiers(model)[0]
+        hidden = torch.randn(PROMPT.shape[1], 32)
+        none = torch.full((PROMPT.shape[1], 2), 4)
+        assert not compute(hidden, none, torch.ones(none.shape)).any()
+        mixed = none.clone()
+        mixed[:, 1] = 3
+        alone = compute(hidden, mixed[:, 1:], torch.ones(PROMPT.shape[1], 1))
+        assert torch.equal(compute(hidden, mixed, torch.ones(none.shape)), alone)
