@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.checkpoint.bank_location import banks_of, remove_banks
 from engine.checkpoint.config_file import CONFIG_NAME, read_config
 from engine.checkpoint.manifest import MANIFEST_NAME, damaged_files, read_manifest
 from engine.checkpoint.names import (
@@ -153,9 +154,9 @@ def verify(
 
 
 def remove(name: str) -> int:
-    """Delete a model from the library; the bytes it took.  Anything outside the library is refused.
+    """Delete a model from the library, with its prepared experts; the bytes it took.
 
-    A model that is a link is unlinked; what it points to stays.
+    Anything outside the library is refused.  A model that is a link is unlinked; what it points to stays.
 
     Raises:
         EngineError: `MODEL_NOT_FOUND`; `BUSY` (in use, on systems that lock open files).
@@ -169,6 +170,7 @@ def remove(name: str) -> int:
             )
         raise not_in_library(name)
     size = 0 if folder.is_symlink() else _bytes_on_disk(folder)
+    banks = [] if folder.is_symlink() else banks_of(folder)  # named by a path that is about to be gone
     try:
         discard(folder)
     except OSError as error:
@@ -176,7 +178,7 @@ def remove(name: str) -> int:
         raise EngineError(
             code, f"Cannot remove {folder} ({error.strerror or error}): close whatever is using it and try again."
         ) from error
-    return size
+    return size + remove_banks(banks)
 
 
 def _bytes_on_disk(path: Path) -> int:

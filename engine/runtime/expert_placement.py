@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from engine.checkpoint.bank_location import bank_path
 from engine.experts.disk_backed import DiskBackedBank, can_be_disk_backed
 from engine.experts.disk_tier import DiskTier
 from engine.experts.ram_tier import RamTier
@@ -12,7 +13,7 @@ from engine.experts.sites import ExpertsSite
 from engine.experts.slot_group import ADAPTIVE, fewest_slots
 from engine.runtime.bank_source import BankSource
 from engine.runtime.memory import gigabytes, require_ram, usable_ram
-from engine.runtime.prepare_bank import bank_path, prepare_bank, rebuild_record
+from engine.runtime.prepare_bank import prepare_bank, rebuild_record
 
 _POLICY = ADAPTIVE
 _KEPT_FREE = 10

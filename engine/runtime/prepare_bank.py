@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import logging
 import threading
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from engine.experts.bank_file import BankFile
 from engine.experts.bank_header import BankHeader, UnusableBankError
 from engine.experts.bank_writer import BankWriter, preparing
 from engine.experts.record import RecordLayout, allocate_records
-from engine.paths import data_dir
 from engine.runtime.bank_source import BankSource
 from engine.runtime.cancellation import RequestCancelled
 from engine.runtime.fill_bank import working_bytes
@@ -47,12 +45,6 @@ class Prepared:
     made: bool
     reason: str | None = None
     resumed_bytes: int = 0
-
-
-def bank_path(directory: Path, precision: str) -> Path:
-    """Where the bank of a checkpoint directory lies: in the data folder, because it is as large as the model."""
-    where = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:12]
-    return data_dir() / "banks" / f"{directory.name}-{precision}-{where}.bank"
 
 
 def prepare_bank(

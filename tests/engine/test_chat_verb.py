@@ -47,6 +47,19 @@ def test_one_document(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (document["precision"], document["threads"], document["model"]) == ("fp32", 1, "tiny-mixtral")
 
 
+def test_less_ram_than_the_experts_need(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--prompt", "a question", "--max-tokens", "8", "--json")
+    assert chat(tiny, *options) == 0
+    expected = json.loads(capsys.readouterr().out)
+    assert chat(tiny, *options, "--ram", "180KB") == 0
+    told = capsys.readouterr()
+    document = json.loads(told.out)
+    assert document["text"] == expected["text"]
+    assert "read from disk" in document["device_note"]
+    assert document["device_note"] in told.err
+    assert chat(tiny, *options, "--ram", "10KB") == 2
+
+
 def test_streamed_text_is_the_documents_text(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.checkpoint.bank_location import bank_path
 from engine.config import EngineConfig
 from engine.errors import EngineError, ErrorCode
 from engine.experts.disk_backed import DiskBackedExperts
@@ -22,7 +23,6 @@ from engine.runtime.cancellation import RequestCancelled
 from engine.runtime.expert_placement import ExpertPlacement
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.loading import load_model
-from engine.runtime.prepare_bank import bank_path
 from tests.engine.test_family_parity import PROMPT, decoded_logits, greedy, logits
 from tests.engine.tiny_families import tiny_checkpoint
 

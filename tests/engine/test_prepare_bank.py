@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.checkpoint.bank_location import bank_path
 from engine.errors import EngineError, ErrorCode
 from engine.experts.bank import ExpertBank
 from engine.experts.bank_file import BankFile
@@ -31,7 +32,7 @@ from engine.runtime.bank_source import BankSource
 from engine.runtime.cancellation import RequestCancelled
 from engine.runtime.fill_bank import fill_bank
 from engine.runtime.library_models import quiet_library
-from engine.runtime.prepare_bank import Prepared, bank_path, prepare_bank, rebuild_layer, rebuild_record
+from engine.runtime.prepare_bank import Prepared, prepare_bank, rebuild_layer, rebuild_record
 from engine.runtime.tensor_reader import TensorReader
 from tests.engine.test_checkpoint_layouts import _set_quantization, _to_fp8
 from tests.engine.tiny_families import tiny_checkpoint

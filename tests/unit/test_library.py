@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.checkpoint.bank_location import bank_path
 from engine.checkpoint.importing import import_model
 from engine.checkpoint.library import list_models, remove, resolve, show, starter_is_built, verify
 from engine.checkpoint.manifest import MANIFEST_NAME
@@ -81,6 +82,18 @@ def test_import_list_verify_remove(tmp_path: Path, shards: int) -> None:
     remove("Tiny-Model")
     assert list(models_dir().iterdir()) == []
     assert verify(str(source)).checked == "headers"
+
+
+def test_prepared_experts_go_with_their_model(tmp_path: Path) -> None:
+    source = write_tiny_checkpoint(tmp_path / "tiny")
+    one, other = import_model(source, "one").path, import_model(source, "other").path
+    banks = [bank_path(folder, precision) for folder in (one, other) for precision in ("bf16", "fp32")]
+    banks[0].parent.mkdir(parents=True)
+    for file in (*banks, banks[1].with_name(banks[1].name + ".part")):
+        file.write_bytes(bytes(1000))
+    size = show("one").bytes_on_disk
+    assert remove("one") == size + 3000
+    assert sorted(banks[0].parent.iterdir()) == sorted(banks[2:])
 
 
 def test_import_takes_weights_by_link_and_the_rest_by_copy(tmp_path: Path) -> None:

@@ -1,0 +1,42 @@
+"""Where the prepared experts of a checkpoint lie, so that they can be found again, and go when it goes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from pathlib import Path
+
+from engine.paths import data_dir
+
+
+def bank_path(directory: Path, precision: str) -> Path:
+    """Where the bank of a checkpoint directory lies: in the data folder, because it is as large as the model."""
+    return _banks_dir() / f"{directory.name}-{precision}-{_where(directory)}.bank"
+
+
+def banks_of(directory: Path) -> list[Path]:
+    """The bank files of a checkpoint directory that are there, finished or not, in all precisions."""
+    middle = f"-{_where(directory)}.bank"
+    try:
+        return [file for file in _banks_dir().iterdir() if middle in file.name and file.is_file()]
+    except OSError:
+        return []
+
+
+def remove_banks(files: list[Path]) -> int:
+    """Delete them; the bytes they took.  One that is in use, on systems that lock open files, stays."""
+    freed = 0
+    for file in files:
+        with contextlib.suppress(OSError):
+            size = file.stat().st_size
+            file.unlink()
+            freed += size
+    return freed
+
+
+def _banks_dir() -> Path:
+    return data_dir() / "banks"
+
+
+def _where(directory: Path) -> str:
+    return hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:12]
