@@ -85,4 +85,5 @@ def open_cuda(index: int = 0, vram_bytes: int | None = None) -> Device:
         small_copy_stream=small,
         copy_log=log,
         on_close=close,
+        compute_follows_caller=True,
     )

@@ -120,6 +120,8 @@ class Device:
         compute_stream: kernels.  h2d_stream, d2h_stream: expert weights and other big copies, one at a time each way.
         small_copy_stream: activations, either way: they never wait behind weights.
         copy_log: tells its listeners of every copy that has ended.
+        compute_follows_caller: whether the caller's own torch operators are queued on `compute_stream`, in order with
+            what is submitted to it.  If not, they have ended when they return, and submitted work is to be waited for.
     """
 
     name: str
@@ -132,6 +134,7 @@ class Device:
     small_copy_stream: Stream
     copy_log: CopyLog
     on_close: Callable[[], None]
+    compute_follows_caller: bool = False
 
     @property
     def streams(self) -> tuple[Stream, ...]:

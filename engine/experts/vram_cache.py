@@ -129,7 +129,8 @@ class VramCache:
         self._policy = "lru" if self._is_adaptive else policy
         self._popularity, self._seed = popularity, seed
         most = layers * experts
-        self._segment_slots = self._ways or max(1, -(-min(slots, most) // SEGMENTS))
+        # Not one: kernels may compute a layer of one expert in another way, and so differ from the CPU in the last bit.
+        self._segment_slots = self._ways or max(min(2, slots, most), 1, -(-min(slots, most) // SEGMENTS))
         self._segments: list[Segment] = []
         self._pools: list[Pool] = [] if self._ways else [self._new_pool(range(0))]
         self._flights: tuple[deque[_Flight], deque[_Flight]] = deque(), deque()  # over the link, from staging
