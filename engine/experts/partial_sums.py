@@ -48,7 +48,9 @@ def partial_sums(
     hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, chosen: np.ndarray, experts: int
 ) -> PartialSums:
     """The sum for hidden [T, H], index and weights [T, k] on the device, and the same index on the host."""
-    if chosen.size * hidden.shape[1] <= PAIR_ELEMENTS:
+    # A token by itself never as a total: kernels may then compute all experts, the unwanted ones with weight 0, and a
+    # slot that nothing was copied to holds anything, NaN too.
+    if len(chosen) == 1 or chosen.size * hidden.shape[1] <= PAIR_ELEMENTS:
         return _Pairs(hidden, weights, chosen, experts)
     return _Totals(hidden, index, weights, chosen, experts)
 
