@@ -13,6 +13,7 @@ from engine.runtime.chat_session import ChatSession
 from engine.runtime.generation import GenerationResult
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.loading import load_model
+from engine.runtime.routing_recorder import RoutingRecorder
 
 
 class Engine:
@@ -51,6 +52,14 @@ class Engine:
         self._loaded = load_model(replace(config, model=str(path)), on_progress=on_progress, cancelled=cancelled)
         self._session = ChatSession(self._loaded)
         return self._loaded.info
+
+    def record_routing(self) -> RoutingRecorder:
+        """Records the routing of the loaded model from now on.
+
+        Raises:
+            EngineError: `INVALID_REQUEST`, without a model or if it routes nothing.
+        """
+        return RoutingRecorder(self._ready())
 
     def unload(self) -> None:
         """Free the model's memory; without effect if none is loaded."""

@@ -40,6 +40,14 @@ def speed_up_decoder_layers(model: Any, kernels: NativeKernels) -> int:
     return count
 
 
+def route_in_library(model: Any) -> None:
+    """Lets the library's own routers choose the experts again, in all layers, for somebody who listens to them."""
+    for layer in model.modules():
+        short_way = layer.__dict__.get("forward")
+        if isinstance(short_way, _SingleTokenLayer):
+            short_way.leave_routing()
+
+
 def _is_known_attention(layer: Any) -> bool:
     attention = layer.self_attn
     projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
@@ -75,6 +83,10 @@ class _SingleTokenLayer:
             self._chosen = torch.zeros(self._sparse.top_k, dtype=torch.int64)
             self._shares = torch.zeros(self._sparse.top_k)
             self._chosen_address, self._shares_address = self._chosen.data_ptr(), self._shares.data_ptr()
+
+    def leave_routing(self) -> None:
+        """From now on only attention goes the short way."""
+        self._sparse = None
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         row = None

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config import SamplingParams
@@ -44,6 +47,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--stop", type=stop_string, action="append", metavar="S", help="end the answer before S; may be repeated"
     )
+    parser.add_argument(
+        "--record-routing", type=_trace_file, metavar="FILE", help="write which experts were chosen, for the verb cache"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     add_engine_options(parser)
 
@@ -59,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
 
         engine, info = load_engine(args)
         try:
-            return converse(engine, info, replace(engine.default_sampling(), **given), args.system)
+            with _recorded_routing(engine, args.record_routing):
+                return converse(engine, info, replace(engine.default_sampling(), **given), args.system)
         finally:
             engine.unload()
     return _answer_once(args, given, _question(args))
@@ -103,6 +110,26 @@ def load_engine(args: argparse.Namespace) -> tuple[Engine, ModelInfo]:
     return engine, info
 
 
+def _trace_file(text: str) -> Path:
+    path = Path(text)
+    if not path.absolute().parent.is_dir() or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is no file that can be written: its folder must exist")
+    return path
+
+
+@contextmanager
+def _recorded_routing(engine: Engine, path: Path | None) -> Iterator[None]:
+    """Records what runs inside, if `path` is given, and writes it there."""
+    if path is None:
+        yield
+        return
+    recorder = engine.record_routing()
+    recorder.begin_sequence()
+    yield
+    tokens = recorder.save(path)
+    note(f"switchyard: the routing of {tokens} tokens is in {path}")
+
+
 def _question(args: argparse.Namespace) -> str:
     text: str = args.prompt if args.prompt is not None else sys.stdin.read() if sys.stdin is not None else ""
     if not text.strip():
@@ -114,13 +141,14 @@ def _answer_once(args: argparse.Namespace, given: dict[str, Any], question: str)
     system = [ChatMessage("system", args.system)] if args.system else []
     engine, info = load_engine(args)
     try:
-        result = engine.generate(
-            [*system, ChatMessage("user", question)],
-            replace(engine.default_sampling(), **given),
-            on_progress=lambda _done, _total: None,
-            on_text=lambda text, _tokens: None if args.json else write_text(text),
-            cancelled=lambda: False,
-        )
+        with _recorded_routing(engine, args.record_routing):
+            result = engine.generate(
+                [*system, ChatMessage("user", question)],
+                replace(engine.default_sampling(), **given),
+                on_progress=lambda _done, _total: None,
+                on_text=lambda text, _tokens: None if args.json else write_text(text),
+                cancelled=lambda: False,
+            )
     finally:
         engine.unload()
     document = {
