@@ -74,11 +74,11 @@ class Report:
 
     def text(self) -> str:
         """The same as a table for people."""
-        lines = [f"{'':44} {'value':>10}  {'unit':9} {'peer':>10} {'ratio':>7} {'of limit':>9}"]
+        lines = [f"{'':52} {'value':>10}  {'unit':9} {'peer':>10} {'ratio':>7} {'of limit':>9}"]
         for entry in self.rows:
             name = f"{entry.name} vs {entry.peer}" if entry.peer else entry.name
             lines.append(
-                f"{name[:44]:44} {entry.value:>10.3f}  {entry.unit:9} "
+                f"{name[:52]:52} {entry.value:>10.3f}  {entry.unit:9} "
                 f"{_cell(entry.peer_value, '10.3f')} {_cell(entry.ratio, '6.2f', 'x')} {_cell(entry.of_limit, '9.0%')}"
             )
         lines += [f"not run: {skipped['peer']} ({skipped['reason']})" for skipped in self.peers_not_run]
