@@ -48,7 +48,7 @@ def row(
         ratio = statistics.median(ours / theirs if higher_is_better else theirs / ours for ours, theirs in pairs)
     of_limit = None
     if limit:
-        of_limit = value / limit if higher_is_better else limit / value
+        of_limit = value / limit if higher_is_better else limit / max(value, 1e-9)
     return Row(name, value, unit, len(values), peer, peer_value, ratio, limit, of_limit)
 
 

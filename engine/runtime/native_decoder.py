@@ -97,6 +97,8 @@ class _SingleTokenLayer:
             and hidden_states.dtype == torch.bfloat16
             and cache is not None
             and positions is not None
+            and positions[0].numel() == self._attention.head_dim  # rotary embedding of the whole head
+            and positions[0].dtype == torch.bfloat16
             and kwargs.get("attention_mask") is None
         ):
             cache_layer = cache.layers[self._index]

@@ -153,7 +153,7 @@ class Scored(Policy):
             self._rebuild()
 
     def victims(self) -> Iterator[Key]:
-        named: list[Key] = []
+        named: set[Key] = set()
         try:
             while self._heap:
                 pushed_score, _, key = heapq.heappop(self._heap)
@@ -162,10 +162,10 @@ class Scored(Policy):
                 if self._score.get(key, 0.0) > pushed_score:
                     self._push(key)
                     continue
-                named.append(key)
+                named.add(key)
                 yield key
         finally:
-            for key in named:
+            for key in sorted(named):  # a set has no order of its own to repeat
                 if key in self._resident:
                     self._push(key)
 
@@ -193,38 +193,27 @@ class Scored(Policy):
             self._push(key)
 
 
-class StaticPopularity(Policy):
-    """Fixed ranks from a calibration run: the most popular stay for good (Fiddler's placement).
+class StaticPopularity(Scored):
+    """Scores fixed by a calibration run: the most popular stay for good (Fiddler's placement).
 
     Args:
         popularity: uses of each key in the calibration; absent keys were never used.
     """
 
     def __init__(self, popularity: Mapping[Key, float]) -> None:
-        self._popularity = popularity
-        self._heap: list[tuple[float, Key]] = []
-        self._resident: set[Key] = set()
+        super().__init__()
+        self._score = dict(popularity)
 
     def hit(self, key: Key) -> None:
         pass
 
-    def insert(self, key: Key) -> None:
-        self._resident.add(key)
-        heapq.heappush(self._heap, (self._popularity.get(key, 0.0), key))
-
-    def remove(self, key: Key) -> None:
-        self._resident.discard(key)
-        self._heap = [entry for entry in self._heap if entry[1] != key]
-        heapq.heapify(self._heap)
-
-    def victims(self) -> Iterator[Key]:
-        return iter([key for _, key in sorted(self._heap)])
+    missed = hit
 
     def admits(self, key: Key, victim: Key) -> bool:
-        return self._popularity.get(key, 0.0) > self._popularity.get(victim, 0.0)
+        return self._score.get(key, 0.0) > self._score.get(victim, 0.0)
 
     def heir(self) -> Policy:
-        return StaticPopularity(self._popularity)
+        return StaticPopularity(self._score)
 
 
 LFRU_HALF_LIFE_POOLS = 4.0

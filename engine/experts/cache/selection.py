@@ -28,24 +28,22 @@ def step_pool(pool: Pool, keys: Sequence[Key]) -> int:
 
     A key used in this step is never evicted in it.
     """
-    hits = 0
+    pinned: list[Key] = []
     missed: list[Key] = []
     for key in keys:
         if pool.use(key) is None:
             missed.append(key)
         else:
-            hits += 1
             pool.pin(key)
-    brought: list[Key] = []
+            pinned.append(key)
+    hits = len(pinned)
     for key in missed:
-        if pool.reserve(key) is None:
-            continue
-        pool.arrived(key)
-        pool.pin(key)
-        brought.append(key)
-    for key in keys:
-        if key in pool.residents and (key in brought or key not in missed):
-            pool.unpin(key)
+        if pool.reserve(key) is not None:
+            pool.arrived(key)
+            pool.pin(key)
+            pinned.append(key)
+    for key in pinned:
+        pool.unpin(key)
     return hits
 
 
