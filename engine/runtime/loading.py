@@ -19,7 +19,7 @@ from engine.errors import EngineError, ErrorCode
 from engine.experts.bank import ExpertBank
 from engine.experts.disk_backed import DiskBackedBank, bind_disk_backed
 from engine.experts.sites import ExpertsSite, bind, empty_modules, find_sites, unbind, verify
-from engine.kernels.native.library import NativeKernels, load_kernels
+from engine.kernels.native.library import NativeKernels, load_kernels, missing_note
 from engine.kernels.native.linear import speed_up_linears
 from engine.protocol import ModelInfo
 from engine.runtime.adapters import adapter_for
@@ -197,7 +197,12 @@ def _loaded(
         site.num_experts * part.nbytes // part.dtype.itemsize for site in sites for part in site.layout.parts
     )
     held = (bank.nbytes if bank is not None else 0) + (disk_backed.nbytes if disk_backed is not None else 0)
-    notes = [placement.note, disk_note(disk_backed) if disk_backed is not None else ""]
+    slow = kernels is None and config.precision != "fp32" and "cpu" in (placement.dense.type, placement.experts.type)
+    notes = [
+        placement.note,
+        disk_note(disk_backed) if disk_backed is not None else "",
+        missing_note() if slow else "",
+    ]
     context = profile.context_tokens or _UNKNOWN_CONTEXT
     context = min(context, config.context_tokens or context)
     info = ModelInfo(

@@ -50,7 +50,17 @@ def change_tensors(folder: Path, change: Any) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def test_what_is_loaded_is_told_truly(mixtral: Path) -> None:
+def test_missing_kernels_are_told(mixtral: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("engine.kernels.native.library.library_path", lambda: tmp_path / "not-built.so")
+    for precision, told in (("bf16", True), ("fp32", False)):
+        config = EngineConfig(model=str(mixtral), device="cpu", threads=1, precision=precision)  # type: ignore[arg-type]
+        loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+        loaded.close()
+        assert ("PyTorch's operators" in loaded.info.device_note) == told
+
+
+def test_what_is_loaded_is_told_truly(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWITCHYARD_NATIVE", "0")  # asked for: then there is nothing to tell
     told: list[tuple[int, int]] = []
     config = EngineConfig(model=str(mixtral), device="cpu", threads=1, context_tokens=100)
     loaded = load_model(config, on_progress=lambda done, total: told.append((done, total)), cancelled=lambda: False)

@@ -114,6 +114,16 @@ def load_kernels(threads: int) -> NativeKernels | None:
     return NativeKernels(_open(path), isa, threads)
 
 
+def missing_note() -> str:
+    """What to tell whoever computes on the CPU without these kernels; nothing if the environment left them out."""
+    if os.environ.get("SWITCHYARD_NATIVE") == "0":
+        return ""
+    return (
+        "The fast CPU kernels are not there, so PyTorch's operators compute, some times slower: "
+        "install a C++ compiler and run the set-up again."
+    )
+
+
 def prove(path: Path) -> Isa | None:
     """The best instruction set that passes its self-test here; tested once per machine and library."""
     verdict_path = path.with_suffix(".proven.json")
