@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.kernels.interface import ExpertKernel, ExpertMath, LayerRecords
-from engine.kernels.native import experts as native
+from engine.kernels.native.experts import NativeExperts, can_compute
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.torch_experts import TorchExperts
 
@@ -19,6 +19,6 @@ def choose_kernel(module: Any, layer: LayerRecords, kernels: NativeKernels | Non
         return None
     math = ExpertMath.of(module)
     in_torch = TorchExperts(layer, math)
-    if kernels is not None and native.can_compute(layer, math):
-        return native.NativeExperts(layer, kernels, many_tokens=in_torch)
+    if kernels is not None and can_compute(layer, math):
+        return NativeExperts(layer, kernels, many_tokens=in_torch)
     return in_torch
