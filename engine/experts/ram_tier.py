@@ -146,6 +146,21 @@ class RamTier:
                 if first + expert in residents
             }
 
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes of the reads that have not ended."""
+        with self._lock:
+            return sum(self._groups[key // self._stride].slots.layout.nbytes for key in self._arrivals)
+
+    def absent(self, layer: int, experts: Sequence[int]) -> list[int]:
+        """Those of `experts` that are neither in RAM nor on their way, in the same order.  Counts as no use."""
+        first = layer * self._stride
+        with self._lock:
+            self._check_open()
+            pool = self._groups[layer].pool
+            residents, arriving = pool.residents, pool.arriving
+            return [e for e in experts if first + e not in residents and first + e not in arriving]
+
     def acquire(self, layer: int, experts: Sequence[int]) -> Acquired:
         """Gives each of these (distinct) experts a slot, where it stays until `release`.
 
@@ -164,6 +179,20 @@ class RamTier:
                 self._changed.wait()
                 acquired, reads = self._grant(layer, experts)
         self._follow(reads)
+        return acquired
+
+    def hold(self, layer: int, experts: Iterable[int]) -> Acquired:
+        """Keeps those of these experts that are in RAM now there until `release`.  This is no use of them."""
+        acquired = Acquired(layer)
+        with self._lock:
+            self._check_open()
+            pool = self._groups[layer].pool
+            for expert in experts:
+                key = self.key_of(layer, expert)
+                slot = pool.residents.get(key)
+                if slot is not None:
+                    pool.pin(key)
+                    acquired.slots[expert] = slot
         return acquired
 
     def release(self, acquired: Acquired) -> None:
