@@ -13,6 +13,12 @@ from engine.errors import EngineError, ErrorCode
 
 Precision = Literal["auto", "fp32", "bf16", "int8", "int4"]
 PRECISIONS: tuple[Precision, ...] = ("auto", "fp32", "bf16", "int8", "int4")
+Misses = Literal["mixed", "cpu", "fetch", "off", "layer"]
+MISSES: tuple[Misses, ...] = ("mixed", "cpu", "fetch", "off", "layer")
+Prefetch = Literal["auto", "off", "previous", "gate", "correlation", "mlp"]
+PREFETCHES: tuple[Prefetch, ...] = ("auto", "off", "previous", "gate", "correlation", "mlp")
+CachePolicy = Literal["auto", "lru", "fifo", "lfu", "lfru", "random", "static"]
+CACHE_POLICIES: tuple[CachePolicy, ...] = ("auto", "lru", "fifo", "lfu", "lfru", "random", "static")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +27,18 @@ class EngineConfig:
 
     Attributes:
         model: `starter`, a library name, or the path of a checkpoint directory.
-        device: `auto`, `cpu`, `cuda` or `emulated:NAME`.
+        device: `auto`, `cpu`, `cuda` (every card), `cuda:N`, `emulated:NAME` or `emulated:NAMExN` for N of them.
         precision: precision of the weights in memory.
         vram_bytes, ram_bytes: budgets in bytes.
         threads: CPU threads that compute; `None` is one per physical core.
         context_tokens: longest context to allow; `None` is the model's own limit.
+        cache_slots: experts kept in the memory of each device; `None` is as many as fit, 0 keeps none.
+        cache_ways: slots of each layer (N indexes of M ways); `None` lets all layers share one pool.
+        cache_policy: who leaves when another expert comes; `auto` finds out while running.
+        misses: how experts that are not on the device are met: `mixed` on the CPU or fetched, whichever is done first;
+            the others are for measurements: `cpu`, `fetch`, `off` (as mixed, but nothing is kept) and `layer` (every
+            layer is fetched whole, one ahead).
+        prefetch: who foretells the experts of coming layers; `auto` is whoever gains, if any does.
     """
 
     model: str
@@ -35,6 +48,11 @@ class EngineConfig:
     ram_bytes: int | None = None
     threads: int | None = None
     context_tokens: int | None = None
+    cache_slots: int | None = None
+    cache_ways: int | None = None
+    cache_policy: CachePolicy = "auto"
+    misses: Misses = "mixed"
+    prefetch: Prefetch = "auto"
 
 
 @dataclass(frozen=True, slots=True)

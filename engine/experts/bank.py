@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from engine.devices.host_memory import HostMemory
 from engine.experts.record import RecordLayout, allocate_records
 
 
@@ -46,15 +47,30 @@ class BankLayer:
 
 
 class ExpertBank:
-    """All experts of a model, by the name of their module."""
+    """All experts of a model, by the name of their module.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: where they are.
+        host_memory: where the memory comes from if a device is to copy from it; it may be pinned.
+    """
+
+    def __init__(self, device: torch.device, host_memory: HostMemory | None = None) -> None:
         self.device = device
         self.layers: dict[str, BankLayer] = {}
+        self._host_memory = host_memory
 
     def add_layer(self, name: str, num_experts: int, layout: RecordLayout) -> BankLayer:
-        """Allocates the records of one experts module; their content is up to the caller."""
-        layer = BankLayer(name, layout, allocate_records(num_experts, layout, self.device))
+        """Allocates the records of one experts module; their content is up to the caller.
+
+        Raises:
+            MemoryError: the host has not so much.
+        """
+        if self._host_memory is None:
+            records = allocate_records(num_experts, layout, self.device)
+        else:
+            memory = self._host_memory.allocate(num_experts * layout.nbytes, unit=layout.nbytes)
+            records = memory.view(num_experts, layout.nbytes)
+        layer = BankLayer(name, layout, records)
         self.layers[name] = layer
         return layer
 
@@ -68,5 +84,7 @@ class ExpertBank:
         for layer in self.layers.values():
             layer.stacked.clear()
             layer.rows.clear()
+            if self._host_memory is not None:
+                self._host_memory.release(layer.records)
             layer.records = torch.empty(0, layer.layout.nbytes, dtype=torch.uint8)
         self.layers.clear()

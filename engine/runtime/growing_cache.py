@@ -15,6 +15,12 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 _FIRST_CAPACITY = 256
 
 
+def grown_capacity(held: int, tokens: int, most_tokens: int | None = None) -> int:
+    """Tokens that there is room for once a layer that was full with `held` has been made to hold `tokens`."""
+    capacity = max(_FIRST_CAPACITY, 2 * held, tokens)
+    return capacity if most_tokens is None else max(tokens, min(capacity, most_tokens))
+
+
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
     """Keys and values [B, H, n, D] as views of buffers [B, H, capacity, D].
 
@@ -77,9 +83,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
     def _grow(
         self, key_states: torch.Tensor, value_states: torch.Tensor, tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        capacity = max(_FIRST_CAPACITY, 2 * self._length, tokens)
-        if self._most_tokens is not None:
-            capacity = max(tokens, min(capacity, self._most_tokens))
+        capacity = grown_capacity(self._length, tokens, self._most_tokens)
         grown = []
         for old, new in ((self._key_buffer, key_states), (self._value_buffer, value_states)):
             buffer = new.new_empty((*new.shape[:-2], capacity, new.shape[-1]))
@@ -169,10 +173,16 @@ def cache_bytes(cache: Cache | None) -> int:
     """Bytes held by every tensor of a cache, whatever its layers call them.  May be asked while a forward runs."""
     if cache is None:
         return 0
-    total = 0
-    for layer in list(cache.layers):
-        total += layer.allocated_bytes() if isinstance(layer, GrowingLayer) else _tensor_bytes(vars(layer))
-    return total + _tensor_bytes([value for name, value in list(vars(cache).items()) if name != "layers"])
+    beside = _tensor_bytes([value for name, value in list(vars(cache).items()) if name != "layers"])
+    return sum(cache_layer_bytes(cache)) + beside
+
+
+def cache_layer_bytes(cache: Cache | None) -> list[int]:
+    """Bytes held by each layer of a cache."""
+    return [
+        layer.allocated_bytes() if isinstance(layer, GrowingLayer) else _tensor_bytes(vars(layer))
+        for layer in list(getattr(cache, "layers", ()))
+    ]
 
 
 def _tensor_bytes(holder: Any) -> int:

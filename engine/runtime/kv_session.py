@@ -8,16 +8,16 @@ from collections.abc import Iterator, Sequence
 import torch
 from transformers.cache_utils import Cache
 
+from engine.errors import EngineError, ErrorCode
 from engine.runtime.cache_reuse import can_continue, can_take_back, long_rope_boundary, reorder_cache
 from engine.runtime.cache_snapshot import CacheSnapshot
 from engine.runtime.cancellation import RequestCancelled
 from engine.runtime.generation import CancelCheck, ProgressCallback
 from engine.runtime.growing_cache import cache_bytes, new_cache
+from engine.runtime.kv_room import KvRoom
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.prefill_pieces import watched_layers
 from engine.runtime.step_model import StepModel
-
-CHUNK_TOKENS = 256
-"""Prompt tokens per forward: bounds the memory of activations, and the wait for a cancel."""
 
 SNAPSHOT_TOKENS = 16
 """How far before the end of a prompt a snapshot is taken, for caches that cannot be cropped: behind the common
@@ -36,6 +36,10 @@ class KvSession:
         self._context_tokens = loaded.context_tokens
         self._step = StepModel(loaded.model, loaded.context_tokens)
         self._device = loaded.device
+        self._devices = loaded.devices
+        self._room = KvRoom(loaded.devices, loaded.context_tokens)
+        self._beam_room = KvRoom(loaded.devices, loaded.context_tokens)
+        self._piece_tokens = loaded.piece_tokens
         self._in_pieces = can_continue(loaded.model)
         self._long_rope = long_rope_boundary(loaded.model)
         self._cache: Cache | None = None
@@ -60,6 +64,8 @@ class KvSession:
         self._ids = []
         self._snapshot = None
         self._whole = False
+        self._beam_room.release()
+        self._room.release()
 
     def room(self, prompt_tokens: int) -> int:
         """Tokens that may follow a prompt of this length: both share the context."""
@@ -80,6 +86,7 @@ class KvSession:
         Raises:
             RequestCancelled: asked for between two pieces; what was computed so far serves the next prompt.
         """
+        self._beam_room.release()
         reused = self._reuse(prompt)
         total = len(prompt)
         on_progress(reused, total)
@@ -92,7 +99,8 @@ class KvSession:
             if end == total:
                 self._take_snapshot()
             ids = prompt[start:end]
-            logits = self._forward(torch.tensor([ids], device=self._device), ids)
+            with watched_layers(self._model, start, end, total, on_progress, cancelled):
+                logits = self._forward(torch.tensor([ids], device=self._device), ids)
             on_progress(end, total)
         assert logits is not None  # the last token is never reused
         return logits, reused
@@ -111,13 +119,35 @@ class KvSession:
         """A copy of the cache for `width` sequences that start with what is held; this one stays as it is."""
         assert self._cache is not None
         assert self._whole
-        return BeamCache(self._step, self._cache, len(self._ids), width, self._device)
+        return BeamCache(self._step, self._cache, len(self._ids), width, self._device, self._beam_room)
 
     def _forward(self, tokens: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
         self._whole = False
-        logits, self._cache = self._step(tokens, self._cache, len(self._ids))
-        self._ids.extend(ids)
-        self._whole = True
+        held = len(self._ids)
+        self._room.make(self._cache, held + len(ids))
+        try:
+            logits, self._cache = self._step(tokens, self._cache, held)
+        except (EngineError, torch.OutOfMemoryError) as error:
+            if isinstance(error, EngineError) and error.code != ErrorCode.NOT_ENOUGH_MEMORY:
+                raise
+            if self._devices is None or not self._devices.shrink():
+                raise
+        else:
+            self._room.count(self._cache)
+            self._ids.extend(ids)
+            self._whole = True
+            return logits
+        # Not in the handler, which keeps the tensors of the forward alive.
+        return self._compute_again([*self._ids, *ids])
+
+    def _compute_again(self, ids: list[int]) -> torch.Tensor:
+        """With the experts in less memory than before; logits after the last of `ids`."""
+        self.clear()
+        self._cache = new_cache(self._model, self._context_tokens)
+        logits: torch.Tensor | None = None
+        for start, end in self._pieces(0, len(ids)):
+            logits = self._forward(torch.tensor([ids[start:end]], device=self._device), ids[start:end])
+        assert logits is not None
         return logits
 
     def _pieces(self, begin: int, total: int) -> Iterator[tuple[int, int]]:
@@ -127,7 +157,7 @@ class KvSession:
             return
         last = total - SNAPSHOT_TOKENS
         while begin < total:
-            end = min(begin + CHUNK_TOKENS, total)
+            end = min(begin + self._piece_tokens, total)
             if begin < last < end and self._forgets():
                 end = last
             yield begin, end
@@ -178,15 +208,21 @@ class KvSession:
 class BeamCache:
     """The KV caches of several sequences with one common prompt."""
 
-    def __init__(self, step: StepModel, prompt: Cache, length: int, width: int, device: torch.device) -> None:
+    def __init__(
+        self, step: StepModel, prompt: Cache, length: int, width: int, device: torch.device, room: KvRoom
+    ) -> None:
         self._step = step
+        self._room = room
+        room.make(None, length + 1, width)
         self._cache: Cache = copy.deepcopy(prompt)
         self._length = length
         self.reorder(torch.zeros(width, dtype=torch.long, device=device))
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Appends one token to each sequence, tokens [B, 1]; logits [B, V]."""
+        self._room.make(self._cache, self._length + 1, tokens.shape[0])
         logits, self._cache = self._step(tokens, self._cache, self._length)
+        self._room.count(self._cache)
         self._length += 1
         return logits
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -203,15 +204,18 @@ class _OneExpertView:
         return getattr(self.get_submodule(module), parameter)
 
 
-def load_rest(model: Any, plan: LoadingPlan, reader: TensorReader, device: torch.device) -> None:
+def load_rest(model: Any, plan: LoadingPlan, reader: TensorReader, device_map: Mapping[str, torch.device]) -> None:
     """Loads everything but the experts through the library, ties, and computes the buffers that are not stored.
+
+    Args:
+        device_map: module name -> where it goes with all that is in it; the empty name is the whole model.
 
     Raises:
         EngineError: `CHECKPOINT_DAMAGED` if a tensor is missing or of another shape, `MODEL_UNSUPPORTED` if the
             checkpoint holds weights for modules that would be ignored.
     """
     config = LoadStateDictConfig(
-        device_map={"": device},
+        device_map=dict(device_map),
         dtype=plan.dtype,
         dtype_plan=model._get_dtype_plan(plan.dtype),
         hf_quantizer=plan.quantizer,

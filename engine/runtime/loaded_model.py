@@ -12,11 +12,13 @@ import torch
 
 from engine.experts.sites import unbind
 from engine.protocol import ModelInfo
+from engine.runtime.prefill_pieces import SHORT_TOKENS
 
 if TYPE_CHECKING:
     from engine.experts.bank import ExpertBank
     from engine.experts.disk_backed import DiskBackedBank
     from engine.kernels.native.library import NativeKernels
+    from engine.runtime.model_devices import ModelDevices
 
 
 @dataclass
@@ -32,6 +34,8 @@ class LoadedModel:
         device: where the non-expert weights are.
         kernels: the native CPU kernels that it computes with, if any.
         disk_backed: the experts that are read from disk as they are needed, if they do not fit into RAM.
+        devices: what it runs on beside the CPU, if anything.
+        piece_tokens: how much of a prompt is computed at once.
     """
 
     model: Any
@@ -42,6 +46,8 @@ class LoadedModel:
     device: torch.device
     kernels: NativeKernels | None = None
     disk_backed: DiskBackedBank | None = None
+    devices: ModelDevices | None = None
+    piece_tokens: int = SHORT_TOKENS
 
     @contextmanager
     def token_by_token(self) -> Iterator[None]:
@@ -62,8 +68,12 @@ class LoadedModel:
 
     def close(self) -> None:
         """Frees the weights.  The object is of no use afterwards; calling it twice is harmless."""
-        if self.bank is not None and self.model is not None:
+        if self.model is not None:
             unbind(self.model)
+        if self.devices is not None:  # first: what is on its way reads from the bank
+            self.devices.close()
+            self.devices = None
+        if self.bank is not None:
             self.bank.close()
         if self.disk_backed is not None:
             self.disk_backed.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,17 +16,19 @@ from engine.checkpoint.expert_index import ExpertIndex
 from engine.checkpoint.profile import ModelProfile, profile_of
 from engine.checkpoint.shards import read_tensors
 from engine.config import EngineConfig
+from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.errors import EngineError, ErrorCode
 from engine.experts.bank import ExpertBank
-from engine.experts.disk_backed import DiskBackedBank, bind_disk_backed
+from engine.experts.disk_backed import DiskBackedBank, bind_disk_backed, can_be_disk_backed
 from engine.experts.sites import ExpertsSite, bind, empty_modules, find_sites, unbind, verify
 from engine.kernels.native.library import NativeKernels, load_kernels, missing_note
 from engine.kernels.native.linear import speed_up_linears
-from engine.protocol import ModelInfo
 from engine.runtime.adapters import adapter_for
 from engine.runtime.bank_source import BankSource
+from engine.runtime.device_experts import bind_device_experts
 from engine.runtime.expert_placement import ExpertPlacement, disk_note, open_disk_backed, place_experts
 from engine.runtime.fill_bank import fill_bank, working_bytes
+from engine.runtime.layer_devices import move_between, split_layers
 from engine.runtime.library_conversion import LoadingPlan, load_rest, parameter_dtypes, plan_loading
 from engine.runtime.library_models import (
     build_skeleton,
@@ -37,12 +40,17 @@ from engine.runtime.library_models import (
 )
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.memory import require_ram
+from engine.runtime.model_devices import ModelDevices
+from engine.runtime.model_info import devices_note, model_info
 from engine.runtime.native_decoder import speed_up_decoder_layers
-from engine.runtime.placement import Placement, place, requested_device, set_threads
+from engine.runtime.placement import KV_TOKENS, ModelNeeds, Placement, open_compute_devices, place, set_threads
+from engine.runtime.prefill_pieces import LONG_TOKENS, activation_bytes
 from engine.runtime.prompt import template_note
 from engine.runtime.tensor_reader import TensorReader
 from engine.runtime.tokenizers import load_tokenizer
 from engine.runtime.warm_up import kv_bytes_per_token
+
+_log = logging.getLogger(__name__)
 
 _UNKNOWN_CONTEXT = 32_768
 """For models that set themselves no limit (state-space models, say)."""
@@ -62,59 +70,227 @@ def load_model(
         EngineError: the checkpoint, the machine or the request does not allow it; the message says why.
         RequestCancelled: `cancelled()` was true; everything allocated has been freed.
     """
-    dtype = _compute_dtype(config)
-    requested_device(config)  # a device that is not there is told before gigabytes are read
-    directory = Path(config.model)
-    raw = read_config(directory)
-    tensors = read_tensors(directory)
-    profile = profile_of(raw, tensors.values())
-    tokenizer = load_tokenizer(directory)
-    with torch.no_grad(), quiet_library():
+    _compute_dtype(config)
+    set_threads(config.threads)  # before devices are opened: their threads take torch's number over
+    devices = ModelDevices(open_compute_devices(config))  # one that is not there is told before gigabytes are read
+    try:
+        return _Loading(config, devices, on_progress, cancelled).run()
+    except (DeviceMemoryError, torch.OutOfMemoryError) as error:
+        refusal = str(error).partition("\n")[0]
+    # Others took the memory while the model was being loaded, or it was misjudged: without the device it runs all the
+    # same.  Not in the handler: the error's traceback holds what was allocated.
+    gc.collect()
+    _log.warning("loading again for the CPU: %s", refusal)
+    on_cpu = replace(config, device="cpu")
+    return _Loading(on_cpu, ModelDevices(()), on_progress, cancelled, f"Runs on the CPU: {refusal}").run()
+
+
+class _Loading:
+    """One model on its way; what was allocated belongs to it until it is handed over, and is freed if it is not."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        devices: ModelDevices,
+        on_progress: Callable[[int, int], None],
+        cancelled: Callable[[], bool],
+        note: str = "",
+    ) -> None:
+        self._config = config
+        self._directory = Path(config.model)
+        self._dtype = _compute_dtype(config)
+        self._threads = torch.get_num_threads()
+        self._devices = devices
+        self._on_progress, self._cancelled = on_progress, cancelled
+        self._notes = [note]
+        self._model: Any = None
+        self._bank: ExpertBank | None = None
+        self._disk_backed: DiskBackedBank | None = None
+        self._kernels: NativeKernels | None = None
+
+    def run(self) -> LoadedModel:
+        """See `load_model`."""
+        try:
+            with torch.no_grad(), quiet_library():
+                return self._load()
+        except BaseException:
+            if self._model is not None:
+                unbind(self._model)
+            for held in (self._devices, self._disk_backed, self._bank, self._kernels):
+                if held is not None:
+                    held.close()
+            self._model = None
+            gc.collect()
+            raise
+
+    def _load(self) -> LoadedModel:
+        directory, dtype = self._directory, self._dtype
+        raw = read_config(directory)
+        tensors = read_tensors(directory)
+        profile = profile_of(raw, tensors.values())
+        tokenizer = load_tokenizer(directory)
         library_config = read_library_config(directory, raw["model_type"])
         adapter = adapter_for(raw["model_type"])
         model_class, part = model_class_for(library_config, adapter)
         quantizer = quantizer_for(part, directory.name)
-        model = build_skeleton(model_class, part, dtype, adapter)
+        model = self._model = build_skeleton(model_class, part, dtype, adapter)
         finish_generation_config(model, directory)
         sites = find_sites(model, parameter_dtypes(model, dtype))
         plan = plan_loading(model, sites, tensors, dtype, quantizer, adapter)
-        expert_bytes = sum(site.nbytes for site in sites)
-        dense_bytes = _dense_bytes(model, sites)
-        placement = place(config, dense_bytes, expert_bytes)
-        dense_in_ram = dense_bytes if placement.dense.type == "cpu" else 0
-        if placement.experts.type == "cpu":
-            experts = place_experts(
-                directory.name, sites, dense_in_ram, working_bytes(plan), profile.experts_per_token, config.ram_bytes
-            )
-        else:
-            require_ram(directory.name, dense_in_ram + working_bytes(plan), config.ram_bytes)
-            experts = ExpertPlacement(sites, [])
-        threads = set_threads(config.threads)
-        bank = ExpertBank(placement.experts) if sites else None
+        placement, needs = self._place(profile, sites)
+        experts = self._place_experts(profile, sites, placement, needs, working_bytes(plan))
         on_cpu = "cpu" in (placement.dense.type, placement.experts.type)
-        kernels = load_kernels(threads) if on_cpu and dtype == torch.bfloat16 else None
-        disk_backed: DiskBackedBank | None = None
-        try:
-            if experts.on_disk:
-                source = BankSource(directory, model, sites, plan, "fp32" if dtype == torch.float32 else "bf16")
-                plan = _without(plan, experts.on_disk)
-                progress = _TwoParts(on_progress, plan.nbytes)
-                disk_backed = open_disk_backed(source, experts, on_progress=progress.first, cancelled=cancelled)
-                on_progress = progress.second
-            with TensorReader(on_progress, cancelled, plan.nbytes) as reader:
-                _read(model, experts, plan, reader, bank, disk_backed, placement, kernels)
-            model.eval().requires_grad_(False)
-            return _loaded(config, profile, model, tokenizer, sites, bank, disk_backed, placement, threads, kernels)
-        except BaseException:
-            if disk_backed is not None:
-                unbind(model)
-                disk_backed.close()
-            if bank is not None:
-                bank.close()
-            if kernels is not None:
-                kernels.close()
-            gc.collect()
-            raise
+        if on_cpu and dtype == torch.bfloat16:
+            self._kernels = load_kernels(self._threads)
+        if sites:
+            from_host = placement.devices and not placement.all_experts
+            host_memory = placement.devices[0].host_memory if from_host else None
+            self._bank = ExpertBank(placement.experts, host_memory)
+        self._read(plan, sites, experts, placement)
+        move_between(model, self._devices.layers, [device.torch_device for device in placement.devices])
+        model.eval().requires_grad_(False)
+        kv_bytes = kv_bytes_per_token(model, placement.dense)
+        if placement.devices:
+            self._bind_devices(sites, experts, placement, needs, kv_bytes, profile)
+        if self._kernels is not None:
+            speed_up_linears(model, self._kernels)
+            speed_up_decoder_layers(model, self._kernels)
+        verify(model, sites)
+        return self._hand_over(profile, tokenizer, sites, placement, needs, kv_bytes)
+
+    def _place(self, profile: ModelProfile, sites: list[ExpertsSite]) -> tuple[Placement, ModelNeeds]:
+        model, devices = self._model, self._devices
+        devices.layers = split_layers(model, _tensor_sizes(model), [device.memory.total for device in devices.devices])
+        dense = [0] * max(len(devices.devices), 1)
+        for name, nbytes in _dense_sizes(model, sites).items():
+            dense[devices.layers.of(name)] += nbytes
+        needs = ModelNeeds(
+            dense=tuple(dense),
+            experts=sum(site.nbytes for site in sites),
+            kv=profile.kv_elements_per_token * self._dtype.itemsize,
+            activations=activation_bytes(profile, self._dtype),
+        )
+        placement = place(self._config, devices.devices, needs, self._context_tokens(profile))
+        if devices.devices and not placement.devices:
+            devices.close()
+            self._devices = ModelDevices(())
+        self._notes.append(placement.note)
+        return placement, needs
+
+    def _place_experts(
+        self, profile: ModelProfile, sites: list[ExpertsSite], placement: Placement, needs: ModelNeeds, working: int
+    ) -> ExpertPlacement:
+        dense_in_ram = sum(needs.dense) if placement.dense.type == "cpu" else 0
+        name, budget = self._directory.name, self._config.ram_bytes
+        if placement.experts.type == "cpu":
+            return place_experts(name, sites, dense_in_ram, working, profile.experts_per_token, budget)
+        require_ram(name, dense_in_ram + working, budget)
+        return ExpertPlacement(sites, [])
+
+    def _read(
+        self, plan: LoadingPlan, sites: list[ExpertsSite], experts: ExpertPlacement, placement: Placement
+    ) -> None:
+        model, on_progress = self._model, self._on_progress
+        self._devices.count_weights(_dense_sizes(model, sites))
+        if placement.devices and placement.all_experts:
+            self._devices.count(0, sum(site.nbytes for site in sites), MemoryCategory.EXPERTS)
+        if experts.on_disk:
+            source = BankSource(self._directory, model, sites, plan, "fp32" if self._dtype == torch.float32 else "bf16")
+            plan = _without(plan, experts.on_disk)
+            progress = _TwoParts(on_progress, plan.nbytes)
+            self._disk_backed = open_disk_backed(source, experts, on_progress=progress.first, cancelled=self._cancelled)
+            on_progress = progress.second
+        with TensorReader(on_progress, self._cancelled, plan.nbytes) as reader:
+            if self._bank is not None:
+                fill_bank(model, experts.resident, plan, reader, self._bank)
+                empty_modules(sites)
+                bind(experts.resident, self._bank, self._kernels)
+            if self._disk_backed is not None:
+                bind_disk_backed(experts.on_disk, self._disk_backed, self._kernels)
+            places = [device.torch_device for device in placement.devices] or [placement.dense]
+            load_rest(model, plan, reader, self._devices.layers.device_map(places))
+
+    def _bind_devices(
+        self,
+        sites: list[ExpertsSite],
+        experts: ExpertPlacement,
+        placement: Placement,
+        needs: ModelNeeds,
+        kv_bytes: int,
+        profile: ModelProfile,
+    ) -> None:
+        """Hands the experts in RAM over to the devices, with all the memory that is left to them."""
+        devices = self._devices
+        devices.expect_kv(kv_bytes, profile.layers)
+        if placement.all_experts or not sites:
+            return
+        assert self._bank is not None
+        context = min(self._context_tokens(profile), KV_TOKENS)
+        budgets = devices.expert_budgets(context, placement.piece_tokens * needs.activations)
+        if placement.dense.type == "cpu" and self._dtype == torch.bfloat16:
+            devices.experts.kernels = load_kernels(1)  # the device's own: it computes beside the CPU
+        able = [site for site in experts.resident if can_be_disk_backed(site)]
+        bind_device_experts(
+            devices.experts, able, self._bank.layers, devices.layers, self._config, budgets, self._kernels, self._dtype
+        )
+
+    def _context_tokens(self, profile: ModelProfile) -> int:
+        own = profile.context_tokens or _UNKNOWN_CONTEXT
+        return min(own, self._config.context_tokens or own)
+
+    def _hand_over(
+        self,
+        profile: ModelProfile,
+        tokenizer: Any,
+        sites: list[ExpertsSite],
+        placement: Placement,
+        needs: ModelNeeds,
+        kv_bytes: int,
+    ) -> LoadedModel:
+        model, config, devices = self._model, self._config, self._devices
+        slow = (
+            self._kernels is None
+            and config.precision != "fp32"
+            and "cpu"
+            in (
+                placement.dense.type,
+                placement.experts.type,
+            )
+        )
+        context = self._context_tokens(profile)
+        notes = [
+            *self._notes,
+            devices_note(devices, needs.experts, all_experts=placement.all_experts),
+            disk_note(self._disk_backed) if self._disk_backed is not None else "",
+            missing_note() if slow else "",
+        ]
+        held = (self._bank, self._disk_backed)
+        info = model_info(
+            self._directory,
+            profile,
+            model,
+            sites,
+            device=", ".join(device.name for device in placement.devices) or str(placement.dense),
+            precision="fp32" if config.precision == "fp32" else "bf16",
+            threads=self._threads,
+            context_tokens=context,
+            experts_bytes=sum(each.nbytes for each in held if each is not None),
+            kv_bytes_per_token=kv_bytes,
+            note=" ".join(filter(None, notes)),
+            template_note=template_note(tokenizer),
+        )
+        return LoadedModel(
+            model,
+            tokenizer,
+            info,
+            self._bank,
+            context,
+            placement.dense,
+            self._kernels,
+            self._disk_backed,
+            devices if placement.devices else None,
+            placement.piece_tokens if self._disk_backed is None else max(placement.piece_tokens, LONG_TOKENS),
+        )
 
 
 def _compute_dtype(config: EngineConfig) -> torch.dtype:
@@ -125,12 +301,17 @@ def _compute_dtype(config: EngineConfig) -> torch.dtype:
     return torch.float32 if config.precision == "fp32" else torch.bfloat16
 
 
-def _dense_bytes(model: Any, sites: list[ExpertsSite]) -> int:
-    """Bytes of everything but the experts; tied weights are counted once, as they will be held."""
-    experts = {target for site in sites for target in site.targets}
+def _tensor_sizes(model: Any) -> dict[str, int]:
+    """Bytes of every tensor by name; tied weights are counted once, as they will be held."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    parameters = sum(p.nbytes for name, p in model.named_parameters() if name not in experts and name not in tied)
-    return int(parameters + sum(buffer.nbytes for buffer in model.buffers()))
+    sizes = {name: p.nbytes for name, p in model.named_parameters() if name not in tied}
+    return {**sizes, **{name: buffer.nbytes for name, buffer in model.named_buffers()}}
+
+
+def _dense_sizes(model: Any, sites: list[ExpertsSite]) -> dict[str, int]:
+    """The same of everything but the experts."""
+    experts = {target for site in sites for target in site.targets}
+    return {name: nbytes for name, nbytes in _tensor_sizes(model).items() if name not in experts}
 
 
 def _without(plan: LoadingPlan, sites: list[ExpertsSite]) -> LoadingPlan:
@@ -154,73 +335,3 @@ class _TwoParts:
 
     def second(self, done: int, total: int) -> None:
         self._on_progress(self._prepared + done, self._prepared + total)
-
-
-def _read(
-    model: Any,
-    experts: ExpertPlacement,
-    plan: LoadingPlan,
-    reader: TensorReader,
-    bank: ExpertBank | None,
-    disk_backed: DiskBackedBank | None,
-    placement: Placement,
-    kernels: NativeKernels | None,
-) -> None:
-    sites = [*experts.resident, *experts.on_disk]
-    if bank is not None:
-        fill_bank(model, experts.resident, plan, reader, bank)
-        empty_modules(sites)
-        bind(experts.resident, bank, kernels)
-    if disk_backed is not None:
-        bind_disk_backed(experts.on_disk, disk_backed, kernels)
-    load_rest(model, plan, reader, placement.dense)
-    if kernels is not None:
-        speed_up_linears(model, kernels)
-        speed_up_decoder_layers(model, kernels)
-    verify(model, sites)
-
-
-def _loaded(
-    config: EngineConfig,
-    profile: ModelProfile,
-    model: Any,
-    tokenizer: Any,
-    sites: list[ExpertsSite],
-    bank: ExpertBank | None,
-    disk_backed: DiskBackedBank | None,
-    placement: Placement,
-    threads: int,
-    kernels: NativeKernels | None,
-) -> LoadedModel:
-    directory = Path(config.model)
-    expert_parameters = sum(
-        site.num_experts * part.nbytes // part.dtype.itemsize for site in sites for part in site.layout.parts
-    )
-    held = (bank.nbytes if bank is not None else 0) + (disk_backed.nbytes if disk_backed is not None else 0)
-    slow = kernels is None and config.precision != "fp32" and "cpu" in (placement.dense.type, placement.experts.type)
-    notes = [
-        placement.note,
-        disk_note(disk_backed) if disk_backed is not None else "",
-        missing_note() if slow else "",
-    ]
-    context = profile.context_tokens or _UNKNOWN_CONTEXT
-    context = min(context, config.context_tokens or context)
-    info = ModelInfo(
-        name=directory.name,
-        path=str(directory),
-        family=profile.family,
-        device=str(placement.dense),
-        precision="fp32" if config.precision == "fp32" else "bf16",
-        threads=threads,
-        parameters=sum(parameter.numel() for parameter in model.parameters()) + expert_parameters,
-        layers=profile.layers,
-        experts=max((site.num_experts for site in sites), default=0),
-        experts_per_token=profile.experts_per_token,
-        context_tokens=context,
-        weights_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
-        experts_bytes=held,
-        kv_bytes_per_token=kv_bytes_per_token(model, placement.dense),
-        device_note=" ".join(filter(None, notes)),
-        template_note=template_note(tokenizer),
-    )
-    return LoadedModel(model, tokenizer, info, bank, context, placement.dense, kernels, disk_backed)

@@ -1,20 +1,43 @@
-"""Where a model runs: which device was asked for, which there is, and what of the model fits on it."""
+"""Where a model runs: which devices were asked for, which there are, and what of the model fits on them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psutil
 import torch
 
 from engine.config import EngineConfig
-from engine.errors import EngineError, ErrorCode
+from engine.devices.cuda import cuda_count
+from engine.devices.device import Device
+from engine.devices.opening import open_devices
 from engine.hardware.probe import usable_cpus
 from engine.runtime.memory import gigabytes
+from engine.runtime.prefill_pieces import SHORT_TOKENS, piece_tokens
 
 _CPU = torch.device("cpu")
-_VRAM_HEADROOM = 2**30
-"""For the context's KV, activations and the driver's own use."""
+KV_TOKENS = 1024
+"""Context for which there is room from the start.  A longer one takes its memory from the expert cache."""
+_ROOMY_KV_TOKENS = 8192
+"""The same where all experts are on the device: they do not give way."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNeeds:
+    """Bytes that a model needs on devices.
+
+    Attributes:
+        dense: weights other than experts, on each device.
+        experts: all of them.
+        kv: for one token of context, on all devices together.
+        activations: for one token of a prompt while it is computed.
+    """
+
+    dense: tuple[int, ...]
+    experts: int
+    kv: int
+    activations: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,75 +45,64 @@ class Placement:
     """Where the parts of a model go.
 
     Attributes:
-        dense: device of everything but the experts.
-        experts: device of the bank, and so where experts are computed.
+        devices: that it runs on; none if that is the CPU alone.
+        all_experts: whether all experts are held on the device, and none in RAM.
+        piece_tokens: how much of a prompt is computed at once.
         note: says so when something does not run where it was asked to; else empty.
     """
 
-    dense: torch.device
-    experts: torch.device
+    devices: tuple[Device, ...] = ()
+    all_experts: bool = False
+    piece_tokens: int = SHORT_TOKENS
     note: str = ""
 
+    @property
+    def dense(self) -> torch.device:
+        """Where what is not split between devices is."""
+        return self.devices[0].torch_device if self.devices else _CPU
 
-def requested_device(config: EngineConfig) -> torch.device | None:
-    """The device asked for; `None` for `auto`.
+    @property
+    def experts(self) -> torch.device:
+        """Where the bank is that all experts are in."""
+        return self.dense if self.all_experts else _CPU
+
+
+def open_compute_devices(config: EngineConfig) -> list[Device]:
+    """The devices asked for beside the CPU; whoever asks closes them.
 
     Raises:
         EngineError: `DEVICE_UNAVAILABLE` if this machine has no such device, `INVALID_REQUEST` if nothing is called so.
     """
     name = config.device
     if name == "auto":
-        return None
+        name = "cuda" if cuda_count() else "cpu"
     if name == "cpu":
-        return _CPU
-    if name.startswith("emulated:"):
-        raise EngineError(
-            ErrorCode.DEVICE_UNAVAILABLE,
-            "Emulated graphics cards are not part of Switchyard yet: use cpu, cuda or auto.",
-        )
-    kind, _, number = name.partition(":")
-    if kind != "cuda" or (number and not number.isdecimal()):
-        raise EngineError(ErrorCode.INVALID_REQUEST, f"There is no device called {name!r}: use auto, cpu or cuda.")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if int(number or 0) >= count:
-        what = f"no graphics card number {number}" if count else "no graphics card that torch can use"
-        raise EngineError(
-            ErrorCode.DEVICE_UNAVAILABLE, f"This machine has {what}: use auto or cpu, or run `switchyard doctor`."
-        )
-    return torch.device("cuda", int(number or 0))
+        return []
+    return open_devices(name, config.vram_bytes)
 
 
-def place(config: EngineConfig, dense_bytes: int, expert_bytes: int) -> Placement:
-    """Puts a model's parts where they fit.
-
-    Raises:
-        EngineError: see `requested_device`; `NOT_ENOUGH_MEMORY` if a graphics card was asked for by name and even the
-            non-expert weights do not fit it.
-    """
-    asked = requested_device(config)
-    device = asked or (torch.device("cuda", 0) if torch.cuda.is_available() else _CPU)
-    if device.type == "cpu":
-        return Placement(_CPU, _CPU)
-    free, _ = torch.cuda.mem_get_info(device)
-    usable = max(0, free - _VRAM_HEADROOM)
-    if config.vram_bytes is not None:
-        usable = min(usable, config.vram_bytes)
-    if dense_bytes > usable:
-        sizes = f"{gigabytes(dense_bytes)} of the card's memory, of which {gigabytes(usable)}"
-        need = f"even without its experts needs {sizes}"
-        if asked is not None:
-            raise EngineError(
-                ErrorCode.NOT_ENOUGH_MEMORY, f"The model {need} can be used: use --device cpu or a smaller model."
+def place(config: EngineConfig, devices: Sequence[Device], needs: ModelNeeds, context_tokens: int) -> Placement:
+    """Puts a model's parts where they fit; what was wished for and does not fit is said in the note."""
+    if not devices:
+        return Placement()
+    pieces = []
+    for device, dense in zip(devices, needs.dense, strict=True):
+        piece = piece_tokens(device.memory.free - dense, needs.activations, context_tokens)
+        least = dense + piece * needs.activations
+        if least > device.memory.free:
+            return Placement(
+                note=f"Runs on the CPU: even without its experts the model needs {gigabytes(least)} of {device.name}, "
+                f"of which {gigabytes(device.memory.free)} can be used."
             )
-        return Placement(_CPU, _CPU, f"Runs on the CPU: the model {need} are free.")
-    if expert_bytes and dense_bytes + expert_bytes > usable:
-        return Placement(
-            device,
-            _CPU,
-            f"Experts run on the CPU: they need {gigabytes(expert_bytes)}, and "
-            f"{gigabytes(usable - dense_bytes)} of the card's memory are left for them.",
-        )
-    return Placement(device, device)
+        pieces.append(piece)
+    as_usual = config.cache_slots is None and config.misses == "mixed" and len(devices) == 1
+    context = min(context_tokens, _ROOMY_KV_TOKENS) * needs.kv
+    needed = needs.dense[0] + needs.experts + min(pieces) * needs.activations + context
+    return Placement(
+        tuple(devices),
+        all_experts=not needs.experts or (as_usual and needed <= devices[0].memory.free),
+        piece_tokens=min(pieces),
+    )
 
 
 def set_threads(threads: int | None) -> int:

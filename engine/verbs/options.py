@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
-from engine.config import PRECISIONS, EngineConfig
+from engine.config import CACHE_POLICIES, MISSES, PRECISIONS, PREFETCHES, EngineConfig
 
 _UNITS = {
     "B": 1,
@@ -42,6 +42,13 @@ def positive_int(text: str) -> int:
     return value
 
 
+def count(text: str) -> int:
+    """A whole number, 0 or more."""
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)
+
+
 def seed(text: str) -> int:
     """A seed of the random numbers: any whole number from 0 to 2^63 - 1."""
     if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) < 2**63):
@@ -57,22 +64,43 @@ def stop_string(text: str) -> str:
 
 
 def device_name(text: str) -> str:
-    """`auto`, `cpu`, `cuda` or `emulated:NAME`; whether the machine has it is asked when a model is loaded."""
+    """A word that `EngineConfig.device` may be; whether the machine has it is asked when a model is loaded."""
     if text in ("auto", "cpu", "cuda") or re.fullmatch(r"cuda:\d+|emulated:[\w.-]+", text, re.ASCII):
         return text
     raise argparse.ArgumentTypeError(f"{text!r} is not a device; it is one of auto, cpu, cuda, emulated:NAME")
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--device`, `--vram`, `--ram`, `--threads` and `--precision`."""
+    """Add `--device`, `--vram`, `--ram`, `--threads`, `--precision` and those of the expert cache."""
     group = parser.add_argument_group("where and how the model runs")
     group.add_argument(
-        "--device", type=device_name, default="auto", metavar="D", help="auto, cpu, cuda or emulated:NAME"
+        "--device",
+        type=device_name,
+        default="auto",
+        metavar="D",
+        help="auto, cpu, cuda or emulated:NAME",
     )
     group.add_argument("--vram", type=parse_size, metavar="SIZE", help="most video memory to use, such as 8GB")
     group.add_argument("--ram", type=parse_size, metavar="SIZE", help="most memory to use, such as 512MiB")
     group.add_argument("--threads", type=positive_int, metavar="N", help="CPU threads that compute")
     group.add_argument("--precision", choices=PRECISIONS, default="auto", help="of the weights in memory")
+    cache = parser.add_argument_group("the expert cache, for models bigger than the graphics card")
+    cache.add_argument(
+        "--cache-slots", type=count, metavar="N", help="experts kept on each device; as many as fit, if not given"
+    )
+    cache.add_argument(
+        "--cache-ways", type=positive_int, metavar="M", help="slots of each layer; one pool for all, if not given"
+    )
+    cache.add_argument("--cache-policy", choices=CACHE_POLICIES, default="auto", help="who leaves for another expert")
+    cache.add_argument(
+        "--misses",
+        choices=MISSES,
+        default="mixed",
+        help="how experts that are not on the device are met; all but mixed are for measurements",
+    )
+    cache.add_argument(
+        "--prefetch", choices=PREFETCHES, default="auto", help="who foretells the experts of coming layers"
+    )
 
 
 def engine_config(args: argparse.Namespace, model: str) -> EngineConfig:
@@ -84,4 +112,9 @@ def engine_config(args: argparse.Namespace, model: str) -> EngineConfig:
         vram_bytes=args.vram,
         ram_bytes=args.ram,
         threads=args.threads,
+        cache_slots=args.cache_slots,
+        cache_ways=args.cache_ways,
+        cache_policy=args.cache_policy,
+        misses=args.misses,
+        prefetch=args.prefetch,
     )

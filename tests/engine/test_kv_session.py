@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-import engine.runtime.kv_session as kv_session
 from engine.config import SamplingParams
 from engine.runtime.cancellation import RequestCancelled
 from engine.runtime.chat_session import ChatSession
@@ -27,11 +26,11 @@ def logits_after(session: KvSession, prompt: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_pieces_and_reuse_are_exact(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_and_reuse_are_exact(family: str) -> None:
     loaded = tiny_loaded(family)
 
     def alone(prompt: list[int]) -> torch.Tensor:
-        monkeypatch.setattr(kv_session, "CHUNK_TOKENS", 1000)
+        loaded.piece_tokens = 1000
         with torch.inference_mode():
             whole = loaded.model(input_ids=torch.tensor([prompt]), use_cache=False).logits[:, -1]
         assert torch.allclose(logits_after(KvSession(loaded), prompt), whole, atol=2e-4)
@@ -39,7 +38,7 @@ def test_pieces_and_reuse_are_exact(family: str, monkeypatch: pytest.MonkeyPatch
 
     for tokens in (7, 13):
         expected = alone(PROMPT)
-        monkeypatch.setattr(kv_session, "CHUNK_TOKENS", tokens)
+        loaded.piece_tokens = tokens
         assert torch.allclose(logits_after(KvSession(loaded), PROMPT), expected, atol=2e-4)
 
     session = ChatSession(loaded)
@@ -50,7 +49,7 @@ def test_pieces_and_reuse_are_exact(family: str, monkeypatch: pytest.MonkeyPatch
     assert isinstance(kv, KvSession)
     for prompt in (continued, continued, PROMPT, edited, edited[:20]):
         expected = alone(prompt)
-        monkeypatch.setattr(kv_session, "CHUNK_TOKENS", 7)
+        kv._piece_tokens = 7
         assert torch.allclose(logits_after(kv, prompt), expected, atol=2e-4)
 
 
@@ -104,9 +103,10 @@ def test_a_failed_forward_spoils_the_cache(monkeypatch: pytest.MonkeyPatch) -> N
     assert list(result.token_ids) == library_tokens(loaded.model, [*PROMPT, 5, 6], 12)
 
 
-def test_a_cancelled_prompt_keeps_what_it_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_session, "CHUNK_TOKENS", 8)
-    session = KvSession(tiny_loaded("olmoe"))
+def test_a_cancelled_prompt_keeps_what_it_has_read() -> None:
+    loaded = tiny_loaded("olmoe")
+    loaded.piece_tokens = 8
+    session = KvSession(loaded)
     seen: list[tuple[int, int]] = []
     with torch.inference_mode(), pytest.raises(RequestCancelled):
         session.prefill(PROMPT, lambda done, total: seen.append((done, total)), lambda: len(seen) > 3)

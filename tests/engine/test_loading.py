@@ -138,7 +138,7 @@ def test_precisions_that_are_not_there_yet(mixtral: Path, precision: str) -> Non
     ("device", "code"),
     [
         ("cuda:99", ErrorCode.DEVICE_UNAVAILABLE),
-        ("emulated:rtx3060", ErrorCode.DEVICE_UNAVAILABLE),
+        ("emulated:rtx3060", ErrorCode.INVALID_REQUEST),
         ("toaster", ErrorCode.INVALID_REQUEST),
     ],
 )

@@ -1,0 +1,116 @@
+"""Which of several devices each part of a model is on: decoder layers in consecutive runs, all else on the first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class LayerDevices:
+    """Where the parts of a model are, by index of the device.
+
+    Attributes:
+        prefix: name of the list of decoder layers with a dot behind it; empty if nothing is split.
+        of_layer: device of each decoder layer.
+    """
+
+    prefix: str = ""
+    of_layer: tuple[int, ...] = ()
+
+    def of(self, name: str) -> int:
+        """The device of the module or tensor of this name."""
+        if not self.prefix or not name.startswith(self.prefix):
+            return 0
+        number = name[len(self.prefix) :].partition(".")[0]
+        return self.of_layer[int(number)] if number.isdecimal() else 0
+
+    def of_cache_layer(self, index: int) -> int:
+        """The device of the KV of a decoder layer."""
+        return self.of_layer[index] if index < len(self.of_layer) else 0
+
+    def device_map(self, places: Sequence[torch.device]) -> dict[str, torch.device]:
+        """Module name -> torch device, as transformers' loading takes it."""
+        split = {f"{self.prefix}{layer}": places[index] for layer, index in enumerate(self.of_layer) if index}
+        return {"": places[0], **split}
+
+
+def split_layers(model: Any, sizes: Mapping[str, int], capacities: Sequence[int]) -> LayerDevices:
+    """Cuts the decoder layers into consecutive runs, in proportion to what the devices hold.
+
+    Args:
+        sizes: bytes of each tensor by name, experts included: they want to be near their layer.
+        capacities: bytes of each device.
+    """
+    found = _decoder_layers(model)
+    if len(capacities) < 2 or found is None:
+        return LayerDevices()
+    prefix, count = found
+    weights = [0] * count
+    elsewhere = 0
+    for name, nbytes in sizes.items():
+        number = name[len(prefix) :].partition(".")[0] if name.startswith(prefix) else ""
+        if number.isdecimal():
+            weights[int(number)] += nbytes
+        else:
+            elsewhere += nbytes
+    total, room = sum(weights) + elsewhere, sum(capacities)
+    of_layer, device, before, limit = [], 0, elsewhere, capacities[0] / room * total
+    for weight in weights:
+        # A layer goes where most of it lies.
+        while before + weight / 2 > limit and device < len(capacities) - 1:
+            device += 1
+            limit += capacities[device] / room * total
+        of_layer.append(device)
+        before += weight
+    return LayerDevices(prefix, tuple(of_layer))
+
+
+def move_between(model: Any, layers: LayerDevices, places: Sequence[torch.device]) -> None:
+    """Lets hidden states and whatever else a layer is given travel to the device that the layer is on, and back.
+
+    Nothing is to be done where all devices share one memory, as emulated ones do.
+    """
+    if len({str(place) for place in places}) < 2 or not any(layers.of_layer):
+        return
+    modules = model.get_submodule(layers.prefix.removesuffix("."))
+    for index, module in zip(layers.of_layer, modules, strict=True):
+        if index:
+            module.register_forward_pre_hook(_Bring(places[index]), with_kwargs=True)
+    modules[-1].register_forward_hook(lambda _module, _args, output: _moved(output, places[0]))
+
+
+class _Bring:
+    """Moves the arguments of a module to its device."""
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
+
+    def __call__(self, _module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return _moved(args, self._place), _moved(kwargs, self._place)
+
+
+def _moved(value: Any, place: torch.device) -> Any:
+    """Tensors in tuples, lists and dictionaries; other objects, such as caches, are left alone."""
+    if isinstance(value, torch.Tensor):
+        return value if value.device == place else value.to(place, non_blocking=True)
+    if type(value) in (tuple, list):
+        return type(value)(_moved(item, place) for item in value)
+    if type(value) is dict:
+        return {key: _moved(item, place) for key, item in value.items()}
+    return value
+
+
+def _decoder_layers(model: Any) -> tuple[str, int] | None:
+    """(name with a dot, how many) of a decoder-only model's layers."""
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
+        return None
+    count = getattr(config, "num_hidden_layers", 0)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count > 1:
+            return f"{name}.", count
+    return None

@@ -1,0 +1,68 @@
+"""What the window is told about a model that has been loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.profile import ModelProfile
+from engine.experts.sites import ExpertsSite
+from engine.protocol import ModelInfo
+from engine.runtime.memory import gigabytes
+from engine.runtime.model_devices import ModelDevices
+
+
+def model_info(
+    directory: Path,
+    profile: ModelProfile,
+    model: Any,
+    sites: list[ExpertsSite],
+    *,
+    device: str,
+    precision: str,
+    threads: int,
+    context_tokens: int,
+    experts_bytes: int,
+    kv_bytes_per_token: int,
+    note: str,
+    template_note: str,
+) -> ModelInfo:
+    """See `ModelInfo`; `sites` are the experts modules, whose weights are no longer in the model."""
+    expert_parameters = sum(
+        site.num_experts * part.nbytes // part.dtype.itemsize for site in sites for part in site.layout.parts
+    )
+    return ModelInfo(
+        name=directory.name,
+        path=str(directory),
+        family=profile.family,
+        device=device,
+        precision=precision,
+        threads=threads,
+        parameters=sum(parameter.numel() for parameter in model.parameters()) + expert_parameters,
+        layers=profile.layers,
+        experts=max((site.num_experts for site in sites), default=0),
+        experts_per_token=profile.experts_per_token,
+        context_tokens=context_tokens,
+        weights_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
+        experts_bytes=experts_bytes,
+        kv_bytes_per_token=kv_bytes_per_token,
+        device_note=note,
+        template_note=template_note,
+    )
+
+
+def devices_note(devices: ModelDevices, experts_bytes: int, *, all_experts: bool) -> str:
+    """One or two sentences for the user, with the figures; nothing where the CPU does it all."""
+    if not devices.devices:
+        return ""
+    sentences = []
+    emulated = [device.name for device in devices.devices if device.name.startswith("emulated:")]
+    if emulated:
+        sentences.append("The graphics card is emulated: the CPU computes what it would.")
+    if experts_bytes and not all_experts:
+        kept = sum(cache.nbytes for caches in devices.experts.caches for cache in caches)
+        sentences.append(
+            f"Of {gigabytes(experts_bytes)} of experts, {gigabytes(kept)} are kept in video memory; the others are "
+            "computed on the CPU or fetched as they are needed."
+        )
+    return " ".join([*sentences, *devices.experts.notes])

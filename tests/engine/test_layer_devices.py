@@ -1,0 +1,58 @@
+"""Decoder layers over several devices: consecutive, every one somewhere, in proportion to what each holds."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.runtime.layer_devices import LayerDevices, _moved, split_layers
+from tests.engine.tiny_families import tiny_model
+
+
+@given(st.lists(st.integers(1, 1000), min_size=2, max_size=4), st.integers(0, 10**6))
+def test_runs_cover_all_layers_in_order(capacities: list[int], elsewhere: int) -> None:
+    model = _MODEL
+    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    sizes["model.embed_tokens.weight"] = elsewhere
+    layers = split_layers(model, sizes, capacities)
+    assert layers.prefix == "model.layers."
+    assert len(layers.of_layer) == 6
+    assert list(layers.of_layer) == sorted(layers.of_layer)
+    assert set(layers.of_layer) <= set(range(len(capacities)))
+    assert layers.of("model.embed_tokens.weight") == layers.of("lm_head.weight") == 0
+    for index, device in enumerate(layers.of_layer):
+        assert layers.of(f"model.layers.{index}.mlp.experts") == layers.of_cache_layer(index) == device
+
+
+def test_even_devices_get_even_shares() -> None:
+    sizes = {f"model.layers.{layer}.weight": 100 for layer in range(6)}
+    assert split_layers(_MODEL, sizes, [10, 10]).of_layer == (0, 0, 0, 1, 1, 1)
+    assert split_layers(_MODEL, sizes, [10, 20]).of_layer == (0, 0, 1, 1, 1, 1)
+    assert split_layers(_MODEL, sizes, [10, 10, 10]).of_layer == (0, 0, 1, 1, 2, 2)
+    # The embedding is with the first, which has room for fewer layers then.
+    assert split_layers(_MODEL, {**sizes, "lm_head.weight": 200}, [10, 10]).of_layer == (0, 0, 1, 1, 1, 1)
+
+
+def test_one_device_has_it_all() -> None:
+    layers = split_layers(_MODEL, {"model.layers.0.weight": 1}, [10])
+    assert layers == LayerDevices()
+    assert layers.of("model.layers.3.weight") == 0
+    assert layers.device_map([torch.device("cpu")]) == {"": torch.device("cpu")}
+
+
+def test_the_map_names_what_is_not_on_the_first() -> None:
+    places = [torch.device("cpu"), torch.device("meta")]
+    layers = LayerDevices("model.layers.", (0, 0, 1))
+    assert layers.device_map(places) == {"": places[0], "model.layers.2": places[1]}
+
+
+def test_arguments_are_moved_wherever_they_are() -> None:
+    here, there = torch.zeros(2), torch.device("meta")
+    cache = object()
+    moved = _moved({"a": here, "b": (here, [here, None]), "cache": cache, "n": 3}, there)
+    assert moved["a"].device == moved["b"][0].device == moved["b"][1][0].device == there
+    assert (moved["b"][1][1], moved["cache"], moved["n"]) == (None, cache, 3)
+
+
+_MODEL = tiny_model("mixtral", num_hidden_layers=6)
