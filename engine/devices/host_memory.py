@@ -23,6 +23,9 @@ class HostMemory(Protocol):
     def pinned_bytes(self) -> int:
         """Bytes that are pinned now."""
 
+    def expect(self, nbytes: int) -> None:
+        """Says that so much is going to be allocated, before it is: finding out what can be pinned takes seconds."""
+
     def allocate(self, nbytes: int, *, unit: int | None = None) -> torch.Tensor:
         """Page-aligned bytes [nbytes] on the CPU, not initialised, pinned as far as possible.
 
@@ -41,6 +44,9 @@ class PageableMemory:
     """Ordinary memory, for devices that know no pinning."""
 
     pinned_bytes = 0
+
+    def expect(self, nbytes: int) -> None:
+        """See `HostMemory.expect`."""
 
     def allocate(self, nbytes: int, *, unit: int | None = None) -> torch.Tensor:  # noqa: ARG002
         """See `HostMemory.allocate`."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import platform
 import subprocess
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from engine.devices.host_memory import PAGE, allocate_host, available_ram
 from engine.devices.host_registration import register, unregister
-from engine.paths import python_module
+from engine.paths import cache_dir, python_module
 
 _log = logging.getLogger(__name__)
 
@@ -83,6 +86,26 @@ class PinnedMemory:
         """See `HostMemory.pinned_bytes`."""
         return self._pinned
 
+    def expect(self, nbytes: int) -> None:
+        """See `HostMemory.expect`.  What can be pinned is measured once and kept for this machine and driver."""
+        if nbytes <= self.limit:
+            return
+        path = _kept_limit(self._device)
+        try:
+            tried, pinnable = map(int, path.read_text().split())
+        except (OSError, ValueError):
+            tried = pinnable = 0
+        if tried < nbytes and pinnable == tried:  # never measured, or all that was tried could be pinned
+            tried, pinnable = nbytes, measure_pinnable(nbytes, self._device.index or 0)
+            temporary = path.with_suffix(f".{os.getpid()}.part")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                temporary.write_text(f"{tried} {pinnable}\n")
+                temporary.replace(path)
+            except OSError as error:  # it is measured again the next time
+                _log.warning("what can be pinned could not be kept: %s", error)
+        self.limit = max(self.limit, min(pinnable, nbytes))
+
     def allocate(self, nbytes: int, *, unit: int | None = None) -> torch.Tensor:
         """See `HostMemory.allocate`."""
         memory = allocate_host(nbytes)
@@ -120,3 +143,10 @@ class PinnedMemory:
         for address, size in chunks:
             unregister(address, self._device)
             self._pinned -= size
+
+
+def _kept_limit(device: torch.device) -> Path:
+    """Where "bytes tried, bytes pinned" are kept for a card and its driver."""
+    machine = f"{platform.node()} {torch.cuda.get_device_name(device)} {torch.version.cuda}"
+    mark = hashlib.sha256(machine.encode()).hexdigest()[:12]
+    return cache_dir() / "pinnable" / f"{mark}.txt"

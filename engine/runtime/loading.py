@@ -145,6 +145,8 @@ class _Loading:
         if sites:
             from_host = placement.devices and not placement.all_experts
             host_memory = placement.devices[0].host_memory if from_host else None
+            if host_memory is not None:
+                host_memory.expect(sum(site.nbytes for site in experts.resident))
             self._bank = ExpertBank(placement.experts, host_memory)
         self._read(plan, sites, experts, placement)
         move_between(model, self._devices.layers, [device.torch_device for device in placement.devices])

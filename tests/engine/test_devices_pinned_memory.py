@@ -7,9 +7,10 @@ import sys
 import pytest
 import torch
 
-from engine.devices.pinned_memory import measure_pinnable
+from engine.devices import pinned_memory
+from engine.devices.pinned_memory import PinnedMemory, measure_pinnable
 
-MB = 2**20
+MB, GB = 2**20, 2**30
 
 
 def child(script: str) -> list[str]:
@@ -42,3 +43,26 @@ def test_a_child_that_hangs_is_ended_and_what_it_got_counts() -> None:
     # The child has been given time to print: it does so at once, and Python starts in less than two seconds.
     script = f"print({4 * MB}, flush=True); time.sleep(600)"
     assert measure_pinnable(8 * MB, timeout_s=2.0, command=child(script)) in (0, int(4 * MB * 0.9))
+
+
+def test_what_can_be_pinned_is_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def measured(wanted: int, _index: int) -> int:
+        asked.append(wanted)
+        return wanted if wanted <= 3 * GB else 2 * GB
+
+    monkeypatch.setattr(pinned_memory, "measure_pinnable", measured)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "a card")
+
+    def limit_for(nbytes: int) -> int:
+        memory = PinnedMemory(torch.device("cuda", 0))
+        memory.expect(nbytes)
+        return memory.limit
+
+    assert limit_for(GB // 2) == GB  # so little needs no measurement
+    assert (limit_for(2 * GB), limit_for(2 * GB), asked) == (2 * GB, 2 * GB, [2 * GB])
+    # All that was tried could be pinned: more is tried when more is wanted.
+    assert (limit_for(3 * GB), asked) == (3 * GB, [2 * GB, 3 * GB])
+    # Less could be pinned than was tried: that will not change.
+    assert (limit_for(5 * GB), limit_for(7 * GB), asked) == (2 * GB, 2 * GB, [2 * GB, 3 * GB, 5 * GB])
