@@ -29,6 +29,8 @@ class Correlation:
     """
 
     name = "correlation"
+    learns = True
+    beside_s = 0.0
 
     def __init__(
         self,

@@ -19,6 +19,8 @@ class NextGate:
     """
 
     name = "gate"
+    learns = False
+    beside_s = 0.0
 
     def __init__(self, gates: Sequence[Gate | None], limit: int) -> None:
         self._gates = gates

@@ -22,6 +22,16 @@ class Predictor(Protocol):
         """As in the engine's configuration."""
         ...
 
+    @property
+    def learns(self) -> bool:
+        """Whether `observe` teaches it something, so that it should see more steps than it is asked in."""
+        ...
+
+    @property
+    def beside_s(self) -> float:
+        """Seconds that one prediction takes on other threads than the caller's."""
+        ...
+
     def observe(self, layer: int, experts: Sequence[int], hidden: torch.Tensor | None) -> None:
         """A decode step's layer has been routed.  Layers come in rising order; a lower one begins the next step.
 

@@ -13,6 +13,8 @@ class PreviousToken:
     """Foretells that a layer wants again what it wanted last, most of all those it has wanted several times running."""
 
     name = "previous"
+    learns = True
+    beside_s = 0.0
 
     def __init__(self, layers: int) -> None:
         self._runs: list[dict[int, int]] = [{} for _ in range(layers)]

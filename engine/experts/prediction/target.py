@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -65,3 +66,13 @@ class PrefetchTimes:
         if not self.late_saves:
             return self.miss_s - self.hit_s if late_s == 0 else 0.0
         return max(0.0, self.miss_s - self.hit_s - late_s)
+
+    def room(self, time_left_s: float, backlog_bytes: int = 0) -> int:
+        """How many prefetches, one after the other, save anything: `saved_s` is not 0 for them."""
+        if self.miss_s <= self.hit_s:
+            return 0
+        if self.arrival_s <= 0:
+            return 2**31
+        bearable_s = time_left_s + (self.miss_s - self.hit_s if self.late_saves else 0.0)
+        count = bearable_s / self.arrival_s - backlog_bytes / self.record_nbytes
+        return max(0, math.ceil(count) - 1 if self.late_saves else math.floor(count + 1e-9))

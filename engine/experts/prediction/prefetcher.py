@@ -1,0 +1,294 @@
+"""Brings experts before they are wanted, as the predictor says that gains most; none if none gains.
+
+DuoServe foretells with one trained predictor; here all that a model allows are measured on its own routing.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from engine.experts.prediction.adoption import Adoption
+from engine.experts.prediction.aging import Aging
+from engine.experts.prediction.predictor import Predictor, Ranked
+from engine.experts.prediction.report import PredictionReport
+from engine.experts.prediction.score import Circumstances, Score, bucket_of
+from engine.experts.prediction.target import PrefetchTarget, PrefetchTimes
+
+MOST_AHEAD = 4
+"""Layers: what is foretold for later is hardly ever right."""
+_EVALUATED_STEPS = 16
+_FIRST_STEPS = 32
+"""At the start all predictors are watched in every step; later as often as `_WATCH_BUDGET_S` allows."""
+_WATCH_BUDGET_S = 1e-6
+"""For each layer of each step and each predictor that is not in use, on average."""
+_RAREST = 512
+_LEARNING = 8
+"""Predictors that learn by counting see so many times more steps than they are compared in."""
+_PATIENCE = 3
+"""Evaluations that must agree before experts are brought from another distance."""
+_FADING = 0.98
+_PULL = 0.02
+"""Weight of one layer in the time that a layer takes."""
+
+
+class Prefetcher:
+    """For one target.  All but `report` are called from the thread that decodes.
+
+    Args:
+        predictors: to choose from.
+        times: what a prefetch takes and saves, as it is known now.
+        layers: of the target.
+        experts: the most of any layer.
+        per_token: experts that a token is routed to.
+        choice: the name of the predictor to use; `auto` for the one that gains most, `off` for none.
+        pools: of each layer, which pool of slots its experts come into; None if all share one.
+    """
+
+    def __init__(
+        self,
+        target: PrefetchTarget,
+        predictors: Sequence[Predictor],
+        times: Callable[[], PrefetchTimes],
+        *,
+        layers: int,
+        experts: int,
+        per_token: int,
+        choice: str = "auto",
+        pools: Sequence[int] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._target, self._times, self._clock = target, times, clock
+        self._layers, self._per_token = layers, per_token
+        self._all_experts = range(experts)
+        self._scores = [Score(predictor, per_token) for predictor in predictors]
+        self._adoption = Adoption(None if choice == "auto" else choice)
+        self._aging = Aging(pools if pools is not None else [0] * layers, experts)
+        self._is_off = choice == "off"
+        self._ahead, self._ahead_votes = 1, 0
+        self._steps = 0
+        self._last_layer, self._last_s = layers, 0.0
+        self._layer_s, self._call_s = 0.0, 10e-6
+        self._now_known = times()
+        self._asked = self._placed = 1.0
+        self._prefetched = self._used = 0
+        self._watched: list[Score] = []
+        self._observing: list[Score] = []
+        # Of coming layers: what each watched predictor said and who was absent; who was foretold; who was brought.
+        self._claims: dict[int, tuple[frozenset[int], list[tuple[Score, Ranked]]]] = {}
+        self._foretold: dict[int, set[int]] = {}
+        self._brought: dict[int, list[int]] = {}
+        self._observing_s: dict[Score, float] = {}
+        self._adopt(self._adoption.decide(self._scores, 0.0) if not self._adoption.is_free else None)
+
+    @property
+    def adopted(self) -> str | None:
+        """Name of the predictor in use."""
+        adopted = self._adoption.adopted
+        return adopted.predictor.name if adopted is not None else None
+
+    @property
+    def ahead(self) -> int:
+        """How many layers ahead experts are brought."""
+        return self._ahead
+
+    def observe(self, layer: int, experts: Sequence[int], hidden: torch.Tensor | None = None) -> None:
+        """A decode step's layer has been routed and its work handed out: learns, and begins what will be wanted.
+
+        Args:
+            experts: distinct, all that the step's tokens were routed to.
+            hidden: [T, H], what enters the experts, on any device; it may be written to after this call.
+        """
+        if self._is_off:
+            return
+        now_s = self._clock()
+        if layer <= self._last_layer:
+            self._begin_step()
+        elif layer == self._last_layer + 1:
+            took_s = now_s - self._last_s
+            # A pause (another request, a suspended machine) is no layer's time.
+            if self._layer_s == 0:
+                self._layer_s = took_s
+            self._layer_s += _PULL * (min(took_s, 4 * self._layer_s) - self._layer_s)
+        self._last_layer, self._last_s = layer, now_s
+        self._settle(layer, experts)
+        self._learn(layer, experts, hidden)
+        adopted = self._adoption.adopted
+        if adopted is not None:
+            self._aging.use(layer, experts, self._steps)
+        coming = layer + self._ahead
+        if coming >= self._layers:
+            coming -= self._layers
+            if coming >= layer:
+                return  # fewer layers than the distance: it would foretell this one
+        if self._watched:
+            self._watch(coming, adopted)
+        elif adopted is not None:
+            self._bring(coming, adopted.predictor.predict(coming), adopted)
+
+    def replace(self, predictor: Predictor) -> None:
+        """Takes a predictor in, in place of the one of that name if there is one; it has yet to prove itself."""
+        name = predictor.name
+        self._scores = [score for score in self._scores if score.predictor.name != name]
+        self._scores.append(Score(predictor, self._per_token))
+        self._adopt(self._adoption.decide(self._scores, self._layer_s * self._layers))
+
+    def report(self) -> PredictionReport:
+        """What has been done so far."""
+        brought = sum(len(experts) for experts in list(self._brought.values()))
+        return PredictionReport(
+            adopted=self.adopted,
+            ahead=self._ahead,
+            steps=self._steps,
+            prefetched=self._prefetched,
+            used=self._used,
+            wasted=max(0, self._prefetched - self._used - brought),
+            predictors=tuple(score.report(self._layers) for score in self._scores),
+        )
+
+    def _begin_step(self) -> None:
+        self._steps += 1
+        # What was said of layers that never came, because the step before was cut short.
+        first_of_next = self._ahead
+        for claims in (self._claims, self._foretold, self._brought):
+            for layer in [layer for layer in claims if layer >= first_of_next]:
+                del claims[layer]
+        if self._steps % _EVALUATED_STEPS == 0:
+            self._evaluate()
+        step, adopted = self._steps, self._adoption.adopted
+        early = step <= _FIRST_STEPS
+        self._watched = [score for score in self._scores if early or step % score.interval == 0]
+        self._observing = [
+            score
+            for score in self._scores
+            if early
+            or score is adopted
+            or step % score.interval == 0
+            or (score.predictor.learns and step % max(1, score.interval // _LEARNING) == 0)
+        ]
+
+    def _settle(self, layer: int, experts: Sequence[int]) -> None:
+        """What was foretold of this layer is compared with what it wants."""
+        brought = self._brought.pop(layer, None)
+        if brought is not None:
+            self._used += sum(expert in experts for expert in brought)
+        self._foretold.pop(layer, None)
+        claims = self._claims.pop(layer, None)
+        if claims is None:
+            return
+        absent, said = claims
+        wanted = absent.intersection(experts)
+        for score, ranked in said:
+            score.count(ranked, absent, wanted)
+
+    def _learn(self, layer: int, experts: Sequence[int], hidden: torch.Tensor | None) -> None:
+        if not self._watched:
+            for score in self._observing:
+                score.predictor.observe(layer, experts, hidden)
+            return
+        for score in self._observing:
+            begun_s = self._clock()
+            score.predictor.observe(layer, experts, hidden)
+            self._observing_s[score] = self._clock() - begun_s
+
+    def _watch(self, coming: int, adopted: Score | None) -> None:
+        """All watched predictors say what they would bring, and the adopted one brings it."""
+        clock = self._clock
+        begun_s = clock()
+        absent = frozenset(self._target.absent(coming, self._all_experts))
+        looked_s = clock() - begun_s
+        said: list[tuple[Score, Ranked]] = []
+        for score in self._watched if adopted is None or adopted in self._watched else [*self._watched, adopted]:
+            begun_s = clock()
+            ranked = score.predictor.predict(coming)
+            score.time(self._observing_s.get(score, 0.0), clock() - begun_s)
+            score.interval = _interval(score.cost_s + looked_s)
+            said.append((score, ranked))
+        self._claims[coming] = absent, said
+        if adopted is not None:
+            self._bring(coming, next((ranked for score, ranked in said if score is adopted), ()), adopted)
+
+    def _bring(self, layer: int, ranked: Ranked, adopted: Score) -> None:
+        """Begins to bring those foretold whose bringing pays, as many as arrive in time."""
+        if not ranked:
+            return
+        begun_s = self._clock()
+        self._foretold[layer] = {expert for expert, _ in ranked}
+        if self._adoption.is_free:
+            accepts = adopted.accepts
+            worthy = [expert for expert, probability in ranked if accepts[bucket_of(probability)]]
+        else:
+            worthy = [expert for expert, _ in ranked[: self._per_token]]
+        if worthy and (absent := self._target.absent(layer, worthy)):
+            self._prefetch(layer, absent[: self._room()])
+        took_s = self._clock() - begun_s
+        self._call_s += _PULL * (took_s - self._call_s)
+
+    def _room(self) -> int:
+        """How many prefetches that begin now save anything."""
+        room = self._now_known.room(self._ahead * self._layer_s, self._target.backlog_bytes)
+        return room if self._adoption.is_free else max(room, 1)
+
+    def _prefetch(self, layer: int, experts: list[int]) -> None:
+        if not experts:
+            return
+        aging, step = self._aging, self._steps
+        dead = aging.dead(layer, len(experts), step, self._foretold, self._target)
+        begun = self._target.prefetch(layer, experts, aging.leaving(dead, step))
+        self._asked += len(experts)
+        self._placed += begun
+        if self._asked > 1000:
+            self._asked, self._placed = self._asked / 2, self._placed / 2
+        if begun:
+            self._prefetched += begun
+            self._brought[layer] = experts[:begun]
+            aging.brought(layer, experts[:begun], step)
+
+    def _evaluate(self) -> None:
+        times = self._now_known = self._times()
+        missing = max((score.missing for score in self._scores), default=0.0)
+        busy = min(1.0, missing * times.urgent_share * times.arrival_s / self._layer_s) if self._layer_s else 0.0
+        waste_s = busy * times.arrival_s + self._aging.regret * times.miss_s
+        now = Circumstances(
+            times=times,
+            lead_s=self._ahead * self._layer_s,
+            waste_s=waste_s,
+            call_s=self._call_s,
+            placed=self._placed / self._asked,
+            layers=self._layers,
+        )
+        for score in self._scores:
+            score.evaluate(now)
+        self._adopt(self._adoption.decide(self._scores, self._layer_s * self._layers))
+        self._choose_distance(times, missing)
+
+    def _adopt(self, adopted: Score | None) -> None:
+        """Who is there is not followed while nobody foretells."""
+        if adopted is None:
+            self._aging.clear()
+            self._aging.fade()
+            # It may be that there are places again.
+            self._asked, self._placed = (1 + _FADING * (count - 1) for count in (self._asked, self._placed))
+
+    def _choose_distance(self, times: PrefetchTimes, missing: float) -> None:
+        """So far ahead that what a layer misses can arrive in time, but no farther."""
+        if not self._layer_s:
+            return
+        needed = math.ceil(times.arrival_s * max(1.0, missing) / self._layer_s)
+        wanted = max(1, min(needed, MOST_AHEAD, self._layers - 1))
+        self._ahead_votes = self._ahead_votes + 1 if wanted != self._ahead else 0
+        if self._ahead_votes >= _PATIENCE:
+            self._ahead, self._ahead_votes = wanted, 0
+            self._claims.clear()
+            self._foretold.clear()
+            self._brought.clear()
+            for score in self._scores:
+                score.forget()
+
+
+def _interval(cost_s: float) -> int:
+    """The least power of two of steps that keeps the cost within its budget."""
+    return int(min(_RAREST, 2 ** max(0, math.ceil(math.log2(max(cost_s, 1e-9) / _WATCH_BUDGET_S)))))
