@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -63,7 +64,7 @@ class Engine:
 
     def unload(self) -> None:
         """Free the model's memory; without effect if none is loaded."""
-        self._session = None
+        self._drop_session()
         if self._loaded is not None:
             self._loaded.close()
             self._loaded = None
@@ -112,12 +113,18 @@ class Engine:
             )
         except EngineError as error:
             if error.code == ErrorCode.NOT_ENOUGH_MEMORY:
-                self._session = None
+                self._drop_session()
             raise
         except BaseException:
             # Its KV may be half written, or be what filled the memory: the next answer starts from nothing.
-            self._session = None
+            self._drop_session()
             raise
+
+    def _drop_session(self) -> None:
+        if self._session is not None:
+            with contextlib.suppress(EngineError):  # a device past help says so to whoever uses it next
+                self._session.clear()
+            self._session = None
 
     def _ready(self) -> LoadedModel:
         if self._loaded is None:
