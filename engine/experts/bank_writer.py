@@ -10,9 +10,11 @@ import contextlib
 import errno
 import os
 import shutil
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +29,10 @@ from engine.experts.checksums import CHECKSUM_BYTES, CHECKSUMS
 from engine.experts.direct_file import DirectFile, bytes_of
 from engine.experts.record import RecordLayout, allocate_records
 
-_CHUNK = 16 * 2**20
+_CHUNK = 8 * 2**20
+_WRITERS = 2
+"""Requests in flight: one is written while the other's checksums are computed."""
+
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _LOCK_POLL_S = 0.1
 
@@ -113,18 +118,37 @@ class BankWriter:
         Raises:
             EngineError: `DISK_FULL`.
         """
-        _clear_padding(records, self.header.layers[layer].layout)
-        data, offset = bytes_of(records), self.header.layer_offsets[layer]
-        # In a thread of its own: where only the slow checksum is to be had, it takes as long as the writing.
-        with ThreadPoolExecutor(1, "bank-checksums") as pool, self._disk_full_is_told():
-            checksums = pool.submit(lambda: b"".join(self._checksum(bytes_of(record)) for record in records))
-            for begin in range(0, len(data), _CHUNK):
-                piece = data[begin : begin + _CHUNK]
-                self._file.write(offset + begin, piece)
-                on_written(len(piece))
+        layout, offset = self.header.layers[layer].layout, self.header.layer_offsets[layer]
+        together = max(_CHUNK // layout.nbytes, 1)
+
+        def write(first: int) -> list[bytes]:
+            some = records[first : first + together]
+            _clear_padding(some, layout)
+            data, begin = bytes_of(some), offset + first * layout.nbytes
+            for at in range(0, len(data), _CHUNK):
+                if stopped.is_set():
+                    break
+                self._file.write(begin + at, data[at : at + _CHUNK])
+            # While these bytes are in the core's cache at best; another thread is writing meanwhile.
+            return [self._checksum(bytes_of(record)) for record in some]
+
+        stopped, under_way, checksums = threading.Event(), deque[Future[list[bytes]]](), list[bytes]()
+        with ThreadPoolExecutor(_WRITERS, "bank-writer") as pool, self._disk_full_is_told():
+            try:
+                under_way.extend(pool.submit(write, first) for first in range(0, len(records), together))
+                while under_way:
+                    made = under_way[0].result()
+                    under_way.popleft()
+                    checksums += made
+                    on_written(len(made) * layout.nbytes)
+            except BaseException:
+                stopped.set()
+                for future in under_way:
+                    future.cancel()
+                raise
             self._file.sync()
-            row = checksums.result() + self.header.seal(layer, checksums.result())
-            self._file.write(self.header.table_rows[layer], memoryview(row))
+            row = b"".join(checksums)
+            self._file.write(self.header.table_rows[layer], memoryview(row + self.header.seal(layer, row)))
         self.finished.add(layer)
 
     def finish(self) -> None:

@@ -37,6 +37,7 @@ class DirectFile:
         flags = (os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY) | _BINARY
         self.path = path
         self._turn = threading.Lock()
+        self._past_cache = direct
         self._buffered = os.open(path, flags, 0o644)
         self._direct = self._open_direct(flags) if direct and _O_DIRECT else None
         if sys.platform == "darwin" and direct:
@@ -56,30 +57,28 @@ class DirectFile:
         return self._buffered
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fills `target` from `offset`.
+        """Fills `target` from `offset`.  A read that fails is tried once more: disks and links have their moments.
 
         Raises:
             OSError: the disk's.
             EOFError: the file ends before.
         """
-        done = 0
-        direct = self._direct_for(offset, target)
-        while done < len(target):
-            part = target[done:]
-            try:
-                count = self._read(self._buffered if direct is None else direct, offset + done, part)
-            except OSError as error:
-                if direct is None or error.errno != errno.EINVAL:
-                    raise
-                direct = None  # this file system takes the flag and then refuses: read as everybody does
-                continue
-            if count == 0:
-                raise EOFError(f"{self.path} ends at byte {offset + done}")
-            done += count
-            if direct is not None and done % RECORD_ALIGNMENT:
-                direct = None
-        if direct is None and hasattr(os, "posix_fadvise"):
+        if self._fill(offset, target, len(target)) is None and self._past_cache and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._buffered, offset, len(target), os.POSIX_FADV_DONTNEED)
+
+    def read_around(self, offset: int, nbytes: int, scratch: memoryview) -> memoryview:
+        """Reads bytes from a place that is not aligned, by way of `scratch`, which is: the piece of it they are in.
+
+        Args:
+            scratch: page-aligned, two pages longer than `nbytes`.
+
+        Raises:
+            As `read_into`.
+        """
+        skip = offset % RECORD_ALIGNMENT
+        needed = skip + nbytes
+        self._fill(offset - skip, scratch[: -(-needed // RECORD_ALIGNMENT) * RECORD_ALIGNMENT], needed)
+        return scratch[skip:needed]
 
     def write(self, offset: int, data: memoryview) -> None:
         """Writes all of `data` at `offset`.
@@ -110,6 +109,28 @@ class DirectFile:
             if descriptor is not None and descriptor >= 0:
                 os.close(descriptor)
         self._direct, self._buffered = None, -1
+
+    def _fill(self, offset: int, target: memoryview, needed: int) -> int | None:
+        """Reads at least `needed` bytes; the descriptor past the page cache, if that was used to the end."""
+        done, failed = 0, False
+        direct = self._direct_for(offset, target)
+        while done < needed:
+            try:
+                count = self._read(self._buffered if direct is None else direct, offset + done, target[done:])
+            except OSError as error:
+                if direct is not None and error.errno == errno.EINVAL:
+                    direct = None  # this file system takes the flag and then refuses: read as everybody does
+                elif error.errno == errno.EIO and not failed:
+                    failed = True
+                else:
+                    raise
+                continue
+            if count == 0:
+                raise EOFError(f"{self.path} ends at byte {offset + done}")
+            done += count
+            if direct is not None and done % RECORD_ALIGNMENT:
+                direct = None
+        return direct
 
     def _open_direct(self, flags: int) -> int | None:
         try:

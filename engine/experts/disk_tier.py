@@ -20,8 +20,8 @@ from engine.experts.direct_file import bytes_of
 
 _log = logging.getLogger(__name__)
 
-PIECE_BYTES = 16 * 2**20
-"""One request to the disk: large enough for its full rate, small enough that a big record is read by many threads."""
+PIECE_BYTES = 2 * 2**20
+"""One request to the disk: large enough for its full rate, small enough that one record is read by many threads."""
 
 DEFAULT_READERS = 8
 """Requests in flight.  A thread waiting for the disk costs nothing, and fewer leave a fast disk idle."""

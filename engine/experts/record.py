@@ -12,11 +12,17 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.experts.record_memory import RecordMemory
+
 PART_ALIGNMENT = 64
 """Bytes: a cache line, and the widest vector load."""
 
 RECORD_ALIGNMENT = 4096
 """Bytes: a page, so that a record can be read from disk directly and pinned by itself."""
+
+
+_IN_HUGE_PAGES = 4 * 2**20
+"""Bytes of records from which on huge pages are worth a mapping of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,13 @@ class RecordLayout:
 
 
 def allocate_records(count: int, layout: RecordLayout, device: torch.device) -> torch.Tensor:
-    """Page-aligned memory for `count` records: [count, layout.nbytes], uint8, not initialised."""
+    """Page-aligned memory for `count` records: [count, layout.nbytes], uint8, not initialised.
+
+    Raises:
+        MemoryError, RuntimeError: there is not so much.
+    """
+    if device.type == "cpu" and count * layout.nbytes >= _IN_HUGE_PAGES:
+        return RecordMemory(count, layout.nbytes).records
     raw = torch.empty(count * layout.nbytes + RECORD_ALIGNMENT, dtype=torch.uint8, device=device)
     skip = -raw.data_ptr() % RECORD_ALIGNMENT
     return raw[skip : skip + count * layout.nbytes].view(count, layout.nbytes)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.expert_index import PartSources
+from engine.checkpoint.expert_index import ExpertSource, PartSources
 from engine.errors import EngineError, ErrorCode
 from engine.experts.bank import ExpertBank
 from engine.experts.record import PartSpec
@@ -93,6 +93,7 @@ def _read_as_stored(
         return False
     if any(torch_dtype(entry) != spec.dtype for entry in part.entries()):
         return False
+    places: list[tuple[ExpertSource, torch.Tensor]] = []
     for expert in range(part.experts):
         place = bank.layers[name].part(part_name, expert).view(-1)
         sources = {source.pattern: source for source in part.of_expert(expert)}
@@ -100,7 +101,8 @@ def _read_as_stored(
         if sum(counts) != place.numel():
             return False
         for pattern, rows in zip(order, torch.split(place, counts), strict=True):
-            reader.read_into(sources[pattern], rows)
+            places.append((sources[pattern], rows))
+    reader.read_into(places)
     return True
 
 

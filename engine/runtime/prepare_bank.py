@@ -63,7 +63,7 @@ def prepare_bank(
     Args:
         on_progress: told (bytes of records written, in all), by the calling thread.
         cancelled: asked often.
-        direct: whether to try to write past the page cache.
+        direct: whether to try to read and write past the page cache.
 
     Raises:
         EngineError: `DISK_FULL`, `NOT_ENOUGH_MEMORY`, `CHECKPOINT_DAMAGED` or `MODEL_UNSUPPORTED`; says what to do.
@@ -87,7 +87,7 @@ def prepare_bank(
                 return Prepared(path, made=False)
             with BankWriter(path, header, direct=direct) as writer:
                 resumed = sum(header.layers[layer].nbytes for layer in writer.finished)
-                _write(source, writer, on_progress, check)
+                _write(source, writer, on_progress, check, direct=direct)
                 source.require_unchanged(header)
                 writer.finish()
             return Prepared(path, True, reason, resumed)
@@ -145,7 +145,12 @@ def _is_usable(path: Path, header: BankHeader) -> tuple[bool, str | None]:
 
 
 def _write(
-    source: BankSource, writer: BankWriter, on_progress: Callable[[int, int], None], check: Callable[[], None]
+    source: BankSource,
+    writer: BankWriter,
+    on_progress: Callable[[int, int], None],
+    check: Callable[[], None],
+    *,
+    direct: bool,
 ) -> None:
     """Converts into one piece of memory while another is being written; with little RAM there is only one."""
     header, stop = writer.header, threading.Event()
@@ -176,7 +181,7 @@ def _write(
     expected = sum(source.nbytes(layer) for layer in todo)
     with ThreadPoolExecutor(1, "bank-writer") as pool:
         try:
-            with TensorReader(lambda _done, _total: report(), lambda: False, expected) as reader:
+            with TensorReader(lambda _done, _total: report(), lambda: False, expected, direct=direct) as reader:
                 for turn, layer in enumerate(todo):
                     at = turn % len(buffers)
                     wait_for(pending[at])

@@ -6,20 +6,32 @@ a signal that kills the process, and nothing stays tied to the file once the mod
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from io import FileIO
+import ctypes
+import mmap
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine.checkpoint.expert_index import ExpertSource
 from engine.checkpoint.headers import TensorEntry
 from engine.errors import EngineError, ErrorCode
+from engine.experts.direct_file import DirectFile
 from engine.runtime.cancellation import RequestCancelled
 
-_CHUNK = 32 * 2**20
+_CHUNK = 4 * 2**20
+"""Bytes of one request: the disk's full rate, and a copy of them stays in a core's cache."""
+
+_THREADS = 4
+"""Requests in flight.  More copies than cores gain nothing, fewer requests leave the disk idle meanwhile."""
+
 _DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -48,18 +60,29 @@ def torch_dtype(entry: TensorEntry) -> torch.dtype | None:
 
 
 class TensorReader:
-    """Open files of one checkpoint; a context manager that closes them.  For one thread.
+    """Open files of one checkpoint; a context manager that closes them.  For one thread, which others read for.
 
     Args:
         on_progress: told (bytes read, bytes in all) now and then.
         cancelled: asked before every chunk.
         total: bytes that will be read in all.
+        direct: whether to try to read past the page cache, for what is read once.
     """
 
-    def __init__(self, on_progress: Callable[[int, int], None], cancelled: Callable[[], bool], total: int) -> None:
+    def __init__(
+        self,
+        on_progress: Callable[[int, int], None],
+        cancelled: Callable[[], bool],
+        total: int,
+        *,
+        direct: bool = False,
+    ) -> None:
         self._on_progress, self._cancelled, self._total = on_progress, cancelled, total
+        self._direct = direct
         self._done = self._reported = 0
-        self._files: dict[Path, FileIO] = {}
+        self._files: dict[Path, DirectFile] = {}
+        self._pool: ThreadPoolExecutor | None = None
+        self._scratch = threading.local()
 
     def __enter__(self) -> TensorReader:
         return self
@@ -67,8 +90,10 @@ class TensorReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for stream in self._files.values():
-            stream.close()
+        if self._pool is not None:
+            self._pool.shutdown()
+        for file in self._files.values():
+            file.close()
 
     def read(self, source: TensorEntry | ExpertSource) -> torch.Tensor:
         """The tensor, or for a row of one the row with a leading dimension of 1.
@@ -86,40 +111,62 @@ class TensorReader:
             )
         shape = entry.shape if row is None else (1, *entry.shape[1:])
         tensor = torch.empty(shape, dtype=dtype)
-        self.read_into(source, tensor)
+        self.read_into([(source, tensor)])
         return tensor
 
-    def read_into(self, source: TensorEntry | ExpertSource, tensor: torch.Tensor) -> None:
-        """Fills a contiguous CPU tensor with exactly the bytes of the source."""
-        entry = source if isinstance(source, TensorEntry) else source.entry
-        nbytes = source.nbytes
-        skip = 0 if isinstance(source, TensorEntry) or source.row is None else source.row * nbytes
-        if tensor.nbytes != nbytes:
-            raise ValueError(f"{entry.key} has {nbytes} bytes, not {tensor.nbytes}")
-        if not nbytes:
-            return
-        target = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy is a buffer
-        for begin in range(0, nbytes, _CHUNK):
-            if self._cancelled():
-                raise RequestCancelled
-            part = target[begin : begin + _CHUNK]
-            self._fill(entry.file, entry.offset + skip + begin, part)
-            self._count(len(part))
+    def read_into(self, places: Iterable[tuple[TensorEntry | ExpertSource, torch.Tensor]]) -> None:
+        """Fills contiguous CPU tensors, each with exactly the bytes of its source; several pieces at a time.
 
-    def _fill(self, file: Path, position: int, part: memoryview) -> None:
+        Raises:
+            As `read`.
+        """
+        under_way: deque[Future[int]] = deque()
         try:
-            if file not in self._files:
-                self._files[file] = file.open("rb", buffering=0)
-            stream = self._files[file]
-            stream.seek(position)
-            count = _read_fully(stream, part)
+            for piece in _pieces(places):
+                if self._cancelled():
+                    raise RequestCancelled
+                file = self._open(piece.file)
+                if self._pool is None and piece.is_all:
+                    self._count(self._fill(file, piece))  # a small tensor by itself: not worth a thread
+                    continue
+                if self._pool is None:
+                    self._pool = ThreadPoolExecutor(_THREADS, "tensor-reader")
+                under_way.append(self._pool.submit(self._fill, file, piece))
+                if len(under_way) > 2 * _THREADS:
+                    self._count(under_way.popleft().result())
+            while under_way:
+                self._count(under_way.popleft().result())
+        finally:
+            for future in under_way:
+                future.cancel()
+            wait(under_way)  # they write into memory that is somebody else's afterwards
+
+    def _open(self, path: Path) -> DirectFile:
+        if path not in self._files:
+            try:
+                self._files[path] = DirectFile(path, direct=self._direct)
+            except OSError as error:
+                raise _unreadable(path, error) from error
+        return self._files[path]
+
+    def _fill(self, file: DirectFile, piece: _Piece) -> int:
+        try:
+            if file.is_direct:
+                # Where a tensor begins in its file is not aligned, and so cannot be read directly into its place.
+                scratch = getattr(self._scratch, "bytes", None)
+                if scratch is None:
+                    scratch = self._scratch.bytes = memoryview(mmap.mmap(-1, _CHUNK + 2 * mmap.PAGESIZE))
+                found = file.read_around(piece.position, len(piece.target), scratch)
+                _copy(piece.target, found)
+            else:
+                file.read_into(piece.position, piece.target)
         except OSError as error:
+            raise _unreadable(file.path, error) from error
+        except EOFError as error:
             raise EngineError(
-                ErrorCode.CHECKPOINT_DAMAGED,
-                f"{file} cannot be read ({error.strerror}): check the disk, or download the model again.",
+                ErrorCode.CHECKPOINT_DAMAGED, f"{file.path} is cut short: download or copy the model again."
             ) from error
-        if count != len(part):
-            raise EngineError(ErrorCode.CHECKPOINT_DAMAGED, f"{file} is cut short: download or copy the model again.")
+        return len(piece.target)
 
     def _count(self, nbytes: int) -> None:
         self._done += nbytes
@@ -128,12 +175,40 @@ class TensorReader:
             self._on_progress(min(self._done, self._total), self._total)
 
 
-def _read_fully(stream: FileIO, part: memoryview) -> int:
-    """Fills `part` as far as the file goes: one read may end early (Linux stops at 2 GB)."""
-    done = 0
-    while done < len(part) and (count := stream.readinto(part[done:])):
-        done += count
-    return done
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Bytes to read at once.  `is_all`: there are no others."""
+
+    file: Path
+    position: int
+    target: memoryview
+    is_all: bool
+
+
+def _pieces(places: Iterable[tuple[TensorEntry | ExpertSource, torch.Tensor]]) -> Iterator[_Piece]:
+    places = list(places)
+    for source, tensor in places:
+        entry, nbytes = source if isinstance(source, TensorEntry) else source.entry, source.nbytes
+        skip = 0 if isinstance(source, TensorEntry) or source.row is None else source.row * nbytes
+        if tensor.nbytes != nbytes:
+            raise ValueError(f"{entry.key} has {nbytes} bytes, not {tensor.nbytes}")
+        target = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy is a buffer
+        for begin in range(0, nbytes, _CHUNK):
+            is_all = len(places) == 1 and nbytes <= _CHUNK
+            yield _Piece(entry.file, entry.offset + skip + begin, target[begin : begin + _CHUNK], is_all)
+
+
+def _copy(target: memoryview, found: memoryview) -> None:
+    """Without Python's lock, which assigning one to the other would hold, and in this thread alone."""
+    to, source = (np.frombuffer(view, np.uint8).ctypes.data for view in (target, found))
+    ctypes.memmove(to, source, len(target))
+
+
+def _unreadable(path: Path, error: OSError) -> EngineError:
+    return EngineError(
+        ErrorCode.CHECKPOINT_DAMAGED,
+        f"{path} cannot be read ({error.strerror}): check the disk, or download the model again.",
+    )
 
 
 class LazyTensor:
