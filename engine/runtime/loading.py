@@ -44,7 +44,7 @@ from engine.runtime.model_devices import ModelDevices
 from engine.runtime.model_info import devices_note, model_info
 from engine.runtime.native_decoder import speed_up_decoder_layers
 from engine.runtime.placement import KV_TOKENS, ModelNeeds, Placement, open_compute_devices, place, set_threads
-from engine.runtime.prefill_pieces import LONG_TOKENS, activation_bytes
+from engine.runtime.prefill_pieces import LONG_TOKENS, activation_bytes, tokens_in_ram
 from engine.runtime.prompt import template_note
 from engine.runtime.tensor_reader import TensorReader
 from engine.runtime.tokenizers import load_tokenizer
@@ -236,6 +236,11 @@ class _Loading:
             devices.experts, able, self._bank.layers, devices.layers, self._config, budgets, self._kernels, self._dtype
         )
 
+    def _piece_tokens(self, profile: ModelProfile, placement: Placement) -> int:
+        if placement.devices:
+            return placement.piece_tokens
+        return LONG_TOKENS if self._disk_backed is not None else tokens_in_ram(profile)
+
     def _context_tokens(self, profile: ModelProfile) -> int:
         own = profile.context_tokens or _UNKNOWN_CONTEXT
         return min(own, self._config.context_tokens or own)
@@ -291,7 +296,7 @@ class _Loading:
             self._kernels,
             self._disk_backed,
             devices if placement.devices else None,
-            placement.piece_tokens if self._disk_backed is None else max(placement.piece_tokens, LONG_TOKENS),
+            self._piece_tokens(profile, placement),
         )
 
 

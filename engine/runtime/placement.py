@@ -47,7 +47,7 @@ class Placement:
     Attributes:
         devices: that it runs on; none if that is the CPU alone.
         all_experts: whether all experts are held on the device, and none in RAM.
-        piece_tokens: how much of a prompt is computed at once.
+        piece_tokens: how much of a prompt the devices have room to compute at once.
         note: says so when something does not run where it was asked to; else empty.
     """
 
