@@ -59,11 +59,14 @@ class DeviceExperts:
     """
 
     devices: Sequence[Device]
-    caches: list[list[VramCache]] = field(default_factory=list)
+    caches: list[list[VramCache]] = field(init=False)
     activations: list[Activations] = field(default_factory=list)
     kernels: NativeKernels | None = None
     notes: list[str] = field(default_factory=list)
     _wanted: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.caches = [[] for _ in self.devices]
 
     @property
     def nbytes(self) -> int:
@@ -123,7 +126,7 @@ class DeviceExperts:
         for activations in self.activations:
             with contextlib.suppress(EngineError):
                 activations.close()
-        self.caches, self.activations = [], []
+        self.caches, self.activations = [[] for _ in self.devices], []
         if self.kernels is not None:
             self.kernels.close()
             self.kernels = None
@@ -150,7 +153,6 @@ def bind_device_experts(
     Raises:
         EngineError: a device failed.
     """
-    held.caches = [[] for _ in held.devices]
     held.activations = [Activations(device) for device in held.devices]
     for index, device in enumerate(held.devices):
         mine = [site for site in sites if layers.of(site.name) == index]
@@ -174,9 +176,12 @@ def _open_cache(
     staging = min(STAGED, budget // layout.nbytes)
     if config.misses == "cpu" and config.cache_slots == 0:
         staging = 0
-    most = min(max(0, budget // layout.nbytes - staging), layers * experts)
-    slots = most if config.cache_slots is None else min(round(config.cache_slots * share), most)
-    if config.cache_slots and slots < config.cache_slots * share:
+    most = max(0, budget // layout.nbytes - staging)
+    wanted = (
+        layers * experts if config.cache_slots is None else min(round(config.cache_slots * share), layers * experts)
+    )
+    slots = min(wanted, most)
+    if config.cache_slots and slots < wanted:
         held.notes.append(f"Only {slots} experts fit {device.name} beside the rest.")
     refused = False
     while True:
