@@ -73,6 +73,7 @@ class Aging:
         for expert in experts:
             order[first + expert] = step
             order.move_to_end(first + expert)
+            self._uses.setdefault(first + expert, 0)
 
     def dead(
         self, layer: int, places: int, step: int, foretold: Mapping[int, Collection[int]], target: PrefetchTarget

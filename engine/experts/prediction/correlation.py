@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from engine.experts.prediction.predictor import Ranked
 from engine.experts.replay.trace_file import RoutingTrace
 
+_LEAST = 1e-6
 _LARGEST = 1e30
 """Counts are scaled down before fp32 runs out of range."""
 
@@ -43,83 +44,73 @@ class Correlation:
         self._layers, self._experts, self._limit = layers, experts, min(limit, experts)
         self._growth = 2.0 ** (1.0 / half_life)
         self._trace = trace
-        self._chosen: list[NDArray[np.intp] | None] = [None] * layers
         self._last = -1
+        self._chosen: list[Sequence[int]] = [()] * layers
         self._begin(1)
 
     @property
     def nbytes(self) -> int:
         """Of the table."""
-        return sum(table.nbytes for table in self._pairs if table is not None)
+        return self._pairs.nbytes
 
     def observe(self, layer: int, experts: Sequence[int], hidden: torch.Tensor | None) -> None:  # noqa: ARG002
         """See `Predictor`."""
         if layer <= self._last:
-            self._begin_step()
+            self._end_step()
         self._last = layer
-        chosen = np.array(experts, np.intp)
-        self._chosen[layer] = chosen
-        source = layer - self._distance
-        if source >= 0 and (before := self._chosen[source]) is not None:
-            pairs, uses = self._table(source)
-            # Experts of a step are distinct, so no pair occurs twice and += counts each.
-            pairs[before[:, None], chosen] += self._gain
-            uses[before] += self._gain
+        self._chosen[layer] = experts
 
     def predict(self, layer: int) -> Ranked:
         """See `Predictor`."""
-        source = layer - self._distance
-        if source != self._last:
-            if layer <= self._last:
-                return []  # the next token's: no path leads there
+        if layer <= self._last:
+            return []  # the next token's: no path leads there
+        if layer - self._last != self._distance:
             self._begin(layer - self._last)
-            source = self._last
-        before = self._chosen[source]
-        if before is None or not len(before):
+        source = self._last
+        if source < 0 or not self._chosen[source]:
             return []
-        pairs, uses = self._table(source)
-        tendency: NDArray[np.float32] = np.reciprocal(uses[before] * np.float32(len(before))) @ pairs[before]
-        best = np.argpartition(tendency, self._experts - self._limit)[self._experts - self._limit :]
-        values = tendency[best]
-        ranked = sorted(zip(values.tolist(), best.tolist(), strict=True), reverse=True)
-        return [(expert, probability) for probability, expert in ranked if probability > 0]
+        before = np.array(self._chosen[source], np.intp)
+        shares = np.reciprocal(self._uses[source].take(before) * np.float32(len(before)))
+        tendency: NDArray[np.float32] = shares @ self._pairs[source].take(before, 0)
+        best = tendency.argpartition(-self._limit)[-self._limit :]
+        values = tendency.take(best)
+        order = values.argsort()[::-1]
+        return list(zip(best.take(order).tolist(), values.take(order).tolist(), strict=True))
 
     def _begin(self, distance: int) -> None:
         """Another distance is another table."""
         self._distance = distance
         self._gain = 1.0
-        self._pairs: list[NDArray[np.float32] | None] = [None] * self._layers
-        self._uses: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * self._layers
+        self._pairs: NDArray[np.float32] = np.zeros((self._layers, self._experts, self._experts), np.float32)
+        # One use more than was counted: who was seen once is not certain.
+        self._uses: NDArray[np.float32] = np.ones((self._layers, self._experts), np.float32)
         if self._trace is not None and self._trace.layers == self._layers:
-            self._count_trace(self._trace)
+            for token in self._trace.experts:
+                self._count([[expert for expert in chosen if 0 <= expert < self._experts] for chosen in token.tolist()])
 
-    def _table(self, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        pairs = self._pairs[layer]
-        if pairs is None:
-            pairs = self._pairs[layer] = np.zeros((self._experts, self._experts), np.float32)
-            # One use more than was counted: who was seen once is not certain.
-            self._uses[layer] = np.ones(self._experts, np.float32)
-        return pairs, self._uses[layer]
-
-    def _begin_step(self) -> None:
+    def _end_step(self) -> None:
+        """Counts what the step has shown, at once: layer by layer it would take some times as long."""
+        self._count(self._chosen)
+        self._chosen = [()] * self._layers
         self._last = -1
-        for layer in range(self._layers):
-            self._chosen[layer] = None
         # New counts grow rather than that old ones fade: nothing has to be gone through.
         self._gain *= self._growth
         if self._gain > _LARGEST:
-            for pairs, uses in zip(self._pairs, self._uses, strict=True):
-                if pairs is not None:
-                    pairs /= self._gain
-                    uses /= self._gain
-                    uses += 1e-6
+            self._pairs /= self._gain
+            self._uses = self._uses / self._gain + _LEAST
             self._gain = 1.0
 
-    def _count_trace(self, trace: RoutingTrace) -> None:
-        for source in range(self._layers - self._distance):
-            pairs, uses = self._table(source)
-            for before, after in zip(trace.experts[:, source], trace.experts[:, source + self._distance], strict=True):
-                before, after = before[before >= 0], after[after >= 0]
-                if len(after) and max(before.max(initial=-1), after.max()) < self._experts:
-                    pairs[before[:, None], after] += 1.0
-                    uses[before] += 1.0
+    def _count(self, chosen: Sequence[Sequence[int]]) -> None:
+        """One step's experts of each layer; none where it did not come to."""
+        distance, by_width = self._distance, dict[tuple[int, int], list[int]]()
+        for source in range(self._layers - distance):
+            widths = len(chosen[source]), len(chosen[source + distance])
+            if widths[0] and widths[1]:
+                by_width.setdefault(widths, []).append(source)
+        for sources in by_width.values():
+            layer = np.array(sources)[:, None]
+            before = np.array([chosen[source] for source in sources])
+            after = np.array([chosen[source + distance] for source in sources])
+            # Experts of a step are distinct, so no pair occurs twice and += counts each.
+            self._pairs[layer[:, :, None], before[:, :, None], after[:, None, :]] += self._gain
+            self._uses[layer, before] += self._gain

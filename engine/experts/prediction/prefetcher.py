@@ -13,13 +13,13 @@ import torch
 
 from engine.experts.prediction.adoption import Adoption
 from engine.experts.prediction.aging import Aging
+from engine.experts.prediction.distance import Distance
+from engine.experts.prediction.learning import Learning
 from engine.experts.prediction.predictor import Predictor, Ranked
 from engine.experts.prediction.report import PredictionReport
 from engine.experts.prediction.score import Circumstances, Score, bucket_of
 from engine.experts.prediction.target import PrefetchTarget, PrefetchTimes
 
-MOST_AHEAD = 4
-"""Layers: what is foretold for later is hardly ever right."""
 _EVALUATED_STEPS = 16
 _FIRST_STEPS = 32
 """At the start all predictors are watched in every step; later as often as `_WATCH_BUDGET_S` allows."""
@@ -28,11 +28,9 @@ _WATCH_BUDGET_S = 1e-6
 _RAREST = 512
 _LEARNING = 8
 """Predictors that learn by counting see so many times more steps than they are compared in."""
-_PATIENCE = 3
-"""Evaluations that must agree before experts are brought from another distance."""
 _FADING = 0.98
 _PULL = 0.02
-"""Weight of one layer in the time that a layer takes."""
+"""Weight of one layer in what asking the target takes."""
 
 
 class Prefetcher:
@@ -44,7 +42,8 @@ class Prefetcher:
         layers: of the target.
         experts: the most of any layer.
         per_token: experts that a token is routed to.
-        choice: the name of the predictor to use; `auto` for the one that gains most, `off` for none.
+        choice: the name of the predictor to use; `auto` for the one that gains most.
+        learning: of the trained predictor, if there is to be one; closed with this.
         pools: of each layer, which pool of slots its experts come into; None if all share one.
     """
 
@@ -58,6 +57,7 @@ class Prefetcher:
         experts: int,
         per_token: int,
         choice: str = "auto",
+        learning: Learning | None = None,
         pools: Sequence[int] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -67,11 +67,10 @@ class Prefetcher:
         self._scores = [Score(predictor, per_token) for predictor in predictors]
         self._adoption = Adoption(None if choice == "auto" else choice)
         self._aging = Aging(pools if pools is not None else [0] * layers, experts)
-        self._is_off = choice == "off"
-        self._ahead, self._ahead_votes = 1, 0
+        self._distance = Distance(layers)
         self._steps = 0
         self._last_layer, self._last_s = layers, 0.0
-        self._layer_s, self._call_s = 0.0, 10e-6
+        self._call_s = 10e-6
         self._now_known = times()
         self._asked = self._placed = 1.0
         self._prefetched = self._used = 0
@@ -82,7 +81,10 @@ class Prefetcher:
         self._foretold: dict[int, set[int]] = {}
         self._brought: dict[int, list[int]] = {}
         self._observing_s: dict[Score, float] = {}
-        self._adopt(self._adoption.decide(self._scores, 0.0) if not self._adoption.is_free else None)
+        self._learning = learning
+        if learning is not None and (learnt := learning.load()) is not None:
+            self.replace(learnt)
+        self._adopt()
 
     @property
     def adopted(self) -> str | None:
@@ -93,7 +95,7 @@ class Prefetcher:
     @property
     def ahead(self) -> int:
         """How many layers ahead experts are brought."""
-        return self._ahead
+        return self._distance.layers
 
     def observe(self, layer: int, experts: Sequence[int], hidden: torch.Tensor | None = None) -> None:
         """A decode step's layer has been routed and its work handed out: learns, and begins what will be wanted.
@@ -102,24 +104,20 @@ class Prefetcher:
             experts: distinct, all that the step's tokens were routed to.
             hidden: [T, H], what enters the experts, on any device; it may be written to after this call.
         """
-        if self._is_off:
-            return
         now_s = self._clock()
         if layer <= self._last_layer:
             self._begin_step()
         elif layer == self._last_layer + 1:
-            took_s = now_s - self._last_s
-            # A pause (another request, a suspended machine) is no layer's time.
-            if self._layer_s == 0:
-                self._layer_s = took_s
-            self._layer_s += _PULL * (min(took_s, 4 * self._layer_s) - self._layer_s)
+            self._distance.observe(now_s - self._last_s)
         self._last_layer, self._last_s = layer, now_s
+        if self._learning is not None:
+            self._learning.routes.note(layer, experts)
         self._settle(layer, experts)
         self._learn(layer, experts, hidden)
         adopted = self._adoption.adopted
         if adopted is not None:
             self._aging.use(layer, experts, self._steps)
-        coming = layer + self._ahead
+        coming = layer + self._distance.layers
         if coming >= self._layers:
             coming -= self._layers
             if coming >= layer:
@@ -134,30 +132,46 @@ class Prefetcher:
         name = predictor.name
         self._scores = [score for score in self._scores if score.predictor.name != name]
         self._scores.append(Score(predictor, self._per_token))
-        self._adopt(self._adoption.decide(self._scores, self._layer_s * self._layers))
+        self._adopt()
+
+    def learn_while_idle(self) -> bool:
+        """Begins to train in the background, if there is anything new to learn; whether it has begun.
+
+        Not from inside a step.  The predictor is taken over in a later step, and a step may come at any time.
+        """
+        return self._learning is not None and self._learning.begin(self.ahead)
+
+    def close(self) -> None:
+        """Ends threads and training.  Harmless if repeated."""
+        if self._learning is not None:
+            self._learning.close()
 
     def report(self) -> PredictionReport:
         """What has been done so far."""
         brought = sum(len(experts) for experts in list(self._brought.values()))
         return PredictionReport(
             adopted=self.adopted,
-            ahead=self._ahead,
+            ahead=self.ahead,
             steps=self._steps,
             prefetched=self._prefetched,
             used=self._used,
             wasted=max(0, self._prefetched - self._used - brought),
             predictors=tuple(score.report(self._layers) for score in self._scores),
+            is_training=self._learning is not None and self._learning.is_training,
+            note=self._learning.note if self._learning is not None else None,
         )
 
     def _begin_step(self) -> None:
         self._steps += 1
         # What was said of layers that never came, because the step before was cut short.
-        first_of_next = self._ahead
+        first_of_next = self.ahead
         for claims in (self._claims, self._foretold, self._brought):
             for layer in [layer for layer in claims if layer >= first_of_next]:
                 del claims[layer]
         if self._steps % _EVALUATED_STEPS == 0:
             self._evaluate()
+            if self._learning is not None and (learnt := self._learning.finished()) is not None:
+                self.replace(learnt)
         step, adopted = self._steps, self._adoption.adopted
         early = step <= _FIRST_STEPS
         self._watched = [score for score in self._scores if early or step % score.interval == 0]
@@ -229,7 +243,7 @@ class Prefetcher:
 
     def _room(self) -> int:
         """How many prefetches that begin now save anything."""
-        room = self._now_known.room(self._ahead * self._layer_s, self._target.backlog_bytes)
+        room = self._now_known.room(self._distance.lead_s, self._target.backlog_bytes)
         return room if self._adoption.is_free else max(room, 1)
 
     def _prefetch(self, layer: int, experts: list[int]) -> None:
@@ -250,11 +264,12 @@ class Prefetcher:
     def _evaluate(self) -> None:
         times = self._now_known = self._times()
         missing = max((score.missing for score in self._scores), default=0.0)
-        busy = min(1.0, missing * times.urgent_share * times.arrival_s / self._layer_s) if self._layer_s else 0.0
+        layer_s = self._distance.layer_s
+        busy = min(1.0, missing * times.urgent_share * times.arrival_s / layer_s) if layer_s else 0.0
         waste_s = busy * times.arrival_s + self._aging.regret * times.miss_s
         now = Circumstances(
             times=times,
-            lead_s=self._ahead * self._layer_s,
+            lead_s=self._distance.lead_s,
             waste_s=waste_s,
             call_s=self._call_s,
             placed=self._placed / self._asked,
@@ -262,31 +277,20 @@ class Prefetcher:
         )
         for score in self._scores:
             score.evaluate(now)
-        self._adopt(self._adoption.decide(self._scores, self._layer_s * self._layers))
-        self._choose_distance(times, missing)
+        self._adopt()
+        if self._distance.choose(times, missing):
+            for claims in (self._claims, self._foretold, self._brought):
+                claims.clear()
+            for score in self._scores:
+                score.forget()
 
-    def _adopt(self, adopted: Score | None) -> None:
-        """Who is there is not followed while nobody foretells."""
-        if adopted is None:
+    def _adopt(self) -> None:
+        adopted = self._adoption.decide(self._scores, self._distance.layer_s * self._layers)
+        if adopted is None:  # then who is there is not followed
             self._aging.clear()
             self._aging.fade()
             # It may be that there are places again.
             self._asked, self._placed = (1 + _FADING * (count - 1) for count in (self._asked, self._placed))
-
-    def _choose_distance(self, times: PrefetchTimes, missing: float) -> None:
-        """So far ahead that what a layer misses can arrive in time, but no farther."""
-        if not self._layer_s:
-            return
-        needed = math.ceil(times.arrival_s * max(1.0, missing) / self._layer_s)
-        wanted = max(1, min(needed, MOST_AHEAD, self._layers - 1))
-        self._ahead_votes = self._ahead_votes + 1 if wanted != self._ahead else 0
-        if self._ahead_votes >= _PATIENCE:
-            self._ahead, self._ahead_votes = wanted, 0
-            self._claims.clear()
-            self._foretold.clear()
-            self._brought.clear()
-            for score in self._scores:
-                score.forget()
 
 
 def _interval(cost_s: float) -> int:

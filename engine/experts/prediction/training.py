@@ -1,0 +1,138 @@
+"""Trains DuoServe's predictor on recorded routes (section 4.2)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.experts.prediction.mlp import WIDTHS, ExpertMlp, RoutingStatistics
+from engine.experts.replay.trace_file import RoutingTrace
+
+BATCH = 256
+_HELD_BACK = 0.1
+"""Of the tokens, the latest: what is learnt is judged on them."""
+_PATIENCE = 3
+"""Epochs without a better result on them."""
+LEAST_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class TrainedMlp:
+    """A predictor.
+
+    Attributes:
+        widths: of its hidden layers.
+        loss: eq. 6 for each expert, on tokens that it was not trained on.
+    """
+
+    model: ExpertMlp
+    statistics: RoutingStatistics
+    widths: tuple[int, ...]
+    loss: float
+
+
+class TrainingCancelled(Exception):  # noqa: N818
+    """It was cancelled; nothing is to be saved."""
+
+
+def train(
+    trace: RoutingTrace,
+    *,
+    distance: int = 2,
+    widths: Sequence[int] = WIDTHS,
+    epochs: int = 20,
+    learning_rate: float = 1e-3,
+    seed: int = 0,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> TrainedMlp:
+    """The network that did best on the last tenth of the trace.  The same seed, trace and machine: the same network.
+
+    Args:
+        distance: layers from the last known one to the one that is foretold.
+        cancelled: asked before every batch.
+
+    Raises:
+        TrainingCancelled: as asked.
+        ValueError: the trace has too few tokens or layers to learn anything.
+    """
+    layers, experts = trace.layers, trace.num_experts
+    held_back = max(1, int(trace.tokens * _HELD_BACK))
+    if trace.tokens < LEAST_TOKENS or not 0 < distance < layers:
+        raise ValueError("too few routes to learn from")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        chosen = torch.from_numpy(trace.experts.astype("int64"))
+        learnt_from = RoutingTrace(
+            trace.experts[:-held_back], trace.weights[:-held_back], trace.sequence_starts, experts
+        )
+        statistics = RoutingStatistics.of(learnt_from, distance)
+        model = ExpertMlp(layers, experts, widths)
+        optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
+        samples = _samples(chosen[:-held_back], distance)
+        judged = _samples(chosen[-held_back:], distance) + torch.tensor([trace.tokens - held_back, 0])
+        best_loss, best_state, worse = float("inf"), copy.deepcopy(model.state_dict()), 0
+        for _ in range(epochs):
+            model.train()
+            for batch in _batches(samples[torch.randperm(len(samples))], BATCH):
+                if cancelled():
+                    raise TrainingCancelled
+                if len(batch) < 2:
+                    continue  # a batch norm needs two
+                optimizer.zero_grad(set_to_none=True)
+                loss = _loss(model, statistics, chosen, batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+            judged_loss = _judge(model, statistics, chosen, judged)
+            worse += 1
+            if judged_loss < best_loss:
+                best_loss, best_state, worse = judged_loss, copy.deepcopy(model.state_dict()), 0
+            if worse >= _PATIENCE:
+                break
+    model.load_state_dict(best_state)
+    return TrainedMlp(model.eval(), statistics, tuple(widths), best_loss)
+
+
+def paths(chosen: torch.Tensor, last: torch.Tensor, experts: int) -> torch.Tensor:
+    """What was chosen up to the last known layer, as `ExpertMlp` takes it: [B, L * k].
+
+    Args:
+        chosen: int64 [B, L, k], -1 for none.
+        last: [B], the last layer that is known.
+    """
+    layers = chosen.shape[1]
+    offsets = torch.arange(layers)[None, :, None]
+    known = (chosen >= 0) & (offsets <= last[:, None, None])
+    return torch.where(known, chosen + offsets * experts, layers * experts).flatten(1)
+
+
+def _samples(chosen: torch.Tensor, distance: int) -> torch.Tensor:
+    """(token, last known layer) of every choice that can be foretold: int64 [N, 2]."""
+    routed = (chosen >= 0).any(2)
+    return (routed[:, :-distance] & routed[:, distance:]).nonzero()
+
+
+def _batches(samples: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+    return (samples[first : first + size] for first in range(0, len(samples), size))
+
+
+def _loss(model: ExpertMlp, statistics: RoutingStatistics, chosen: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    token, layer = batch.unbind(1)
+    rows, experts = chosen[token], statistics.experts
+    each = torch.arange(len(batch))
+    surroundings = statistics.surroundings(layer, rows[each, layer])
+    logits = model(paths(rows, layer, experts), surroundings)
+    wanted = rows[each, layer + statistics.distance]
+    truth = torch.zeros(len(batch), experts + 1).scatter_(1, torch.where(wanted < 0, experts, wanted), 1.0)
+    return torch.nn.functional.binary_cross_entropy_with_logits(logits, truth[:, :experts])
+
+
+def _judge(model: ExpertMlp, statistics: RoutingStatistics, chosen: torch.Tensor, samples: torch.Tensor) -> float:
+    model.eval()
+    total = 0.0
+    with torch.no_grad():
+        for batch in _batches(samples, 4 * BATCH):
+            total += float(_loss(model, statistics, chosen, batch)) * len(batch)
+    return total / max(1, len(samples))

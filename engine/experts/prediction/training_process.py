@@ -1,0 +1,39 @@
+"""Run as a program by `engine.experts.prediction.background_training`: ROUTES.npz PREDICTOR.safetensors OPTIONS."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code: 0, or 3 if there is too little to learn from."""
+    if hasattr(os, "nice"):
+        with contextlib.suppress(OSError):
+            os.nice(19)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    trace_file, target, options = arguments
+    from engine.experts.prediction.saved_mlp import save_mlp
+    from engine.experts.prediction.training import train
+    from engine.experts.replay.trace_file import read_trace
+
+    try:
+        trained = train(read_trace(Path(trace_file)), **json.loads(options))
+    except ValueError:
+        return 3
+    save_mlp(trained, Path(target))
+    return 0
+
+
+def _end_with_parent() -> None:
+    """Our input ends when whoever started us does, however that came."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
