@@ -6,6 +6,7 @@ import heapq
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -88,6 +89,11 @@ class DiskTier:
         self._queue: list[tuple[int, int, _Piece]] = []
         self._sequence = itertools.count()
         self._closed = False
+        self._later_under_way = 0
+        self._most_later = max(readers // 2, 1)
+        self._under_way = 0
+        self._busy_since_s = 0.0
+        self._busy_s = 0.0
         self.records_read = 0
         self.bytes_read = 0
         self.records_repaired = 0
@@ -107,6 +113,22 @@ class DiskTier:
     def header(self) -> BankHeader:
         """What the bank holds."""
         return self._bank.header
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which at least one request was with the disk."""
+        with self._lock:
+            return self._busy_s + (time.perf_counter() - self._busy_since_s if self._under_way else 0.0)
+
+    @property
+    def note(self) -> str | None:
+        """One sentence for the user, if the bank was damaged."""
+        if not self.records_repaired:
+            return None
+        return (
+            f"The prepared experts on disk were damaged in {self.records_repaired} places, which have been made again "
+            "from the model's files: check the disk."
+        )
 
     @property
     def is_direct(self) -> bool:
@@ -166,7 +188,8 @@ class DiskTier:
         self._work.notify(len(pieces))
 
     def _serve(self) -> None:
-        while (piece := self._next()) is not None:
+        while (taken := self._next()) is not None:
+            urgency, piece = taken
             read, error = piece.read, None
             try:
                 if read.error is None:
@@ -174,19 +197,33 @@ class DiskTier:
                     self._bank.fill(offset + piece.begin, read.target[piece.begin : piece.end])
             except BaseException as failure:  # whatever it is, somebody waits for the end of this read
                 error = failure
+            self._done(urgency)
             self._end(read, error)
 
-    def _next(self) -> _Piece | None:
+    def _next(self) -> tuple[int, _Piece] | None:
         with self._work:
             while True:
-                while self._queue:
-                    piece = heapq.heappop(self._queue)[2]
-                    if not piece.begun:  # it may have been hurried, and so stand in the queue twice
-                        piece.begun = True
-                        return piece
+                # Not all readers for what nobody waits for yet: what somebody does would find the disk taken.
+                while self._queue and (self._queue[0][0] == _URGENT or self._later_under_way < self._most_later):
+                    urgency, _, piece = heapq.heappop(self._queue)
+                    if piece.begun:  # it may have been hurried, and so stand in the queue twice
+                        continue
+                    piece.begun = True
+                    self._later_under_way += urgency == _LATER
+                    if not self._under_way:
+                        self._busy_since_s = time.perf_counter()
+                    self._under_way += 1
+                    return urgency, piece
                 if self._closed:
                     return None
                 self._work.wait()
+
+    def _done(self, urgency: int) -> None:
+        with self._lock:
+            self._later_under_way -= urgency == _LATER
+            self._under_way -= 1
+            if not self._under_way:
+                self._busy_s += time.perf_counter() - self._busy_since_s
 
     def _end(self, read: Read, error: BaseException | None) -> None:
         """One piece of `read` has ended; after the last one the records are checked."""

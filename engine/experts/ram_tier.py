@@ -6,68 +6,22 @@ import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import TracebackType
 
 from engine.errors import EngineError, ErrorCode
+from engine.experts.acquired import Acquired, RamCounters
 from engine.experts.bank import BankLayer
 from engine.experts.cache.policies import Key
 from engine.experts.cache.pool import Slot
 from engine.experts.disk_tier import DiskTier, Read
-from engine.experts.slot_group import ADAPTIVE, SlotGroup, share_slots
+from engine.experts.ram_pressure import RamPressure
+from engine.experts.record_memory import CAN_GIVE_BACK
+from engine.experts.slot_group import ADAPTIVE, SlotGroup, experts_of_layout, least_nbytes, share_slots
+
+__all__ = ["Acquired", "RamCounters", "RamTier"]
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class RamCounters:
-    """What the tier has done.  hits + late + misses is the number of experts that were given out.
-
-    Attributes:
-        hits: the expert was in RAM.
-        late: it was on its way already, so somebody waited for the rest of that.
-        misses: it had to be read.
-        failures: reads that ended in an error.
-        evictions: experts that left for others.
-        prefetched, prefetches_used, prefetches_wasted: reads ahead of need; those whose expert was then wanted, and
-            those whose expert left before it was.
-        bytes_read: of records that arrived.
-    """
-
-    hits: int = 0
-    late: int = 0
-    misses: int = 0
-    failures: int = 0
-    evictions: int = 0
-    prefetched: int = 0
-    prefetches_used: int = 0
-    prefetches_wasted: int = 0
-    bytes_read: int = 0
-
-
-@dataclass
-class Acquired:
-    """Experts of one layer that stay in their slots until they are released.
-
-    Attributes:
-        slots: expert -> its slot.
-        arriving: the experts among them whose bytes are not there yet -> done when they are.
-        left: experts that got no slot because all are in use: release these, then acquire those.
-    """
-
-    layer: int
-    slots: dict[int, Slot] = field(default_factory=dict)
-    arriving: dict[int, Future[None]] = field(default_factory=dict)
-    left: list[int] = field(default_factory=list)
-
-    def wait(self) -> None:
-        """Returns when all of them are there.
-
-        Raises:
-            EngineError: one could not be read; the others are there or on their way all the same.
-        """
-        for arrival in self.arriving.values():
-            arrival.result()
 
 
 class RamTier:
@@ -79,6 +33,7 @@ class RamTier:
         at_least: experts of one layer that must fit at once (as many as a token is routed to).
         policy: of `engine.experts.cache.policies`, or `auto` for the one that would have hit most.
         popularity: uses of each `key_of(layer, expert)` in a calibration, for the static policy.
+        pressure: says when the budget should change for the sake of other programs; `None`: it never does.
 
     Raises:
         EngineError: `NOT_ENOUGH_MEMORY`, with the least that would do.
@@ -93,11 +48,15 @@ class RamTier:
         policy: str = ADAPTIVE,
         popularity: Mapping[Key, float] | None = None,
         seed: int = 0,
+        pressure: RamPressure | None = None,
     ) -> None:
         self._disk = disk
+        self._at_least = at_least
+        self._pressure = pressure
         self._stride = max((layer.num_experts for layer in disk.header.layers), default=1)
-        self.note: str | None = None
-        groups = self._allocate(budget, at_least, policy, popularity, seed)
+        self._refused: str | None = None
+        self._lowered: str | None = None
+        groups = self._allocate(budget, policy, popularity, seed)
         self._groups = [groups[layer.layout] for layer in disk.header.layers]
         self._distinct = list(groups.values())
         self._lock = threading.Lock()
@@ -106,6 +65,7 @@ class RamTier:
         self._reads: dict[Key, Read] = {}
         self._prefetched: set[Key] = set()
         self._counters = RamCounters()
+        self._backlog = 0
         self._closed = False
 
     def __enter__(self) -> RamTier:
@@ -118,8 +78,13 @@ class RamTier:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots: at most the budget."""
-        return sum(group.slots.records.nbytes for group in self._distinct)
+        """Bytes that all slots may take: at most the budget."""
+        return sum(group.nbytes for group in self._distinct)
+
+    @property
+    def note(self) -> str | None:
+        """One sentence for the user while there is less RAM for experts than was meant to be."""
+        return self._lowered or self._refused
 
     @property
     def counters(self) -> RamCounters:
@@ -127,12 +92,25 @@ class RamTier:
         with self._lock:
             return replace(self._counters)
 
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes that are on their way."""
+        return self._backlog
+
+    def capacity(self, layer: int) -> int:
+        """How many slots there are now for this layer and those that share them with it."""
+        self._check_open()
+        return self._groups[layer].pool.capacity
+
     def key_of(self, layer: int, expert: int) -> Key:
         """The cache's name of an expert."""
         return layer * self._stride + expert
 
     def slots(self, layer: int) -> BankLayer:
-        """The slots that this layer's experts come into, as kernels see them: their experts are the slots."""
+        """The slots that this layer's experts come into, as kernels see them: their experts are the slots.
+
+        These are all slots that there may ever be; `capacity` of them are in use.
+        """
         return self._groups[layer].slots
 
     def resident(self, layer: int) -> dict[int, Slot]:
@@ -146,15 +124,9 @@ class RamTier:
                 if first + expert in residents
             }
 
-    @property
-    def backlog_bytes(self) -> int:
-        """Bytes of the reads that have not ended."""
-        with self._lock:
-            return sum(self._groups[key // self._stride].slots.layout.nbytes for key in self._arrivals)
-
-    def absent(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Those of `experts` that are neither in RAM nor on their way, in the same order.  Counts as no use."""
-        first = layer * self._stride
+    def absent(self, layer: int, experts: Iterable[int]) -> list[int]:
+        """Those that are neither there nor on their way, in the same order.  Counts as no use."""
+        first = self.key_of(layer, 0)
         with self._lock:
             self._check_open()
             pool = self._groups[layer].pool
@@ -170,10 +142,12 @@ class RamTier:
         Raises:
             EngineError: `INTERNAL`, the tier is closed.
         """
+        if layer == 0 and self._pressure is not None:
+            self.trim()
         with self._changed:
             self._check_open()
-            group = self._groups[layer]
-            group.observe([self.key_of(layer, expert) for expert in experts])
+            group, first = self._groups[layer], self.key_of(layer, 0)
+            group.observe(layer, [first + expert for expert in experts])
             acquired, reads = self._grant(layer, experts)
             while not acquired.slots and acquired.left and group.pool.arriving:
                 self._changed.wait()
@@ -193,6 +167,13 @@ class RamTier:
                 if slot is not None:
                     pool.pin(key)
                     acquired.slots[expert] = slot
+        return acquired
+
+    def acquire_ahead(self, layer: int, experts: Sequence[int]) -> Acquired:
+        """As `acquire`, for somebody who has others to compute meanwhile: it never waits, and may give none."""
+        with self._lock:
+            acquired, reads = self._grant(layer, experts)
+        self._follow(reads)
         return acquired
 
     def release(self, acquired: Acquired) -> None:
@@ -223,7 +204,7 @@ class RamTier:
                 key = self.key_of(layer, expert)
                 if key in group.pool.residents or key in group.pool.arriving:
                     continue
-                if not group.free and not self._evict_one(group, dying):
+                if not group.pool.free and not self._evict_one(group, dying):
                     break
                 placement = group.pool.reserve(key, only_if_admitted=False)
                 if placement is None:
@@ -236,6 +217,48 @@ class RamTier:
         self._follow(reads)
         return len(reads)
 
+    def resize(self, budget: int) -> int:
+        """Takes another budget: less gives memory back to the system at once, and who is worth most stays.
+
+        What is in use or in flight keeps its slot; ask again later for the rest.  A budget under the least that a
+        step needs counts as that.
+
+        Returns:
+            Bytes that the slots may take now.
+        """
+        with self._changed:
+            self._check_open()
+            header = self._disk.header
+            budget = max(budget, least_nbytes(header, self._at_least))
+            for layout, count in share_slots(header, budget, self._at_least).items():
+                group = next(group for group in self._distinct if group.slots.layout == layout)
+                before = len(group.pool.residents)
+                group.resize(count)
+                self._counters.evictions += before - len(group.pool.residents)
+            gone = {key for key in self._prefetched if not self._is_known(key)}
+            self._prefetched -= gone
+            self._counters.prefetches_wasted += len(gone)
+            self._changed.notify_all()
+            return self.nbytes
+
+    def trim(self) -> None:
+        """Follows what the machine has left for us.  To be called once in a step: most calls only look at the clock."""
+        if self._pressure is None or not CAN_GIVE_BACK:
+            return
+        before = self.nbytes
+        wanted = self._pressure.advise(before, sum(group.filled_nbytes for group in self._distinct))
+        if wanted is None:
+            return
+        now, budget = self.resize(wanted), self._pressure.budget
+        self._lowered = None
+        if now < budget - budget // 32:
+            self._lowered = (
+                f"Other programs need RAM: of the {budget / 1e6:,.0f} MB meant for experts only {now / 1e6:,.0f} MB are "
+                "used, and more experts are read from disk."
+            )
+        if now < before:
+            _log.warning("%s", self._lowered)
+
     def close(self) -> None:
         """Waits for what is on its way, then frees the memory.  Harmless if repeated."""
         with self._changed:
@@ -246,22 +269,32 @@ class RamTier:
             self._groups, self._distinct = [], []
 
     def _allocate(
-        self, budget: int, at_least: int, policy: str, popularity: Mapping[Key, float] | None, seed: int
+        self, budget: int, policy: str, popularity: Mapping[Key, float] | None, seed: int
     ) -> dict[object, SlotGroup]:
         """The slots; where the system refuses the memory, half of it, and so on: slower, but it runs."""
-        asked = budget
+        asked, header = budget, self._disk.header
+        layers: dict[object, list[int]] = {}
+        for index, layer in enumerate(header.layers):
+            layers.setdefault(layer.layout, []).append(index)
+        all_of_it = experts_of_layout(header) if CAN_GIVE_BACK else {}
         while True:
-            shares = share_slots(self._disk.header, budget, at_least)
+            shares = share_slots(header, budget, self._at_least)
             try:
                 groups: dict[object, SlotGroup] = {
-                    layout: SlotGroup(layout, count, policy, popularity, seed) for layout, count in shares.items()
+                    layout: SlotGroup(
+                        layout, count, all_of_it.get(layout, count), layers[layout], policy, popularity, seed
+                    )
+                    for layout, count in shares.items()
                 }
             except (MemoryError, RuntimeError) as error:
-                _log.warning("%d bytes of RAM for experts were refused (%s); trying with half", budget, error)
-                budget = min(budget, self._disk.header.records_nbytes) // 2
+                _log.warning("%d bytes of RAM for experts were refused (%s); trying with less", budget, error)
+                if all_of_it:
+                    all_of_it = {}  # room to grow into is refused first, where address space is counted as memory
+                else:
+                    budget = min(budget, header.records_nbytes) // 2
                 continue
             if budget != asked:
-                self.note = f"Only {budget / 1e9:.1f} GB of RAM could be had for experts: more are read from disk."
+                self._refused = f"Only {budget / 1e9:.1f} GB of RAM could be had for experts: more are read from disk."
             return groups
 
     def _grant(self, layer: int, experts: Sequence[int]) -> tuple[Acquired, list[Read]]:
@@ -308,6 +341,7 @@ class RamTier:
         key, group = self.key_of(layer, expert), self._groups[layer]
         arrival: Future[None] = Future()
         self._arrivals[key] = arrival
+        self._backlog += group.slots.layout.nbytes
         try:
             read = self._disk.read(layer, expert, group.slots.records[slot], urgent=urgent)
         except EngineError as error:
@@ -342,6 +376,7 @@ class RamTier:
             group.pool.abandon(key)
             self._prefetched.discard(key)
             self._counters.failures += 1
+        self._backlog -= group.slots.layout.nbytes
         self._reads.pop(key, None)
         return self._arrivals.pop(key)
 
@@ -357,6 +392,10 @@ class RamTier:
             self._count_eviction(key)
             return True
         return False
+
+    def _is_known(self, key: Key) -> bool:
+        pool = self._groups[key // self._stride].pool
+        return key in pool.residents or key in pool.arriving
 
     def _count_eviction(self, key: Key) -> None:
         self._counters.evictions += 1

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
-
 from engine.errors import EngineError, ErrorCode
 from engine.experts.bank import BankLayer
 from engine.experts.bank_header import BankHeader
 from engine.experts.cache.policies import Key, make_policy
-from engine.experts.cache.pool import Pool
-from engine.experts.cache.selection import PolicySelector
-from engine.experts.record import RecordLayout, allocate_records
+from engine.experts.cache.pool import Pool, Slot
+from engine.experts.cache.selection import CANDIDATES
+from engine.experts.policy_sampling import PolicySampler
+from engine.experts.record import RecordLayout
+from engine.experts.record_memory import RecordMemory
 
 ADAPTIVE = "auto"
 """Name of the choice among the policies by what each would have hit."""
@@ -21,34 +21,98 @@ ADAPTIVE = "auto"
 class SlotGroup:
     """The slots that the layers with records of one layout share.
 
+    Args:
+        count: slots at the start.
+        most: slots at most.
+        layers: that share them, by their index in the tier.
+
     Attributes:
-        slots: the memory, as kernels see it: a layer whose experts are the slots.
+        slots: the memory, as kernels see it: a layer whose experts are the slots, used or not.
         pool: who is in them.
-        selector: chooses the policy while running, if that was asked for.
+
+    Raises:
+        MemoryError: the system refuses so much.
     """
 
     def __init__(
         self,
         layout: RecordLayout,
         count: int,
+        most: int,
+        layers: Sequence[int],
         policy: str = ADAPTIVE,
         popularity: Mapping[Key, float] | None = None,
         seed: int = 0,
     ) -> None:
-        self.slots = BankLayer("slots", layout, allocate_records(count, layout, torch.device("cpu")))
-        self.selector = PolicySelector(count, popularity=popularity) if policy == ADAPTIVE else None
-        name = self.selector.adopted if self.selector is not None else policy
-        self.pool = Pool(range(count), make_policy(name, count, popularity, seed))
+        self._memory = RecordMemory(most, layout.nbytes)
+        self.slots = BankLayer("slots", layout, self._memory.records)
+        self._unused = list(range(most - 1, count - 1, -1))
+        self._place = {layer: place for place, layer in enumerate(layers)}
+        self._is_adaptive, self._popularity, self._seed = policy == ADAPTIVE, popularity, seed
+        self.policy = CANDIDATES[0] if self._is_adaptive else policy
+        self.pool = Pool(range(count), make_policy(self.policy, count, popularity, seed))
+        self._renew_sampler()
 
     @property
-    def free(self) -> int:
-        """Slots with nobody in them or on the way to them."""
-        return self.pool.capacity - len(self.pool.residents) - len(self.pool.arriving)
+    def nbytes(self) -> int:
+        """Bytes that the slots may take."""
+        return self.pool.capacity * self.slots.layout.nbytes
 
-    def observe(self, keys: Sequence[Key]) -> None:
-        """One step's experts, for the choice of the policy."""
-        if self.selector is not None and (policy := self.selector.observe(keys)) is not None:
-            self.pool.adopt(policy)
+    @property
+    def filled_nbytes(self) -> int:
+        """Bytes of the slots with somebody in them or on the way to them: a slot takes no memory before that."""
+        return (len(self.pool.residents) + len(self.pool.arriving)) * self.slots.layout.nbytes
+
+    def observe(self, layer: int, keys: Sequence[Key]) -> None:
+        """One layer's experts of one step, for the choice of the policy."""
+        if self._sampler is None:
+            return
+        name = self._sampler.observe(self._place[layer], keys)
+        if name is not None:
+            self.policy = name
+            self.pool.adopt(make_policy(name, self.pool.capacity, self._popularity, self._seed))
+
+    def resize(self, count: int) -> int:
+        """Takes slots in, or gives their memory back to the system; who the policy would keep stays.
+
+        Returns:
+            How many there are now: more than asked for while too many are in use or in flight.
+        """
+        before = self.pool.capacity
+        if count > before:
+            more = [self._unused.pop() for _ in range(min(count - before, len(self._unused)))]
+            self.pool.grow(more[::-1])
+        elif count < before:
+            given = self._move_down(self.pool.shrink(before - count))
+            self._unused += given
+            self._unused.sort(reverse=True)  # the first are taken first, so that what is free lies together
+            self._memory.give_back(given)
+        if self.pool.capacity != before:
+            self._renew_sampler()
+        return self.pool.capacity
+
+    def _move_down(self, given: list[Slot]) -> list[Slot]:
+        """Moves who is in the last slots into these, as far as nobody uses them: huge pages go back only as a whole."""
+        limit = self.pool.capacity
+        high = [
+            (key, slot) for key, slot in self.pool.residents.items() if slot >= limit and not self.pool.is_used(key)
+        ]
+        low = [slot for slot in given if slot < limit]
+        given = [slot for slot in given if slot >= limit]
+        records = self.slots.records
+        for key, slot in high[: len(low)]:
+            place = low.pop()
+            records[place].copy_(records[slot])
+            given.append(self.pool.move(key, place))
+        return given + low
+
+    def _renew_sampler(self) -> None:
+        """Shadows have the size of the cache."""
+        self._sampler: PolicySampler | None = None
+        if self._is_adaptive and self.pool.capacity:
+            self._sampler = PolicySampler(
+                len(self._place), self.pool.capacity, None, self._popularity, adopted=self.policy
+            )
 
 
 def fewest_slots(layers: Iterable[tuple[RecordLayout, int]], at_least: int) -> dict[RecordLayout, int]:
@@ -64,6 +128,20 @@ def fewest_slots(layers: Iterable[tuple[RecordLayout, int]], at_least: int) -> d
     return fewest
 
 
+def experts_of_layout(header: BankHeader) -> dict[RecordLayout, int]:
+    """How many records of each layout there are."""
+    experts: dict[RecordLayout, int] = {}
+    for layer in header.layers:
+        experts[layer.layout] = experts.get(layer.layout, 0) + layer.num_experts
+    return experts
+
+
+def least_nbytes(header: BankHeader, at_least: int) -> int:
+    """The least budget that `share_slots` can share."""
+    floor = fewest_slots(((layer.layout, layer.num_experts) for layer in header.layers), at_least)
+    return sum(count * layout.nbytes for layout, count in floor.items())
+
+
 def share_slots(header: BankHeader, budget: int, at_least: int) -> dict[RecordLayout, int]:
     """How many slots each layout gets of `budget` bytes: in proportion to its records, never more than it has.
 
@@ -73,11 +151,9 @@ def share_slots(header: BankHeader, budget: int, at_least: int) -> dict[RecordLa
     Raises:
         EngineError: `NOT_ENOUGH_MEMORY`, with the least budget that would do.
     """
-    experts: dict[RecordLayout, int] = {}
-    for layer in header.layers:
-        experts[layer.layout] = experts.get(layer.layout, 0) + layer.num_experts
+    experts = experts_of_layout(header)
     floor = fewest_slots(((layer.layout, layer.num_experts) for layer in header.layers), at_least)
-    least = sum(count * layout.nbytes for layout, count in floor.items())
+    least = least_nbytes(header, at_least)
     if least > budget:
         raise EngineError(
             ErrorCode.NOT_ENOUGH_MEMORY,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from engine.checkpoint.bank_location import bank_path
 from engine.experts.disk_backed import DiskBackedBank, can_be_disk_backed
 from engine.experts.disk_tier import DiskTier
+from engine.experts.ram_pressure import RamPressure
 from engine.experts.ram_tier import RamTier
 from engine.experts.sites import ExpertsSite
 from engine.experts.slot_group import ADAPTIVE, fewest_slots
@@ -91,7 +92,9 @@ def open_disk_backed(
 
     disk = DiskTier(path, source.header(), repair=repair)
     try:
-        return DiskBackedBank(disk, RamTier(disk, placement.slot_bytes, at_least=placement.at_least, policy=_POLICY))
+        budget = placement.slot_bytes
+        ram = RamTier(disk, budget, at_least=placement.at_least, policy=_POLICY, pressure=RamPressure(budget))
+        return DiskBackedBank(disk, ram)
     except BaseException:
         disk.close()
         raise
@@ -104,4 +107,4 @@ def disk_note(bank: DiskBackedBank) -> str:
         f"Experts are read from disk as they are needed, which is slower: there is RAM for {gigabytes(bank.nbytes)} "
         f"of their {gigabytes(total)}."
     )
-    return f"{note} {bank.ram.note}" if bank.ram.note else note
+    return " ".join([note, *bank.notes])

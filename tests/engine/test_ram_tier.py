@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -19,7 +21,9 @@ from engine.experts import slot_group
 from engine.experts.cache.policies import POLICY_NAMES
 from engine.experts.direct_file import bytes_of
 from engine.experts.disk_tier import DiskTier, Read
+from engine.experts.ram_pressure import RamPressure
 from engine.experts.ram_tier import Acquired, RamTier
+from engine.experts.record_memory import CAN_GIVE_BACK, RecordMemory
 from engine.experts.slot_group import ADAPTIVE, share_slots
 from tests.engine.made_up_bank import LARGE, SMALL, flip, header_of, random_records, write_bank
 
@@ -88,7 +92,9 @@ class RamTierMachine(RuleBasedStateMachine):
         keys = {self.tier.key_of(layer, expert) for expert in wanted}
         pool = group.pool
         pinned = {self.tier.key_of(held.layer, expert) for held in self.held for expert in held.slots}
-        possible = keys & (pool.residents.keys() | pool.arriving.keys()) or group.free or pool.residents.keys() - pinned
+        possible = (
+            keys & (pool.residents.keys() | pool.arriving.keys()) or group.pool.free or pool.residents.keys() - pinned
+        )
         if not possible and pool.arriving:
             return  # it would wait for a read to end, and here nobody ends it meanwhile
         was_resident = {e for e in wanted if self.tier.key_of(layer, e) in pool.residents}
@@ -115,11 +121,34 @@ class RamTierMachine(RuleBasedStateMachine):
     )
     def prefetch(self, layer: int, experts: list[int], dead: list[tuple[int, int]]) -> None:
         group = self.tier._groups[layer]
-        before, free = dict(group.pool.residents), group.free
+        before, free = dict(group.pool.residents), group.pool.free
         started = self.tier.prefetch(layer, experts, dead)
         gone = before.keys() - group.pool.residents.keys()
         assert gone <= {self.tier.key_of(*pair) for pair in dead}
-        assert started == free - group.free + len(gone)
+        assert started == free - group.pool.free + len(gone)
+
+    @rule(small=st.integers(0, 14), large=st.integers(0, 4))
+    def resize(self, small: int, large: int) -> None:
+        budget = small * SMALL.nbytes + large * LARGE.nbytes
+        used = [(g, key, s) for g in self.tier._distinct for key, s in g.pool.residents.items() if g.pool.is_used(key)]
+        flying = [dict(group.pool.arriving) for group in self.tier._distinct]
+        now = self.tier.resize(budget)
+        assert now == self.tier.nbytes
+        assert all(group.pool.residents[key] == slot for group, key, slot in used)
+        assert flying == [dict(group.pool.arriving) for group in self.tier._distinct]
+        shares = share_slots(HEADER, max(budget, SMALL.nbytes + LARGE.nbytes), 1)
+        for group in self.tier._distinct:
+            busy = sum(group is one for one, _, _ in used) + len(group.pool.arriving)
+            assert group.pool.capacity == max(shares[group.slots.layout], min(busy, group.pool.capacity))
+
+    @rule(layer=st.integers(0, 2))
+    def hold(self, layer: int) -> None:
+        count = HEADER.layers[layer].num_experts
+        absent, there = self.tier.absent(layer, range(count)), self.tier.resident(layer)
+        held = self.tier.hold(layer, range(count))
+        assert held.slots == there
+        assert not there.keys() & set(absent)
+        self.tier.release(held)
 
     @precondition(lambda self: self.disk.waiting)
     @rule(data=st.data(), well=st.booleans())
@@ -160,12 +189,14 @@ class RamTierMachine(RuleBasedStateMachine):
             pool, records = group.pool, group.slots.records
             taken = [*pool.residents.values(), *pool.arriving.values()]
             assert len(taken) == len(set(taken))
-            assert pool.capacity == len(records)
+            assert pool.capacity + len(group._unused) == len(records)
+            assert not set(taken) & set(group._unused)
             for key, slot in pool.residents.items():
                 layer, expert = divmod(key, 6)
                 assert torch.equal(records[slot], RECORDS[layer][expert])
         in_flight = {self.tier.key_of(read.layer, read.expert) for read in self.disk.waiting}
         assert in_flight == {key for group in self.tier._distinct for key in group.pool.arriving}
+        assert self.tier.backlog_bytes == sum(HEADER.layers[key // 6].layout.nbytes for key in in_flight)
 
     @invariant()
     def counts_add_up(self) -> None:
@@ -322,20 +353,131 @@ def test_a_closed_disk_fails_what_is_asked_for_and_nothing_hangs() -> None:
 
 
 def test_memory_that_is_refused_is_asked_for_again_by_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    really, refused = slot_group.allocate_records, []
+    really, refused = slot_group.RecordMemory, []
 
-    def allocate(count: int, layout: Any, device: torch.device) -> torch.Tensor:
+    def allocate(count: int, nbytes: int) -> Any:
         if count > 4:
             refused.append(count)
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        return really(count, layout, device)
+            raise MemoryError("no")
+        return really(count, nbytes)
 
-    monkeypatch.setattr(slot_group, "allocate_records", allocate)
+    monkeypatch.setattr(slot_group, "RecordMemory", allocate)
     tier = make_tier(HeldDisk(), HEADER.records_nbytes)
     assert refused
     assert tier.note is not None
     assert 0 < tier.nbytes <= HEADER.records_nbytes // 2
     tier.close()
+
+
+def full_tier(disk: HeldDisk, **options: Any) -> RamTier:
+    """Every expert is in RAM."""
+    tier = RamTier(disk, HEADER.records_nbytes, policy="lru", **options)  # type: ignore[arg-type]
+    for layer in range(3):
+        acquired = tier.acquire(layer, range(HEADER.layers[layer].num_experts))
+        for read in list(disk.waiting):
+            disk.end(read)
+        tier.release(acquired)
+    return tier
+
+
+def test_a_smaller_tier_keeps_who_was_used_last_and_gives_the_last_slots_back() -> None:
+    disk = HeldDisk()
+    tier = full_tier(disk)
+    tier.release(tier.acquire(0, [4, 5]))
+    assert tier.resize(5 * SMALL.nbytes + LARGE.nbytes) == 5 * SMALL.nbytes + LARGE.nbytes
+    assert tier.resident(0).keys() == {4, 5}
+    assert tier.resident(2).keys() == {3, 4, 5}
+    assert sorted([*tier.resident(0).values(), *tier.resident(2).values()]) == [0, 1, 2, 3, 4]
+    for layer in (0, 2):
+        for expert, slot in tier.resident(layer).items():
+            assert torch.equal(tier.slots(layer).records[slot], RECORDS[layer][expert])
+    assert tier.counters.evictions == 7 + 2
+    assert tier.resize(10**9) == HEADER.records_nbytes
+    assert tier.capacity(0) == 12
+    tier.close()
+
+
+def test_memory_that_is_given_back_returns_to_the_system() -> None:
+    memory = RecordMemory(1000, SMALL.nbytes)
+    process = psutil.Process()
+    memory.records.fill_(1)
+    before = process.memory_info().rss
+    memory.give_back([*range(100, 1000), 3])
+    if CAN_GIVE_BACK and sys.platform == "linux":
+        assert process.memory_info().rss < before - 700 * SMALL.nbytes
+        assert not memory.records[500].any()
+    assert memory.records[[*range(3), *range(4, 100)]].all()
+    memory.records[500] = 7
+    assert memory.records[500].all()
+
+
+@pytest.mark.skipif(not CAN_GIVE_BACK, reason="memory stays with us here")
+def test_another_program_takes_the_ram_and_gives_it_back() -> None:
+    free, now_s = 10**9, 0.0
+    whole = HEADER.records_nbytes
+    pressure = RamPressure(whole, 2 * LARGE.nbytes, available=lambda: free, clock=lambda: now_s)
+    disk = HeldDisk()
+    tier = full_tier(disk, pressure=pressure)
+    assert tier.note is None
+    held = tier.acquire(1, [0])
+
+    def step() -> None:
+        nonlocal now_s
+        now_s += 1.0
+        tier.release(tier.acquire(0, [0]))
+        for read in list(disk.waiting):
+            disk.end(read)
+
+    step()
+    assert tier.nbytes == whole
+    free = 0
+    step()
+    smaller = tier.nbytes
+    assert smaller <= whole - 2 * LARGE.nbytes
+    assert tier.note is not None
+    assert "Other programs need RAM" in tier.note
+    assert held.slots.items() <= tier.resident(1).items()
+    free = 10**9
+    step()
+    assert tier.nbytes == smaller  # whoever took it may want more
+    now_s += 20
+    for _ in range(3):
+        step()
+    assert tier.nbytes == whole
+    assert tier.note is None
+    tier.release(held)
+    tier.close()
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=200)
+def test_what_is_left_to_others_ends_above_the_reserve(data: st.DataObject) -> None:
+    """Whatever others take, the cache makes room for it as far as it has any."""
+    mib = 2**20
+    total, others, now_s = 10_000, 1000, 0.0
+    budget, reserve = data.draw(st.integers(100, 8000)), data.draw(st.integers(10, 500))
+    filled = 0
+
+    def available() -> int:
+        return (total - others - filled) * mib
+
+    pressure = RamPressure(budget * mib, reserve * mib, available=available, clock=lambda: now_s)
+    allowed = budget
+    for _ in range(data.draw(st.integers(1, 30))):
+        others = data.draw(st.integers(0, 9000))
+        filled = data.draw(st.integers(0, allowed))
+        now_s += data.draw(st.floats(0.3, 30.0))
+        advised = pressure.advise(allowed * mib, filled * mib)
+        if advised is None:
+            assert available() >= reserve * mib or now_s == 0
+            continue
+        assert 0 <= advised <= budget * mib
+        allowed = advised // mib
+        if allowed < filled:
+            assert available() < reserve * mib
+            filled = allowed
+            assert available() >= reserve * mib or allowed == 0
+        assert pressure.advise(allowed * mib, filled * mib) is None  # asked again at once
 
 
 def test_shares_of_the_budget() -> None:

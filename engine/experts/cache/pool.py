@@ -40,6 +40,11 @@ class Pool:
         return len(self._free) + len(self._slot_of) + len(self._arriving)
 
     @property
+    def free(self) -> int:
+        """Slots with nobody in them or on the way to them."""
+        return len(self._free)
+
+    @property
     def residents(self) -> dict[Key, Slot]:
         """Resident keys and their slots; not to be changed."""
         return self._slot_of
@@ -69,6 +74,10 @@ class Pool:
             self._pins[key] = left
         else:
             del self._pins[key]
+
+    def is_used(self, key: Key) -> bool:
+        """Whether somebody has pinned `key`."""
+        return key in self._pins
 
     def reserve(self, key: Key, only_if_admitted: bool = True) -> Placement | None:
         """A slot for the absent `key`, which is arriving from now on, or None if no one should or can leave.
@@ -136,6 +145,17 @@ class Pool:
             self.evict(key)
         self._free = [slot for slot in self._free if slot not in slots]
         return True
+
+    def move(self, key: Key, slot: Slot) -> Slot:
+        """The resident `key` has been copied to `slot`, which was none of the pool's; the one that it leaves.
+
+        Raises:
+            ValueError: if it is pinned.
+        """
+        if key in self._pins:
+            raise ValueError(f"expert {key} is in use")
+        left, self._slot_of[key] = self._slot_of[key], slot
+        return left
 
     def grow(self, slots: list[Slot]) -> None:
         """Adds slots, for example those that `shrink` gave back before."""
