@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from engine.devices.device import Device, Direction, Event
@@ -17,6 +20,9 @@ class Activations:
         self._up: torch.Tensor | None = None
         self._landed: torch.Tensor | None = None
         self._going_up: Event | None = None
+        self._read: Event | None = None
+        self._rows: torch.Tensor | None = None
+        self._bundle: torch.Tensor | None = None
 
     def to_host(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """`tensor` on the CPU, once what computes it is done; it stays as it is until the next one of this name.
@@ -37,10 +43,26 @@ class Activations:
         device.small_copy_stream.copy(target, tensor, direction=Direction.D2H).wait()
         return target
 
+    def bundle_to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Several tensors on the CPU by one copy, as `to_host` does it: each copy has the link's latency to wait for.
+
+        Raises:
+            EngineError: the device failed.
+        """
+        sizes = [_aligned(tensor.nbytes) for tensor in tensors]
+        nbytes = sum(sizes)
+        if self._bundle is None or self._bundle.nbytes < nbytes:
+            self._bundle = torch.empty(_roomy(nbytes), dtype=torch.uint8, device=self.device.torch_device)
+        packed = self._bundle[:nbytes]
+        for tensor, piece in zip(tensors, torch.split(packed, sizes), strict=True):
+            _as(piece, tensor).copy_(tensor)
+        landed = self.to_host(packed, "bundle")
+        return [_as(piece, tensor) for tensor, piece in zip(tensors, torch.split(landed, sizes), strict=True)]
+
     def to_device(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
         """Where the CPU's `tensor` will be on the device, and the event after which it is.
 
-        It stays there until the next call, whose copy waits for the work submitted to the compute stream before.
+        It stays there until the next call, whose copy waits for `read_until`.
 
         Raises:
             DeviceMemoryError: the device has no room for it.
@@ -54,21 +76,43 @@ class Activations:
             self._release_up()
             self._landed = device.memory.allocate(_roomy(needed), MemoryCategory.ACTIVATIONS)
             self._up = device.host_memory.allocate(_roomy(needed))
-        host, landed = (buffer[:needed].view(tensor.dtype).view(tensor.shape) for buffer in (self._up, self._landed))
+        host, landed = (_as(buffer, tensor) for buffer in (self._up, self._landed))
         host.copy_(tensor)
+        if self._read is not None:
+            device.small_copy_stream.wait(self._read)
+            self._read = None
         self._going_up = device.small_copy_stream.copy(landed, host, direction=Direction.H2D)
         return landed, self._going_up
 
+    def read_until(self, event: Event) -> None:
+        """What `to_device` gave last is read until then."""
+        self._read = event
+
+    def rows(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory on the device for the compute stream to use, one layer after the other; it may hold anything.
+
+        Raises:
+            DeviceMemoryError: the device has no room for it.
+        """
+        needed = math.prod(shape) * dtype.itemsize
+        if self._rows is None or self._rows.nbytes < needed:
+            self.device.compute_stream.synchronize()
+            self._release_rows()
+            self._rows = self.device.memory.allocate(_roomy(needed), MemoryCategory.ACTIVATIONS)
+        return self._rows[:needed].view(dtype).view(shape)
+
     def forget_uses(self) -> None:
         """After a failure: nothing is in flight any more."""
-        self._going_up = None
+        self._going_up = self._read = None
 
     def close(self) -> None:
         """Frees the buffers, which nothing may use any more.  Harmless if repeated."""
         for buffer in self._down.values():
             self.device.host_memory.release(buffer)
         self._down = {}
+        self._bundle = None
         self._release_up()
+        self._release_rows()
 
     def _release_up(self) -> None:
         if self._landed is not None:
@@ -77,7 +121,20 @@ class Activations:
             self.device.host_memory.release(self._up)
         self._up = self._landed = None
 
+    def _release_rows(self) -> None:
+        if self._rows is not None:
+            self.device.memory.release(self._rows)
+        self._rows = None
+
+
+def _as(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return buffer[: like.nbytes].view(like.dtype).view(like.shape)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16
+
 
 def _roomy(nbytes: int) -> int:
-    """A power of two: a prompt a little longer than the last needs no new buffer."""
-    return max(4096, 1 << (nbytes - 1).bit_length())
+    """A power of two, or whole MiB: a prompt a little longer than the last needs no new buffer."""
+    return max(4096, 1 << (nbytes - 1).bit_length()) if nbytes <= 2**20 else -(-nbytes // 2**20) * 2**20

@@ -1,70 +1,121 @@
-"""One layer's experts on two processors: hits on the device, misses on the CPU or fetched, all at the same time."""
+"""One layer's experts on two processors: hits on the device, misses on the CPU or fetched, all at the same time.
+
+Prefill and decode are scheduled apart (DuoServe): decode fills the cache and feeds its policies, a prefill uses what is
+there and streams the rest past it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
-import numpy as np
 import torch
 
-from engine.devices.device import Direction, Event
+from engine.devices.device import Event
 from engine.devices.failures import as_engine_error
-from engine.errors import EngineError
+from engine.devices.memory_budget import DeviceMemoryError
+from engine.errors import EngineError, ErrorCode
 from engine.experts.activations import Activations
-from engine.experts.bank import BankLayer
+from engine.experts.fetching import Fetching
 from engine.experts.latency import LatencyModel
-from engine.experts.partial_sums import PartialSums, partial_sums
+from engine.experts.lookup import Lookup
+from engine.experts.partial_sums import PartialSums, Work
+from engine.experts.record_source import Held, RecordSource
+from engine.experts.routing import Routing
 from engine.experts.slot_segments import KernelMaker, Segment
-from engine.experts.vram_cache import Lookup, VramCache
-from engine.kernels.interface import ExpertKernel
+from engine.experts.vram_cache import VramCache
 
 BUNDLED_BYTES = 2**17
 """Up to this size the hidden states travel with the routing, in case the CPU needs them: a second wait costs more."""
 DECODE_TOKENS = 64
 """A step of more tokens is a prefill, which leaves the cache to the decode steps (DuoServe)."""
+STEP_ELEMENTS = 2**26
+"""Visits of tokens to experts, [T * k, H], that are computed at a time: 128 MiB in bf16.  Longer steps are cut."""
 
 
 class Misses(StrEnum):
     """How misses are met.  All but `MIXED` are for measurements and tests."""
 
     MIXED = "mixed"
-    CPU_ONLY = "cpu_only"
-    FETCH_ONLY = "fetch_only"
-    CACHE_OFF = "cache_off"  # everything is a miss, and nothing is kept
+    CPU_ONLY = "cpu"
+    FETCH_ONLY = "fetch"
+    CACHE_OFF = "off"  # as mixed, but everything is a miss, and nothing is kept
+
+
+class StepObserver(Protocol):
+    """Whoever wants to know which experts decode steps use, to foretell those to come."""
+
+    def observe(self, layer: int, experts: Sequence[int], hidden: torch.Tensor | None) -> None:
+        """Called once all the work of a layer has been handed out, before the CPU does its share.
+
+        Args:
+            experts: in ascending order.
+            hidden: [T, H], what the experts were given; on the device.
+        """
+
+
+@dataclass
+class _Step:
+    """One call.
+
+    Attributes:
+        only_cpu: after a failure: nothing is fetched, and what is on the device is left there.
+        pending: work for the compute stream that goes with what comes next.
+    """
+
+    hidden: torch.Tensor
+    is_prefill: bool
+    only_cpu: bool
+    lookup: Lookup
+    host_hidden: torch.Tensor | None = None
+    held: list[Held] = field(default_factory=list)
+    pending: list[Work] = field(default_factory=list)
+    on_cpu: int = 0
+    fetched: int = 0
+    is_told: bool = False
 
 
 class HybridExperts:
-    """An `ExpertKernel` for one layer whose experts lie in RAM, some of them also in slots of the device.
+    """An `ExpertKernel` for one layer whose experts lie in RAM or below, some of them also in slots of the device.
 
     Layers of one device share `cache` and `activations`, and are called one after the other, from one thread.
 
     Args:
         layer: its number in the cache.
-        bank: its records in RAM.
-        cpu_kernel: bound to `bank`.
+        source: its records in RAM.
         make_kernel: binds a kernel to slots; one object for all layers that compute alike.
+        prefetcher: is told of decode steps.
+        number: of the layer, for the prefetcher; None is `layer`.
     """
 
     def __init__(
         self,
         cache: VramCache,
         layer: int,
-        bank: BankLayer,
-        cpu_kernel: ExpertKernel,
+        source: RecordSource,
         make_kernel: KernelMaker,
         latency: LatencyModel,
         activations: Activations,
         mode: Misses = Misses.MIXED,
+        prefetcher: StepObserver | None = None,
+        number: int | None = None,
     ) -> None:
         self.mode = mode
-        self._cache, self._layer, self._bank = cache, layer, bank
-        self._cpu_kernel, self._make_kernel = cpu_kernel, make_kernel
-        self._latency, self._activations = latency, activations
+        self.cache, self._layer, self._source = cache, layer, source
+        self._make_kernel, self._latency, self._activations = make_kernel, latency, activations
+        self._prefetcher, self._number = prefetcher, layer if number is None else number
         self._device = cache.device
-        # Copy, computation, tokens of what was fetched: their spans are read when they are surely over.
-        self._fetched: list[tuple[Event, Event, int]] = []
+        self._fetching = Fetching(cache, make_kernel, latency)
+
+    @property
+    def latency(self) -> LatencyModel:
+        """What is known of how long an expert takes, on either side."""
+        return self._latency
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -72,126 +123,216 @@ class HybridExperts:
         """See `engine.kernels.interface.ExpertKernel`; all three are on the device.
 
         Raises:
-            EngineError: a kernel or a copy failed.  Nothing stays pinned, and the streams have recovered if they can.
+            EngineError: a kernel or a copy failed and could not be done without, or an expert could not be read.
+                Nothing stays pinned, and the streams have recovered if they can.
         """
         if not top_k_index.numel():
             return torch.zeros_like(hidden_states)
-        lookup = Lookup(self._layer)
+        tokens, width = top_k_index.shape
+        pieces = min(tokens, -(-tokens * width * hidden_states.shape[1] // STEP_ELEMENTS))
+        return self._in_pieces(hidden_states, top_k_index, top_k_weights, pieces, tokens > DECODE_TOKENS)
+
+    def _in_pieces(
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, pieces: int, is_prefill: bool
+    ) -> torch.Tensor:
+        if pieces == 1:
+            return self._attempt(hidden, index, weights, is_prefill)
+        cut = [tensor.tensor_split(pieces) for tensor in (hidden, index, weights)]
+        return torch.cat([self._attempt(*piece, is_prefill) for piece in zip(cut[0], cut[1], cut[2], strict=True)])
+
+    def _attempt(
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, is_prefill: bool
+    ) -> torch.Tensor:
+        """A step, and another way if it fails for want of memory or of a copy."""
+        step = _Step(hidden, is_prefill, False, Lookup(self._layer))
         try:
-            return self._run(hidden_states, top_k_index, top_k_weights, lookup)
+            result = self._run(step, index, weights)
         except BaseException as error:
-            self._give_up(lookup)
+            copy_has_failed = self._fetching.has_failed
+            missed = list(step.lookup.misses)
+            self._give_up(step)
+            if isinstance(error, DeviceMemoryError):
+                refused = error
+            elif copy_has_failed and isinstance(error, EngineError):
+                return self._recompute(step, missed, index, weights)
+            elif isinstance(error, EngineError) or not isinstance(error, Exception):
+                raise
+            else:
+                raise as_engine_error(error, f"{self._device.name} experts") from None
+        else:
+            self._count(step)
+            return result
+        if self.cache.give_back(refused.asked):
+            return self._attempt(hidden, index, weights, is_prefill)
+        if len(index) > DECODE_TOKENS:
+            return self._in_pieces(hidden, index, weights, 2, is_prefill)
+        raise refused
+
+    def _recompute(self, failed: _Step, missed: list[int], index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """A step again, all of it on the CPU: one that fetched an expert whose copy has failed."""
+        step = _Step(failed.hidden, failed.is_prefill, True, Lookup(self._layer))
+        try:
+            result = self._run(step, index, weights)
+        except BaseException as error:
+            self._give_up(step)
             if isinstance(error, EngineError) or not isinstance(error, Exception):
                 raise
             raise as_engine_error(error, f"{self._device.name} experts") from None
-
-    def _run(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, lookup: Lookup) -> torch.Tensor:
-        device, cache, compute = self._device, self._cache, self._device.compute_stream
-        chosen, host_weights, host_hidden = self._routing(hidden, index, weights)
-        experts = self._bank.num_experts
-        uses = np.bincount(np.minimum(chosen, experts).reshape(-1), minlength=experts + 1)[:experts]
-        needed = np.flatnonzero(uses).tolist()
-        tokens: dict[int, int] = {expert: int(uses[expert]) for expert in needed}
-        self._look_up(needed, lookup)
-        on_cpu, fetched = self._share(lookup, tokens)
-        fills = self.mode is not Misses.CACHE_OFF and hidden.shape[0] <= DECODE_TOKENS
-
-        sums = partial_sums(hidden, index, weights, chosen, experts)
-        for segment, slot_of in self._by_segment(lookup):
-            compute.submit(sums.on_device(segment.kernel(self._make_kernel), slot_of, len(segment.slots)))
-        for expert in fetched:
-            self._fetch(sums, expert, tokens[expert], keep=fills)
-        if fills:
-            # Behind what is needed now, and beside the CPU, which works from the same records.
-            cache.post_fetch(self._layer, on_cpu, self._bank)
-        if on_cpu:
-            if host_hidden is None:
-                host_hidden = self._activations.to_host(hidden, "hidden")
-            begun_s = time.perf_counter()
-            contribution = sums.on_host(self._cpu_kernel, host_hidden, host_weights, on_cpu)
-            self._latency.observe_cpu([tokens[expert] for expert in on_cpu], time.perf_counter() - begun_s)
-            landed, event = self._activations.to_device(contribution)
-            compute.wait(event)
-            compute.submit(sums.add(landed, on_cpu))
-        end = compute.submit(sums.finish())
-        if not device.compute_follows_caller or end.failure is not None:
-            end.wait()
-        cache.release(lookup, end)
         if self.mode is not Misses.CACHE_OFF:
-            cache.count_met(len(on_cpu), len(fetched))
+            self.cache.count_met(failed.lookup, len(missed), 0, recomputed=step.on_cpu)
+        return result
+
+    def _run(self, step: _Step, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        routing = self._routing(step, index)
+        shape = (index.numel(), step.hidden.shape[1])
+        sums = PartialSums(step.hidden, weights, routing, self._activations.rows(shape, step.hidden.dtype))
+        step.lookup = self._look_up(step, routing)
+        step.pending = [
+            sums.on_device(segment.kernel(self._make_kernel), slot_of)
+            for segment, slot_of in self._by_segment(step.lookup)
+        ]
+        if step.lookup.misses:
+            self._submit(step)
+            self._meet_misses(step, routing, sums)
+        step.pending.append(sums.finish())
+        end = self._submit(step)
+        assert end is not None
+        self._tell(step, routing)
+        if not self._device.compute_follows_caller or end.failure is not None:
+            end.wait()
+        self.cache.release(step.lookup, end)
         return sums.result
 
-    def _routing(
-        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-    ) -> tuple[np.ndarray, torch.Tensor, torch.Tensor | None]:
-        """(index [T, k], weights [T, k], hidden [T, H] if it is small) on the host: the step's one sync."""
-        width = index.shape[1]
-        parts = [index.float(), weights.float()]  # ids are exact in fp32 up to 2**24
-        if hidden.numel() * 4 <= BUNDLED_BYTES:
-            parts.append(hidden.float())
-        bundle = self._activations.to_host(torch.cat(parts, dim=1), "routing")
-        self._observe_fetches()
-        chosen: np.ndarray = bundle[:, :width].long().numpy()
-        host_hidden = bundle[:, 2 * width :].to(hidden.dtype) if len(parts) == 3 else None
-        return chosen, bundle[:, width : 2 * width].contiguous(), host_hidden
+    def _routing(self, step: _Step, index: torch.Tensor) -> Routing:
+        """The step's one sync; small hidden states come with it."""
+        tensors = [index]
+        if step.hidden.nbytes <= BUNDLED_BYTES:
+            tensors.append(step.hidden)
+        landed = self._activations.bundle_to_host(tensors)
+        step.host_hidden = landed[1] if len(landed) == 2 else None
+        self._fetching.observe()
+        return Routing(landed[0], self._source.num_experts)
 
-    def _look_up(self, needed: list[int], lookup: Lookup) -> None:
-        if self.mode is Misses.CACHE_OFF:
-            lookup.misses = needed
-            return
-        found = self._cache.acquire(self._layer, needed)
-        lookup.hits, lookup.misses, lookup.late = found.hits, found.misses, found.late
-
-    def _share(self, lookup: Lookup, tokens: dict[int, int]) -> tuple[list[int], list[int]]:
-        """(on the CPU, fetched)."""
-        if self.mode is Misses.CPU_ONLY or self._cache.staging is None:
-            return lookup.misses, []
-        if self.mode is Misses.FETCH_ONLY:
-            return [], lookup.misses
-        # What is on its way to a slot already is not sent twice.
-        free = [(expert, tokens[expert]) for expert in lookup.misses if expert not in lookup.late]
-        backlog_s = self._cache.backlog_bytes / self._cache.layout.nbytes * self._latency.transfer_s
-        on_cpu, fetched = self._latency.split(free, backlog_s)
-        return [*sorted(lookup.late), *on_cpu], fetched
+    def _look_up(self, step: _Step, routing: Routing) -> Lookup:
+        if self.mode is Misses.CACHE_OFF or step.only_cpu:
+            return Lookup(self._layer, misses=routing.experts, is_use=False)
+        look_up = self.cache.hold if step.is_prefill else self.cache.acquire
+        return look_up(self._layer, routing.experts)
 
     def _by_segment(self, lookup: Lookup) -> list[tuple[Segment, dict[int, int]]]:
         grouped: dict[int, tuple[Segment, dict[int, int]]] = {}
         for expert, slot in lookup.hits.items():
-            segment, row = self._cache.locate(slot)
+            segment, row = self.cache.locate(slot)
             grouped.setdefault(segment.slots.start, (segment, {}))[1][expert] = row
         return [grouped[first] for first in sorted(grouped)]
 
-    def _fetch(self, sums: PartialSums, expert: int, tokens: int, *, keep: bool) -> None:
-        """Copies an expert to a staging slot and lets it be computed there, then perhaps keeps it."""
-        staging = self._cache.staging
-        assert staging is not None
-        compute, h2d = self._device.compute_stream, self._device.h2d_stream
-        slot, last_use = staging.take()
-        record = staging.segment.records.records[slot]
-        if last_use is not None:
-            h2d.wait(last_use)
-        copied = h2d.copy(record, self._bank.records[expert], direction=Direction.H2D)
-        compute.wait(copied)
-        kernel = staging.segment.kernel(self._make_kernel)
-        done = compute.submit(sums.on_device(kernel, {expert: slot}, len(staging.segment.slots)))
-        kept = self._cache.keep(self._layer, expert, record) if keep else None
-        staging.used(slot, kept or done)
-        self._fetched.append((copied, done, tokens))
+    def _meet_misses(self, step: _Step, routing: Routing, sums: PartialSums) -> None:
+        """Those whose records are in RAM first, the others as they arrive, as many at a time as RAM has slots for."""
+        left: Sequence[int] = step.lookup.misses
+        busy_s = sum(self._latency.gpu_s(routing.tokens(expert)) for expert in step.lookup.hits)
+        arriving: dict[Future[None], tuple[int, Held]] = {}
+        while left or arriving:
+            ready: dict[int, Held] = {}
+            if left:
+                held = self._source.acquire(left)
+                step.held.append(held)
+                ready = {expert: held for expert in held.rows if expert not in held.arriving}
+                arriving.update((arrival, (expert, held)) for expert, arrival in held.arriving.items())
+                left = held.left
+                if not held.rows and not arriving:
+                    self._wait_for_room()
+                    continue
+            if not ready:
+                self._tell(step, routing)
+                done, _ = wait(arriving, return_when=FIRST_COMPLETED)
+                for arrival in done:
+                    arrival.result()
+                    expert, held = arriving.pop(arrival)
+                    ready[expert] = held
+            for held in {id(held): held for held in ready.values()}.values():
+                mine = [expert for expert in sorted(ready) if ready[expert] is held]
+                self._meet(step, routing, sums, held, mine, busy_s)
+                held.release(mine)
+            busy_s = 0.0  # what the device has been given meanwhile is in the backlog of the link
 
-    def _observe_fetches(self) -> None:
-        """Corrects the latency model by what was fetched in the step before, which is over by now."""
-        for copied, done, tokens in self._fetched:
-            if copied.done() and done.done() and copied.failure is None and done.failure is None:
-                self._latency.observe_transfer(copied.ended_s - copied.started_s)
-                self._latency.observe_gpu(tokens, done.ended_s - done.started_s)
-        self._fetched = []
+    def _wait_for_room(self) -> None:
+        """All slots in RAM are in use, by copies that nobody waits for: they go first."""
+        self.cache.cancel()
+        if not self._source.wait_for_copies():
+            raise EngineError(ErrorCode.INTERNAL, "All places for experts in RAM are taken and not given back.")
 
-    def _give_up(self, lookup: Lookup) -> None:
+    def _meet(
+        self, step: _Step, routing: Routing, sums: PartialSums, held: Held, experts: list[int], busy_s: float
+    ) -> None:
+        """Misses whose records are in RAM."""
+        keeps = not (step.is_prefill or step.only_cpu or self.mode is Misses.CACHE_OFF)
+        on_cpu, fetched = self._share(step, routing, experts, busy_s)
+        if fetched:
+            self._fetching.fetch(sums, step.lookup, routing, fetched, held, keep=keeps)
+        if keeps and on_cpu:
+            # Behind what is needed now, and beside the CPU, which works from the same records.
+            self.cache.post_fetch(self._layer, on_cpu, held, max(0, self._source.lendable))
+        self._tell(step, routing)
+        step.fetched += len(fetched)
+        step.on_cpu += len(on_cpu)
+        if on_cpu:
+            self._compute_here(step, routing, sums, held, on_cpu)
+
+    def _share(self, step: _Step, routing: Routing, experts: list[int], busy_s: float) -> tuple[list[int], list[int]]:
+        """(on the CPU, fetched)."""
+        if step.only_cpu or self.mode is Misses.CPU_ONLY or not self._fetching.is_possible:
+            return experts, []
+        if self.mode is Misses.FETCH_ONLY:
+            return [], experts
+        # What is on its way to a slot already is not sent twice.
+        late = [expert for expert in experts if expert in step.lookup.late]
+        free = [(expert, routing.tokens(expert)) for expert in experts if expert not in step.lookup.late]
+        on_cpu, fetched = self._latency.split(free, self._fetching.backlog_s, busy_s)
+        return [*late, *on_cpu], fetched
+
+    def _compute_here(self, step: _Step, routing: Routing, sums: PartialSums, held: Held, experts: list[int]) -> None:
+        if step.host_hidden is None:
+            step.host_hidden = self._activations.to_host(step.hidden, "hidden")
+        begun_s = time.perf_counter()
+        rows = {expert: held.rows[expert] for expert in experts}
+        contribution = sums.on_host(self._source.kernel, step.host_hidden, rows)
+        self._latency.observe_cpu([routing.tokens(expert) for expert in experts], time.perf_counter() - begun_s)
+        added = self._submit(step)
+        if added is not None:
+            self._activations.read_until(added)
+        landed, event = self._activations.to_device(contribution)
+        self._device.compute_stream.wait(event)
+        step.pending.append(sums.add(landed, experts))
+
+    def _submit(self, step: _Step) -> Event | None:
+        """Hands the pending work over, all at once: each time costs."""
+        works, step.pending = step.pending, []
+        if not works:
+            return None
+
+        def work() -> None:
+            for one in works:
+                one()
+
+        return self._device.compute_stream.submit(works[0] if len(works) == 1 else work)
+
+    def _tell(self, step: _Step, routing: Routing) -> None:
+        if self._prefetcher is not None and not (step.is_told or step.is_prefill or step.only_cpu):
+            step.is_told = True
+            self._prefetcher.observe(self._number, routing.experts, step.hidden)
+
+    def _count(self, step: _Step) -> None:
+        if self.mode is not Misses.CACHE_OFF:
+            self.cache.count_met(step.lookup, step.on_cpu, step.fetched)
+
+    def _give_up(self, step: _Step) -> None:
         """Waits until nothing is in flight and lets everything go: the next request starts afresh."""
-        self._fetched = []
+        self._fetching.forget()
         with contextlib.suppress(EngineError):  # a device past help says so to whoever uses it next
             self._device.recover()
         self._activations.forget_uses()
         with contextlib.suppress(EngineError):
-            self._cache.forget_uses()
-        self._cache.release(lookup)
+            self.cache.forget_uses()
+        self.cache.release(step.lookup)
+        for held in step.held:
+            held.release()

@@ -88,33 +88,40 @@ class LatencyModel:
         """Algorithm 1 for one miss by itself."""
         return self.cpu_s(tokens) <= self.gpu_s(tokens) + self.transfer_s
 
-    def split(self, misses: Sequence[tuple[Key, int]], backlog_s: float = 0.0) -> tuple[list[Key], list[Key]]:
+    def split(
+        self, misses: Sequence[tuple[Key, int]], backlog_s: float = 0.0, busy_s: float = 0.0
+    ) -> tuple[list[Key], list[Key]]:
         """Who is computed on the CPU and who is fetched, so that the later of both ends as early as possible.
 
-        The experts with most tokens are fetched, as many as pay.  While none has more tokens than the knee, fetching
-        any takes equally long, so for each number of them those with most tokens leave the CPU the least: the best
-        of these is the best there is.  Beyond the knee it is a good choice, no more.
+        Most tokens first: whoever makes the end earlier is fetched, the others stay.  While none has more tokens than
+        the knee, fetching any takes equally long, and that is the best choice there is.  Beyond, where many tokens
+        keep the device busier than the link, it is the usual rule for two machines (longest first, Graham 1969), and
+        the order in which copies and kernels overlap best: equal times on the first of two machines, falling ones on
+        the second (Johnson 1954).
 
         Args:
             misses: (key, tokens), any order.
             backlog_s: how long the copy engine is still busy with earlier copies.
+            busy_s: how long the device still computes what it has been given.
 
         Returns:
             Keys (on the CPU, fetched), each with most tokens first; of equal choices the one that fetches fewest.
         """
         order = sorted(misses, key=lambda miss: (-miss[1], miss[0]))
         transfer_s = self.transfer_s
-        cpu_s = sum(self.cpu_s(tokens) for _, tokens in order)
-        best_s, best, arrived_s, ended_s = cpu_s, 0, backlog_s, 0.0
-        for count, (_, tokens) in enumerate(order, start=1):
-            cpu_s -= self.cpu_s(tokens)
-            arrived_s += transfer_s
-            ended_s = max(ended_s, arrived_s) + self.gpu_s(tokens)
-            if max(cpu_s, ended_s) < best_s * (1 - 1e-9):
-                best_s, best = max(cpu_s, ended_s), count
-            if ended_s >= best_s:
-                break
-        return [key for key, _ in order[best:]], [key for key, _ in order[:best]]
+        here_s = {tokens: self.cpu_s(tokens) for _, tokens in order}
+        there_s = {tokens: self.gpu_s(tokens) for tokens in here_s}
+        on_cpu: list[Key] = []
+        fetched: list[Key] = []
+        cpu_s, arrived_s, ended_s = sum(here_s[tokens] for _, tokens in order), backlog_s, busy_s
+        for key, tokens in order:
+            later_s = max(ended_s, arrived_s + transfer_s) + there_s[tokens]
+            if max(cpu_s - here_s[tokens], later_s) < max(cpu_s, ended_s) * (1 - 1e-9):
+                fetched.append(key)
+                cpu_s, arrived_s, ended_s = cpu_s - here_s[tokens], arrived_s + transfer_s, later_s
+            else:
+                on_cpu.append(key)
+        return on_cpu, fetched
 
     def observe_cpu(self, tokens: Sequence[int], took_s: float) -> None:
         """The CPU computed experts of so many tokens each, one after the other."""

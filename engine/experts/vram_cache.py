@@ -10,86 +10,31 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 
-import torch
-
-from engine.devices.device import Device, Direction, Event
-from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
+from engine.devices.device import Device, Event
+from engine.devices.memory_budget import DeviceMemoryError
 from engine.errors import EngineError
-from engine.experts.bank import BankLayer
-from engine.experts.cache.policies import Key, make_policy
+from engine.experts.cache.policies import Key
 from engine.experts.cache.pool import Pool, Slot
+from engine.experts.flights import Flights, Purpose
+from engine.experts.lookup import Lookup, VramCounters
 from engine.experts.policy_sampling import PolicySampler
 from engine.experts.record import RecordLayout
+from engine.experts.record_source import Held, RecordSource
+from engine.experts.slot_pools import SlotPools
 from engine.experts.slot_segments import Segment, Staging
 
 _log = logging.getLogger(__name__)
 
 ADAPTIVE = "auto"
 """Name of the choice among the policies by what each would have hit."""
-SEGMENTS = 8
-"""Pieces of a global pool: few, because a kernel runs once for each piece that has a hit."""
-
-
-@dataclass
-class VramCounters:
-    """What the cache has done.  lookups = hits + misses; misses = on_cpu + fetched once a step has ended well.
-
-    Attributes:
-        late: misses whose copy was already on its way.
-        on_cpu, fetched: how misses were met.
-        evictions: experts that left for others or for a smaller cache.
-        post_fetches: experts that arrived over the link for later; kept: that were copied from staging.
-        failures, cancelled: copies into slots that ended so.
-        fetched_bytes, post_fetched_bytes: that crossed the link to be computed at once, and for later.
-    """
-
-    lookups: int = 0
-    hits: int = 0
-    misses: int = 0
-    late: int = 0
-    on_cpu: int = 0
-    fetched: int = 0
-    evictions: int = 0
-    post_fetches: int = 0
-    kept: int = 0
-    failures: int = 0
-    cancelled: int = 0
-    fetched_bytes: int = 0
-    post_fetched_bytes: int = 0
-
-
-@dataclass
-class Lookup:
-    """One layer's experts of one step.
-
-    Attributes:
-        hits: expert -> its slot, pinned until `VramCache.release`.
-        misses: the others, in the order asked for; late: those of them that are on their way.
-    """
-
-    layer: int
-    hits: dict[int, Slot] = field(default_factory=dict)
-    misses: list[int] = field(default_factory=list)
-    late: set[int] = field(default_factory=set)
-
-
-@dataclass
-class _Flight:
-    """A copy into a reserved slot."""
-
-    key: Key
-    pool: Pool
-    event: Event
-    direction: Direction
-    cancelled: bool = False
 
 
 class VramCache:
     """Slots for the experts of `layers` layers whose records have one layout.  Safe to use from several threads.
+
+    Where the device refuses memory there are fewer slots, and `note` says so.
 
     Args:
         slots: as many as there should be; fewer if they do not divide evenly, see `slots`.
@@ -97,11 +42,8 @@ class VramCache:
             ways).  None: all layers share one pool.
         policy: of `engine.experts.cache.policies`, or `auto`.
         popularity: uses of each `key_of(layer, expert)` in a calibration, for the static policy.
-        staging: slots apart for experts that are fetched to be computed at once.
+        staging: slots apart for experts that are fetched to be computed at once; they are allocated first.
         most_in_flight: copies for later are not begun while so many are under way: later needs would wait for them.
-
-    Raises:
-        DeviceMemoryError: the device has not so much memory left.
     """
 
     def __init__(
@@ -123,32 +65,28 @@ class VramCache:
         self.layout = layout
         self.most_in_flight = most_in_flight
         self.counters = VramCounters()
-        self._layers, self._experts = layers, experts
-        self._ways = None if ways is None else max(1, min(ways, experts))
+        self.note: str | None = None
+        self._experts = experts
         self._is_adaptive = policy == ADAPTIVE
-        self._policy = "lru" if self._is_adaptive else policy
-        self._popularity, self._seed = popularity, seed
-        most = layers * experts
-        # Not one: kernels may compute a layer of one expert in another way, and so differ from the CPU in the last bit.
-        self._segment_slots = self._ways or max(min(2, slots, most), 1, -(-min(slots, most) // SEGMENTS))
-        self._segments: list[Segment] = []
-        self._pools: list[Pool] = [] if self._ways else [self._new_pool(range(0))]
-        self._flights: tuple[deque[_Flight], deque[_Flight]] = deque(), deque()  # over the link, from staging
-        self._last_use: Event | None = None
+        self._popularity = popularity
+        first = "lru" if self._is_adaptive else policy
+        self._pools = SlotPools(device, layout, layers, experts, slots, ways, first, popularity, seed)
+        self._flights = Flights(device, layout.nbytes, self.counters)
         self._lock = threading.RLock()
         self._sampler: PolicySampler | None = None
-        self.staging = Staging(device, layout, staging) if staging else None
+        self.staging = self._open_staging(staging)
         try:
-            self._grow(self._segments_for(slots))
+            wanted = self._pools.segments_for(slots)
+            self._say(self._pools.grow(wanted), f"keeps {self.slots} of {wanted * self._pools.segment_slots} experts")
+            self._renew_sampler()
         except BaseException:
             self.close()
             raise
-        self._renew_sampler()
 
     @property
     def slots(self) -> int:
         """How many there are now."""
-        return len(self._segments) * self._segment_slots
+        return self._pools.slots
 
     @property
     def nbytes(self) -> int:
@@ -158,12 +96,12 @@ class VramCache:
     @property
     def policy(self) -> str:
         """Name of the policy that decides now."""
-        return self._policy
+        return self._pools.policy
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes of the copies over the link that have not ended."""
-        return len(self._flights[0]) * self.layout.nbytes
+        """Bytes of the copies into slots that have not ended."""
+        return len(self._flights) * self.layout.nbytes
 
     def key_of(self, layer: int, expert: int) -> Key:
         """The cache's name of an expert."""
@@ -173,14 +111,21 @@ class VramCache:
         """A layer's experts that are there now; they may leave at any time."""
         first = self.key_of(layer, 0)
         with self._lock:
-            self._settle()
-            pool = self._pool(layer)
+            self._flights.settle()
+            pool = self._pools.of(layer)
             return {key - first: slot for key, slot in pool.residents.items() if 0 <= key - first < self._experts}
+
+    def absent(self, layer: int, experts: Iterable[int]) -> list[int]:
+        """Those of `experts` that are neither there nor on their way.  Counts as no use."""
+        first = self.key_of(layer, 0)
+        with self._lock:
+            pool = self._pools.of(layer)
+            there, arriving = pool.residents, pool.arriving
+            return [one for one in experts if first + one not in there and first + one not in arriving]
 
     def locate(self, slot: Slot) -> tuple[Segment, int]:
         """The segment of a pinned slot, and which of its records it is."""
-        segment = self._segments[slot // self._segment_slots]
-        return segment, slot % self._segment_slots
+        return self._pools.locate(slot)
 
     def acquire(self, layer: int, experts: Sequence[int]) -> Lookup:
         """Looks up the distinct experts that a layer needs now, and pins the hits.
@@ -190,101 +135,159 @@ class VramCache:
         """
         with self._lock:
             self._settle()
-            keys = [self.key_of(layer, expert) for expert in experts]
+            first = layer * self._experts
+            keys = [first + expert for expert in experts]
             if self._sampler is not None and (name := self._sampler.observe(layer, keys)) is not None:
-                self._adopt(name)
-            pool, lookup, counters = self._pool(layer), Lookup(layer), self.counters
+                self._pools.adopt(name)
+            pool, lookup, foretold = self._pools.of(layer), Lookup(layer), self._flights.foretold
+            hits, misses, arriving = lookup.hits, lookup.misses, pool.arriving
             for expert, key in zip(experts, keys, strict=True):
                 slot = pool.use(key)
                 if slot is not None:
                     pool.pin(key)
-                    lookup.hits[expert] = slot
+                    hits[expert] = slot
+                    if key in foretold:
+                        foretold.discard(key)
+                        self.counters.prefetches_used += 1
                     continue
-                lookup.misses.append(expert)
-                if key in pool.arriving:
+                misses.append(expert)
+                if key in arriving:
                     lookup.late.add(expert)
+            counters = self.counters
             counters.lookups += len(keys)
-            counters.hits += len(lookup.hits)
-            counters.misses += len(lookup.misses)
+            counters.hits += len(hits)
+            counters.misses += len(misses)
             counters.late += len(lookup.late)
             return lookup
 
+    def hold(self, layer: int, experts: Sequence[int]) -> Lookup:
+        """As `acquire`, for a prefill: the cache stays as it is, and what it would keep is decided as before."""
+        with self._lock:
+            self._settle()
+            first, pool, lookup = layer * self._experts, self._pools.of(layer), Lookup(layer, is_use=False)
+            for expert in experts:
+                slot = pool.residents.get(first + expert)
+                if slot is None:
+                    lookup.misses.append(expert)
+                else:
+                    pool.pin(first + expert)
+                    lookup.hits[expert] = slot
+            self.counters.prefill_lookups += len(experts)
+            self.counters.prefill_hits += len(lookup.hits)
+            return lookup
+
     def release(self, lookup: Lookup, last_use: Event | None = None) -> None:
-        """Unpins the hits.  Harmless if repeated.
+        """Unpins the hits, and what was taken in.  Harmless if repeated.
 
         Args:
             last_use: on the compute stream, the end of all work on slots so far; no slot is written to before.
         """
         with self._lock:
             if last_use is not None:
-                self._last_use = last_use
-            pool = self._pool(lookup.layer)
+                self._flights.not_before(last_use)
+            pool, first = self._pools.of(lookup.layer), lookup.layer * self._experts
             for expert in lookup.hits:
-                pool.unpin(self.key_of(lookup.layer, expert))
-            lookup.hits = {}
+                pool.unpin(first + expert)
+            for expert in lookup.taken_in:
+                pool.unpin(first + expert)
+            lookup.hits, lookup.taken_in = {}, []
 
-    def count_met(self, on_cpu: int, fetched: int) -> None:
-        """Misses of a step that ended well."""
+    def count_met(self, lookup: Lookup, on_cpu: int, fetched: int, recomputed: int = 0) -> None:
+        """How the misses of a step that ended well were met."""
         with self._lock:
-            self.counters.on_cpu += on_cpu
-            self.counters.fetched += fetched
-            self.counters.fetched_bytes += fetched * self.layout.nbytes
+            counters = self.counters
+            if lookup.is_use:
+                counters.on_cpu += on_cpu
+                counters.fetched += fetched
+            else:
+                counters.prefill_on_cpu += on_cpu
+                counters.prefill_fetched += fetched
+            counters.recomputed += recomputed
+            counters.fetched_bytes += fetched * self.layout.nbytes
 
-    def post_fetch(self, layer: int, experts: Sequence[int], source: BankLayer, last_use: Event | None = None) -> int:
+    def take_in(self, lookup: Lookup, expert: int, held: Held) -> tuple[Slot, Event] | None:
+        """Begins to copy a miss to a slot where it can be computed as soon as the event is done, and then stays.
+
+        Returns:
+            None if the policy does not admit it: it is to be computed somewhere else.
+        """
+        with self._lock:
+            pool, key = self._pools.of(lookup.layer), self.key_of(lookup.layer, expert)
+            slot = self._reserve(pool, key)
+            if slot is None:
+                return None
+            event = self._flights.begin(pool, key, self._pools.record(slot), held.record(expert), Purpose.FETCH)
+            held.until(expert, event)
+            pool.pin(key)
+            lookup.taken_in.append(expert)
+            return slot, event
+
+    def post_fetch(self, layer: int, experts: Sequence[int], held: Held, most: int | None = None) -> int:
         """Begins to copy experts that may be needed again, as far as the policy admits them.
 
         Args:
-            source: the layer's records in RAM; they must stay as they are until the copies have ended.
-            last_use: as for `release`.
+            held: has them in RAM.
+            most: copies that may be begun.
 
         Returns:
-            How many copies were begun.
+            How many were.
         """
-        stream, begun = self.device.h2d_stream, 0
+        begun = 0
         with self._lock:
-            self._settle()
-            self._last_use = last_use or self._last_use
+            self._flights.settle()
+            pool = self._pools.of(layer)
             for expert in experts:
-                if len(self._flights[0]) >= self.most_in_flight:
+                if len(self._flights) >= self.most_in_flight or begun == most:
                     break
-                target = self._reserve(layer, expert)
-                if target is None:
+                key = self.key_of(layer, expert)
+                slot = self._reserve(pool, key)
+                if slot is None:
                     continue
-                if self._last_use is not None:
-                    stream.wait(self._last_use)
-                    self._last_use = None  # what comes after waits behind it all the same
-                self._fly(layer, expert, target, source.records[expert], Direction.H2D)
+                event = self._flights.begin(
+                    pool, key, self._pools.record(slot), held.record(expert), Purpose.POST_FETCH
+                )
+                held.until(expert, event)
                 begun += 1
         return begun
 
-    def keep(self, layer: int, expert: int, staged: torch.Tensor) -> Event | None:
-        """Copies an expert that was fetched to be computed at once into a slot, if the policy admits it.
+    def prefetch(self, layer: int, expert: int, dead: Iterable[tuple[int, int]], source: RecordSource) -> bool:
+        """Begins to copy an absent expert that may be wanted, where that costs nobody a place and it is in RAM.
 
-        Returns:
-            The end of the copy: until then its staging slot must stay as it is.
+        Args:
+            dead: (layer, expert) pairs that are not expected to be wanted, of which one may leave for it.
         """
         with self._lock:
-            target = self._reserve(layer, expert)
-            if target is None:
-                return None
-            return self._fly(layer, expert, target, staged, Direction.D2D)
+            self._flights.settle()
+            pool, key = self._pools.of(layer), self.key_of(layer, expert)
+            if key in pool.residents or key in pool.arriving:
+                return False
+            if len(self._flights) >= self.most_in_flight or source.lendable <= 0:
+                return False
+            held = source.hold_present([expert])
+            try:
+                if expert not in held.rows or not (pool.free or self._evict_dead(pool, dead)):
+                    return False
+                placement = pool.reserve(key, only_if_admitted=False)
+                if placement is None:
+                    return False
+                record = self._pools.record(placement.slot)
+                event = self._flights.begin(pool, key, record, held.record(expert), Purpose.PREFETCH)
+                held.until(expert, event)
+            finally:
+                held.release()
+        return True
 
     def cancel(self) -> int:
         """Takes back copies for later that have not begun; how many."""
         with self._lock:
-            for flight in self._flights[0]:
-                flight.cancelled = flight.cancelled or flight.event.cancel()
-            taken_back = sum(flight.cancelled for flight in self._flights[0])
-            self._settle()
+            taken_back = self._flights.cancel()
+            self._flights.settle()
             return taken_back
 
     def wait(self) -> None:
         """Returns when nothing is in flight."""
         with self._lock:
-            for flight in [*self._flights[0], *self._flights[1]]:
-                with contextlib.suppress(EngineError):
-                    flight.event.wait()
-            self._settle()
+            self._flights.wait()
 
     def resize(self, slots: int) -> int:
         """Gives memory back, for example for a longer KV cache, or takes more.  Experts in other slots stay.
@@ -297,151 +300,92 @@ class VramCache:
             EngineError: the compute stream has failed, so nobody knows what is in use.
         """
         with self._lock:
-            wanted = self._segments_for(slots)
-            if wanted < len(self._segments):
-                self._shrink(wanted)
+            wanted = self._pools.segments_for(slots)
+            if wanted < len(self._pools.segments):
+                self._flights.cancel()
+                self._flights.wait()
+                # What was released may still be read by kernels that the card has been given.
+                self.device.compute_stream.synchronize()
+                for key in self._pools.shrink(wanted):
+                    self._flights.evicted(key)
             else:
-                with contextlib.suppress(DeviceMemoryError):
-                    self._grow(wanted)
+                self._pools.grow(wanted)
             self._renew_sampler()
             return self.slots
+
+    def give_back(self, nbytes: int) -> int:
+        """Makes the cache smaller by at least so many bytes, as far as it has them; how many it has given."""
+        with self._lock:
+            before = self.nbytes
+            self.resize(self.slots - -(-nbytes // self.layout.nbytes))
+            return before - self.nbytes
 
     def forget_uses(self) -> None:
         """After a failed step whose streams have recovered: nothing is in flight on them any more."""
         with self._lock:
-            self._last_use = None
+            self._flights.not_before(None)
             if self.staging is not None:
                 self.staging.forget_uses()
-            self.wait()
+            self._flights.wait()
 
     def close(self) -> None:
         """Gives all memory back, when what is in flight has ended.  Harmless if repeated."""
         with self._lock:
-            self._drain()
+            self._flights.drain()
             with contextlib.suppress(EngineError):
                 self.device.compute_stream.synchronize()
-            for segment in self._segments:
-                segment.release()
-            self._segments = []
-            self._pools = [] if self._ways else [self._new_pool(range(0))]
+            self._pools.close()
             if self.staging is not None:
                 self.staging.segment.release()
                 self.staging = None
 
-    def _drain(self) -> None:
-        """Ends what is in flight, on a device that may have failed or been closed."""
-        for flight in self._flights[0]:
-            flight.cancelled = flight.cancelled or flight.event.cancel()
-        for flights in self._flights:
-            while flights:
-                with contextlib.suppress(EngineError):
-                    flights[0].event.wait()
-                self._end(flights.popleft())
+    def _settle(self) -> None:
+        """Takes note of what has happened since the last step: copies that ended, memory that others took."""
+        self._flights.settle()
+        excess = self.device.memory.excess
+        if excess and self._pools.segments:
+            given = self.give_back(excess)
+            self._say(None if not given else "others need its memory.", f"keeps {self.slots} experts from now on")
 
-    def _pool(self, layer: int) -> Pool:
-        if self._ways is None:
-            return self._pools[0]
-        return self._pools[layer] if layer < len(self._pools) else _NO_SLOTS
-
-    def _reserve(self, layer: int, expert: int) -> torch.Tensor | None:
-        """The record to copy an absent expert to, if it gets one."""
-        pool, key = self._pool(layer), self.key_of(layer, expert)
+    def _reserve(self, pool: Pool, key: Key) -> Slot | None:
+        """A slot for an expert that is absent, if the policy gives it one."""
         if pool.capacity == 0 or key in pool.residents or key in pool.arriving:
             return None
         placement = pool.reserve(key)
         if placement is None:
             return None
-        self.counters.evictions += placement.evicted is not None
-        segment, row = self.locate(placement.slot)
-        return segment.records.records[row]
+        if placement.evicted is not None:
+            self._flights.evicted(placement.evicted)
+        return placement.slot
 
-    def _fly(self, layer: int, expert: int, target: torch.Tensor, source: torch.Tensor, direction: Direction) -> Event:
-        """Begins the copy into a reserved slot."""
-        over_link = direction is Direction.H2D
-        stream = self.device.h2d_stream if over_link else self.device.compute_stream
-        pool, key = self._pool(layer), self.key_of(layer, expert)
-        try:
-            event = stream.copy(target, source, direction=direction)
-        except BaseException:
-            pool.abandon(key)
-            raise
-        self._flights[0 if over_link else 1].append(_Flight(key, pool, event, direction))
-        return event
+    def _evict_dead(self, pool: Pool, dead: Iterable[tuple[int, int]]) -> bool:
+        for layer, expert in dead:
+            key = self.key_of(layer, expert)
+            if self._pools.of(layer) is not pool or key not in pool.residents:
+                continue
+            with contextlib.suppress(ValueError):  # in use: whoever thought it dead was wrong
+                pool.evict(key)
+                self._flights.evicted(key)
+                return True
+        return False
 
-    def _settle(self) -> None:
-        """Takes note of copies that have ended."""
-        stream = self.device.h2d_stream
-        if self._flights[0] and stream.failure is not None:
-            # A copy for later has failed, and with it all behind it: nobody waits for them, so it is only counted.
-            _log.warning("experts could not be copied to %s: %s", self.device.name, stream.failure)
-            stream.recover()
-        for flights in self._flights:
-            while flights and flights[0].event.done():
-                self._end(flights.popleft())
+    def _open_staging(self, count: int) -> Staging | None:
+        for slots in range(count, 0, -1):
+            try:
+                return Staging(self.device, self.layout, slots)
+            except DeviceMemoryError as error:
+                self._say(error, f"has {slots - 1} places for experts that are fetched")
+        return None
 
-    def _end(self, flight: _Flight) -> None:
-        counters = self.counters
-        if flight.event.done() and flight.event.failure is None:
-            flight.pool.arrived(flight.key)
-            if flight.direction is Direction.H2D:
-                counters.post_fetches += 1
-                counters.post_fetched_bytes += self.layout.nbytes
-            else:
-                counters.kept += 1
-            return
-        flight.pool.abandon(flight.key)
-        counters.cancelled += flight.cancelled
-        counters.failures += not flight.cancelled
-
-    def _segments_for(self, slots: int) -> int:
-        most = self._layers * self._experts
-        if self._ways is not None:
-            return min(max(slots, 0) // self._ways, self._layers)
-        return min(max(slots, 0), most + self._segment_slots - 1) // self._segment_slots
-
-    def _grow(self, segments: int) -> None:
-        for index in range(len(self._segments), segments):
-            size = self._segment_slots
-            segment = Segment(self.device, self.layout, size, index * size, MemoryCategory.EXPERTS)
-            self._segments.append(segment)
-            if self._ways is None:
-                self._pools[0].grow(list(reversed(segment.slots)))
-            else:
-                self._pools.append(self._new_pool(segment.slots))
-
-    def _shrink(self, segments: int) -> None:
-        """Gives up segments from the end, until one of them is in use."""
-        for flight in self._flights[0]:
-            flight.cancelled = flight.cancelled or flight.event.cancel()
-        self.wait()
-        # What was released may still be read by kernels that the card has been given.
-        self.device.compute_stream.synchronize()
-        while len(self._segments) > segments:
-            segment = self._segments[-1]
-            pool = self._pools[-1]
-            before = len(pool.residents)
-            if not pool.withdraw(segment.slots):
-                return
-            self.counters.evictions += before - len(pool.residents)
-            if self._ways is not None:
-                self._pools.pop()
-            self._segments.pop().release()
-
-    def _new_pool(self, slots: range) -> Pool:
-        return Pool(slots, make_policy(self._policy, len(slots), self._popularity, self._seed))
-
-    def _adopt(self, name: str) -> None:
-        self._policy = name
-        for pool in self._pools:
-            pool.adopt(make_policy(name, pool.capacity, self._popularity, self._seed))
+    def _say(self, why: object, what: str) -> None:
+        if why is not None:
+            self.note = f"{self.device.name} {what}: {why}"
+            _log.warning("%s", self.note)
 
     def _renew_sampler(self) -> None:
         """Shadows have the size of the cache."""
-        if not self._is_adaptive or not self._segments:
+        pools = self._pools
+        if not self._is_adaptive or not pools.segments:
             self._sampler = None
             return
-        layers = len(self._segments) if self._ways is not None else self._layers
-        self._sampler = PolicySampler(layers, self.slots, self._ways, self._popularity, self._policy)
-
-
-_NO_SLOTS = Pool(range(0), make_policy("lru", 0))
+        self._sampler = PolicySampler(pools.layers, pools.slots, pools.ways, self._popularity, pools.policy)

@@ -21,6 +21,7 @@ from engine.experts.dispatcher import HybridExperts, Misses
 from engine.experts.latency import LatencyModel, load_latency, save_latency
 from engine.experts.latency_measurement import measure
 from engine.experts.record import RecordLayout
+from engine.experts.record_source import RamRecords
 from engine.experts.sites import ExpertsSite
 from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import VramCache
@@ -227,8 +228,9 @@ def _bind_group(
         make = makers.setdefault(_likeness(site.module), _maker(site.module, held.kernels))
         if latency is None:
             latency = _latency(device, bank, on_cpu, make, kernels, dtype)
+        source = RamRecords(bank, on_cpu)
         experts = HybridExperts(
-            cache, layer, bank, on_cpu, make, latency, held.activations[index], mode=_MODES[config.misses]
+            cache, layer, source, make, latency, held.activations[index], mode=_MODES[config.misses]
         )
         setattr(site.module, BANK_LAYER, (ComputedOn(device.torch_device), experts))
 

@@ -16,12 +16,13 @@ from engine.devices.cpu import open_cpu
 from engine.devices.device import Device, Stream
 from engine.devices.emulated import open_emulated
 from engine.errors import EngineError
-from engine.experts import partial_sums
+from engine.experts import dispatcher, partial_sums
 from engine.experts.activations import Activations
 from engine.experts.bank import BankLayer
 from engine.experts.cache.policies import POLICY_NAMES
-from engine.experts.dispatcher import DECODE_TOKENS, HybridExperts, Misses
+from engine.experts.dispatcher import DECODE_TOKENS, HybridExperts, Misses, StepObserver
 from engine.experts.latency import LatencyModel
+from engine.experts.record_source import RamRecords
 from engine.experts.vram_cache import VramCache
 from engine.hardware.profiles import DeviceProfile
 from engine.kernels import choose_kernel
@@ -56,6 +57,7 @@ class Layers:
     mode: Misses = Misses.MIXED
     staging: int = 2
     seed: int = 0
+    prefetcher: StepObserver | None = None
     layers: list[HybridExperts] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -78,12 +80,21 @@ class Layers:
         self.activations = Activations(self.device)
         latency = LatencyModel("test", layout.nbytes, *EVEN, layout.nbytes / 2e-4)
         self.layers = [
-            HybridExperts(self.cache, index, bank, self.kernel(bank), self.kernel, latency, self.activations, self.mode)
+            HybridExperts(
+                self.cache,
+                index,
+                RamRecords(bank, self.kernel(bank)),
+                self.kernel,
+                latency,
+                self.activations,
+                self.mode,
+                self.prefetcher,
+            )
             for index, bank in enumerate(self.banks)
         ]
 
         # What nothing was copied to must not matter.
-        for segment in [*self.cache._segments, *([self.cache.staging.segment] if self.cache.staging else [])]:
+        for segment in [*self.cache._pools.segments, *([self.cache.staging.segment] if self.cache.staging else [])]:
             segment.records.records.fill_(0xFF)
 
     def kernel(self, records: LayerRecords) -> ExpertKernel:
@@ -164,16 +175,20 @@ def test_equals_the_reference(
         counters = layers.cache.counters
         assert counters.lookups == counters.hits + counters.misses
         assert counters.misses == counters.on_cpu + counters.fetched
+        prefilled = counters.prefill_hits + counters.prefill_on_cpu + counters.prefill_fetched
+        assert counters.prefill_lookups == prefilled
 
 
 @pytest.mark.parametrize("mode", list(Misses))
-def test_many_tokens_are_summed_without_rows(device: Device, monkeypatch: pytest.MonkeyPatch, mode: Misses) -> None:
-    monkeypatch.setattr(partial_sums, "PAIR_ELEMENTS", 0)
+def test_long_steps_are_cut(device: Device, monkeypatch: pytest.MonkeyPatch, mode: Misses) -> None:
+    monkeypatch.setattr(dispatcher, "STEP_ELEMENTS", 7 * 3 * HIDDEN)
+    monkeypatch.setattr(partial_sums, "CALL_ROWS", 4)
     generator = torch.Generator().manual_seed(3)
     for kind in KINDS:
         with Layers(device, kind, mode=mode) as layers:
-            for count in (2, 1, 5, 5, 40):
+            for count in (2, 1, 5, 40, 100):
                 layers.check(0, routing(generator, count, 3))
+            assert layers.activations.rows((1,), torch.uint8).untyped_storage().nbytes() < 3 * 4096
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -272,9 +287,9 @@ def test_a_failed_kernel_is_one_error_and_the_next_step_works(
 
         with monkeypatch.context() as patch:
             if where == "cpu":
-                patch.setattr(layers.layers[0], "_cpu_kernel", broken)
+                patch.setattr(layers.layers[0]._source, "kernel", broken)
             else:
-                patch.setattr(layers.layers[0], "_make_kernel", lambda _: broken)
+                patch.setattr(layers.layers[0], "_make_kernel", lambda _: broken)  # hits; nothing is fetched
             with pytest.raises(EngineError, match="injected"):
                 layers.layers[0](hidden, torch.tensor([[0, 2]]), weights)
         layers.check(0, (hidden, torch.tensor([[0, 2]]), weights))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
@@ -13,11 +13,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
-from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
+from engine.devices.memory_budget import MemoryCategory
 from engine.experts.bank import BankLayer
 from engine.experts.cache.policies import POLICY_NAMES
+from engine.experts.lookup import Lookup
 from engine.experts.policy_sampling import BUDGET_S, BURST_STEPS, PolicySampler
-from engine.experts.vram_cache import Lookup, VramCache
+from engine.experts.record_source import Held, RamRecords
+from engine.experts.vram_cache import VramCache
+from engine.experts.vram_prefetch import Place, VramPrefetch
 from engine.hardware.profiles import DeviceProfile
 from tests.engine.made_up_bank import SMALL, header_of, random_records
 
@@ -43,16 +46,21 @@ def device() -> Iterator[Device]:
         yield device
 
 
+def kept(bank: BankLayer, experts: Iterable[int]) -> Held:
+    """They are in RAM, and stay there."""
+    return RamRecords(bank, lambda hidden, *_: hidden).acquire(list(experts))
+
+
 def fill(cache: VramCache, bank: list[BankLayer], layer: int, experts: list[int]) -> None:
     cache.release(cache.acquire(layer, experts))
-    cache.post_fetch(layer, experts, bank[layer])
+    cache.post_fetch(layer, experts, kept(bank[layer], experts))
     cache.wait()
 
 
 def holding(device: Device) -> Callable[[], None]:
     """Keeps the copy engine busy until what is returned is called."""
     gate = threading.Event()
-    device.h2d_stream.submit(gate.wait)
+    device.h2d_stream.submit(lambda: gate.wait(20))
     return gate.set
 
 
@@ -72,10 +80,10 @@ def test_geometry_covers_the_first_layers(device: Device, bank: list[BankLayer])
 def test_an_arriving_copy_is_not_a_hit(device: Device, bank: list[BankLayer]) -> None:
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=1)
     go_on = holding(device)
-    assert cache.post_fetch(0, [0, 1], bank[0]) == 1
+    assert cache.post_fetch(0, [0, 1], kept(bank[0], [0, 1])) == 1
     lookup = cache.acquire(0, [0, 1])
     assert (lookup.hits, lookup.misses, lookup.late) == ({}, [0, 1], {0})
-    assert cache.post_fetch(0, [0], bank[0]) == 0
+    assert cache.post_fetch(0, [0], kept(bank[0], [0])) == 0
     assert cache.backlog_bytes == RECORD
     go_on()
     cache.wait()
@@ -106,7 +114,7 @@ def test_a_failed_copy_gives_its_slot_up_and_the_next_works(device: Device, bank
 
     go_on = holding(device)
     device.h2d_stream.submit(fail)
-    assert cache.post_fetch(0, [0, 1], bank[0]) == 2
+    assert cache.post_fetch(0, [0, 1], kept(bank[0], [0, 1])) == 2
     go_on()
     cache.wait()
     assert cache.residents(0) == {}
@@ -119,7 +127,7 @@ def test_a_failed_copy_gives_its_slot_up_and_the_next_works(device: Device, bank
 def test_cancelled_copies_give_their_slots_up(device: Device, bank: list[BankLayer]) -> None:
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=4)
     go_on = holding(device)
-    cache.post_fetch(0, [0, 1, 2], bank[0])
+    cache.post_fetch(0, [0, 1, 2], kept(bank[0], [0, 1, 2]))
     assert cache.cancel() == 3
     go_on()
     cache.wait()
@@ -133,7 +141,7 @@ def test_cancelled_copies_give_their_slots_up(device: Device, bank: list[BankLay
 def test_only_so_many_copies_are_in_flight(device: Device, bank: list[BankLayer]) -> None:
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=4, most_in_flight=2)
     go_on = holding(device)
-    assert cache.post_fetch(0, [0, 1, 2, 3], bank[0]) == 2
+    assert cache.post_fetch(0, [0, 1, 2, 3], kept(bank[0], [0, 1, 2, 3])) == 2
     go_on()
     cache.close()
 
@@ -157,21 +165,102 @@ def test_memory_goes_back_to_the_budget_and_comes_again(bank: list[BankLayer]) -
         assert budget.use().used == 0
 
 
-def test_too_little_memory_leaves_nothing_behind(bank: list[BankLayer]) -> None:
+def test_where_memory_is_refused_the_cache_is_smaller_and_says_so(bank: list[BankLayer]) -> None:
     with tiny_device() as device:
         taken = device.memory.allocate(device.memory.free - 5 * RECORD, MemoryCategory.KV)
-        before = device.memory.use().used
-        with pytest.raises(DeviceMemoryError):
-            VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=8)
-        assert device.memory.use().used == before
+        cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=12, staging=2)
+        assert cache.slots == 2
+        assert "2 of 12 experts" in str(cache.note)
+        fill(cache, bank, 0, [0, 1])
+        assert sorted(cache.residents(0)) == [0, 1]
+        cache.close()
+        none = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=12, staging=100)
+        assert none.staging is not None
+        assert len(none.staging.segment.slots) == 5
+        assert none.slots == 0
+        none.close()
         device.memory.release(taken)
+        assert device.memory.use().used == 0
+
+
+def test_memory_that_others_take_is_given_back_at_the_next_step(bank: list[BankLayer]) -> None:
+    with tiny_device() as device:
+        total = device.memory.total
+        cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=8, staging=2)
+        assert not cache.note
+        fill(cache, bank, 0, [0, 1, 2, 3])
+        fill(cache, bank, 1, [0, 1, 2, 3])
+        device.memory.limit(5 * RECORD + 7)
+        assert device.memory.excess
+        lookup = cache.acquire(0, [0, 1, 2, 3])
+        assert (cache.slots, device.memory.excess) == (2, 0)
+        assert "others need its memory" in str(cache.note)
+        cache.release(lookup)
+        device.memory.limit(total)
+        assert cache.resize(8) == 8
+        cache.close()
+
+
+def test_a_prefill_is_no_use(device: Device, bank: list[BankLayer]) -> None:
+    cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=2, policy="lru")
+    fill(cache, bank, 0, [0])
+    fill(cache, bank, 0, [1])
+    lookups = cache.counters.lookups
+    held = cache.hold(0, [0, 2])
+    assert (list(held.hits), held.misses, held.is_use) == ([0], [2], False)
+    assert cache.resize(0) == 2
+    cache.release(held)
+    fill(cache, bank, 0, [2])
+    assert sorted(cache.residents(0)) == [1, 2], "0 had been used last only by a prefill"
+    counters = cache.counters
+    assert (counters.lookups, counters.prefill_lookups, counters.prefill_hits) == (lookups + 1, 2, 1)
+    cache.close()
+
+
+def test_prefetches_take_free_slots_and_dead_ones_only(device: Device, bank: list[BankLayer]) -> None:
+    cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=4, policy="lru")
+    target = VramPrefetch([Place(cache, layer, RamRecords(bank[layer], lambda h, *_: h)) for layer in range(LAYERS)])
+    fill(cache, bank, 0, [0, 1, 2])
+    go_on = holding(device)
+    assert target.prefetch(1, [0, 1, 2]) == 1
+    assert target.absent(1, [2, 0, 1]) == [2, 1]
+    assert target.backlog_bytes == RECORD
+    lookup = cache.acquire(0, [0])
+    # In use, on its way, absent: none of them may leave.
+    assert target.prefetch(1, [1], dead=[(0, 0), (1, 0), (2, 3)]) == 0
+    assert target.prefetch(1, [0, 1, 2], dead=[(0, 0), (0, 1)]) == 1
+    cache.release(lookup)
+    go_on()
+    cache.wait()
+    assert [sorted(cache.residents(layer)) for layer in range(LAYERS)] == [[0, 2], [0, 1], []]
+    for expert, slot in cache.residents(1).items():
+        segment, row = cache.locate(slot)
+        assert torch.equal(segment.records.records[row], bank[1].records[expert])
+    cache.release(cache.acquire(1, [0]))
+    fill(cache, bank, 2, [0, 1, 2])
+    counters = cache.counters
+    assert (counters.prefetched, counters.prefetches_used, counters.prefetches_wasted) == (2, 1, 1)
+    assert counters.prefetched_bytes == 2 * RECORD
+    cache.close()
+
+
+def test_a_cancelled_prefetch_is_wasted(device: Device, bank: list[BankLayer]) -> None:
+    cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=3)
+    target = VramPrefetch([Place(cache, 0, RamRecords(bank[0], lambda h, *_: h))])
+    go_on = holding(device)
+    assert target.prefetch(0, [0, 1]) == 2
+    assert cache.cancel() == 2
+    go_on()
+    cache.wait()
+    assert (cache.counters.prefetches_wasted, cache.counters.cancelled, cache.residents(0)) == (2, 2, {})
+    cache.close()
 
 
 def test_closing_after_the_device(bank: list[BankLayer]) -> None:
     device = tiny_device()
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=4)
     go_on = holding(device)
-    cache.post_fetch(0, [0, 1], bank[0])
+    cache.post_fetch(0, [0, 1], kept(bank[0], [0, 1]))
     go_on()
     device.close()
     cache.close()
@@ -242,6 +331,9 @@ class CacheMachine(RuleBasedStateMachine):
             popularity=_POPULARITY,
             staging=2,
         )
+        self.target = VramPrefetch(
+            [Place(self.cache, index, RamRecords(one, lambda h, *_: h)) for index, one in enumerate(self.bank)]
+        )
         self.held: list[Callable[[], None]] = []
         self.lookups: list[Lookup] = []
         self.link_bytes = 0
@@ -266,18 +358,31 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(layer=st.integers(0, LAYERS - 1), experts=st.sets(st.integers(0, EXPERTS - 1), max_size=3))
     def post_fetch(self, layer: int, experts: set[int]) -> None:
-        self.cache.post_fetch(layer, sorted(experts), self.bank[layer])
+        self.cache.post_fetch(layer, sorted(experts), kept(self.bank[layer], sorted(experts)))
 
-    @rule(layer=st.integers(0, LAYERS - 1), expert=st.integers(0, EXPERTS - 1))
-    def keep(self, layer: int, expert: int) -> None:
-        assert self.cache.staging is not None
-        staged = self.cache.staging.segment.records.records[0]
-        staged.copy_(self.bank[layer].records[expert])
-        event = self.cache.keep(layer, expert, staged)
-        if event is not None:
-            event.wait()
+    @precondition(lambda self: self.lookups)
+    @rule(data=st.data())
+    def take_in(self, data: st.DataObject) -> None:
+        lookup = data.draw(st.sampled_from(self.lookups))
+        for expert in lookup.misses[:1]:
+            self.cache.take_in(lookup, expert, kept(self.bank[lookup.layer], [expert]))
+
+    @rule(layer=st.integers(0, LAYERS - 1), experts=st.lists(st.integers(0, EXPERTS - 1), max_size=3), data=st.data())
+    def prefetch(self, layer: int, experts: list[int], data: st.DataObject) -> None:
+        pairs = st.tuples(st.integers(0, LAYERS - 1), st.integers(0, EXPERTS - 1))
+        self.target.prefetch(layer, experts, data.draw(st.lists(pairs, max_size=4)))
+
+    @rule(layer=st.integers(0, LAYERS - 1), experts=st.sets(st.integers(0, EXPERTS - 1), max_size=3))
+    def prefill(self, layer: int, experts: set[int]) -> None:
+        self.lookups.append(self.cache.hold(layer, sorted(experts)))
 
     @precondition(lambda self: not self.held)
+    @rule(total=st.integers(0, 20))
+    def limit(self, total: int) -> None:
+        self.device.memory.limit(total * RECORD)
+
+    # Memory is only given back when what is in flight has ended.
+    @precondition(lambda self: not self.held and not self.device.memory.excess)
     @rule()
     def hold(self) -> None:
         self.held.append(holding(self.device))
@@ -329,7 +434,10 @@ class CacheMachine(RuleBasedStateMachine):
         for go_on in self.held:
             go_on()
         self.cache.wait()
-        assert self.cache.counters.post_fetched_bytes == self.link_bytes
+        counters = self.cache.counters
+        copied = counters.post_fetched_bytes + counters.prefetched_bytes + counters.kept * RECORD
+        assert copied == self.link_bytes
+        assert counters.prefetches_used + counters.prefetches_wasted <= counters.prefetched
         self.cache.close()
         assert self.device.memory.use().used == 0
         self.device.close()
