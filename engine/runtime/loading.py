@@ -43,7 +43,15 @@ from engine.runtime.memory import require_ram
 from engine.runtime.model_devices import ModelDevices
 from engine.runtime.model_info import devices_note, model_info
 from engine.runtime.native_decoder import speed_up_decoder_layers
-from engine.runtime.placement import KV_TOKENS, ModelNeeds, Placement, open_compute_devices, place, set_threads
+from engine.runtime.placement import (
+    FEWEST_KV_TOKENS,
+    KV_TOKENS,
+    ModelNeeds,
+    Placement,
+    open_compute_devices,
+    place,
+    set_threads,
+)
 from engine.runtime.prefill_pieces import LONG_TOKENS, activation_bytes, tokens_in_ram
 from engine.runtime.prompt import template_note
 from engine.runtime.tensor_reader import TensorReader
@@ -264,9 +272,11 @@ class _Loading:
                 placement.experts.type,
             )
         )
-        context = self._context_tokens(profile)
+        wanted = self._context_tokens(profile)
+        context = devices.context_room(wanted, FEWEST_KV_TOKENS, placement.piece_tokens * needs.activations)
         notes = [
             *self._notes,
+            f"There is room for a context of {context:,} tokens, not {wanted:,}." if context < wanted else "",
             devices_note(devices, needs.experts, all_experts=placement.all_experts),
             disk_note(self._disk_backed) if self._disk_backed is not None else "",
             missing_note() if slow else "",

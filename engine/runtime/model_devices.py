@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from engine.devices.device import Device
-from engine.devices.memory_budget import MemoryCategory, Reservation
+from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory, Reservation
 from engine.runtime.device_experts import DeviceExperts
 from engine.runtime.layer_devices import LayerDevices
 
@@ -59,6 +59,20 @@ class ModelDevices:
         for layer in range(cache_layers):
             shares[self.layers.of_cache_layer(layer)] += 1
         self.kv_per_token = tuple(-(-bytes_per_token * share // max(cache_layers, 1)) for share in shares)
+
+    def context_room(self, wanted: int, fewest: int, activations: int) -> int:
+        """The longest context, up to `wanted` tokens, that all devices can hold if their experts give way.
+
+        Raises:
+            DeviceMemoryError: one has not even room for `fewest` tokens.
+        """
+        room = wanted
+        for device, caches, per_token in zip(self.devices, self.experts.caches, self.kv_per_token, strict=True):
+            left = device.memory.free + sum(cache.nbytes for cache in caches) - activations
+            if left < min(wanted, fewest) * per_token:
+                raise DeviceMemoryError(device.name, MemoryCategory.KV, min(wanted, fewest) * per_token, max(left, 0))
+            room = min(room, left // per_token) if per_token else room
+        return room
 
     def shrink(self) -> bool:
         """After a device has run out of memory: gives a quarter of the slots back for good.

@@ -20,7 +20,9 @@ _CPU = torch.device("cpu")
 KV_TOKENS = 1024
 """Context for which there is room from the start.  A longer one takes its memory from the expert cache."""
 _ROOMY_KV_TOKENS = 8192
-"""The same where all experts are on the device: they do not give way."""
+"""The same where all experts are on the device: they do not give way, unless a longer context was asked for."""
+FEWEST_KV_TOKENS = 256
+"""A device without room for so much context is of no use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ def place(config: EngineConfig, devices: Sequence[Device], needs: ModelNeeds, co
     pieces = []
     for device, dense in zip(devices, needs.dense, strict=True):
         piece = piece_tokens(device.memory.free - dense, needs.activations, context_tokens)
-        least = dense + piece * needs.activations
+        least = dense + piece * needs.activations + min(context_tokens, FEWEST_KV_TOKENS) * needs.kv // len(devices)
         if least > device.memory.free:
             return Placement(
                 note=f"Runs on the CPU: even without its experts the model needs {gigabytes(least)} of {device.name}, "
@@ -96,7 +98,7 @@ def place(config: EngineConfig, devices: Sequence[Device], needs: ModelNeeds, co
             )
         pieces.append(piece)
     as_usual = config.cache_slots is None and config.misses == "mixed" and len(devices) == 1
-    context = min(context_tokens, _ROOMY_KV_TOKENS) * needs.kv
+    context = (context_tokens if config.context_tokens else min(context_tokens, _ROOMY_KV_TOKENS)) * needs.kv
     needed = needs.dense[0] + needs.experts + min(pieces) * needs.activations + context
     return Placement(
         tuple(devices),
