@@ -1,0 +1,174 @@
+"""Seconds that one operation takes on one machine: rooflines with a launch cost (MoE-Lightning, eqs. 4-8, 14)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.planner.efficiency import EFFICIENCY, Efficiency
+from engine.planner.machine import HardwareProfile
+from engine.planner.model_shape import ModelShape
+
+LAYER_OPERATORS = 12
+"""Operators of an attention block and its router in a framework's eager decode step."""
+EXPERT_OPERATORS = 5
+"""Operators of one expert: three products, an activation, a weighted sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Times of a model's parts on a machine.
+
+    Attributes:
+        machine, model, precision: `precision` is that of the routed experts; all else is 16-bit.
+        threads: of the CPU; 0 for all cores.
+        efficiency: distance from the data sheet.
+        dequantised: experts are unpacked into 16-bit weights in the card's memory before they are used.
+    """
+
+    machine: HardwareProfile
+    model: ModelShape
+    precision: str = "bf16"
+    threads: int = 0
+    efficiency: Efficiency = field(default=EFFICIENCY)
+    dequantised: bool = False
+
+    @property
+    def expert_bytes(self) -> float:
+        return self.model.expert_bytes(self.precision)
+
+    @property
+    def card_bytes_per_s(self) -> float:
+        gpu = self.machine.gpu
+        assert gpu is not None, "this machine has no graphics card"
+        return gpu.bytes_per_s * gpu.count * self.efficiency.card_memory
+
+    @property
+    def card_flops(self) -> float:
+        gpu = self.machine.gpu
+        assert gpu is not None, "this machine has no graphics card"
+        return gpu.flops * gpu.count * self.efficiency.arithmetic
+
+    @property
+    def cpu_flops(self) -> float:
+        return self.machine.cpu.flops * self.efficiency.arithmetic * self._core_share
+
+    @property
+    def _core_share(self) -> float:
+        cores = self.machine.cpu.cores
+        return min(self.threads or cores, cores) / cores
+
+    @property
+    def cpu_bytes_per_s(self) -> float:
+        """Bandwidth at which the CPU reads weights: measured by threads where it was, else half of the cores saturate."""
+        cpu = self.machine.cpu
+        threads = min(self.threads or cpu.cores, cpu.cores)
+        if cpu.weights_bytes_per_s:
+            return _interpolated(dict(cpu.weights_bytes_per_s), threads)
+        return cpu.ram_bytes_per_s * self.efficiency.host_memory * min(1.0, threads / (cpu.cores / 2))
+
+    # On the card
+
+    def gpu_experts(self, tokens: float, experts: float = 1.0) -> float:
+        """`experts` experts in one go, `tokens` rows altogether."""
+        if tokens <= 0 or experts <= 0:
+            return 0.0
+        traffic = self.expert_bytes + (4.0 * self.model.expert_weights if self.dequantised else 0.0)
+        reading = experts * traffic / self.card_bytes_per_s
+        arithmetic = 2.0 * tokens * self.model.expert_weights / self.card_flops
+        return max(reading, arithmetic) + experts * EXPERT_OPERATORS * self.efficiency.operator_s
+
+    def gpu_layer(self, tokens: float, context: float, *, dense: bool = False, cached: bool = True) -> float:
+        """Attention, router and shared experts of one layer for `tokens` rows that each see `context` tokens.
+
+        Args:
+            dense: the layer has a dense feed-forward block instead of experts.
+            cached: keys and values are read here, else attention itself is done elsewhere.
+        """
+        model = self.model
+        weights = model.dense_layer_weights if dense else model.layer_weights
+        reading = 2.0 * weights
+        flops = 2.0 * tokens * weights
+        if cached:
+            reading += self.kv_read_bytes(tokens, context)
+            flops += 4.0 * tokens * context * model.attention.heads * model.attention.head_dim
+        time = max(reading / self.card_bytes_per_s, flops / self.card_flops)
+        return time + LAYER_OPERATORS * self.efficiency.operator_s
+
+    def kv_read_bytes(self, tokens: float, context: float) -> float:
+        """Bytes of one layer's cache that `tokens` decode rows read; a prefill reads it once, not once per row."""
+        return 2.0 * self.model.attention.kv_elements * context * tokens * self._kv_share
+
+    @property
+    def _kv_share(self) -> float:
+        return self.model.full_attention_layers / self.model.layers
+
+    def gpu_head(self, rows: float) -> float:
+        """Embedding and head for `rows` tokens whose next token is wanted."""
+        weights = self.model.vocabulary * self.model.hidden
+        return max(2.0 * weights / self.card_bytes_per_s, 2.0 * rows * weights / self.card_flops)
+
+    # On the CPU
+
+    def cpu_experts(self, tokens: float, experts: float = 1.0) -> float:
+        """`experts` experts in one call, `tokens` rows altogether (linear in rows once arithmetic rules: Fiddler, 3.3)."""
+        if tokens <= 0 or experts <= 0:
+            return 0.0
+        reading = experts * self.expert_bytes / self.cpu_bytes_per_s
+        return max(reading, 2.0 * tokens * self.model.expert_weights / self.cpu_flops)
+
+    def cpu_layer(self, tokens: float, context: float, *, dense: bool = False) -> float:
+        """`gpu_layer` on the CPU."""
+        model = self.model
+        weights = model.dense_layer_weights if dense else model.layer_weights
+        reading = 2.0 * weights + self.kv_read_bytes(tokens, context)
+        flops = 2.0 * tokens * weights + 4.0 * tokens * context * model.attention.heads * model.attention.head_dim
+        return max(reading / self.cpu_bytes_per_s, flops / self.cpu_flops)
+
+    def cpu_attention(self, tokens: float, context: float, *, expanded: bool = False) -> float:
+        """Softmax attention of one layer over keys and values in RAM.
+
+        Args:
+            expanded: keys and values are first repeated for every query head and widened to 32 bits, as a kernel
+                without grouped queries does.
+        """
+        reading = self.kv_read_bytes(tokens, context)
+        if expanded:
+            attention = self.model.attention
+            group = attention.heads / max(attention.kv_heads, 1)
+            reading *= 1 + 2 * 2 * group
+        bandwidth = self.machine.cpu.ram_bytes_per_s * self.efficiency.host_memory
+        flops = 4.0 * tokens * context * self.model.attention.heads * self.model.attention.head_dim * self._kv_share
+        return max(reading / bandwidth, flops / self.cpu_flops)
+
+    # Between them
+
+    def h2d(self, nbytes: float, *, pinned: bool = True) -> float:
+        """A copy to the card."""
+        link = self.machine.link
+        cards = self.machine.gpu.count if self.machine.gpu else 1
+        return nbytes / ((link.h2d if pinned else link.h2d_pageable) * cards) + link.latency_s
+
+    def d2h(self, nbytes: float) -> float:
+        """A copy from the card."""
+        cards = self.machine.gpu.count if self.machine.gpu else 1
+        return nbytes / (self.machine.link.d2h * cards) + self.machine.link.latency_s
+
+    def disk(self, nbytes: float) -> float:
+        return nbytes / self.machine.disk_bytes_per_s
+
+    def activations(self, rows: float) -> float:
+        """One way of `rows` hidden states over the link."""
+        return self.d2h(2.0 * rows * self.model.hidden)
+
+    def transfer_expert(self, *, pinned: bool = True) -> float:
+        return self.h2d(self.expert_bytes, pinned=pinned)
+
+
+def _interpolated(by_threads: dict[int, float], threads: int) -> float:
+    known = sorted(by_threads.items())
+    if threads <= known[0][0]:
+        return known[0][1] * threads / known[0][0]
+    for (low, slow), (high, fast) in zip(known, known[1:], strict=False):
+        if threads <= high:
+            return slow + (fast - slow) * (threads - low) / (high - low)
+    return known[-1][1]

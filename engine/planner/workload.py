@@ -1,0 +1,42 @@
+"""What is asked of the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Sequences to be continued.
+
+    Attributes:
+        name: for people.
+        prompt_tokens: of each sequence, after padding if a schedule pads.
+        generated_tokens: of each sequence.
+        sequences: independent prompts.
+        beams: hypotheses kept of each; 1 is plain sampling.
+    """
+
+    name: str
+    prompt_tokens: int
+    generated_tokens: int
+    sequences: int = 1
+    beams: int = 1
+
+    @property
+    def tokens_out(self) -> int:
+        """Tokens delivered: those of the best hypothesis only."""
+        return self.sequences * self.generated_tokens
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens of context that a decode step sees on average."""
+        return self.prompt_tokens + (self.generated_tokens + 1) / 2
+
+
+CHAT = Workload("chat", prompt_tokens=128, generated_tokens=128)
+LONG_PREFILL = Workload("long prefill", prompt_tokens=4096, generated_tokens=16)
+BEAM = Workload("beam", prompt_tokens=32, generated_tokens=64, beams=8)
+BATCH = Workload("batch", prompt_tokens=256, generated_tokens=64, sequences=512)
+WORKLOADS = {"chat": CHAT, "long-prefill": LONG_PREFILL, "beam": BEAM, "batch": BATCH}
+"""The four kinds of work that plans are compared on."""
