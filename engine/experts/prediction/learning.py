@@ -69,7 +69,7 @@ class Learning:
         if self._training.is_running or self.routes.steps - self._learnt_steps < self._least_steps:
             return False
         trace = self.routes.trace()
-        if trace is None or not self._training.start(trace, ahead + 1):
+        if trace is None or not self._training.start(trace, min(ahead + 1, self._layers - 1)):
             return False
         self._learnt_steps = self.routes.steps
         return True

@@ -31,7 +31,8 @@ def main(arguments: list[str]) -> int:
 
 def _end_with_parent() -> None:
     """Our input ends when whoever started us does, however that came."""
-    sys.stdin.buffer.read()
+    while os.read(0, 4096):  # not `sys.stdin`, whose lock Python wants back when it ends
+        pass
     os._exit(1)
 
 

@@ -1,0 +1,279 @@
+"""The trained predictor learns what is planted, is saved whole or not at all; a damaged file is told, not used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.experts.prediction import background_training, saved_mlp
+from engine.experts.prediction.background_training import BackgroundTraining, TrainingState
+from engine.experts.prediction.learning import Learning
+from engine.experts.prediction.making import make_prefetcher
+from engine.experts.prediction.mlp import WIDTHS, ExpertMlp, RoutingStatistics
+from engine.experts.prediction.mlp_predictor import FoldedMlp, MlpPredictor
+from engine.experts.prediction.saved_mlp import UNREADABLE, load_mlp, load_or_tell, mlp_file, save_mlp
+from engine.experts.prediction.training import TrainedMlp, TrainingCancelled, paths, train
+from engine.experts.replay.trace_file import RoutingTrace
+from tests.engine.slots_in_time import PlantedRoutes, SlotsInTime
+
+LAYERS, EXPERTS, WIDTH = 4, 12, 2
+TINY = (32, 16)
+
+
+def routes(tokens: int, follows: float = 1.0, seed: int = 3) -> RoutingTrace:
+    planted = PlantedRoutes(LAYERS, EXPERTS, WIDTH, follows=follows, seed=seed)
+    chosen = np.array([planted.step() for _ in range(tokens)], np.int16)
+    return RoutingTrace(chosen, np.zeros(chosen.shape, np.float16), np.array([0, tokens]), EXPERTS)
+
+
+@pytest.fixture(scope="module")
+def trained() -> TrainedMlp:
+    return train(routes(500), distance=1, widths=(64, 32), epochs=12, learning_rate=5e-3, seed=1)
+
+
+def test_it_has_the_papers_seven_layers() -> None:
+    model = ExpertMlp(3, 5)
+    matrices = [model.surroundings, *model.hidden, model.out]
+    assert [int(layer.weight.shape[0]) for layer in matrices] == [2048, 1024, 512, 256, 128, 64, 5]  # type: ignore[arg-type]
+    assert len(WIDTHS) + 1 == 7
+    assert model.dropout.p == 0.1
+
+
+def test_statistics_are_equations_2_and_3() -> None:
+    chosen = np.array([[[0, 1], [2, 3]], [[0, 2], [2, 0]], [[-1, -1], [1, 2]]], np.int16)
+    trace = RoutingTrace(chosen, np.zeros(chosen.shape, np.float16), np.array([0, 3]), 4)
+    statistics = RoutingStatistics.of(trace, 1)
+    assert statistics.popularity.tolist() == [[0.5, 0.25, 0.25, 0], pytest.approx([1 / 6, 1 / 6, 0.5, 1 / 6])]
+    # Expert 0 was chosen twice: followed by 2 twice, by 3 and 0 once each.
+    assert statistics.affinity[0].tolist() == [[0.25, 0, 0.5, 0.25], [0, 0, 0.5, 0.5], [0.5, 0, 0.5, 0], [0] * 4]
+
+
+@given(st.integers(0, 2**31), st.integers(1, 3))
+def test_statistics_are_shares(seed: int, distance: int) -> None:
+    trace = routes(20, follows=0.5, seed=seed)
+    statistics = RoutingStatistics.of(trace, distance)
+    torch.testing.assert_close(statistics.popularity.sum(1), torch.ones(LAYERS))
+    sums = statistics.affinity.sum(2)
+    assert (torch.isclose(sums, torch.ones(())) | (sums == 0)).all()
+    assert statistics.affinity.shape == (LAYERS - distance, EXPERTS, EXPERTS)
+
+
+def test_it_learns_what_is_planted(trained: TrainedMlp) -> None:
+    found = wanted = 0
+    predictor = MlpPredictor(trained, WIDTH)
+    try:
+        planted = PlantedRoutes(LAYERS, EXPERTS, WIDTH, follows=1.0)
+        for _ in range(40):
+            step = planted.step()
+            for layer, experts in enumerate(step):
+                predictor.observe(layer, experts, None)
+                predictor.wait()
+                assert predictor.predict(0) == ()
+                if layer + 1 < LAYERS:
+                    said = predictor.predict(layer + 1)
+                    assert len(said) == WIDTH
+                    found += len({expert for expert, _ in said} & set(step[layer + 1]))
+                    wanted += WIDTH
+        assert predictor.beside_s > 0
+    finally:
+        predictor.close()
+        predictor.close()
+    assert found > 0.9 * wanted
+
+
+def test_an_answer_of_another_step_is_none(trained: TrainedMlp) -> None:
+    predictor = MlpPredictor(trained, WIDTH)
+    predictor.observe(0, [1, 2], None)
+    predictor.wait()
+    assert predictor.predict(1)
+    predictor.observe(0, [3, 4], None)  # the next token
+    predictor.close()
+    predictor._answers[1] = 0, [(1, 1.0)]
+    assert predictor.predict(1) == ()
+
+
+@given(st.integers(0, 2**31))
+@settings(max_examples=20)
+def test_folded_is_the_same_network(seed: int) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = ExpertMlp(LAYERS, EXPERTS, (16, 8, 8))
+        for name, value in model.named_buffers():
+            if value.is_floating_point():
+                value.copy_(torch.rand_like(value) + 0.5, non_blocking="var" in name)
+        chosen = torch.randint(0, EXPERTS, (1, LAYERS, WIDTH))
+        surroundings = torch.rand(1, 2 * EXPERTS)
+    model.eval()
+    path = paths(chosen, torch.tensor([2]), EXPERTS)
+    expected = model(path, surroundings).sigmoid()[0]
+    real = path[path != model.padding]
+    torch.testing.assert_close(FoldedMlp(model)(real, surroundings[0]), expected)
+
+
+def test_the_same_seed_is_the_same_network() -> None:
+    one, other = (train(routes(80, 0.5), distance=1, widths=TINY, epochs=2, seed=5) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True))
+    dice = torch.get_rng_state()
+    train(routes(80), distance=1, widths=TINY, epochs=1, seed=6)
+    assert torch.equal(dice, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("tokens", [1, 63])
+def test_too_little_to_learn_from(tokens: int) -> None:
+    with pytest.raises(ValueError, match="too few"):
+        train(routes(tokens), widths=TINY)
+    with pytest.raises(ValueError, match="too few"):
+        train(routes(100), distance=LAYERS, widths=TINY)
+
+
+def test_a_cancelled_training_is_none() -> None:
+    asked = iter([False, False, True])
+    with pytest.raises(TrainingCancelled):
+        train(routes(400), distance=1, widths=TINY, cancelled=lambda: next(asked))
+
+
+def test_saved_and_loaded_is_the_same(trained: TrainedMlp, tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "a.safetensors"
+    assert load_mlp(path, LAYERS, EXPERTS) is None
+    save_mlp(trained, path)
+    loaded = load_mlp(path, LAYERS, EXPERTS)
+    assert loaded is not None
+    assert (loaded.widths, loaded.loss, loaded.statistics.distance) == (trained.widths, trained.loss, 1)
+    assert torch.equal(loaded.statistics.affinity, trained.statistics.affinity)
+    state = loaded.model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in trained.model.state_dict().items())
+    assert os.listdir(path.parent) == [path.name]
+
+
+@given(st.data())
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_damaged_file_is_told_and_not_used(trained: TrainedMlp, tmp_path: Path, data: st.DataObject) -> None:
+    path = tmp_path / "a.safetensors"
+    save_mlp(trained, path)
+    content = bytearray(path.read_bytes())
+    if data.draw(st.booleans()):
+        content = content[: data.draw(st.integers(0, len(content) - 1))]
+    else:
+        header = 8 + int.from_bytes(content[:8], "little")
+        content[data.draw(st.integers(0, header - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(content)
+    loaded, note = load_or_tell(path, LAYERS, EXPERTS)
+    assert (loaded is None) == (note == UNREADABLE)  # some bits change nothing that matters
+
+
+@pytest.mark.parametrize("shape", [(LAYERS + 1, EXPERTS), (LAYERS, EXPERTS + 1)])
+def test_another_models_file_is_told(trained: TrainedMlp, tmp_path: Path, shape: tuple[int, int]) -> None:
+    save_mlp(trained, tmp_path / "a.safetensors")
+    assert load_or_tell(tmp_path / "a.safetensors", *shape) == (None, UNREADABLE)
+
+
+def test_a_disk_that_is_full_leaves_the_old_file(
+    trained: TrainedMlp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(b"old")
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saved_mlp.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        save_mlp(trained, path)
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+    assert path.read_bytes() == b"old"
+
+
+@pytest.fixture
+def in_background(tmp_path: Path) -> Iterator[BackgroundTraining]:
+    training = BackgroundTraining(tmp_path / "trained" / "a.safetensors", widths=TINY, epochs=1)
+    yield training
+    training.cancel()
+
+
+def test_training_in_the_background(in_background: BackgroundTraining, tmp_path: Path) -> None:
+    assert in_background.poll() is TrainingState.NONE
+    assert in_background.start(routes(200), 1)
+    assert not in_background.start(routes(200), 1)
+    in_background.wait()
+    assert in_background.poll() is TrainingState.DONE
+    assert in_background.poll() is TrainingState.NONE
+    assert load_mlp(tmp_path / "trained" / "a.safetensors", LAYERS, EXPERTS) is not None
+    assert os.listdir(tmp_path / "trained") == ["a.safetensors"]
+    assert in_background.start(routes(10), 1)  # too few
+    in_background.wait()
+    assert in_background.poll() is TrainingState.FAILED
+    assert os.listdir(tmp_path / "trained") == ["a.safetensors"]
+
+
+def test_a_training_that_is_ended_leaves_nothing(in_background: BackgroundTraining, tmp_path: Path) -> None:
+    assert in_background.start(routes(200), 1)
+    (tmp_path / "trained" / ".a.safetensors-half").write_bytes(b"half")  # as a child leaves it that is killed now
+    in_background.cancel()
+    in_background.cancel()
+    assert os.listdir(tmp_path / "trained") == []
+    assert in_background.poll() is TrainingState.NONE
+
+
+def test_a_folder_that_cannot_be_written_is_no_disaster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(background_training, "write_trace", refuse)
+    training = BackgroundTraining(tmp_path / "a.safetensors", widths=TINY)
+    assert not training.start(routes(200), 1)
+    assert not training.is_running
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_was_served_is_learnt_and_taken_over() -> None:
+    learning = Learning(
+        "a model", layers=LAYERS, experts=EXPERTS, per_token=WIDTH, limit=4, least_steps=100, widths=TINY, epochs=1
+    )
+    tier = SlotsInTime(20, EXPERTS, arrival_s=1e-4, miss_s=1e-3)
+    prefetcher = make_prefetcher(
+        tier,
+        lambda: tier.times,
+        layers=LAYERS,
+        experts=EXPERTS,
+        per_token=WIDTH,
+        choice="mlp",
+        learning=learning,
+    )
+    assert prefetcher is not None
+    try:
+        assert prefetcher.adopted is None
+        planted = PlantedRoutes(LAYERS, EXPERTS, WIDTH, follows=1.0)
+
+        def serve(steps: int) -> None:
+            for _ in range(steps):
+                for layer, experts in enumerate(planted.step()):
+                    tier.want(layer, experts)
+                    prefetcher.observe(layer, experts)
+
+        serve(50)
+        assert not prefetcher.learn_while_idle()  # not enough yet
+        serve(70)
+        assert prefetcher.learn_while_idle()
+        assert prefetcher.report().is_training
+        learning.wait()
+        serve(40)
+        report = prefetcher.report()
+        assert (report.adopted, report.is_training) == ("mlp", False)
+        assert mlp_file("a model").is_file()
+        assert not prefetcher.learn_while_idle()
+    finally:
+        prefetcher.close()
+        prefetcher.close()
+    mlp_file("a model").write_bytes(b"nonsense")
+    again = Learning("a model", layers=LAYERS, experts=EXPERTS, per_token=WIDTH, limit=4)
+    assert again.load() is None
+    assert again.note == UNREADABLE
+    again.close()
