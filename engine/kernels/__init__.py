@@ -18,7 +18,7 @@ def choose_kernel(module: Any, layer: LayerRecords, kernels: NativeKernels | Non
     if not hasattr(module, "has_gate"):
         return None
     math = ExpertMath.of(module)
-    in_torch = TorchExperts(layer, math)
+    in_torch = TorchExperts(layer, math, kernels)
     if kernels is not None and can_compute(layer, math):
-        return NativeExperts(layer, kernels, many_tokens=in_torch)
+        return NativeExperts(layer, math, kernels, many_tokens=in_torch)
     return in_torch

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+
+from engine.kernels.activation import Activation, activation_of
+from engine.kernels.quantised.tiles import Pairing, TiledMatrix, TiledShape
 
 
 class RecordPart(Protocol):
@@ -29,6 +32,18 @@ class RecordFormat(Protocol):
     def parts(self) -> Sequence[RecordPart]: ...
     @property
     def nbytes(self) -> int: ...
+
+
+@runtime_checkable
+class QuantisedFormat(RecordFormat, Protocol):
+    """The format of records whose matrices are in tiles (`engine.experts.quantised_layout` has it)."""
+
+    @property
+    def precision(self) -> str: ...
+    @property
+    def pairing(self) -> Pairing: ...
+    def tiled_shape(self, name: str) -> TiledShape: ...
+    def matrix(self, rows: Mapping[str, Sequence[torch.Tensor]], name: str, expert: int) -> TiledMatrix: ...
 
 
 class LayerRecords(Protocol):
@@ -69,6 +84,7 @@ class ExpertMath:
         gate: [.., 2I] -> [.., I] (or [.., I] -> [.., I] if there is no gate); elementwise along the leading dimensions.
         is_silu_gate: whether `gate` is the usual silu(first half) * second half, which kernels may fuse.
         norm: applied to each expert's output, or `None`.
+        activation: what `gate` is, where native kernels know it.
     """
 
     first: str
@@ -77,6 +93,7 @@ class ExpertMath:
     gate: Callable[[torch.Tensor], torch.Tensor]
     is_silu_gate: bool
     norm: Callable[[torch.Tensor], torch.Tensor] | None
+    activation: Activation | None = None
 
     @classmethod
     def of(cls, module: Any) -> ExpertMath:
@@ -96,4 +113,5 @@ class ExpertMath:
             gate=gate,
             is_silu_gate=is_silu,
             norm=module.post_expert_norm if module.has_post_expert_norm else None,
+            activation=activation_of(module),
         )

@@ -3,42 +3,43 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
-from engine.kernels.interface import ExpertMath, LayerRecords
+from engine.kernels.interface import ExpertMath, LayerRecords, QuantisedFormat
+from engine.kernels.native.library import NativeKernels
+from engine.kernels.quantised.matrices import layer_matrices
 
 _ALL_AT_ONCE_BYTES = 16 * 2**20
 """Up to this size of a layer, reading a few experts in vain costs less than a loop over the others."""
 
 
 class TorchExperts:
-    """Computes one layer's experts.
+    """Computes one layer's experts; quantised ones by dequantising them, natively where `kernels` are given.
 
     One token: all experts of a small layer in two batched products, the idle ones with weight 0, if nearly all are
     wanted; else one pair of products per wanted expert, sharing the operators between.  Several tokens: grouped by
     expert, one pair of products for each, summed in fp32 in the order of the experts.
     """
 
-    def __init__(self, layer: LayerRecords, math: ExpertMath) -> None:
+    def __init__(self, layer: LayerRecords, math: ExpertMath, kernels: NativeKernels | None = None) -> None:
         self._math = math
         self._experts = layer.num_experts
-        self._first = layer.rows[math.first]
-        self._down = layer.rows["down_proj"]
         self._first_bias = layer.rows[math.first_bias] if math.first_bias else None
-        self._down_bias = layer.rows["down_proj_bias"] if math.down_bias else None
-        self._dtype = self._down[0].dtype
-        hidden = self._down[0].shape[0]
-        device = layer.device
+        self._down_bias = layer.rows[math.down_bias] if math.down_bias else None
+        self._first = layer_matrices(layer, math.first, self._first_bias, kernels)
+        self._down = layer_matrices(layer, "down_proj", self._down_bias, kernels)
         self._first_all: torch.Tensor | None = None
         self._down_all: torch.Tensor | None = None
         self._first_bias_all: torch.Tensor | None = None
         self._down_bias_all: torch.Tensor | None = None
-        if layer.records.nbytes <= _ALL_AT_ONCE_BYTES and device.type == "cpu":
+        quantised = isinstance(layer.layout, QuantisedFormat)
+        self._dtype = torch.bfloat16 if quantised else layer.rows["down_proj"][0].dtype
+        if not quantised and layer.records.nbytes <= _ALL_AT_ONCE_BYTES and layer.device.type == "cpu":
             # Decoding writes into the same buffers every time: an allocation per operator is what is saved.
-            self._gates = torch.empty(self._experts, 1, self._first[0].shape[0], dtype=self._dtype, device=device)
-            self._outs = torch.empty(self._experts, 1, hidden, dtype=self._dtype, device=device)
-            self._first_all = layer.stacked[math.first].mT
-            self._down_all = layer.stacked["down_proj"].mT
+            first, down = layer.stacked[math.first], layer.stacked["down_proj"]
+            self._gates = torch.empty(self._experts, 1, first.shape[1], dtype=self._dtype)
+            self._outs = torch.empty(self._experts, 1, down.shape[1], dtype=self._dtype)
+            self._first_all, self._down_all = first.mT, down.mT
             if math.first_bias and math.down_bias:
                 self._first_bias_all = layer.stacked[math.first_bias][:, None]
                 self._down_bias_all = layer.stacked[math.down_bias][:, None]
@@ -88,19 +89,9 @@ class TorchExperts:
             chosen, weights = [chosen[place] for place in keep], weights[:, keep]
             if not chosen:
                 return torch.zeros_like(hidden)
-        first_bias, down_bias = self._first_bias, self._down_bias
-        if first_bias is None:
-            inner = torch.cat([linear(hidden, self._first[expert]) for expert in chosen])
-        else:
-            inner = torch.cat([linear(hidden, self._first[expert], first_bias[expert]) for expert in chosen])
-        inner = self._gate(inner)
+        inner = self._gate(torch.cat([self._first(hidden, expert) for expert in chosen]))
         rows = inner[:, None].unbind(0)
-        if down_bias is None:
-            out = torch.cat([linear(row, self._down[expert]) for row, expert in zip(rows, chosen, strict=True)])
-        else:
-            out = torch.cat(
-                [linear(row, self._down[expert], down_bias[expert]) for row, expert in zip(rows, chosen, strict=True)]
-            )
+        out = torch.cat([self._down(row, expert) for row, expert in zip(rows, chosen, strict=True)])
         if self._math.norm is not None:
             out = self._math.norm(out)
         return weights.float() @ out.float()
@@ -120,10 +111,7 @@ class TorchExperts:
                 break
             end = begin + count
             mine = tokens[begin:end]
-            first_bias = self._first_bias[expert] if self._first_bias is not None else None
-            down_bias = self._down_bias[expert] if self._down_bias is not None else None
-            inner = self._gate(linear(hidden[mine], self._first[expert], first_bias))
-            out = linear(inner, self._down[expert], down_bias)
+            out = self._down(self._gate(self._first(hidden[mine], expert)), expert)
             if self._math.norm is not None:
                 out = self._math.norm(out)
             result.index_add_(0, mine, out.float().mul_(shares[begin:end]))

@@ -18,7 +18,9 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 from engine.errors import EngineError, ErrorCode
 from engine.kernels.native.experts import NativeExperts
-from engine.kernels.native.library import AttentionStruct, NativeKernels, SparseBlockStruct
+from engine.kernels.native.library import NativeKernels
+from engine.kernels.native.linear import linear_struct
+from engine.kernels.native.structs import AttentionStruct, SparseBlockStruct
 from engine.runtime.growing_cache import GrowingLayer
 
 _LAYERS = (
@@ -53,7 +55,7 @@ def _is_known_attention(layer: Any) -> bool:
     projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     norms = (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
     return (
-        all(p.bias is None and _is_plain(p.weight) for p in projections)
+        all(p.bias is None and linear_struct(p) is not None for p in projections)
         and all(norm is None or _is_plain(norm.weight) for norm in norms)
         and _is_plain(layer.input_layernorm.weight)
         and _is_plain(layer.post_attention_layernorm.weight)
@@ -111,7 +113,7 @@ class _SingleTokenLayer:
         hidden_states = hidden_states.contiguous()
         out = torch.empty_like(hidden_states)
         kernels = self._kernels
-        failed = kernels.attention_step_bf16(
+        failed = kernels.attention_step(
             kernels.pool,
             self._attention_address,
             hidden_states.data_ptr(),
@@ -128,7 +130,7 @@ class _SingleTokenLayer:
         if self._sparse is None:
             return out + self._layer.mlp(self._layer.post_attention_layernorm(out))
         result = torch.empty_like(out)
-        failed = kernels.sparse_step_bf16(
+        failed = kernels.sparse_step(
             kernels.pool,
             self._sparse_address,
             out.data_ptr(),
@@ -146,8 +148,8 @@ def _attention_struct(layer: Any) -> AttentionStruct:
     norms = (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
     return AttentionStruct(
         layer.input_layernorm.weight.data_ptr(),
-        *(p.weight.data_ptr() for p in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)),
         *(norm.weight.data_ptr() if norm is not None else None for norm in norms),
+        *(linear_struct(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)),
         layer.input_layernorm.variance_epsilon,
         attention.scaling,
         attention.q_proj.in_features,

@@ -16,31 +16,22 @@ from engine.experts.bank import BankLayer, ExpertBank
 from engine.experts.record import RecordLayout
 from engine.experts.standard_module import StandardExperts
 from engine.kernels.interface import ExpertMath
-from engine.kernels.native import build
 from engine.kernels.native.experts import MAX_TOKENS, NativeExperts, can_compute
-from engine.kernels.native.library import Isa, NativeKernels, load_kernels, prove
-from engine.kernels.native.linear import speed_up_linears
+from engine.kernels.native.library import Isa, NativeKernels, load_kernels
+from engine.kernels.native.linear import QuantisedLinear, quantise_linears, speed_up_linears
+from engine.kernels.quantised.tiles import dequantise
 from engine.kernels.reference import reference_experts
 from engine.kernels.torch_experts import TorchExperts
+from tests.engine.native_isas import isas, kernels_of
 
-try:
-    _PATH = build.build()
-except build.BuildError as _why:
-    pytest.skip(f"the native kernels cannot be built here: {_why}", allow_module_level=True)
-
-_BEST = prove(_PATH)
+_ISAS = isas()
 
 
-@pytest.fixture(
-    scope="module", params=[isa for isa in Isa if _BEST is not None and isa <= _BEST], ids=lambda isa: isa.name
-)
+@pytest.fixture(scope="module", params=_ISAS, ids=lambda isa: isa.name)
 def kernels(request: pytest.FixtureRequest) -> Iterator[NativeKernels]:
-    loaded = load_kernels(threads=3)
-    assert loaded is not None
-    held_back = NativeKernels(loaded._library, request.param, threads=3)
-    yield held_back
-    held_back.close()
-    loaded.close()
+    isa: Isa = request.param
+    with kernels_of(isa, threads=3) as held_back:
+        yield held_back
 
 
 class SiluExperts(StandardExperts):
@@ -52,7 +43,7 @@ def _default_apply_gate(self: SiluExperts, gate_up: torch.Tensor) -> torch.Tenso
     return self.act_fn(gate) * up
 
 
-SiluExperts._apply_gate = _default_apply_gate  # type: ignore[method-assign]
+SiluExperts._apply_gate = _default_apply_gate
 
 
 def _layer(experts: int, hidden: int, inner: int) -> tuple[SiluExperts, BankLayer, dict[str, torch.Tensor]]:
@@ -80,7 +71,7 @@ def test_experts_equal_the_reference(
     module, layer, weights = _layer(experts, hidden, inner)
     math = ExpertMath.of(module)
     assert can_compute(layer, math)
-    compute = NativeExperts(layer, kernels, many_tokens=TorchExperts(layer, math))
+    compute = NativeExperts(layer, math, kernels, many_tokens=TorchExperts(layer, math))
     width = int(torch.randint(1, experts + 1, ()))
     # Ids one above the experts belong to nobody, as the interface allows.
     index = torch.stack([torch.randperm(experts + 1)[:width] for _ in range(tokens)])
@@ -93,7 +84,7 @@ def test_experts_equal_the_reference(
 
 def test_more_tokens_go_to_torch(kernels: NativeKernels) -> None:
     module, layer, weights = _layer(4, 64, 32)
-    compute = NativeExperts(layer, kernels, many_tokens=TorchExperts(layer, ExpertMath.of(module)))
+    compute = NativeExperts(layer, ExpertMath.of(module), kernels, TorchExperts(layer, ExpertMath.of(module)))
     x = torch.randn(MAX_TOKENS + 3, 64).bfloat16()
     index = torch.randint(0, 4, (MAX_TOKENS + 3, 2))
     share = torch.rand(MAX_TOKENS + 3, 2)
@@ -105,7 +96,7 @@ def test_more_tokens_go_to_torch(kernels: NativeKernels) -> None:
 def test_infinities_and_denormals_stay_where_the_reference_has_them(kernels: NativeKernels, value: float) -> None:
     torch.manual_seed(1)
     module, layer, weights = _layer(2, 64, 32)
-    compute = NativeExperts(layer, kernels, many_tokens=TorchExperts(layer, ExpertMath.of(module)))
+    compute = NativeExperts(layer, ExpertMath.of(module), kernels, TorchExperts(layer, ExpertMath.of(module)))
     x = torch.randn(1, 64).bfloat16()
     x[0, 5] = value
     index, share = torch.tensor([[1, 0]]), torch.tensor([[0.5, 0.5]])
@@ -126,6 +117,45 @@ def test_linear_equals_torch(kernels: NativeKernels, rows: int, columns: int, bi
             got = model(x)
         assert taken == (rows * columns >= 64 * 1024)
         torch.testing.assert_close(got, wanted, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@settings(max_examples=10)
+@given(
+    rows=st.integers(100, 700),
+    columns=st.integers(700, 900),
+    bias=st.booleans(),
+    tokens=st.sampled_from([1, 2, 7, 8, 9, 40]),
+    seed=st.integers(0, 2**31),
+)
+def test_quantised_linear_is_near_what_its_weights_mean(
+    kernels: NativeKernels, precision: str, rows: int, columns: int, bias: bool, tokens: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(columns, rows, bias=bias, dtype=torch.bfloat16))
+    model.requires_grad_(False)
+    assert quantise_linears(model, precision, kernels) == 1
+    short_way = model[0].forward
+    assert isinstance(short_way, QuantisedLinear)
+    x = torch.randn(1, tokens, columns).bfloat16()
+    offset = model[0].bias.float() if bias else None
+    wanted = torch.nn.functional.linear(x.float(), dequantise(short_way.matrix, torch.float32), offset)
+    torch.testing.assert_close(model(x).float(), wanted, atol=2e-2, rtol=2e-2)
+    assert model[0].weight.numel() == 0
+    assert sum(buffer.nbytes for buffer in model.buffers()) == short_way.matrix.nbytes
+
+
+def test_routers_and_small_layers_are_not_quantised(kernels: NativeKernels) -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = torch.nn.Linear(1024, 128, bias=False, dtype=torch.bfloat16)
+            self.small = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+            self.up_proj = torch.nn.Linear(1024, 128, bias=False, dtype=torch.bfloat16)
+
+    block = Block()
+    assert quantise_linears(block, "int8", kernels) == 1
+    assert [layer.weight.numel() > 0 for layer in (block.gate, block.small, block.up_proj)] == [True, True, False]
 
 
 def test_a_closed_pool_leaves_no_thread() -> None:

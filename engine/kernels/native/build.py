@@ -11,15 +11,28 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 _FOLDER = Path(__file__).resolve().parent
 _SOURCES = _FOLDER / "src"
-_COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-ffp-contract=off")
+_COMMON = (
+    *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+)
 _X86 = ("x86_64", "amd64")
-_FLAGS = {
-    "kernels_avx2.cpp": ("-mavx2", "-mfma"),
-    "kernels_avx512.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mfma"),
+_AVX2 = ("-mavx2", "-mfma")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mfma")
+_NEWEST = "-mavxvnni"
+"""Instructions that compilers of some years ago do not know."""
+_FLAGS: dict[str, tuple[str, ...]] = {
+    "kernels_avx2.cpp": _AVX2,
+    "kernels_avx512.cpp": _AVX512,
+    "tiles_avx2.cpp": _AVX2,
+    "tiles_avxvnni.cpp": (*_AVX2, _NEWEST),
+    "tiles_avx512.cpp": _AVX512,
+    "tiles_avx512vnni.cpp": (*_AVX512, "-mavx512vnni"),
 }
 
 
@@ -49,7 +62,9 @@ def build() -> Path:
         raise BuildError("no C++ compiler was found (on Debian: apt-get install g++)")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        objects = [_compile(compiler, source, Path(scratch)) for source in _sources_for_this_machine()]
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            compiling = partial(_compile, compiler, folder=Path(scratch))
+            objects = list(pool.map(compiling, _sources_for_this_machine()))
         linked = Path(scratch) / "linked.so"
         _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(linked)])
         # Renamed into place: another process sees no library or a whole one.
@@ -67,7 +82,17 @@ def _sources_for_this_machine() -> list[Path]:
 
 def _compile(compiler: str, source: Path, folder: Path) -> Path:
     compiled = folder / f"{source.stem}.o"
-    _run([compiler, *_COMMON, *_FLAGS.get(source.name, ()), "-c", str(source), "-o", str(compiled)])
+    flags = _FLAGS.get(source.name, ())
+
+    def run(flags: tuple[str, ...]) -> None:
+        _run([compiler, *_COMMON, *flags, "-c", str(source), "-o", str(compiled)])
+
+    try:
+        run(flags)
+    except BuildError:
+        if _NEWEST not in flags:
+            raise
+        run(tuple(flag for flag in flags if flag != _NEWEST))  # the source then has no kernels
     return compiled
 
 

@@ -7,40 +7,32 @@ import ctypes
 import torch
 
 from engine.errors import EngineError, ErrorCode
-from engine.kernels.interface import ExpertKernel, ExpertMath, LayerRecords
-from engine.kernels.native.library import ExpertsStruct, NativeKernels
+from engine.kernels.interface import ExpertKernel, ExpertMath, LayerRecords, QuantisedFormat
+from engine.kernels.native.library import NativeKernels
+from engine.kernels.native.structs import PRECISION_NUMBERS, ExpertsStruct, RecordPartStruct
+from engine.kernels.quantised.tiles import Pairing
 
 MAX_TOKENS = 8
 """Up to this many tokens the weights' way from RAM is what is waited for; beyond it matrix products are better."""
 
 
 def can_compute(layer: LayerRecords, math: ExpertMath) -> bool:
-    """Whether the native kernels know these experts: bf16 in RAM, gated by SiLU, without biases or norm."""
-    return (
-        layer.device.type == "cpu"
-        and math.first == "gate_up_proj"
-        and math.is_silu_gate
-        and math.first_bias is None
-        and math.norm is None
-        and {part.dtype for part in layer.layout.parts} == {torch.bfloat16}
-    )
+    """Whether the native kernels know these experts: bf16, int8 or int4 in RAM, a known activation, no norm."""
+    activation, layout = math.activation, layer.layout
+    if layer.device.type != "cpu" or activation is None or math.norm is not None:
+        return False
+    if isinstance(layout, QuantisedFormat):
+        return layout.pairing is activation.pairing or activation.pairing is Pairing.PLAIN
+    return {part.dtype for part in layout.parts} == {torch.bfloat16}
 
 
 class NativeExperts:
     """Computes one layer's experts natively for up to `MAX_TOKENS` tokens, and by `many_tokens` for more."""
 
-    def __init__(self, layer: LayerRecords, kernels: NativeKernels, many_tokens: ExpertKernel) -> None:
-        parts = {part.name: part for part in layer.layout.parts}
-        hidden, inner = parts["down_proj"].shape
-        self.struct = ExpertsStruct(
-            layer.records.data_ptr(),
-            layer.layout.nbytes,
-            parts["gate_up_proj"].offset,
-            parts["down_proj"].offset,
-            layer.num_experts,
-            hidden,
-            inner,
-        )
+    def __init__(
+        self, layer: LayerRecords, math: ExpertMath, kernels: NativeKernels, many_tokens: ExpertKernel
+    ) -> None:
+        self.struct = _struct(layer, math)
         self._layer = layer  # the struct points into its records
         self._address = ctypes.addressof(self.struct)
         self._kernels = kernels
@@ -60,7 +52,7 @@ class NativeExperts:
         weights = top_k_weights.float().contiguous()
         out = torch.empty_like(hidden_states)
         kernels = self._kernels
-        failed = kernels.experts_bf16(
+        failed = kernels.experts(
             kernels.pool,
             self._address,
             tokens,
@@ -73,3 +65,34 @@ class NativeExperts:
         if failed:
             raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There was no memory left to compute a layer's experts.")
         return out
+
+
+def _struct(layer: LayerRecords, math: ExpertMath) -> ExpertsStruct:
+    layout, activation = layer.layout, math.activation
+    assert activation is not None
+    offsets = {part.name: part.offset for part in layout.parts}
+
+    def part(name: str, bias: str | None) -> RecordPartStruct:
+        pieces = (offsets[name], offsets.get(f"{name}_scales", -1), offsets.get(f"{name}_zeros", -1))
+        return RecordPartStruct(*pieces, offsets[bias] if bias else -1)
+
+    if isinstance(layout, QuantisedFormat):
+        hidden, inner = layout.tiled_shape("down_proj").rows, layout.tiled_shape("down_proj").columns
+        precision = layout.precision
+    else:
+        hidden, inner = next(part.shape for part in layout.parts if part.name == "down_proj")
+        precision = "bf16"
+    return ExpertsStruct(
+        layer.records.data_ptr(),
+        layout.nbytes,
+        part(math.first, math.first_bias),
+        part("down_proj", math.down_bias),
+        layer.num_experts,
+        hidden,
+        inner,
+        PRECISION_NUMBERS[precision],
+        activation.pairing,
+        activation.kind,
+        activation.limit,
+        activation.alpha,
+    )

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from engine.kernels.native.build import library_path
 
-_ABI = 2
+_ABI = 3
 _SELF_TEST = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).switchyard_self_test(int(sys.argv[2])))"
 
 
@@ -27,46 +27,9 @@ class Isa(IntEnum):
 
     PORTABLE = 0
     AVX2 = 1
-    AVX512 = 2
-
-
-class ExpertsStruct(ctypes.Structure):
-    """`SwitchyardExperts` of switchyard_kernels.h."""
-
-    _fields_ = (
-        ("records", ctypes.c_void_p),
-        ("stride", ctypes.c_int64),
-        ("gate_up_offset", ctypes.c_int64),
-        ("down_offset", ctypes.c_int64),
-        ("count", ctypes.c_int32),
-        ("hidden", ctypes.c_int32),
-        ("inner", ctypes.c_int32),
-    )
-
-
-class SparseBlockStruct(ctypes.Structure):
-    """`SwitchyardSparseBlock` of switchyard_kernels.h."""
-
-    _fields_ = (
-        ("norm", ctypes.c_void_p),
-        ("router", ctypes.c_void_p),
-        ("experts", ExpertsStruct),
-        ("epsilon", ctypes.c_float),
-        ("top_k", ctypes.c_int32),
-        ("normalise", ctypes.c_int32),
-        ("bf16_shares", ctypes.c_int32),
-    )
-
-
-class AttentionStruct(ctypes.Structure):
-    """`SwitchyardAttention` of switchyard_kernels.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("norm", "q", "k", "v", "o", "q_norm", "k_norm")),
-        ("epsilon", ctypes.c_float),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("hidden", "heads", "kv_heads", "head_dim")),
-    )
+    AVX_VNNI = 2
+    AVX512 = 3
+    AVX512_VNNI = 4
 
 
 class NativeKernels:
@@ -79,16 +42,20 @@ class NativeKernels:
         library.switchyard_pool_create.restype = ctypes.c_void_p
         library.switchyard_pool_destroy.argtypes = [ctypes.c_void_p]
         pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-        library.switchyard_experts_bf16.argtypes = [pointer, pointer, i32, i32, pointer, pointer, pointer, pointer]
-        library.switchyard_linear_bf16.argtypes = [pointer, pointer, i64, i64, pointer, pointer, pointer]
-        library.switchyard_sparse_step_bf16.argtypes = [pointer] * 6
-        library.switchyard_attention_step_bf16.argtypes = [*[pointer] * 7, i64, i64, pointer]
+        library.switchyard_experts.argtypes = [pointer, pointer, i32, i32, pointer, pointer, pointer, pointer]
+        library.switchyard_linear.argtypes = [pointer, pointer, i32, pointer, pointer, pointer]
+        library.switchyard_sparse_step.argtypes = [pointer] * 6
+        library.switchyard_attention_step.argtypes = [*[pointer] * 7, i64, i64, pointer]
+        library.switchyard_quantise.argtypes = [pointer, pointer, pointer, i32]
+        library.switchyard_dequantise.argtypes = [pointer, pointer, i64, i64, pointer]
         self._library = library
         self.pool: int = library.switchyard_pool_create(threads)
-        self.experts_bf16 = library.switchyard_experts_bf16
-        self.linear_bf16 = library.switchyard_linear_bf16
-        self.sparse_step_bf16 = library.switchyard_sparse_step_bf16
-        self.attention_step_bf16 = library.switchyard_attention_step_bf16
+        self.experts = library.switchyard_experts
+        self.linear = library.switchyard_linear
+        self.sparse_step = library.switchyard_sparse_step
+        self.attention_step = library.switchyard_attention_step
+        self.quantise = library.switchyard_quantise
+        self.dequantise = library.switchyard_dequantise
 
     def close(self) -> None:
         """Ends the pool's threads.  No kernel may be called afterwards."""
@@ -100,18 +67,17 @@ class NativeKernels:
 def load_kernels(threads: int) -> NativeKernels | None:
     """The native kernels with `threads` threads, or `None` where they are not built or do not work.
 
-    `SWITCHYARD_NATIVE=0` in the environment leaves them out; `SWITCHYARD_ISA=avx2` (or `portable`) holds them back.
+    `SWITCHYARD_NATIVE=0` in the environment leaves them out; `SWITCHYARD_ISA=avx2` (or another of `Isa`'s names)
+    holds them back.
     """
     path = library_path()
     if os.environ.get("SWITCHYARD_NATIVE") == "0" or not path.exists():
         return None
-    isa = prove(path)
-    if isa is None:
-        return None
+    isas = proven(path)
     wanted = os.environ.get("SWITCHYARD_ISA", "").upper()
     if wanted in Isa.__members__:
-        isa = min(isa, Isa[wanted])
-    return NativeKernels(_open(path), isa, threads)
+        isas = [isa for isa in isas if isa <= Isa[wanted]]
+    return NativeKernels(_open(path), isas[-1], threads) if isas else None
 
 
 def missing_note() -> str:
@@ -125,43 +91,49 @@ def missing_note() -> str:
 
 
 def prove(path: Path) -> Isa | None:
-    """The best instruction set that passes its self-test here; tested once per machine and library."""
+    """The best instruction set that works here."""
+    isas = proven(path)
+    return isas[-1] if isas else None
+
+
+def proven(path: Path) -> list[Isa]:
+    """The instruction sets that pass their self-test here, best last; tested once per machine and library."""
     verdict_path = path.with_suffix(".proven.json")
     machine = f"{platform.node()} {_cpu_name()}"
     try:
         verdict = json.loads(verdict_path.read_text())
         if verdict["machine"] == machine:
-            return None if verdict["isa"] is None else Isa(verdict["isa"])
+            return [Isa(isa) for isa in verdict["isas"]]
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    isa = _best_working(path)
+    isas = _working(path)
     temporary = verdict_path.with_suffix(f".{os.getpid()}.part")
     try:
-        temporary.write_text(json.dumps({"machine": machine, "isa": isa}))
+        temporary.write_text(json.dumps({"machine": machine, "isas": isas}))
         temporary.replace(verdict_path)
     except OSError:
         temporary.unlink(missing_ok=True)  # a read-only installation: prove it again next time
-    return isa
+    return isas
 
 
-def _best_working(path: Path) -> Isa | None:
+def _working(path: Path) -> list[Isa]:
     try:
         library = _open(path)
         if library.switchyard_abi() != _ABI:
-            return None
-        advertised = library.switchyard_advertised_isa()
-    except OSError:
-        return None
-    for isa in sorted(Isa, reverse=True):
-        if isa > advertised:
-            continue
-        command = [sys.executable, "-I", "-S", "-c", _SELF_TEST, str(path), str(int(isa))]
-        try:
-            if subprocess.run(command, capture_output=True, timeout=20, check=False).returncode == 0:
-                return isa
-        except (OSError, subprocess.TimeoutExpired):
-            continue
-    return None
+            return []
+        library.switchyard_advertised_isas.restype = ctypes.c_uint32
+        advertised: int = library.switchyard_advertised_isas()
+    except (OSError, AttributeError):
+        return []
+    return [isa for isa in Isa if advertised >> isa & 1 and _passes(path, isa)]
+
+
+def _passes(path: Path, isa: Isa) -> bool:
+    command = [sys.executable, "-I", "-S", "-c", _SELF_TEST, str(path), str(int(isa))]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=20, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 @cache

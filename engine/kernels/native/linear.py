@@ -1,14 +1,26 @@
-"""Linear layers of one token by the native kernels: the dense part of a decode step."""
+"""Linear layers of few tokens by the native kernels: the dense part of a decode step."""
 
 from __future__ import annotations
+
+import ctypes
 
 import torch
 
 from engine.errors import EngineError, ErrorCode
 from engine.kernels.native.library import NativeKernels
+from engine.kernels.native.structs import MatrixStruct, matrix_struct, plain_struct
+from engine.kernels.quantised.matrices import multiply_in_pieces
+from engine.kernels.quantised.tiles import TiledMatrix
+from engine.kernels.quantised.weights import quantise
 
 _SMALLEST = 64 * 1024
 """Weights: below this the product costs less than handing it to threads."""
+
+_MOST_TOKENS = 8
+"""Beyond it the weights' way from RAM is no longer what is waited for."""
+
+_ROUTERS = ("gate", "router", "wg", "classifier")
+"""Last names of layers that choose experts: too small to matter, and a rounding there changes the choice."""
 
 
 def speed_up_linears(model: torch.nn.Module, kernels: NativeKernels) -> int:
@@ -18,25 +30,59 @@ def speed_up_linears(model: torch.nn.Module, kernels: NativeKernels) -> int:
     """
     count = 0
     for module in model.modules():
-        if type(module) is not torch.nn.Linear:
-            continue
-        weight, bias = module.weight, module.bias
-        if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or weight.numel() < _SMALLEST:
-            continue
-        if not weight.is_contiguous() or (bias is not None and bias.dtype != torch.bfloat16):
-            continue
-        module.forward = _SingleTokenLinear(module, kernels)  # type: ignore[method-assign]
-        count += 1
+        if _is_plain(module):
+            assert isinstance(module, torch.nn.Linear)
+            module.forward = _SingleTokenLinear(module, kernels)  # type: ignore[method-assign]
+            count += 1
     return count
 
 
+def quantise_linears(model: torch.nn.Module, precision: str, kernels: NativeKernels) -> int:
+    """Replaces the weights of every large bf16 `Linear` of a model on the CPU, routers apart, by int8 or int4 ones.
+
+    The parameter `weight` becomes empty; the tiles are buffers of the module.  A weight that is shared with an
+    embedding stays there.  Returns how many were replaced.
+    """
+    count = 0
+    for name, module in model.named_modules():
+        if _is_plain(module) and name.rpartition(".")[2] not in _ROUTERS:
+            assert isinstance(module, torch.nn.Linear)
+            module.forward = QuantisedLinear(module, precision, kernels)  # type: ignore[method-assign]
+            count += 1
+    return count
+
+
+def linear_struct(module: torch.nn.Linear) -> MatrixStruct | None:
+    """The weights of a linear layer as native kernels read them, or `None` if they cannot."""
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, QuantisedLinear):
+        return forward.struct
+    weight = module.weight
+    plain = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and weight.is_contiguous()
+    return plain_struct(weight) if plain else None
+
+
+def _is_plain(module: torch.nn.Module) -> bool:
+    if type(module) is not torch.nn.Linear:
+        return False
+    weight, bias = module.weight, module.bias
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.bfloat16
+        and weight.numel() >= _SMALLEST
+        and weight.is_contiguous()
+        and (bias is None or bias.dtype == torch.bfloat16)
+    )
+
+
 class _SingleTokenLinear:
-    """The `forward` of one linear layer."""
+    """The `forward` of one linear layer in bf16."""
 
     def __init__(self, module: torch.nn.Linear, kernels: NativeKernels) -> None:
         self._weight, self._bias = module.weight, module.bias
         self._rows, self._columns = module.weight.shape
-        self._weight_address = module.weight.data_ptr()
+        self._struct = plain_struct(module.weight)
+        self._address = ctypes.addressof(self._struct)
         self._bias_address = module.bias.data_ptr() if module.bias is not None else None
         self._kernels = kernels
 
@@ -44,16 +90,47 @@ class _SingleTokenLinear:
         if input.numel() != self._columns or input.dtype != torch.bfloat16:
             return torch.nn.functional.linear(input, self._weight, self._bias)
         out = input.new_empty((*input.shape[:-1], self._rows))
-        kernels = self._kernels
-        failed = kernels.linear_bf16(
-            kernels.pool,
-            self._weight_address,
-            self._rows,
-            self._columns,
-            input.contiguous().data_ptr(),
-            self._bias_address,
-            out.data_ptr(),
-        )
-        if failed:
-            raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There was no memory left to compute a linear layer.")
+        kernels, input = self._kernels, input.contiguous()
+        pointers = (input.data_ptr(), self._bias_address, out.data_ptr())
+        if kernels.linear(kernels.pool, self._address, 1, *pointers):
+            raise _out_of_memory()
         return out
+
+
+class QuantisedLinear:
+    """The `forward` of one linear layer in int8 or int4; takes the place of its weight."""
+
+    def __init__(self, module: torch.nn.Linear, precision: str, kernels: NativeKernels) -> None:
+        self._rows, self._columns = module.weight.shape
+        self.matrix: TiledMatrix = quantise(module.weight, precision, kernels=kernels)
+        self.struct = matrix_struct(self.matrix)
+        self._address = ctypes.addressof(self.struct)
+        self._bias = module.bias
+        self._bias_address = module.bias.data_ptr() if module.bias is not None else None
+        self._kernels = kernels
+        for name in ("weights", "scales", "zeros"):
+            tensor = getattr(self.matrix, name)
+            if tensor is not None:
+                module.register_buffer(f"tile_{name}", tensor, persistent=False)  # counted, though not used there
+        module.weight = torch.nn.Parameter(module.weight.new_empty(0), requires_grad=False)
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        rows = input.reshape(-1, self._columns)
+        if input.dtype != torch.bfloat16:
+            rows = rows.bfloat16()
+        if rows.shape[0] > _MOST_TOKENS:
+            out = multiply_in_pieces(rows, self.matrix, self._kernels)
+            if self._bias is not None:
+                out += self._bias
+        else:
+            rows = rows.contiguous()
+            out = rows.new_empty(rows.shape[0], self._rows)
+            kernels = self._kernels
+            pointers = (rows.data_ptr(), self._bias_address, out.data_ptr())
+            if kernels.linear(kernels.pool, self._address, rows.shape[0], *pointers):
+                raise _out_of_memory()
+        return out.view(*input.shape[:-1], self._rows).to(input.dtype)
+
+
+def _out_of_memory() -> EngineError:
+    return EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There was no memory left to compute a linear layer.")

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "dispatch.h"
+#include "matrix.h"
 #include "rows.h"
 #include "switchyard_kernels.h"
 #include "thread_pool.h"
@@ -14,18 +15,19 @@ namespace {
 
 struct AttentionStep {
     const SwitchyardAttention *layer;
-    const KernelSet *kernels;
+    Kernels kernels;
     const uint16_t *hidden, *cos, *sin;
     uint16_t *keys, *values;
     int64_t capacity, length;
     uint16_t *out;
     std::vector<uint16_t> normed;     // [hidden]
-    std::vector<float> spread_x;      // [hidden], spread
+    Vectors x;                        // that, for the projections
     std::vector<uint16_t> projected;  // q, k and v, [(heads + 2 kv_heads) * head_dim]
     std::vector<float> spread_q;      // [heads, head_dim padded]
     std::vector<float> scores;        // [heads, length + 1]
     std::vector<float> mixed;         // [heads, head_dim]
     std::vector<uint16_t> attended;   // [heads * head_dim]
+    Vectors attended_x;               // that, for the output
 };
 
 struct AttentionRun {
@@ -35,27 +37,30 @@ struct AttentionRun {
     AttentionRun(AttentionStep &step, int threads)
         : step(step),
           norm(1, threads),
-          projections(static_cast<int64_t>(step.layer->heads + 2 * step.layer->kv_heads) * step.layer->head_dim / 2, threads),
+          projections(blocks_of(step.layer->q) + blocks_of(step.layer->k) + blocks_of(step.layer->v), threads, 1),
           heads(step.layer->heads + 2 * step.layer->kv_heads, threads, 1),
           attention(step.layer->heads, threads, 1),
           spreading(1, threads),
-          output((step.layer->hidden + 1) / 2, threads) {}
+          output(blocks_of(step.layer->o), threads, 1) {}
 };
 
-void projection_row_pairs(AttentionStep &step, int64_t begin, int64_t end) {
+// Blocks of q, k and v, one after the other.
+void projection_blocks(AttentionStep &step, int64_t begin, int64_t end) {
     const auto &layer = *step.layer;
-    const int64_t q_rows = int64_t{layer.heads} * layer.head_dim, kv_rows = int64_t{layer.kv_heads} * layer.head_dim;
-    for (int64_t pair = begin; pair < end; ++pair) {
-        const int64_t at = 2 * pair;  // head_dim is even: a pair lies within one matrix
-        const uint16_t *weight = layer.q + at * layer.hidden;
-        if (at >= q_rows + kv_rows)
-            weight = layer.v + (at - q_rows - kv_rows) * layer.hidden;
-        else if (at >= q_rows)
-            weight = layer.k + (at - q_rows) * layer.hidden;
-        float a, b;
-        step.kernels->dot_pair(weight, weight + layer.hidden, step.spread_x.data(), layer.hidden, &a, &b);
-        step.projected[at] = to_bf16(a);
-        step.projected[at + 1] = to_bf16(b);
+    const int32_t first = 0;
+    for (int64_t item = begin; item < end; ++item) {
+        int64_t block = item, place = 0;
+        const SwitchyardMatrix *weight = &layer.q;
+        for (const SwitchyardMatrix *next : {&layer.k, &layer.v}) {
+            if (block < blocks_of(*weight)) break;
+            block -= blocks_of(*weight);
+            place += weight->rows;
+            weight = next;
+        }
+        float dots[kTileRows];
+        block_dot(step.kernels, *weight, block, step.x, &first, 1, dots);
+        const int64_t row = block * kTileRows, rows = std::min(kTileRows, weight->rows - row);
+        for (int64_t i = 0; i < rows; ++i) step.projected[place + row + i] = to_bf16(dots[i]);
     }
 }
 
@@ -83,7 +88,7 @@ void prepare_head(AttentionStep &step, int64_t head) {
     if (const uint16_t *norm = is_query ? layer.q_norm : layer.k_norm) rms_norm(x, norm, layer.epsilon, dim, x);
     rotate(step, x);
     if (is_query)
-        step.kernels->spread(x, dim, &step.spread_q[head * padded(dim)]);
+        step.kernels.rows->spread(x, dim, &step.spread_q[head * padded(dim)]);
     else
         std::copy(x, x + dim, step.keys + ((head - layer.heads) * step.capacity + step.length) * dim);
 }
@@ -96,26 +101,26 @@ void attend(AttentionStep &step, int64_t head) {
     float *scores = &step.scores[head * tokens];
     for (int64_t token = 0; token < tokens; token += 2) {
         const int64_t other = std::min(token + 1, tokens - 1);
-        step.kernels->dot_pair(keys + token * dim, keys + other * dim, &step.spread_q[head * padded(dim)], dim,
+        step.kernels.rows->dot_pair(keys + token * dim, keys + other * dim, &step.spread_q[head * padded(dim)], dim,
                                &scores[token], &scores[other]);
     }
     const float top = *std::max_element(scores, scores + tokens) * layer.scale;
     float total = 0;
     for (int64_t token = 0; token < tokens; ++token) total += scores[token] = std::exp(scores[token] * layer.scale - top);
     float *mixed = &step.mixed[head * dim];
-    step.kernels->mix_rows(step.values + kv_head * step.capacity * dim, tokens, dim, scores, mixed);
+    step.kernels.rows->mix_rows(step.values + kv_head * step.capacity * dim, tokens, dim, scores, mixed);
     for (int64_t i = 0; i < dim; ++i) step.attended[head * dim + i] = to_bf16(mixed[i] / total);
 }
 
-void output_row_pairs(AttentionStep &step, int64_t begin, int64_t end) {
-    const auto &layer = *step.layer;
-    const int64_t width = int64_t{layer.heads} * layer.head_dim;
-    for (int64_t pair = begin; pair < end; ++pair) {
-        const int64_t row = 2 * pair, other = std::min<int64_t>(row + 1, layer.hidden - 1);
-        float a, b;
-        step.kernels->dot_pair(layer.o + row * width, layer.o + other * width, step.spread_x.data(), width, &a, &b);
-        step.out[row] = to_bf16(from_bf16(step.hidden[row]) + round_bf16(a));
-        step.out[other] = to_bf16(from_bf16(step.hidden[other]) + round_bf16(b));
+void output_blocks(AttentionStep &step, int64_t begin, int64_t end) {
+    const auto &weight = step.layer->o;
+    const int32_t first = 0;
+    for (int64_t block = begin; block < end; ++block) {
+        float dots[kTileRows];
+        block_dot(step.kernels, weight, block, step.attended_x, &first, 1, dots);
+        const int64_t row = block * kTileRows, rows = std::min(kTileRows, weight.rows - row);
+        for (int64_t i = 0; i < rows; ++i)
+            step.out[row + i] = to_bf16(from_bf16(step.hidden[row + i]) + round_bf16(dots[i]));
     }
 }
 
@@ -125,31 +130,29 @@ void attention_work(void *argument) {
     const auto &layer = *step.layer;
     run.norm.run([&](int64_t, int64_t) {
         rms_norm(step.hidden, layer.norm, layer.epsilon, layer.hidden, step.normed.data());
-        step.kernels->spread(step.normed.data(), layer.hidden, step.spread_x.data());
+        step.x.set(step.kernels, 0, step.normed.data());
     });
-    run.projections.run([&](int64_t begin, int64_t end) { projection_row_pairs(step, begin, end); });
+    run.projections.run([&](int64_t begin, int64_t end) { projection_blocks(step, begin, end); });
     run.heads.run([&](int64_t begin, int64_t end) {
         for (int64_t head = begin; head < end; ++head) prepare_head(step, head);
     });
     run.attention.run([&](int64_t begin, int64_t end) {
         for (int64_t head = begin; head < end; ++head) attend(step, head);
     });
-    run.spreading.run([&](int64_t, int64_t) {
-        step.kernels->spread(step.attended.data(), int64_t{layer.heads} * layer.head_dim, step.spread_x.data());
-    });
-    run.output.run([&](int64_t begin, int64_t end) { output_row_pairs(step, begin, end); });
+    run.spreading.run([&](int64_t, int64_t) { step.attended_x.set(step.kernels, 0, step.attended.data()); });
+    run.output.run([&](int64_t begin, int64_t end) { output_blocks(step, begin, end); });
 }
 
 }  // namespace
 
-SWITCHYARD_API int32_t switchyard_attention_step_bf16(SwitchyardPool *pool, const SwitchyardAttention *attention,
+SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const SwitchyardAttention *attention,
                                                       const uint16_t *hidden, const uint16_t *cos, const uint16_t *sin,
                                                       uint16_t *keys, uint16_t *values, int64_t capacity,
                                                       int64_t length, uint16_t *out) try {
     static thread_local AttentionStep step;
     const int64_t dim = attention->head_dim, heads = attention->heads, kv_heads = attention->kv_heads;
     step.layer = attention;
-    step.kernels = &kernels_in_use();
+    step.kernels = kernels_in_use();
     step.hidden = hidden;
     step.cos = cos;
     step.sin = sin;
@@ -159,15 +162,18 @@ SWITCHYARD_API int32_t switchyard_attention_step_bf16(SwitchyardPool *pool, cons
     step.length = length;
     step.out = out;
     step.normed.resize(static_cast<size_t>(attention->hidden));
-    step.spread_x.resize(static_cast<size_t>(padded(std::max<int64_t>(attention->hidden, heads * dim))));
+    step.x.resize(attention->q.precision, 1, attention->hidden);
+    step.attended_x.resize(attention->o.precision, 1, heads * dim);
     step.projected.resize(static_cast<size_t>((heads + 2 * kv_heads) * dim));
     step.spread_q.resize(static_cast<size_t>(heads * padded(dim)));
     step.scores.resize(static_cast<size_t>(heads * (length + 1)));
     step.mixed.resize(static_cast<size_t>(heads * dim));
     step.attended.resize(static_cast<size_t>(heads * dim));
     AttentionRun run(step, pool->threads());
-    const int64_t weights = (2 * heads + 2 * kv_heads) * dim * attention->hidden;
-    pool->run(attention_work, &run, 2 * (weights + 2 * kv_heads * length * dim));
+    int64_t weights = 0;
+    for (const SwitchyardMatrix *matrix : {&attention->q, &attention->k, &attention->v, &attention->o})
+        weights += bytes_of(*matrix);
+    pool->run(attention_work, &run, weights + 4 * kv_heads * length * dim);
     return 0;
 } catch (const std::bad_alloc &) {
     return 1;

@@ -2,4 +2,4 @@
 #pragma once
 #include "kernel_set.h"
 
-const KernelSet &kernels_in_use();
+Kernels kernels_in_use();

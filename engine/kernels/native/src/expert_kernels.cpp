@@ -1,260 +1,148 @@
-// The experts of a layer in one call, alone or with the norm, the router and the residual around them.
+// The experts of a layer in one call.
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <new>
-#include <vector>
 
+#include "activation.h"
 #include "dispatch.h"
-#include "rows.h"
-#include "switchyard_kernels.h"
-#include "thread_pool.h"
+#include "experts_call.h"
 
 namespace {
 
-// A token that wants an expert, and with which weight.
-struct Visit {
-    int32_t token;
-    float weight;
-};
-
-struct ExpertsCall {
-    const SwitchyardExperts *layer;
-    const KernelSet *kernels;
-    int32_t tokens;
-    int64_t hidden_padded, inner_padded;
-    std::vector<int32_t> active;       // experts that are wanted, each once
-    std::vector<int32_t> first_visit;  // [active + 1] into visits
-    std::vector<Visit> visits;
-    std::vector<float> spread_x;   // [tokens, hidden_padded]
-    std::vector<float> inner;      // [visits, inner]: silu(gate) * up
-    std::vector<float> spread_in;  // [visits, inner_padded]
-    const uint16_t *residual;      // [tokens, hidden] to add to the result, or null
-    uint16_t *out;
-};
-
-// The three steps of a layer, gone through by all threads together.
-struct ExpertsRun {
-    ExpertsCall &call;
-    Phase gate_up, spreading, down;
-
-    ExpertsRun(ExpertsCall &call, int64_t active, int64_t visits, int threads)
-        : call(call),
-          gate_up(active * call.layer->inner, threads),
-          spreading(visits, threads),
-          down((call.layer->hidden + 1) / 2, threads) {}
-};
-
-inline const uint16_t *matrix(const SwitchyardExperts &layer, int32_t expert, int64_t offset) {
-    return reinterpret_cast<const uint16_t *>(layer.records + expert * layer.stride + offset);
+SwitchyardMatrix matrix(const SwitchyardExperts &layer, int32_t expert, const SwitchyardRecordPart &part, int64_t rows,
+                        int64_t columns, int32_t pairing) {
+    const uint8_t *record = layer.records + expert * layer.stride;
+    SwitchyardMatrix found = {record + part.weights, nullptr, nullptr, rows, columns, layer.precision, pairing};
+    if (layer.precision != SWITCHYARD_BF16) found.scales = reinterpret_cast<const uint16_t *>(record + part.scales);
+    if (layer.precision == SWITCHYARD_INT4) found.zeros = record + part.zeros;
+    return found;
 }
 
-// Rows [begin, end) of all active experts' gate and up, one after the other.
-void gate_up_rows(ExpertsCall &call, int64_t begin, int64_t end) {
+// Blocks [begin, end) of all active experts' first matrices, one after the other.
+void first_blocks(ExpertsCall &call, int64_t begin, int64_t end) {
+    static thread_local std::vector<float> dots;
     const auto &layer = *call.layer;
-    const int64_t inner = layer.inner, hidden = layer.hidden;
+    const int64_t inner = layer.inner, per_expert = call.inner_blocks(), per_block = call.inner_block();
+    const Rounding round = {layer.precision == SWITCHYARD_BF16};
     for (int64_t item = begin; item < end; ++item) {
-        const int64_t which = item / inner, row = item % inner;
-        const uint16_t *gate = matrix(layer, call.active[which], layer.gate_up_offset) + row * hidden;
-        for (int32_t v = call.first_visit[which]; v < call.first_visit[which + 1]; ++v) {
-            float g, u;
-            call.kernels->dot_pair(gate, gate + inner * hidden, &call.spread_x[call.visits[v].token * call.hidden_padded],
-                                   hidden, &g, &u);
-            g = round_bf16(g);
-            g = round_bf16(g / (1.0f + std::exp(-g)));
-            call.inner[v * inner + row] = round_bf16(g * round_bf16(u));
+        const int64_t which = item / per_expert, block = item % per_expert;
+        const int32_t expert = call.visits.active[which], first = call.visits.first[which];
+        const int64_t count = call.visits.first[which + 1] - first;
+        const SwitchyardMatrix weights = call.first_matrix(expert);
+        const uint16_t *bias = call.bias(expert, layer.first);
+        const RowOrder order(weights);
+        dots.resize(static_cast<size_t>(count * kTileRows));
+        block_dot(call.kernels, weights, block, call.x, &call.visits.token[first], count, dots.data());
+        const int64_t rows = std::min(per_block, inner - block * per_block);
+        for (int64_t v = 0; v < count; ++v) {
+            float *out = &call.inner[(first + v) * inner + block * per_block];
+            const float *mine = &dots[v * kTileRows];
+            for (int64_t i = 0; i < rows; ++i) {
+                float gate = mine[i], up = layer.pairing == SWITCHYARD_PLAIN ? 0.0f : mine[kHalfRows + i];
+                if (bias) {
+                    const int64_t row = block * order.block + i * order.step;
+                    gate += from_bf16(bias[row]);
+                    if (layer.pairing != SWITCHYARD_PLAIN) up += from_bf16(bias[row + order.partner]);
+                }
+                out[i] = gated(layer, round(gate), round(up), round);
+            }
         }
     }
 }
 
-// Pairs of rows of the result: no two threads write the same one, and each sum is in the experts' order.
-void down_row_pairs(ExpertsCall &call, int64_t begin, int64_t end) {
+// Blocks of rows of the result: no two threads write the same one, and each sum is in the experts' order.
+void down_blocks(ExpertsCall &call, int64_t begin, int64_t end) {
+    static thread_local std::vector<float> sums, dots;
     const auto &layer = *call.layer;
-    const int64_t inner = layer.inner, hidden = layer.hidden, active = static_cast<int64_t>(call.active.size());
-    static thread_local std::vector<float> sums;
-    for (int64_t pair = begin; pair < end; ++pair) {
-        const int64_t row = 2 * pair, other = std::min(row + 1, hidden - 1);
-        sums.assign(static_cast<size_t>(call.tokens) * 2, 0.0f);
-        for (int64_t which = 0; which < active; ++which) {
-            const uint16_t *down = matrix(layer, call.active[which], layer.down_offset);
-            for (int32_t v = call.first_visit[which]; v < call.first_visit[which + 1]; ++v) {
-                float a, b;
-                call.kernels->dot_pair(down + row * inner, down + other * inner, &call.spread_in[v * call.inner_padded],
-                                       inner, &a, &b);
-                const Visit visit = call.visits[v];
-                sums[2 * visit.token] += visit.weight * round_bf16(a);
-                sums[2 * visit.token + 1] += visit.weight * round_bf16(b);
+    const Rounding round = {layer.precision == SWITCHYARD_BF16};
+    for (int64_t block = begin; block < end; ++block) {
+        const int64_t row = block * kTileRows, rows = std::min(kTileRows, layer.hidden - row);
+        sums.assign(static_cast<size_t>(call.tokens) * kTileRows, 0.0f);
+        for (size_t which = 0; which < call.visits.active.size(); ++which) {
+            const int32_t expert = call.visits.active[which], first = call.visits.first[which];
+            const int64_t count = call.visits.first[which + 1] - first;
+            const uint16_t *bias = call.bias(expert, layer.down);
+            dots.resize(static_cast<size_t>(count * kTileRows));
+            block_dot(call.kernels, call.down_matrix(expert), block, call.activated, &call.one_by_one[first], count,
+                      dots.data());
+            for (int64_t v = 0; v < count; ++v) {
+                float *sum = &sums[call.visits.token[first + v] * kTileRows];
+                const float weight = call.visits.weight[first + v];
+                for (int64_t i = 0; i < rows; ++i) {
+                    const float with_bias = dots[v * kTileRows + i] + (bias ? from_bf16(bias[row + i]) : 0.0f);
+                    sum[i] += weight * round(with_bias);
+                }
             }
         }
-        for (int32_t token = 0; token < call.tokens; ++token) {
-            for (int64_t place : {row, other}) {
-                float sum = sums[2 * token + (place - row)];
-                const int64_t at = token * hidden + place;
+        for (int32_t token = 0; token < call.tokens; ++token)
+            for (int64_t i = 0; i < rows; ++i) {
+                float sum = sums[token * kTileRows + i];
+                const int64_t at = int64_t{token} * layer.hidden + row + i;
                 if (call.residual) sum = from_bf16(call.residual[at]) + round_bf16(sum);
                 call.out[at] = to_bf16(sum);
             }
-        }
     }
 }
 
-void experts_work(void *argument) {
-    auto &run = *static_cast<ExpertsRun *>(argument);
-    auto &call = run.call;
-    const int64_t inner = call.layer->inner;
-    run.gate_up.run([&](int64_t begin, int64_t end) { gate_up_rows(call, begin, end); });
-    run.spreading.run([&](int64_t begin, int64_t end) {
-        for (int64_t v = begin; v < end; ++v)
-            call.kernels->spread_floats(&call.inner[v * inner], inner, &call.spread_in[v * call.inner_padded]);
-    });
-    run.down.run([&](int64_t begin, int64_t end) { down_row_pairs(call, begin, end); });
-}
-
-// Sorts the visits by expert, so that a row of weights is read once for all tokens that want it.
-void group_visits(ExpertsCall &call, int32_t k, const int64_t *index, const float *weights) {
-    const int32_t count = call.layer->count;
-    std::vector<int32_t> tally(static_cast<size_t>(count), 0);
-    for (int64_t i = 0; i < int64_t{call.tokens} * k; ++i)
-        if (index[i] >= 0 && index[i] < count) ++tally[index[i]];
-    call.active.clear();
-    call.first_visit.assign(1, 0);
-    for (int32_t expert = 0; expert < count; ++expert) {
-        if (tally[expert] == 0) continue;
-        const int32_t begin = call.first_visit.back();
-        call.active.push_back(expert);
-        call.first_visit.push_back(begin + tally[expert]);
-        tally[expert] = begin;
-    }
-    call.visits.resize(call.first_visit.back());
-    for (int64_t i = 0; i < int64_t{call.tokens} * k; ++i)
-        if (index[i] >= 0 && index[i] < count)
-            call.visits[tally[index[i]]++] = {static_cast<int32_t>(i / k), weights[i]};
-}
-
-struct SparseStep {
-    const SwitchyardSparseBlock *block;
-    ExpertsCall call;
-    std::vector<uint16_t> normed;  // [hidden]
-    std::vector<float> logits;     // [experts]
-    std::vector<int32_t> order;
-    int64_t *chosen;
-    float *shares;
-};
-
-struct SparseRun {
-    SparseStep &step;
-    Phase norm, router, choice;
-    ExpertsRun experts;
-
-    SparseRun(SparseStep &step, int threads)
-        : step(step),
-          norm(1, threads),
-          router((step.block->experts.count + 1) / 2, threads),
-          choice(1, threads),
-          experts(step.call, step.block->top_k, step.block->top_k, threads) {}
-};
-
-void router_row_pairs(SparseStep &step, int64_t begin, int64_t end) {
-    const auto &layer = step.block->experts;
-    for (int64_t pair = begin; pair < end; ++pair) {
-        const int64_t row = 2 * pair, other = std::min<int64_t>(row + 1, layer.count - 1);
-        float a, b;
-        step.call.kernels->dot_pair(step.block->router + row * layer.hidden, step.block->router + other * layer.hidden,
-                                    step.call.spread_x.data(), layer.hidden, &a, &b);
-        step.logits[row] = round_bf16(a);
-        step.logits[other] = round_bf16(b);
-    }
-}
-
-// Softmax in fp32, the k likeliest, their weights made to sum to 1 if the family does so.
-void choose_experts(SparseStep &step) {
-    const auto &block = *step.block;
-    const int32_t count = block.experts.count, k = block.top_k;
-    const float top = *std::max_element(step.logits.begin(), step.logits.end());
-    float total = 0;
-    for (float &logit : step.logits) total += logit = std::exp(logit - top);
-    for (float &logit : step.logits) logit /= total;
-    for (int32_t expert = 0; expert < count; ++expert) step.order[expert] = expert;
-    std::partial_sort(step.order.begin(), step.order.begin() + k, step.order.end(), [&](int32_t a, int32_t b) {
-        return step.logits[a] > step.logits[b] || (step.logits[a] == step.logits[b] && a < b);
-    });
-    float kept = 0;
-    for (int32_t i = 0; i < k; ++i) kept += step.logits[step.order[i]];
-    for (int32_t i = 0; i < k; ++i) {
-        step.chosen[i] = step.order[i];
-        const float share = step.logits[step.order[i]] / (block.normalise ? kept : 1.0f);
-        step.shares[i] = block.bf16_shares ? round_bf16(share) : share;
-    }
-    group_visits(step.call, k, step.chosen, step.shares);
-}
-
-void sparse_work(void *argument) {
-    auto &run = *static_cast<SparseRun *>(argument);
-    auto &step = run.step;
-    const auto &block = *step.block;
-    run.norm.run([&](int64_t, int64_t) {
-        rms_norm(step.call.residual, block.norm, block.epsilon, block.experts.hidden, step.normed.data());
-        step.call.kernels->spread(step.normed.data(), block.experts.hidden, step.call.spread_x.data());
-    });
-    run.router.run([&](int64_t begin, int64_t end) { router_row_pairs(step, begin, end); });
-    run.choice.run([&](int64_t, int64_t) { choose_experts(step); });
-    experts_work(&run.experts);
-}
+void experts_work(void *argument) { static_cast<ExpertsRun *>(argument)->work(); }
 
 }  // namespace
 
-SWITCHYARD_API int32_t switchyard_experts_bf16(SwitchyardPool *pool, const SwitchyardExperts *experts, int32_t tokens,
-                                               int32_t k, const uint16_t *x, const int64_t *index, const float *weights,
-                                               uint16_t *out) try {
-    // One call at a time per thread; the buffers live on, because allocating per layer would cost as much as a layer.
-    static thread_local ExpertsCall call;
-    call.layer = experts;
-    call.kernels = &kernels_in_use();
-    call.tokens = tokens;
-    call.hidden_padded = padded(experts->hidden);
-    call.inner_padded = padded(experts->inner);
-    call.residual = nullptr;
-    call.out = out;
-    group_visits(call, k, index, weights);
-    call.spread_x.resize(static_cast<size_t>(tokens) * call.hidden_padded);
-    call.inner.resize(call.visits.size() * experts->inner);
-    call.spread_in.resize(call.visits.size() * call.inner_padded);
-    for (int32_t token = 0; token < tokens; ++token)
-        call.kernels->spread(x + int64_t{token} * experts->hidden, experts->hidden,
-                             &call.spread_x[token * call.hidden_padded]);
-    ExpertsRun run(call, static_cast<int64_t>(call.active.size()), static_cast<int64_t>(call.visits.size()),
-                   pool->threads());
-    pool->run(experts_work, &run,
-              static_cast<int64_t>(call.active.size()) * 3 * experts->hidden * experts->inner * sizeof(uint16_t));
-    return 0;
-} catch (const std::bad_alloc &) {
-    return 1;
+void ExpertsCall::begin(const SwitchyardExperts *experts, int32_t token_count, const uint16_t *add_to,
+                        uint16_t *result) {
+    layer = experts;
+    kernels = kernels_in_use();
+    tokens = token_count;
+    residual = add_to;
+    out = result;
+    x.resize(layer->precision, tokens, layer->hidden);
 }
 
-SWITCHYARD_API int32_t switchyard_sparse_step_bf16(SwitchyardPool *pool, const SwitchyardSparseBlock *block,
-                                                   const uint16_t *hidden, int64_t *chosen, float *shares,
-                                                   uint16_t *out) try {
-    static thread_local SparseStep step;
-    const auto &layer = block->experts;
-    const size_t k = static_cast<size_t>(block->top_k);
-    step.block = block;
-    step.chosen = chosen;
-    step.shares = shares;
-    step.normed.resize(static_cast<size_t>(layer.hidden));
-    step.logits.resize(static_cast<size_t>(layer.count));
-    step.order.resize(static_cast<size_t>(layer.count));
-    auto &call = step.call;
-    call.layer = &layer;
-    call.kernels = &kernels_in_use();
-    call.tokens = 1;
-    call.hidden_padded = padded(layer.hidden);
-    call.inner_padded = padded(layer.inner);
-    call.residual = hidden;
-    call.out = out;
-    call.spread_x.resize(static_cast<size_t>(call.hidden_padded));
-    call.inner.resize(k * layer.inner);
-    call.spread_in.resize(k * call.inner_padded);
-    SparseRun run(step, pool->threads());
-    pool->run(sparse_work, &run, (static_cast<int64_t>(k) * 3 * layer.inner + layer.count) * layer.hidden * 2);
+void ExpertsCall::reserve(int64_t count) {
+    inner.resize(static_cast<size_t>(count * layer->inner));
+    activated.resize(layer->precision, count, layer->inner);
+    if (one_by_one.size() < static_cast<size_t>(count)) {
+        one_by_one.resize(static_cast<size_t>(count));
+        std::iota(one_by_one.begin(), one_by_one.end(), 0);
+    }
+}
+
+SwitchyardMatrix ExpertsCall::first_matrix(int32_t expert) const {
+    const int64_t rows = layer->pairing == SWITCHYARD_PLAIN ? layer->inner : 2 * int64_t{layer->inner};
+    return matrix(*layer, expert, layer->first, rows, layer->hidden, layer->pairing);
+}
+
+SwitchyardMatrix ExpertsCall::down_matrix(int32_t expert) const {
+    return matrix(*layer, expert, layer->down, layer->hidden, layer->inner, SWITCHYARD_PLAIN);
+}
+
+const uint16_t *ExpertsCall::bias(int32_t expert, const SwitchyardRecordPart &part) const {
+    if (part.bias < 0) return nullptr;
+    return reinterpret_cast<const uint16_t *>(layer->records + expert * layer->stride + part.bias);
+}
+
+void ExpertsRun::work() {
+    const int64_t inner = call.layer->inner;
+    first.run([&](int64_t begin, int64_t end) { first_blocks(call, begin, end); });
+    spreading.run([&](int64_t begin, int64_t end) {
+        for (int64_t v = begin; v < end; ++v) call.activated.set(call.kernels, v, &call.inner[v * inner]);
+    });
+    down.run([&](int64_t begin, int64_t end) { down_blocks(call, begin, end); });
+}
+
+SWITCHYARD_API int32_t switchyard_experts(SwitchyardPool *pool, const SwitchyardExperts *experts, int32_t tokens,
+                                          int32_t k, const uint16_t *x, const int64_t *index, const float *weights,
+                                          uint16_t *out) try {
+    // One call at a time per thread; the buffers live on, because allocating per layer would cost as much as a layer.
+    static thread_local ExpertsCall call;
+    call.begin(experts, tokens, nullptr, out);
+    call.visits.group(experts->count, tokens, k, index, weights);
+    call.reserve(call.visits.count());
+    for (int32_t token = 0; token < tokens; ++token)
+        call.x.set(call.kernels, token, x + int64_t{token} * experts->hidden);
+    const auto active = static_cast<int64_t>(call.visits.active.size());
+    ExpertsRun run(call, active, call.visits.count(), pool->threads());
+    pool->run(experts_work, &run, active * call.expert_bytes());
     return 0;
 } catch (const std::bad_alloc &) {
     return 1;

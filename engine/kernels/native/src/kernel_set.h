@@ -1,7 +1,8 @@
-// What differs between instruction sets: dot products of bf16 rows.
+// What differs between instruction sets.
 #pragma once
 #include <cstdint>
 
+// Dot products of bf16 rows.
 struct KernelSet {
     // Spreads a bf16 vector of n into `out`, in the order that `dot_pair` reads: room for n rounded up to 32.
     void (*spread)(const uint16_t *x, int64_t n, float *out);
@@ -13,13 +14,54 @@ struct KernelSet {
     void (*mix_rows)(const uint16_t *x, int64_t rows, int64_t n, const float *shares, float *out);
 };
 
+constexpr int64_t kTileRows = 32, kHalfRows = 16, kGroup = 32;
+constexpr int kMostVectors = 4;  // that a tile kernel takes at once
+
+// A vector in groups of 32: a value is scales[group] * q.
+struct QuantisedVector {
+    int8_t *q;       // [groups * 32], zeros at the end, from -127 to 127
+    float *scales;   // [groups]
+    int32_t *sums;   // [groups]: of q
+};
+
+// A block of 32 rows in tiles: see switchyard_kernels.h.
+struct TileRow {
+    const uint8_t *weights;
+    const uint16_t *scales;
+    const uint8_t *zeros;
+    int64_t groups;
+};
+
+// Dot products of quantised rows with quantised vectors.
+struct TileKernels {
+    // A group with an infinity keeps the signs of its infinities alone, one with a NaN is NaN.
+    void (*quantise_floats)(const float *x, int64_t n, const QuantisedVector &out);
+    void (*quantise_bf16)(const uint16_t *x, int64_t n, const QuantisedVector &out);
+    // out: [count, 32] of the 32 rows with each of `count` <= kMostVectors vectors.
+    void (*dot_int8)(const TileRow &row, const QuantisedVector *x, int count, float *out);
+    void (*dot_int4)(const TileRow &row, const QuantisedVector *x, int count, float *out);
+    // Quantises 16 rows x 32 columns: w[column * 16 + row] to q (the same order), scales and zeros [16].
+    void (*fit_int8)(const float *w, uint8_t *q, uint16_t *scales);
+    void (*fit_int4)(const float *w, int rounds, uint8_t *q, uint16_t *scales, uint8_t *zeros);
+};
+
+struct Kernels {
+    const KernelSet *rows;
+    const TileKernels *tiles;
+};
+
 extern const KernelSet kPortableKernels;
+extern const TileKernels kPortableTiles;
 #if defined(__x86_64__) || defined(_M_X64)
 extern const KernelSet kAvx2Kernels;
 extern const KernelSet kAvx512Kernels;
+extern const TileKernels kAvx2Tiles;
+extern const TileKernels *const kAvxVnniTiles;  // null if the compiler does not know the instructions
+extern const TileKernels kAvx512Tiles;
+extern const TileKernels kAvx512VnniTiles;
 #endif
 
-inline float from_bf16(uint16_t value) {
+static inline float from_bf16(uint16_t value) {
     union {
         uint32_t bits;
         float number;
@@ -28,7 +70,7 @@ inline float from_bf16(uint16_t value) {
 }
 
 // Round to nearest, ties to even, as torch does; a NaN stays one.
-inline uint16_t to_bf16(float value) {
+static inline uint16_t to_bf16(float value) {
     union {
         float number;
         uint32_t bits;
@@ -37,4 +79,4 @@ inline uint16_t to_bf16(float value) {
     return static_cast<uint16_t>((cast.bits + 0x7fff + ((cast.bits >> 16) & 1)) >> 16);
 }
 
-inline float round_bf16(float value) { return from_bf16(to_bf16(value)); }
+static inline float round_bf16(float value) { return from_bf16(to_bf16(value)); }

@@ -1,56 +1,59 @@
-// A linear layer of one token: its rows shared among the pool's threads.
+// A linear layer of few tokens: its rows shared among the pool's threads.
 #include <algorithm>
 #include <cstddef>
 #include <new>
+#include <numeric>
 #include <vector>
 
 #include "dispatch.h"
-#include "rows.h"
-#include "switchyard_kernels.h"
+#include "matrix.h"
 #include "thread_pool.h"
 
 namespace {
 
 struct LinearCall {
-    const KernelSet *kernels;
-    const uint16_t *weight;
-    int64_t rows, columns;
-    const float *spread_x;
+    Kernels kernels;
+    const SwitchyardMatrix &weight;
+    const Vectors &x;
+    const std::vector<int32_t> &tokens;
     const uint16_t *bias;
     uint16_t *out;
-    Phase row_pairs;
+    Phase blocks;
 };
+
+void linear_blocks(LinearCall &call, int64_t begin, int64_t end) {
+    static thread_local std::vector<float> dots;
+    const auto count = static_cast<int64_t>(call.tokens.size());
+    dots.resize(static_cast<size_t>(count * kTileRows));
+    for (int64_t block = begin; block < end; ++block) {
+        block_dot(call.kernels, call.weight, block, call.x, call.tokens.data(), count, dots.data());
+        const int64_t row = block * kTileRows, rows = std::min(kTileRows, call.weight.rows - row);
+        for (int64_t token = 0; token < count; ++token)
+            for (int64_t i = 0; i < rows; ++i) {
+                const float bias = call.bias ? from_bf16(call.bias[row + i]) : 0.0f;
+                call.out[token * call.weight.rows + row + i] = to_bf16(dots[token * kTileRows + i] + bias);
+            }
+    }
+}
 
 void linear_work(void *argument) {
     auto &call = *static_cast<LinearCall *>(argument);
-    call.row_pairs.run([&](int64_t begin, int64_t end) {
-        for (int64_t pair = begin; pair < end; ++pair) {
-            const int64_t row = 2 * pair, other = std::min(row + 1, call.rows - 1);
-            float a, b;
-            call.kernels->dot_pair(call.weight + row * call.columns, call.weight + other * call.columns, call.spread_x,
-                                   call.columns, &a, &b);
-            if (call.bias) {
-                a += from_bf16(call.bias[row]);
-                b += from_bf16(call.bias[other]);
-            }
-            call.out[row] = to_bf16(a);
-            if (other != row) call.out[other] = to_bf16(b);
-        }
-    });
+    call.blocks.run([&](int64_t begin, int64_t end) { linear_blocks(call, begin, end); });
 }
 
 }  // namespace
 
-SWITCHYARD_API int32_t switchyard_linear_bf16(SwitchyardPool *pool, const uint16_t *weight, int64_t rows,
-                                              int64_t columns, const uint16_t *x, const uint16_t *bias,
-                                              uint16_t *out) try {
-    static thread_local std::vector<float> spread_x;
-    spread_x.resize(static_cast<size_t>(padded(columns)));
-    const KernelSet &kernels = kernels_in_use();
-    kernels.spread(x, columns, spread_x.data());
-    LinearCall call = {&kernels, weight, rows, columns, spread_x.data(), bias, out,
-                       Phase((rows + 1) / 2, pool->threads())};
-    pool->run(linear_work, &call, rows * columns * static_cast<int64_t>(sizeof(uint16_t)));
+SWITCHYARD_API int32_t switchyard_linear(SwitchyardPool *pool, const SwitchyardMatrix *weight, int32_t tokens,
+                                         const uint16_t *x, const uint16_t *bias, uint16_t *out) try {
+    static thread_local Vectors vectors;
+    static thread_local std::vector<int32_t> which;
+    const Kernels kernels = kernels_in_use();
+    vectors.resize(weight->precision, tokens, weight->columns);
+    which.resize(static_cast<size_t>(tokens));
+    std::iota(which.begin(), which.end(), 0);
+    for (int32_t token = 0; token < tokens; ++token) vectors.set(kernels, token, x + token * weight->columns);
+    LinearCall call = {kernels, *weight, vectors, which, bias, out, Phase(blocks_of(*weight), pool->threads(), 1)};
+    pool->run(linear_work, &call, bytes_of(*weight));
     return 0;
 } catch (const std::bad_alloc &) {
     return 1;

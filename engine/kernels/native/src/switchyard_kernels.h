@@ -1,5 +1,6 @@
 // Plain C interface of the native CPU kernels.  Everything is caller-owned memory; no call allocates for the caller,
-// throws, or keeps a pointer after it returns (a pool excepted).
+// throws, or keeps a pointer after it returns (a pool excepted).  Functions that return int32_t return 0, or 1 if there
+// was no memory for their buffers.
 #pragma once
 #include <stdint.h>
 
@@ -11,17 +12,51 @@
 
 typedef struct SwitchyardPool SwitchyardPool;
 
-// Experts of one layer: `count` records of `stride` bytes from `records`, bf16 matrices inside at byte offsets.
-// gate_up is [2 * inner, hidden] (gate rows first), down is [hidden, inner]; an expert is
-// down(silu(gate(x)) * up(x)), rounded to bf16 where the torch reference rounds.
+// How weights are stored: 0 bf16, row by row; 1 int8 and 2 int4 in tiles of 32 rows x 32 columns, padded with zeros,
+// block of rows after block of rows, and within it from left to right:
+//   weights  a tile's upper and then its lower half (16 rows each), as vectors of 64 bytes: 4 bytes for each row.
+//            int8: 8 vectors, the j-th has columns 4j to 4j + 3.
+//            int4: 4 vectors, the j-th has columns 4j to 4j + 3 in its low nibbles, columns 16 + 4j to 16 + 4j + 3 in
+//            its high ones.
+//   scales   bf16 [32] for a tile: one for each row's 32 columns
+//   zeros    uint8 [32] for a tile, int4 alone: sixteenths
+// A weight is scale * q for int8 and scale * (q - zero / 16) for int4.
+enum { SWITCHYARD_BF16 = 0, SWITCHYARD_INT8 = 1, SWITCHYARD_INT4 = 2 };
+
+// What a block of rows holds: 0 plain, rows 32b to 32b + 31; 1 and 2 for matrices of gate and up rows, 16 of each:
+// 1 if all gate rows come before all up rows, 2 if they alternate.
+enum { SWITCHYARD_PLAIN = 0, SWITCHYARD_HALVES = 1, SWITCHYARD_ALTERNATING = 2 };
+
+// A matrix [rows, columns].  scales and zeros are null where the precision has none.
+typedef struct {
+    const void *weights;
+    const uint16_t *scales;
+    const uint8_t *zeros;
+    int64_t rows, columns;
+    int32_t precision;
+    int32_t pairing;
+} SwitchyardMatrix;
+
+// Where the pieces of a matrix lie in an expert's record, in bytes; bias (bf16 [rows]) is -1 where there is none.
+typedef struct {
+    int64_t weights, scales, zeros, bias;
+} SwitchyardRecordPart;
+
+// Experts of one layer: `count` records of `stride` bytes from `records`.
+// An expert is down(activation(first(x))), rounded to bf16 where the torch reference rounds if its weights are bf16.
+// first is [inner, hidden], or [2 * inner, hidden] with gate and up rows as `pairing` says; down is [hidden, inner].
 typedef struct {
     const uint8_t *records;
     int64_t stride;
-    int64_t gate_up_offset;
-    int64_t down_offset;
-    int32_t count;
-    int32_t hidden;
-    int32_t inner;
+    SwitchyardRecordPart first, down;
+    int32_t count, hidden, inner;
+    int32_t precision;
+    int32_t pairing;
+    // 0 silu, 1 gelu, 2 gelu by tanh, 3 relu, 4 relu squared, each times up where there is a gate;
+    // 5 (up + 1) * gate * sigmoid(alpha * gate).
+    int32_t activation;
+    float limit;  // gate is clamped to at most this, up to +-this, before all else; infinity where it is not
+    float alpha;
 } SwitchyardExperts;
 
 // A sparse block of the Mixtral kind: hidden + experts(norm(hidden)), routed by softmax over all experts, then top k.
@@ -35,11 +70,11 @@ typedef struct {
     int32_t bf16_shares;  // whether they are then rounded
 } SwitchyardSparseBlock;
 
-// Grouped-query attention of the Llama kind: hidden + o(attention(rope(q, k), v)) of norm(hidden), all bf16.
+// Grouped-query attention of the Llama kind: hidden + o(attention(rope(q, k), v)) of norm(hidden).
 typedef struct {
-    const uint16_t *norm;           // [hidden]
-    const uint16_t *q, *k, *v, *o;  // [heads * head_dim, hidden], [kv_heads * head_dim, hidden] twice, [hidden, ...]
-    const uint16_t *q_norm, *k_norm;  // RMS norms of each head, [head_dim], or null
+    const uint16_t *norm;             // bf16 [hidden]
+    const uint16_t *q_norm, *k_norm;  // bf16 RMS norms of each head, [head_dim], or null
+    SwitchyardMatrix q, k, v, o;      // plain
     float epsilon;
     float scale;
     int32_t hidden, heads, kv_heads, head_dim;
@@ -48,9 +83,10 @@ typedef struct {
 // Raised whenever a signature or a struct above changes: a library of another number is not used.
 SWITCHYARD_API int32_t switchyard_abi(void);
 
-// Instruction sets, best last: 0 portable, 1 AVX2 + FMA, 2 AVX-512 (F, BW, VL).
-SWITCHYARD_API int32_t switchyard_advertised_isa(void);
-// Runs every kernel of that instruction set on a small problem: 0 if right.  May die of an illegal instruction where
+// Instruction sets, best last: 0 portable, 1 AVX2 + FMA, 2 AVX-VNNI besides, 3 AVX-512 (F, BW, VL), 4 AVX-512 VNNI
+// besides.  A set of them, bit by bit: those that the processor advertises and this library was built for.
+SWITCHYARD_API uint32_t switchyard_advertised_isas(void);
+// Runs every kernel of that instruction set on small problems: 0 if right.  May die of an illegal instruction where
 // a virtual machine advertises what it traps on: call it in a child process.
 SWITCHYARD_API int32_t switchyard_self_test(int32_t isa);
 // Chooses the kernels for all later calls.
@@ -61,25 +97,35 @@ SWITCHYARD_API SwitchyardPool *switchyard_pool_create(int32_t threads);
 SWITCHYARD_API void switchyard_pool_destroy(SwitchyardPool *pool);
 
 // out[t] = sum over j of weights[t, j] * expert[index[t, j]](x[t]); ids outside [0, count) contribute nothing.
-// x, out: bf16 [tokens, hidden]; index: int64 [tokens, k]; weights: float [tokens, k].  Returns 0, or 1 if out of memory.
-SWITCHYARD_API int32_t switchyard_experts_bf16(SwitchyardPool *pool, const SwitchyardExperts *experts, int32_t tokens,
-                                               int32_t k, const uint16_t *x, const int64_t *index, const float *weights,
-                                               uint16_t *out);
+// x, out: bf16 [tokens, hidden]; index: int64 [tokens, k]; weights: float [tokens, k].
+SWITCHYARD_API int32_t switchyard_experts(SwitchyardPool *pool, const SwitchyardExperts *experts, int32_t tokens,
+                                          int32_t k, const uint16_t *x, const int64_t *index, const float *weights,
+                                          uint16_t *out);
 
-// out = weight x + bias: weight bf16 [rows, columns], x bf16 [columns], bias bf16 [rows] or null, out bf16 [rows].
-SWITCHYARD_API int32_t switchyard_linear_bf16(SwitchyardPool *pool, const uint16_t *weight, int64_t rows,
-                                              int64_t columns, const uint16_t *x, const uint16_t *bias, uint16_t *out);
+// out[t] = weight x[t] + bias: a plain matrix, x bf16 [tokens, columns], bias bf16 [rows] or null, out bf16
+// [tokens, rows].
+SWITCHYARD_API int32_t switchyard_linear(SwitchyardPool *pool, const SwitchyardMatrix *weight, int32_t tokens,
+                                         const uint16_t *x, const uint16_t *bias, uint16_t *out);
 
 // One token through a sparse block.  hidden, out: bf16 [hidden], not the same.  chosen: int64 [k] and shares:
 // float [k] receive the routing.
-SWITCHYARD_API int32_t switchyard_sparse_step_bf16(SwitchyardPool *pool, const SwitchyardSparseBlock *block,
-                                                   const uint16_t *hidden, int64_t *chosen, float *shares,
-                                                   uint16_t *out);
+SWITCHYARD_API int32_t switchyard_sparse_step(SwitchyardPool *pool, const SwitchyardSparseBlock *block,
+                                              const uint16_t *hidden, int64_t *chosen, float *shares, uint16_t *out);
 
 // One token through attention.  keys, values: bf16 [kv_heads, capacity, head_dim] that hold `length` tokens; those of
 // this token are written at row `length` < capacity.  cos, sin: bf16 [head_dim], as the library's rotary embedding
 // makes them.  hidden, out: bf16 [hidden], not the same.
-SWITCHYARD_API int32_t switchyard_attention_step_bf16(SwitchyardPool *pool, const SwitchyardAttention *attention,
-                                                      const uint16_t *hidden, const uint16_t *cos, const uint16_t *sin,
-                                                      uint16_t *keys, uint16_t *values, int64_t capacity,
-                                                      int64_t length, uint16_t *out);
+SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const SwitchyardAttention *attention,
+                                                 const uint16_t *hidden, const uint16_t *cos, const uint16_t *sin,
+                                                 uint16_t *keys, uint16_t *values, int64_t capacity, int64_t length,
+                                                 uint16_t *out);
+
+// Fills weights, scales and zeros of `target` (which point to memory that may be written) from source: bf16
+// [rows, columns].  int4: half-quadratic optimisation of scales and zeros, in at most `rounds` rounds.
+SWITCHYARD_API int32_t switchyard_quantise(SwitchyardPool *pool, const SwitchyardMatrix *target,
+                                           const uint16_t *source, int32_t rounds);
+
+// Blocks [begin, end) of a quantised matrix as bf16, out: [rows of these blocks, columns], gate and up rows paired in
+// `out` as they are in the matrix.
+SWITCHYARD_API int32_t switchyard_dequantise(SwitchyardPool *pool, const SwitchyardMatrix *matrix, int64_t begin,
+                                             int64_t end, uint16_t *out);

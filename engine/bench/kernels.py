@@ -1,0 +1,176 @@
+"""CPU expert kernels on cold weights, in every precision and instruction set, against the machine's read bandwidth."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from engine.bench.bandwidth import read_bandwidth
+from engine.bench.report import Report, row
+from engine.experts.bank import BankLayer
+from engine.experts.quantised_layout import QuantisedLayout
+from engine.experts.record import RecordLayout, allocate_records
+from engine.experts.standard_module import StandardExperts
+from engine.kernels.interface import ExpertKernel, ExpertMath
+from engine.kernels.native.build import build
+from engine.kernels.native.experts import NativeExperts
+from engine.kernels.native.library import Isa, NativeKernels, load_kernels, proven
+from engine.kernels.quantised.tiles import Pairing
+from engine.kernels.torch_experts import TorchExperts
+from engine.runtime.placement import set_threads
+
+PRECISIONS = ("bf16", "int8", "int4")
+_COLD_BYTES = 3 * 2**29
+"""Weights that a run goes through before it meets the first again: more than any cache holds."""
+_CALL_SECONDS = 0.15
+"""Of one burst of calls: long enough for the clock, short enough to take turns often."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer of a published model.
+
+    Attributes:
+        hidden, inner: widths of an expert.
+        top_k: experts for a token.
+    """
+
+    name: str
+    hidden: int
+    inner: int
+    top_k: int
+
+
+SHAPES = (
+    Shape("Qwen3-30B-A3B", 2048, 768, 8),
+    Shape("Mixtral-8x7B", 4096, 14336, 2),
+    Shape("gpt-oss", 2880, 2880, 4),
+)
+
+
+def bench_kernels(
+    threads: int | None,
+    repeats: int,
+    *,
+    precisions: tuple[str, ...] = PRECISIONS,
+    shapes: tuple[Shape, ...] = SHAPES,
+    tokens: int = 1,
+    on_progress: Callable[[str], None] = lambda _what: None,
+) -> Report:
+    """GB of weights per second that a layer's experts of `tokens` tokens are computed with, and torch's operators'.
+
+    Needs some 2 GB of RAM.  Where the kernels are not built, torch's operators are measured alone.
+    """
+    count = set_threads(threads)
+    on_progress("read bandwidth")
+    limit = read_bandwidth() / 1e9
+    report = Report({"threads": count, "read_bandwidth_gb_per_s": limit})
+    isas = proven(build())
+    for shape in shapes:
+        for precision in precisions:
+            on_progress(f"{shape.name} {precision}")
+            _bench_shape(report, shape, precision, isas, count, repeats, tokens, limit)
+    return report
+
+
+def _bench_shape(
+    report: Report, shape: Shape, precision: str, isas: list[Isa], threads: int, repeats: int, tokens: int, limit: float
+) -> None:
+    module = StandardExperts(1, shape.hidden, shape.inner, torch.nn.SiLU())
+    layer = _layer(module, shape, precision)
+    math = ExpertMath.of(module)
+    runs: dict[str, Callable[[], float]] = {}
+    pools: list[NativeKernels] = []
+    if precision == "bf16":
+        runs["torch"] = _Run(TorchExperts(layer, math), layer, shape, tokens)
+    best = load_kernels(threads)
+    if best is not None:
+        pools.append(best)
+        for isa in isas:
+            kernels = NativeKernels(best._library, isa, threads)
+            pools.append(kernels)
+            kernel = NativeExperts(layer, math, kernels, many_tokens=TorchExperts(layer, math, kernels))
+            run = _Run(kernel, layer, shape, tokens)
+            runs[isa.name] = _With(best, isa, run)
+    values: dict[str, list[float]] = {name: [] for name in runs}
+    try:
+        for repeat in range(repeats + 1):
+            for name, measure in runs.items():
+                rate = measure()
+                if repeat:
+                    values[name].append(rate)
+    finally:
+        for pool in pools:
+            pool.close()
+    for name, rates in values.items():
+        if name != "torch":
+            report.rows.append(
+                row(
+                    f"{shape.name} top-{shape.top_k} {precision} {name}",
+                    rates,
+                    "GB/s",
+                    peer="torch" if "torch" in values else None,
+                    peer_values=values.get("torch"),
+                    limit=limit,
+                )
+            )
+
+
+class _Run:
+    """Calls one kernel with ever other experts; gives GB of weights per second."""
+
+    def __init__(self, kernel: ExpertKernel, layer: BankLayer, shape: Shape, tokens: int) -> None:
+        self._kernel = kernel
+        self._chosen = _ever_other(layer.num_experts, shape.top_k)
+        self._weights = torch.full((tokens, shape.top_k), 1 / shape.top_k)
+        self._x = torch.randn(tokens, shape.hidden).bfloat16()
+        self._bytes = shape.top_k * layer.layout.nbytes
+
+    def __call__(self) -> float:
+        calls, begin = 0, time.perf_counter()
+        while (taken := time.perf_counter() - begin) < _CALL_SECONDS or calls < 2:
+            index = torch.tensor([next(self._chosen)]).expand(self._x.shape[0], -1)
+            self._kernel(self._x, index, self._weights)
+            calls += 1
+        return calls * self._bytes / taken / 1e9
+
+
+class _With:
+    """A run with an instruction set: which one is in use is the library's own state."""
+
+    def __init__(self, kernels: NativeKernels, isa: Isa, run: Callable[[], float]) -> None:
+        self._kernels, self._isa, self._run = kernels, isa, run
+
+    def __call__(self) -> float:
+        self._kernels._library.switchyard_use_isa(int(self._isa))
+        try:
+            return self._run()
+        finally:
+            self._kernels._library.switchyard_use_isa(int(self._kernels.isa))
+
+
+def _ever_other(experts: int, top_k: int) -> Iterator[list[int]]:
+    generator = random.Random(1)
+    while True:
+        order = list(range(experts))
+        generator.shuffle(order)
+        for begin in range(0, experts - top_k + 1, top_k):
+            yield order[begin : begin + top_k]
+
+
+def _layer(module: StandardExperts, shape: Shape, precision: str) -> BankLayer:
+    """Copies of one random expert, so many that none is in a cache when its turn comes."""
+    plain = RecordLayout.of(
+        {name: (tuple(p.shape[1:]), torch.bfloat16) for name, p in module.named_parameters()}, transposed=False
+    )
+    layout: RecordLayout = plain
+    if precision != "bf16":
+        layout = QuantisedLayout.quantising(plain, precision, Pairing.HALVES)
+    count = max(2 * shape.top_k, _COLD_BYTES // layout.nbytes)
+    layer = BankLayer(shape.name, layout, allocate_records(count, layout, torch.device("cpu")))
+    layer.records.fill_(60)  # as scales and weights in bf16: small numbers
+    return layer

@@ -1,0 +1,32 @@
+"""Tiles made of matrices and matrices made of tiles, by the native kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+from engine.kernels.native.structs import matrix_struct
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.kernels.native.library import NativeKernels
+    from engine.kernels.quantised.tiles import TiledMatrix
+
+_ROUNDS = 16
+"""Of the optimisation of int4, see `engine.kernels.quantised.fit`."""
+
+
+def quantise_natively(weight: torch.Tensor, target: TiledMatrix, kernels: NativeKernels, rounds: int = _ROUNDS) -> None:
+    """Fills `target` from `weight`: bf16 [rows, columns], contiguous, in RAM as `target` is."""
+    struct = matrix_struct(target)
+    kernels.quantise(kernels.pool, ctypes.addressof(struct), weight.data_ptr(), rounds)
+
+
+def dequantise_natively(matrix: TiledMatrix, begin: int, end: int, out: torch.Tensor, kernels: NativeKernels) -> None:
+    """Blocks [begin, end) of a matrix in RAM to `out`: bf16 [their rows, columns], contiguous, paired as the matrix is.
+
+    The same values as `engine.kernels.quantised.tiles.dequantise`.
+    """
+    struct = matrix_struct(matrix)
+    kernels.dequantise(kernels.pool, ctypes.addressof(struct), begin, end, out.data_ptr())

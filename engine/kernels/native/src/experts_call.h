@@ -1,0 +1,48 @@
+// The experts of a layer, gone through by all threads of a pool together.
+#pragma once
+#include <cstdint>
+#include <numeric>
+#include <vector>
+
+#include "matrix.h"
+#include "switchyard_kernels.h"
+#include "thread_pool.h"
+#include "visits.h"
+
+struct ExpertsCall {
+    const SwitchyardExperts *layer;
+    Kernels kernels;
+    int32_t tokens;
+    Visits visits;
+    Vectors x;                       // [tokens], [hidden]
+    std::vector<float> inner;        // [visits, inner]
+    Vectors activated;               // the same
+    std::vector<int32_t> one_by_one; // 0, 1, 2, ...
+    const uint16_t *residual;        // [tokens, hidden] to add to the result, or null
+    uint16_t *out;
+
+    void begin(const SwitchyardExperts *experts, int32_t token_count, const uint16_t *add_to, uint16_t *result);
+    // Room for this many visits.
+    void reserve(int64_t count);
+
+    int64_t inner_block() const { return layer->pairing == SWITCHYARD_PLAIN ? kTileRows : kHalfRows; }
+    int64_t inner_blocks() const { return (layer->inner + inner_block() - 1) / inner_block(); }
+    SwitchyardMatrix first_matrix(int32_t expert) const;
+    SwitchyardMatrix down_matrix(int32_t expert) const;
+    const uint16_t *bias(int32_t expert, const SwitchyardRecordPart &part) const;
+    // Bytes of one expert's weights.
+    int64_t expert_bytes() const { return bytes_of(first_matrix(0)) + bytes_of(down_matrix(0)); }
+};
+
+struct ExpertsRun {
+    ExpertsCall &call;
+    Phase first, spreading, down;
+
+    ExpertsRun(ExpertsCall &call, int64_t active, int64_t visits, int threads)
+        : call(call),
+          first(active * call.inner_blocks(), threads, 1),
+          spreading(visits, threads, 1),
+          down((call.layer->hidden + kTileRows - 1) / kTileRows, threads, 1) {}
+
+    void work();
+};

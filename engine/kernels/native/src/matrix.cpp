@@ -1,0 +1,77 @@
+#include "matrix.h"
+
+#include <algorithm>
+
+#include "rows.h"
+
+int64_t bytes_of(const SwitchyardMatrix &matrix) {
+    if (matrix.precision == SWITCHYARD_BF16) return matrix.rows * matrix.columns * 2;
+    const int64_t tiles = blocks_of(matrix) * groups_of(matrix.columns);
+    return tiles * kTileRows * (matrix.precision == SWITCHYARD_INT8 ? kGroup + 2 : kGroup / 2 + 3);
+}
+
+void Vectors::resize(int32_t precision, int64_t count, int64_t n) {
+    precision_ = precision;
+    n_ = n;
+    const int64_t groups = groups_of(n);
+    const int64_t bytes = precision == SWITCHYARD_BF16 ? padded(n) * 4 : groups * (kGroup + 4 + 4);
+    stride_ = (bytes + 63) & ~int64_t{63};
+    const auto needed = static_cast<size_t>(count * stride_ + 64);
+    if (memory_.size() < needed) memory_.resize(needed);
+    start_ = memory_.data() + (-reinterpret_cast<uintptr_t>(memory_.data()) & 63);
+}
+
+QuantisedVector Vectors::quantised(int64_t at) const {
+    uint8_t *start = start_ + at * stride_;
+    const int64_t groups = groups_of(n_);
+    auto *scales = reinterpret_cast<float *>(start + groups * kGroup);
+    return {reinterpret_cast<int8_t *>(start), scales, reinterpret_cast<int32_t *>(scales + groups)};
+}
+
+void Vectors::set(const Kernels &kernels, int64_t at, const uint16_t *x) {
+    if (precision_ == SWITCHYARD_BF16)
+        kernels.rows->spread(x, n_, const_cast<float *>(spread(at)));
+    else
+        kernels.tiles->quantise_bf16(x, n_, quantised(at));
+}
+
+void Vectors::set(const Kernels &kernels, int64_t at, const float *x) {
+    if (precision_ == SWITCHYARD_BF16)
+        kernels.rows->spread_floats(x, n_, const_cast<float *>(spread(at)));
+    else
+        kernels.tiles->quantise_floats(x, n_, quantised(at));
+}
+
+namespace {
+
+void bf16_block(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t block, const Vectors &x,
+                const int32_t *which, int64_t count, float *out) {
+    const RowOrder order(matrix);
+    const auto *weights = static_cast<const uint16_t *>(matrix.weights);
+    for (int64_t i = 0; i < kHalfRows; ++i) {
+        const int64_t row = block * order.block + i * order.step;
+        if (row >= order.first_limit) break;
+        const int64_t other = row + order.partner < matrix.rows ? row + order.partner : row;
+        for (int64_t v = 0; v < count; ++v)
+            kernels.rows->dot_pair(weights + row * matrix.columns, weights + other * matrix.columns, x.spread(which[v]),
+                                   matrix.columns, &out[v * kTileRows + i], &out[v * kTileRows + kHalfRows + i]);
+    }
+}
+
+}  // namespace
+
+void block_dot(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t block, const Vectors &x,
+               const int32_t *which, int64_t count, float *out) {
+    if (matrix.precision == SWITCHYARD_BF16) {
+        bf16_block(kernels, matrix, block, x, which, count, out);
+        return;
+    }
+    const TileRow row = tile_row(matrix, block);
+    const auto dot = matrix.precision == SWITCHYARD_INT8 ? kernels.tiles->dot_int8 : kernels.tiles->dot_int4;
+    for (int64_t begin = 0; begin < count; begin += kMostVectors) {
+        QuantisedVector vectors[kMostVectors];
+        const int many = static_cast<int>(std::min<int64_t>(count - begin, kMostVectors));
+        for (int v = 0; v < many; ++v) vectors[v] = x.quantised(which[begin + v]);
+        dot(row, vectors, many, out + begin * kTileRows);
+    }
+}

@@ -1,0 +1,54 @@
+// A product of a matrix with vectors, in blocks of 32 rows, whatever the precision.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "kernel_set.h"
+#include "switchyard_kernels.h"
+
+// Where the rows of a block lie in a matrix that is stored row by row: the i-th of the upper half is
+// begin(block) + i * step, and that of the lower half `partner` rows further on.
+struct RowOrder {
+    int64_t block, step, partner;
+    int64_t first_limit;  // rows of upper halves lie below this
+
+    explicit RowOrder(const SwitchyardMatrix &matrix) : RowOrder(matrix.pairing, matrix.rows) {}
+    RowOrder(int32_t pairing, int64_t rows)
+        : block(pairing == SWITCHYARD_HALVES ? kHalfRows : kTileRows),
+          step(pairing == SWITCHYARD_ALTERNATING ? 2 : 1),
+          partner(pairing == SWITCHYARD_PLAIN ? kHalfRows : pairing == SWITCHYARD_HALVES ? rows / 2 : 1),
+          first_limit(pairing == SWITCHYARD_HALVES ? rows / 2 : rows) {}
+};
+
+inline int64_t blocks_of(const SwitchyardMatrix &matrix) { return (matrix.rows + kTileRows - 1) / kTileRows; }
+inline int64_t groups_of(int64_t columns) { return (columns + kGroup - 1) / kGroup; }
+inline TileRow tile_row(const SwitchyardMatrix &matrix, int64_t block) {
+    const int64_t groups = groups_of(matrix.columns), tile = kTileRows * kGroup;
+    const auto *weights = static_cast<const uint8_t *>(matrix.weights);
+    return {weights + block * groups * (matrix.precision == SWITCHYARD_INT4 ? tile / 2 : tile),
+            matrix.scales + block * groups * kTileRows,
+            matrix.zeros ? matrix.zeros + block * groups * kTileRows : nullptr, groups};
+}
+// Bytes of a matrix's weights, scales and zeros.
+int64_t bytes_of(const SwitchyardMatrix &matrix);
+
+// Vectors in the form that the kernels of a precision read.
+class Vectors {
+  public:
+    void resize(int32_t precision, int64_t count, int64_t n);
+    void set(const Kernels &kernels, int64_t at, const uint16_t *x);
+    void set(const Kernels &kernels, int64_t at, const float *x);
+    const float *spread(int64_t at) const { return reinterpret_cast<const float *>(start_ + at * stride_); }
+    QuantisedVector quantised(int64_t at) const;
+
+  private:
+    int32_t precision_ = 0;
+    int64_t n_ = 0, stride_ = 0;
+    std::vector<uint8_t> memory_;
+    uint8_t *start_ = nullptr;
+};
+
+// Rows of `block` times vectors first, first + step, ...: out [count, 32], gate or upper rows first.  What lies beyond
+// the matrix's last row is not defined.
+void block_dot(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t block, const Vectors &x,
+               const int32_t *which, int64_t count, float *out);

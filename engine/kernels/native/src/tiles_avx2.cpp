@@ -1,0 +1,24 @@
+// Compiled with AVX2 and FMA.
+#include "tiles_256.h"
+
+namespace {
+
+struct Avx2Math {
+    using Products = __m256i;
+    static Products none(int32_t) { return _mm256_setzero_si256(); }
+    // The instruction multiplies unsigned by signed bytes: the weight's sign goes to the other operand.
+    static Products add(Products sum, __m256i weights, __m256i x) {
+        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));
+        return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    // 8 times 2 products of 15 * 127 fit 16 bits.
+    static Products add_unsigned(Products sum, __m256i nibbles, __m256i x) {
+        return _mm256_add_epi16(sum, _mm256_maddubs_epi16(nibbles, x));
+    }
+    static __m256i whole_sums(Products sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
+};
+
+}  // namespace
+
+const TileKernels kAvx2Tiles = {quantise_floats, quantise_bf16, dot_int8<Avx2Math>, dot_int4<Avx2Math>,
+                                fit_int8,        fit_int4};

@@ -1,0 +1,25 @@
+// Compiled with AVX-512 F, BW and VL.
+#include "tiles_512.h"
+
+namespace {
+
+struct Avx512Math {
+    static __m512i none(int32_t) { return _mm512_setzero_si512(); }
+    static __m512i prepared(__m512i weights) { return weights; }
+    // As in AVX2, with a mask for the sign.
+    static __m512i add(__m512i sum, __m512i weights, __m512i x) {
+        const __m512i signed_x =
+            _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(weights), _mm512_setzero_si512(), x);
+        const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(weights), signed_x);
+        return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+    }
+    static __m512i add_unsigned(__m512i sum, __m512i nibbles, __m512i x) {
+        return _mm512_add_epi16(sum, _mm512_maddubs_epi16(nibbles, x));
+    }
+    static __m512i whole_sums(__m512i sum) { return _mm512_madd_epi16(sum, _mm512_set1_epi16(1)); }
+};
+
+}  // namespace
+
+const TileKernels kAvx512Tiles = {quantise_floats, quantise_bf16, dot_int8<Avx512Math>, dot_int4<Avx512Math>,
+                                  fit_int8,        fit_int4};

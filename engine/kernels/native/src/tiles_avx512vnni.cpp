@@ -1,0 +1,20 @@
+// Compiled with AVX-512 F, BW, VL and VNNI.
+#include "tiles_512.h"
+
+namespace {
+
+struct VnniMath {
+    // Weights are multiplied as unsigned bytes, 128 too large: that much of x is taken off beforehand.
+    static __m512i none(int32_t sum) { return _mm512_set1_epi32(-128 * sum); }
+    static __m512i prepared(__m512i weights) { return _mm512_xor_si512(weights, _mm512_set1_epi8(-128)); }
+    static __m512i add(__m512i sum, __m512i weights, __m512i x) { return _mm512_dpbusd_epi32(sum, weights, x); }
+    static __m512i add_unsigned(__m512i sum, __m512i nibbles, __m512i x) {
+        return _mm512_dpbusd_epi32(sum, nibbles, x);
+    }
+    static __m512i whole_sums(__m512i sum) { return sum; }
+};
+
+}  // namespace
+
+const TileKernels kAvx512VnniTiles = {quantise_floats, quantise_bf16, dot_int8<VnniMath>, dot_int4<VnniMath>,
+                                      fit_int8,        fit_int4};

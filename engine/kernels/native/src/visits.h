@@ -1,0 +1,40 @@
+// Which tokens of a step want which experts, sorted by expert, so that a row of weights is read once for all of them.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+struct Visits {
+    std::vector<int32_t> active;  // experts that are wanted, each once
+    std::vector<int32_t> first;   // [active + 1]: where an expert's visits begin
+    std::vector<int32_t> token;   // [visits]
+    std::vector<float> weight;    // [visits]
+
+    int64_t count() const { return first.back(); }
+
+    // index, weights: [tokens, k]; ids outside [0, experts) are nobody.
+    void group(int32_t experts, int64_t tokens, int32_t k, const int64_t *index, const float *weights) {
+        tally_.assign(static_cast<size_t>(experts), 0);
+        for (int64_t i = 0; i < tokens * k; ++i)
+            if (index[i] >= 0 && index[i] < experts) ++tally_[index[i]];
+        active.clear();
+        first.assign(1, 0);
+        for (int32_t expert = 0; expert < experts; ++expert) {
+            if (tally_[expert] == 0) continue;
+            const int32_t begin = first.back();
+            active.push_back(expert);
+            first.push_back(begin + tally_[expert]);
+            tally_[expert] = begin;
+        }
+        token.resize(first.back());
+        weight.resize(first.back());
+        for (int64_t i = 0; i < tokens * k; ++i) {
+            if (index[i] < 0 || index[i] >= experts) continue;
+            const int32_t at = tally_[index[i]]++;
+            token[at] = static_cast<int32_t>(i / k);
+            weight[at] = weights[i];
+        }
+    }
+
+  private:
+    std::vector<int32_t> tally_;
+};

@@ -1,0 +1,135 @@
+// Matrices to tiles and back.
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+
+#include "dispatch.h"
+#include "matrix.h"
+#include "thread_pool.h"
+
+namespace {
+
+struct QuantiseCall {
+    Kernels kernels;
+    const SwitchyardMatrix &target;
+    const uint16_t *source;
+    int rounds;
+    Phase blocks;
+};
+
+// Row of the source that the i-th row of a block's half is, or -1 beyond the matrix.
+int64_t source_row(const SwitchyardMatrix &matrix, int64_t block, int64_t half, int64_t i) {
+    const RowOrder order(matrix);
+    const int64_t first = block * order.block + i * order.step;
+    const int64_t row = first + half * order.partner;
+    return first < order.first_limit && row < matrix.rows ? row : -1;
+}
+
+void quantise_half(const QuantiseCall &call, int64_t block, int64_t half, const TileRow &row) {
+    const bool int4 = call.target.precision == SWITCHYARD_INT4;
+    const int64_t half_bytes = kHalfRows * kGroup / (int4 ? 2 : 1);
+    for (int64_t group = 0; group < row.groups; ++group) {
+        float w[kGroup * kHalfRows] = {};
+        const int64_t column = group * kGroup, columns = std::min(kGroup, call.target.columns - column);
+        for (int64_t i = 0; i < kHalfRows; ++i) {
+            const int64_t from = source_row(call.target, block, half, i);
+            if (from < 0) continue;
+            const uint16_t *values = call.source + from * call.target.columns + column;
+            for (int64_t c = 0; c < columns; ++c) w[c * kHalfRows + i] = from_bf16(values[c]);
+        }
+        uint8_t q[kGroup * kHalfRows];
+        const int64_t at = group * kTileRows + half * kHalfRows;
+        auto *weights = const_cast<uint8_t *>(row.weights) + (2 * group + half) * half_bytes;
+        auto *scales = const_cast<uint16_t *>(row.scales) + at;
+        if (int4)
+            call.kernels.tiles->fit_int4(w, call.rounds, q, scales, const_cast<uint8_t *>(row.zeros) + at);
+        else
+            call.kernels.tiles->fit_int8(w, q, scales);
+        for (int64_t c = 0; c < kGroup; ++c)
+            for (int64_t i = 0; i < kHalfRows; ++i) {
+                const int64_t place = (c % 16 / 4) * 64 + i * 4 + c % 4;
+                if (!int4)
+                    weights[(c / 16) * 256 + place] = q[c * kHalfRows + i];
+                else if (c < 16)
+                    weights[place] = q[c * kHalfRows + i];
+                else
+                    weights[place] = static_cast<uint8_t>(weights[place] | q[c * kHalfRows + i] << 4);
+            }
+    }
+}
+
+void quantise_work(void *argument) {
+    auto &call = *static_cast<QuantiseCall *>(argument);
+    call.blocks.run([&](int64_t begin, int64_t end) {
+        for (int64_t block = begin; block < end; ++block)
+            for (int64_t half = 0; half < 2; ++half) quantise_half(call, block, half, tile_row(call.target, block));
+    });
+}
+
+struct DequantiseCall {
+    const SwitchyardMatrix &matrix;
+    int64_t begin, end;
+    uint16_t *out;
+    Phase blocks;
+};
+
+// One row of a block: its bytes lie in fours.
+void dequantise_row(const SwitchyardMatrix &matrix, const TileRow &row, int64_t place, uint16_t *out) {
+    const bool int4 = matrix.precision == SWITCHYARD_INT4;
+    const int64_t half = place / kHalfRows, i = place % kHalfRows, half_bytes = kHalfRows * kGroup / (int4 ? 2 : 1);
+    for (int64_t group = 0; group < row.groups; ++group) {
+        const uint8_t *weights = row.weights + (2 * group + half) * half_bytes + i * 4;
+        const int64_t at = group * kTileRows + place;
+        const float scale = from_bf16(row.scales[at]);
+        float values[kGroup];
+        if (int4) {
+            const float zero = static_cast<float>(row.zeros[at]) * 0.0625f;
+            for (int j = 0; j < 4; ++j)
+                for (int c = 0; c < 4; ++c) {
+                    const uint8_t pair = weights[j * 64 + c];
+                    values[4 * j + c] = scale * (static_cast<float>(pair & 15) - zero);
+                    values[16 + 4 * j + c] = scale * (static_cast<float>(pair >> 4) - zero);
+                }
+        } else {
+            for (int j = 0; j < 8; ++j)
+                for (int c = 0; c < 4; ++c)
+                    values[4 * j + c] = scale * static_cast<float>(static_cast<int8_t>(weights[j * 64 + c]));
+        }
+        const int64_t column = group * kGroup, columns = std::min(kGroup, matrix.columns - column);
+        for (int64_t c = 0; c < columns; ++c) out[column + c] = to_bf16(values[c]);
+    }
+}
+
+void dequantise_work(void *argument) {
+    auto &call = *static_cast<DequantiseCall *>(argument);
+    // The rows of these blocks are a matrix of their own.
+    SwitchyardMatrix piece = call.matrix;
+    const RowOrder whole(call.matrix);
+    const int64_t halves = call.matrix.pairing == SWITCHYARD_HALVES ? 2 : 1;
+    piece.rows = halves * (std::min(call.end * whole.block, whole.first_limit) - call.begin * whole.block);
+    call.blocks.run([&](int64_t begin, int64_t end) {
+        for (int64_t block = begin; block < end; ++block)
+            for (int64_t place = 0; place < kTileRows; ++place) {
+                const int64_t to = source_row(piece, block, place / kHalfRows, place % kHalfRows);
+                if (to >= 0)
+                    dequantise_row(call.matrix, tile_row(call.matrix, call.begin + block), place,
+                                   call.out + to * call.matrix.columns);
+            }
+    });
+}
+
+}  // namespace
+
+SWITCHYARD_API int32_t switchyard_quantise(SwitchyardPool *pool, const SwitchyardMatrix *target,
+                                           const uint16_t *source, int32_t rounds) {
+    QuantiseCall call = {kernels_in_use(), *target, source, rounds, Phase(blocks_of(*target), pool->threads(), 1)};
+    pool->run(quantise_work, &call, target->rows * target->columns * 2);
+    return 0;
+}
+
+SWITCHYARD_API int32_t switchyard_dequantise(SwitchyardPool *pool, const SwitchyardMatrix *matrix, int64_t begin,
+                                             int64_t end, uint16_t *out) {
+    DequantiseCall call = {*matrix, begin, end, out, Phase(end - begin, pool->threads(), 1)};
+    pool->run(dequantise_work, &call, (end - begin) * kTileRows * matrix->columns * 2);
+    return 0;
+}

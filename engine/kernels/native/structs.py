@@ -1,0 +1,93 @@
+"""The structs of switchyard_kernels.h."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.kernels.quantised.tiles import TiledMatrix
+
+BF16 = 0
+PRECISION_NUMBERS = {"bf16": BF16, "int8": 1, "int4": 2}
+
+
+class MatrixStruct(ctypes.Structure):
+    """`SwitchyardMatrix`."""
+
+    _fields_ = (
+        ("weights", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("zeros", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("precision", ctypes.c_int32),
+        ("pairing", ctypes.c_int32),
+    )
+
+
+class RecordPartStruct(ctypes.Structure):
+    """`SwitchyardRecordPart`."""
+
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("weights", "scales", "zeros", "bias"))
+
+
+class ExpertsStruct(ctypes.Structure):
+    """`SwitchyardExperts`."""
+
+    _fields_ = (
+        ("records", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("first", RecordPartStruct),
+        ("down", RecordPartStruct),
+        *((name, ctypes.c_int32) for name in ("count", "hidden", "inner", "precision", "pairing", "activation")),
+        ("limit", ctypes.c_float),
+        ("alpha", ctypes.c_float),
+    )
+
+
+class SparseBlockStruct(ctypes.Structure):
+    """`SwitchyardSparseBlock`."""
+
+    _fields_ = (
+        ("norm", ctypes.c_void_p),
+        ("router", ctypes.c_void_p),
+        ("experts", ExpertsStruct),
+        ("epsilon", ctypes.c_float),
+        ("top_k", ctypes.c_int32),
+        ("normalise", ctypes.c_int32),
+        ("bf16_shares", ctypes.c_int32),
+    )
+
+
+class AttentionStruct(ctypes.Structure):
+    """`SwitchyardAttention`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("norm", "q_norm", "k_norm")),
+        *((name, MatrixStruct) for name in ("q", "k", "v", "o")),
+        ("epsilon", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("hidden", "heads", "kv_heads", "head_dim")),
+    )
+
+
+def matrix_struct(matrix: TiledMatrix) -> MatrixStruct:
+    """A matrix in tiles, in RAM; the struct points into it."""
+    shape = matrix.shape
+    return MatrixStruct(
+        matrix.weights.data_ptr(),
+        matrix.scales.data_ptr(),
+        matrix.zeros.data_ptr() if matrix.zeros is not None else None,
+        shape.rows,
+        shape.columns,
+        PRECISION_NUMBERS[shape.precision],
+        int(shape.pairing),
+    )
+
+
+def plain_struct(weight: torch.Tensor) -> MatrixStruct:
+    """A matrix in bf16, contiguous, in RAM; the struct points into it."""
+    return MatrixStruct(weight.data_ptr(), None, None, *weight.shape, BF16, 0)

@@ -1,0 +1,225 @@
+"""Quantised experts against their dequantised weights, natively and in torch: all activations, shapes and routings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.activations import ACT2FN
+
+from engine.experts.bank import BankLayer
+from engine.experts.quantised_layout import QuantisedLayout
+from engine.experts.record import RecordLayout, allocate_records
+from engine.experts.standard_module import StandardExperts
+from engine.kernels import choose_kernel
+from engine.kernels.activation import activation_of
+from engine.kernels.interface import ExpertMath
+from engine.kernels.native.experts import MAX_TOKENS, NativeExperts
+from engine.kernels.native.library import Isa, NativeKernels
+from engine.kernels.quantised.tiles import Pairing, dequantise
+from engine.kernels.reference import reference_experts
+from tests.engine.native_isas import isas, kernels_of
+
+_ISAS = isas()
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=_ISAS, ids=lambda isa: isa.name)
+def kernels(request: pytest.FixtureRequest) -> Iterator[NativeKernels]:
+    isa: Isa = request.param
+    with kernels_of(isa, threads=int(isa) % 4 + 1) as held_back:
+        yield held_back
+
+
+class ClampedExperts(StandardExperts):
+    """gpt-oss's gate, as its module computes it; by its name and its module's name the kernels recognise it."""
+
+    limit, alpha = 0.8, 1.702
+
+
+def _gpt_oss_gate(self: Any, gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+    gate = gate.clamp(min=None, max=self.limit)
+    up = up.clamp(min=-self.limit, max=self.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
+_gpt_oss_gate.__module__ = "transformers.models.gpt_oss.modeling_gpt_oss"
+ClampedExperts._apply_gate = _gpt_oss_gate
+
+KINDS = ["silu", "gelu", "gelu_pytorch_tanh", "relu2 without gate", "silu without gate", "clamped"]
+PRECISIONS = ["bf16", "int8", "int4"]
+
+
+def _module(kind: str, experts: int, hidden: int, inner: int, bias: bool) -> StandardExperts:
+    if kind == "clamped":
+        return ClampedExperts(experts, hidden, inner, torch.nn.SiLU(), has_bias=bias)
+    name, _, rest = kind.partition(" ")
+    return StandardExperts(experts, hidden, inner, ACT2FN[name], has_gate=not rest, has_bias=bias)
+
+
+def _layer(module: StandardExperts, precision: str) -> tuple[BankLayer, dict[str, torch.Tensor]]:
+    """Random weights in records of this precision, and what they mean, in fp32."""
+    plain = RecordLayout.of(
+        {name: (tuple(p.shape[1:]), torch.bfloat16) for name, p in module.named_parameters()}, transposed=False
+    )
+    source = BankLayer("experts", plain, allocate_records(module.num_experts, plain, CPU))
+    for tensor in source.stacked.values():
+        tensor.copy_(torch.randn(tensor.shape) * tensor.shape[-1] ** -0.5)
+    if precision == "bf16":
+        return source, {name: tensor.float() for name, tensor in source.stacked.items()}
+    activation = activation_of(module)
+    pairing = activation.pairing if activation is not None and module.has_gate else Pairing.HALVES
+    layout = QuantisedLayout.quantising(plain, precision, pairing)
+    layer = BankLayer("experts", layout, allocate_records(module.num_experts, layout, CPU))
+    for expert in range(module.num_experts):
+        layout.quantise_record(source.records[expert], layer.records[expert])
+    meant = {}
+    for part in plain.parts:
+        if len(part.shape) == 2:
+            matrices = [layout.matrix(layer.rows, part.name, e) for e in range(module.num_experts)]
+            meant[part.name] = torch.stack([dequantise(matrix, torch.float32) for matrix in matrices])
+        else:
+            meant[part.name] = layer.stacked[part.name].float()
+    return layer, meant
+
+
+class ThroughInt8:
+    """A module whose experts see their inputs in groups of 32 whole numbers with a scale, as the kernels do."""
+
+    def __init__(self, module: StandardExperts) -> None:
+        self._module = module
+        self.act_fn = lambda x: _through_int8(module.act_fn(x))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return _through_int8(self._module._apply_gate(gate_up))
+
+
+def _through_int8(x: torch.Tensor) -> torch.Tensor:
+    groups = torch.nn.functional.pad(x, (0, -x.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    scale = groups.abs().amax(-1, keepdim=True) / 127
+    q = (groups / scale.where(scale > 0, torch.ones(()))).round()
+    return (q * scale).flatten(-2)[..., : x.shape[-1]]
+
+
+def _assert_near(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Up to bf16's roundings, or one of a whole number that falls the other way."""
+    torch.testing.assert_close(got.float(), wanted, rtol=0.02, atol=0.01 * float(wanted.abs().max()) + 5e-3)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@settings(max_examples=25)
+@given(
+    kind=st.sampled_from(KINDS),
+    bias=st.booleans(),
+    experts=st.integers(1, 7),
+    hidden=st.integers(1, 130),
+    inner=st.integers(1, 90),
+    tokens=st.sampled_from([1, 1, 2, 3, 5, MAX_TOKENS, MAX_TOKENS + 1, 21]),
+    seed=st.integers(0, 2**31),
+)
+def test_native_experts_are_near_the_exact_result(
+    kernels: NativeKernels,
+    precision: str,
+    kind: str,
+    bias: bool,
+    experts: int,
+    hidden: int,
+    inner: int,
+    tokens: int,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    module = _module(kind, experts, hidden, inner, bias)
+    layer, meant = _layer(module, precision)
+    kernel = choose_kernel(module, layer, kernels)
+    assert isinstance(kernel, NativeExperts)
+    width = int(torch.randint(1, experts + 1, ()))
+    # Ids one above the experts belong to nobody, as the interface allows.
+    index = torch.stack([torch.randperm(experts + 1)[:width] for _ in range(tokens)])
+    share = torch.rand(tokens, width)
+    x = torch.randn(tokens, hidden).bfloat16()
+    wanted = reference_experts(module, meant, x.float(), index, share)
+    if precision == "bf16" or tokens > MAX_TOKENS:
+        _assert_near(kernel(x, index, share), wanted)
+    else:
+        seen = reference_experts(ThroughInt8(module), meant, _through_int8(x.float()), index, share)
+        _assert_near(kernel(x, index, share), seen)
+    in_torch = choose_kernel(module, layer, None)
+    assert in_torch is not None
+    _assert_near(in_torch(x, index, share), wanted)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_no_number_stays_none(kernels: NativeKernels, precision: str, value: float) -> None:
+    torch.manual_seed(2)
+    module = _module("silu", 2, 64, 48, bias=False)
+    layer, _ = _layer(module, precision)
+    kernel = choose_kernel(module, layer, kernels)
+    assert kernel is not None
+    x = torch.randn(2, 64).bfloat16()
+    clean = kernel(x, torch.tensor([[0, 1], [1, 0]]), torch.full((2, 2), 0.5))
+    x[0, 5] = value
+    out = kernel(x, torch.tensor([[0, 1], [1, 0]]), torch.full((2, 2), 0.5))
+    assert not out[0].isfinite().any()
+    assert torch.equal(out[1], clean[1])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_denormals_are_as_good_as_nothing(kernels: NativeKernels, precision: str) -> None:
+    module = _module("silu", 1, 64, 32, bias=False)
+    layer, _ = _layer(module, precision)
+    kernel = choose_kernel(module, layer, kernels)
+    assert kernel is not None
+    out = kernel(torch.full((1, 64), 1e-40).bfloat16(), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1))
+    assert out.abs().max() < 1e-30
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_nobody_wanted_is_nothing(kernels: NativeKernels, precision: str) -> None:
+    module = _module("silu", 3, 64, 32, bias=True)
+    kernel = choose_kernel(module, _layer(module, precision)[0], kernels)
+    assert kernel is not None
+    for nobody in (3, 1 << 40, -1):
+        index = torch.full((2, 2), nobody)
+        if nobody >= 0:
+            assert not kernel(torch.randn(2, 64).bfloat16(), index, torch.ones(2, 2)).any()
+
+
+def test_an_unknown_gate_is_computed_in_torch(kernels: NativeKernels) -> None:
+    class OwnGate(StandardExperts):
+        def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return gate.sin() * up
+
+    torch.manual_seed(4)
+    module = OwnGate(3, 40, 24, torch.nn.SiLU())
+    layer, meant = _layer(module, "int8")
+    kernel = choose_kernel(module, layer, kernels)
+    assert not isinstance(kernel, NativeExperts)
+    assert kernel is not None
+    x, index, share = torch.randn(11, 40).bfloat16(), torch.randint(0, 3, (11, 2)), torch.rand(11, 2)
+    _assert_near(kernel(x, index, share), reference_experts(module, meant, x.float(), index, share))
+    assert ExpertMath.of(module).activation is None
+
+
+def test_equal_experts_are_equal_bytes() -> None:
+    module = _module("silu", 1, 33, 17, bias=True)
+    plain = RecordLayout.of(
+        {name: (tuple(p.shape[1:]), torch.bfloat16) for name, p in module.named_parameters()}, transposed=False
+    )
+    layout = QuantisedLayout.quantising(plain, "int4", Pairing.HALVES)
+    record = torch.zeros(plain.nbytes, dtype=torch.uint8)
+    plain.stacked_view(record[None], plain.parts[0]).normal_()
+    first, second = torch.randint(0, 256, (2, layout.nbytes), dtype=torch.uint8)
+    layout.quantise_record(record, first)
+    layout.quantise_record(record, second)
+    assert torch.equal(first, second)

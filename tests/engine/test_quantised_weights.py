@@ -1,0 +1,147 @@
+"""int8 and int4 weights: their form, how near they are, and that torch and native code make and read the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.kernels.native.convert import dequantise_natively, quantise_natively
+from engine.kernels.native.library import Isa, NativeKernels
+from engine.kernels.quantised.fit import fit_int4, quantise_in_torch
+from engine.kernels.quantised.tiles import PRECISIONS, Pairing, TiledMatrix, TiledShape, dequantise
+from engine.kernels.quantised.weights import quantise
+from tests.engine.native_isas import isas, kernels_of
+
+_ISAS = isas()
+
+
+@pytest.fixture(scope="module", params=_ISAS, ids=lambda isa: isa.name)
+def kernels(request: pytest.FixtureRequest) -> Iterator[NativeKernels]:
+    isa: Isa = request.param
+    with kernels_of(isa, threads=2) as held_back:
+        yield held_back
+
+
+SHAPES = st.tuples(st.integers(1, 100), st.integers(1, 140))
+PAIRINGS = st.sampled_from(list(Pairing))
+
+
+def _weight(shape: tuple[int, int], pairing: Pairing, seed: int, spread: float = 0.05) -> torch.Tensor:
+    rows, columns = shape
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows if pairing is Pairing.PLAIN else 2 * rows, columns, generator=generator) * spread
+
+
+def _group_ranges(weight: torch.Tensor) -> torch.Tensor:
+    """The largest value of each weight's group, and the group's range with 0: both [rows, columns]."""
+    rows, columns = weight.shape
+    groups = torch.nn.functional.pad(weight, (0, -columns % 32)).view(rows, -1, 32)
+    size = groups.abs().amax(-1)
+    span = groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)
+    return torch.stack([t[..., None].expand_as(groups).flatten(1)[:, :columns] for t in (size, span)])
+
+
+@settings(max_examples=40)
+@given(SHAPES, PAIRINGS, st.integers(0, 2**31))
+def test_int8_is_within_half_a_step(shape: tuple[int, int], pairing: Pairing, seed: int) -> None:
+    weight = _weight(shape, pairing, seed)
+    near = dequantise(quantise(weight, "int8", pairing), torch.float32)
+    size, _ = _group_ranges(weight)
+    # A scale is at most a bf16 step above what it would be.
+    assert ((near - weight).abs() <= 0.5 / 127 * size * (1 + 2**-7) + 1e-9).all()
+
+
+@settings(max_examples=40)
+@given(SHAPES, PAIRINGS, st.integers(0, 2**31))
+def test_plain_int4_is_within_a_step(shape: tuple[int, int], pairing: Pairing, seed: int) -> None:
+    weight = _weight(shape, pairing, seed)
+    target = TiledMatrix.empty(TiledShape(*weight.shape, "int4", pairing))
+    quantise_in_torch(weight, target, rounds=0)
+    _, span = _group_ranges(weight)
+    # Half a step, and what the zero's and the scale's rounding make of the outermost ones.
+    assert ((dequantise(target, torch.float32) - weight).abs() <= 0.65 / 15 * span + 1e-9).all()
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 2**31), st.sampled_from([0.0, 0.02, 1.0]), st.sampled_from([1e-12, 0.01, 1e6]))
+def test_optimised_int4_is_never_worse_than_min_max(seed: int, shift: float, spread: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    groups = (torch.randn(40, 32, generator=generator) + shift) * spread
+
+    def error(rounds: int) -> torch.Tensor:
+        q, scales, zeros = fit_int4(groups, rounds)
+        near = (q.float() - zeros.float()[..., None] / 16) * scales.float()[..., None]
+        return (near - groups).square().sum(-1)
+
+    plain, optimised = error(0), error(16)
+    assert (optimised <= plain * (1 + 1e-5)).all()
+    if shift == 0:
+        assert optimised.sum() < 0.95 * plain.sum()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@settings(max_examples=15)
+@given(shape=SHAPES, pairing=PAIRINGS, seed=st.integers(0, 2**31))
+def test_native_code_reads_and_makes_the_same(
+    kernels: NativeKernels, precision: str, shape: tuple[int, int], pairing: Pairing, seed: int
+) -> None:
+    weight = _weight(shape, pairing, seed).bfloat16()
+    in_torch = quantise(weight, precision, pairing)
+    natively = TiledMatrix.empty(in_torch.shape)
+    quantise_natively(weight, natively, kernels)
+    if precision == "int8":
+        assert torch.equal(natively.weights, in_torch.weights)
+        assert torch.equal(natively.scales, in_torch.scales)
+    else:  # sums in another order may choose another of nearly equal fits
+        error, other = ((dequantise(matrix, torch.float32) - weight).square().sum() for matrix in (natively, in_torch))
+        assert error <= 1.02 * other + 1e-12
+        assert other <= 1.02 * error + 1e-12
+    out = torch.empty_like(weight)
+    dequantise_natively(natively, 0, natively.shape.blocks, out, kernels)
+    assert torch.equal(out, dequantise(natively))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_piece_is_that_part_of_the_whole(kernels: NativeKernels, precision: str) -> None:
+    weight = _weight((50, 40), Pairing.HALVES, 3).bfloat16()  # 50 gate rows, 50 up rows: 4 blocks, the last not full
+    matrix = quantise(weight, precision, Pairing.HALVES)
+    whole = dequantise(matrix)
+    for begin, end, rows in [(0, 2, (0, 32)), (1, 3, (16, 48)), (2, 4, (32, 50))]:
+        piece = torch.empty(2 * (rows[1] - rows[0]), 40, dtype=torch.bfloat16)
+        dequantise_natively(matrix, begin, end, piece, kernels)
+        gate, up = piece.chunk(2)
+        assert torch.equal(gate, whole[rows[0] : rows[1]])
+        assert torch.equal(up, whole[50 + rows[0] : 50 + rows[1]])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("strange", [float("inf"), float("-inf"), float("nan")])
+def test_a_weight_that_is_no_number_is_not_hidden(kernels: NativeKernels, precision: str, strange: float) -> None:
+    weight = _weight((4, 64), Pairing.PLAIN, 1).bfloat16()
+    weight[2, 40] = strange
+    natively = TiledMatrix.empty(TiledShape(4, 64, precision))
+    quantise_natively(weight, natively, kernels)
+    for matrix in (natively, quantise(weight, precision)):
+        finite = dequantise(matrix).isfinite()
+        assert not finite[2, 32:].any()
+        assert finite.sum() == 4 * 64 - 32
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("value", [0.0, 1e-38, 1e-45, 1e16])
+def test_no_weight_is_too_small_or_too_large(precision: str, value: float) -> None:
+    weight = torch.full((2, 40), value)
+    weight[1] *= -1
+    near = dequantise(quantise(weight, precision), torch.float32)
+    assert near.isfinite().all()
+    torch.testing.assert_close(near, weight, rtol=0.01, atol=1e-30)
+
+
+def test_sizes_are_those_promised() -> None:
+    weight = torch.randn(64, 96)
+    assert quantise(weight, "int8").nbytes * 8 == 8.5 * weight.numel()
+    assert quantise(weight, "int4").nbytes * 8 == 4.75 * weight.numel()
