@@ -1,0 +1,136 @@
+"""Tiny models on emulated devices, and what transformers says of the same files."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.config import EngineConfig, SamplingParams
+from engine.devices.memory_budget import MemoryUse
+from engine.experts.latency import LatencyModel
+from engine.runtime.chat_session import ChatSession
+from engine.runtime.generation import GenerationResult
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.loading import load_model
+from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
+from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
+
+MIB = 2**20
+PROMPT = random_prompt(80)
+"""Long enough to be a prefill, which is dispatched in another way than a step of a few tokens."""
+NEXT_TURN = [7, 8, 9]
+NEW_TOKENS = 12
+BEAMS = 3
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What transformers says.
+
+    Attributes:
+        folder: the checkpoint.
+        logits: [1, n, V] of the prompt.
+        first, second: greedy answers to the prompt, and to prompt, answer and the next turn; beams: to the prompt.
+    """
+
+    folder: Path
+    logits: torch.Tensor
+    first: list[int]
+    second: list[int]
+    beams: list[int]
+
+    @property
+    def second_prompt(self) -> list[int]:
+        return [*PROMPT, *self.first, *NEXT_TURN]
+
+
+@cache
+def reference(family: str, parent: Path) -> Reference:
+    """The family's tiny checkpoint, in a folder of its own in `parent`, and its answers."""
+    folder = tiny_checkpoint(family, parent / family)
+    model = model_class(tiny_config(family)).from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([PROMPT])).logits
+    first = library_tokens(model, PROMPT, NEW_TOKENS)
+    second = library_tokens(model, [*PROMPT, *first, *NEXT_TURN], NEW_TOKENS)
+    beams = library_tokens(model, PROMPT, NEW_TOKENS, num_beams=BEAMS)
+    return Reference(folder, logits, first, second, beams)
+
+
+def undecided_latency(record_nbytes: int = 12_288) -> LatencyModel:
+    """By which some misses are best computed on the CPU and some fetched, on any machine."""
+    return LatencyModel("float32", record_nbytes, 1e-4, 1e-6, 2e-5, 16, 1e-6, 2e-5, record_nbytes / 4e-5)
+
+
+@contextmanager
+def opened(folder: Path, devices: int = 1, **config: Any) -> Iterator[LoadedModel]:
+    """The checkpoint on so many emulated cards of 8 MiB, or on the CPU if there are none.
+
+    Raises:
+        AssertionError: when it has been closed, a device still counts something.
+    """
+    device = {0: "cpu", 1: "emulated:slow-link"}.get(devices, f"emulated:slow-linkx{devices}")
+    options = {"device": device, "vram_bytes": 8 * MIB, "precision": "fp32", "threads": 1, **config}
+    model = load_model(
+        EngineConfig(str(folder), **options), on_progress=lambda done, total: None, cancelled=lambda: False
+    )
+    cards = model.devices.devices if model.devices is not None else ()
+    try:
+        yield model
+    finally:
+        model.close()
+        for card in cards:
+            assert card.memory.use().used == 0, (card.name, card.memory.use())
+
+
+@contextmanager
+def chatting(model: LoadedModel) -> Iterator[ChatSession]:
+    """A session that gives the memory of its KV back at the end."""
+    session = ChatSession(model)
+    try:
+        yield session
+    finally:
+        session.clear()
+
+
+def answer(session: ChatSession, prompt: Sequence[int], tokens: int = NEW_TOKENS, **sampling: Any) -> GenerationResult:
+    """What the session says to a prompt, without an end of its own."""
+    return session.generate_from_ids(prompt, SamplingParams(max_tokens=tokens, **sampling), end_ids=NO_END)
+
+
+def memory_use(model: LoadedModel) -> list[MemoryUse]:
+    """Of every device that the model runs on."""
+    return [card.memory.use() for card in model.devices.devices] if model.devices is not None else []
+
+
+def slots(model: LoadedModel) -> int:
+    """Experts that can be kept on the devices of the model."""
+    return model.devices.experts.slots if model.devices is not None else 0
+
+
+def pairwise(values: Mapping[str, Sequence[Any]], seed: int = 1) -> list[dict[str, Any]]:
+    """Combinations such that any two values of different names meet in one of them; not many, always the same."""
+    rng = random.Random(seed)
+    missing = {((a, x), (b, y)) for a, b in itertools.combinations(values, 2) for x in values[a] for y in values[b]}
+    order = list(values)
+    chosen = []
+    while missing:
+        pair = min(missing, key=repr)
+        best: dict[str, Any] = {}
+        covered: set[Any] = set()
+        for _ in range(40):
+            attempt = {name: rng.choice(list(values[name])) for name in order} | dict(pair)
+            pairs = set(itertools.combinations([(name, attempt[name]) for name in order], 2)) & missing
+            if len(pairs) > len(covered):
+                best, covered = attempt, pairs
+        chosen.append(best)
+        missing -= covered
+    return chosen

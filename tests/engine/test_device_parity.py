@@ -1,0 +1,182 @@
+"""Whatever is kept where and computed by whom: logits and tokens are those of transformers with the same weights."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import CACHE_POLICIES, MISSES, PREFETCHES
+from engine.experts.dispatcher import DECODE_TOKENS
+from engine.runtime import device_experts
+from engine.runtime.loaded_model import LoadedModel
+from tests.engine.loaded_tiny import random_prompt
+from tests.engine.on_devices import (
+    BEAMS,
+    PROMPT,
+    Reference,
+    answer,
+    chatting,
+    memory_use,
+    opened,
+    pairwise,
+    reference,
+    slots,
+    undecided_latency,
+)
+
+FAMILIES = (
+    "mixtral",
+    "qwen3_moe",  # three experts for each token
+    "olmoe",
+    "gpt_oss",  # transposed, biases, gate and up interleaved and clamped
+    "deepseek_v3",  # groups of experts, a shared one, a dense layer before
+    "nemotron_h",  # no gate; state-space layers
+    "phimoe",
+    "llama4_text",  # scales what goes into an expert; every other layer is dense
+    "granitemoe",
+    "qwen2_moe",  # a shared expert with a gate of its own
+)
+WAYS_TO_MEET_MISSES = tuple(each for each in MISSES if each != "layer")
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "cache_slots": (0, 1, 5, 1000),
+    "cache_policy": CACHE_POLICIES,
+    "cache_ways": (None, 1, 2),
+    "misses": WAYS_TO_MEET_MISSES,
+    "prefetch": PREFETCHES,
+    "devices": (1, 2),
+}
+SHORT = 12
+"""Tokens of a prompt that is dispatched like a decode step."""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    gc.collect()
+    gc.freeze()  # each model that is closed collects what it leaves: it should not have to look through the libraries
+    yield tmp_path_factory.mktemp("checkpoints")
+    gc.unfreeze()
+    reference.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Misses are shared between both processors, whatever this machine's are worth."""
+    monkeypatch.setattr(
+        device_experts, "measure", lambda _device, bank, *_, **__: undecided_latency(bank.layout.nbytes)
+    )
+
+
+def assert_equal(model: LoadedModel, expected: Reference) -> None:
+    """Logits of a prefill, of a short prompt, and tokens of a conversation in two turns."""
+    for tokens in (len(PROMPT), SHORT):
+        with torch.inference_mode():
+            found = model.model(input_ids=torch.tensor([PROMPT[:tokens]])).logits
+        torch.testing.assert_close(found, expected.logits[:, :tokens], rtol=0, atol=1e-5)
+    with chatting(model) as session:
+        assert list(answer(session, PROMPT).token_ids) == expected.first
+        again = answer(session, expected.second_prompt)
+        assert list(again.token_ids) == expected.second
+        assert again.reused_tokens > 0
+    for use in memory_use(model):
+        assert use.peak <= use.total
+
+
+def title(settings: dict[str, Any]) -> str:
+    return "-".join(str(value) for value in settings.values())
+
+
+@pytest.mark.parametrize("settings", pairwise({"family": FAMILIES, **SETTINGS}), ids=title)
+def test_every_two_settings_together(settings: dict[str, Any], checkpoints: Path) -> None:
+    family, *_ = settings.values()
+    expected = reference(family, checkpoints)
+    options = {name: value for name, value in settings.items() if name != "family"}
+    with opened(expected.folder, **options) as model:
+        assert model.devices is not None
+        assert len(model.devices.devices) == settings["devices"]
+        assert_equal(model, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("misses", WAYS_TO_MEET_MISSES)
+@pytest.mark.parametrize("devices", SETTINGS["devices"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_settings_together(family: str, devices: int, misses: str, checkpoints: Path) -> None:
+    expected = reference(family, checkpoints)
+    rest = {name: values for name, values in SETTINGS.items() if name not in ("devices", "misses")}
+    for values in itertools.product(*rest.values()):
+        with opened(expected.folder, devices, misses=misses, **dict(zip(rest, values, strict=True))) as model:
+            assert_equal(model, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_experts_on_the_device(family: str, checkpoints: Path) -> None:
+    expected = reference(family, checkpoints)
+    with opened(expected.folder) as model:
+        assert model.devices is not None
+        assert model.bank is not None
+        assert slots(model) == 0
+        assert memory_use(model)[0].by_category["experts"] == model.bank.nbytes > 0
+        assert_equal(model, expected)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "nemotron_h", "llama4_text"])
+def test_beams(family: str, devices: int, checkpoints: Path) -> None:
+    expected = reference(family, checkpoints)
+    with opened(expected.folder, devices, cache_slots=4) as model, chatting(model) as session:
+        assert list(answer(session, PROMPT, beams=BEAMS).token_ids) == expected.beams
+        assert list(answer(session, PROMPT).token_ids) == expected.first
+        assert list(answer(session, PROMPT, beams=BEAMS).token_ids) == expected.beams
+
+
+@pytest.mark.parametrize("misses", ["mixed", "cpu", "fetch"])
+def test_a_seed_says_what_is_drawn_wherever_experts_are(misses: str, checkpoints: Path) -> None:
+    expected = reference("qwen3_moe", checkpoints)
+    drawn = {"temperature": 1.5, "seed": 11}
+    with opened(expected.folder, 0) as model, chatting(model) as session:
+        on_cpu = answer(session, PROMPT, **drawn).token_ids
+    answers = []
+    for _ in range(2):
+        with opened(expected.folder, cache_slots=5, misses=misses) as model, chatting(model) as session:
+            answers += [answer(session, PROMPT, **drawn).token_ids for _ in range(2)]
+            other = answer(session, PROMPT, temperature=1.5, seed=12).token_ids
+    assert answers == [on_cpu] * 4
+    assert other != on_cpu
+
+
+def test_a_long_answer_goes_through_many_evictions(checkpoints: Path) -> None:
+    """Every slot of a small cache changes hands again and again."""
+    expected = reference("qwen3_moe", checkpoints)
+    with opened(expected.folder, 0) as model, chatting(model) as session:
+        wanted = answer(session, PROMPT[:SHORT], 150).token_ids
+    with opened(expected.folder, cache_slots=4, cache_policy="lru") as model, chatting(model) as session:
+        assert answer(session, PROMPT[:SHORT], 150).token_ids == wanted
+        assert model.devices is not None
+        counters = model.devices.experts.caches[0][0].counters
+        assert counters.evictions > 20
+        assert counters.lookups == counters.hits + counters.misses
+        assert counters.misses == counters.on_cpu + counters.fetched
+
+
+def test_a_prompt_leaves_what_decoding_keeps_alone(checkpoints: Path) -> None:
+    expected = reference("qwen3_moe", checkpoints)
+    with opened(expected.folder, cache_slots=5) as model, chatting(model) as session:
+        answer(session, PROMPT[:SHORT], 40)
+        assert model.devices is not None
+        (cache,) = model.devices.experts.caches[0]
+        cache.wait()
+        kept = [cache.residents(layer) for layer in range(2)]
+        assert any(kept)
+        prompt = random_prompt(2 * DECODE_TOKENS, seed=5)
+        session.clear()
+        answer(session, prompt, 1)
+        cache.wait()
+        assert [cache.residents(layer) for layer in range(2)] == kept
