@@ -234,7 +234,7 @@ class HybridExperts:
         while left or arriving:
             ready: dict[int, Held] = {}
             if left:
-                held = self._source.acquire(left)
+                held = self._source.acquire_ahead(left) if arriving else self._source.acquire(left)
                 step.held.append(held)
                 ready = {expert: held for expert in held.rows if expert not in held.arriving}
                 arriving.update((arrival, (expert, held)) for expert, arrival in held.arriving.items())

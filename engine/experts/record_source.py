@@ -72,6 +72,9 @@ class RecordSource(Protocol):
             EngineError: the model has been closed.
         """
 
+    def acquire_ahead(self, experts: Sequence[int]) -> Held:
+        """As `acquire`, for somebody who has others to compute meanwhile: it never waits."""
+
     def hold_present(self, experts: Sequence[int]) -> Held:
         """Holds those of them that are in RAM now.  That is no use of them: what stays in RAM is decided as before."""
 
@@ -121,7 +124,7 @@ class RamRecords:
         """See `RecordSource.acquire`."""
         return _InRam(self._records, experts)
 
-    hold_present = acquire
+    acquire_ahead = hold_present = acquire
 
     def prefetch(self, experts: Iterable[int], dead: Iterable[tuple[int, int]] = ()) -> int:  # noqa: ARG002
         """See `RecordSource.prefetch`."""
@@ -225,6 +228,11 @@ class TierRecords:
         """See `RecordSource.acquire`."""
         self._lent.settle()
         return self._in_slots(self._tier.acquire(self._layer, experts))
+
+    def acquire_ahead(self, experts: Sequence[int]) -> Held:
+        """See `RecordSource.acquire_ahead`."""
+        self._lent.settle()
+        return self._in_slots(self._tier.acquire_ahead(self._layer, experts))
 
     def hold_present(self, experts: Sequence[int]) -> Held:
         """See `RecordSource.hold_present`."""

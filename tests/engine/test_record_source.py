@@ -1,0 +1,316 @@
+"""Records in RAM, all or some: what is held is there, and what a copy still reads is given to nobody else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.devices.device import Device, Event
+from engine.devices.emulated import open_emulated
+from engine.devices.memory_budget import MemoryCategory
+from engine.errors import EngineError, ErrorCode
+from engine.experts.activations import Activations
+from engine.experts.bank_header import BankHeader, BankLayerSpec
+from engine.experts.bank_writer import BankWriter
+from engine.experts.checksums import BEST_CHECKSUM
+from engine.experts.disk_tier import DiskTier
+from engine.experts.dispatcher import DECODE_TOKENS, HybridExperts, Misses
+from engine.experts.latency import LatencyModel
+from engine.experts.ram_tier import RamTier
+from engine.experts.record_source import Held, LentSlots, TierRecords
+from engine.experts.vram_cache import VramCache
+from engine.experts.vram_prefetch import Place, VramPrefetch
+from engine.hardware.profiles import DeviceProfile
+from engine.kernels import choose_kernel
+from engine.kernels.interface import ExpertKernel, LayerRecords
+from engine.kernels.reference import reference_experts
+from tests.engine.made_up_bank import SMALL
+from tests.engine.test_dispatcher import EVEN, EXPERTS, KINDS, LAYERS, routing
+from tests.engine.test_expert_kernels import layer_of
+from tests.engine.test_ram_tier import RECORDS, HeldDisk, make_tier
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[Device]:
+    with open_emulated(DeviceProfile("tiny", "for tests", 2**24, 20.0, 20.0, 1.0)) as device:
+        yield device
+
+
+@dataclass
+class _Copy:
+    """A record on its way out of a slot."""
+
+    layer: int
+    expert: int
+    source: torch.Tensor
+    target: torch.Tensor
+    event: Event
+
+
+def _no_kernel(hidden: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    return hidden
+
+
+class SourceMachine(RuleBasedStateMachine):
+    """Any order of holding, copying and releasing, of reads and copies that end well, fail or are cancelled."""
+
+    LAYERS = (0, 2)  # they share their slots
+
+    @initialize(policy=st.sampled_from(("lru", "lfu", "random", "auto")))
+    def begin(self, policy: str) -> None:
+        self.disk = HeldDisk()
+        self.tier = make_tier(self.disk, policy=policy)
+        self.lent = LentSlots(self.tier)
+        self.sources = {layer: TierRecords(self.lent, layer, 6, _no_kernel) for layer in self.LAYERS}
+        self.device = open_emulated(DeviceProfile("tiny", "for tests", 2**21, 50.0, 50.0, 0.0))
+        self.held: list[tuple[int, Held]] = []
+        self.copies: list[_Copy] = []
+        self.gate: threading.Event | None = None
+
+    @rule(layer=st.sampled_from(LAYERS), experts=st.sets(st.integers(0, 5), min_size=1, max_size=4))
+    def acquire(self, layer: int, experts: set[int]) -> None:
+        # It never waits: in this machine reads end when they are told to.
+        held = self.sources[layer].acquire_ahead(sorted(experts))
+        assert set(held.rows) | set(held.left) == experts
+        self.held.append((layer, held))
+
+    @rule(layer=st.sampled_from(LAYERS), experts=st.sets(st.integers(0, 5), min_size=1, max_size=4))
+    def hold_present(self, layer: int, experts: set[int]) -> None:
+        held = self.sources[layer].hold_present(sorted(experts))
+        assert set(held.rows) <= experts
+        assert not held.arriving
+        self.held.append((layer, held))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def copy(self, data: st.DataObject) -> None:
+        layer, held = data.draw(st.sampled_from(self.held))
+        for expert in held.rows:
+            arrival = held.arriving.get(expert)
+            if arrival is not None and (not arrival.done() or arrival.exception() is not None):
+                continue
+            target = self.device.memory.allocate(SMALL.nbytes, MemoryCategory.STAGING)
+            source = held.record(expert)
+            event = self.device.h2d_stream.copy(target, source)
+            held.until(expert, event)
+            self.copies.append(_Copy(layer, expert, source, target, event))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        _, held = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        some = data.draw(st.sets(st.sampled_from(sorted(held.rows)))) if held.rows else set()
+        held.release(some)
+        held.release()
+        held.release()
+
+    @rule(layer=st.sampled_from(LAYERS), expert=st.integers(0, 5), dead=st.sets(st.integers(0, 5), max_size=3))
+    def prefetch(self, layer: int, expert: int, dead: set[int]) -> None:
+        self.sources[layer].prefetch([expert], [(layer, one) for one in dead])
+
+    @precondition(lambda self: self.disk.waiting)
+    @rule(data=st.data(), fails=st.booleans())
+    def end_read(self, data: st.DataObject, fails: bool) -> None:
+        read = data.draw(st.sampled_from(self.disk.waiting))
+        self.disk.end(read, OSError("injected") if fails else None)
+
+    @precondition(lambda self: self.gate is None)
+    @rule()
+    def hold_the_link(self) -> None:
+        gate = self.gate = threading.Event()
+        self.device.h2d_stream.submit(lambda: gate.wait(20))
+
+    @precondition(lambda self: self.gate is not None)
+    @rule()
+    def let_go(self) -> None:
+        assert self.gate is not None
+        self.gate.set()
+        self.gate = None
+        self.device.h2d_stream.record().wait()
+
+    @precondition(lambda self: self.copies)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.copies)).event.cancel()
+
+    @precondition(lambda self: self.gate is None)
+    @rule()
+    def wait_for_copies(self) -> None:
+        before = len(self.lent)
+        assert self.sources[0].wait_for_copies() == bool(before)
+        assert len(self.lent) < max(before, 1)
+
+    @invariant()
+    def what_is_held_or_read_is_itself(self) -> None:
+        for layer, held in self.held:
+            for expert in held.rows:
+                arrival = held.arriving.get(expert)
+                if arrival is None or (arrival.done() and arrival.exception() is None):
+                    assert torch.equal(held.record(expert), RECORDS[layer][expert])
+        for copy in self.copies:
+            done = copy.event.done()
+            if not done:
+                assert torch.equal(copy.source, RECORDS[copy.layer][copy.expert])
+            elif copy.event.failure is None:
+                assert torch.equal(copy.target, RECORDS[copy.layer][copy.expert])
+
+    def teardown(self) -> None:
+        if not hasattr(self, "tier"):
+            return
+        if self.gate is not None:
+            self.gate.set()
+        for _, held in self.held:
+            held.release()
+        while self.lent:
+            self.lent.wait()
+        for read in list(self.disk.waiting):
+            self.disk.end(read)
+        # Nothing is pinned any more: every slot can be had.
+        for layer in self.LAYERS:
+            room = self.tier.capacity(layer)
+            assert len(self.sources[layer].acquire_ahead(range(6)).rows) == min(room, 6)
+            break
+        for read in list(self.disk.waiting):
+            self.disk.end(read)
+        self.tier.close()
+        self.device.close()
+
+
+SourceMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestSourceMachine = SourceMachine.TestCase
+
+
+class OnDisk:
+    """A model's experts on disk, through so many RAM slots and VRAM slots."""
+
+    def __init__(self, device: Device, folder: Path, kind: str, ram: int, slots: int, mode: Misses, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.module = KINDS[kind]
+        self.weights = [self.module.weights(torch.float32) for _ in range(LAYERS)]
+        banks = [layer_of(self.module, weights) for weights in self.weights]
+        layout = banks[0].layout
+        specs = tuple(BankLayerSpec(f"layers.{index}", EXPERTS, layout) for index in range(LAYERS))
+        header = BankHeader("fp32", None, BEST_CHECKSUM, {"files": [["made.up", 1, 2]], "headers": "00"}, specs)
+        path = folder / "bank"
+        with BankWriter(path, header, direct=False) as writer:
+            for layer, bank in enumerate(banks):
+                writer.write_layer(layer, bank.records, lambda count: None)
+            writer.finish()
+        self.disk = DiskTier(path, readers=2, direct=False)
+        self.tier = RamTier(self.disk, ram * layout.nbytes, at_least=1)
+        self.lent = LentSlots(self.tier)
+        self.cache = VramCache(device, layout, layers=LAYERS, experts=EXPERTS, slots=slots, staging=2)
+        self.activations = Activations(device)
+        latency = LatencyModel("test", layout.nbytes, *EVEN, layout.nbytes / 2e-4)
+        self.sources = [
+            TierRecords(self.lent, layer, EXPERTS, self.kernel(self.tier.slots(layer))) for layer in range(LAYERS)
+        ]
+        self.layers = [
+            HybridExperts(self.cache, layer, source, self.kernel, latency, self.activations, mode)
+            for layer, source in enumerate(self.sources)
+        ]
+
+    def kernel(self, records: LayerRecords) -> ExpertKernel:
+        kernel = choose_kernel(self.module, records, None)
+        assert kernel is not None
+        return kernel
+
+    def check(self, layer: int, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+        wanted = reference_experts(self.module, self.weights[layer], *inputs)
+        torch.testing.assert_close(self.layers[layer](*inputs), wanted, rtol=1e-4, atol=1e-4)
+
+    def close(self) -> None:
+        self.cache.close()
+        self.activations.close()
+        self.disk.close()
+        self.tier.close()
+
+
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    ram=st.integers(1, 7),
+    slots=st.sampled_from([0, 2, 6]),
+    mode=st.sampled_from(Misses),
+    tokens=st.lists(st.sampled_from([1, 1, 1, 3, DECODE_TOKENS + 1]), min_size=1, max_size=6),
+    width=st.integers(1, EXPERTS),
+    seed=st.integers(0, 10**6),
+)
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+def test_three_tiers_equal_the_reference(
+    device: Device,
+    tmp_path_factory: pytest.TempPathFactory,
+    kind: str,
+    ram: int,
+    slots: int,
+    mode: Misses,
+    tokens: list[int],
+    width: int,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tiers = OnDisk(device, tmp_path_factory.mktemp("bank"), kind, ram, slots, mode, seed)
+    try:
+        target = VramPrefetch([Place(tiers.cache, layer, source) for layer, source in enumerate(tiers.sources)])
+        for count in tokens:
+            for layer in range(LAYERS):
+                tiers.check(layer, routing(generator, count, width))
+                target.prefetch((layer + 1) % LAYERS, [seed % EXPERTS, 1], [(layer, 0), (layer, 1)])
+        tiers.cache.wait()
+        tiers.lent.settle()
+        assert len(tiers.lent) == 0
+        counters = tiers.cache.counters
+        assert counters.misses == counters.on_cpu + counters.fetched
+    finally:
+        tiers.close()
+
+
+def test_copies_for_later_do_not_hold_up_a_step_that_needs_their_slots(device: Device, tmp_path: Path) -> None:
+    tiers = OnDisk(device, tmp_path, "gated", 4, 8, Misses.CPU_ONLY, 1)
+    gate = threading.Event()
+    try:
+        generator = torch.Generator().manual_seed(1)
+        device.h2d_stream.submit(lambda: gate.wait(20))
+        for _ in range(6):
+            for layer in range(LAYERS):
+                tiers.check(layer, routing(generator, 1, 3))
+        assert len(tiers.lent) == 1, "one slot of four may be kept"
+    finally:
+        gate.set()
+        tiers.close()
+
+
+def test_a_damaged_record_is_one_error_and_nothing_stays_held(device: Device, tmp_path: Path) -> None:
+    tiers = OnDisk(device, tmp_path, "gated", 4, 8, Misses.MIXED, 1)
+    try:
+        generator = torch.Generator().manual_seed(1)
+        read: Any = tiers.disk.read
+        with pytest.MonkeyPatch.context() as patch:
+
+            def damaged(layer: int, expert: int, into: torch.Tensor, *, urgent: bool) -> Any:
+                if expert == 2:
+                    raise EngineError(ErrorCode.CHECKPOINT_DAMAGED, "injected")
+                return read(layer, expert, into, urgent=urgent)
+
+            patch.setattr(tiers.disk, "read", damaged)
+            hidden, _, weights = routing(generator, 1, 3)
+            with pytest.raises(EngineError, match="injected"):
+                tiers.layers[0](hidden, torch.tensor([[0, 2, 1]]), weights)
+        tiers.check(0, (hidden, torch.tensor([[0, 2, 1]]), weights))
+        tiers.cache.wait()
+        tiers.lent.settle()
+        held = tiers.sources[1].acquire([0, 1, 2, 3])
+        assert len(held.rows) == 4
+        held.release()
+    finally:
+        tiers.close()
