@@ -1,0 +1,83 @@
+"""Tensors of a checkpoint into given memory: byte for byte, several at a time, and nothing is written to afterwards."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine.checkpoint.expert_index import ExpertSource
+from engine.checkpoint.headers import TensorEntry, read_header
+from engine.errors import EngineError, ErrorCode
+from engine.runtime import tensor_reader
+from engine.runtime.cancellation import RequestCancelled
+from engine.runtime.tensor_reader import TensorReader
+
+SHAPES = [(3, 5), (1,), (100, 37), (0, 4), (2, 1000, 3)]
+
+
+@pytest.fixture
+def tensors() -> dict[str, torch.Tensor]:
+    return {f"t{number}": torch.randn(shape).bfloat16() for number, shape in enumerate(SHAPES)}
+
+
+@pytest.fixture
+def entries(tensors: dict[str, torch.Tensor], tmp_path: Path) -> dict[str, TensorEntry]:
+    save_file(tensors, tmp_path / "model.safetensors")
+    return read_header(tmp_path / "model.safetensors")
+
+
+def nothing(done: int, total: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("chunk", [100, 2**22])
+def test_many_at_once(
+    tensors: dict[str, torch.Tensor],
+    entries: dict[str, TensorEntry],
+    direct: bool,
+    chunk: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tensor_reader, "_CHUNK", chunk)
+    total, told = sum(tensor.nbytes for tensor in tensors.values()), list[int]()
+    before = threading.active_count()
+    with TensorReader(lambda done, _: told.append(done), lambda: False, total, direct=direct) as reader:
+        places = [(entries[name], torch.empty_like(tensor)) for name, tensor in tensors.items()]
+        reader.read_into(places)
+        for (entry, place), (name, tensor) in zip(places, tensors.items(), strict=True):
+            assert torch.equal(place, tensor), name
+            assert torch.equal(reader.read(entry), tensor)
+        rows = [(ExpertSource(entries["t4"], "t4", row), torch.empty(1000, 3).bfloat16()) for row in (1, 0)]
+        reader.read_into(rows)
+        assert all(torch.equal(place, tensors["t4"][1 - at]) for at, (_, place) in enumerate(rows))
+    assert told == sorted(told)
+    assert threading.active_count() == before
+
+
+def test_cancelled_in_the_middle(entries: dict[str, TensorEntry], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_reader, "_CHUNK", 64)
+    asked = iter(range(1000))
+    with TensorReader(nothing, lambda: next(asked) > 20, 1) as reader, pytest.raises(RequestCancelled):
+        reader.read_into([(entries["t2"], torch.empty(100, 37).bfloat16())])
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_file_that_has_become_shorter(entries: dict[str, TensorEntry], direct: bool) -> None:
+    file = entries["t2"].file
+    file.write_bytes(file.read_bytes()[:-20])
+    last = max(entries.values(), key=lambda entry: entry.offset + entry.nbytes * 2)
+    with TensorReader(nothing, lambda: False, 1, direct=direct) as reader, pytest.raises(EngineError) as caught:
+        reader.read(last)
+    assert caught.value.code is ErrorCode.CHECKPOINT_DAMAGED
+    assert "cut short" in caught.value.message
+
+
+def test_a_file_that_is_gone(entries: dict[str, TensorEntry]) -> None:
+    entries["t2"].file.unlink()
+    with TensorReader(nothing, lambda: False, 1) as reader, pytest.raises(EngineError, match="cannot be read"):
+        reader.read(entries["t2"])
