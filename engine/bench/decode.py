@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.bench.bandwidth import read_bandwidth
-from engine.bench.peers import TransformersPeer
+from engine.bench.peers import TransformersPeer, accelerate_offload
 from engine.bench.report import Report, row
 from engine.config import EngineConfig, SamplingParams
 from engine.runtime.chat_session import ChatSession
@@ -35,9 +35,7 @@ class DecodePlan:
     peers: bool
 
 
-def bench_decode(
-    config: EngineConfig, checkpoint: Path, plan: DecodePlan, report: Report, say: Callable[[str], None]
-) -> None:
+def bench_decode(config: EngineConfig, plan: DecodePlan, report: Report, say: Callable[[str], None]) -> None:
     """Adds rows to `report`: our decode rate, against each peer and against the memory-bandwidth limit.
 
     Every repeat runs all contestants one after the other, so that a noisy moment hits them alike.
@@ -49,7 +47,7 @@ def bench_decode(
         contestants: dict[str, Callable[[], float]] = {"ours": lambda: _our_rate(loaded, prompt, plan.tokens)}
         with tempfile.TemporaryDirectory(prefix="switchyard-bench-") as scratch:
             if plan.peers:
-                for peer in _peers(checkpoint, loaded, Path(scratch), report, say):
+                for peer in _peers(config, loaded, Path(scratch), report, say):
                     contestants[peer.name] = lambda peer=peer: peer.decode_rate(prompt, plan.tokens)  # type: ignore[misc]
             rates: dict[str, list[float]] = {name: [] for name in contestants}
             for repeat in range(plan.repeats + 1):
@@ -59,7 +57,7 @@ def bench_decode(
                     if repeat:
                         rates[name].append(rate)
         ours = rates.pop("ours")
-        limit = read_bandwidth() / _bytes_per_token(loaded)
+        limit = read_bandwidth() / _bytes_per_token(loaded) if loaded.info.device == "cpu" else None
         report.rows.append(row("decode", ours, "tokens/s", limit=limit))
         report.rows += [
             row("decode", ours, "tokens/s", peer=name, peer_values=theirs) for name, theirs in rates.items()
@@ -70,16 +68,18 @@ def bench_decode(
 
 def _our_rate(loaded: LoadedModel, prompt: Sequence[int], tokens: int) -> float:
     session = ChatSession(loaded)
-    arrivals: list[float] = []
+    arrivals: list[tuple[int, float]] = []
     session.generate_from_ids(
         list(prompt),
         SamplingParams(max_tokens=tokens + 1),
         on_progress=lambda _done, _total: None,
-        on_text=lambda _text, _count: arrivals.append(time.perf_counter()),
+        on_text=lambda _text, count: arrivals.append((count, time.perf_counter())),
         cancelled=lambda: False,
         end_ids=frozenset(),
     )
-    return (len(arrivals) - 1) / (arrivals[-1] - arrivals[0])
+    # Not every token completes a text.
+    (first, begun_s), (last, ended_s) = arrivals[0], arrivals[-1]
+    return (last - first) / (ended_s - begun_s)
 
 
 def _bytes_per_token(loaded: LoadedModel) -> float:
@@ -94,29 +94,41 @@ def _bytes_per_token(loaded: LoadedModel) -> float:
 
 
 def _peers(
-    checkpoint: Path, loaded: LoadedModel, scratch: Path, report: Report, say: Callable[[str], None]
+    config: EngineConfig, loaded: LoadedModel, scratch: Path, report: Report, say: Callable[[str], None]
 ) -> list[TransformersPeer]:
-    dtype = next(loaded.model.parameters()).dtype
+    checkpoint, dtype = Path(config.model), next(loaded.model.parameters()).dtype
+    wanted: dict[str, Callable[[], TransformersPeer]] = {
+        "transformers with accelerate's offload": lambda: accelerate_offload(checkpoint, dtype, config.vram_bytes)
+    }
+    if torch.cuda.is_available() and loaded.device.type == "cuda":
+        report.skip_peer("transformers on the CPU", "compared where we compute on the CPU as well")
+    else:
+        wanted |= _on_cpu(checkpoint, dtype, loaded.info.experts, scratch, report, say)
     peers: list[TransformersPeer] = []
-    if torch.cuda.is_available():
-        report.skip_peer("transformers", "compared on the CPU only, where both hold the whole model")
-        return peers
-    wanted: list[tuple[str, str | None]] = [("transformers (default experts)", None)]
-    if loaded.info.experts:
-        wanted.append(("transformers (eager experts)", "eager"))
-    for name, implementation in wanted:
+    for name, load in wanted.items():
         say(f"loading the peer: {name}")
         try:
-            peers.append(TransformersPeer(name, checkpoint, dtype, implementation))
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            peers.append(load())
+        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
             report.skip_peer(name, str(error).splitlines()[0])
+    report.skip_peer("llama.cpp", "its Python binding is not part of this version's bench")
+    return peers
+
+
+def _on_cpu(
+    checkpoint: Path, dtype: torch.dtype, experts: int, scratch: Path, report: Report, say: Callable[[str], None]
+) -> dict[str, Callable[[], TransformersPeer]]:
+    default, eager = "transformers (default experts)", "transformers (eager experts)"
+    wanted = {default: lambda: TransformersPeer(default, checkpoint, dtype)}
+    if experts:
+        wanted[eager] = lambda: TransformersPeer(eager, checkpoint, dtype, "eager")
+    parent = "transformers, dense parent"
     if checkpoint.name == "starter":
         from engine.checkpoint.starter import build_dense_parent
 
         say("building the starter's dense parent")
         build_dense_parent(scratch / "parent")
-        peers.append(TransformersPeer("transformers, dense parent", scratch / "parent", dtype))
+        wanted[parent] = lambda: TransformersPeer(parent, scratch / "parent", dtype)
     else:
-        report.skip_peer("transformers, dense parent", "only the starter model has one")
-    report.skip_peer("llama.cpp", "its Python binding is not part of this version's bench")
-    return peers
+        report.skip_peer(parent, "only the starter model has one")
+    return wanted

@@ -1,31 +1,51 @@
-"""The peers that `bench decode` runs beside us, each on the same prompt, tokens, precision and threads."""
+"""The peers that benches run beside us, each on the same prompt, tokens, precision and threads."""
 
 from __future__ import annotations
 
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.runtime.library_models import quiet_library
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
 class TransformersPeer:
-    """transformers' own `generate`, greedy, on a checkpoint directory.
+    """transformers' own model on a checkpoint directory, on the CPU unless `placement` says otherwise.
 
     Args:
         experts_implementation: how transformers computes experts; `None` is its default for the model.
+        placement: more arguments for `from_pretrained`.
+
+    Raises:
+        OSError, ValueError, KeyError, RuntimeError, ImportError: whatever keeps the library from loading it.
     """
 
-    def __init__(self, name: str, path: Path, dtype: torch.dtype, experts_implementation: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        path: Path,
+        dtype: torch.dtype,
+        experts_implementation: str | None = None,
+        placement: dict[str, Any] | None = None,
+    ) -> None:
         self.name = name
-        options: dict[str, Any] = {"dtype": dtype, "local_files_only": True}
+        options: dict[str, Any] = {"dtype": dtype, "local_files_only": True, **(placement or {})}
         if experts_implementation:
             options["experts_implementation"] = experts_implementation
-        self._model = AutoModelForCausalLM.from_pretrained(path, **options).eval()
+        with quiet_library():
+            self._model = AutoModelForCausalLM.from_pretrained(path, **options).eval()
+
+    @property
+    def vocabulary(self) -> int:
+        """How many ids there are."""
+        return int(self._model.config.get_text_config().vocab_size)
 
     def decode_rate(self, prompt: Sequence[int], tokens: int) -> float:
         """Tokens per second of decode: the time of `tokens` + 1 new tokens less that of the first."""
@@ -33,8 +53,13 @@ class TransformersPeer:
         seconds_all = self._time(prompt, tokens + 1)
         return tokens / (seconds_all - seconds_first)
 
+    def prefill_rate(self, prompt: Sequence[int]) -> float:
+        """Tokens per second from an empty context to the first new token; a short prompt goes first to warm up."""
+        self._time(prompt[: min(len(prompt), 80)], 1)
+        return len(prompt) / self._time(prompt, 1)
+
     def _time(self, prompt: Sequence[int], new_tokens: int) -> float:
-        ids = torch.tensor([list(prompt)])
+        ids = torch.tensor([list(prompt)], device=self._model.device)
         started = time.perf_counter()
         with torch.inference_mode():
             self._model.generate(
@@ -46,4 +71,27 @@ class TransformersPeer:
                 max_new_tokens=new_tokens,
                 pad_token_id=0,
             )
+        if ids.device.type == "cuda":
+            torch.cuda.synchronize(ids.device)
         return time.perf_counter() - started
+
+
+def accelerate_offload(path: Path, dtype: torch.dtype, vram_bytes: int | None) -> TransformersPeer:
+    """The same model through accelerate: what does not fit the card's memory lies in RAM and is fetched as it is used.
+
+    Raises:
+        RuntimeError: there is no CUDA card.
+        ImportError: accelerate is not installed.
+        As `TransformersPeer`.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError("it offloads from a CUDA card, and this machine has none")
+    if find_spec("accelerate") is None:
+        raise ImportError("the Python package accelerate is not installed")
+    import psutil
+
+    budget = vram_bytes if vram_bytes is not None else int(0.9 * torch.cuda.mem_get_info(0)[0])
+    memory = {0: budget, "cpu": int(psutil.virtual_memory().available)}
+    return TransformersPeer(
+        "transformers with accelerate's offload", path, dtype, placement={"device_map": "auto", "max_memory": memory}
+    )

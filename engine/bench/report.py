@@ -16,6 +16,8 @@ class Row:
         peer, peer_value: what it was compared with in the same run, and that one's median.
         ratio: ours over the peer's, turned so that above 1 is better for us.
         limit: the physical limit in the same unit; `of_limit` is the part of it that was reached.
+        predicted: what a model of the machine makes of the ratio, or of the value if there is no peer; `deviation` is
+            how far the measurement is above that (0.1 is 10%).
     """
 
     name: str
@@ -27,6 +29,8 @@ class Row:
     ratio: float | None = None
     limit: float | None = None
     of_limit: float | None = None
+    predicted: float | None = None
+    deviation: float | None = None
 
 
 def row(
@@ -37,6 +41,7 @@ def row(
     peer: str | None = None,
     peer_values: list[float] | None = None,
     limit: float | None = None,
+    predicted: float | None = None,
     higher_is_better: bool = True,
 ) -> Row:
     """A row from repeated measurements taken in turn; the ratio is the median of the paired ratios."""
@@ -49,7 +54,9 @@ def row(
     of_limit = None
     if limit:
         of_limit = value / limit if higher_is_better else limit / max(value, 1e-9)
-    return Row(name, value, unit, len(values), peer, peer_value, ratio, limit, of_limit)
+    measured = value if ratio is None else ratio
+    deviation = measured / predicted - 1 if predicted else None
+    return Row(name, value, unit, len(values), peer, peer_value, ratio, limit, of_limit, predicted, deviation)
 
 
 @dataclass(slots=True)
@@ -74,15 +81,21 @@ class Report:
 
     def text(self) -> str:
         """The same as a table for people."""
-        lines = [f"{'':52} {'value':>10}  {'unit':9} {'peer':>10} {'ratio':>7} {'of limit':>9}"]
+        width = max([52, *(len(_label(entry)) for entry in self.rows)])
+        lines = [f"{'':{width}} {'value':>10}  {'unit':9} {'peer':>10} {'ratio':>7} {'of limit':>9} {'predicted':>10}"]
         for entry in self.rows:
-            name = f"{entry.name} vs {entry.peer}" if entry.peer else entry.name
-            lines.append(
-                f"{name[:52]:52} {entry.value:>10.3f}  {entry.unit:9} "
-                f"{_cell(entry.peer_value, '10.3f')} {_cell(entry.ratio, '6.2f', 'x')} {_cell(entry.of_limit, '9.0%')}"
+            line = (
+                f"{_label(entry):{width}} {entry.value:>10.3f}  {entry.unit:9} "
+                f"{_cell(entry.peer_value, '10.3f')} {_cell(entry.ratio, '6.2f', 'x')} {_cell(entry.of_limit, '9.0%')} "
+                f"{_cell(entry.predicted, '10.2f')} {_cell(entry.deviation, '+5.0%')}"
             )
+            lines.append(line.rstrip())
         lines += [f"not run: {skipped['peer']} ({skipped['reason']})" for skipped in self.peers_not_run]
         return "\n".join(lines)
+
+
+def _label(entry: Row) -> str:
+    return f"{entry.name} vs {entry.peer}" if entry.peer else entry.name
 
 
 def _cell(value: float | None, form: str, suffix: str = "") -> str:

@@ -4,60 +4,151 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from engine.verbs.options import add_engine_options, engine_config, positive_int
+from engine.verbs.options import add_engine_options, engine_config, parse_size, positive_int
 from engine.verbs.output import emit, note
+
+if TYPE_CHECKING:
+    from engine.bench.report import Report
+    from engine.config import EngineConfig
 
 
 def add_parser(subparsers: Any) -> None:
     """Mount the verb and its kinds."""
     parser = subparsers.add_parser("bench", help="measure this machine, with peers in the same run")
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="{startup,decode}")
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="{startup,decode,prefill,cache,disk}")
 
     startup = kinds.add_parser(
         "startup", help="seconds to a usable window and to the first token; longest wait of the GUI"
     )
-    startup.add_argument("--repeats", type=positive_int, default=5, metavar="N")
-    startup.add_argument("--json", action="store_true", help="print one JSON document")
+    _add_common(startup, repeats=5)
     startup.set_defaults(run=_run_startup)
 
     decode = kinds.add_parser("decode", help="tokens per second at batch 1")
-    decode.add_argument(
-        "--model", default="starter", metavar="M", help="starter, a library name or a checkpoint folder"
-    )
+    _add_model(decode)
     decode.add_argument("--tokens", type=positive_int, default=48, metavar="N", help="tokens decoded per repeat")
-    decode.add_argument("--repeats", type=positive_int, default=5, metavar="N")
     decode.add_argument("--peers", action="store_true", help="run transformers beside us, in turn")
-    decode.add_argument("--json", action="store_true", help="print one JSON document")
+    decode.add_argument(
+        "--strategies",
+        action="store_true",
+        help="a cache for 25%% of the experts against every single way of meeting misses",
+    )
+    _add_common(decode, repeats=5)
     add_engine_options(decode)
     decode.set_defaults(run=_run_decode)
 
+    prefill = kinds.add_parser("prefill", help="tokens per second of a long prompt, and the decode cache after it")
+    _add_model(prefill)
+    prefill.add_argument("--prompt-tokens", type=positive_int, default=2000, metavar="N", help="length of the prompt")
+    prefill.add_argument("--tokens", type=positive_int, default=96, metavar="N", help="decoded before and after it")
+    prefill.add_argument("--peers", action="store_true", help="run transformers on the CPU as well")
+    prefill.add_argument(
+        "--strategies", action="store_true", help="run on-demand fetch and all experts on the CPU as well"
+    )
+    _add_common(prefill, repeats=3)
+    add_engine_options(prefill)
+    prefill.set_defaults(run=_run_prefill)
+
+    cache = kinds.add_parser("cache", help="the adopted cache policy on recorded routing; cost of the bookkeeping")
+    cache.add_argument(
+        "--trace", type=Path, action="append", default=[], metavar="FILE", help="recorded routing; may be repeated"
+    )
+    _add_common(cache, repeats=5)
+    cache.set_defaults(run=_run_cache)
+
+    disk = kinds.add_parser("disk", help="preparing, loading, and decoding with experts on disk, against the disk")
+    _add_model(disk)
+    disk.add_argument("--tokens", type=positive_int, default=48, metavar="N", help="tokens decoded per repeat")
+    disk.add_argument(
+        "--expert-ram", type=parse_size, metavar="SIZE", help="RAM for experts; half of what they need, if not given"
+    )
+    _add_common(disk, repeats=3)
+    add_engine_options(disk)
+    disk.set_defaults(run=_run_disk)
+
+
+def _add_common(parser: argparse.ArgumentParser, *, repeats: int) -> None:
+    parser.add_argument("--repeats", type=positive_int, default=repeats, metavar="N")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        default="starter",
+        metavar="M",
+        help="starter, a library name, a checkpoint folder, or synthetic:NAME?layers=4 for random weights",
+    )
+
 
 def _run_startup(args: argparse.Namespace) -> int:
-    from engine.bench.report import Report
     from engine.bench.startup import bench_startup
 
-    report = Report(_machine())
+    report = _report()
     bench_startup(args.repeats, report, note)
-    emit(report.document(), as_json=args.json, human=report.text)
-    return 0
+    return _emit(report, args)
 
 
 def _run_decode(args: argparse.Namespace) -> int:
-    from engine.bench.decode import DecodePlan, bench_decode
+    config, report = _config(args), _report()
+    if args.strategies:
+        from engine.bench.strategies import StrategyPlan, bench_strategies
+        from engine.bench.synthetic import is_synthetic
+
+        bench_strategies(config, StrategyPlan(args.tokens, args.repeats, not is_synthetic(args.model)), report, note)
+        if args.peers:
+            report.skip_peer("transformers", "strategies are compared with each other: run --peers by itself")
+    else:
+        from engine.bench.decode import DecodePlan, bench_decode
+
+        bench_decode(config, DecodePlan(args.tokens, args.repeats, args.peers), report, note)
+    return _emit(report, args)
+
+
+def _run_prefill(args: argparse.Namespace) -> int:
+    from engine.bench.prefill import PrefillPlan, bench_prefill
+
+    report = _report()
+    plan = PrefillPlan(args.prompt_tokens, args.tokens, args.repeats, args.strategies, args.peers)
+    bench_prefill(_config(args), plan, report, note)
+    return _emit(report, args)
+
+
+def _run_cache(args: argparse.Namespace) -> int:
+    from engine.bench.cache import bench_cache
+
+    report = _report()
+    bench_cache(args.trace, args.repeats, report, note)
+    return _emit(report, args)
+
+
+def _run_disk(args: argparse.Namespace) -> int:
+    from engine.bench.disk import DiskPlan, bench_disk
+
+    report = _report()
+    bench_disk(_config(args), DiskPlan(args.tokens, args.repeats, args.expert_ram), report, note)
+    return _emit(report, args)
+
+
+def _config(args: argparse.Namespace) -> EngineConfig:
+    from engine.bench.synthetic import resolve_model
+
+    checkpoint = resolve_model(args.model, note)  # before torch is imported: a mistyped name is told at once
+    from engine.process.environment import quiet_libraries
+
+    quiet_libraries()
+    return engine_config(args, str(checkpoint))
+
+
+def _report() -> Report:
     from engine.bench.report import Report
-    from engine.checkpoint.library import resolve
-
-    checkpoint = resolve(args.model)
-    report = Report(_machine())
-    plan = DecodePlan(args.tokens, args.repeats, args.peers)
-    bench_decode(engine_config(args, str(checkpoint)), checkpoint, plan, report, note)
-    emit(report.document(), as_json=args.json, human=report.text)
-    return 0
-
-
-def _machine() -> dict[str, Any]:
     from engine.hardware.probe import probe
 
-    return dataclasses.asdict(probe())
+    return Report(dataclasses.asdict(probe()))
+
+
+def _emit(report: Report, args: argparse.Namespace) -> int:
+    emit(report.document(), as_json=args.json, human=report.text)
+    return 0

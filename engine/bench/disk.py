@@ -1,0 +1,209 @@
+"""`switchyard bench disk`: preparing a model, loading what was prepared, and decoding with half its experts in RAM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.bench import mmap_peer
+from engine.bench.disk_rates import forget_cached, read_rate, write_rate
+from engine.bench.forced_text import ForcedText, decode_seconds, random_text
+from engine.bench.memory_group import memory_group
+from engine.bench.opened import opened
+from engine.bench.report import Report, row
+from engine.checkpoint.bank_location import bank_path
+from engine.checkpoint.disk_errors import disk_errors_explained, require_space
+from engine.errors import EngineError, ErrorCode
+from engine.experts.bank import ExpertBank
+from engine.experts.disk_tier import DiskTier
+from engine.experts.load_prepared import load_prepared
+from engine.paths import python_module
+from engine.runtime.bank_source import BankSource
+from engine.runtime.prepare_bank import prepare_bank
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
+    from engine.runtime.loaded_model import LoadedModel
+
+_MMAP = "experts in a plain mmap"
+_PASS_S = mmap_peer.PASS_S
+
+
+@dataclass(frozen=True, slots=True)
+class DiskPlan:
+    """What to run: `tokens` decoded per repeat; `expert_ram` bytes of RAM for experts, None for half of them."""
+
+    tokens: int
+    repeats: int
+    expert_ram: int | None
+
+
+def bench_disk(config: EngineConfig, plan: DiskPlan, report: Report, say: Callable[[str], None]) -> None:
+    """Adds rows: each rate against what the disk does in the same run, and decoding against plain paging.
+
+    The prepared bank is removed again unless it was there before.
+
+    Raises:
+        EngineError: `INVALID_REQUEST` if the model has no experts; as `prepare_bank` and `load_model`.
+    """
+    directory = Path(config.model)
+    source = BankSource.open(directory, "fp32" if config.precision == "fp32" else "bf16")
+    bank = bank_path(directory, source.precision)
+    bank.parent.mkdir(parents=True, exist_ok=True)
+    with disk_errors_explained(bank.parent), _scratch(bank.parent) as scratch:
+        require_space(bank.parent, 2 * source.header().records_nbytes)
+        was_there = bank.exists()
+        try:
+            _prepare_and_load(source, scratch, plan, report, say)
+            if not was_there:
+                os.replace(scratch / "prepared.bank", bank)
+            _decode(config, source, bank, plan, report, say)
+        finally:
+            if not was_there:
+                bank.unlink(missing_ok=True)
+
+
+@contextmanager
+def _scratch(parent: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="switchyard-bench-", dir=parent) as folder:
+        yield Path(folder)
+
+
+def _prepare_and_load(
+    source: BankSource, scratch: Path, plan: DiskPlan, report: Report, say: Callable[[str], None]
+) -> None:
+    """Rates in bytes per second of what has to be read and written, each beside the disk's own."""
+    header, made, raw = source.header(), scratch / "prepared.bank", scratch / "raw"
+    checkpoint = sum(source.nbytes(layer) for layer in range(len(source.sites)))
+    size = header.records_nbytes
+    prepared: list[float] = []
+    loaded: list[float] = []
+    moved: list[float] = []
+    reads: list[float] = []
+    for repeat in range(plan.repeats):
+        say(f"repeat {repeat + 1} of {plan.repeats}: preparing, loading, and the disk by itself")
+        made.unlink(missing_ok=True)
+        write_bps = write_rate(raw, size)
+        read_bps = read_rate(raw)
+        raw.unlink()
+        forget_cached(source.directory.glob("*.safetensors"))
+        begun_s = time.perf_counter()
+        prepare_bank(source, made, on_progress=_ignore, cancelled=_never)
+        prepared.append((checkpoint + size) / (time.perf_counter() - begun_s) / 1e9)
+        # What reading and then writing them would take.
+        moved.append((checkpoint + size) / (checkpoint / read_bps + size / write_bps) / 1e9)
+        loaded.append(_load_rate(made, size) / 1e9)
+        reads.append(read_bps / 1e9)
+    name = "preparing, bytes read and written"
+    report.rows.append(row(name, prepared, "GB/s", peer="the disk by itself", peer_values=moved))
+    report.rows.append(row("loading what was prepared", loaded, "GB/s", peer="the disk by itself", peer_values=reads))
+
+
+def _load_rate(path: Path, size: int) -> float:
+    forget_cached([path])
+    bank = ExpertBank(torch.device("cpu"))
+    try:
+        with DiskTier(path) as disk:
+            begun_s = time.perf_counter()
+            load_prepared(disk, bank, _ignore)
+            return size / (time.perf_counter() - begun_s)
+    finally:
+        bank.close()
+
+
+def _decode(
+    config: EngineConfig, source: BankSource, bank: Path, plan: DiskPlan, report: Report, say: Callable[[str], None]
+) -> None:
+    size = source.header().records_nbytes
+    expert_ram = plan.expert_ram or size // 2
+    config = replace(config, ram_bytes=_dense_bytes(source) + expert_ram)
+    rates: list[float] = []
+    bounds: list[float] = []
+    mapped: list[float] = []
+    text = random_text(source.model.config.get_text_config().vocab_size, 32, plan.tokens)
+    for repeat in range(plan.repeats):
+        say(f"repeat {repeat + 1} of {plan.repeats}: decoding with {expert_ram / size:.0%} of the experts in RAM")
+        with opened(config) as loaded:
+            rate, missed = _our_rate(loaded, text)
+        rates.append(rate)
+        bounds.append(read_rate(bank) / max(missed, 1.0))
+        if config.device in ("auto", "cpu"):
+            say(f"repeat {repeat + 1} of {plan.repeats}: {_MMAP}")
+            theirs = _mapped_rate(config, text, bank, expert_ram, report)
+            mapped += [] if theirs is None else [theirs]
+    say("decoding with as much RAM as there is")
+    with opened(replace(config, ram_bytes=None)) as loaded:
+        if loaded.disk_backed is None:
+            decode_seconds(loaded, text, _PASS_S)
+            seconds = decode_seconds(loaded, text, _PASS_S)
+            report.rows.append(row("decode, all experts in RAM", [len(seconds) / sum(seconds)], "tokens/s"))
+    name = f"decode, RAM for {expert_ram / size:.0%} of the experts"
+    bound = "the disk's rate over the bytes missed"
+    report.rows.append(row(name, rates, "tokens/s", peer=bound, peer_values=bounds))
+    if len(mapped) == len(rates):
+        report.rows.append(row(name, rates, "tokens/s", peer=_MMAP, peer_values=mapped))
+    elif config.device not in ("auto", "cpu"):
+        report.skip_peer(_MMAP, "compared where the CPU computes: --device cpu")
+
+
+def _dense_bytes(source: BankSource) -> int:
+    """Everything of the model but its experts, as it is held."""
+    width = 2 if source.precision == "bf16" else 4
+    return sum(width * entry.numel for entry in source.plan.rest.values())
+
+
+def _our_rate(loaded: LoadedModel, text: ForcedText) -> tuple[float, float]:
+    """(tokens per second, bytes read from the disk per token), once the RAM is full."""
+    if loaded.disk_backed is None:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"All experts of {loaded.info.name} fit into the RAM that they were given: give less with --expert-ram.",
+        )
+    decode_seconds(loaded, text, _PASS_S)
+    before = loaded.disk_backed.disk.bytes_read
+    seconds = decode_seconds(loaded, text, _PASS_S)
+    return len(seconds) / sum(seconds), (loaded.disk_backed.disk.bytes_read - before) / len(seconds)
+
+
+def _mapped_rate(config: EngineConfig, text: ForcedText, bank: Path, expert_ram: int, report: Report) -> float | None:
+    """Tokens per second of `engine.bench.mmap_peer`; None if it could not be run, which the report says."""
+    command, own = python_module("engine.bench.mmap_peer")
+    try:
+        with memory_group() as group:
+            asked = mmap_peer.request(config, text, bank, group.folder, expert_ram)
+            done = subprocess.run(
+                command,
+                env={**os.environ, **own},
+                input=asked,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=600,
+            )
+        if done.returncode == 0:
+            return float(json.loads(done.stdout)["tokens_per_s"])
+        lines = done.stderr.strip().splitlines()
+        reason = lines[-1] if lines else f"it ended with {done.returncode}, perhaps for want of memory"
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        reason = f"its memory cannot be limited here: {error}" if isinstance(error, OSError) else str(error)
+    if not any(skipped["peer"] == _MMAP for skipped in report.peers_not_run):
+        report.skip_peer(_MMAP, reason)
+    return None
+
+
+def _ignore(_done: int, _total: int) -> None:
+    pass
+
+
+def _never() -> bool:
+    return False

@@ -1,0 +1,71 @@
+"""A memory control group of its own for a child process: the only fair way to page a file with less RAM than it has."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_ROOT = Path("/sys/fs/cgroup")
+
+
+class MemoryGroup:
+    """A control group folder; version 1 and 2 have the same files under other names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._is_v1 = (folder / "memory.limit_in_bytes").exists()
+
+    def join(self) -> None:
+        """Puts this process into the group.
+
+        Raises:
+            OSError: it may not.
+        """
+        (self.folder / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
+
+    def limit_file_pages(self, nbytes: int) -> None:
+        """From now on the group may have so many bytes of file pages beside the memory that it has allocated.
+
+        Raises:
+            OSError: it may not be limited.
+        """
+        statistics = (self.folder / "memory.stat").read_text(encoding="ascii").split()
+        fields = dict(zip(statistics[::2], statistics[1::2], strict=False))
+        allocated = int(fields.get("total_rss") or fields.get("anon") or 0)
+        name = "memory.limit_in_bytes" if self._is_v1 else "memory.max"
+        (self.folder / name).write_text(str(allocated + nbytes), encoding="ascii")
+
+
+@contextmanager
+def memory_group() -> Iterator[MemoryGroup]:
+    """A new group below our own, removed at the end, when its processes have ended.
+
+    Raises:
+        OSError: there are no control groups, or we may not make one.
+    """
+    parent = _own_group()
+    folder = Path(tempfile.mkdtemp(prefix="switchyard-bench-", dir=parent))
+    try:
+        if not any((folder / name).exists() for name in ("memory.limit_in_bytes", "memory.max")):
+            raise OSError("control groups here do not limit memory")
+        yield MemoryGroup(folder)
+    finally:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def _own_group() -> Path:
+    if not sys.platform.startswith("linux"):
+        raise OSError("only Linux has control groups")
+    for line in Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines():
+        _, controllers, group = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            return _ROOT / "memory" / group.strip("/")
+        if not controllers and (_ROOT / "cgroup.controllers").exists():
+            return _ROOT / group.strip("/")
+    raise OSError("no control group of this process limits memory")

@@ -1,0 +1,74 @@
+"""Models that a bench opens and closes again, one configuration after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.bench.step_records import hybrid_layers
+from engine.checkpoint.profile import read_profile
+from engine.errors import EngineError, ErrorCode
+from engine.runtime.loading import load_model
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
+    from engine.experts.vram_cache import VramCache
+    from engine.runtime.loaded_model import LoadedModel
+
+RESIDENT_SHARE = 0.25
+
+
+@contextmanager
+def opened(config: EngineConfig) -> Iterator[LoadedModel]:
+    """The model of `config`, closed at the end.
+
+    Raises:
+        EngineError: as `load_model`.
+    """
+    loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    try:
+        yield loaded
+    finally:
+        loaded.close()
+
+
+@contextmanager
+def opened_with_cache(config: EngineConfig) -> Iterator[LoadedModel]:
+    """The same, for a model whose experts a device and the CPU share.
+
+    Raises:
+        EngineError: also `INVALID_REQUEST` if there are none.
+    """
+    with opened(config) as loaded:
+        if not hybrid_layers(loaded.model):
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST,
+                f"{loaded.info.name} on {loaded.info.device} has no experts that a device and the CPU share: choose "
+                "--device cuda or emulated:NAME, and less --vram than all experts need.",
+            )
+        yield loaded
+
+
+def with_quarter_resident(config: EngineConfig) -> EngineConfig:
+    """A cache for a quarter of the experts, unless `config` says how many; with one CPU thread on an emulated device,
+    whose own computing needs the other processor.
+    """
+    if config.cache_slots is None:
+        profile = read_profile(Path(config.model))
+        config = replace(config, cache_slots=max(1, round(RESIDENT_SHARE * profile.layers * profile.experts)))
+    if config.threads is None and config.device.startswith("emulated:"):
+        config = replace(config, threads=1)
+    return config
+
+
+def without_cache(config: EngineConfig) -> EngineConfig:
+    """Nothing is kept on the device."""
+    return replace(config, cache_slots=0)
+
+
+def caches_of(loaded: LoadedModel) -> list[VramCache]:
+    """The expert caches of all devices."""
+    return list({id(experts.cache): experts.cache for _, experts in hybrid_layers(loaded.model)}.values())

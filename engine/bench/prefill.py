@@ -1,0 +1,132 @@
+"""`switchyard bench prefill`: tokens per second of a long prompt, and what it leaves of the decode cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.bench.forced_text import ForcedText, decode_seconds, prefill_seconds, random_text
+from engine.bench.opened import caches_of, opened, opened_with_cache, with_quarter_resident, without_cache
+from engine.bench.peers import TransformersPeer
+from engine.bench.report import Report, row
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig, Misses
+    from engine.runtime.loaded_model import LoadedModel
+
+_SINGLES: dict[Misses, str] = {"fetch": "on-demand fetch", "cpu": "all experts on the CPU"}
+_TRANSFORMERS = "transformers on the CPU"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """What to run.
+
+    Attributes:
+        prompt_tokens: of the long prompt.
+        decode_tokens: decoded before and after it, to see what the cache hits.
+        strategies: run the single ways of meeting misses as well; then the device keeps 25% of the experts unless the
+            configuration says otherwise.
+        peers: run transformers as well.
+    """
+
+    prompt_tokens: int
+    decode_tokens: int
+    repeats: int
+    strategies: bool
+    peers: bool
+
+
+def bench_prefill(config: EngineConfig, plan: PrefillPlan, report: Report, say: Callable[[str], None]) -> None:
+    """Adds rows: our rate, against each contestant in the same run, and the decode hit rate before and after.
+
+    Each repeat opens one contestant after the other, so that two never share the memory.
+
+    Raises:
+        EngineError: as `load_model`; for strategies, `INVALID_REQUEST` without a device that shares the experts.
+    """
+    if plan.strategies:
+        config = with_quarter_resident(config)
+    rates: dict[str, list[float]] = {}
+    hits: tuple[list[float], list[float]] = [], []
+    for repeat in range(plan.repeats):
+        say(f"repeat {repeat + 1} of {plan.repeats}: ours")
+        with opened_with_cache(config) if plan.strategies else opened(config) as loaded:
+            rates.setdefault("ours", []).append(_our_rate(loaded, plan, hits))
+        for misses, name in _SINGLES.items() if plan.strategies else ():
+            say(f"repeat {repeat + 1} of {plan.repeats}: {name}")
+            with opened(without_cache(replace(config, misses=misses))) as loaded:
+                rates.setdefault(name, []).append(_rate(loaded, plan))
+        if plan.peers:
+            say(f"repeat {repeat + 1} of {plan.repeats}: {_TRANSFORMERS}")
+            _run_transformers(config, plan, rates, report)
+    _rows(rates, hits, plan, config, report)
+
+
+def _our_rate(loaded: LoadedModel, plan: PrefillPlan, hits: tuple[list[float], list[float]]) -> float:
+    if not caches_of(loaded):
+        return _rate(loaded, plan)
+    text = random_text(_vocabulary(loaded), 16, plan.decode_tokens)
+    _hit_rate(loaded, text)  # fills the cache
+    before = _hit_rate(loaded, text)
+    rate = _rate(loaded, plan)
+    after = _hit_rate(loaded, text)
+    if before is not None and after is not None:
+        hits[0].append(100 * before)
+        hits[1].append(100 * after)
+    return rate
+
+
+def _rate(loaded: LoadedModel, plan: PrefillPlan) -> float:
+    prompt = random_text(_vocabulary(loaded), plan.prompt_tokens, 0, seed=1).prompt
+    prefill_seconds(loaded, prompt[: min(len(prompt), 80)])  # what happens only the first time
+    return len(prompt) / prefill_seconds(loaded, prompt)
+
+
+def _hit_rate(loaded: LoadedModel, text: ForcedText) -> float | None:
+    counters = [cache.counters for cache in caches_of(loaded)]
+    lookups, hits = sum(each.lookups for each in counters), sum(each.hits for each in counters)
+    decode_seconds(loaded, text)
+    looked_up = sum(each.lookups for each in counters) - lookups
+    return (sum(each.hits for each in counters) - hits) / looked_up if looked_up else None
+
+
+def _vocabulary(loaded: LoadedModel) -> int:
+    return int(loaded.model.config.get_text_config().vocab_size)
+
+
+def _run_transformers(config: EngineConfig, plan: PrefillPlan, rates: dict[str, list[float]], report: Report) -> None:
+    dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
+    try:
+        peer = TransformersPeer(_TRANSFORMERS, Path(config.model), dtype)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        if not any(skipped["peer"] == _TRANSFORMERS for skipped in report.peers_not_run):
+            report.skip_peer(_TRANSFORMERS, str(error).splitlines()[0])
+        return
+    prompt = random_text(peer.vocabulary, plan.prompt_tokens, 0, seed=1).prompt
+    rates.setdefault(_TRANSFORMERS, []).append(peer.prefill_rate(prompt))
+
+
+def _rows(
+    rates: dict[str, list[float]],
+    hits: tuple[list[float], list[float]],
+    plan: PrefillPlan,
+    config: EngineConfig,
+    report: Report,
+) -> None:
+    name, ours = f"prefill of {plan.prompt_tokens:,} tokens on {config.device}", rates.pop("ours")
+    report.rows.append(row(name, ours, "tokens/s"))
+    report.rows += [row(name, ours, "tokens/s", peer=peer, peer_values=theirs) for peer, theirs in rates.items()]
+    if plan.strategies:
+        better = [max(pair) for pair in zip(*(rates[single] for single in _SINGLES.values()), strict=True)]
+        report.rows.append(row(name, ours, "tokens/s", peer="the better of these two", peer_values=better))
+    else:
+        report.skip_peer("on-demand fetch, all experts on the CPU", "asked for with --strategies")
+    if not plan.peers:
+        report.skip_peer(_TRANSFORMERS, "asked for with --peers")
+    if hits[0]:
+        report.rows.append(row("hits of decode after it", hits[1], "%", peer="before it", peer_values=hits[0]))

@@ -1,0 +1,95 @@
+"""What each expert layer of each decode step needed and how it was met, noted while the model runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.experts.dispatch import BANK_LAYER
+from engine.experts.dispatcher import HybridExperts
+from engine.kernels.interface import ExpertKernel
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStep:
+    """One expert layer of one decode step.
+
+    Attributes:
+        needed: experts that the token chose; hits, on_cpu and fetched are how many of them were met in which way.
+        backlog: records that were still on their way to the device when the layer began.
+        took_s: what the layer took, by the caller's clock.
+    """
+
+    needed: int
+    hits: int
+    on_cpu: int
+    fetched: int
+    backlog: int
+    took_s: float
+
+
+def hybrid_layers(model: Any) -> list[tuple[Any, HybridExperts]]:
+    """The experts modules of a loaded model that compute on a device and the CPU, in the order of its layers."""
+    found = []
+    for module in model.modules():
+        bound = module.__dict__.get(BANK_LAYER)
+        if bound is not None and isinstance(bound[1], HybridExperts):
+            found.append((module, bound[1]))
+    return found
+
+
+@contextmanager
+def recorded_steps(model: Any) -> Iterator[list[LayerStep]]:
+    """Notes the layers of all single-token steps that run inside."""
+    steps: list[LayerStep] = []
+    with replaced_kernels(model, lambda experts: _Noting(experts, steps)):
+        yield steps
+
+
+@contextmanager
+def replaced_kernels(model: Any, make: Any) -> Iterator[None]:
+    """Lets `make(experts)` stand in for each `HybridExperts` inside."""
+    layers = [(module, module.__dict__[BANK_LAYER]) for module, _ in hybrid_layers(model)]
+    try:
+        for module, (place, experts) in layers:
+            setattr(module, BANK_LAYER, (place, make(experts)))
+        yield
+    finally:
+        for module, bound in layers:
+            setattr(module, BANK_LAYER, bound)
+
+
+class _Noting:
+    """Passes on to the real one and notes what its cache counted."""
+
+    def __init__(self, experts: HybridExperts, steps: list[LayerStep]) -> None:
+        self._experts: ExpertKernel = experts
+        self._cache = experts.cache
+        self._steps = steps
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        counters, cache = self._cache.counters, self._cache
+        hits, on_cpu, fetched = counters.hits, counters.on_cpu, counters.fetched
+        backlog = cache.backlog_bytes // cache.layout.nbytes
+        begun_s = time.perf_counter()
+        result = self._experts(hidden_states, top_k_index, top_k_weights)
+        took_s = time.perf_counter() - begun_s
+        if len(top_k_index) == 1:
+            self._steps.append(
+                LayerStep(
+                    top_k_index.shape[1],
+                    counters.hits - hits,
+                    counters.on_cpu - on_cpu,
+                    counters.fetched - fetched,
+                    backlog,
+                    took_s,
+                )
+            )
+        return result

@@ -1,0 +1,74 @@
+"""The prediction of strategies: what must hold for any routing and any latencies."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.bench.report import Report, row
+from engine.bench.step_records import LayerStep
+from engine.bench.strategy_prediction import StepCosts, StrategyModel
+from engine.experts.latency import LatencyModel
+
+FREE = StepCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+seconds = st.floats(1e-6, 1e-2)
+
+
+def latency(cpu_s: float, gpu_s: float, transfer_s: float) -> LatencyModel:
+    return LatencyModel("bf16", 1000, cpu_s, 0.0, gpu_s, 64, 0.0, 0.0, 1000 / transfer_s)
+
+
+def step(hits: int, on_cpu: int, fetched: int, backlog: int = 0) -> LayerStep:
+    return LayerStep(hits + on_cpu + fetched, hits, on_cpu, fetched, backlog, 0.0)
+
+
+def test_both_sides_work_at_once_and_the_later_one_counts() -> None:
+    model = StrategyModel(latency(2.0, 1.0, 4.0), FREE, 16)
+    assert model.seconds_per_token("mixed", [step(3, 1, 0)], 1) == pytest.approx(3.0)
+    assert model.seconds_per_token("mixed", [step(1, 3, 0)], 1) == pytest.approx(6.0)
+    # It arrives after 4 s, is computed in 1, while the CPU has long ended.
+    assert model.seconds_per_token("mixed", [step(1, 1, 1)], 1) == pytest.approx(5.0)
+    assert model.seconds_per_token("mixed", [step(1, 1, 1, backlog=2)], 1) == pytest.approx(13.0)
+
+
+def test_single_strategies_keep_nothing() -> None:
+    model = StrategyModel(latency(2.0, 1.0, 4.0), FREE, 16)
+    steps = [step(3, 1, 0), step(0, 4, 0)]
+    assert model.seconds_per_token("cpu", steps, 2) == pytest.approx(2 * 8.0)
+    assert model.seconds_per_token("fetch", steps, 2) == pytest.approx(2 * 17.0)
+    assert model.seconds_per_token("layer", steps, 2) == pytest.approx(2 * 64.0)
+
+
+@given(cpu_s=seconds, gpu_s=seconds, transfer_s=seconds, needed=st.integers(1, 12), layers=st.integers(1, 60))
+def test_the_best_mix_is_never_predicted_slower_than_either_side_alone(
+    cpu_s: float, gpu_s: float, transfer_s: float, needed: int, layers: int
+) -> None:
+    model = StrategyModel(latency(cpu_s, gpu_s, transfer_s), FREE, 64)
+    steps = [step(0, needed, 0)]
+    off = model.seconds_per_token("off", steps, layers)
+    assert off <= model.seconds_per_token("cpu", steps, layers) * (1 + 1e-9)
+    assert off <= model.seconds_per_token("fetch", steps, layers) * (1 + 1e-9)
+
+
+@given(cpu_s=seconds, gpu_s=seconds, transfer_s=seconds, needed=st.integers(1, 12), rest_s=seconds, layer_s=seconds)
+def test_constants_are_added_once(
+    cpu_s: float, gpu_s: float, transfer_s: float, needed: int, rest_s: float, layer_s: float
+) -> None:
+    free = StrategyModel(latency(cpu_s, gpu_s, transfer_s), FREE, 64)
+    costly = StrategyModel(latency(cpu_s, gpu_s, transfer_s), StepCosts(rest_s, layer_s, 0.0, 0.0, 0.0, 0.0), 64)
+    steps = [step(0, needed, 0)]
+    for misses in ("cpu", "fetch", "off", "mixed"):
+        more = costly.seconds_per_token(misses, steps, 5) - free.seconds_per_token(misses, steps, 5)
+        assert more == pytest.approx(rest_s + 5 * layer_s, abs=1e-9)
+
+
+def test_a_row_says_how_far_the_measurement_is_from_the_prediction() -> None:
+    report = Report({})
+    report.rows.append(row("decode", [10.0], "tokens/s", peer="another", peer_values=[5.0], predicted=1.6))
+    report.rows.append(row("decode", [10.0], "tokens/s", predicted=20.0))
+    ratio, value = report.rows
+    assert ratio.deviation == pytest.approx(0.25)
+    assert value.deviation == pytest.approx(-0.5)
+    assert "+25%" in report.text()
+    assert report.document()["rows"][0]["predicted"] == 1.6
