@@ -102,7 +102,10 @@ class Score:
     def time(self, observing_s: float, predicting_s: float) -> None:
         """A layer took so long of the step's time."""
         took_s = observing_s + predicting_s + self.predictor.beside_s / _CORES
-        self.cost_s = took_s if self.cost_s == 0 else self.cost_s + 0.05 * (took_s - self.cost_s)
+        if self.cost_s == 0:
+            self.cost_s = took_s
+        # Once in a while the system gives the core to somebody else: that is not its cost.
+        self.cost_s += 0.05 * (min(took_s, 4 * self.cost_s) - self.cost_s)
 
     def evaluate(self, now: Circumstances) -> None:
         """Says what would pay, and what that gains."""
