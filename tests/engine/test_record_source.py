@@ -56,8 +56,12 @@ class _Copy:
     event: Event
 
 
-def _no_kernel(hidden: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-    return hidden
+def _no_kernel(
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    return hidden_states
 
 
 class SourceMachine(RuleBasedStateMachine):

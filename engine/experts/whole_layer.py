@@ -1,0 +1,182 @@
+"""Whole-layer prefetch: all experts of the next layer cross the link while this layer computes.
+
+The strategy that on-demand caching is compared with (DuoServe, section V: "LFP").  Nothing has to be known of the
+routing, so nothing is waited for but the link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.devices.device import Device, Direction, Event
+from engine.devices.failures import as_engine_error
+from engine.devices.memory_budget import MemoryCategory
+from engine.errors import EngineError, ErrorCode
+from engine.experts.record import RecordLayout
+from engine.experts.record_source import RecordSource
+from engine.experts.slot_segments import KernelMaker, Segment
+
+
+@dataclass
+class _Half:
+    """One of two places for a layer.
+
+    Attributes:
+        layer: which is there, or on its way.
+        copied: the ends of its copies.
+        last_use: the end of the last computation from it.
+    """
+
+    segment: Segment
+    layer: int | None = None
+    copied: Sequence[Event] = ()
+    last_use: Event | None = None
+
+
+class LayerBuffers:
+    """Two layers of slots on a device, filled in turn.  Not for several threads.
+
+    Args:
+        sources: of all layers in the order in which they are called; after the last comes the first again.
+
+    Raises:
+        DeviceMemoryError: two layers do not fit.
+    """
+
+    def __init__(self, device: Device, layout: RecordLayout, sources: Sequence[RecordSource]) -> None:
+        self.device = device
+        self._sources = sources
+        experts = max(source.num_experts for source in sources)
+        self._halves: list[_Half] = []
+        try:
+            for _ in range(2):
+                half = _Half(Segment(device, layout, experts, 0, MemoryCategory.EXPERTS))
+                self._halves.append(half)
+                # A layer may have fewer experts, and kernels may multiply what is not wanted by 0: it must not be NaN.
+                half.segment.records.records.zero_()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of both."""
+        return sum(half.segment.records.records.nbytes for half in self._halves)
+
+    def load(self, layer: int) -> _Half:
+        """Where a layer is, or will be after `copied`; begins to copy it if it is in neither place.
+
+        Records that are not in RAM are waited for, as many at a time as RAM has slots for.
+
+        Raises:
+            EngineError: the device failed, or a record could not be read.
+        """
+        for half in self._halves:
+            if half.layer == layer:
+                return half
+        half = self._halves[0]
+        self._halves.reverse()
+        half.layer = None  # until all its copies have been begun
+        stream = self.device.h2d_stream
+        if half.last_use is not None:
+            stream.wait(half.last_use)
+            half.last_use = None
+        half.copied = copied = list[Event]()
+        source, slots = self._sources[layer], half.segment.records.records
+        left: Sequence[int] = range(source.num_experts)
+        while left:
+            held = source.acquire(left)
+            try:
+                if not held.rows and not source.wait_for_copies():
+                    raise EngineError(ErrorCode.INTERNAL, "All places for experts in RAM are taken and not given back.")
+                # Those that are there cross the link while the others are read.
+                for expert in sorted(held.rows, key=lambda expert: expert in held.arriving):
+                    if expert in held.arriving:
+                        held.arriving[expert].result()
+                    event = stream.copy(slots[expert], held.record(expert), direction=Direction.H2D)
+                    held.until(expert, event)
+                    copied.append(event)
+            finally:
+                held.release()
+            left = held.left
+        half.layer = layer
+        return half
+
+    def experts_of(self, layer: int) -> int:
+        """How many experts a layer has."""
+        return self._sources[layer].num_experts
+
+    def next_of(self, layer: int) -> int:
+        """The layer that is called after this one."""
+        return (layer + 1) % len(self._sources)
+
+    def forget(self) -> None:
+        """After a failure whose streams have recovered: nobody knows what is where."""
+        for half in self._halves:
+            half.layer, half.copied, half.last_use = None, (), None
+
+    def close(self) -> None:
+        """Gives the memory back when nothing is in flight.  Harmless if repeated."""
+        for half in self._halves:
+            for event in half.copied:
+                with contextlib.suppress(EngineError):
+                    event.wait()
+        with contextlib.suppress(EngineError):
+            self.device.compute_stream.synchronize()
+        while self._halves:
+            self._halves.pop().segment.release()
+
+
+class WholeLayerExperts:
+    """An `ExpertKernel` for one layer, which computes all of it on the device.
+
+    Args:
+        buffers: of all layers of the device, which are called one after the other, from one thread.
+        layer: its number in them.
+        make_kernel: binds a kernel to slots; one object for all layers that compute alike.
+    """
+
+    def __init__(self, buffers: LayerBuffers, layer: int, make_kernel: KernelMaker) -> None:
+        self._buffers, self._layer, self._make_kernel = buffers, layer, make_kernel
+        self._experts = buffers.experts_of(layer)
+        self._device = buffers.device
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """See `engine.kernels.interface.ExpertKernel`; all three are on the device.
+
+        Raises:
+            EngineError: a kernel or a copy failed, or a record could not be read.
+        """
+        if not top_k_index.numel():
+            return torch.zeros_like(hidden_states)
+        buffers = self._buffers
+        try:
+            half = buffers.load(self._layer)
+            compute, result = self._device.compute_stream, torch.empty_like(hidden_states)
+            for event in half.copied[-1:]:  # copies end in order
+                compute.wait(event)
+            kernel = half.segment.kernel(self._make_kernel)
+
+            def work() -> None:
+                # Slots beyond the layer's own experts hold another layer's.
+                ids = top_k_index.masked_fill(top_k_index >= self._experts, len(half.segment.slots))
+                result.copy_(kernel(hidden_states, ids, top_k_weights))
+
+            half.last_use = end = compute.submit(work)
+            buffers.load(buffers.next_of(self._layer))
+            if not self._device.compute_follows_caller or end.failure is not None:
+                end.wait()
+        except BaseException as error:
+            with contextlib.suppress(EngineError):
+                self._device.recover()
+            buffers.forget()
+            if isinstance(error, EngineError) or not isinstance(error, Exception):
+                raise
+            raise as_engine_error(error, f"{self._device.name} experts") from None
+        return result
