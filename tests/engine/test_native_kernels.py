@@ -125,7 +125,7 @@ def test_linear_equals_torch(kernels: NativeKernels, rows: int, columns: int, bi
     rows=st.integers(100, 700),
     columns=st.integers(700, 900),
     bias=st.booleans(),
-    tokens=st.sampled_from([1, 2, 7, 8, 9, 40]),
+    tokens=st.sampled_from([1, 2, 8, 9, 49]),
     seed=st.integers(0, 2**31),
 )
 def test_quantised_linear_is_near_what_its_weights_mean(

@@ -15,6 +15,9 @@ from engine.kernels.quantised.tiles import Pairing
 MAX_TOKENS = 8
 """Up to this many tokens the weights' way from RAM is what is waited for; beyond it matrix products are better."""
 
+MAX_VISITS = 48
+"""Of a quantised expert in a longer step: up to this many tokens, dequantising it costs more than it gains."""
+
 
 def can_compute(layer: LayerRecords, math: ExpertMath) -> bool:
     """Whether the native kernels know these experts: bf16, int8 or int4 in RAM, a known activation, no norm."""
@@ -27,7 +30,10 @@ def can_compute(layer: LayerRecords, math: ExpertMath) -> bool:
 
 
 class NativeExperts:
-    """Computes one layer's experts natively for up to `MAX_TOKENS` tokens, and by `many_tokens` for more."""
+    """Computes one layer's experts natively for up to `MAX_TOKENS` tokens, and by `many_tokens` for more.
+
+    Of quantised experts it computes those that few tokens want in longer steps too.
+    """
 
     def __init__(
         self, layer: LayerRecords, math: ExpertMath, kernels: NativeKernels, many_tokens: ExpertKernel
@@ -37,32 +43,37 @@ class NativeExperts:
         self._address = ctypes.addressof(self.struct)
         self._kernels = kernels
         self._many_tokens = many_tokens
+        self._quantised = isinstance(layer.layout, QuantisedFormat)
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """See `engine.kernels.interface.ExpertKernel`."""
-        tokens, width = top_k_index.shape
-        if tokens > MAX_TOKENS or hidden_states.dtype != torch.bfloat16:
+        if hidden_states.dtype != torch.bfloat16:
             return self._many_tokens(hidden_states, top_k_index, top_k_weights)
-        hidden_states = hidden_states.contiguous()
-        index = top_k_index.contiguous()
+        if top_k_index.shape[0] <= MAX_TOKENS:
+            return self._compute(hidden_states, top_k_index, top_k_weights)
+        if not self._quantised:
+            return self._many_tokens(hidden_states, top_k_index, top_k_weights)
+        experts = self._layer.num_experts
+        visits = top_k_index.clamp(max=experts).flatten().bincount(minlength=experts + 1)
+        busy = visits > MAX_VISITS
+        busy[experts] = False
+        if not busy.any():
+            return self._compute(hidden_states, top_k_index, top_k_weights)
+        is_busy = busy[top_k_index.clamp(max=experts)]
+        # Each side sees the other's experts as nobody.
+        few = self._compute(hidden_states, top_k_index.masked_fill(is_busy, experts), top_k_weights)
+        return few + self._many_tokens(hidden_states, top_k_index.masked_fill(~is_busy, experts), top_k_weights)
+
+    def _compute(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        hidden_states, index = hidden_states.contiguous(), index.contiguous()
         if index.dtype != torch.int64:
             index = index.long()
-        weights = top_k_weights.float().contiguous()
+        weights = weights.float().contiguous()
         out = torch.empty_like(hidden_states)
-        kernels = self._kernels
-        failed = kernels.experts(
-            kernels.pool,
-            self._address,
-            tokens,
-            width,
-            hidden_states.data_ptr(),
-            index.data_ptr(),
-            weights.data_ptr(),
-            out.data_ptr(),
-        )
-        if failed:
+        pointers = (tensor.data_ptr() for tensor in (hidden_states, index, weights, out))
+        if self._kernels.experts(self._kernels.pool, self._address, *index.shape, *pointers):
             raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There was no memory left to compute a layer's experts.")
         return out
 

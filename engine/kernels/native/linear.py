@@ -16,8 +16,8 @@ from engine.kernels.quantised.weights import quantise
 _SMALLEST = 64 * 1024
 """Weights: below this the product costs less than handing it to threads."""
 
-_MOST_TOKENS = 8
-"""Beyond it the weights' way from RAM is no longer what is waited for."""
+_MOST_TOKENS = 48
+"""Up to this many, dequantising the weights costs more than it gains."""
 
 _ROUTERS = ("gate", "router", "wg", "classifier")
 """Last names of layers that choose experts: too small to matter, and a rounding there changes the choice."""

@@ -142,7 +142,10 @@ SWITCHYARD_API int32_t switchyard_experts(SwitchyardPool *pool, const Switchyard
         call.x.set(call.kernels, token, x + int64_t{token} * experts->hidden);
     const auto active = static_cast<int64_t>(call.visits.active.size());
     ExpertsRun run(call, active, call.visits.count(), pool->threads());
-    pool->run(experts_work, &run, active * call.expert_bytes());
+    if (tokens > kDecodeTokens)
+        pool->run_long(experts_work, &run);
+    else
+        pool->run(experts_work, &run, active * call.expert_bytes());
     return 0;
 } catch (const std::bad_alloc &) {
     return 1;

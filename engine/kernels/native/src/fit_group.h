@@ -1,5 +1,6 @@
 // Weights to int8 and int4, 16 groups of 32 at a time, one in each lane.  Included by one file per instruction set.
 #pragma once
+#include "expand_half.h"
 #include "quantise_group.h"
 
 namespace {

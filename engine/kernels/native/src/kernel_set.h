@@ -40,6 +40,9 @@ struct TileKernels {
     // out: [count, 32] of the 32 rows with each of `count` <= kMostVectors vectors.
     void (*dot_int8)(const TileRow &row, const QuantisedVector *x, int count, float *out);
     void (*dot_int4)(const TileRow &row, const QuantisedVector *x, int count, float *out);
+    // Half a tile as bf16, [16, 32].
+    void (*expand_int8)(const uint8_t *half, const uint16_t *scales, uint16_t *out);
+    void (*expand_int4)(const uint8_t *half, const uint16_t *scales, const uint8_t *zeros, uint16_t *out);
     // Quantises 16 rows x 32 columns: w[column * 16 + row] to q (the same order), scales and zeros [16].
     void (*fit_int8)(const float *w, uint8_t *q, uint16_t *scales);
     void (*fit_int4)(const float *w, int rounds, uint8_t *q, uint16_t *scales, uint8_t *zeros);

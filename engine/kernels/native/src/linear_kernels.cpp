@@ -53,7 +53,10 @@ SWITCHYARD_API int32_t switchyard_linear(SwitchyardPool *pool, const SwitchyardM
     std::iota(which.begin(), which.end(), 0);
     for (int32_t token = 0; token < tokens; ++token) vectors.set(kernels, token, x + token * weight->columns);
     LinearCall call = {kernels, *weight, vectors, which, bias, out, Phase(blocks_of(*weight), pool->threads(), 1)};
-    pool->run(linear_work, &call, bytes_of(*weight));
+    if (tokens > kDecodeTokens)
+        pool->run_long(linear_work, &call);
+    else
+        pool->run(linear_work, &call, bytes_of(*weight));
     return 0;
 } catch (const std::bad_alloc &) {
     return 1;

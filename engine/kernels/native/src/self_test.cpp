@@ -71,6 +71,25 @@ int32_t test_dots(const TileKernels &kernels, int64_t groups, int count) {
     return 0;
 }
 
+int32_t test_expansion(const TileKernels &kernels) {
+    uint8_t half[512], zeros[kHalfRows];
+    uint16_t scales[kHalfRows], of_int8[512], of_int4[512];
+    for (int i = 0; i < 512; ++i) half[i] = static_cast<uint8_t>(i * 89 + 3);
+    for (int i = 0; i < kHalfRows; ++i) scales[i] = to_bf16(0.001f * static_cast<float>(i + 1));
+    for (int i = 0; i < kHalfRows; ++i) zeros[i] = static_cast<uint8_t>(i * 73);
+    kernels.expand_int8(half, scales, of_int8);
+    kernels.expand_int4(half, scales, zeros, of_int4);
+    for (int r = 0; r < kHalfRows; ++r)
+        for (int c = 0; c < kGroup; ++c) {
+            const float scale = from_bf16(scales[r]), zero = zeros[r] / 16.0f;
+            const uint8_t pair = half[c % 16 / 4 * 64 + r * 4 + c % 4];
+            const auto whole = static_cast<int8_t>(half[c / 4 * 64 + r * 4 + c % 4]);
+            if (of_int8[r * kGroup + c] != to_bf16(scale * whole)) return 10;
+            if (of_int4[r * kGroup + c] != to_bf16(scale * ((c < 16 ? pair & 15 : pair >> 4) - zero))) return 11;
+        }
+    return 0;
+}
+
 int32_t test_fits(const TileKernels &kernels) {
     std::vector<float> w(kGroup * kHalfRows);
     for (size_t i = 0; i < w.size(); ++i) w[i] = 0.002f * static_cast<float>((i * 61) % 97) - 0.09f;
@@ -95,6 +114,7 @@ int32_t test_tiles(const TileKernels &kernels) {
     for (int64_t groups : {1, 2, 5})
         for (int count = 1; count <= kMostVectors; ++count)
             if (const int32_t wrong = test_dots(kernels, groups, count)) return wrong;
+    if (const int32_t wrong = test_expansion(kernels)) return wrong;
     return test_fits(kernels);
 }
 

@@ -36,6 +36,17 @@ void SwitchyardPool::run(Work work, void *argument, int64_t bytes) {
         work(argument);
         return;
     }
+    spin_.store(true, std::memory_order_relaxed);
+    run_team(work, argument);
+}
+
+void SwitchyardPool::run_long(Work work, void *argument) {
+    std::lock_guard<std::mutex> only(one_caller_);
+    spin_.store(false, std::memory_order_relaxed);
+    run_team(work, argument);
+}
+
+void SwitchyardPool::run_team(Work work, void *argument) {
     work_ = work;
     argument_ = argument;
     gate_.fetch_add(1, std::memory_order_seq_cst);  // opens
@@ -56,11 +67,12 @@ void SwitchyardPool::worker() {
         return (gate & 1) != 0 && gate != seen;
     };
     for (;;) {
-        const auto give_up = std::chrono::steady_clock::now() + kSpin;
+        const auto idle_since = std::chrono::steady_clock::now();
         int spins = 0;
         while (!is_news() && !stop_.load(std::memory_order_relaxed)) {
             relax_cpu();
-            if ((++spins & 255) != 0 || std::chrono::steady_clock::now() < give_up) continue;
+            if ((++spins & 255) != 0) continue;
+            if (spin_.load(std::memory_order_relaxed) && std::chrono::steady_clock::now() < idle_since + kSpin) continue;
             std::unique_lock<std::mutex> lock(mutex_);
             sleepers_.fetch_add(1, std::memory_order_seq_cst);
             wake_.wait(lock, [&] { return is_news() || stop_.load(); });

@@ -47,6 +47,8 @@ class Phase {
     alignas(64) std::atomic<int64_t> done_{0};
 };
 
+constexpr int32_t kDecodeTokens = 8;  // a step of more is prefill
+
 struct SwitchyardPool {
     // Called by the caller and by every worker that comes in time; ends only when all phases of the work are done.
     using Work = void (*)(void *argument);
@@ -60,9 +62,12 @@ struct SwitchyardPool {
     // Runs `work`, which reads `bytes` of weights, on the caller and, where that is faster, the workers; when it
     // returns, none of them touches `argument` any more.
     void run(Work work, void *argument, int64_t bytes);
+    // The same for long work that is not decoding: on all threads, which then sleep, because torch's come next.
+    void run_long(Work work, void *argument);
 
   private:
     void worker();
+    void run_team(Work work, void *argument);
 
     const int threads_;
     TeamSize team_size_;
@@ -72,6 +77,7 @@ struct SwitchyardPool {
     alignas(64) std::atomic<int> inside_{0};
     std::atomic<int> sleepers_{0};
     std::atomic<bool> stop_{false};
+    std::atomic<bool> spin_{true};
     std::mutex mutex_;
     std::mutex one_caller_;
     std::condition_variable wake_;

@@ -21,4 +21,4 @@ struct Avx2Math {
 }  // namespace
 
 const TileKernels kAvx2Tiles = {quantise_floats, quantise_bf16, dot_int8<Avx2Math>, dot_int4<Avx2Math>,
-                                fit_int8,        fit_int4};
+                                expand_int8, expand_int4, fit_int8, fit_int4};

@@ -20,7 +20,7 @@ struct AvxVnniMath {
 }  // namespace
 
 static const TileKernels kTiles = {quantise_floats, quantise_bf16, dot_int8<AvxVnniMath>, dot_int4<AvxVnniMath>,
-                                   fit_int8,        fit_int4};
+                                   expand_int8, expand_int4, fit_int8, fit_int4};
 extern const TileKernels *const kAvxVnniTiles = &kTiles;
 #else
 #include "kernel_set.h"

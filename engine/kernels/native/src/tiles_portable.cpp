@@ -52,4 +52,4 @@ void dot_int4(const TileRow &row, const QuantisedVector *x, int count, float *ou
 
 }  // namespace
 
-const TileKernels kPortableTiles = {quantise_floats, quantise_bf16, dot_int8, dot_int4, fit_int8, fit_int4};
+const TileKernels kPortableTiles = {quantise_floats, quantise_bf16, dot_int8, dot_int4, expand_int8, expand_int4, fit_int8, fit_int4};

@@ -67,54 +67,39 @@ void quantise_work(void *argument) {
 }
 
 struct DequantiseCall {
+    Kernels kernels;
     const SwitchyardMatrix &matrix;
-    int64_t begin, end;
+    const SwitchyardMatrix &piece;  // the rows of the wanted blocks, as a matrix of their own
+    int64_t begin;
     uint16_t *out;
     Phase blocks;
 };
 
-// One row of a block: its bytes lie in fours.
-void dequantise_row(const SwitchyardMatrix &matrix, const TileRow &row, int64_t place, uint16_t *out) {
-    const bool int4 = matrix.precision == SWITCHYARD_INT4;
-    const int64_t half = place / kHalfRows, i = place % kHalfRows, half_bytes = kHalfRows * kGroup / (int4 ? 2 : 1);
+void dequantise_half(const DequantiseCall &call, int64_t block, int64_t half, const TileRow &row) {
+    const bool int4 = call.matrix.precision == SWITCHYARD_INT4;
+    const int64_t half_bytes = kHalfRows * kGroup / (int4 ? 2 : 1), columns = call.matrix.columns;
+    int64_t rows[kHalfRows];
+    for (int64_t i = 0; i < kHalfRows; ++i) rows[i] = source_row(call.piece, block, half, i);
     for (int64_t group = 0; group < row.groups; ++group) {
-        const uint8_t *weights = row.weights + (2 * group + half) * half_bytes + i * 4;
-        const int64_t at = group * kTileRows + place;
-        const float scale = from_bf16(row.scales[at]);
-        float values[kGroup];
-        if (int4) {
-            const float zero = static_cast<float>(row.zeros[at]) * 0.0625f;
-            for (int j = 0; j < 4; ++j)
-                for (int c = 0; c < 4; ++c) {
-                    const uint8_t pair = weights[j * 64 + c];
-                    values[4 * j + c] = scale * (static_cast<float>(pair & 15) - zero);
-                    values[16 + 4 * j + c] = scale * (static_cast<float>(pair >> 4) - zero);
-                }
-        } else {
-            for (int j = 0; j < 8; ++j)
-                for (int c = 0; c < 4; ++c)
-                    values[4 * j + c] = scale * static_cast<float>(static_cast<int8_t>(weights[j * 64 + c]));
-        }
-        const int64_t column = group * kGroup, columns = std::min(kGroup, matrix.columns - column);
-        for (int64_t c = 0; c < columns; ++c) out[column + c] = to_bf16(values[c]);
+        const uint8_t *weights = row.weights + (2 * group + half) * half_bytes;
+        const int64_t at = group * kTileRows + half * kHalfRows, column = group * kGroup;
+        uint16_t values[kHalfRows * kGroup];
+        if (int4)
+            call.kernels.tiles->expand_int4(weights, row.scales + at, row.zeros + at, values);
+        else
+            call.kernels.tiles->expand_int8(weights, row.scales + at, values);
+        const auto bytes = static_cast<size_t>(std::min(kGroup, columns - column)) * sizeof(uint16_t);
+        for (int64_t i = 0; i < kHalfRows; ++i)
+            if (rows[i] >= 0) std::memcpy(call.out + rows[i] * columns + column, values + i * kGroup, bytes);
     }
 }
 
 void dequantise_work(void *argument) {
     auto &call = *static_cast<DequantiseCall *>(argument);
-    // The rows of these blocks are a matrix of their own.
-    SwitchyardMatrix piece = call.matrix;
-    const RowOrder whole(call.matrix);
-    const int64_t halves = call.matrix.pairing == SWITCHYARD_HALVES ? 2 : 1;
-    piece.rows = halves * (std::min(call.end * whole.block, whole.first_limit) - call.begin * whole.block);
     call.blocks.run([&](int64_t begin, int64_t end) {
         for (int64_t block = begin; block < end; ++block)
-            for (int64_t place = 0; place < kTileRows; ++place) {
-                const int64_t to = source_row(piece, block, place / kHalfRows, place % kHalfRows);
-                if (to >= 0)
-                    dequantise_row(call.matrix, tile_row(call.matrix, call.begin + block), place,
-                                   call.out + to * call.matrix.columns);
-            }
+            for (int64_t half = 0; half < 2; ++half)
+                dequantise_half(call, block, half, tile_row(call.matrix, call.begin + block));
     });
 }
 
@@ -123,13 +108,17 @@ void dequantise_work(void *argument) {
 SWITCHYARD_API int32_t switchyard_quantise(SwitchyardPool *pool, const SwitchyardMatrix *target,
                                            const uint16_t *source, int32_t rounds) {
     QuantiseCall call = {kernels_in_use(), *target, source, rounds, Phase(blocks_of(*target), pool->threads(), 1)};
-    pool->run(quantise_work, &call, target->rows * target->columns * 2);
+    pool->run_long(quantise_work, &call);
     return 0;
 }
 
 SWITCHYARD_API int32_t switchyard_dequantise(SwitchyardPool *pool, const SwitchyardMatrix *matrix, int64_t begin,
                                              int64_t end, uint16_t *out) {
-    DequantiseCall call = {*matrix, begin, end, out, Phase(end - begin, pool->threads(), 1)};
-    pool->run(dequantise_work, &call, (end - begin) * kTileRows * matrix->columns * 2);
+    const RowOrder whole(*matrix);
+    SwitchyardMatrix piece = *matrix;
+    piece.rows = std::min(end * whole.block, whole.first_limit) - begin * whole.block;
+    if (matrix->pairing == SWITCHYARD_HALVES) piece.rows *= 2;
+    DequantiseCall call = {kernels_in_use(), *matrix, piece, begin, out, Phase(end - begin, pool->threads(), 1)};
+    pool->run_long(dequantise_work, &call);
     return 0;
 }
