@@ -153,7 +153,7 @@ class HybridExperts:
             self._give_up(step)
             if isinstance(error, DeviceMemoryError):
                 refused = error
-            elif copy_has_failed and isinstance(error, EngineError):
+            elif copy_has_failed and isinstance(error, EngineError) and error.code != ErrorCode.NOT_ENOUGH_MEMORY:
                 return self._recompute(step, missed, index, weights)
             elif isinstance(error, EngineError) or not isinstance(error, Exception):
                 raise
