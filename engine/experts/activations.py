@@ -59,16 +59,14 @@ class Activations:
         landed = self.to_host(packed, "bundle")
         return [_as(piece, tensor) for tensor, piece in zip(tensors, torch.split(landed, sizes), strict=True)]
 
-    def to_device(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        """Where the CPU's `tensor` will be on the device, and the event after which it is.
-
-        It stays there until the next call, whose copy waits for `read_until`.
+    def outgoing(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the host to fill for `to_device`; what was in it is on the device by now.
 
         Raises:
-            DeviceMemoryError: the device has no room for it.
+            DeviceMemoryError: the device has no room for so much.
             EngineError: the device failed.
         """
-        device, needed = self.device, tensor.nbytes
+        device, needed = self.device, math.prod(shape) * dtype.itemsize
         if self._going_up is not None:
             self._going_up.wait()
         if self._up is None or self._landed is None or self._up.nbytes < needed:
@@ -76,12 +74,23 @@ class Activations:
             self._release_up()
             self._landed = device.memory.allocate(_roomy(needed), MemoryCategory.ACTIVATIONS)
             self._up = device.host_memory.allocate(_roomy(needed))
-        host, landed = (_as(buffer, tensor) for buffer in (self._up, self._landed))
-        host.copy_(tensor)
+        return self._up[:needed].view(dtype).view(shape)
+
+    def to_device(self, outgoing: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        """Where the bytes of `outgoing` will be on the device, and the event after which they are.
+
+        They stay there until the next call, whose copy waits for `read_until`.
+
+        Raises:
+            EngineError: the device has been closed.
+        """
+        assert self._landed is not None
+        stream = self.device.small_copy_stream
+        landed = _as(self._landed, outgoing)
         if self._read is not None:
-            device.small_copy_stream.wait(self._read)
+            stream.wait(self._read)
             self._read = None
-        self._going_up = device.small_copy_stream.copy(landed, host, direction=Direction.H2D)
+        self._going_up = stream.copy(landed, outgoing, direction=Direction.H2D)
         return landed, self._going_up
 
     def read_until(self, event: Event) -> None:

@@ -293,14 +293,16 @@ class HybridExperts:
     def _compute_here(self, step: _Step, routing: Routing, sums: PartialSums, held: Held, experts: list[int]) -> None:
         if step.host_hidden is None:
             step.host_hidden = self._activations.to_host(step.hidden, "hidden")
+        tokens = [routing.tokens(expert) for expert in experts]
+        out = self._activations.outgoing((sum(tokens), step.hidden.shape[1]), step.hidden.dtype)
         begun_s = time.perf_counter()
         rows = {expert: held.rows[expert] for expert in experts}
-        contribution = sums.on_host(self._source.kernel, step.host_hidden, rows)
-        self._latency.observe_cpu([routing.tokens(expert) for expert in experts], time.perf_counter() - begun_s)
+        sums.on_host(self._source.kernel, step.host_hidden, rows, out)
+        self._latency.observe_cpu(tokens, time.perf_counter() - begun_s)
         added = self._submit(step)
         if added is not None:
             self._activations.read_until(added)
-        landed, event = self._activations.to_device(contribution)
+        landed, event = self._activations.to_device(out)
         self._device.compute_stream.wait(event)
         step.pending.append(sums.add(landed, experts))
 
