@@ -115,6 +115,13 @@ class VramCache:
             pool = self._pools.of(layer)
             return {key - first: slot for key, slot in pool.residents.items() if 0 <= key - first < self._experts}
 
+    def free_slots(self, layer: int) -> int:
+        """Slots for a layer's experts with nobody in them or on the way to them."""
+        with self._lock:
+            self._flights.settle()
+            pool = self._pools.of(layer)
+            return pool.capacity - len(pool.residents) - len(pool.arriving)
+
     def absent(self, layer: int, experts: Iterable[int]) -> list[int]:
         """Those of `experts` that are neither there nor on their way.  Counts as no use."""
         first = self.key_of(layer, 0)

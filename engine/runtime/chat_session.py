@@ -151,6 +151,8 @@ class ChatSession:
                 f"The memory of this computer did not suffice for a context of {len(ids):,} prompt tokens: shorten the "
                 f"conversation, close other programs or choose a smaller model.",
             ) from error
+        if self._loaded.foresight is not None:
+            self._loaded.foresight.learn_while_idle()
         decoding = done.last_s - done.first_s
         return GenerationResult(
             text=done.text,

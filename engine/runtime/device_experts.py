@@ -1,53 +1,16 @@
-"""Gives the experts modules of a model their place on devices: slots over RAM, and who computes what is in neither."""
+"""The expert caches of a model on its devices: how much memory they have, and who else needs it."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
-
-from engine.config import EngineConfig
 from engine.devices.device import Device
-from engine.devices.memory_budget import DeviceMemoryError
-from engine.errors import EngineError, ErrorCode
+from engine.errors import EngineError
 from engine.experts.activations import Activations
-from engine.experts.bank import BankLayer
-from engine.experts.dispatch import BANK_LAYER
-from engine.experts.dispatcher import HybridExperts, Misses
-from engine.experts.latency import LatencyModel, load_latency, save_latency
-from engine.experts.latency_measurement import measure
-from engine.experts.record import RecordLayout
-from engine.experts.record_source import RamRecords
-from engine.experts.sites import ExpertsSite
-from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import VramCache
-from engine.kernels import choose_kernel
-from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.native.library import NativeKernels
-from engine.runtime.layer_devices import LayerDevices
-
-_log = logging.getLogger(__name__)
-
-STAGED = 3
-"""Slots for experts that are fetched to be computed at once: one computes, one arrives, one waits."""
-
-_MODES = {
-    "mixed": Misses.MIXED,
-    "cpu": Misses.CPU_ONLY,
-    "fetch": Misses.FETCH_ONLY,
-    "off": Misses.CACHE_OFF,
-}
-
-
-@dataclass(frozen=True)
-class ComputedOn:
-    """Stands where other experts have their records: hidden states are brought to this device."""
-
-    device: torch.device
 
 
 @dataclass
@@ -56,14 +19,16 @@ class DeviceExperts:
 
     Attributes:
         caches: of each device, one for each layout of records.
-        notes: sentences for the user about what could not be had.
+        activations: of each device, on their way.
+        kernels: the native ones that compute for emulated devices.
+        shortages: sentences for the user about what did not fit from the start.
     """
 
     devices: Sequence[Device]
     caches: list[list[VramCache]] = field(init=False)
     activations: list[Activations] = field(default_factory=list)
     kernels: NativeKernels | None = None
-    notes: list[str] = field(default_factory=list)
+    shortages: list[str] = field(default_factory=list)
     _wanted: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -77,6 +42,12 @@ class DeviceExperts:
             for caches in self.caches
             for cache in caches
         )
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for the user about what could not be had, as of now."""
+        said = [cache.note for caches in self.caches for cache in caches]
+        return [*self.shortages, *(note for note in said if note is not None)]
 
     @property
     def slots(self) -> int:
@@ -131,151 +102,3 @@ class DeviceExperts:
         if self.kernels is not None:
             self.kernels.close()
             self.kernels = None
-
-
-def bind_device_experts(
-    held: DeviceExperts,
-    sites: Sequence[ExpertsSite],
-    banks: Mapping[str, BankLayer],
-    layers: LayerDevices,
-    config: EngineConfig,
-    budgets: Sequence[int],
-    kernels: NativeKernels | None,
-    dtype: torch.dtype,
-) -> None:
-    """Makes the caches and binds every experts module of `sites`, whose records are all in RAM, to them.
-
-    Args:
-        held: of the devices; what is made here is added to it, and so is closed with it even if this fails.
-        banks: records by the name of the module.
-        budgets: bytes of each device for slots and staging.
-        kernels: native ones for the CPU.
-
-    Raises:
-        EngineError: a device failed.
-    """
-    held.activations = [Activations(device) for device in held.devices]
-    for index, device in enumerate(held.devices):
-        mine = [site for site in sites if layers.of(site.name) == index]
-        groups: dict[RecordLayout, list[ExpertsSite]] = {}
-        for site in mine:
-            groups.setdefault(site.layout, []).append(site)
-        total = sum(site.nbytes for site in mine)
-        for group in groups.values():
-            share = sum(site.nbytes for site in group) / total
-            cache = _open_cache(held, device, group, config, int(budgets[index] * share), share)
-            held.add(index, cache)
-            _bind_group(held, index, cache, group, banks, config, kernels, dtype)
-
-
-def _open_cache(
-    held: DeviceExperts, device: Device, group: list[ExpertsSite], config: EngineConfig, budget: int, share: float
-) -> VramCache:
-    """As many slots as the budget allows; where the device refuses them, fewer and fewer, which is said."""
-    layout, layers = group[0].layout, len(group)
-    experts = max(site.num_experts for site in group)
-    staging = min(STAGED, budget // layout.nbytes)
-    if config.misses == "cpu" and config.cache_slots == 0:
-        staging = 0
-    most = max(0, budget // layout.nbytes - staging)
-    wanted = (
-        layers * experts if config.cache_slots is None else min(round(config.cache_slots * share), layers * experts)
-    )
-    slots = min(wanted, most)
-    if config.cache_slots and slots < wanted:
-        held.notes.append(f"Only {slots} experts fit {device.name} beside the rest.")
-    refused = False
-    while True:
-        try:
-            cache = VramCache(
-                device,
-                layout,
-                layers=layers,
-                experts=experts,
-                slots=slots,
-                ways=config.cache_ways,
-                policy=config.cache_policy if config.cache_policy != "static" else "auto",
-                staging=staging,
-            )
-        except DeviceMemoryError as error:
-            _log.warning("%s", error.message)
-            refused = True
-            if slots == 0 and staging == 0:
-                raise
-            slots, staging = slots // 2, staging if slots else staging - 1
-            continue
-        if refused:
-            held.notes.append(f"{device.name} refused memory: it keeps only {cache.slots} experts.")
-        return cache
-
-
-def _bind_group(
-    held: DeviceExperts,
-    index: int,
-    cache: VramCache,
-    group: list[ExpertsSite],
-    banks: Mapping[str, BankLayer],
-    config: EngineConfig,
-    kernels: NativeKernels | None,
-    dtype: torch.dtype,
-) -> None:
-    device = held.devices[index]
-    makers: dict[object, KernelMaker] = {}
-    latency: LatencyModel | None = None
-    for layer, site in enumerate(group):
-        bank = banks[site.name]
-        on_cpu = _kernel(site.module, bank, kernels)
-        make = makers.setdefault(_likeness(site.module), _maker(site.module, held.kernels))
-        if latency is None:
-            latency = _latency(device, bank, on_cpu, make, kernels, dtype)
-        source = RamRecords(bank, on_cpu)
-        experts = HybridExperts(
-            cache, layer, source, make, latency, held.activations[index], mode=_MODES[config.misses]
-        )
-        setattr(site.module, BANK_LAYER, (ComputedOn(device.torch_device), experts))
-
-
-def _kernel(module: Any, records: LayerRecords, kernels: NativeKernels | None) -> ExpertKernel:
-    kernel = choose_kernel(module, records, kernels)
-    if kernel is None:
-        raise EngineError(ErrorCode.INTERNAL, f"{type(module).__name__} computes its experts by itself.")
-    return kernel
-
-
-def _maker(module: Any, kernels: NativeKernels | None) -> KernelMaker:
-    return lambda records: _kernel(module, records, kernels)
-
-
-def _likeness(module: Any) -> object:
-    """Equal for modules whose experts compute the same from their weights: these share kernels and what those keep."""
-    if module.has_post_expert_norm:
-        return id(module)
-    plain = tuple(
-        sorted((name, value) for name, value in vars(module).items() if isinstance(value, bool | int | float | str))
-    )
-    numbered = tuple((name, value) for name, value in plain if "layer" not in name)
-    return type(module), numbered
-
-
-def _latency(
-    device: Device,
-    bank: BankLayer,
-    on_cpu: ExpertKernel,
-    make: KernelMaker,
-    kernels: NativeKernels | None,
-    dtype: torch.dtype,
-) -> LatencyModel:
-    """Measured at the first start with such experts on this machine, and kept."""
-    threads = torch.get_num_threads()
-    name = f"{device.name.partition('#')[0]} {threads} threads {kernels.isa.name if kernels is not None else 'torch'}"
-    precision = str(dtype).removeprefix("torch.")
-    known = load_latency(name, precision, bank.layout.nbytes)
-    if known is not None:
-        return known
-    width = next(part.shape[0] for part in bank.layout.parts if part.name == "down_proj")
-    found = measure(device, bank, on_cpu, make, width, dtype=dtype, precision=precision)
-    try:
-        save_latency(name, found)
-    except OSError as error:  # it is measured again at the next start
-        _log.warning("the measured latencies could not be kept: %s", error)
-    return found

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from engine.experts.bank import ExpertBank
     from engine.experts.disk_backed import DiskBackedBank
     from engine.kernels.native.library import NativeKernels
+    from engine.runtime.foresight import Foresight
     from engine.runtime.model_devices import ModelDevices
 
 
@@ -36,6 +37,7 @@ class LoadedModel:
         disk_backed: the experts that are read from disk as they are needed, if they do not fit into RAM.
         devices: what it runs on beside the CPU, if anything.
         piece_tokens: how much of a prompt is computed at once.
+        foresight: who foretells the experts of coming layers, and what is learnt for later sessions.
     """
 
     model: Any
@@ -48,6 +50,7 @@ class LoadedModel:
     disk_backed: DiskBackedBank | None = None
     devices: ModelDevices | None = None
     piece_tokens: int = SHORT_TOKENS
+    foresight: Foresight | None = None
 
     @contextmanager
     def token_by_token(self) -> Iterator[None]:
@@ -70,6 +73,9 @@ class LoadedModel:
         """Frees the weights.  The object is of no use afterwards; calling it twice is harmless."""
         if self.model is not None:
             unbind(self.model)
+        if self.foresight is not None:
+            self.foresight.close()
+            self.foresight = None
         if self.devices is not None:  # first: what is on its way reads from the bank
             self.devices.close()
             self.devices = None

@@ -18,6 +18,7 @@ from engine.checkpoint.shards import read_tensors
 from engine.config import EngineConfig
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.errors import EngineError, ErrorCode
+from engine.experts.activations import Activations
 from engine.experts.bank import ExpertBank
 from engine.experts.disk_backed import DiskBackedBank, bind_disk_backed, can_be_disk_backed
 from engine.experts.sites import ExpertsSite, bind, empty_modules, find_sites, unbind, verify
@@ -25,9 +26,11 @@ from engine.kernels.native.library import NativeKernels, load_kernels, missing_n
 from engine.kernels.native.linear import speed_up_linears
 from engine.runtime.adapters import adapter_for
 from engine.runtime.bank_source import BankSource
-from engine.runtime.device_experts import bind_device_experts
+from engine.runtime.device_binding import RecordsInRam, bind_to_devices, fill_caches, open_caches
 from engine.runtime.expert_placement import ExpertPlacement, disk_note, open_disk_backed, place_experts
 from engine.runtime.fill_bank import fill_bank, working_bytes
+from engine.runtime.foresight import Foresight
+from engine.runtime.foretelling import foretell_for_devices, foretell_for_ram
 from engine.runtime.layer_devices import move_between, split_layers
 from engine.runtime.library_conversion import LoadingPlan, load_rest, parameter_dtypes, plan_loading
 from engine.runtime.library_models import (
@@ -52,6 +55,7 @@ from engine.runtime.placement import (
     place,
     set_threads,
 )
+from engine.runtime.popularity import UseCounts, load_popularity
 from engine.runtime.prefill_pieces import LONG_TOKENS, activation_bytes, tokens_in_ram
 from engine.runtime.prompt import template_note
 from engine.runtime.tensor_reader import TensorReader
@@ -115,6 +119,7 @@ class _Loading:
         self._bank: ExpertBank | None = None
         self._disk_backed: DiskBackedBank | None = None
         self._kernels: NativeKernels | None = None
+        self._foresight = Foresight(learns_always=config.prefetch == "mlp")
 
     def run(self) -> LoadedModel:
         """See `load_model`."""
@@ -124,7 +129,7 @@ class _Loading:
         except BaseException:
             if self._model is not None:
                 unbind(self._model)
-            for held in (self._devices, self._disk_backed, self._bank, self._kernels):
+            for held in (self._foresight, self._devices, self._disk_backed, self._bank, self._kernels):
                 if held is not None:
                     held.close()
             self._model = None
@@ -161,7 +166,9 @@ class _Loading:
         model.eval().requires_grad_(False)
         kv_bytes = kv_bytes_per_token(model, placement.dense)
         if placement.devices:
-            self._bind_devices(sites, experts, placement, needs, kv_bytes, profile)
+            self._bind_devices(sites, placement, needs, kv_bytes, profile)
+        elif self._disk_backed is not None:
+            self._bind_read_ahead(sites, profile)
         if self._kernels is not None:
             speed_up_linears(model, self._kernels)
             speed_up_decoder_layers(model, self._kernels)
@@ -221,28 +228,45 @@ class _Loading:
             load_rest(model, plan, reader, self._devices.layers.device_map(places))
 
     def _bind_devices(
-        self,
-        sites: list[ExpertsSite],
-        experts: ExpertPlacement,
-        placement: Placement,
-        needs: ModelNeeds,
-        kv_bytes: int,
-        profile: ModelProfile,
+        self, sites: list[ExpertsSite], placement: Placement, needs: ModelNeeds, kv_bytes: int, profile: ModelProfile
     ) -> None:
-        """Hands the experts in RAM over to the devices, with all the memory that is left to them."""
-        devices = self._devices
+        """Hands the experts over to the devices, with all the memory that is left to them."""
+        devices, config = self._devices, self._config
         devices.expect_kv(kv_bytes, profile.layers)
-        if placement.all_experts or not sites:
+        able = [site for site in sites if can_be_disk_backed(site)]
+        if placement.all_experts or not able:
             return
         assert self._bank is not None
         context = min(self._context_tokens(profile), KV_TOKENS)
         budgets = devices.expert_budgets(context, placement.piece_tokens * needs.activations)
+        held = devices.experts
         if placement.dense.type == "cpu" and self._dtype == torch.bfloat16:
-            devices.experts.kernels = load_kernels(1)  # the device's own: it computes beside the CPU
-        able = [site for site in experts.resident if can_be_disk_backed(site)]
-        bind_device_experts(
-            devices.experts, able, self._bank.layers, devices.layers, self._config, budgets, self._kernels, self._dtype
+            held.kernels = load_kernels(1)  # the device's own: it computes beside the CPU
+        held.activations = [Activations(device) for device in placement.devices]
+        records = RecordsInRam(self._bank, self._disk_backed, self._kernels)
+        experts = [site.num_experts for site in able]
+        key = self._model_key(profile)
+        known = load_popularity(key, experts)
+        bound = open_caches(held, able, records, devices.layers, config, budgets, known, self._kernels, self._dtype)
+        self._foresight.prefetcher = foretell_for_devices(self._model, bound, config, profile.experts_per_token, key)
+        uses = UseCounts(experts, self._foresight.prefetcher)
+        self._foresight.keep_uses(key, uses, known)
+        bind_to_devices(bound, held, config, uses)
+        if known is not None:
+            fill_caches(bound, known)
+
+    def _bind_read_ahead(self, sites: list[ExpertsSite], profile: ModelProfile) -> None:
+        """Lets the experts on disk be foretold, now that the routers can be asked."""
+        assert self._disk_backed is not None
+        on_disk = [site for site in sites if site.name in self._disk_backed.disk.header.index_of]
+        prefetcher = foretell_for_ram(
+            self._model, on_disk, self._disk_backed, self._config, profile.experts_per_token, self._model_key(profile)
         )
+        self._foresight.prefetcher = prefetcher
+        bind_disk_backed(on_disk, self._disk_backed, self._kernels, prefetcher)
+
+    def _model_key(self, profile: ModelProfile) -> str:
+        return f"{self._directory.name} {profile.family} {profile.parameters} {profile.bytes}"
 
     def _piece_tokens(self, profile: ModelProfile, placement: Placement) -> int:
         if placement.devices:
@@ -307,6 +331,7 @@ class _Loading:
             self._disk_backed,
             devices if placement.devices else None,
             self._piece_tokens(profile, placement),
+            self._foresight,
         )
 
 

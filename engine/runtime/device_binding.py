@@ -1,0 +1,251 @@
+"""Gives the experts modules of a model their place on devices: slots over RAM, and who computes what is in neither."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.config import EngineConfig
+from engine.devices.device import Device
+from engine.experts.bank import BankLayer, ExpertBank
+from engine.experts.cache.policies import Key
+from engine.experts.disk_backed import DiskBackedBank
+from engine.experts.dispatch import BANK_LAYER
+from engine.experts.dispatcher import HybridExperts, Misses, StepObserver
+from engine.experts.latency import LatencyModel, load_latency, save_latency
+from engine.experts.latency_measurement import measure
+from engine.experts.record import RecordLayout
+from engine.experts.record_source import LentSlots, RamRecords, RecordSource, TierRecords
+from engine.experts.sites import ExpertsSite
+from engine.experts.slot_segments import KernelMaker
+from engine.experts.vram_cache import VramCache
+from engine.experts.vram_prefetch import Place
+from engine.kernels import choose_kernel
+from engine.kernels.interface import ExpertKernel, LayerRecords
+from engine.kernels.native.library import NativeKernels
+from engine.runtime.device_experts import DeviceExperts
+from engine.runtime.layer_devices import LayerDevices
+from engine.runtime.popularity import Popularity
+
+_log = logging.getLogger(__name__)
+
+STAGED = 3
+"""Slots for experts that are fetched to be computed at once: one computes, one arrives, one waits."""
+
+
+@dataclass(frozen=True)
+class ComputedOn:
+    """Stands where other experts have their records: hidden states are brought to this device."""
+
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class BoundLayer:
+    """A layer of experts on its device.
+
+    Attributes:
+        number: among all that are on devices.
+        latency: what is known of how long its experts take.
+    """
+
+    site: ExpertsSite
+    number: int
+    place: Place
+    make_kernel: KernelMaker
+    latency: LatencyModel
+
+
+class RecordsInRam:
+    """Where the records of each experts module are in RAM, all of them or as many as there are slots for."""
+
+    def __init__(self, bank: ExpertBank, disk_backed: DiskBackedBank | None, kernels: NativeKernels | None) -> None:
+        self._bank, self._disk_backed, self._kernels = bank, disk_backed, kernels
+        self._lent = LentSlots(disk_backed.ram) if disk_backed is not None else None
+
+    def of(self, site: ExpertsSite) -> tuple[BankLayer, ExpertKernel, RecordSource]:
+        """(what the CPU's kernel sees, that kernel, the source)."""
+        held = self._bank.layers.get(site.name)
+        if held is not None:
+            kernel = _kernel(site.module, held, self._kernels)
+            return held, kernel, RamRecords(held, kernel)
+        assert self._disk_backed is not None
+        assert self._lent is not None
+        layer = self._disk_backed.disk.header.index_of[site.name]
+        slots = self._disk_backed.ram.slots(layer)
+        kernel = _kernel(site.module, slots, self._kernels)
+        return slots, kernel, TierRecords(self._lent, layer, site.num_experts, kernel)
+
+
+def open_caches(
+    held: DeviceExperts,
+    sites: Sequence[ExpertsSite],
+    records: RecordsInRam,
+    layers: LayerDevices,
+    config: EngineConfig,
+    budgets: Sequence[int],
+    popularity: Popularity | None,
+    kernels: NativeKernels | None,
+    dtype: torch.dtype,
+) -> list[BoundLayer]:
+    """Makes the caches of all devices, and says for each experts module where it is kept.
+
+    Args:
+        held: of the devices; what is made here is added to it, and so is closed with it even if this fails.
+        budgets: bytes of each device for slots and staging.
+        popularity: of the experts, by the number of the layer, if it is known.
+        kernels: native ones for the CPU.
+
+    Raises:
+        EngineError: a device failed.
+    """
+    numbers = {site.name: number for number, site in enumerate(sites)}
+    bound: list[BoundLayer] = []
+    for index, device in enumerate(held.devices):
+        mine = [site for site in sites if layers.of(site.name) == index]
+        groups: dict[RecordLayout, list[ExpertsSite]] = {}
+        for site in mine:
+            groups.setdefault(site.layout, []).append(site)
+        total = sum(site.nbytes for site in mine)
+        for group in groups.values():
+            share = sum(site.nbytes for site in group) / total
+            uses = popularity.of([numbers[site.name] for site in group]) if popularity is not None else None
+            cache = _open_cache(held, device, group, config, int(budgets[index] * share), share, uses)
+            held.add(index, cache)
+            makers: dict[object, KernelMaker] = {}
+            latency: LatencyModel | None = None
+            for layer, site in enumerate(group):
+                seen, kernel, source = records.of(site)
+                make = makers.setdefault(_likeness(site.module), _maker(site.module, held.kernels))
+                if latency is None:
+                    latency = _latency(device, seen, kernel, make, kernels, dtype)
+                place = Place(cache, layer, source)
+                bound.append(BoundLayer(site, numbers[site.name], place, make, latency))
+    return sorted(bound, key=lambda layer: layer.number)
+
+
+def bind_to_devices(
+    bound: Sequence[BoundLayer],
+    held: DeviceExperts,
+    config: EngineConfig,
+    observer: StepObserver | None,
+) -> None:
+    """Lets every experts module be computed where `open_caches` has put it.
+
+    Args:
+        observer: is told of decode steps.
+    """
+    activations = {activations.device.name: activations for activations in held.activations}
+    for layer in bound:
+        place, device = layer.place, layer.place.cache.device
+        experts = HybridExperts(
+            place.cache,
+            place.layer,
+            place.source,
+            layer.make_kernel,
+            layer.latency,
+            activations[device.name],
+            mode=Misses(config.misses),
+            prefetcher=observer,
+            number=layer.number,
+        )
+        setattr(layer.site.module, BANK_LAYER, (ComputedOn(device.torch_device), experts))
+
+
+def fill_caches(bound: Sequence[BoundLayer], popularity: Popularity) -> None:
+    """Brings the experts that were used most before, as many as there are slots for (Fiddler's placement)."""
+    for number, expert in popularity.ranked():
+        place = bound[number].place
+        cache = place.cache
+        if not cache.free_slots(place.layer):
+            continue
+        held = place.source.hold_present([expert])
+        try:
+            if expert in held.rows and not cache.post_fetch(place.layer, [expert], held):
+                cache.wait()  # as many are on their way as may be
+                cache.post_fetch(place.layer, [expert], held)
+        finally:
+            held.release()
+
+
+def _open_cache(
+    held: DeviceExperts,
+    device: Device,
+    group: list[ExpertsSite],
+    config: EngineConfig,
+    budget: int,
+    share: float,
+    uses: dict[Key, float] | None,
+) -> VramCache:
+    """As many slots as the budget allows, or as are wanted."""
+    layout, layers = group[0].layout, len(group)
+    experts = max(site.num_experts for site in group)
+    staging = min(STAGED, budget // layout.nbytes)
+    if config.misses == "cpu" and config.cache_slots == 0:
+        staging = 0
+    most = max(0, budget // layout.nbytes - staging)
+    every = layers * experts
+    wanted = every if config.cache_slots is None else min(round(config.cache_slots * share), every)
+    slots = min(wanted, most)
+    if config.cache_slots and slots < wanted:
+        held.shortages.append(f"Only {slots} experts fit {device.name} beside the rest.")
+    return VramCache(
+        device,
+        layout,
+        layers=layers,
+        experts=experts,
+        slots=slots,
+        ways=config.cache_ways,
+        policy=config.cache_policy,
+        popularity=uses,
+        staging=staging,
+    )
+
+
+def _kernel(module: Any, records: LayerRecords, kernels: NativeKernels | None) -> ExpertKernel:
+    kernel = choose_kernel(module, records, kernels)
+    assert kernel is not None  # modules that compute by themselves are not brought here
+    return kernel
+
+
+def _maker(module: Any, kernels: NativeKernels | None) -> KernelMaker:
+    return lambda records: _kernel(module, records, kernels)
+
+
+def _likeness(module: Any) -> object:
+    """Equal for modules whose experts compute the same from their weights: these share kernels and what those keep."""
+    if module.has_post_expert_norm:
+        return id(module)
+    plain = tuple(
+        sorted((name, value) for name, value in vars(module).items() if isinstance(value, bool | int | float | str))
+    )
+    numbered = tuple((name, value) for name, value in plain if "layer" not in name)
+    return type(module), numbered
+
+
+def _latency(
+    device: Device,
+    seen: BankLayer,
+    on_cpu: ExpertKernel,
+    make: KernelMaker,
+    kernels: NativeKernels | None,
+    dtype: torch.dtype,
+) -> LatencyModel:
+    """Measured at the first start with such experts on this machine, and kept."""
+    threads = torch.get_num_threads()
+    name = f"{device.name.partition('#')[0]} {threads} threads {kernels.isa.name if kernels is not None else 'torch'}"
+    precision = str(dtype).removeprefix("torch.")
+    known = load_latency(name, precision, seen.layout.nbytes)
+    if known is not None:
+        return known
+    width = next(part.shape[0] for part in seen.layout.parts if part.name == "down_proj")
+    found = measure(device, seen, on_cpu, make, width, dtype=dtype, precision=precision)
+    try:
+        save_latency(name, found)
+    except OSError as error:  # it is measured again at the next start
+        _log.warning("the measured latencies could not be kept: %s", error)
+    return found
