@@ -1,0 +1,44 @@
+"""The GGUF file of a checkpoint, made once and found again until the checkpoint changes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.bench.gguf_export.quantisation import Quantisation
+from engine.bench.gguf_export.writing import write_gguf
+from engine.checkpoint.disk_errors import disk_errors_explained, require_space
+from engine.checkpoint.fingerprint import fingerprint
+from engine.checkpoint.shards import read_tensors
+from engine.checkpoint.staging import staging_folder
+from engine.paths import cache_dir
+
+_FORMAT = 1
+"""Part of the file's name: raised when the same checkpoint would be written differently."""
+
+
+def gguf_of(checkpoint: Path, quantisation: Quantisation, say: Callable[[str], None] = lambda _text: None) -> Path:
+    """The GGUF file with this checkpoint's weights, in the cache folder, written now unless it is there.
+
+    Args:
+        say: hears what takes long.
+
+    Raises:
+        EngineError: as `write_gguf`, and `DISK_FULL`.
+    """
+    tensors = read_tensors(checkpoint)
+    made_of = json.dumps([_FORMAT, fingerprint(checkpoint, tensors.values())], sort_keys=True)
+    digest = hashlib.sha256(made_of.encode()).hexdigest()[:16]
+    folder = cache_dir() / "gguf"
+    path = folder / f"{checkpoint.name}-{digest}-{quantisation.value}.gguf"
+    if path.is_file():
+        return path
+    say(f"writing {path}, kept for the next time")
+    with disk_errors_explained(folder), staging_folder(folder) as staged:
+        # What the checkpoint takes is more than any file made of it, but for float32 norms.
+        require_space(folder, sum(entry.nbytes for entry in tensors.values()))
+        write_gguf(checkpoint, staged / path.name, quantisation)
+        (staged / path.name).replace(path)
+    return path

@@ -1,0 +1,6 @@
+"""llama.cpp as a peer of the benches: built for this machine, run in a process of its own."""
+
+from engine.bench.llama_cpp.installation import HOW_TO_BUILD, peer_python
+from engine.bench.llama_cpp.peer import LlamaCppPeer, PeerError
+
+__all__ = ["HOW_TO_BUILD", "LlamaCppPeer", "PeerError", "peer_python"]

@@ -1,0 +1,33 @@
+"""`python -m engine.bench.llama_cpp build`: builds llama.cpp as a peer of the benches, in the cache folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from engine.bench.llama_cpp.build import BuildError, build
+from engine.bench.llama_cpp.installation import VERSION, home
+
+
+def main() -> int:
+    """0 if it is built and runs, 1 if not."""
+    parser = argparse.ArgumentParser(prog="python -m engine.bench.llama_cpp", description=__doc__)
+    parser.add_argument("command", choices=["build"])
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="compilers that run at once")
+    jobs = max(1, parser.parse_args().jobs)
+    try:
+        instructions = build(_say, jobs)
+    except (BuildError, OSError) as failure:
+        _say(f"llama.cpp was not built: {failure}.")
+        return 1
+    _say(f"llama.cpp {VERSION} is built in {home()} with {', '.join(instructions) or 'no special instructions'}.")
+    return 0
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

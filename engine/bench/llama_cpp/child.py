@@ -1,0 +1,104 @@
+"""Runs llama.cpp in the Python that has its binding: one JSON object a line on stdin, one answer a line on stdout.
+
+    {"do": "load", "path", "threads", "context", "repack", "mmap"} -> {"seconds"}
+    {"do": "prefill", "ids"}                                       -> {"seconds"}
+    {"do": "decode", "ids", "tokens"}                              -> {"seconds", "ids"}   greedy; the time of `tokens`
+                                                                      steps after the prompt's
+
+Every answer may be {"error": sentence} instead.  This file is executed by itself: it imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+
+class Model:
+    """One model with one context, on the CPU."""
+
+    def __init__(self, path: str, threads: int, context: int, repack: bool, mmap: bool) -> None:
+        llama_cpp.llama_backend_init()
+        options = llama_cpp.llama_model_default_params()
+        options.n_gpu_layers = 0
+        options.use_extra_bufts = repack
+        options.use_mmap = mmap
+        self._model = llama_cpp.llama_model_load_from_file(path.encode(), options)
+        if not self._model:
+            raise RuntimeError("llama.cpp cannot load the file (its own words are on stderr)")
+        settings = llama_cpp.llama_context_default_params()
+        settings.n_ctx = context
+        settings.n_threads = settings.n_threads_batch = threads
+        self._context = llama_cpp.llama_init_from_model(self._model, settings)
+        if not self._context:
+            raise RuntimeError("llama.cpp has no memory for the context")
+        self._vocabulary: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+
+    def prefill(self, ids: list[int]) -> float:
+        """Seconds of the prompt, from an empty context."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
+        started = time.perf_counter()
+        limit = llama_cpp.llama_n_batch(self._context)
+        for begin in range(0, len(ids), limit):
+            self._run(ids[begin : begin + limit])
+        return time.perf_counter() - started
+
+    def decode(self, ids: list[int], tokens: int) -> tuple[float, list[int]]:
+        """Seconds of `tokens` steps after the prompt, and the `tokens` + 1 greedy tokens."""
+        self.prefill(ids)
+        chosen = [self._best()]
+        started = time.perf_counter()
+        for _ in range(tokens):
+            self._run(chosen[-1:])
+            chosen.append(self._best())
+        return time.perf_counter() - started, chosen
+
+    def _run(self, ids: list[int]) -> None:
+        array = (llama_cpp.llama_token * len(ids))(*ids)
+        status = llama_cpp.llama_decode(self._context, llama_cpp.llama_batch_get_one(array, len(ids)))
+        llama_cpp.llama_synchronize(self._context)
+        if status:
+            raise RuntimeError(f"llama_decode returned {status}")
+
+    def _best(self) -> int:
+        logits = llama_cpp.llama_get_logits_ith(self._context, -1)
+        return int(np.ctypeslib.as_array(logits, (self._vocabulary,)).argmax())
+
+
+def main() -> None:
+    """Answers until stdin ends."""
+    # llama.cpp prints where it likes: what goes to stdout from C goes to stderr instead.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    model: Model | None = None
+    for line in sys.stdin:
+        request: dict[str, Any] = json.loads(line)
+        kind = request.pop("do")
+        answer: dict[str, Any]
+        try:
+            if kind == "load":
+                started = time.perf_counter()
+                model = Model(**request)
+                answer = {"seconds": time.perf_counter() - started}
+            elif model is None:
+                answer = {"error": "no model is loaded"}
+            elif kind == "prefill":
+                answer = {"seconds": model.prefill(**request)}
+            else:
+                seconds, ids = model.decode(**request)
+                answer = {"seconds": seconds, "ids": ids}
+        except (RuntimeError, ValueError, OSError, ctypes.ArgumentError) as error:
+            answer = {"error": str(error)}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Where the built binding lies, and which Python runs it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from engine.paths import cache_dir
+
+VERSION = "0.3.36"
+"""Of llama-cpp-python; the optional extra `peers` of pyproject.toml names the same."""
+SDIST_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
+HOW_TO_BUILD = "python -m engine.bench.llama_cpp build"
+
+
+def home() -> Path:
+    """The folder of the build: sources, objects and a virtual environment of its own."""
+    return cache_dir() / f"llama-cpp-python-{VERSION}"
+
+
+def receipt() -> Path:
+    """Written last by a build: what it was built for."""
+    return home() / "built.json"
+
+
+def venv_python() -> Path:
+    """The interpreter of the build's virtual environment."""
+    return home() / "venv" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def peer_python() -> Path | None:
+    """The Python that can import the binding: that of our build, or this one where the extra is installed."""
+    if receipt().is_file() and venv_python().is_file():
+        return venv_python()
+    return Path(sys.executable) if importlib.util.find_spec("llama_cpp") else None

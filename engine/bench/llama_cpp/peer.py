@@ -1,0 +1,142 @@
+"""llama.cpp in a child process: if it dies, one peer is missing and the bench goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from engine.bench.llama_cpp.installation import HOW_TO_BUILD, peer_python
+
+_CHILD = Path(__file__).with_name("child.py")
+_FAREWELL_S = 20
+
+
+class PeerError(Exception):
+    """The peer cannot be run, or died; the message is one sentence."""
+
+
+class LlamaCppPeer:
+    """One GGUF file run by llama.cpp on the CPU, greedy, at batch 1.  Close it, or use it as a context manager.
+
+    Args:
+        name: what the report calls it.
+        gguf: the file.
+        threads: of prefill and decode.
+        context: tokens that prompt and answer may have together.
+        python: an interpreter that can import `llama_cpp`; by default the one that was built.
+        repack: whether llama.cpp may copy the weights into layouts that suit its faster kernels (its default).
+        mmap: whether it maps the file (its default) or reads it into memory of its own.
+
+    Raises:
+        PeerError: if there is no such interpreter, or the file cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        gguf: Path,
+        threads: int,
+        context: int,
+        *,
+        python: Path | None = None,
+        repack: bool = True,
+        mmap: bool = True,
+    ) -> None:
+        self.name = name
+        python = python or peer_python()
+        if python is None:
+            raise PeerError(f"its binding is not built: run {HOW_TO_BUILD}")
+        self._words = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the peer
+        try:
+            # -I: neither our path nor the user's settings reach the child.
+            self._process = subprocess.Popen(
+                [str(python), "-I", "-X", "utf8", str(_CHILD)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._words,
+                text=True,
+                encoding="utf-8",
+            )
+        except OSError as error:
+            self._words.close()
+            raise PeerError(f"{python} cannot be started ({error.strerror})") from error
+        try:
+            self._ask(do="load", path=str(gguf), threads=threads, context=context, repack=repack, mmap=mmap)
+        except BaseException:
+            self.close()
+            raise
+
+    def decode_rate(self, prompt: Sequence[int], tokens: int) -> float:
+        """Tokens per second of `tokens` greedy steps after the prompt.
+
+        Raises:
+            PeerError: if it dies or refuses; so do the others.
+        """
+        return tokens / float(self._ask(do="decode", ids=list(prompt), tokens=tokens)["seconds"])
+
+    def prefill_rate(self, prompt: Sequence[int]) -> float:
+        """Prompt tokens per second, from an empty context."""
+        return len(prompt) / float(self._ask(do="prefill", ids=list(prompt))["seconds"])
+
+    def greedy(self, prompt: Sequence[int], tokens: int) -> list[int]:
+        """The `tokens` most probable ids after the prompt, one after the other."""
+        return list(self._ask(do="decode", ids=list(prompt), tokens=tokens - 1)["ids"])
+
+    def close(self) -> None:
+        """Ends the process."""
+        process = self._process
+        if process.stdin:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+        try:
+            process.wait(_FAREWELL_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdout:
+            process.stdout.close()
+        self._words.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ask(self, **request: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        line = ""
+        with contextlib.suppress(OSError, ValueError):
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        if not line:
+            raise PeerError(self._epitaph())
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise PeerError(f"{answer['error']}{self._last_words()}")
+        return answer
+
+    def _epitaph(self) -> str:
+        code = self._process.wait()
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                return f"its process died of {signal.Signals(-code).name}"
+        return f"its process ended with status {code}{self._last_words()}"
+
+    def _last_words(self) -> str:
+        """What it last said that looks like a reason, in brackets; its stderr is long."""
+        self._words.seek(0)
+        lines = self._words.read().decode("utf-8", "replace").splitlines()
+        telling = [line.strip() for line in lines if "error" in line.lower() or "failed" in line.lower()]
+        return f" ({telling[-1][:200]})" if telling else ""

@@ -1,0 +1,144 @@
+"""llama.cpp beside us: a peer that is missing or dies is a sentence; one that is built computes what we compute."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.bench.gguf_export import Quantisation, write_gguf
+from engine.bench.llama_cpp import LlamaCppPeer, PeerError, peer_python
+from engine.bench.llama_cpp.installation import VERSION
+from engine.bench.llama_cpp.instructions import GROUPS, working_instructions
+from engine.bench.synthetic import make_synthetic
+from engine.config import EngineConfig, SamplingParams
+from engine.runtime.chat_session import ChatSession
+from engine.runtime.loading import load_model
+from tests.starter import starter_for_tests
+
+PEER = peer_python()  # before a test's own SWITCHYARD_HOME hides the user's
+needs_peer = pytest.mark.skipif(PEER is None, reason="llama.cpp is not built: python -m engine.bench.llama_cpp build")
+posix_only = pytest.mark.skipif(os.name != "posix", reason="a shell script plays the peer")
+
+
+def stand_in(folder: Path, script: str) -> Path:
+    """A program that takes the interpreter's place."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+def test_without_the_binding_it_says_how_to_build_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switchyard_home: Path
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(PeerError, match=r"run python -m engine\.bench\.llama_cpp build"):
+        LlamaCppPeer("llama.cpp", tmp_path / "model.gguf", 1, 64)
+
+
+def test_an_interpreter_that_is_gone(tmp_path: Path) -> None:
+    with pytest.raises(PeerError, match="cannot be started"):
+        LlamaCppPeer("llama.cpp", tmp_path / "model.gguf", 1, 64, python=tmp_path / "python")
+
+
+@posix_only
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("kill -ILL $$", "died of SIGILL"),
+        ("echo 'ModuleNotFoundError: no binding' >&2; exit 1", r"status 1 \(ModuleNotFoundError: no binding\)"),
+        ("""read line; echo '{"error": "cannot load"}'; read line""", "cannot load"),
+    ],
+)
+def test_a_peer_that_dies_or_refuses_while_loading(script: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(PeerError, match=reason):
+        LlamaCppPeer("llama.cpp", tmp_path / "model.gguf", 1, 64, python=stand_in(tmp_path, script))
+
+
+@posix_only
+def test_a_peer_that_dies_while_it_computes(tmp_path: Path) -> None:
+    script = """read line; echo '{"seconds": 1}'; read line; kill -SEGV $$"""
+    with (
+        LlamaCppPeer("llama.cpp", tmp_path / "model.gguf", 1, 64, python=stand_in(tmp_path, script)) as peer,
+        pytest.raises(PeerError, match="died of SIGSEGV"),
+    ):
+        peer.decode_rate([1, 2], 4)
+
+
+@posix_only
+def test_rates_are_tokens_over_the_seconds_it_reports(tmp_path: Path) -> None:
+    script = """read line; echo '{"seconds": 1}'
+    read line; echo '{"seconds": 0.5, "ids": [7, 8, 9]}'
+    read line; echo '{"seconds": 0.25}'"""
+    with LlamaCppPeer("llama.cpp", tmp_path / "model.gguf", 1, 64, python=stand_in(tmp_path, script)) as peer:
+        assert peer.decode_rate([1, 2], 4) == 8
+        assert peer.prefill_rate([1, 2, 3]) == 12
+
+
+def test_instructions_are_used_only_if_they_were_seen_to_work(tmp_path: Path) -> None:
+    assert working_instructions(str(tmp_path / "no-compiler")) == []
+    if os.name == "posix":
+        path = stand_in(tmp_path, "exit 0")  # "compiles" without making a program
+        assert working_instructions(str(path)) == []
+    assert len({option for group in GROUPS for option in group.options}) == sum(len(group.options) for group in GROUPS)
+
+
+def test_the_extra_and_the_build_are_of_one_version() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["optional-dependencies"]["peers"] == [f"llama-cpp-python=={VERSION}"]
+
+
+def our_greedy(checkpoint: Path, prompt: list[int], tokens: int) -> list[int]:
+    """The ids that our engine generates on the CPU in bfloat16."""
+    config = EngineConfig(model=str(checkpoint), device="cpu", precision="bf16")
+    loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    try:
+        result = ChatSession(loaded).generate_from_ids(
+            prompt,
+            SamplingParams(max_tokens=tokens),
+            on_progress=lambda _done, _total: None,
+            on_text=lambda _text, _count: None,
+            cancelled=lambda: False,
+            end_ids=frozenset(),
+        )
+        return list(result.token_ids)
+    finally:
+        loaded.close()
+
+
+@needs_peer
+def test_the_starter_says_the_same_in_llama_cpp_and_here(tmp_path: Path) -> None:
+    checkpoint = starter_for_tests()
+    write_gguf(checkpoint, tmp_path / "starter.gguf", Quantisation.BF16)
+    prompt = [504, 3575, 282, 4649, 314]  # The capital of France is
+    with LlamaCppPeer("llama.cpp", tmp_path / "starter.gguf", 1, 128, python=PEER) as peer:
+        theirs = peer.greedy(prompt, 24)
+    assert theirs[:4] == our_greedy(checkpoint, prompt, 4)
+    # Both round, in different places: whatever it chose must have been the best, or as good as the best, in float32.
+    reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True).eval()
+    with torch.inference_mode():
+        logits = reference(torch.tensor([prompt + theirs[:-1]])).logits[0, len(prompt) - 1 :]
+    behind = logits.amax(-1) - logits.gather(1, torch.tensor(theirs)[:, None])[:, 0]
+    assert behind.max() < 0.25, behind
+
+
+@needs_peer
+@pytest.mark.parametrize("quantisation", Quantisation)
+def test_every_type_of_matrix_loads_and_answers(quantisation: Quantisation, tmp_path: Path) -> None:
+    write_gguf(make_synthetic("synthetic:qwen3-moe-tiny"), tmp_path / "model.gguf", quantisation)
+    with LlamaCppPeer("llama.cpp", tmp_path / "model.gguf", 1, 64, python=PEER) as peer:
+        answer = peer.greedy([3, 4, 5], 4)
+        assert len(answer) == 4
+        assert peer.greedy([3, 4, 5], 4) == answer  # nothing is left of the first context
+
+
+@needs_peer
+def test_a_file_that_is_no_model_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"no model")
+    with pytest.raises(PeerError, match=r"cannot load the file"):
+        LlamaCppPeer("llama.cpp", tmp_path / "model.gguf", 1, 64, python=PEER)
