@@ -31,7 +31,7 @@ def bench_cache(traces: Sequence[Path], repeats: int, report: Report, say: Calla
         for share in SHARES:
             say(f"{name}: a cache for {share:.0%} of the experts")
             _replay(name, trace, share, report)
-    routing = made_up_trace(100, _LAYERS, _EXPERTS, _TOP_K, seed=1)
+    routing = made_up_trace(60, _LAYERS, _EXPERTS, _TOP_K, seed=1)
     # One pass each to warm up.
     for label, measure in (("VRAM cache", vram_cache_us), ("RAM tier", ram_tier_us)):
         say(f"bookkeeping of the {label}")

@@ -36,25 +36,27 @@ def write_rate(path: Path, nbytes: int) -> float:
 
 
 def read_rate(path: Path) -> float:
-    """Bytes per second of reading a file.
+    """Bytes per second of reading a file that is not empty.
 
     Raises:
         OSError: the disk's.
     """
     forget_cached([path])
-    count = max(1, path.stat().st_size // PIECE_BYTES)
-    pieces = [_piece() for _ in range(DEFAULT_READERS)]
+    size = path.stat().st_size
+    piece_bytes = min(PIECE_BYTES, size)
+    count = size // piece_bytes
+    pieces = [_piece()[:piece_bytes] for _ in range(DEFAULT_READERS)]
     file = DirectFile(path)
     try:
         begun_s = time.perf_counter()
 
         def read(number: int) -> None:
             piece = pieces.pop()
-            file.read_into(number * PIECE_BYTES, bytes_of(piece))
+            file.read_into(number * piece_bytes, bytes_of(piece))
             pieces.append(piece)
 
         _in_threads(read, count)
-        return count * PIECE_BYTES / (time.perf_counter() - begun_s)
+        return count * piece_bytes / (time.perf_counter() - begun_s)
     finally:
         file.close()
 

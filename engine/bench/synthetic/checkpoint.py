@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from engine.errors import EngineError, ErrorCode
 from engine.paths import cache_dir
 
 _PREFIX = "synthetic:"
-_FORMAT = 1
+_FORMAT = 2
 """Part of the folder's name: raised when the same shape would be filled with other weights."""
 _SMALLEST = {"layers": 1, "vocab": 259, "experts": 1}
 _LARGEST = {"layers": 1000, "vocab": 2**20, "experts": 4096}
@@ -89,18 +90,12 @@ def _parse(model: str) -> tuple[str, Shape]:
 
 
 def _parameters(shape: Shape) -> int:
-    total = 0
-    for specs in tensors_of(shape):
-        for spec in specs:
-            count = 1
-            for size in spec.shape:
-                count *= size
-            total += count
-    return total
+    return sum(math.prod(spec.shape) for specs in tensors_of(shape) for spec in specs)
 
 
 def _write(folder: Path, shape: Shape) -> None:
-    weights, files = RandomWeights(), shape.layers + 2
+    largest = max(math.prod(spec.shape) for specs in tensors_of(shape) for spec in specs)
+    weights, files = RandomWeights(largest), shape.layers + 2
     weight_map: dict[str, str] = {}
     for number, specs in enumerate(tensors_of(shape), start=1):
         file = f"model-{number:05}-of-{files:05}.safetensors"

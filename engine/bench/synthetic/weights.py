@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from engine.bench.synthetic.shapes import Role, TensorSpec
 from engine.checkpoint.bfloat16 import to_bfloat16
 
-_BLOCK = 2**23
-_SPARE = 2**20
-"""A window may begin at this many places: matrices that share numbers do not share rows."""
+_LARGEST_BLOCK = 2**23
+_SPARE = 8
+"""One part in so many of a block is spare: so many places a window may begin at, and matrices that share numbers do not
+share rows."""
 _COMMON_CHANNELS = 16
 """One channel in so many holds the same value for every token: what routers read there is an expert's popularity."""
 _SKEW = 0.7
@@ -32,11 +33,17 @@ Bits = NDArray[np.uint16]
 
 
 class RandomWeights:
-    """Fills tensors; the same seed and the same order of calls give the same weights."""
+    """Fills tensors; the same seed and the same order of calls give the same weights.
 
-    def __init__(self, seed: int = 0) -> None:
+    Args:
+        largest: elements of the largest tensor; smaller models need smaller blocks.
+    """
+
+    def __init__(self, largest: int, seed: int = 0) -> None:
         self._random = np.random.default_rng(seed)
         self._blocks: dict[float, Bits] = {}
+        self._block = min(_LARGEST_BLOCK, max(largest, 2**12))
+        self._spare = self._block // _SPARE
 
     def fill(self, spec: TensorSpec) -> Bits:
         """bfloat16 bits of the spec's shape; perhaps a view that other tensors share, so not to be changed."""
@@ -60,13 +67,13 @@ class RandomWeights:
         """`count` normal numbers of this deviation, from some place of a block on; tensors beyond it repeat it."""
         block = self._blocks.get(deviation)
         if block is None:
-            numbers: NDArray[Any] = self._random.standard_normal(_BLOCK + _SPARE, dtype=np.float32)
+            numbers: NDArray[Any] = self._random.standard_normal(self._block + self._spare, dtype=np.float32)
             block = self._blocks[deviation] = to_bfloat16(numbers * np.float32(deviation))
-        begin = int(self._random.integers(_SPARE // 2)) * 2 + 1
-        if count <= _BLOCK:
+        begin = int(self._random.integers(self._spare // 2)) * 2 + 1
+        if count <= self._block - 1:
             return block[begin : begin + count]
         # An odd length: no two rows of a matrix of even width begin at the same place before all places are used.
-        return np.resize(block[begin : begin + _BLOCK - 1], count)
+        return np.resize(block[begin : begin + (self._block - 1 | 1)], count)
 
 
 def _common(hidden: int) -> slice:

@@ -1,0 +1,136 @@
+"""The benches run on tiny models and say what they measured; how fast is asserted nowhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import cli
+from engine.bench import disk
+from engine.bench.cache import made_up_trace
+from engine.bench.memory_group import memory_group
+from engine.experts.replay.trace_file import write_trace
+from engine.paths import data_dir
+from tests.engine.tiny_families import tiny_checkpoint
+from tests.engine.tiny_tokenizer import save_tiny_tokenizer
+
+TINY = "synthetic:qwen3-moe-tiny"
+SLOW_LINK = ("--device", "emulated:slow-link", "--vram", "64MB")
+
+
+def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert cli.main(["bench", *arguments, "--repeats", "1", "--json"]) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert document["machine"]
+    for row in document["rows"]:
+        assert row["value"] > 0
+        assert row["repeats"] == 1
+    return document
+
+
+def rows(document: dict[str, Any]) -> dict[str | None, dict[str, Any]]:
+    return {row["peer"]: row for row in document["rows"] if not row["name"].startswith("hits")}
+
+
+def test_strategies_are_compared_as_measured_and_as_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    document = bench(capsys, "decode", "--strategies", "--model", TINY, "--tokens", "6", *SLOW_LINK)
+    found = rows(document)
+    assert found.keys() == {
+        None, "on-demand fetch", "all experts on the CPU", "whole-layer prefetch", "the cache off",
+    }  # fmt: skip
+    for row in found.values():
+        assert row["name"] == "decode, 25% of the experts on emulated:slow-link"
+        assert row["predicted"] > 0
+        assert row["deviation"] > -1
+
+
+def test_strategies_need_a_device_that_shares_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "decode", "--strategies", "--model", TINY, "--device", "cpu"]) == 2
+    assert "--device cuda or emulated:NAME" in capsys.readouterr().err
+
+
+def test_a_long_prompt_against_single_strategies_and_transformers(capsys: pytest.CaptureFixture[str]) -> None:
+    document = bench(
+        capsys, "prefill", "--model", TINY, "--prompt-tokens", "100", "--tokens", "6", "--strategies", "--peers",
+        *SLOW_LINK,
+    )  # fmt: skip
+    assert rows(document).keys() == {
+        None, "on-demand fetch", "all experts on the CPU", "transformers on the CPU", "the better of these two",
+    }  # fmt: skip
+    (hits,) = (row for row in document["rows"] if row["name"].startswith("hits"))
+    assert hits["peer"] == "before it"
+    assert hits["value"] <= 100
+    assert document["peers_not_run"] == []
+
+
+def test_a_long_prompt_on_the_cpu_names_what_was_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    document = bench(capsys, "prefill", "--model", TINY, "--prompt-tokens", "100", "--device", "cpu")
+    assert rows(document).keys() == {None}
+    assert {skipped["peer"] for skipped in document["peers_not_run"]} == {
+        "on-demand fetch, all experts on the CPU",
+        "transformers on the CPU",
+    }
+
+
+def test_cache_policies_on_recorded_routing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    write_trace(made_up_trace(30, 2, 16, 4), tmp_path / "mine.npz")
+    document = bench(capsys, "cache", "--trace", str(tmp_path / "mine.npz"))
+    names = [row["name"] for row in document["rows"]]
+    assert names[:3] == ["mine, hits at 10%", "mine, hits at 25%", "mine, hits at 50%"]
+    for row in document["rows"][:3]:
+        assert 0 < row["of_limit"] <= 1
+    assert all("60 x 256" in name for name in names[3:])
+    assert len(names) == 5
+
+
+def test_made_up_routing_repeats_itself_and_has_favourites() -> None:
+    trace = made_up_trace(200, 3, 32, 4)
+    assert (trace.experts == made_up_trace(200, 3, 32, 4).experts).all()
+    for token in trace.experts.reshape(-1, 4):
+        assert len(set(token.tolist())) == 4
+    uses = np.bincount(trace.experts[:, 0].reshape(-1), minlength=32)
+    assert uses.max() > 2 * uses.mean()
+
+
+def test_experts_on_disk_and_nothing_left_behind(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused() -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(disk, "memory_group", refused)
+    document = bench(capsys, "disk", "--model", TINY, "--tokens", "6", "--device", "cpu")
+    names = {row["name"] for row in document["rows"]}
+    assert names == {
+        "preparing, bytes read and written",
+        "loading what was prepared",
+        "decode, all experts in RAM",
+        "decode, RAM for 50% of the experts",
+    }
+    (skipped,) = document["peers_not_run"]
+    assert skipped["peer"] == "experts in a plain mmap"
+    assert "Operation not permitted" in skipped["reason"]
+    assert list((data_dir() / "banks").glob("*.bank")) == []
+
+
+def test_a_model_without_experts_has_nothing_to_prepare(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "dense"
+    tiny_checkpoint("llama", folder)
+    save_tiny_tokenizer(folder)
+    assert cli.main(["bench", "disk", "--model", str(folder)]) == 2
+    assert "no experts" in capsys.readouterr().err
+
+
+def test_experts_in_a_mapped_file_where_memory_can_be_limited(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        with memory_group():
+            pass
+    except OSError as error:
+        pytest.skip(f"control groups: {error}")
+    document = bench(capsys, "disk", "--model", TINY, "--tokens", "6", "--device", "cpu", "--threads", "1")
+    assert document["peers_not_run"] == []
+    assert rows(document)["experts in a plain mmap"]["ratio"] > 0
