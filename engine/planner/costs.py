@@ -157,8 +157,8 @@ class Costs:
         return nbytes / self.machine.disk_bytes_per_s
 
     def activations(self, rows: float) -> float:
-        """One way of `rows` hidden states over the link."""
-        return self.d2h(2.0 * rows * self.model.hidden)
+        """One way of `rows` hidden states over the link: a copy, and the wait that makes it safe to read."""
+        return self.d2h(2.0 * rows * self.model.hidden) + 2 * self.efficiency.operator_s
 
     def transfer_expert(self, *, pinned: bool = True) -> float:
         return self.h2d(self.expert_bytes, pinned=pinned)

@@ -1,0 +1,53 @@
+"""Klotski's planner (its section 7): the fewest batches that hide the experts' way to the card."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTimes:
+    """Seconds of one MoE block for one batch, measured or modelled.
+
+    Attributes:
+        attention, gate: t_c_A, t_c_G, to compute.
+        hot: t_c_topk-E, to compute the K hot experts for one batch.
+        cold: sum of t_c_E over the other activated experts, for one batch.
+        load_attention, load_gate, load_expert: t_I/O.
+        prefetched: K.
+        queued: len(Q), activated experts beside the hot ones.
+    """
+
+    attention: float
+    gate: float
+    hot: float
+    cold: float
+    load_attention: float
+    load_gate: float
+    load_expert: float
+    prefetched: int
+    queued: int
+
+    def inequalities(self, batches: int) -> tuple[bool, bool, bool, bool]:
+        """(4), (5), (6), (7): whether what each point of the pipeline needs has arrived in time."""
+        gated = batches * (self.attention + self.gate)
+        hot = self.load_gate + self.prefetched * self.load_expert
+        cold = hot + self.load_expert
+        everything = self.load_gate + (self.prefetched + self.queued) * self.load_expert + self.load_attention
+        return (
+            batches * self.attention >= self.load_gate,
+            gated >= hot,
+            gated + batches * self.hot >= cold,
+            gated + batches * (self.hot + self.cold) >= everything,
+        )
+
+
+def fewest_batches(times: BlockTimes, *, at_most: int = 4096) -> int | None:
+    """n, the smallest number of batches that satisfies (4) to (7); None if `at_most` are not enough."""
+    low, high = 1, at_most
+    if not all(times.inequalities(high)):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if all(times.inequalities(middle)) else (middle + 1, high)
+    return low

@@ -1,0 +1,166 @@
+"""Search for MoE-Lightning's policy (N, mu, A_g, F_g, r_w, r_c) by its performance model (section 4.2, eqs. 12-14)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from engine.planner.machine import HardwareProfile
+from engine.planner.memory import RAM_SHARE, RUNTIME_BYTES, USABLE_SHARE
+from engine.planner.model_shape import ModelShape
+from engine.planner.simulator.batch_costs import distinct_experts
+from engine.planner.workload import Workload
+
+_SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+_ENOUGH = 0.99
+
+
+@dataclass(frozen=True, slots=True)
+class SearchedPolicy:
+    """MoE-Lightning's table 1.
+
+    Attributes:
+        sequences: N.
+        micro_batch: mu.
+        attention_on_card: A_g.
+        experts_on_card: F_g.
+        weights_on_card: r_w.
+        cache_on_card: r_c.
+        layer_s: T, seconds per layer of a decode step.
+        bottleneck: "link", "CPU" or "GPU".
+    """
+
+    sequences: int
+    micro_batch: int
+    attention_on_card: bool
+    experts_on_card: bool
+    weights_on_card: float
+    cache_on_card: float
+    layer_s: float
+    bottleneck: str
+
+    @property
+    def tokens_per_s_per_layer(self) -> float:
+        return self.sequences / self.layer_s
+
+
+@dataclass(frozen=True, slots=True)
+class PerformanceModel:
+    """T = max(comm, T_cpu, T_gpu) of one layer of a decode step, from theoretical flops and bytes."""
+
+    machine: HardwareProfile
+    model: ModelShape
+    workload: Workload
+    bytes_per_weight: float = 2.0
+
+    @property
+    def layer_bytes(self) -> float:
+        model = self.model
+        return model.experts * model.expert_weights * self.bytes_per_weight + 2.0 * model.layer_weights
+
+    def prefill_bytes_per_token(self) -> float:
+        """Peak of a prefill's intermediate tensors: hidden states, gate, up and down of k experts, 32-bit logits."""
+        model = self.model
+        widths = 6 * model.hidden + 3 * model.experts_per_token * model.expert_width
+        return 2.0 * (2.0 * widths + 2.0 * model.vocabulary)
+
+    def card_room(self, share: float) -> float:
+        """Bytes left on the card beside weights (a share stays, the rest goes through two buffers) and the runtime."""
+        moving = 2.0 * self.layer_bytes * (1.0 - share) if share < 1 else 0.0
+        staying = self.layer_bytes * self.model.layers * share + 2.0 * self.model.embedding_weights
+        return self.machine.vram_bytes * USABLE_SHARE - RUNTIME_BYTES - staying - moving
+
+    def largest_micro_batch(self, share: float) -> int:
+        """mu that a prefill has room for."""
+        tokens = self.card_room(share) / self.prefill_bytes_per_token()
+        return int(tokens // self.workload.prompt_tokens)
+
+    def largest_batch(self, cache_on_card: float) -> int:
+        """N whose keys and values fit into RAM beside the weights."""
+        weights = self.layer_bytes * self.model.layers
+        room = self.machine.cpu.ram_bytes * RAM_SHARE - weights
+        length = self.workload.prompt_tokens + self.workload.generated_tokens
+        share = 1.0 - cache_on_card
+        return int(room / (self.model.kv_bytes_per_token() * length * share)) if share > 0 else 1 << 20
+
+    def layer_seconds(
+        self, sequences: int, micro_batch: int, *, attention_on_card: bool, experts_on_card: bool, weights: float, cache: float
+    ) -> tuple[float, str]:
+        """Eqs. 12-14: (T, which of its three terms it is)."""
+        model, gpu, cpu = self.model, self.machine.gpu, self.machine.cpu
+        assert gpu is not None
+        count = math.ceil(sequences / micro_batch)
+        kv = 2.0 * model.attention.kv_elements * self.workload.mean_context * sequences
+        attention_flops = 4.0 * model.attention.heads * model.attention.head_dim * self.workload.mean_context * sequences
+        used = distinct_experts(model.experts, model.experts_per_token, micro_batch)
+        ffn_bytes = count * (used * model.expert_weights * self.bytes_per_weight + 2.0 * model.layer_weights)
+        ffn_flops = 2.0 * sequences * (model.experts_per_token * model.expert_weights + model.layer_weights)
+        flops, rate = gpu.flops * gpu.count, gpu.bytes_per_s * gpu.count
+        moved = 0.0
+        on_card = on_host = 0.0
+        if experts_on_card:
+            moved += self.layer_bytes * (1.0 - weights)
+            on_card += max(ffn_bytes / rate, ffn_flops / flops)
+        else:
+            on_host += max(self.layer_bytes / cpu.ram_bytes_per_s, ffn_flops / cpu.flops)
+        if attention_on_card:
+            moved += kv * (1.0 - cache)
+            on_card += max(kv / rate, attention_flops / flops)
+        else:
+            moved += 2.0 * sequences * model.hidden
+            on_host += max(kv / cpu.ram_bytes_per_s, attention_flops / cpu.flops)
+        terms = {"link": moved / (self.machine.link.h2d * gpu.count), "CPU": on_host, "GPU": on_card}
+        worst = max(terms, key=lambda name: terms[name])
+        return terms[worst], worst
+
+
+def search_policy(
+    machine: HardwareProfile, model: ModelShape, workload: Workload, *, bytes_per_weight: float = 2.0
+) -> SearchedPolicy | None:
+    """The policy of highest throughput; among nearly equal ones that of the smallest batch, the balance point (eq. 11).
+
+    Returns:
+        None if not even one sequence's prefill fits on the card, or the model not into RAM.
+    """
+    if machine.gpu is None:
+        return None
+    performance = PerformanceModel(machine, model, workload, bytes_per_weight)
+    found: list[SearchedPolicy] = []
+    for share in _SHARES:
+        largest = min(performance.largest_micro_batch(share), workload.sequences)
+        if largest < 1:
+            continue
+        for micro_batch in {largest, max(1, largest // 2), max(1, largest // 4)}:
+            for attention_on_card in (False, True):
+                for experts_on_card in (True, False):
+                    found += _batches(performance, micro_batch, attention_on_card, experts_on_card, share)
+    if not found:
+        return None
+    best = max(policy.tokens_per_s_per_layer for policy in found)
+    good = [policy for policy in found if policy.tokens_per_s_per_layer >= _ENOUGH * best]
+    return min(good, key=lambda policy: (policy.sequences, policy.weights_on_card))
+
+
+def _batches(
+    performance: PerformanceModel, micro_batch: int, attention_on_card: bool, experts_on_card: bool, share: float
+) -> list[SearchedPolicy]:
+    limit = min(performance.largest_batch(0.0), performance.workload.sequences)
+    policies = []
+    count = 1
+    while micro_batch * count <= limit:
+        sequences = micro_batch * count
+        seconds, bottleneck = performance.layer_seconds(
+            sequences,
+            micro_batch,
+            attention_on_card=attention_on_card,
+            experts_on_card=experts_on_card,
+            weights=share,
+            cache=0.0,
+        )
+        policies.append(
+            SearchedPolicy(
+                sequences, micro_batch, attention_on_card, experts_on_card, share, 0.0, seconds, bottleneck
+            )
+        )
+        count = max(count + 1, int(count * 1.04))
+    return policies

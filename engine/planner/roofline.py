@@ -1,0 +1,92 @@
+"""The Hierarchical Roofline Model of MoE-Lightning (its section 3): what a computation can reach, and what limits it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from engine.planner.machine import HardwareProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A memory with the processor beside it.
+
+    Attributes:
+        name: "GPU" or "CPU".
+        flops: P_peak, 1 / s.
+        bytes_per_s: B_peak, bytes / s.
+    """
+
+    name: str
+    flops: float
+    bytes_per_s: float
+
+    def attainable(self, intensity: float) -> float:
+        """Eq. 8: of a computation whose data lies here; `intensity` in flops per byte of this memory."""
+        return min(self.flops, self.bytes_per_s * intensity)
+
+
+@dataclass(frozen=True, slots=True)
+class HierarchicalRoofline:
+    """Two levels and the link between them: i is the card, j the host.
+
+    Attributes:
+        upper, lower: levels i and j.
+        link: B_peak from j to i, bytes / s.
+    """
+
+    upper: Level
+    lower: Level
+    link: float
+
+    def attainable(self, upper_intensity: float, lower_intensity: float) -> float:
+        """Eq. 7: at level i on data fetched from level j.
+
+        Args:
+            upper_intensity: I_i, flops per byte read from level i.
+            lower_intensity: I_j, flops per byte fetched from level j.
+        """
+        return min(self.upper.attainable(upper_intensity), self.link * lower_intensity)
+
+    def first_turning_point(self, lower_intensity: float) -> float:
+        """Eq. 9, P1: below this intensity it does not pay to move the data from j to i."""
+        return self.lower.attainable(lower_intensity) / self.link
+
+    def second_turning_point(self, upper_intensity: float) -> float:
+        """Eq. 10, P2: below this intensity the link limits a computation at level i."""
+        return self.upper.attainable(upper_intensity) / self.link
+
+    def balance(self, upper_intensity: float) -> float:
+        """Eq. 11: the I_j at which the link feeds level i as fast as its own memory does."""
+        return self.upper.bytes_per_s * upper_intensity / self.link
+
+    def bottleneck(self, upper_intensity: float, lower_intensity: float) -> str:
+        """What limits it: "link", "GPU memory" or "GPU arithmetic"."""
+        limits = {
+            "link": self.link * lower_intensity,
+            f"{self.upper.name} memory": self.upper.bytes_per_s * upper_intensity,
+            f"{self.upper.name} arithmetic": self.upper.flops,
+        }
+        return min(limits, key=lambda name: limits[name])
+
+
+def roofline_of(machine: HardwareProfile) -> HierarchicalRoofline:
+    """A machine's, from its data sheet.
+
+    Raises:
+        ValueError: it has no graphics card.
+    """
+    gpu = machine.gpu
+    if gpu is None:
+        raise ValueError(f"{machine.name} has no graphics card")
+    return HierarchicalRoofline(
+        upper=Level("GPU", gpu.flops * gpu.count, gpu.bytes_per_s * gpu.count),
+        lower=Level("CPU", machine.cpu.flops, machine.cpu.ram_bytes_per_s),
+        link=machine.link.h2d * gpu.count,
+    )
+
+
+def operational_intensity(flops: float, nbytes: float) -> float:
+    """Definition 3.1, flops per byte; infinite if nothing is read."""
+    return flops / nbytes if nbytes > 0 else math.inf

@@ -1,0 +1,92 @@
+"""Times of a micro-batch's parts, and of a layer's weights on their way: what every batch schedule is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.planner.costs import Costs
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPolicy:
+    """MoE-Lightning's policy (table 1), Klotski's n with it.
+
+    Attributes:
+        sequences: N, of one batch.
+        micro_batch: mu, sequences of one kernel launch.
+        resident: r_w, share of each layer's weights that stays on the card.
+        cpu_attention: A_g = 0.
+    """
+
+    sequences: int
+    micro_batch: int
+    resident: float = 0.0
+    cpu_attention: bool = True
+
+    @property
+    def micro_batches(self) -> int:
+        return -(-self.sequences // self.micro_batch)
+
+
+def distinct_experts(experts: int, per_token: int, tokens: float) -> float:
+    """Experts of a layer that `tokens` tokens use between them, if all are alike."""
+    if tokens <= 0:
+        return 0.0
+    return experts * (1.0 - (1.0 - per_token / experts) ** tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PassCosts:
+    """One pass of a batch over one layer.
+
+    Attributes:
+        costs: of single operations.
+        rows: tokens of one micro-batch: its sequences in decode, sequences x prompt in prefill.
+        sequences: of one micro-batch.
+        context: tokens that each row sees.
+        prefill: whether rows are prompts.
+    """
+
+    costs: Costs
+    rows: float
+    sequences: float
+    context: float
+    prefill: bool
+
+    def layer_bytes(self) -> float:
+        """All weights of one layer."""
+        model = self.costs.model
+        return model.experts * self.costs.expert_bytes + 2.0 * model.layer_weights
+
+    def experts(self) -> float:
+        """The feed-forward part of one micro-batch on the card."""
+        model = self.costs.model
+        used = distinct_experts(model.experts, model.experts_per_token, self.rows)
+        return self.costs.gpu_experts(self.rows * model.experts_per_token, used)
+
+    def attention(self) -> float:
+        """Projections, attention and router of one micro-batch on the card."""
+        if self.prefill:
+            # Causal: a row sees half of the prompt on average, and the cache is read once for all rows.
+            return self.costs.gpu_layer(self.rows, self.context / 2)
+        return self.costs.gpu_layer(self.rows, self.context)
+
+    def projections(self) -> float:
+        """The same without attention itself."""
+        return self.costs.gpu_layer(self.rows, 0, cached=False)
+
+    def cached(self) -> float:
+        """Bytes of one layer's cache of one micro-batch."""
+        return self.costs.kv_read_bytes(self.sequences, self.context)
+
+    def new_cache(self) -> float:
+        """Bytes that one micro-batch adds to it."""
+        return self.costs.kv_read_bytes(self.rows, 1)
+
+    def queries(self) -> float:
+        """Bytes of one micro-batch's queries, keys and values."""
+        attention = self.costs.model.attention
+        return self.rows * 2.0 * (attention.heads * attention.head_dim + attention.kv_elements)
+
+    def hidden(self) -> float:
+        return 2.0 * self.rows * self.costs.model.hidden

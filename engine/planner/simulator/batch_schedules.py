@@ -1,0 +1,115 @@
+"""One layer of one pass, by each of the batch schedules that MoE-Lightning compares (its figure 6).
+
+A schedule issues a layer's work given when its weights have arrived, starts the next layer's weights on their way, and
+says when both are done.  Micro-batches are numbered j.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.planner.simulator.batch_costs import BatchPolicy, PassCosts
+from engine.planner.simulator.timeline import Timeline
+
+
+@dataclass(slots=True)
+class LayerState:
+    """Between two layers of a pass.
+
+    Attributes:
+        weights: when this layer's weights are on the card.
+        before: when the layer before last had ended, whose buffer this layer's successor gets.
+        ready: when each micro-batch's hidden states are ready.
+    """
+
+    weights: float
+    before: float
+    ready: list[float]
+
+    @classmethod
+    def beginning(cls, policy: BatchPolicy) -> LayerState:
+        return cls(0.0, 0.0, [0.0] * policy.micro_batches)
+
+    @property
+    def done(self) -> float:
+        return max(self.ready)
+
+
+Schedule = Callable[[Timeline, PassCosts, BatchPolicy, LayerState, int], LayerState]
+
+
+def whole_layer(timeline: Timeline, work: PassCosts, policy: BatchPolicy, state: LayerState, layer: int) -> LayerState:
+    """DeepSpeed's ZeRO-Inference: the next layer on its way, this one computed, cache on the card."""
+    copy = work.costs.h2d(work.layer_bytes() * (1 - policy.resident))
+    arrived = timeline.run("h2d", copy, "weights", state.before, layer=layer + 1)
+    ready = []
+    for start in state.ready:
+        attended = timeline.run("gpu", work.attention(), "attention", max(start, state.weights), layer=layer)
+        ready.append(timeline.run("gpu", work.experts(), "experts", attended, layer=layer))
+    return LayerState(arrived, state.done, ready)
+
+
+def flexgen_s4(timeline: Timeline, work: PassCosts, policy: BatchPolicy, state: LayerState, layer: int) -> LayerState:
+    """FlexGen: attention on the card, each micro-batch's cache fetched one ahead, behind the next layer's weights."""
+    copy = work.costs.h2d(work.layer_bytes() * (1 - policy.resident))
+    arrived = timeline.run("h2d", copy, "weights", state.before, layer=layer + 1)
+    ready = []
+    previous = state.before
+    for start in state.ready:
+        cache = 0.0
+        if not work.prefill:
+            cache = timeline.run("h2d", work.costs.h2d(work.cached()), "kv", previous, layer=layer)
+        previous = timeline.free_at("gpu")
+        attended = timeline.run("gpu", work.attention(), "attention", max(start, cache, state.weights), layer=layer)
+        timeline.run("d2h", work.costs.d2h(work.new_cache()), "kv", attended, layer=layer)
+        ready.append(timeline.run("gpu", work.experts(), "experts", attended, layer=layer))
+    return LayerState(arrived, state.done, ready)
+
+
+def flexgen_s3(timeline: Timeline, work: PassCosts, policy: BatchPolicy, state: LayerState, layer: int) -> LayerState:
+    """FlexGen with attention on the CPU, without grouped queries, one micro-batch after the other."""
+    if work.prefill:
+        return flexgen_s4(timeline, work, policy, state, layer)
+    costs = work.costs
+    copy = costs.h2d(work.layer_bytes() * (1 - policy.resident))
+    arrived = timeline.run("h2d", copy, "weights", state.before, layer=layer + 1)
+    ready = []
+    previous = 0.0
+    for start in state.ready:
+        ahead = max(start, previous, state.weights)
+        projected = timeline.run("gpu", work.projections(), "projections", ahead, layer=layer)
+        queries = timeline.run("d2h", costs.d2h(work.queries()), "qkv", projected, layer=layer)
+        attending = costs.cpu_attention(work.sequences, work.context, expanded=True)
+        attended = timeline.run("cpu_attention", attending, "attention", queries, layer=layer)
+        hidden = timeline.run("h2d", costs.h2d(work.hidden()), "hidden", attended, layer=layer)
+        previous = timeline.run("gpu", work.experts(), "experts", hidden, layer=layer)
+        ready.append(previous)
+    return LayerState(arrived, state.done, ready)
+
+
+def cgopipe(timeline: Timeline, work: PassCosts, policy: BatchPolicy, state: LayerState, layer: int) -> LayerState:
+    """MoE-Lightning's CGOPipe (Algorithm 1): CPU attention two micro-batches ahead, weights in pages between them."""
+    if work.prefill:
+        return flexgen_s4(timeline, work, policy, state, layer)
+    costs, count = work.costs, policy.micro_batches
+    page = costs.h2d(work.layer_bytes() * (1 - policy.resident) / count)
+    attended: list[float] = []
+    ready: list[float] = []
+
+    def attend(j: int) -> None:
+        projected = timeline.run("gpu", work.projections(), "projections", state.ready[j], layer=layer)
+        queries = timeline.run("d2h", costs.d2h(work.queries()), "qkv", projected, layer=layer)
+        attending = costs.cpu_attention(work.sequences, work.context)
+        attended.append(timeline.run("cpu_attention", attending, "attention", queries, layer=layer))
+
+    for j in range(min(2, count)):
+        attend(j)
+    arrived = state.before
+    for j in range(count):
+        hidden = timeline.run("h2d", costs.h2d(work.hidden()), "hidden", attended[j], layer=layer)
+        arrived = timeline.run("h2d", page, "page", state.before, layer=layer + 1)
+        ready.append(timeline.run("gpu", work.experts(), "experts", max(hidden, state.weights), layer=layer))
+        if j + 2 < count:
+            attend(j + 2)
+    return LayerState(arrived, state.done, ready)

@@ -1,0 +1,50 @@
+"""What a simulation found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.planner.simulator.timeline import LANES, Span, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A workload run by one policy.
+
+    Attributes:
+        policy: its name.
+        seconds: from the first prompt token read to the last token delivered.
+        ttft_s: until the first token.
+        tpot_s: seconds per decode step.
+        tokens_out: tokens delivered.
+        vram_bytes, ram_bytes: the most that was held at once.
+        hit_rate: share of expert uses that found the expert on the card; None where that means nothing.
+        utilisation: share of the simulated time that each lane was busy.
+        spans: of the part that was simulated span by span; repeated layers and steps are drawn once.
+    """
+
+    policy: str
+    seconds: float
+    ttft_s: float
+    tpot_s: float
+    tokens_out: int
+    vram_bytes: float
+    ram_bytes: float
+    hit_rate: float | None = None
+    utilisation: dict[str, float] = field(default_factory=dict)
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Delivered tokens over all the time, prefill counted."""
+        return self.tokens_out / self.seconds
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Decode steps per second: what a person who reads along sees."""
+        return 1 / self.tpot_s if self.tpot_s > 0 else 0.0
+
+
+def utilisation(timeline: Timeline) -> dict[str, float]:
+    """Share of the simulated time that each lane was busy."""
+    return {lane: timeline.busy_s[lane] / timeline.end for lane in LANES if lane != "phase" and timeline.end > 0}

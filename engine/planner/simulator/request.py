@@ -1,0 +1,219 @@
+"""One request at a time (or a few beams): prefill, then decode step by step, expert by expert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.planner.costs import Costs
+from engine.planner.fiddler import runs_on_cpu
+from engine.planner.simulator.residents import Residents
+from engine.planner.simulator.strategy import Miss, Prefetch, Residency, Strategy
+from engine.planner.simulator.timeline import Timeline
+
+Load = Sequence[tuple[int, int]]
+"""(expert, rows) of one layer in one pass, most rows first."""
+
+
+class RequestSimulation:
+    """Issues passes of a model by a strategy.
+
+    Args:
+        residents: experts on the card; changed as the simulation goes.
+        disk_share: share of the expert bytes that lies on disk and is read first.
+    """
+
+    def __init__(
+        self, timeline: Timeline, costs: Costs, strategy: Strategy, residents: Residents, *, disk_share: float, seed: int
+    ) -> None:
+        self._timeline, self._costs, self._strategy, self._residents = timeline, costs, strategy, residents
+        self._disk_share = disk_share
+        self._random = np.random.default_rng(seed)
+        self._underway: dict[int, dict[int, float]] = {}
+        self._end_of_layer = [0.0, 0.0]
+        self.uses = 0
+        self.hits = 0
+
+    def run_pass(
+        self, loads: Sequence[Load], following: Load, *, rows: int, context: float, after: float, step: int, prefill: bool
+    ) -> float:
+        """All layers once; returns when the last one has ended.
+
+        Args:
+            loads: each MoE layer's load.
+            following: the first layer's load in the next pass, for what is prefetched across passes.
+            rows: tokens of the pass.
+            context: tokens that each row sees.
+        """
+        costs, model = self._costs, self._costs.model
+        seen = context / 2 if prefill else context
+        at = after
+        for _ in range(model.dense_layers):
+            at = self._timeline.run("gpu", costs.gpu_layer(rows, seen, dense=True), "dense layer", at, step=step)
+        for layer, load in enumerate(loads):
+            coming = loads[layer + 1] if layer + 1 < len(loads) else following
+            self._prefetch_at_start((layer + 1) % len(loads), coming, at, step)
+            if self._on_cpu(layer):
+                at = self._cpu_layer(layer, load, rows, seen, at, step)
+                continue
+            attended = self._timeline.run("gpu", costs.gpu_layer(rows, seen), "attention", at, layer=layer, step=step)
+            at = self._experts(layer, load, attended, step, prefill, coming, len(loads))
+            self._end_of_layer = [self._end_of_layer[1], at]
+        return self._timeline.run("gpu", costs.gpu_head(1 if prefill else rows), "head", at, step=step)
+
+    def _on_cpu(self, layer: int) -> bool:
+        return self._strategy.residency is Residency.LAYERS and not self._residents.capacity[layer]
+
+    def _cpu_layer(self, layer: int, load: Load, rows: int, context: float, at: float, step: int) -> float:
+        run, costs = self._timeline.run, self._costs
+        at = run("cpu_attention", costs.cpu_layer(rows, context), "attention", at, layer=layer, step=step)
+        at = self._from_disk(len(load), at, layer, step)
+        seconds = costs.cpu_experts(sum(count for _, count in load), len(load))
+        self.uses += len(load)
+        return run("cpu_experts", seconds, "experts", at, layer=layer, step=step)
+
+    def _from_disk(self, experts: int, at: float, layer: int, step: int) -> float:
+        if not self._disk_share or not experts:
+            return at
+        nbytes = experts * self._costs.expert_bytes * self._disk_share
+        return self._timeline.run("disk", self._costs.disk(nbytes), "experts", at, layer=layer, step=step)
+
+    def _copy(self, layer: int, expert: int, after: float, step: int, name: str = "expert") -> float:
+        there = self._from_disk(1, after, layer, step)
+        seconds = self._costs.transfer_expert(pinned=self._strategy.pinned)
+        return self._timeline.run("h2d", seconds, name, there, layer=layer, expert=expert, step=step)
+
+    # Before the router has spoken
+
+    def _prefetch_at_start(self, layer: int, coming: Load, at: float, step: int) -> None:
+        kind = self._strategy.prefetch
+        if kind is Prefetch.LAYER:
+            wanted = list(range(self._costs.model.experts))
+        elif kind is Prefetch.IDEAL:
+            wanted = [expert for expert, _ in coming]
+        else:
+            return
+        # Two buffers: the one that the layer before has just left is free.
+        self._underway[layer] = {expert: self._copy(layer, expert, at, step, "prefetch") for expert in wanted}
+
+    def _predict(self, layer: int, coming: Load, after: float, step: int) -> None:
+        experts = self._costs.model.experts
+        arriving: dict[int, float] = {}
+        for expert, _ in coming:
+            right = self._random.random() < self._strategy.prefetch_accuracy
+            guess = expert if right else (expert + 1) % experts
+            if guess not in arriving:
+                arriving[guess] = self._copy(layer, guess, after, step, "prefetch")
+        self._underway[layer] = arriving
+
+    # A layer's experts
+
+    def _experts(
+        self, layer: int, load: Load, ready: float, step: int, prefill: bool, coming: Load, layers: int
+    ) -> float:
+        underway = self._underway.pop(layer, {})
+        there: list[tuple[float, int, int]] = []
+        misses: list[tuple[int, int]] = []
+        ids = [expert for expert, _ in load]
+        for expert, rows in load:
+            arrival = self._residents.arrival(layer, expert)
+            if arrival is not None and arrival > ready and not self._strategy.waits_for_arrival:
+                arrival = None
+            if arrival is not None:
+                self.hits += 1
+            elif expert in underway:
+                arrival = underway[expert]
+            if arrival is None:
+                misses.append((expert, rows))
+            else:
+                there.append((arrival, expert, rows))
+        self.uses += len(load)
+        self._residents.touch(layer, ids)
+        predicts = self._strategy.prefetch is Prefetch.PREDICTED
+        done = ready
+        for index, (arrival, expert, rows) in enumerate(sorted(there)):
+            done = max(done, self._compute(layer, expert, rows, max(ready, arrival), step))
+            if predicts and not prefill and index == 0:
+                self._predict((layer + 1) % layers, coming, done, step)
+                predicts = False
+        done = max(done, self._meet(layer, misses, ids, ready, step, prefill))
+        if predicts:
+            first = coming[: self._costs.model.experts_per_token if not prefill else 1]
+            if prefill:
+                self._underway[(layer + 1) % layers] = {e: self._copy(layer, e, done, step) for e, _ in first}
+            else:
+                self._predict((layer + 1) % layers, coming, done, step)
+        return done
+
+    def _compute(self, layer: int, expert: int, rows: int, after: float, step: int) -> float:
+        return self._timeline.run(
+            "gpu", self._costs.gpu_experts(rows), "expert", after, layer=layer, expert=expert, step=step
+        )
+
+    def _meet(
+        self, layer: int, misses: list[tuple[int, int]], in_use: list[int], ready: float, step: int, prefill: bool
+    ) -> float:
+        fetched, computed = self._divide(misses, ready, prefill)
+        done = ready
+        if computed:
+            done = self._on_host(layer, computed, ready, step)
+        previous = ready
+        last = ready
+        for expert, rows in fetched:
+            # One at a time, or two staging slots: a copy waits until the expert before the last one is done.
+            copied = self._copy(layer, expert, last if not self._strategy.overlapped else previous, step)
+            previous, last = last, self._compute(layer, expert, rows, copied, step)
+            self._keep(layer, expert, copied, in_use, ready)
+        for expert, _ in computed:
+            if prefill or not self._residents.can_admit(layer, in_use, ready):
+                break
+            if self._strategy.waits_for_arrival or self._timeline.free_at("h2d") <= ready:
+                self._keep(layer, expert, self._copy(layer, expert, ready, step, "post-fetch"), in_use, ready)
+        return max(done, last)
+
+    def _keep(self, layer: int, expert: int, arrival: float, in_use: list[int], now: float) -> None:
+        if self._residents.can_admit(layer, in_use, now):
+            self._residents.admit(layer, expert, arrival, in_use, now)
+
+    def _on_host(self, layer: int, computed: list[tuple[int, int]], ready: float, step: int) -> float:
+        run, costs = self._timeline.run, self._costs
+        rows = sum(count for _, count in computed)
+        at = run("small_copy", costs.activations(rows), "activations", ready, layer=layer, step=step)
+        at = self._from_disk(len(computed), at, layer, step)
+        at = run("cpu_experts", costs.cpu_experts(rows, len(computed)), "experts", at, layer=layer, step=step)
+        return run("small_copy", costs.activations(rows), "results", at, layer=layer, step=step)
+
+    def _divide(
+        self, misses: list[tuple[int, int]], ready: float, prefill: bool
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """(fetched, computed on the CPU)."""
+        strategy, costs = self._strategy, self._costs
+        if strategy.miss is Miss.FETCH or (prefill and strategy.prefill_fetches):
+            return misses, []
+        if strategy.miss is Miss.CPU:
+            return [], misses
+        if strategy.miss is Miss.CHEAPER:
+            computed = [miss for miss in misses if runs_on_cpu(costs, miss[1], pinned=strategy.pinned)]
+            return [miss for miss in misses if miss not in computed], computed
+        # Mixed: the CPU takes experts of few rows from the end of the list, the link those of many from its front.
+        link = max(self._timeline.free_at("h2d"), ready)
+        copy = costs.transfer_expert(pinned=strategy.pinned)
+        best = (float("inf"), 0)
+        for fetched in range(len(misses) + 1):
+            rest = misses[fetched:]
+            host = costs.cpu_experts(sum(rows for _, rows in rest), len(rest))
+            card = link - ready + fetched * copy + costs.gpu_experts(misses[fetched - 1][1]) if fetched else 0.0
+            best = min(best, (max(host, card), fetched))
+        return misses[: best[1]], misses[best[1] :]
+
+
+def loads_of(chosen: NDArray[np.int16]) -> list[Load]:
+    """Loads of each layer from the experts of its rows, int [layers, rows, k]."""
+    loads: list[Load] = []
+    for layer in chosen:
+        experts, rows = np.unique(layer, return_counts=True)
+        order = np.argsort(-rows, kind="stable")
+        loads.append([(int(experts[i]), int(rows[i])) for i in order])
+    return loads

@@ -1,0 +1,144 @@
+"""A workload by a strategy of single requests: set-up, a sample of decode steps, and what follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.planner.costs import Costs
+from engine.planner.memory import card_memory, expert_slots, share_on_disk
+from engine.planner.simulator.outcome import Outcome, utilisation
+from engine.planner.simulator.request import Load, RequestSimulation, loads_of
+from engine.planner.simulator.residents import Residents
+from engine.planner.simulator.routing import RoutingStatistics, expected_counts, popularity, routing
+from engine.planner.simulator.strategy import Prefetch, Residency, Strategy
+from engine.planner.simulator.timeline import Timeline
+from engine.planner.workload import Workload
+
+_WARM_UP_STEPS = 6
+_MEASURED_STEPS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a strategy is run on.
+
+    Attributes:
+        costs: machine, model, precision and threads.
+        workload: what is asked.
+        statistics: of the made-up routing.
+        slots: experts on the card; None for as many as fit.
+        ways: of a cache; 0 for slots spread evenly over all layers.
+        recorded: routing of consecutive tokens to use instead, int [tokens, layers, k].
+    """
+
+    costs: Costs
+    workload: Workload
+    statistics: RoutingStatistics = RoutingStatistics()
+    slots: int | None = None
+    ways: int = 0
+    recorded: NDArray[np.int16] | None = None
+
+
+def run_requests(strategy: Strategy, setting: Setting, *, record: bool = False) -> Outcome | None:
+    """Simulates a workload, several sequences at once if there are several and their caches fit.
+
+    Returns:
+        None if the model does not fit: the strategy keeps non-expert weights and keys and values on the card.
+    """
+    costs, workload = setting.costs, setting.workload
+    model, machine = costs.model, costs.machine
+    if machine.gpu is None:
+        return None
+    context = workload.prompt_tokens + workload.generated_tokens
+    per_sequence = context + (workload.beams - 1) * workload.generated_tokens
+    staging = _staging(strategy, model.experts, model.experts_per_token)
+    least = card_memory(machine, model, costs.precision, cached_tokens=per_sequence, staging_experts=staging)
+    if least.for_experts < 0:
+        return None
+    together = 1
+    if workload.sequences > 1:
+        room = least.for_experts * 0.5
+        together = max(1, min(workload.sequences, int(room // max(least.kv, 1.0)) + 1))
+    memory = card_memory(
+        machine, model, costs.precision, cached_tokens=per_sequence * together, staging_experts=staging
+    )
+    slots = expert_slots(memory, model, costs.precision) if setting.slots is None else setting.slots
+    if strategy.residency is Residency.NONE:
+        slots = 0
+    shares = popularity(model.moe_layers, model.experts, setting.statistics)
+    ways = setting.ways or min(model.experts, max(1, slots // model.moe_layers))
+    timeline = Timeline(record=record)
+    disk = share_on_disk(machine, model, costs.precision)
+    simulation = RequestSimulation(
+        timeline,
+        costs,
+        strategy,
+        Residents(strategy.residency, shares, slots, ways),
+        disk_share=disk,
+        seed=setting.statistics.seed,
+    )
+    rows = together * workload.beams
+    prompt = together * workload.prompt_tokens
+    prefill = _prefill_loads(setting, shares, prompt)
+    decode = _decode_loads(setting, shares, rows)
+    first = simulation.run_pass(
+        prefill, decode[0][0], rows=prompt, context=workload.prompt_tokens, after=0.0, step=-1, prefill=True
+    )
+    timeline.mark("prefill", 0.0, first)
+    simulation.uses = simulation.hits = 0
+    ends = [first]
+    for step in range(len(decode) - 1):
+        end = simulation.run_pass(
+            decode[step], decode[step + 1][0], rows=rows, context=workload.mean_context, after=ends[-1], step=step, prefill=False
+        )
+        timeline.mark("decode", ends[-1], end, step=step)
+        ends.append(end)
+    tpot = (ends[-1] - ends[_WARM_UP_STEPS]) / (len(ends) - 1 - _WARM_UP_STEPS)
+    rounds = workload.sequences / together
+    return Outcome(
+        policy=strategy.name,
+        seconds=rounds * (first + tpot * max(workload.generated_tokens - 1, 0)),
+        ttft_s=first,
+        tpot_s=tpot,
+        tokens_out=workload.tokens_out,
+        vram_bytes=memory.weights + memory.kv + memory.staging + memory.runtime + slots * costs.expert_bytes,
+        ram_bytes=model.all_expert_bytes(costs.precision) * (1 - disk),
+        hit_rate=simulation.hits / max(simulation.uses, 1),
+        utilisation=utilisation(timeline),
+        spans=tuple(timeline.spans),
+    )
+
+
+def _staging(strategy: Strategy, experts: int, per_token: int) -> float:
+    """Expert records beside the resident ones that copies land in."""
+    if strategy.prefetch is Prefetch.LAYER:
+        return 2.0 * experts
+    return 2.0 * per_token if strategy.prefetch is not Prefetch.NONE else 1.0
+
+
+def _prefill_loads(setting: Setting, shares: NDArray[np.float64], tokens: int) -> list[Load]:
+    model = setting.costs.model
+    if tokens * model.experts_per_token >= 4 * model.experts:
+        return [expected_counts(layer, tokens, model.experts_per_token) for layer in shares]
+    drawn = routing(
+        model.moe_layers, model.experts, model.experts_per_token, 1, setting.statistics, streams=tokens
+    )
+    return loads_of(drawn[0])
+
+
+def _decode_loads(setting: Setting, shares: NDArray[np.float64], rows: int) -> list[list[Load]]:
+    model = setting.costs.model
+    steps = _WARM_UP_STEPS + _MEASURED_STEPS + 1
+    if setting.recorded is not None and rows == 1:
+        tokens = setting.recorded[:steps, :, None, :]
+        return [loads_of(token) for token in tokens]
+    if rows * model.experts_per_token >= 16 * model.experts:
+        loads: list[Load] = [expected_counts(layer, rows, model.experts_per_token) for layer in shares]
+        return [loads] * 9
+    drawn = routing(
+        model.moe_layers, model.experts, model.experts_per_token, steps, setting.statistics, streams=rows
+    )
+    return [loads_of(token) for token in drawn]

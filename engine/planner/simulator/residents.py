@@ -1,0 +1,66 @@
+"""Experts on the card: which, since when, and who leaves."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.planner.memory import indexes
+from engine.planner.simulator.strategy import Residency
+
+
+class Residents:
+    """State of the card's expert slots.
+
+    Each layer has its own set, least recently used first, with the time at which each expert has arrived.
+
+    Args:
+        shares: popularity, [layers, experts].
+        slots: experts that fit on the card.
+        ways: of each index of a cache.
+    """
+
+    def __init__(self, residency: Residency, shares: NDArray[np.float64], slots: int, ways: int) -> None:
+        layers, experts = shares.shape
+        self.capacity = [0] * layers
+        self.changes = residency is Residency.CACHE
+        chosen: list[list[int]] = [[] for _ in range(layers)]
+        if residency is Residency.LAYERS:
+            for layer in range(min(slots // experts, layers)):
+                chosen[layer] = list(range(experts))
+        elif residency is Residency.STATIC:
+            order = np.argsort(-shares, axis=None, kind="stable")[:slots]
+            for index in order:
+                chosen[int(index) // experts].append(int(index) % experts)
+        elif residency is Residency.CACHE:
+            for layer in range(indexes(slots, ways, layers)):
+                chosen[layer] = [int(expert) for expert in np.argsort(shares[layer], kind="stable")[-ways:]]
+        self.arrivals: list[OrderedDict[int, float]] = [OrderedDict.fromkeys(ids, 0.0) for ids in chosen]
+        self.capacity = [len(ids) for ids in chosen]
+
+    def arrival(self, layer: int, expert: int) -> float | None:
+        """When it has arrived, or will have; None if it is not on the card nor on its way."""
+        return self.arrivals[layer].get(expert)
+
+    def touch(self, layer: int, experts: Sequence[int]) -> None:
+        """These were used just now."""
+        held = self.arrivals[layer]
+        for expert in experts:
+            if expert in held:
+                held.move_to_end(expert)
+
+    def can_admit(self, layer: int, in_use: Sequence[int], now: float) -> bool:
+        """Whether somebody who is neither in use nor in flight could leave."""
+        if not self.changes or not self.capacity[layer]:
+            return False
+        return any(expert not in in_use and there <= now for expert, there in self.arrivals[layer].items())
+
+    def admit(self, layer: int, expert: int, arrival: float, in_use: Sequence[int], now: float) -> None:
+        """Takes the slot of the least recently used expert that is neither in use nor in flight."""
+        held = self.arrivals[layer]
+        leaving = next(other for other, there in held.items() if other not in in_use and there <= now)
+        del held[leaving]
+        held[expert] = arrival

@@ -1,0 +1,84 @@
+"""How one request's experts are held and how a miss is met: one description for each published schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Residency(StrEnum):
+    """Which experts are on the card to begin with."""
+
+    NONE = "none"
+    STATIC = "static"  # the most popular ones, for good (Fiddler)
+    LAYERS = "layers"  # all of the first layers, attention with them; the other layers on the CPU (llama.cpp)
+    CACHE = "cache"  # N indexes x M ways, LRU, post-fetched (CPU-GPU Collaborative)
+
+
+class Miss(StrEnum):
+    """Where an expert that is not on the card is computed."""
+
+    CPU = "cpu"
+    FETCH = "fetch"  # on the card, once it has arrived
+    CHEAPER = "cheaper"  # whichever is sooner for this expert alone (Fiddler's Algorithm 1)
+    MIXED = "mixed"  # CPU and link at once, split so that both end together
+
+
+class Prefetch(StrEnum):
+    """What is fetched before its router has spoken."""
+
+    NONE = "none"
+    PREDICTED = "predicted"  # the next layer's experts by a predictor (DuoServe)
+    IDEAL = "ideal"  # exactly the next layer's experts
+    LAYER = "layer"  # all of the next layer's experts
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """A schedule of single requests.
+
+    Attributes:
+        name: of the policy.
+        residency, miss, prefetch: see there.
+        pinned: whether weights lie in pinned memory.
+        overlapped: whether an expert's copy may run beside another one's computation within a layer.
+        prefetch_accuracy: share of the predicted experts that are right.
+        prefill_fetches: a prefill streams every miss through the card, whatever `miss` says.
+        waits_for_arrival: an expert in flight counts as cached and is waited for; else it is a miss.
+    """
+
+    name: str
+    residency: Residency = Residency.NONE
+    miss: Miss = Miss.FETCH
+    prefetch: Prefetch = Prefetch.NONE
+    pinned: bool = True
+    overlapped: bool = True
+    prefetch_accuracy: float = 1.0
+    prefill_fetches: bool = False
+    waits_for_arrival: bool = False
+
+
+ON_DEMAND = Strategy("on-demand", overlapped=False, pinned=False)
+WHOLE_LAYER = Strategy("whole-layer prefetch", prefetch=Prefetch.LAYER)
+IDEAL_PREFETCH = Strategy("ideal prefetch", prefetch=Prefetch.IDEAL)
+CPU_ONLY = Strategy("CPU experts", miss=Miss.CPU)
+STATIC_SPLIT = Strategy("static layer split", Residency.LAYERS, Miss.CPU)
+FIDDLER = Strategy("Fiddler", Residency.STATIC, Miss.CHEAPER)
+COLLABORATIVE = Strategy("CPU-GPU collaborative", Residency.CACHE, Miss.CPU, waits_for_arrival=True)
+DUOSERVE = Strategy("DuoServe-MoE", prefetch=Prefetch.PREDICTED, prefetch_accuracy=0.78, prefill_fetches=True)
+SWITCHYARD = Strategy("Switchyard mixed", Residency.CACHE, Miss.MIXED)
+SWITCHYARD_STATIC = Strategy("Switchyard mixed, static", Residency.STATIC, Miss.MIXED)
+
+PUBLISHED = (
+    ON_DEMAND,
+    WHOLE_LAYER,
+    IDEAL_PREFETCH,
+    CPU_ONLY,
+    STATIC_SPLIT,
+    FIDDLER,
+    COLLABORATIVE,
+    DUOSERVE,
+)
+"""What others have built, or assumed possible."""
+OWN = (SWITCHYARD, SWITCHYARD_STATIC)
+"""Switchyard's own ways of meeting a miss."""

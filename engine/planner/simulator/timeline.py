@@ -1,0 +1,72 @@
+"""Resources that do one thing at a time, and the spans of what they did.
+
+Work is issued in program order, as into a device's streams: a span begins once its resource has finished what was
+issued to it before and everything it waits for has ended.  Nothing is drawn by chance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LANES = ("phase", "gpu", "h2d", "d2h", "cpu_experts", "cpu_attention", "disk", "small_copy")
+"""Lanes of a timeline.  `small_copy` carries activations beside the weights, on a copy engine's second stream."""
+
+_RESOURCE = {"cpu_experts": "cpu", "cpu_attention": "cpu"}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that a resource did; times in seconds since the beginning.
+
+    Attributes:
+        lane: one of `LANES`.
+        ready: when everything that it waits for had ended; never after `start`.
+        name: what.
+        layer, expert, step: which; -1 where that means nothing.
+    """
+
+    lane: str
+    start: float
+    end: float
+    name: str
+    layer: int
+    expert: int
+    step: int
+    ready: float
+
+
+class Timeline:
+    """What has been issued so far."""
+
+    def __init__(self, *, record: bool = True) -> None:
+        self.spans: list[Span] = []
+        self.busy_s: dict[str, float] = dict.fromkeys(LANES, 0.0)
+        self.end = 0.0
+        self._record = record
+        self._free: dict[str, float] = {}
+
+    def run(
+        self, lane: str, seconds: float, name: str, after: float = 0.0, *, layer: int = -1, expert: int = -1, step: int = -1
+    ) -> float:
+        """Issues work that waits for `after`; returns when it ends."""
+        if seconds <= 0:
+            return after
+        resource = _RESOURCE.get(lane, lane)
+        start = max(self._free.get(resource, 0.0), after)
+        end = start + seconds
+        self._free[resource] = end
+        self.busy_s[lane] += seconds
+        if end > self.end:
+            self.end = end
+        if self._record:
+            self.spans.append(Span(lane, start, end, name, layer, expert, step, after))
+        return end
+
+    def mark(self, name: str, start: float, end: float, *, step: int = -1) -> None:
+        """A phase: prefill, or one step of decode."""
+        if self._record and end > start:
+            self.spans.append(Span("phase", start, end, name, -1, -1, step, start))
+
+    def free_at(self, lane: str) -> float:
+        """When what was issued to this lane's resource so far ends."""
+        return self._free.get(_RESOURCE.get(lane, lane), 0.0)
