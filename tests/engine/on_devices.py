@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,13 +12,25 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from engine.config import EngineConfig, SamplingParams
+from engine.devices.device import Device
 from engine.devices.memory_budget import MemoryUse
+from engine.experts.bank import BankLayer
 from engine.experts.latency import LatencyModel
+from engine.runtime import device_experts
 from engine.runtime.chat_session import ChatSession
-from engine.runtime.generation import GenerationResult
+from engine.runtime.generation import (
+    CancelCheck,
+    GenerationResult,
+    ProgressCallback,
+    TextCallback,
+    ignore_progress,
+    ignore_text,
+    never_cancelled,
+)
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.loading import load_model
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
@@ -65,9 +78,19 @@ def reference(family: str, parent: Path) -> Reference:
     return Reference(folder, logits, first, second, beams)
 
 
-def undecided_latency(record_nbytes: int = 12_288) -> LatencyModel:
-    """By which some misses are best computed on the CPU and some fetched, on any machine."""
-    return LatencyModel("float32", record_nbytes, 1e-4, 1e-6, 2e-5, 16, 1e-6, 2e-5, record_nbytes / 4e-5)
+def share_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some misses are computed on the CPU and some fetched, whatever this machine's processors are worth."""
+
+    def measured(_device: Device, bank: BankLayer, *_args: object, **_options: object) -> LatencyModel:
+        nbytes = bank.layout.nbytes
+        return LatencyModel("float32", nbytes, 1e-4, 1e-6, 2e-5, 16, 1e-6, 2e-5, nbytes / 4e-5)
+
+    place = (
+        device_experts
+        if hasattr(device_experts, "measure")
+        else importlib.import_module("engine.runtime.device_binding")
+    )
+    monkeypatch.setattr(place, "measure", measured)
 
 
 @contextmanager
@@ -101,9 +124,25 @@ def chatting(model: LoadedModel) -> Iterator[ChatSession]:
         session.clear()
 
 
-def answer(session: ChatSession, prompt: Sequence[int], tokens: int = NEW_TOKENS, **sampling: Any) -> GenerationResult:
+def answer(
+    session: ChatSession,
+    prompt: Sequence[int],
+    tokens: int = NEW_TOKENS,
+    *,
+    on_progress: ProgressCallback = ignore_progress,
+    on_text: TextCallback = ignore_text,
+    cancelled: CancelCheck = never_cancelled,
+    **sampling: Any,
+) -> GenerationResult:
     """What the session says to a prompt, without an end of its own."""
-    return session.generate_from_ids(prompt, SamplingParams(max_tokens=tokens, **sampling), end_ids=NO_END)
+    return session.generate_from_ids(
+        prompt,
+        SamplingParams(max_tokens=tokens, **sampling),
+        end_ids=NO_END,
+        on_progress=on_progress,
+        on_text=on_text,
+        cancelled=cancelled,
+    )
 
 
 def memory_use(model: LoadedModel) -> list[MemoryUse]:

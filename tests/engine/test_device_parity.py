@@ -13,7 +13,6 @@ import torch
 
 from engine.config import CACHE_POLICIES, MISSES, PREFETCHES
 from engine.experts.dispatcher import DECODE_TOKENS
-from engine.runtime import device_experts
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.loaded_tiny import random_prompt
 from tests.engine.on_devices import (
@@ -26,8 +25,8 @@ from tests.engine.on_devices import (
     opened,
     pairwise,
     reference,
+    share_misses,
     slots,
-    undecided_latency,
 )
 
 FAMILIES = (
@@ -65,11 +64,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def undecided(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Misses are shared between both processors, whatever this machine's are worth."""
-    monkeypatch.setattr(
-        device_experts, "measure", lambda _device, bank, *_, **__: undecided_latency(bank.layout.nbytes)
-    )
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    share_misses(monkeypatch)
 
 
 def assert_equal(model: LoadedModel, expected: Reference) -> None:

@@ -1,0 +1,208 @@
+"""What goes wrong on a device while a model is loaded or answers: a smaller plan, the same tokens, and it is said."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.devices.link import Link
+from engine.errors import EngineError, ErrorCode
+from engine.experts.slot_segments import Segment
+from engine.runtime.generation import GenerationResult
+from engine.runtime.loaded_model import LoadedModel
+from tests.engine.loaded_tiny import library_tokens, random_prompt
+from tests.engine.on_devices import MIB, answer, chatting, memory_use, opened, share_misses, slots
+from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
+
+CONTEXT = 1024
+LONG = random_prompt(600, seed=2)
+PROMPT = LONG[:20]
+TOKENS = 30
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    return tiny_checkpoint("qwen3_moe", folder, max_position_embeddings=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def tokens(checkpoint: Path) -> Callable[[list[int], int], list[int]]:
+    """What transformers says to a prompt."""
+    config = tiny_config("qwen3_moe", max_position_embeddings=CONTEXT)
+    model = model_class(config).from_pretrained(checkpoint, dtype=torch.float32).eval()
+    known: dict[tuple[int, int], list[int]] = {}
+
+    def tokens(prompt: list[int], count: int) -> list[int]:
+        if (len(prompt), count) not in known:  # all prompts begin alike
+            known[len(prompt), count] = library_tokens(model, prompt, count)
+        return known[len(prompt), count]
+
+    return tokens
+
+
+@pytest.fixture(autouse=True)
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    share_misses(monkeypatch)
+
+
+class Failing:
+    """Wraps a function such that some of its calls raise."""
+
+    def __init__(self, function: Callable[..., Any], error: Callable[[], BaseException]) -> None:
+        self._function, self._error = function, error
+        self.coming: Iterator[bool] = iter(())
+        self.failed = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if next(self.coming, False):
+            self.failed += 1
+            raise self._error()
+        return self._function(*args, **kwargs)
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Failing:
+    """Of experts to a device."""
+    failing = Failing(Link._carry_big, lambda: RuntimeError("the link was shaken"))
+    monkeypatch.setattr(Link, "_carry_big", lambda *args: failing(*args))
+    return failing
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Failing:
+    """Of the device."""
+    failing = Failing(lambda kernel, *args: kernel(*args), lambda: torch.OutOfMemoryError("no memory for a kernel"))
+    bind = Segment.kernel
+
+    def kernel(segment: Segment, make: Any) -> Any:
+        bound = bind(segment, make)
+        return lambda *args: failing(bound, *args)
+
+    monkeypatch.setattr(Segment, "kernel", kernel)
+    return failing
+
+
+def answer_while(model: LoadedModel, during: Callable[[int], None], prompt: list[int] = PROMPT) -> GenerationResult:
+    """An answer during which `during(tokens so far)` is called after each token."""
+    with chatting(model) as session:
+        return answer(session, prompt, TOKENS, on_text=lambda _text, count: during(count))
+
+
+def nothing(_count: int) -> None:
+    """For answers that are left in peace."""
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_another_program_takes_the_memory_in_the_middle(
+    devices: int, checkpoint: Path, tokens: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(checkpoint, devices, cache_slots=1000) as model:
+        assert model.devices is not None
+        before = slots(model)
+        first = model.devices.devices[0]
+
+        left = []
+
+        def take(count: int) -> None:
+            if count == 5:
+                first.memory.limit(first.memory.use().used - MIB // 20)
+            left.append((slots(model), first.memory.excess))
+
+        assert list(answer_while(model, take).token_ids) == tokens(PROMPT, TOKENS)
+        assert left[0] == (before, 0)
+        assert 0 < left[-1][0] < before
+        assert left[-1][1] == 0
+        assert "others need its memory" in caplog.text
+        first.memory.limit(0)  # not even the weights are left in peace
+        with pytest.raises(EngineError, match="needs more memory") as refused:
+            answer_while(model, nothing)
+        assert refused.value.code is ErrorCode.NOT_ENOUGH_MEMORY
+        first.memory.limit(8 * MIB)
+        assert list(answer_while(model, nothing).token_ids) == tokens(PROMPT, TOKENS)
+
+
+@pytest.mark.parametrize("misses", ["mixed", "fetch", "off"])
+@pytest.mark.parametrize("seed", range(3))
+def test_copies_that_fail_change_no_token(
+    misses: str, seed: int, checkpoint: Path, tokens: Any, copies: Failing
+) -> None:
+    rng = random.Random(seed)
+    with opened(checkpoint, cache_slots=5, misses=misses) as model, chatting(model) as session:
+        for prompt in (PROMPT, LONG[:100]):
+            copies.coming = iter([rng.random() < 0.2 for _ in range(300)])
+            assert list(answer(session, prompt, TOKENS).token_ids) == tokens(prompt, TOKENS)
+        assert copies.failed > 0
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, LONG], ids=len)
+@pytest.mark.parametrize("place", [0, 3, 50])
+def test_a_kernel_without_memory_is_repeated_with_a_smaller_cache(
+    place: int, prompt: list[int], checkpoint: Path, tokens: Any, kernels: Failing
+) -> None:
+    with opened(checkpoint, cache_slots=1000, misses="fetch") as model:
+        before = slots(model)
+        kernels.coming = iter([False] * place + [True])
+        assert list(answer_while(model, nothing, prompt).token_ids) == tokens(prompt, TOKENS)
+        assert kernels.failed == 1
+        assert 0 < slots(model) < before
+
+
+def test_a_device_whose_kernels_never_have_memory_says_so_and_recovers(
+    checkpoint: Path, tokens: Any, kernels: Failing
+) -> None:
+    with opened(checkpoint, cache_slots=6, misses="fetch") as model, chatting(model) as session:
+        kernels.coming = iter([True] * 10_000)
+        with pytest.raises(EngineError) as refused:
+            answer(session, PROMPT, TOKENS)
+        assert refused.value.code is ErrorCode.NOT_ENOUGH_MEMORY
+        kernels.coming = iter(())
+        assert list(answer(session, PROMPT, TOKENS).token_ids) == tokens(PROMPT, TOKENS)
+
+
+def test_a_long_piece_can_be_cancelled(checkpoint: Path, tokens: Any) -> None:
+    with opened(checkpoint, cache_slots=5) as model, chatting(model) as session:
+        assert model.piece_tokens >= len(LONG) - 100
+        answer(session, LONG[:30], 4)
+        heard: list[tuple[int, int]] = []
+        cancelled = answer(
+            session, LONG, TOKENS, on_progress=lambda *at: heard.append(at), cancelled=lambda: len(heard) > 1
+        )
+        assert (cancelled.finish_reason, cancelled.generated_tokens) == ("cancelled", 0)
+        assert heard[-1][0] < len(LONG)
+        assert list(answer(session, LONG, TOKENS).token_ids) == tokens(LONG, TOKENS)
+        for use in memory_use(model):
+            assert use.peak <= use.total
+
+
+def test_an_answer_can_be_cancelled_and_the_next_one_is_right(checkpoint: Path, tokens: Any) -> None:
+    with opened(checkpoint, cache_slots=5) as model, chatting(model) as session:
+        for count in (1, 2, 7):
+            given: list[int] = []
+            part = answer(
+                session,
+                PROMPT,
+                TOKENS,
+                on_text=lambda _text, so_far, given=given: given.append(so_far),
+                cancelled=lambda given=given, count=count: len(given) >= count,
+            )
+            assert part.finish_reason == "cancelled"
+            assert list(part.token_ids) == tokens(PROMPT, TOKENS)[: len(part.token_ids)]
+        assert list(answer(session, PROMPT, TOKENS).token_ids) == tokens(PROMPT, TOKENS)
+
+
+@pytest.mark.parametrize("devices", [0, 1, 2])
+def test_the_files_vanish_while_the_model_runs(devices: int, checkpoint: Path, tokens: Any, tmp_path: Path) -> None:
+    copy = shutil.copytree(checkpoint, tmp_path / "copy")
+    with opened(copy, devices, cache_slots=5) as model:
+        during = {5: lambda: shutil.rmtree(copy)}
+        given = answer_while(model, lambda count: during.get(count, lambda: None)())
+        assert list(given.token_ids) == tokens(PROMPT, TOKENS)
+        assert not copy.exists()
+        assert list(answer_while(model, nothing, LONG).token_ids) == tokens(LONG, TOKENS)
