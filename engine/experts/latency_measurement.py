@@ -14,10 +14,9 @@ from engine.experts.bank import BankLayer
 from engine.experts.latency import LatencyModel
 from engine.kernels.interface import ExpertKernel, LayerRecords
 
-_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
+_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""A prompt of 2,000 tokens brings some 125 to each of 128 experts, and several times as many to popular ones."""
 _REPEATS = 5
-_LEVEL = 1.3
-"""Up to this many times the time for one token counts as the same."""
 
 
 def measure(
@@ -75,12 +74,23 @@ def fit_line(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def fit_knee(times: Sequence[tuple[int, float]]) -> tuple[float, int, float]:
-    """(seconds up to the knee, the knee in tokens, seconds for each token beyond)."""
-    level = [(tokens, seconds) for tokens, seconds in times if seconds <= _LEVEL * times[0][1]]
-    knee = level[-1][0]
-    flat_s = statistics.median(seconds for _, seconds in level)
-    beyond = [(seconds - flat_s) / (tokens - knee) for tokens, seconds in times if tokens > knee]
-    return flat_s, knee, max(0.0, statistics.median(beyond)) if beyond else 0.0
+    """(seconds up to the knee, the knee in tokens, seconds for each token beyond): of all knees the one that fits best.
+
+    Relative errors count alike, so that one token is as well met as a prompt's hundreds.
+    """
+    fits = [_with_knee(times, count) for count in range(1, len(times) + 1)]
+    return min(fits, key=lambda fit: fit[0])[1:]
+
+
+def _with_knee(times: Sequence[tuple[int, float]], count: int) -> tuple[float, float, int, float]:
+    """(squared error, *fit) where the first `count` of the times are taken to be level."""
+    knee = times[count - 1][0]
+    flat_s = statistics.median(seconds for _, seconds in times[:count])
+    beyond = [(tokens - knee, seconds) for tokens, seconds in times[count:]]
+    rise = sum(more * (seconds - flat_s) / seconds**2 for more, seconds in beyond)
+    each_s = max(0.0, rise / sum(more**2 / seconds**2 for more, seconds in beyond)) if beyond else 0.0
+    error = sum(((flat_s + each_s * max(0, tokens - knee)) / seconds - 1) ** 2 for tokens, seconds in times)
+    return error, flat_s, knee, each_s
 
 
 def _cpu_times(

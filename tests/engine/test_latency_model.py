@@ -124,6 +124,9 @@ def test_fits() -> None:
     assert fit_line([(1, 1.0), (10, 20.0)])[0] == 0.0
     assert fit_knee([(1, 1.0), (8, 1.1), (16, 1.0), (32, 9.0)]) == pytest.approx((1.0, 16, 0.5))
     assert fit_knee([(1, 1.0)]) == (1.0, 1, 0.0)
+    measured = [(1, 0.9), (2, 0.8), (4, 1.0), (8, 1.2), (32, 1.7), (128, 3.4), (512, 8.0)]
+    flat_s, knee, each_s = fit_knee(measured)
+    assert all(abs(flat_s + each_s * max(0, t - knee) - s) < 0.35 * s for t, s in measured)
 
 
 def test_saved_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
