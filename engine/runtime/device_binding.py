@@ -24,6 +24,7 @@ from engine.experts.sites import ExpertsSite
 from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import VramCache
 from engine.experts.vram_prefetch import Place
+from engine.experts.whole_layer import LayerBuffers, WholeLayerExperts
 from engine.kernels import choose_kernel
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.native.library import NativeKernels
@@ -156,6 +157,24 @@ def bind_to_devices(
         setattr(layer.site.module, BANK_LAYER, (ComputedOn(device.torch_device), experts))
 
 
+def bind_whole_layers(bound: Sequence[BoundLayer], held: DeviceExperts) -> None:
+    """In place of `bind_to_devices`, for comparison: all experts of a layer come while the one before computes.
+
+    Raises:
+        DeviceMemoryError: two layers do not fit a device.
+    """
+    groups: dict[int, list[BoundLayer]] = {}
+    for layer in bound:
+        groups.setdefault(id(layer.place.cache), []).append(layer)
+    for group in groups.values():
+        cache = group[0].place.cache
+        buffers = LayerBuffers(cache.device, cache.layout, [layer.place.source for layer in group])
+        held.layer_buffers.append(buffers)
+        for number, layer in enumerate(group):
+            experts = WholeLayerExperts(buffers, number, layer.make_kernel)
+            setattr(layer.site.module, BANK_LAYER, (ComputedOn(cache.device.torch_device), experts))
+
+
 def fill_caches(bound: Sequence[BoundLayer], popularity: Popularity) -> None:
     """Brings the experts that were used most before, as many as there are slots for (Fiddler's placement)."""
     for number, expert in popularity.ranked():
@@ -185,13 +204,13 @@ def _open_cache(
     layout, layers = group[0].layout, len(group)
     experts = max(site.num_experts for site in group)
     staging = min(STAGED, budget // layout.nbytes)
-    if config.misses == "cpu" and config.cache_slots == 0:
+    if config.misses == "layer" or (config.misses == "cpu" and config.cache_slots == 0):
         staging = 0
-    most = max(0, budget // layout.nbytes - staging)
+    most = max(0, budget // layout.nbytes - staging) if config.misses != "layer" else 0
     every = layers * experts
     wanted = every if config.cache_slots is None else min(round(config.cache_slots * share), every)
     slots = min(wanted, most)
-    if config.cache_slots and slots < wanted:
+    if config.cache_slots and slots < wanted and config.misses != "layer":
         held.shortages.append(f"Only {slots} experts fit {device.name} beside the rest.")
     return VramCache(
         device,

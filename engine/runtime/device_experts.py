@@ -10,6 +10,7 @@ from engine.devices.device import Device
 from engine.errors import EngineError
 from engine.experts.activations import Activations
 from engine.experts.vram_cache import VramCache
+from engine.experts.whole_layer import LayerBuffers
 from engine.kernels.native.library import NativeKernels
 
 
@@ -20,6 +21,7 @@ class DeviceExperts:
     Attributes:
         caches: of each device, one for each layout of records.
         activations: of each device, on their way.
+        layer_buffers: in place of caches, where whole layers are fetched.
         kernels: the native ones that compute for emulated devices.
         shortages: sentences for the user about what did not fit from the start.
     """
@@ -28,6 +30,7 @@ class DeviceExperts:
     caches: list[list[VramCache]] = field(init=False)
     activations: list[Activations] = field(default_factory=list)
     kernels: NativeKernels | None = None
+    layer_buffers: list[LayerBuffers] = field(default_factory=list)
     shortages: list[str] = field(default_factory=list)
     _wanted: dict[int, int] = field(default_factory=dict)
 
@@ -92,6 +95,9 @@ class DeviceExperts:
 
     def close(self) -> None:
         """Frees all slots.  The devices are closed by whoever opened them.  Harmless if repeated."""
+        for buffers in self.layer_buffers:
+            buffers.close()
+        self.layer_buffers = []
         for caches in self.caches:
             for cache in caches:
                 cache.close()

@@ -26,7 +26,7 @@ from engine.kernels.native.library import NativeKernels, load_kernels, missing_n
 from engine.kernels.native.linear import speed_up_linears
 from engine.runtime.adapters import adapter_for
 from engine.runtime.bank_source import BankSource
-from engine.runtime.device_binding import RecordsInRam, bind_to_devices, fill_caches, open_caches
+from engine.runtime.device_binding import RecordsInRam, bind_to_devices, bind_whole_layers, fill_caches, open_caches
 from engine.runtime.expert_placement import ExpertPlacement, disk_note, open_disk_backed, place_experts
 from engine.runtime.fill_bank import fill_bank, working_bytes
 from engine.runtime.foresight import Foresight
@@ -248,6 +248,9 @@ class _Loading:
         key = self._model_key(profile)
         known = load_popularity(key, experts)
         bound = open_caches(held, able, records, devices.layers, config, budgets, known, self._kernels, self._dtype)
+        if config.misses == "layer":
+            bind_whole_layers(bound, held)
+            return
         self._foresight.prefetcher = foretell_for_devices(self._model, bound, config, profile.experts_per_token, key)
         uses = UseCounts(experts, self._foresight.prefetcher)
         self._foresight.keep_uses(key, uses, known)

@@ -61,8 +61,8 @@ def devices_note(devices: ModelDevices, experts_bytes: int, *, all_experts: bool
         sentences.append("The graphics card is emulated: the CPU computes what it would.")
     if experts_bytes and not all_experts:
         kept = sum(cache.nbytes for caches in devices.experts.caches for cache in caches)
+        begin = f"Of {gigabytes(experts_bytes)} of experts, {gigabytes(kept)} are" if kept else "No experts are"
         sentences.append(
-            f"Of {gigabytes(experts_bytes)} of experts, {gigabytes(kept)} are kept in video memory; the others are "
-            "computed on the CPU or fetched as they are needed."
+            f"{begin} kept in video memory; the others are computed on the CPU or fetched as they are needed."
         )
     return " ".join([*sentences, *devices.experts.notes])
