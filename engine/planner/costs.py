@@ -124,6 +124,11 @@ class Costs:
         flops = 2.0 * tokens * weights + 4.0 * tokens * context * model.attention.heads * model.attention.head_dim
         return max(reading / self.cpu_bytes_per_s, flops / self.cpu_flops)
 
+    def cpu_head(self, rows: float) -> float:
+        """`gpu_head` on the CPU."""
+        weights = self.model.vocabulary * self.model.hidden
+        return max(2.0 * weights / self.cpu_bytes_per_s, 2.0 * rows * weights / self.cpu_flops)
+
     def cpu_attention(self, tokens: float, context: float, *, expanded: bool = False) -> float:
         """Softmax attention of one layer over keys and values in RAM.
 

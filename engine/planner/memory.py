@@ -34,9 +34,14 @@ class CardMemory:
     runtime: float = RUNTIME_BYTES
 
     @property
+    def held(self) -> float:
+        """Everything on the card but resident experts."""
+        return self.weights + self.kv + self.staging + self.runtime
+
+    @property
     def for_experts(self) -> float:
         """What is left for resident experts; negative if even the rest does not fit."""
-        return self.usable - self.weights - self.kv - self.staging - self.runtime
+        return self.usable - self.held
 
 
 def card_memory(

@@ -59,10 +59,15 @@ class PerformanceModel:
         return model.experts * model.expert_weights * self.bytes_per_weight + 2.0 * model.layer_weights
 
     def prefill_bytes_per_token(self) -> float:
-        """Peak of a prefill's intermediate tensors: hidden states, gate, up and down of k experts, 32-bit logits."""
+        """Peak of an eager prefill's intermediate tensors.
+
+        Hidden states, gate, up and down of k experts twice over, 32-bit logits, and each head's scores, in 32 bits and
+        as 16-bit probabilities.
+        """
         model = self.model
         widths = 6 * model.hidden + 3 * model.experts_per_token * model.expert_width
-        return 2.0 * (2.0 * widths + 2.0 * model.vocabulary)
+        scores = 6.0 * model.attention.heads * self.workload.prompt_tokens
+        return 2.0 * (2.0 * widths + 2.0 * model.vocabulary) + scores
 
     def card_room(self, share: float) -> float:
         """Bytes left on the card beside weights (a share stays, the rest goes through two buffers) and the runtime."""
@@ -115,9 +120,17 @@ class PerformanceModel:
 
 
 def search_policy(
-    machine: HardwareProfile, model: ModelShape, workload: Workload, *, bytes_per_weight: float = 2.0
+    machine: HardwareProfile,
+    model: ModelShape,
+    workload: Workload,
+    *,
+    bytes_per_weight: float = 2.0,
+    places_of_experts: tuple[bool, ...] = (True, False),
 ) -> SearchedPolicy | None:
     """The policy of highest throughput; among nearly equal ones that of the smallest batch, the balance point (eq. 11).
+
+    Args:
+        places_of_experts: values of F_g to try.
 
     Returns:
         None if not even one sequence's prefill fits on the card, or the model not into RAM.
@@ -132,7 +145,7 @@ def search_policy(
             continue
         for micro_batch in {largest, max(1, largest // 2), max(1, largest // 4)}:
             for attention_on_card in (False, True):
-                for experts_on_card in (True, False):
+                for experts_on_card in places_of_experts:
                     found += _batches(performance, micro_batch, attention_on_card, experts_on_card, share)
     if not found:
         return None

@@ -15,17 +15,29 @@ _DRAWN_LAYERS = 6
 
 
 def run_batch(
-    name: str, schedule: Schedule, costs: Costs, workload: Workload, policy: BatchPolicy, *, record: bool = False
+    name: str,
+    schedule: Schedule,
+    costs: Costs,
+    workload: Workload,
+    policy: BatchPolicy,
+    *,
+    disk_share: float = 0.0,
+    vram_bytes: float = 0.0,
+    record: bool = False,
 ) -> Outcome:
     """Simulates a workload of equal sequences, in as many batches as it takes.
 
     Every layer of a pass repeats the one before, so a few are simulated and the rest follow from the last two; decode
     steps grow evenly with the context, so the mean one stands for all.
+
+    Args:
+        disk_share: share of the weights that comes from disk in every pass.
+        vram_bytes: that the policy takes on the card, passed on to the outcome.
     """
     prompt = workload.prompt_tokens
     width = policy.micro_batch * workload.beams
-    prefill = PassCosts(costs, width * prompt / workload.beams, width, prompt, prefill=True)
-    decode = PassCosts(costs, width, width, workload.mean_context, prefill=False)
+    prefill = PassCosts(costs, width * prompt / workload.beams, width, prompt, prefill=True, disk_share=disk_share)
+    decode = PassCosts(costs, width, width, workload.mean_context, prefill=False, disk_share=disk_share)
     timeline = Timeline(record=record)
     first = pass_seconds(timeline, schedule, prefill, policy) + costs.gpu_head(policy.sequences)
     decoding = Timeline(record=record)
@@ -43,7 +55,7 @@ def run_batch(
         ttft_s=first,
         tpot_s=step,
         tokens_out=workload.tokens_out,
-        vram_bytes=0.0,
+        vram_bytes=vram_bytes,
         ram_bytes=weights + kept * workload.beams,
         utilisation=utilisation(decoding),
         spans=(*timeline.spans, *later),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.planner.costs import Costs
+from engine.planner.simulator.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class PassCosts:
         sequences: of one micro-batch.
         context: tokens that each row sees.
         prefill: whether rows are prompts.
+        disk_share: share of the weights that comes from disk in every pass.
     """
 
     costs: Costs
@@ -52,6 +54,14 @@ class PassCosts:
     sequences: float
     context: float
     prefill: bool
+    disk_share: float = 0.0
+
+    def fetch(self, timeline: Timeline, nbytes: float, name: str, after: float, layer: int) -> float:
+        """Issues weights on their way to the card: from disk as far as they lie there, then over the link."""
+        there = after
+        if self.disk_share:
+            there = timeline.run("disk", self.costs.disk(nbytes * self.disk_share), name, layer=layer)
+        return timeline.run("h2d", self.costs.h2d(nbytes), name, max(there, after), layer=layer)
 
     def layer_bytes(self) -> float:
         """All weights of one layer."""

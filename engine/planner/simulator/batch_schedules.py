@@ -41,8 +41,7 @@ Schedule = Callable[[Timeline, PassCosts, BatchPolicy, LayerState, int], LayerSt
 
 def whole_layer(timeline: Timeline, work: PassCosts, policy: BatchPolicy, state: LayerState, layer: int) -> LayerState:
     """DeepSpeed's ZeRO-Inference: the next layer on its way, this one computed, cache on the card."""
-    copy = work.costs.h2d(work.layer_bytes() * (1 - policy.resident))
-    arrived = timeline.run("h2d", copy, "weights", state.before, layer=layer + 1)
+    arrived = work.fetch(timeline, work.layer_bytes() * (1 - policy.resident), "weights", state.before, layer + 1)
     ready = []
     for start in state.ready:
         attended = timeline.run("gpu", work.attention(), "attention", max(start, state.weights), layer=layer)
@@ -52,8 +51,7 @@ def whole_layer(timeline: Timeline, work: PassCosts, policy: BatchPolicy, state:
 
 def flexgen_s4(timeline: Timeline, work: PassCosts, policy: BatchPolicy, state: LayerState, layer: int) -> LayerState:
     """FlexGen: attention on the card, each micro-batch's cache fetched one ahead, behind the next layer's weights."""
-    copy = work.costs.h2d(work.layer_bytes() * (1 - policy.resident))
-    arrived = timeline.run("h2d", copy, "weights", state.before, layer=layer + 1)
+    arrived = work.fetch(timeline, work.layer_bytes() * (1 - policy.resident), "weights", state.before, layer + 1)
     ready = []
     previous = state.before
     for start in state.ready:
@@ -72,8 +70,7 @@ def flexgen_s3(timeline: Timeline, work: PassCosts, policy: BatchPolicy, state: 
     if work.prefill:
         return flexgen_s4(timeline, work, policy, state, layer)
     costs = work.costs
-    copy = costs.h2d(work.layer_bytes() * (1 - policy.resident))
-    arrived = timeline.run("h2d", copy, "weights", state.before, layer=layer + 1)
+    arrived = work.fetch(timeline, work.layer_bytes() * (1 - policy.resident), "weights", state.before, layer + 1)
     ready = []
     previous = 0.0
     for start in state.ready:
@@ -93,7 +90,7 @@ def cgopipe(timeline: Timeline, work: PassCosts, policy: BatchPolicy, state: Lay
     if work.prefill:
         return flexgen_s4(timeline, work, policy, state, layer)
     costs, count = work.costs, policy.micro_batches
-    page = costs.h2d(work.layer_bytes() * (1 - policy.resident) / count)
+    page = work.layer_bytes() * (1 - policy.resident) / count
     attended: list[float] = []
     ready: list[float] = []
 
@@ -108,7 +105,7 @@ def cgopipe(timeline: Timeline, work: PassCosts, policy: BatchPolicy, state: Lay
     arrived = state.before
     for j in range(count):
         hidden = timeline.run("h2d", costs.h2d(work.hidden()), "hidden", attended[j], layer=layer)
-        arrived = timeline.run("h2d", page, "page", state.before, layer=layer + 1)
+        arrived = work.fetch(timeline, page, "page", state.before, layer + 1)
         ready.append(timeline.run("gpu", work.experts(), "experts", max(hidden, state.weights), layer=layer))
         if j + 2 < count:
             attend(j + 2)

@@ -20,20 +20,19 @@ class Klotski:
         reordered: experts are computed for all batches at once, hot ones first, cold ones as they arrive; else batch
             by batch.
         pinned: weights lie in pinned memory.
-        from_disk: share of the weights that comes from disk, through a window of layers in RAM.
     """
 
     hot_only: bool = True
     reordered: bool = True
     pinned: bool = True
-    from_disk: float = 0.0
 
     def __call__(
         self, timeline: Timeline, work: PassCosts, policy: BatchPolicy, state: LayerState, layer: int
     ) -> LayerState:
         costs, model, count = work.costs, work.costs.model, policy.micro_batches
-        if self.from_disk:
-            timeline.run("disk", costs.disk(work.layer_bytes() * self.from_disk), "weights", layer=layer)
+        if work.disk_share:
+            # A window of layers in RAM slides ahead of the card: reading waits for nothing.
+            timeline.run("disk", costs.disk(work.layer_bytes() * work.disk_share), "weights", layer=layer)
         in_ram = timeline.free_at("disk")
         used = max(1, round(distinct_experts(model.experts, model.experts_per_token, work.rows * count)))
         wanted = used if self.hot_only else model.experts

@@ -51,7 +51,7 @@ class RequestSimulation:
         seen = context / 2 if prefill else context
         at = after
         for _ in range(model.dense_layers):
-            at = self._timeline.run("gpu", costs.gpu_layer(rows, seen, dense=True), "dense layer", at, step=step)
+            at = self._dense_layer(rows, seen, at, step)
         for layer, load in enumerate(loads):
             coming = loads[layer + 1] if layer + 1 < len(loads) else following
             self._prefetch_at_start((layer + 1) % len(loads), coming, at, step)
@@ -61,7 +61,17 @@ class RequestSimulation:
             attended = self._timeline.run("gpu", costs.gpu_layer(rows, seen), "attention", at, layer=layer, step=step)
             at = self._experts(layer, load, attended, step, prefill, coming, len(loads))
             self._end_of_layer = [self._end_of_layer[1], at]
-        return self._timeline.run("gpu", costs.gpu_head(1 if prefill else rows), "head", at, step=step)
+        wanted = 1 if prefill else rows
+        if self._strategy.host_only:
+            return self._timeline.run("cpu_experts", costs.cpu_head(wanted), "head", at, step=step)
+        return self._timeline.run("gpu", costs.gpu_head(wanted), "head", at, step=step)
+
+    def _dense_layer(self, rows: int, context: float, at: float, step: int) -> float:
+        costs = self._costs
+        if self._strategy.host_only:
+            seconds = costs.cpu_layer(rows, context, dense=True)
+            return self._timeline.run("cpu_attention", seconds, "dense layer", at, step=step)
+        return self._timeline.run("gpu", costs.gpu_layer(rows, context, dense=True), "dense layer", at, step=step)
 
     def _on_cpu(self, layer: int) -> bool:
         return self._strategy.residency is Residency.LAYERS and not self._residents.capacity[layer]

@@ -50,23 +50,23 @@ def run_requests(strategy: Strategy, setting: Setting, *, record: bool = False) 
     """
     costs, workload = setting.costs, setting.workload
     model, machine = costs.model, costs.machine
-    if machine.gpu is None:
+    if machine.gpu is None and not strategy.host_only:
         return None
     context = workload.prompt_tokens + workload.generated_tokens
     per_sequence = context + (workload.beams - 1) * workload.generated_tokens
     staging = _staging(strategy, model.experts, model.experts_per_token)
     least = card_memory(machine, model, costs.precision, cached_tokens=per_sequence, staging_experts=staging)
-    if least.for_experts < 0:
+    if least.for_experts < 0 and not strategy.host_only:
         return None
     together = 1
     if workload.sequences > 1:
-        room = least.for_experts * 0.5
+        room = (machine.cpu.ram_bytes * 0.25) if strategy.host_only else least.for_experts * 0.5
         together = max(1, min(workload.sequences, int(room // max(least.kv, 1.0)) + 1))
     memory = card_memory(
         machine, model, costs.precision, cached_tokens=per_sequence * together, staging_experts=staging
     )
     slots = expert_slots(memory, model, costs.precision) if setting.slots is None else setting.slots
-    if strategy.residency is Residency.NONE:
+    if strategy.residency is Residency.NONE or strategy.host_only:
         slots = 0
     shares = popularity(model.moe_layers, model.experts, setting.statistics)
     ways = setting.ways or min(model.experts, max(1, slots // model.moe_layers))
@@ -104,8 +104,9 @@ def run_requests(strategy: Strategy, setting: Setting, *, record: bool = False) 
         ttft_s=first,
         tpot_s=tpot,
         tokens_out=workload.tokens_out,
-        vram_bytes=memory.weights + memory.kv + memory.staging + memory.runtime + slots * costs.expert_bytes,
-        ram_bytes=model.all_expert_bytes(costs.precision) * (1 - disk),
+        vram_bytes=0.0 if strategy.host_only else memory.held + slots * costs.expert_bytes,
+        ram_bytes=model.all_expert_bytes(costs.precision) * (1 - disk)
+        + (memory.weights + memory.kv if strategy.host_only else 0.0),
         hit_rate=simulation.hits / max(simulation.uses, 1),
         utilisation=utilisation(timeline),
         spans=tuple(timeline.spans),

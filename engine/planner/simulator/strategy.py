@@ -44,6 +44,7 @@ class Strategy:
         overlapped: whether an expert's copy may run beside another one's computation within a layer.
         prefetch_accuracy: share of the predicted experts that are right.
         prefill_fetches: a prefill streams every miss through the card, whatever `miss` says.
+        host_only: everything is computed on the CPU; the card is not used at all.
         waits_for_arrival: an expert in flight counts as cached and is waited for; else it is a miss.
     """
 
@@ -55,6 +56,7 @@ class Strategy:
     overlapped: bool = True
     prefetch_accuracy: float = 1.0
     prefill_fetches: bool = False
+    host_only: bool = False
     waits_for_arrival: bool = False
 
 
@@ -62,6 +64,7 @@ ON_DEMAND = Strategy("on-demand", overlapped=False, pinned=False)
 WHOLE_LAYER = Strategy("whole-layer prefetch", prefetch=Prefetch.LAYER)
 IDEAL_PREFETCH = Strategy("ideal prefetch", prefetch=Prefetch.IDEAL)
 CPU_ONLY = Strategy("CPU experts", miss=Miss.CPU)
+HOST_ONLY = Strategy("CPU only", Residency.LAYERS, Miss.CPU, host_only=True)
 STATIC_SPLIT = Strategy("static layer split", Residency.LAYERS, Miss.CPU)
 FIDDLER = Strategy("Fiddler", Residency.STATIC, Miss.CHEAPER)
 COLLABORATIVE = Strategy("CPU-GPU collaborative", Residency.CACHE, Miss.CPU, waits_for_arrival=True)
@@ -73,6 +76,7 @@ PUBLISHED = (
     ON_DEMAND,
     WHOLE_LAYER,
     IDEAL_PREFETCH,
+    HOST_ONLY,
     CPU_ONLY,
     STATIC_SPLIT,
     FIDDLER,

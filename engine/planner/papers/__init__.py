@@ -1,0 +1,1 @@
+"""Every figure that the five papers publish, beside what the simulator says."""

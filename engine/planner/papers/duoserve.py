@@ -1,0 +1,95 @@
+"""DuoServe-MoE: tables 2 and 3, the predictor's cost, and the range of its speed-ups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from engine.planner.costs import Costs
+from engine.planner.duoserve import LAYER_WIDTHS, peak_memory, predictor_weights
+from engine.planner.efficiency import Efficiency
+from engine.planner.model_shape import ModelShape
+from engine.planner.papers.row import DERIVED, THROUGHPUT, Row
+from engine.planner.precision import bytes_per_weight
+from engine.planner.profile_files import read_machine, read_model
+from engine.planner.simulator.requests import Setting, run_requests
+from engine.planner.simulator.strategy import DUOSERVE, ON_DEMAND, WHOLE_LAYER, Strategy
+from engine.planner.workload import Workload
+
+PAPER = "DuoServe-MoE"
+_PREDICTOR_BYTES = 300e6
+_CONTEXT = 4096
+_NON_EXPERTS_8X7B = 2.15e9  # its section 1
+_PREDICTOR_OPERATORS = 4 * (len(LAYER_WIDTHS) + 1)  # product, normalisation, activation, dropout
+_MODELS = {"mixtral-8x7b": "8x7B", "mixtral-8x22b": "8x22B"}
+_PEAKS = {"mixtral-8x7b": (3.63, 3.91, 4.24, 25.14), "mixtral-8x22b": (8.06, 8.44, 9.13, 138.0)}
+_BOTH_RIGHT = {
+    ("mixtral-8x7b", "Orca"): (66.85, 95.45),
+    ("mixtral-8x7b", "SQuAD"): (60.23, 92.31),
+    ("mixtral-8x22b", "Orca"): (56.21, 90.45),
+    ("mixtral-8x22b", "SQuAD"): (54.16, 90.31),
+}
+
+
+def rows(efficiency: Efficiency) -> Iterator[Row]:
+    """All figures of this paper."""
+    for name, title in _MODELS.items():
+        yield from _peaks(name, title)
+    for (name, dataset), (both, one) in _BOTH_RIGHT.items():
+        cell = f"{_MODELS[name]}, {dataset}"
+        yield Row(PAPER, "3", f"{cell}, both right", "%", DERIVED, both, both, given=True)
+        wrong = 1 - (both / 100) ** 0.5
+        note = "from both right, as if the two were independent"
+        yield Row(PAPER, "3", f"{cell}, at least one right", "%", DERIVED, one, 100 * (1 - wrong**2), note=note)
+    latency = 1e3 * _PREDICTOR_OPERATORS * efficiency.operator_s
+    yield Row(PAPER, "6.4", "predictor, latency", "ms", THROUGHPUT, 0.6, latency)
+    shape = read_model("mixtral-8x7b")
+    megabytes = 4 * predictor_weights(shape) * (shape.layers - 1) / 1e6
+    note = "a predictor of 32-bit weights for each layer but the first"
+    yield Row(PAPER, "6.4", "predictor, memory", "MB", DERIVED, 300, megabytes, note=note)
+    yield from _speed_ups(efficiency)
+
+
+def _four_bit(shape: ModelShape) -> float:
+    """Bytes of the non-expert weights as published for 8x7B, in proportion to 4-bit projections and 16-bit embeddings."""
+
+    def packed(model: ModelShape) -> float:
+        projections = model.non_expert_weights - model.embedding_weights
+        return projections * bytes_per_weight("awq4") + 2.0 * model.embedding_weights
+
+    return _NON_EXPERTS_8X7B * packed(shape) / packed(read_model("mixtral-8x7b"))
+
+
+def _peaks(name: str, title: str) -> Iterator[Row]:
+    shape = read_model(name)
+    cases = (
+        ("on-demand", shape.experts_per_token, 0.0),
+        ("DuoServe-MoE", shape.experts_per_token, _PREDICTOR_BYTES),
+        ("whole layer", shape.experts, 0.0),
+        ("all on GPU", shape.experts * shape.layers, 0.0),
+    )
+    for (cell, held, predictor), published in zip(cases, _PEAKS[name], strict=True):
+        peak = peak_memory(shape, "awq4", held, non_experts=_four_bit(shape), context=_CONTEXT, predictor=predictor)
+        note = "published: 8 bits a weight, though the model is said to have 4" if published > 100 else ""
+        yield Row(PAPER, "2", f"{title}, {cell}", "GB", DERIVED, published, peak.total / 1e9, note=note)
+
+
+def _speed_ups(efficiency: Efficiency) -> Iterator[Row]:
+    ratios = []
+    work = Workload("question", prompt_tokens=160, generated_tokens=128)
+    for machine in ("duoserve-rtx-a5000", "duoserve-rtx-a6000"):
+        for name in _MODELS:
+            costs = Costs(read_machine(machine), read_model(name), "awq4", efficiency=efficiency)
+            both = [pair[0] for (model, _), pair in _BOTH_RIGHT.items() if model == name]
+            accuracy = (sum(both) / len(both) / 100) ** 0.5
+
+            def seconds(strategy: Strategy, costs: Costs = costs) -> float:
+                outcome = run_requests(strategy, Setting(costs, work))
+                assert outcome is not None
+                return outcome.seconds
+
+            ours = seconds(replace(DUOSERVE, prefetch_accuracy=accuracy))
+            ratios += [seconds(replace(other, pinned=False)) / ours for other in (ON_DEMAND, WHOLE_LAYER)]
+    note = "the others copy from pageable memory: pinned memory is part of this paper's implementation"
+    yield Row(PAPER, "fig. 5", "end to end, least", "x", THROUGHPUT, 1.42, min(ratios), note=note)
+    yield Row(PAPER, "fig. 5", "end to end, most", "x", THROUGHPUT, 7.54, max(ratios), note=note)

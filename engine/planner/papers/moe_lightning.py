@@ -1,0 +1,94 @@
+"""MoE-Lightning: tables 4 and 5, figure 9's ratio, and the policies that its search found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.planner.costs import Costs
+from engine.planner.efficiency import Efficiency
+from engine.planner.papers.row import DERIVED, THROUGHPUT, Row
+from engine.planner.policy_search import search_policy
+from engine.planner.profile_files import read_machine, read_model
+from engine.planner.simulator.batch import run_batch
+from engine.planner.simulator.batch_costs import BatchPolicy
+from engine.planner.simulator.batch_schedules import Schedule, cgopipe, flexgen_s3, flexgen_s4, whole_layer
+from engine.planner.workload import Workload
+
+PAPER = "MoE-Lightning"
+_MODEL = "mixtral-8x7b"
+_MACHINES = {"T4": "gcp-t4", "L4": "gcp-l4"}
+_TASKS = {"synthetic reasoning": (256, 50), "summarisation": (1984, 64)}
+_SYSTEMS: dict[str, Schedule] = {
+    "FlexGen, CPU attention": flexgen_s3,
+    "FlexGen": flexgen_s4,
+    "DeepSpeed": whole_layer,
+    "MoE-Lightning (padded)": cgopipe,
+}
+# (tokens/s, mu, N / mu) of each system, in the order of `_SYSTEMS`
+_TABLE_4 = {
+    ("synthetic reasoning", "T4"): ((16.903, 32, 61), (22.691, 32, 61), (11.832, 102, 1), (26.349, 36, 26)),
+    ("synthetic reasoning", "L4"): ((20.015, 64, 33), (50.138, 64, 33), (18.589, 156, 1), (105.29, 100, 15)),
+    ("summarisation", "T4"): ((2.614, 3, 92), (3.868, 3, 92), (0.965, 8, 1), (4.52, 4, 19)),
+    ("summarisation", "L4"): ((4.307, 8, 36), (7.14, 8, 36), (1.447, 12, 1), (12.393, 8, 36)),
+}
+_TABLE_5: tuple[tuple[str, Schedule, int, int, float], ...] = (
+    ("FlexGen, its policy", flexgen_s4, 8, 1112, 9.5),
+    ("FlexGen, MoE-Lightning's policy", flexgen_s4, 36, 504, 16.816),
+    ("FlexGen, that with larger N", flexgen_s4, 36, 1116, 20.654),
+    ("MoE-Lightning (padded)", cgopipe, 36, 504, 30.12),
+)
+_RAM = 4000
+
+
+def rows(efficiency: Efficiency) -> Iterator[Row]:
+    """All figures of this paper."""
+    for (task, card), cells in _TABLE_4.items():
+        prompt, generated = _TASKS[task]
+        costs = _costs(card, efficiency)
+        for (system, schedule), (published, micro_batch, count) in zip(_SYSTEMS.items(), cells, strict=True):
+            predicted = _tokens_per_s(schedule, costs, prompt, generated, micro_batch, micro_batch * count)
+            yield Row(PAPER, "4", f"{task}, {card}, {system}", "tokens/s", THROUGHPUT, published, predicted)
+        _, micro_batch, count = cells[-1]
+        yield from _policy(f"{task}, {card}", costs, Workload(task, prompt, generated, _RAM), micro_batch, count)
+    t4 = _costs("T4", efficiency)
+    for cell, schedule, micro_batch, sequences, published in _TABLE_5:
+        predicted = _tokens_per_s(schedule, t4, 418, 128, micro_batch, sequences)
+        yield Row(PAPER, "5", f"MTBench, T4, {cell}", "tokens/s", THROUGHPUT, published, predicted)
+    yield _unpadded(t4)
+    l4 = _costs("L4", efficiency)
+    moved = l4.h2d(l4.kv_read_bytes(128, 512)) / l4.cpu_attention(128, 512)
+    note = "published: 3 to 4"
+    yield Row(PAPER, "fig. 9", "CPU attention over moving KV, L4", "x", THROUGHPUT, 3.5, moved, note=note)
+
+
+def _costs(card: str, efficiency: Efficiency) -> Costs:
+    return Costs(read_machine(_MACHINES[card]), read_model(_MODEL), efficiency=efficiency)
+
+
+def _tokens_per_s(
+    schedule: Schedule, costs: Costs, prompt: int, generated: int, micro_batch: int, sequences: int
+) -> float:
+    work = Workload("cell", prompt, generated, sequences)
+    return run_batch("cell", schedule, costs, work, BatchPolicy(sequences, micro_batch)).tokens_per_s
+
+
+def _policy(cell: str, costs: Costs, work: Workload, micro_batch: int, count: int) -> Iterator[Row]:
+    found = search_policy(costs.machine, costs.model, work, places_of_experts=(True,))
+    assert found is not None
+    note = "of the search, from data sheets; the throughputs above use the published policy"
+    yield Row(PAPER, "4", f"{cell}, mu", "sequences", DERIVED, micro_batch, found.micro_batch, note=note)
+    batches = found.sequences / found.micro_batch
+    yield Row(PAPER, "4", f"{cell}, N/mu", "micro-batches", DERIVED, count, batches, note=note)
+
+
+def _unpadded(costs: Costs) -> Row:
+    """MTBench, prompts of 77 tokens on average, which FlexGen pads to 418: the largest gain over generated lengths."""
+    gains = []
+    for generated in (32, 64, 128, 256):
+        work = Workload("MTBench", 77, generated, _RAM)
+        found = search_policy(costs.machine, costs.model, work, places_of_experts=(True,))
+        assert found is not None
+        ours = _tokens_per_s(cgopipe, costs, 77, generated, found.micro_batch, found.sequences)
+        gains.append(ours / _tokens_per_s(flexgen_s4, costs, 418, generated, 8, 1112))
+    note = "policy of the search for the mean prompt"
+    return Row(PAPER, "fig. 7", "MTBench, T4, unpadded over FlexGen, most", "x", THROUGHPUT, 10.3, max(gains), note=note)

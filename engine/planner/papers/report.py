@@ -1,0 +1,50 @@
+"""All rows of all papers, and what they come to."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from engine.planner.efficiency import EFFICIENCY, MEANINGS, Efficiency
+from engine.planner.papers import collaborative, duoserve, fiddler, klotski, moe_lightning
+from engine.planner.papers.row import DERIVED, THROUGHPUT, Row
+
+_PAPERS = (collaborative, fiddler, duoserve, moe_lightning, klotski)
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One efficiency factor.
+
+    Attributes:
+        name, value, meaning: see `Efficiency`.
+    """
+
+    name: str
+    value: float
+    meaning: str
+
+
+def all_rows(efficiency: Efficiency = EFFICIENCY) -> list[Row]:
+    """Every figure, paper by paper."""
+    return [row for paper in _PAPERS for row in paper.rows(efficiency)]
+
+
+def factors(efficiency: Efficiency = EFFICIENCY) -> list[Factor]:
+    """The efficiency factors in use: all that were fitted."""
+    return [Factor(name, value, MEANINGS[name]) for name, value in asdict(efficiency).items()]
+
+
+def median_deviation(rows: Sequence[Row], kind: str) -> float:
+    """Median absolute deviation of the rows of a kind, those left out that the profiles were given."""
+    return statistics.median(abs(row.deviation) for row in rows if row.kind == kind and not row.given)
+
+
+def document(rows: Sequence[Row], efficiency: Efficiency = EFFICIENCY) -> dict[str, object]:
+    """Rows, factors and medians as one JSON-like document."""
+    return {
+        "rows": [{**asdict(row), "deviation": round(row.deviation, 6)} for row in rows],
+        "efficiency_factors": [asdict(factor) for factor in factors(efficiency)],
+        "median_absolute_deviation": {kind: median_deviation(rows, kind) for kind in (THROUGHPUT, DERIVED)},
+    }
