@@ -31,10 +31,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class DiskBackedBank:
-    """The tiers under some experts modules of a model."""
+    """The tiers under some experts modules of a model.
+
+    Attributes:
+        made_again: why the bank had to be made once more when the model was loaded, if it had.
+    """
 
     disk: DiskTier
     ram: RamTier
+    made_again: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -44,7 +49,8 @@ class DiskBackedBank:
     @property
     def notes(self) -> list[str]:
         """Sentences for the user about what has gone otherwise than meant, as of now."""
-        return [note for note in (self.disk.note, self.ram.note) if note is not None]
+        made = f"The experts were prepared again because {self.made_again}." if self.made_again is not None else None
+        return [note for note in (made, self.disk.note, self.ram.note) if note is not None]
 
     def close(self) -> None:
         """Ends the reading threads and frees the slots.  Harmless if repeated."""

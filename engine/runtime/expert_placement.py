@@ -84,7 +84,7 @@ def open_disk_backed(
     source = source.only(names)
     directory, precision = source.directory, source.precision
     path = bank_path(directory, precision)
-    prepare_bank(source, path, on_progress=on_progress, cancelled=cancelled)
+    prepared = prepare_bank(source, path, on_progress=on_progress, cancelled=cancelled)
 
     def repair(layer: int, expert: int) -> None:
         # Read anew: of the model as it was opened, the weights have been filled in since.
@@ -94,7 +94,7 @@ def open_disk_backed(
     try:
         budget = placement.slot_bytes
         ram = RamTier(disk, budget, at_least=placement.at_least, policy=_POLICY, pressure=RamPressure(budget))
-        return DiskBackedBank(disk, ram)
+        return DiskBackedBank(disk, ram, prepared.reason)
     except BaseException:
         disk.close()
         raise

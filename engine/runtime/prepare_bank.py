@@ -37,7 +37,8 @@ class Prepared:
     Attributes:
         path: of the bank file.
         made: whether it had to be made; else it was there.
-        reason: why the one that was there would not do, for a person; `None` if there was none or it did.
+        reason: why the one that was there would not do, for a person, to follow `because`; `None` if there was none or it
+            did.
         resumed_bytes: of records that an earlier attempt had finished.
     """
 
@@ -75,11 +76,11 @@ def prepare_bank(
             raise RequestCancelled
 
     header = source.header()
-    usable, reason = _is_usable(path, header)
+    usable, why_not = _is_usable(path, header)
     if usable:
         return Prepared(path, made=False)
-    if reason is not None:
-        _log.warning("%s It is made again.", reason)
+    if why_not is not None:
+        _log.warning("%s It is made again.", why_not.message)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with preparing(path, check):
@@ -90,7 +91,7 @@ def prepare_bank(
                 _write(source, writer, on_progress, check, direct=direct)
                 source.require_unchanged(header)
                 writer.finish()
-            return Prepared(path, True, reason, resumed)
+            return Prepared(path, True, why_not.reason if why_not is not None else None, resumed)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise EngineError(
@@ -134,13 +135,13 @@ def rebuild_layer(source: BankSource, path: Path, layer: int, only: int | None =
     return damaged
 
 
-def _is_usable(path: Path, header: BankHeader) -> tuple[bool, str | None]:
+def _is_usable(path: Path, header: BankHeader) -> tuple[bool, UnusableBankError | None]:
     try:
         BankFile(path, header).close()
     except FileNotFoundError:
         return False, None
     except UnusableBankError as error:
-        return False, error.message
+        return False, error
     return True, None
 
 

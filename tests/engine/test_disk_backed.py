@@ -233,7 +233,18 @@ def test_damaged_records_are_made_again_and_told(
         damage_everything(bank_path(mixtral, "fp32"), model.disk_backed.disk.header)
         assert_says(model, expected, atol=1e-5)
         assert model.disk_backed.disk.records_repaired
+        assert "made again" in model.disk_backed.notes[-1]
     assert "made again" in caplog.text
+
+
+def test_a_bank_that_is_no_use_is_made_again_and_told(mixtral: Path) -> None:
+    least = least_budget(mixtral)
+    with loaded(mixtral, ram_bytes=least) as model:
+        assert "again" not in model.info.device_note
+    with bank_path(mixtral, "bf16").open("r+b") as file:
+        file.write(b"nothing")
+    with loaded(mixtral, ram_bytes=least) as model:
+        assert "prepared again because the file is no prepared model" in model.info.device_note
 
 
 def test_a_record_that_cannot_be_made_again_is_one_clear_error(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
