@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
+_SLACK = 32 * 2**20
+"""The kernel counts in batches, and a process goes on allocating a little.  To the advantage of who is limited."""
 
 
 class MemoryGroup:
@@ -35,10 +37,11 @@ class MemoryGroup:
             OSError: it may not be limited.
         """
         statistics = (self.folder / "memory.stat").read_text(encoding="ascii").split()
-        fields = dict(zip(statistics[::2], statistics[1::2], strict=False))
-        allocated = int(fields.get("total_rss") or fields.get("anon") or 0)
-        name = "memory.limit_in_bytes" if self._is_v1 else "memory.max"
-        (self.folder / name).write_text(str(allocated + nbytes), encoding="ascii")
+        fields = {name: int(value) for name, value in zip(statistics[::2], statistics[1::2], strict=True)}
+        usage, limit = ("usage_in_bytes", "limit_in_bytes") if self._is_v1 else ("current", "max")
+        used = int((self.folder / f"memory.{usage}").read_text(encoding="ascii"))
+        allocated = used - fields["inactive_file"] - fields["active_file"]
+        (self.folder / f"memory.{limit}").write_text(str(allocated + nbytes + _SLACK), encoding="ascii")
 
 
 @contextmanager

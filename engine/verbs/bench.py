@@ -53,7 +53,7 @@ def add_parser(subparsers: Any) -> None:
 
     cache = kinds.add_parser("cache", help="the adopted cache policy on recorded routing; cost of the bookkeeping")
     cache.add_argument(
-        "--trace", type=Path, action="append", default=[], metavar="FILE", help="recorded routing; may be repeated"
+        "--trace", type=Path, action="extend", nargs="+", default=[], metavar="FILE", help="recorded routing"
     )
     _add_common(cache, repeats=5)
     cache.set_defaults(run=_run_cache)
