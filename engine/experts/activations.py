@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from engine.devices.device import Device, Direction, Event
 from engine.devices.memory_budget import MemoryCategory
+
+_BUNDLES = 16
+"""Shapes of which the views are kept: decode steps are alike, prompts are not."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bundle:
+    """Tensors of some shapes, one after the other on the device and on the host."""
+
+    packed: torch.Tensor
+    pieces: list[torch.Tensor]
+    landed: torch.Tensor
+    landed_pieces: list[torch.Tensor]
 
 
 class Activations:
@@ -22,7 +36,9 @@ class Activations:
         self._going_up: Event | None = None
         self._read: Event | None = None
         self._rows: torch.Tensor | None = None
-        self._bundle: torch.Tensor | None = None
+        self._packed: torch.Tensor | None = None
+        self._landed_bundle: torch.Tensor | None = None
+        self._bundles: dict[object, _Bundle] = {}
 
     def to_host(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """`tensor` on the CPU, once what computes it is done; it stays as it is until the next one of this name.
@@ -49,15 +65,18 @@ class Activations:
         Raises:
             EngineError: the device failed.
         """
-        sizes = [_aligned(tensor.nbytes) for tensor in tensors]
-        nbytes = sum(sizes)
-        if self._bundle is None or self._bundle.nbytes < nbytes:
-            self._bundle = torch.empty(_roomy(nbytes), dtype=torch.uint8, device=self.device.torch_device)
-        packed = self._bundle[:nbytes]
-        for tensor, piece in zip(tensors, torch.split(packed, sizes), strict=True):
-            _as(piece, tensor).copy_(tensor)
-        landed = self.to_host(packed, "bundle")
-        return [_as(piece, tensor) for tensor, piece in zip(tensors, torch.split(landed, sizes), strict=True)]
+        device = self.device
+        likeness = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+        bundle = self._bundles.get(likeness)
+        if bundle is None:
+            bundle = self._new_bundle(tensors)
+            self._bundles = {**self._bundles, likeness: bundle} if len(self._bundles) < _BUNDLES else {likeness: bundle}
+        for tensor, piece in zip(tensors, bundle.pieces, strict=True):
+            piece.copy_(tensor)
+        if device.compute_follows_caller:
+            device.small_copy_stream.wait(device.compute_stream.record())
+        device.small_copy_stream.copy(bundle.landed, bundle.packed, direction=Direction.D2H).wait()
+        return bundle.landed_pieces
 
     def outgoing(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory of the host to fill for `to_device`; what was in it is on the device by now.
@@ -119,9 +138,28 @@ class Activations:
         for buffer in self._down.values():
             self.device.host_memory.release(buffer)
         self._down = {}
-        self._bundle = None
+        self._release_bundles()
         self._release_up()
         self._release_rows()
+
+    def _new_bundle(self, tensors: Sequence[torch.Tensor]) -> _Bundle:
+        sizes = [_aligned(tensor.nbytes) for tensor in tensors]
+        needed = sum(sizes)
+        if self._packed is None or self._landed_bundle is None or self._packed.nbytes < needed:
+            self._release_bundles()
+            self._packed = torch.empty(_roomy(needed), dtype=torch.uint8, device=self.device.torch_device)
+            self._landed_bundle = self.device.host_memory.allocate(_roomy(needed))
+        packed, landed = self._packed[:needed], self._landed_bundle[:needed]
+        pieces, landed_pieces = (
+            [_as(piece, tensor) for tensor, piece in zip(tensors, torch.split(whole, sizes), strict=True)]
+            for whole in (packed, landed)
+        )
+        return _Bundle(packed, pieces, landed, landed_pieces)
+
+    def _release_bundles(self) -> None:
+        if self._landed_bundle is not None:
+            self.device.host_memory.release(self._landed_bundle)
+        self._bundles, self._packed, self._landed_bundle = {}, None, None
 
     def _release_up(self) -> None:
         if self._landed is not None:

@@ -8,6 +8,7 @@ answer does not depend on what the cache held.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 
 import torch
 
@@ -108,11 +109,20 @@ class PartialSums:
         self, kernel: ExpertKernel, hidden: torch.Tensor, pairs: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
         """Each pair as a token with one expert; the router's weights come in at the end."""
-        width = self._routing.width
-        mine = (
-            hidden.index_select(0, torch.div(pairs, width, rounding_mode="floor"))
-            if hidden.shape[0] > 1
-            else (hidden.expand(len(pairs), -1))
-        )
-        ones = torch.ones(len(ids), 1, dtype=torch.float32, device=ids.device)
-        return kernel(mine, ids[:, None], ones)
+        if len(hidden) > 1:
+            mine = hidden.index_select(0, torch.div(pairs, self._routing.width, rounding_mode="floor"))
+        else:
+            mine = hidden.expand(len(pairs), -1)
+        return kernel(mine, ids[:, None], _ones(len(ids), ids.device))
+
+
+def _ones(count: int, device: torch.device) -> torch.Tensor:
+    """[count, 1] weights that change nothing."""
+    if count > CALL_ROWS:
+        return torch.ones(count, 1, dtype=torch.float32, device=device)
+    return _few_ones(device)[:count]
+
+
+@cache
+def _few_ones(device: torch.device) -> torch.Tensor:
+    return torch.ones(CALL_ROWS, 1, dtype=torch.float32, device=device)
