@@ -96,7 +96,7 @@ def test_who_no_longer_gains_is_dropped() -> None:
     run(tier, prefetcher, correlated())
     assert prefetcher.adopted == "correlation"
     tier.times = replace(tier.times, miss_s=0.0)  # misses cost nothing any more
-    run(tier, prefetcher, correlated(), steps=40)
+    run(tier, prefetcher, correlated(), steps=200)
     assert prefetcher.adopted is None
 
 

@@ -9,15 +9,18 @@ from engine.experts.prediction.target import PrefetchTarget
 
 _SPARED_STEPS = 2
 """Who was wanted in this step or the one before is no candidate: the token before is a predictor that always holds."""
-_REGRET_STEPS = 8
-"""Who is wanted again so soon should have stayed."""
+_LONGEST = 8.0
+"""Steps after which it is forgotten who has left."""
 _CHOICE = 4
 """Of so many candidates for each place, the least wanted go first."""
 _LOOKED_AT = 16
 """Candidates looked at for each place at most: what a prefetch may cost is bounded."""
 
 
+_PULL = 0.02
 _FADING = 0.98
+_STAYING = 0.5
+"""Share of those brought in vain who are still there when they are wanted after all."""
 _MEMORY = 1000.0
 """Evictions after which what they have cost counts half."""
 
@@ -33,7 +36,8 @@ class Aging:
     def __init__(self, pools: Sequence[int], stride: int) -> None:
         self._pools = pools
         self._stride = stride
-        self._driven_out = 0.0
+        self._stay = _LONGEST
+        self._driven_out = self._brought_in_vain = self._regained = 0.0
         self._regretted = 0.0
         self.clear()
 
@@ -42,16 +46,26 @@ class Aging:
         self._order: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(max(self._pools, default=0) + 1)]
         self._uses: dict[int, int] = {}
         self._gone: dict[int, int] = {}
+        self._too_early: dict[int, int] = {}
 
     @property
     def regret(self) -> float:
-        """Share of those driven out who were wanted again soon."""
-        return (self._regretted + 0.5) / (self._driven_out + 5)
+        """What a prefetch in vain costs, in experts that were there and are not.
+
+        Somebody who was there would have stayed, and who was brought in vain stays, about as long as those who are
+        driven out have stayed since they were wanted.  So it is the share of those driven out who were wanted again
+        within that time, less that of those brought in vain who were wanted within it all the same and still there.
+        """
+        lost = (self._regretted + 0.5) / (self._driven_out + 5)
+        won = self._regained / (self._brought_in_vain + 5)
+        return max(0.0, lost - _STAYING * won)
 
     def fade(self) -> None:
         """Nobody is driven out for now: what it has cost is doubted more and more."""
         self._driven_out *= _FADING
         self._regretted *= _FADING
+        self._brought_in_vain *= _FADING
+        self._regained *= _FADING
 
     def use(self, layer: int, experts: Sequence[int], step: int) -> None:
         """A layer wants these experts."""
@@ -62,10 +76,9 @@ class Aging:
             order.move_to_end(key)
             uses[key] = uses.get(key, 0) + 1
         if gone:
-            for expert in experts:
-                left = gone.pop(first + expert, None)
-                if left is not None and step - left <= _REGRET_STEPS:
-                    self._regretted += 1
+            self._regretted += _taken(gone, first, experts, step - self._stay)
+        if self._too_early:
+            self._regained += _taken(self._too_early, first, experts, step - self._stay)
 
     def brought(self, layer: int, experts: Sequence[int], step: int) -> None:
         """These have been brought ahead of need: as good as wanted now."""
@@ -74,6 +87,15 @@ class Aging:
             order[first + expert] = step
             order.move_to_end(first + expert)
             self._uses.setdefault(first + expert, 0)
+
+    def in_vain(self, layer: int, experts: Sequence[int], step: int) -> None:
+        """These were brought, and not wanted when their layer came."""
+        for expert in experts:
+            self._too_early[layer * self._stride + expert] = step
+        self._brought_in_vain += len(experts)
+        if self._brought_in_vain > _MEMORY:
+            self._brought_in_vain, self._regained = self._brought_in_vain / 2, self._regained / 2
+            self._too_early = _recent(self._too_early, step)
 
     def dead(
         self, layer: int, places: int, step: int, foretold: Mapping[int, Collection[int]], target: PrefetchTarget
@@ -95,7 +117,11 @@ class Aging:
             owner, expert = divmod(key, stride)
             if expert in foretold.get(owner, ()):
                 continue
-            (absent if target.absent(owner, [expert]) else found).append(key)
+            if target.absent(owner, [expert]):
+                absent.append(key)
+                continue
+            found.append(key)
+            self._stay += _PULL * (min(step - used, _LONGEST) - self._stay)
         for key in absent:  # has left by itself
             del order[key]
             self._uses.pop(key, None)
@@ -112,5 +138,18 @@ class Aging:
             self._uses.pop(key, None)
             if self._driven_out > _MEMORY:
                 self._driven_out, self._regretted = self._driven_out / 2, self._regretted / 2
-                self._gone = {key: left for key, left in self._gone.items() if step - left <= _REGRET_STEPS}
+                self._gone = _recent(self._gone, step)
             yield layer, expert
+
+
+def _taken(since: dict[int, int], first: int, experts: Sequence[int], not_before: float) -> int:
+    """How many of these experts are there since no long time; they are taken out."""
+    count = 0
+    for expert in experts:
+        begun = since.pop(first + expert, None)
+        count += begun is not None and begun >= not_before
+    return count
+
+
+def _recent(since: dict[int, int], step: int) -> dict[int, int]:
+    return {key: begun for key, begun in since.items() if step - begun <= _LONGEST}

@@ -17,8 +17,9 @@ from engine.experts.prediction.distance import Distance
 from engine.experts.prediction.learning import Learning
 from engine.experts.prediction.predictor import Predictor, Ranked
 from engine.experts.prediction.report import PredictionReport
-from engine.experts.prediction.score import Circumstances, Score, bucket_of
+from engine.experts.prediction.score import Score, bucket_of
 from engine.experts.prediction.target import PrefetchTarget, PrefetchTimes
+from engine.experts.prediction.worth import Worth
 
 _EVALUATED_STEPS = 16
 _FIRST_STEPS = 32
@@ -28,9 +29,6 @@ _WATCH_BUDGET_S = 1e-6
 _RAREST = 512
 _LEARNING = 8
 """Predictors that learn by counting see so many times more steps than they are compared in."""
-_FADING = 0.98
-_PULL = 0.02
-"""Weight of one layer in what asking the target takes."""
 
 
 class Prefetcher:
@@ -61,7 +59,7 @@ class Prefetcher:
         pools: Sequence[int] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._target, self._times, self._clock = target, times, clock
+        self._target, self._clock = target, clock
         self._layers, self._per_token = layers, per_token
         self._all_experts = range(experts)
         self._scores = [Score(predictor, per_token) for predictor in predictors]
@@ -70,9 +68,7 @@ class Prefetcher:
         self._distance = Distance(layers)
         self._steps = 0
         self._last_layer, self._last_s = layers, 0.0
-        self._call_s = 10e-6
-        self._now_known = times()
-        self._asked = self._placed = 1.0
+        self._worth = Worth(times, per_token)
         self._prefetched = self._used = 0
         self._watched: list[Score] = []
         self._observing: list[Score] = []
@@ -188,7 +184,9 @@ class Prefetcher:
         """What was foretold of this layer is compared with what it wants."""
         brought = self._brought.pop(layer, None)
         if brought is not None:
-            self._used += sum(expert in experts for expert in brought)
+            in_vain = [expert for expert in brought if expert not in experts]
+            self._used += len(brought) - len(in_vain)
+            self._aging.in_vain(layer, in_vain, self._steps)
         self._foretold.pop(layer, None)
         claims = self._claims.pop(layer, None)
         if claims is None:
@@ -214,6 +212,7 @@ class Prefetcher:
         begun_s = clock()
         absent = frozenset(self._target.absent(coming, self._all_experts))
         looked_s = clock() - begun_s
+        self._worth.look(self._distance.lead_s, self._target.backlog_bytes)
         said: list[tuple[Score, Ranked]] = []
         for score in self._watched if adopted is None or adopted in self._watched else [*self._watched, adopted]:
             begun_s = clock()
@@ -231,19 +230,17 @@ class Prefetcher:
             return
         begun_s = self._clock()
         self._foretold[layer] = {expert for expert, _ in ranked}
-        if self._adoption.is_free:
-            accepts = adopted.accepts
-            worthy = [expert for expert, probability in ranked if accepts[bucket_of(probability)]]
-        else:
+        accepts = adopted.accepts
+        worthy = [expert for expert, probability in ranked if accepts[bucket_of(probability)]]
+        if not (worthy or self._adoption.is_free):
             worthy = [expert for expert, _ in ranked[: self._per_token]]
         if worthy and (absent := self._target.absent(layer, worthy)):
             self._prefetch(layer, absent[: self._room()])
-        took_s = self._clock() - begun_s
-        self._call_s += _PULL * (took_s - self._call_s)
+        self._worth.called(self._clock() - begun_s)
 
     def _room(self) -> int:
         """How many prefetches that begin now save anything."""
-        room = self._now_known.room(self._distance.lead_s, self._target.backlog_bytes)
+        room = self._worth.times.room(self._distance.lead_s, self._target.backlog_bytes)
         return room if self._adoption.is_free else max(room, 1)
 
     def _prefetch(self, layer: int, experts: list[int]) -> None:
@@ -252,35 +249,22 @@ class Prefetcher:
         aging, step = self._aging, self._steps
         dead = aging.dead(layer, len(experts), step, self._foretold, self._target)
         begun = self._target.prefetch(layer, experts, aging.leaving(dead, step))
-        self._asked += len(experts)
-        self._placed += begun
-        if self._asked > 1000:
-            self._asked, self._placed = self._asked / 2, self._placed / 2
+        self._worth.asked(len(experts), begun)
         if begun:
             self._prefetched += begun
             self._brought[layer] = experts[:begun]
             aging.brought(layer, experts[:begun], step)
 
     def _evaluate(self) -> None:
-        times = self._now_known = self._times()
         missing = max((score.missing for score in self._scores), default=0.0)
-        layer_s = self._distance.layer_s
-        busy = min(1.0, missing * times.urgent_share * times.arrival_s / layer_s) if layer_s else 0.0
-        waste_s = busy * times.arrival_s + self._aging.regret * times.miss_s
-        now = Circumstances(
-            times=times,
-            lead_s=self._distance.lead_s,
-            waste_s=waste_s,
-            call_s=self._call_s,
-            placed=self._placed / self._asked,
-            layers=self._layers,
-        )
+        now = self._worth.now(missing, self._distance.layer_s, self._layers, self._aging)
         for score in self._scores:
             score.evaluate(now)
         self._adopt()
-        if self._distance.choose(times, missing):
+        if self._distance.choose(self._worth.times, missing):
             for claims in (self._claims, self._foretold, self._brought):
                 claims.clear()
+            self._worth.changed()
             for score in self._scores:
                 score.forget()
 
@@ -289,8 +273,7 @@ class Prefetcher:
         if adopted is None:  # then who is there is not followed
             self._aging.clear()
             self._aging.fade()
-            # It may be that there are places again.
-            self._asked, self._placed = (1 + _FADING * (count - 1) for count in (self._asked, self._placed))
+            self._worth.doubt()
 
 
 def _interval(cost_s: float) -> int:

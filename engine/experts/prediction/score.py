@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from engine.experts.prediction.predictor import Predictor, Ranked
 from engine.experts.prediction.report import PredictorReport
-from engine.experts.prediction.target import PrefetchTimes
+from engine.experts.prediction.worth import Circumstances
 
 BUCKETS = 8
 """Probabilities are told apart so finely; what each is worth is measured."""
@@ -18,27 +17,6 @@ _DOUBT = 2.0
 """Experts of a bucket that are taken to have been foretold in vain before any was counted."""
 
 _CORES = os.cpu_count() or 1
-
-
-@dataclass(frozen=True, slots=True)
-class Circumstances:
-    """What the worth of a prefetch depends on besides the predictor.
-
-    Attributes:
-        times: of the target.
-        lead_s: from the prediction to the moment that the layer is computed.
-        waste_s: what a prefetch in vain costs: urgent copies that it delays, somebody wanted whom it drives out.
-        call_s: of asking the target, for each layer.
-        placed: share of the prefetches asked for that found a slot.
-        layers: of a step.
-    """
-
-    times: PrefetchTimes
-    lead_s: float
-    waste_s: float
-    call_s: float
-    placed: float
-    layers: int
 
 
 class Score:
@@ -111,14 +89,13 @@ class Score:
         """Says what would pay, and what that gains."""
         if not self._recent:
             return
-        first_s = now.times.saved_s(0, now.lead_s)
         rates = [offered / self._recent for offered in self._offered]
         precisions = [used / (offered + _DOUBT) for used, offered in zip(self._used, self._offered, strict=True)]
-        self.accepts = [p * first_s > (1 - p) * now.waste_s for p in precisions]
+        self.accepts = [p * now.saved_s[0] > (1 - p) * now.waste_s for p in precisions]
         count = sum(rate for rate, accepted in zip(rates, self.accepts, strict=True) if accepted)
         # Those that come after others arrive later, and save less or nothing.
-        places = range(max(1, round(count)))
-        saved_s = sum(now.times.saved_s(place, now.lead_s) for place in places) / len(places)
+        places = now.saved_s[: max(1, round(count))]
+        saved_s = sum(places) / len(places)
         gain_s = sum(
             rate * now.placed * (p * saved_s - (1 - p) * now.waste_s)
             for rate, p, accepted in zip(rates, precisions, self.accepts, strict=True)
