@@ -212,6 +212,12 @@ def _open_cache(
     slots = min(wanted, most)
     if config.cache_slots and slots < wanted and config.misses != "layer":
         held.shortages.append(f"Only {slots} experts fit {device.name} beside the rest.")
+    policy = config.cache_policy
+    if policy == "static" and uses is None:
+        held.shortages.append(
+            "Which experts are used most is not known yet: the policy is found out until the next start."
+        )
+        policy = "auto"
     return VramCache(
         device,
         layout,
@@ -219,7 +225,7 @@ def _open_cache(
         experts=experts,
         slots=slots,
         ways=config.cache_ways,
-        policy=config.cache_policy,
+        policy=policy,
         popularity=uses,
         staging=staging,
     )

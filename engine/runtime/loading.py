@@ -243,6 +243,8 @@ class _Loading:
         if placement.dense.type == "cpu" and self._dtype == torch.bfloat16:
             held.kernels = load_kernels(1)  # the device's own: it computes beside the CPU
         held.activations = [Activations(device) for device in placement.devices]
+        for activations in held.activations:  # what no step can do without: who is refused it runs on the CPU
+            activations.rows((max(profile.experts_per_token, 1), profile.hidden), self._dtype)
         records = RecordsInRam(self._bank, self._disk_backed, self._kernels)
         experts = [site.num_experts for site in able]
         key = self._model_key(profile)

@@ -68,7 +68,8 @@ class ModelDevices:
         """
         room = wanted
         for device, caches, per_token in zip(self.devices, self.experts.caches, self.kv_per_token, strict=True):
-            left = device.memory.free + sum(cache.nbytes for cache in caches) - activations
+            counted = device.memory.use().by_category[MemoryCategory.ACTIVATIONS]
+            left = device.memory.free + sum(cache.nbytes for cache in caches) + counted - activations
             if left < min(wanted, fewest) * per_token:
                 raise DeviceMemoryError(device.name, MemoryCategory.KV, min(wanted, fewest) * per_token, max(left, 0))
             room = min(room, left // per_token) if per_token else room
