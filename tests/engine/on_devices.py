@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from engine.devices.device import Device
 from engine.devices.memory_budget import MemoryUse
 from engine.experts.bank import BankLayer
 from engine.experts.latency import LatencyModel
-from engine.runtime import device_experts
+from engine.runtime import device_binding
 from engine.runtime.chat_session import ChatSession
 from engine.runtime.generation import (
     CancelCheck,
@@ -85,12 +84,7 @@ def share_misses(monkeypatch: pytest.MonkeyPatch) -> None:
         nbytes = bank.layout.nbytes
         return LatencyModel("float32", nbytes, 1e-4, 1e-6, 2e-5, 16, 1e-6, 2e-5, nbytes / 4e-5)
 
-    place = (
-        device_experts
-        if hasattr(device_experts, "measure")
-        else importlib.import_module("engine.runtime.device_binding")
-    )
-    monkeypatch.setattr(place, "measure", measured)
+    monkeypatch.setattr(device_binding, "measure", measured)
 
 
 @contextmanager

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from engine.devices.emulated import allocate_host
 from engine.devices.link import Link
+from engine.devices.memory_budget import MemoryBudget, MemoryCategory
 from engine.errors import EngineError, ErrorCode
 from engine.experts.slot_segments import Segment
 from engine.runtime.generation import GenerationResult
@@ -128,6 +130,43 @@ def test_another_program_takes_the_memory_in_the_middle(
         assert list(answer_while(model, nothing).token_ids) == tokens(PROMPT, TOKENS)
 
 
+@pytest.mark.parametrize("refused", [MemoryCategory.EXPERTS, MemoryCategory.STAGING])
+@pytest.mark.parametrize("granted", [0, 1, 3])
+def test_a_refused_allocation_makes_the_cache_smaller_and_is_said(
+    refused: MemoryCategory, granted: int, checkpoint: Path, tokens: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, allocate = {refused: granted}, MemoryBudget.allocate
+
+    def refuse(budget: MemoryBudget, nbytes: int, category: MemoryCategory) -> torch.Tensor:
+        left[category] = left.get(category, 1000) - 1
+        if left[category] < 0:
+            monkeypatch.setattr(budget, "_allocator", _no_memory)
+        try:
+            return allocate(budget, nbytes, category)
+        finally:
+            monkeypatch.setattr(budget, "_allocator", allocate_host)
+
+    monkeypatch.setattr(MemoryBudget, "allocate", refuse)
+    with opened(checkpoint, cache_slots=1000) as model:
+        assert model.devices is not None
+        if refused is MemoryCategory.EXPERTS:
+            assert slots(model) < 16
+        if left[refused] < 0:
+            assert "emulated:slow-link#0" in model.info.device_note
+        assert list(answer_while(model, nothing).token_ids) == tokens(PROMPT, TOKENS)
+
+
+def test_whoever_is_refused_everything_runs_on_the_cpu(
+    checkpoint: Path, tokens: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.devices.emulated.allocate_host", _no_memory)
+    with opened(checkpoint, cache_slots=1000) as model:
+        assert model.devices is None
+        assert model.info.device == "cpu"
+        assert "Runs on the CPU: emulated:slow-link#0 refused" in model.info.device_note
+        assert list(answer_while(model, nothing).token_ids) == tokens(PROMPT, TOKENS)
+
+
 @pytest.mark.parametrize("misses", ["mixed", "fetch", "off"])
 @pytest.mark.parametrize("seed", range(3))
 def test_copies_that_fail_change_no_token(
@@ -206,3 +245,7 @@ def test_the_files_vanish_while_the_model_runs(devices: int, checkpoint: Path, t
         assert list(given.token_ids) == tokens(PROMPT, TOKENS)
         assert not copy.exists()
         assert list(answer_while(model, nothing, LONG).token_ids) == tokens(LONG, TOKENS)
+
+
+def _no_memory(nbytes: int) -> torch.Tensor:
+    raise MemoryError(f"{nbytes} bytes are not to be had")

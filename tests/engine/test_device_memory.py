@@ -51,7 +51,7 @@ def combination(rng: random.Random) -> dict[str, Any]:
         "cache_slots": rng.choice([None, None, 0, 1, 3, 1000]),
         "cache_ways": rng.choice([None, None, 1, 3]),
         "cache_policy": rng.choice(CACHE_POLICIES),
-        "misses": rng.choice([each for each in MISSES if each != "layer"]),
+        "misses": rng.choice(MISSES),
         "prefetch": rng.choice(PREFETCHES),
     }
     if rng.random() < 0.4:

@@ -41,12 +41,11 @@ FAMILIES = (
     "granitemoe",
     "qwen2_moe",  # a shared expert with a gate of its own
 )
-WAYS_TO_MEET_MISSES = tuple(each for each in MISSES if each != "layer")
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "cache_slots": (0, 1, 5, 1000),
     "cache_policy": CACHE_POLICIES,
     "cache_ways": (None, 1, 2),
-    "misses": WAYS_TO_MEET_MISSES,
+    "misses": MISSES,
     "prefetch": PREFETCHES,
     "devices": (1, 2),
 }
@@ -101,7 +100,7 @@ def test_every_two_settings_together(settings: dict[str, Any], checkpoints: Path
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("misses", WAYS_TO_MEET_MISSES)
+@pytest.mark.parametrize("misses", MISSES)
 @pytest.mark.parametrize("devices", SETTINGS["devices"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_settings_together(family: str, devices: int, misses: str, checkpoints: Path) -> None:
@@ -162,6 +161,21 @@ def test_a_long_answer_goes_through_many_evictions(checkpoints: Path) -> None:
         assert counters.misses == counters.on_cpu + counters.fetched
 
 
+@pytest.mark.parametrize("policy", ["static", "auto"])
+def test_experts_that_were_used_most_are_there_from_the_start(policy: str, checkpoints: Path) -> None:
+    expected = reference("qwen3_moe", checkpoints)
+    with opened(expected.folder, cache_slots=6, cache_policy=policy) as model, chatting(model) as session:
+        assert ("used most is not known yet" in model.info.device_note) == (policy == "static")
+        answer(session, PROMPT[:SHORT], 60)
+    with opened(expected.folder, cache_slots=6, cache_policy=policy) as model:
+        assert model.devices is not None
+        (cache,) = model.devices.experts.caches[0]
+        assert (cache.policy == "static") == (policy == "static")
+        cache.wait()
+        assert sum(len(cache.residents(layer)) for layer in range(2)) > 0
+        assert_equal(model, expected)
+
+
 def test_a_prompt_leaves_what_decoding_keeps_alone(checkpoints: Path) -> None:
     expected = reference("qwen3_moe", checkpoints)
     with opened(expected.folder, cache_slots=5) as model, chatting(model) as session:
@@ -176,3 +190,16 @@ def test_a_prompt_leaves_what_decoding_keeps_alone(checkpoints: Path) -> None:
         answer(session, prompt, 1)
         cache.wait()
         assert [cache.residents(layer) for layer in range(2)] == kept
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss"])
+def test_experts_on_disk_under_a_device(family: str, devices: int, checkpoints: Path) -> None:
+    """VRAM over RAM over disk: no tier holds all experts."""
+    expected = reference(family, checkpoints)
+    with opened(expected.folder, devices) as model:
+        half = model.info.weights_bytes + model.info.experts_bytes // 2
+    with opened(expected.folder, devices, ram_bytes=half, cache_slots=3) as model:
+        assert model.disk_backed is not None
+        assert slots(model) > 0
+        assert_equal(model, expected)
