@@ -27,6 +27,7 @@ VERBS = {
     "models": "the model library",
     "bench": "measure this machine, with peers in the same run",
     "cache": "replay recorded routing: hit rates of expert caches, by policy and size",
+    "simulate": "predicted timeline and speed of a model on a machine; the papers' figures beside the predictions",
     "doctor": "what was detected, what is missing, what to do",
 }
 """Each is a module of `engine.verbs` with `add_parser(subparsers)` and, unless that sets one, `run(args) -> int`."""

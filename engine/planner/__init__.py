@@ -1,1 +1,1 @@
-"""Placement, batch policy and predicted speed as pure functions of hardware, model and workload: no torch, no device."""
+"""Placement, batch policy, predicted speed: pure functions of hardware, model and workload; no torch, no device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 from engine.planner.efficiency import EFFICIENCY, Efficiency
@@ -59,7 +60,7 @@ class Costs:
 
     @property
     def cpu_bytes_per_s(self) -> float:
-        """Bandwidth at which the CPU reads weights: measured by threads where it was, else half of the cores saturate."""
+        """Bandwidth at which the CPU reads weights: as measured by threads, or else half of the cores saturate it."""
         cpu = self.machine.cpu
         threads = min(self.threads or cpu.cores, cpu.cores)
         if cpu.weights_bytes_per_s:
@@ -68,14 +69,19 @@ class Costs:
 
     # On the card
 
-    def gpu_experts(self, tokens: float, experts: float = 1.0) -> float:
-        """`experts` experts in one go, `tokens` rows altogether."""
+    def gpu_experts(self, tokens: float, experts: float = 1.0, *, grouped: bool = False) -> float:
+        """`experts` experts in one go, `tokens` rows altogether.
+
+        Args:
+            grouped: one kernel call serves them all; else each has its operators launched.
+        """
         if tokens <= 0 or experts <= 0:
             return 0.0
         traffic = self.expert_bytes + (4.0 * self.model.expert_weights if self.dequantised else 0.0)
         reading = experts * traffic / self.card_bytes_per_s
         arithmetic = 2.0 * tokens * self.model.expert_weights / self.card_flops
-        return max(reading, arithmetic) + experts * EXPERT_OPERATORS * self.efficiency.operator_s
+        launched = EXPERT_OPERATORS * (1.0 if grouped else experts)
+        return max(reading, arithmetic) + launched * self.efficiency.operator_s
 
     def gpu_layer(self, tokens: float, context: float, *, dense: bool = False, cached: bool = True) -> float:
         """Attention, router and shared experts of one layer for `tokens` rows that each see `context` tokens.
@@ -110,7 +116,7 @@ class Costs:
     # On the CPU
 
     def cpu_experts(self, tokens: float, experts: float = 1.0) -> float:
-        """`experts` experts in one call, `tokens` rows altogether (linear in rows once arithmetic rules: Fiddler, 3.3)."""
+        """`experts` experts in one call, `tokens` rows altogether; linear in rows once arithmetic rules (Fiddler, 3.3)."""
         if tokens <= 0 or experts <= 0:
             return 0.0
         reading = experts * self.expert_bytes / self.cpu_bytes_per_s
@@ -173,7 +179,7 @@ def _interpolated(by_threads: dict[int, float], threads: int) -> float:
     known = sorted(by_threads.items())
     if threads <= known[0][0]:
         return known[0][1] * threads / known[0][0]
-    for (low, slow), (high, fast) in zip(known, known[1:], strict=False):
+    for (low, slow), (high, fast) in itertools.pairwise(known):
         if threads <= high:
             return slow + (fast - slow) * (threads - low) / (high - low)
     return known[-1][1]

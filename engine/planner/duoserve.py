@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from engine.planner.memory import RUNTIME_BYTES
@@ -52,4 +53,4 @@ def predictor_weights(model: ModelShape) -> int:
     """Parameters of one layer's predictor: path so far, popularity and affinity in, experts out (eqs. 4, 5)."""
     inputs = model.moe_layers * model.experts_per_token + model.experts + model.experts * model.experts_per_token
     widths = (inputs, *LAYER_WIDTHS, model.experts)
-    return sum(wide * (narrow_to + 1) for wide, narrow_to in zip(widths, widths[1:], strict=False))
+    return sum(wide * (narrow_to + 1) for wide, narrow_to in itertools.pairwise(widths))

@@ -17,8 +17,8 @@ class Efficiency:
         operator_s: seconds that a framework needs to launch one operator.
     """
 
-    arithmetic: float = 0.25
-    card_memory: float = 0.47
+    arithmetic: float = 0.16
+    card_memory: float = 0.55
     host_memory: float = 0.5
     operator_s: float = 20e-6
 

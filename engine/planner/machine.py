@@ -1,4 +1,4 @@
-"""What a machine can do: memory, arithmetic and the links between its parts, in numbers that can be looked up or measured."""
+"""What a machine can do: memory, arithmetic and links, in numbers that can be looked up or measured."""
 
 from __future__ import annotations
 

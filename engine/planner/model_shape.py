@@ -106,9 +106,7 @@ class ModelShape:
     def non_expert_weights(self) -> int:
         """Everything but the routed experts."""
         return (
-            self.moe_layers * self.layer_weights
-            + self.dense_layers * self.dense_layer_weights
-            + self.embedding_weights
+            self.moe_layers * self.layer_weights + self.dense_layers * self.dense_layer_weights + self.embedding_weights
         )
 
     @property

@@ -89,14 +89,23 @@ class PerformanceModel:
         return int(room / (self.model.kv_bytes_per_token() * length * share)) if share > 0 else 1 << 20
 
     def layer_seconds(
-        self, sequences: int, micro_batch: int, *, attention_on_card: bool, experts_on_card: bool, weights: float, cache: float
+        self,
+        sequences: int,
+        micro_batch: int,
+        *,
+        attention_on_card: bool,
+        experts_on_card: bool,
+        weights: float,
+        cache: float,
     ) -> tuple[float, str]:
         """Eqs. 12-14: (T, which of its three terms it is)."""
         model, gpu, cpu = self.model, self.machine.gpu, self.machine.cpu
         assert gpu is not None
         count = math.ceil(sequences / micro_batch)
         kv = 2.0 * model.attention.kv_elements * self.workload.mean_context * sequences
-        attention_flops = 4.0 * model.attention.heads * model.attention.head_dim * self.workload.mean_context * sequences
+        attention_flops = (
+            4.0 * model.attention.heads * model.attention.head_dim * self.workload.mean_context * sequences
+        )
         used = distinct_experts(model.experts, model.experts_per_token, micro_batch)
         ffn_bytes = count * (used * model.expert_weights * self.bytes_per_weight + 2.0 * model.layer_weights)
         ffn_flops = 2.0 * sequences * (model.experts_per_token * model.expert_weights + model.layer_weights)
@@ -171,9 +180,7 @@ def _batches(
             cache=0.0,
         )
         policies.append(
-            SearchedPolicy(
-                sequences, micro_batch, attention_on_card, experts_on_card, share, 0.0, seconds, bottleneck
-            )
+            SearchedPolicy(sequences, micro_batch, attention_on_card, experts_on_card, share, 0.0, seconds, bottleneck)
         )
         count = max(count + 1, int(count * 1.04))
     return policies

@@ -1,4 +1,4 @@
-"""The Hierarchical Roofline Model of MoE-Lightning (its section 3): what a computation can reach, and what limits it."""
+"""MoE-Lightning's Hierarchical Roofline Model (its section 3): what a computation can reach, what limits it."""
 
 from __future__ import annotations
 

@@ -41,7 +41,15 @@ class _Published:
 
 _MODELS = {
     "mixtral-8x7b": _Published(
-        "Mixtral 8x7B", 340, 0.25, 28.02, (44.12, 25.53, 18.34, 15.76, 10.96, 7.34), 4.8, (1.15, 1.35), (51.1, 171.3), 4.4
+        "Mixtral 8x7B",
+        340,
+        0.25,
+        28.02,
+        (44.12, 25.53, 18.34, 15.76, 10.96, 7.34),
+        4.8,
+        (1.15, 1.35),
+        (51.1, 171.3),
+        4.4,
     ),
     "phi-3.5-moe": _Published(
         "Phi-3.5-MoE", 152, 0.11, 12.26, (22.73, 12.80, 8.58, 6.39, 3.92, 3.36), 10.4, (1.5, 3.5), (21.9, 78.7), 4.3
@@ -101,7 +109,9 @@ def _of_model(model: _Model, published: _Published, *, given: bool) -> Iterator[
     title, costs, shape = published.title, model.costs(), model.shape
     two = shape.experts_per_token
 
-    def row(table: str, cell: str, unit: str, kind: str, was: float, now: float, *, given: bool = False, note: str = "") -> Row:
+    def row(
+        table: str, cell: str, unit: str, kind: str, was: float, now: float, *, given: bool = False, note: str = ""
+    ) -> Row:
         return Row(PAPER, table, f"{title}, {cell}", unit, kind, was, now, given, note)
 
     mib = shape.expert_bytes("bf16") / 2**20

@@ -51,7 +51,7 @@ def rows(efficiency: Efficiency) -> Iterator[Row]:
 
 
 def _four_bit(shape: ModelShape) -> float:
-    """Bytes of the non-expert weights as published for 8x7B, in proportion to 4-bit projections and 16-bit embeddings."""
+    """Bytes of the non-expert weights: as published for 8x7B, in proportion for another shape."""
 
     def packed(model: ModelShape) -> float:
         projections = model.non_expert_weights - model.embedding_weights

@@ -90,7 +90,10 @@ def _speed_ups(efficiency: Efficiency) -> Iterator[Row]:
         for prompt in (512, 1024, 2048, 4096):
             work = Workload("prefill", prompt, 1)
             ours = seconds(FIDDLER, machine, work, environment)[1]
-            others = [seconds(other, machine, work, environment)[1] for other in (WHOLE_LAYER, replace(ON_DEMAND, pinned=True))]
+            others = [
+                seconds(other, machine, work, environment)[1]
+                for other in (WHOLE_LAYER, replace(ON_DEMAND, pinned=True))
+            ]
             prefill += [other / ours for other in others]
         for width in (4, 8, 12, 16):
             one = seconds(STATIC_SPLIT, machine, Workload("beam", 32, 64), environment)[0]
@@ -99,7 +102,14 @@ def _speed_ups(efficiency: Efficiency) -> Iterator[Row]:
     yield Row(PAPER, "fig. 4", "single batch, over llama.cpp", "x", THROUGHPUT, 1.26, statistics.mean(single))
     note = "published: 1.07 over DeepSpeed-MII, 1.65 over Mixtral-Offloading"
     yield Row(
-        PAPER, "fig. 5", "long prefill, over both offloaders", "x", THROUGHPUT, 1.30, statistics.geometric_mean(prefill), note=note
+        PAPER,
+        "fig. 5",
+        "long prefill, over both offloaders",
+        "x",
+        THROUGHPUT,
+        1.30,
+        statistics.geometric_mean(prefill),
+        note=note,
     )
     note = "llama.cpp is taken to decode its beams one after the other"
     yield Row(PAPER, "fig. 6", "beam 4-16, over llama.cpp", "x", THROUGHPUT, 11.57, statistics.mean(beam), note=note)

@@ -91,4 +91,6 @@ def _unpadded(costs: Costs) -> Row:
         ours = _tokens_per_s(cgopipe, costs, 77, generated, found.micro_batch, found.sequences)
         gains.append(ours / _tokens_per_s(flexgen_s4, costs, 418, generated, 8, 1112))
     note = "policy of the search for the mean prompt"
-    return Row(PAPER, "fig. 7", "MTBench, T4, unpadded over FlexGen, most", "x", THROUGHPUT, 10.3, max(gains), note=note)
+    return Row(
+        PAPER, "fig. 7", "MTBench, T4, unpadded over FlexGen, most", "x", THROUGHPUT, 10.3, max(gains), note=note
+    )

@@ -1,4 +1,4 @@
-"""A batch workload by one batch schedule: prefill and decode, a few layers span by span and the rest by their period."""
+"""A batch workload by one schedule: prefill and decode, a few layers span by span and the rest by their period."""
 
 from __future__ import annotations
 

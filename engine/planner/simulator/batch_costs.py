@@ -33,7 +33,8 @@ def distinct_experts(experts: int, per_token: int, tokens: float) -> float:
     """Experts of a layer that `tokens` tokens use between them, if all are alike."""
     if tokens <= 0:
         return 0.0
-    return experts * (1.0 - (1.0 - per_token / experts) ** tokens)
+    unused: float = (1.0 - per_token / experts) ** tokens
+    return experts * (1.0 - unused)
 
 
 @dataclass(frozen=True, slots=True)

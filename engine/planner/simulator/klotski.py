@@ -49,7 +49,9 @@ class Klotski:
             fetch(state.done)
         while len(arrivals) < wanted:
             fetch(gates)
-        weights = timeline.run("h2d", costs.h2d(2.0 * model.layer_weights), "attention weights", in_ram, layer=layer + 1)
+        weights = timeline.run(
+            "h2d", costs.h2d(2.0 * model.layer_weights), "attention weights", in_ram, layer=layer + 1
+        )
         if self.reordered:
             done = gates
             rows = work.rows * count * model.experts_per_token / used
@@ -71,7 +73,13 @@ class Klotski:
         return LayerState(weights, state.done, ready)
 
     def _attend(
-        self, timeline: Timeline, work: PassCosts, state: LayerState, layer: int, fetch: Callable[[float], None], hot: int
+        self,
+        timeline: Timeline,
+        work: PassCosts,
+        state: LayerState,
+        layer: int,
+        fetch: Callable[[float], None],
+        hot: int,
     ) -> float:
         costs = work.costs
         gates = 0.0

@@ -26,7 +26,14 @@ class RequestSimulation:
     """
 
     def __init__(
-        self, timeline: Timeline, costs: Costs, strategy: Strategy, residents: Residents, *, disk_share: float, seed: int
+        self,
+        timeline: Timeline,
+        costs: Costs,
+        strategy: Strategy,
+        residents: Residents,
+        *,
+        disk_share: float,
+        seed: int,
     ) -> None:
         self._timeline, self._costs, self._strategy, self._residents = timeline, costs, strategy, residents
         self._disk_share = disk_share
@@ -37,7 +44,15 @@ class RequestSimulation:
         self.hits = 0
 
     def run_pass(
-        self, loads: Sequence[Load], following: Load, *, rows: int, context: float, after: float, step: int, prefill: bool
+        self,
+        loads: Sequence[Load],
+        following: Load,
+        *,
+        rows: int,
+        context: float,
+        after: float,
+        step: int,
+        prefill: bool,
     ) -> float:
         """All layers once; returns when the last one has ended.
 
@@ -143,6 +158,9 @@ class RequestSimulation:
         self._residents.touch(layer, ids)
         predicts = self._strategy.prefetch is Prefetch.PREDICTED
         done = ready
+        if self._strategy.grouped:
+            there = self._group(there, layer, ready, step)
+            done = max(done, self._timeline.free_at("gpu"))
         for index, (arrival, expert, rows) in enumerate(sorted(there)):
             done = max(done, self._compute(layer, expert, rows, max(ready, arrival), step))
             if predicts and not prefill and index == 0:
@@ -156,6 +174,17 @@ class RequestSimulation:
             else:
                 self._predict((layer + 1) % layers, coming, done, step)
         return done
+
+    def _group(
+        self, there: list[tuple[float, int, int]], layer: int, ready: float, step: int
+    ) -> list[tuple[float, int, int]]:
+        """Computes at once whoever has arrived; returns the others."""
+        present = [entry for entry in there if entry[0] <= ready]
+        if present:
+            rows = sum(count for _, _, count in present)
+            seconds = self._costs.gpu_experts(rows, len(present), grouped=True)
+            self._timeline.run("gpu", seconds, "experts", ready, layer=layer, step=step)
+        return [entry for entry in there if entry[0] > ready]
 
     def _compute(self, layer: int, expert: int, rows: int, after: float, step: int) -> float:
         return self._timeline.run(
@@ -210,11 +239,14 @@ class RequestSimulation:
         # Mixed: the CPU takes experts of few rows from the end of the list, the link those of many from its front.
         link = max(self._timeline.free_at("h2d"), ready)
         copy = costs.transfer_expert(pinned=strategy.pinned)
+        busy = self._timeline.free_at("gpu") - ready
         best = (float("inf"), 0)
         for fetched in range(len(misses) + 1):
             rest = misses[fetched:]
             host = costs.cpu_experts(sum(rows for _, rows in rest), len(rest))
-            card = link - ready + fetched * copy + costs.gpu_experts(misses[fetched - 1][1]) if fetched else 0.0
+            card = 0.0
+            if fetched:
+                card = max(link - ready + fetched * copy, busy) + costs.gpu_experts(misses[fetched - 1][1])
             best = min(best, (max(host, card), fetched))
         return misses[: best[1]], misses[best[1] :]
 

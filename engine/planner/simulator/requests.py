@@ -12,13 +12,22 @@ from engine.planner.memory import card_memory, expert_slots, share_on_disk
 from engine.planner.simulator.outcome import Outcome, utilisation
 from engine.planner.simulator.request import Load, RequestSimulation, loads_of
 from engine.planner.simulator.residents import Residents
-from engine.planner.simulator.routing import RoutingStatistics, expected_counts, popularity, routing
+from engine.planner.simulator.routing import (
+    PUBLISHED_STATISTICS,
+    RoutingStatistics,
+    expected_counts,
+    popularity,
+    routing,
+)
 from engine.planner.simulator.strategy import Prefetch, Residency, Strategy
 from engine.planner.simulator.timeline import Timeline
 from engine.planner.workload import Workload
 
 _WARM_UP_STEPS = 6
 _MEASURED_STEPS = 12
+_WARM_UP_STEPS_OF_MANY = 2
+"""Many rows at once use nearly all experts: there is little for a cache to warm up to."""
+_MEASURED_STEPS_OF_MANY = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +45,7 @@ class Setting:
 
     costs: Costs
     workload: Workload
-    statistics: RoutingStatistics = RoutingStatistics()
+    statistics: RoutingStatistics = PUBLISHED_STATISTICS
     slots: int | None = None
     ways: int = 0
     recorded: NDArray[np.int16] | None = None
@@ -92,11 +101,18 @@ def run_requests(strategy: Strategy, setting: Setting, *, record: bool = False) 
     ends = [first]
     for step in range(len(decode) - 1):
         end = simulation.run_pass(
-            decode[step], decode[step + 1][0], rows=rows, context=workload.mean_context, after=ends[-1], step=step, prefill=False
+            decode[step],
+            decode[step + 1][0],
+            rows=rows,
+            context=workload.mean_context,
+            after=ends[-1],
+            step=step,
+            prefill=False,
         )
         timeline.mark("decode", ends[-1], end, step=step)
         ends.append(end)
-    tpot = (ends[-1] - ends[_WARM_UP_STEPS]) / (len(ends) - 1 - _WARM_UP_STEPS)
+    warm = _WARM_UP_STEPS if rows == 1 else _WARM_UP_STEPS_OF_MANY
+    tpot = (ends[-1] - ends[warm]) / (len(ends) - 1 - warm)
     rounds = workload.sequences / together
     return Outcome(
         policy=strategy.name,
@@ -124,22 +140,20 @@ def _prefill_loads(setting: Setting, shares: NDArray[np.float64], tokens: int) -
     model = setting.costs.model
     if tokens * model.experts_per_token >= 4 * model.experts:
         return [expected_counts(layer, tokens, model.experts_per_token) for layer in shares]
-    drawn = routing(
-        model.moe_layers, model.experts, model.experts_per_token, 1, setting.statistics, streams=tokens
-    )
+    drawn = routing(model.moe_layers, model.experts, model.experts_per_token, 1, setting.statistics, streams=tokens)
     return loads_of(drawn[0])
 
 
 def _decode_loads(setting: Setting, shares: NDArray[np.float64], rows: int) -> list[list[Load]]:
     model = setting.costs.model
     steps = _WARM_UP_STEPS + _MEASURED_STEPS + 1
+    if rows > 1:
+        steps = _WARM_UP_STEPS_OF_MANY + _MEASURED_STEPS_OF_MANY + 1
     if setting.recorded is not None and rows == 1:
         tokens = setting.recorded[:steps, :, None, :]
         return [loads_of(token) for token in tokens]
-    if rows * model.experts_per_token >= 16 * model.experts:
+    if rows * model.experts_per_token >= 4 * model.experts:
         loads: list[Load] = [expected_counts(layer, rows, model.experts_per_token) for layer in shares]
-        return [loads] * 9
-    drawn = routing(
-        model.moe_layers, model.experts, model.experts_per_token, steps, setting.statistics, streams=rows
-    )
+        return [loads] * steps
+    drawn = routing(model.moe_layers, model.experts, model.experts_per_token, steps, setting.statistics, streams=rows)
     return [loads_of(token) for token in drawn]

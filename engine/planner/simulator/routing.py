@@ -7,6 +7,7 @@ at least one of two experts is used again by the next token in 40-60% of the cas
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,11 @@ class RoutingStatistics:
     seed: int = 1
 
 
+PUBLISHED_STATISTICS = RoutingStatistics()
+"""Of Mixtral 8x7B, as published."""
+
+
+@functools.lru_cache(maxsize=64)
 def popularity(layers: int, experts: int, statistics: RoutingStatistics) -> NDArray[np.float64]:
     """Share of each expert in its layer's uses, [layers, experts]; rows sum to 1."""
     random = np.random.default_rng(statistics.seed)
@@ -35,6 +41,7 @@ def popularity(layers: int, experts: int, statistics: RoutingStatistics) -> NDAr
     return np.asarray(weights / weights.sum(axis=1, keepdims=True))
 
 
+@functools.lru_cache(maxsize=16)
 def routing(
     layers: int, experts: int, per_token: int, tokens: int, statistics: RoutingStatistics, *, streams: int = 1
 ) -> NDArray[np.int16]:
@@ -54,7 +61,7 @@ def routing(
 
 
 def expected_counts(shares: NDArray[np.float64], tokens: int, per_token: int) -> list[tuple[int, int]]:
-    """(expert, rows) of a layer that many tokens pass at once, most used first; rows sum to about tokens x per_token."""
+    """(expert, rows) of a layer that many tokens pass at once, most used first; about tokens x per_token rows."""
     counts = np.maximum(np.rint(shares * tokens * per_token), 0).astype(int)
     order = np.argsort(-counts, kind="stable")
     return [(int(expert), int(counts[expert])) for expert in order if counts[expert] > 0]

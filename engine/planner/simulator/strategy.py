@@ -44,6 +44,7 @@ class Strategy:
         overlapped: whether an expert's copy may run beside another one's computation within a layer.
         prefetch_accuracy: share of the predicted experts that are right.
         prefill_fetches: a prefill streams every miss through the card, whatever `miss` says.
+        grouped: experts that are on the card are computed by one kernel call per layer.
         host_only: everything is computed on the CPU; the card is not used at all.
         waits_for_arrival: an expert in flight counts as cached and is waited for; else it is a miss.
     """
@@ -56,6 +57,7 @@ class Strategy:
     overlapped: bool = True
     prefetch_accuracy: float = 1.0
     prefill_fetches: bool = False
+    grouped: bool = False
     host_only: bool = False
     waits_for_arrival: bool = False
 
@@ -63,19 +65,29 @@ class Strategy:
 ON_DEMAND = Strategy("on-demand", overlapped=False, pinned=False)
 WHOLE_LAYER = Strategy("whole-layer prefetch", prefetch=Prefetch.LAYER)
 IDEAL_PREFETCH = Strategy("ideal prefetch", prefetch=Prefetch.IDEAL)
+"""A bound rather than a schedule: nobody knows a layer's experts before its router has spoken."""
 CPU_ONLY = Strategy("CPU experts", miss=Miss.CPU)
 HOST_ONLY = Strategy("CPU only", Residency.LAYERS, Miss.CPU, host_only=True)
 STATIC_SPLIT = Strategy("static layer split", Residency.LAYERS, Miss.CPU)
 FIDDLER = Strategy("Fiddler", Residency.STATIC, Miss.CHEAPER)
 COLLABORATIVE = Strategy("CPU-GPU collaborative", Residency.CACHE, Miss.CPU, waits_for_arrival=True)
 DUOSERVE = Strategy("DuoServe-MoE", prefetch=Prefetch.PREDICTED, prefetch_accuracy=0.78, prefill_fetches=True)
-SWITCHYARD = Strategy("Switchyard mixed", Residency.CACHE, Miss.MIXED)
-SWITCHYARD_STATIC = Strategy("Switchyard mixed, static", Residency.STATIC, Miss.MIXED)
+SWITCHYARD = Strategy("Switchyard mixed", Residency.CACHE, Miss.MIXED, grouped=True)
+SWITCHYARD_CPU = Strategy("Switchyard, misses on the CPU", Residency.CACHE, Miss.CPU, grouped=True)
+SWITCHYARD_STATIC = Strategy("Switchyard mixed, static", Residency.STATIC, Miss.MIXED, grouped=True)
+SWITCHYARD_PREFETCH = Strategy(
+    "Switchyard mixed, predicted",
+    Residency.STATIC,
+    Miss.MIXED,
+    Prefetch.PREDICTED,
+    prefetch_accuracy=0.85,
+    prefill_fetches=True,
+    grouped=True,
+)
 
 PUBLISHED = (
     ON_DEMAND,
     WHOLE_LAYER,
-    IDEAL_PREFETCH,
     HOST_ONLY,
     CPU_ONLY,
     STATIC_SPLIT,
@@ -83,6 +95,6 @@ PUBLISHED = (
     COLLABORATIVE,
     DUOSERVE,
 )
-"""What others have built, or assumed possible."""
-OWN = (SWITCHYARD, SWITCHYARD_STATIC)
+"""What others have built."""
+OWN = (SWITCHYARD, SWITCHYARD_CPU, SWITCHYARD_STATIC, SWITCHYARD_PREFETCH)
 """Switchyard's own ways of meeting a miss."""

@@ -46,7 +46,15 @@ class Timeline:
         self._free: dict[str, float] = {}
 
     def run(
-        self, lane: str, seconds: float, name: str, after: float = 0.0, *, layer: int = -1, expert: int = -1, step: int = -1
+        self,
+        lane: str,
+        seconds: float,
+        name: str,
+        after: float = 0.0,
+        *,
+        layer: int = -1,
+        expert: int = -1,
+        step: int = -1,
     ) -> float:
         """Issues work that waits for `after`; returns when it ends."""
         if seconds <= 0:

@@ -1,0 +1,193 @@
+"""`switchyard simulate`: predicted timelines and speeds, and every figure of the five papers beside its prediction."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import EngineError, ErrorCode
+from engine.verbs.options import positive_int
+from engine.verbs.output import emit
+
+if TYPE_CHECKING:
+    from engine.planner.papers.row import Row
+    from engine.planner.simulator.outcome import Outcome
+    from engine.planner.simulator.requests import Setting
+
+_MOST_SPANS = 20_000
+
+
+def add_parser(subparsers: Any) -> None:
+    """Mount the verb."""
+    parser = subparsers.add_parser("simulate", help="predicted timeline and speed; the papers' figures")
+    parser.add_argument("what", nargs="?", choices=["papers"], help="papers: all published figures and predictions")
+    parser.add_argument("--model", metavar="M", help="a model's profile: a name in resources/models, or a JSON file")
+    parser.add_argument("--hardware", metavar="P", help="a machine's: a name in resources/machines, or a JSON file")
+    parser.add_argument(
+        "--workload",
+        default="chat",
+        metavar="W",
+        help="chat, long-prefill, beam, batch, or PROMPTxGENERATED[xSEQUENCES[xBEAMS]] (default: chat)",
+    )
+    parser.add_argument("--policy", metavar="P", help="only this one; default: all, and the one Switchyard would take")
+    parser.add_argument("--precision", choices=["bf16", "int8", "int4"], default="int4", help="of the experts")
+    parser.add_argument("--threads", type=positive_int, default=0, metavar="N", help="of the CPU; default: all cores")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="recorded routing to use instead of made-up one")
+    parser.add_argument("--json", action="store_true", help="print one JSON document, the timeline in it")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate and report; see `add_parser`."""
+    return _papers(as_json=args.json) if args.what else _workload(args)
+
+
+def _papers(*, as_json: bool) -> int:
+    from engine.planner.papers.report import all_rows, document
+
+    rows = all_rows()
+    content = document(rows)
+    emit(content, as_json=as_json, human=lambda: _table(rows, content))
+    return 0
+
+
+def _table(rows: list[Row], content: dict[str, Any]) -> str:
+    lines = []
+    for index, row in enumerate(rows):
+        if index == 0 or rows[index - 1].paper != row.paper:
+            lines.append(f"\n{row.paper}\n{'':4}{'published':>11} {'predicted':>11} {'deviation':>10}")
+        mark = "=" if row.given else " "
+        name = f"{row.table}: {row.cell}, {row.unit}"
+        lines.append(f"  {mark} {row.published:11.4g} {row.predicted:11.4g} {row.deviation:+10.1%}  {name}")
+        if row.note:
+            lines.append(f"{'':40}({row.note})")
+    lines.append("\n= : given, the machine's profile holds this number itself; not counted in the medians.")
+    medians = content["median_absolute_deviation"]
+    lines.append("Median absolute deviation: " + ", ".join(f"{kind} {value:.1%}" for kind, value in medians.items()))
+    lines.append("Efficiency factors, the same everywhere:")
+    lines += [
+        f"  {factor['name']} = {factor['value']:g}: {factor['meaning']}" for factor in content["efficiency_factors"]
+    ]
+    return "\n".join(lines).lstrip("\n")
+
+
+def _workload(args: argparse.Namespace) -> int:
+    from engine.planner.simulator.plans import bounds, run_all, run_policy, switchyard
+
+    setting = _setting(args)
+    if args.policy:
+        outcomes: list[Outcome] = []
+        chosen = run_policy(_policy_name(args.policy), setting, record=True)
+    else:
+        outcomes = run_all(setting)
+        chosen = switchyard(outcomes, setting, record=True)
+    if chosen is None:
+        who = f"the policy {args.policy}" if args.policy else "any policy"
+        raise EngineError(
+            ErrorCode.NOT_ENOUGH_MEMORY,
+            f"{setting.costs.model.name} at {args.precision} does not fit on {setting.costs.machine.name} with {who}: "
+            f"use a machine with more memory, a smaller model or a lower precision.",
+        )
+    document = {
+        "model": setting.costs.model.name,
+        "hardware": setting.costs.machine.name,
+        "workload": asdict(setting.workload),
+        "precision": args.precision,
+        **_summary(chosen),
+        "bottleneck": _bottleneck(chosen),
+        "policies": [_summary(outcome) for outcome in outcomes],
+        "bounds": [] if args.policy else [_summary(outcome) for outcome in bounds(setting)],
+        "spans": [asdict(span) for span in chosen.spans[:_MOST_SPANS]],
+        "spans_left_out": max(0, len(chosen.spans) - _MOST_SPANS),
+    }
+    emit(document, as_json=args.json, human=lambda: _text(document))
+    return 0
+
+
+def _setting(args: argparse.Namespace) -> Setting:
+    from engine.planner.costs import Costs
+    from engine.planner.profile_files import read_machine, read_model
+    from engine.planner.simulator.requests import Setting
+    from engine.planner.workload import parse_workload
+
+    for option in ("model", "hardware"):
+        if getattr(args, option) is None:
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST,
+                f"Name what to simulate with --{option}, or say `switchyard simulate papers`.",
+            )
+    try:
+        workload = parse_workload(args.workload)
+    except ValueError as error:
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"{error}.") from None
+    model = read_model(args.model)
+    costs = Costs(read_machine(args.hardware), model, args.precision, threads=args.threads)
+    recorded = None
+    if args.trace:
+        from engine.experts.replay.trace_file import read_trace
+
+        trace = read_trace(args.trace)
+        if trace.layers != model.moe_layers or trace.num_experts != model.experts or trace.experts.min() < 0:
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST,
+                f"{args.trace} holds {trace.layers} layers of {trace.num_experts} experts for whole tokens or less, "
+                f"{model.name} has {model.moe_layers} of {model.experts}: use a trace of this model.",
+            )
+        recorded = trace.experts
+    return Setting(costs, workload, recorded=recorded)
+
+
+def _policy_name(wanted: str) -> str:
+    from engine.planner.simulator.plans import POLICY_NAMES
+
+    for name in POLICY_NAMES:
+        if name.lower() == wanted.lower():
+            return name
+    raise EngineError(
+        ErrorCode.INVALID_REQUEST, f"No policy is called {wanted!r}; there are {'; '.join(POLICY_NAMES)}."
+    )
+
+
+def _summary(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "policy": outcome.policy,
+        "tokens_per_s": outcome.tokens_per_s,
+        "decode_tokens_per_s": outcome.decode_tokens_per_s,
+        "ttft_s": outcome.ttft_s,
+        "tpot_s": outcome.tpot_s,
+        "seconds": outcome.seconds,
+        "vram_bytes": round(outcome.vram_bytes),
+        "ram_bytes": round(outcome.ram_bytes),
+        "hit_rate": outcome.hit_rate,
+        "utilisation": {lane: round(share, 4) for lane, share in outcome.utilisation.items()},
+    }
+
+
+def _bottleneck(outcome: Outcome) -> str:
+    """The busiest lane."""
+    return max(outcome.utilisation, key=lambda lane: outcome.utilisation[lane], default="")
+
+
+def _text(document: dict[str, Any]) -> str:
+    work = document["workload"]
+    lines = [
+        f"{document['model']} at {document['precision']} on {document['hardware']}, {work['name']}: "
+        f"{work['sequences']} x {work['prompt_tokens']} tokens read, {work['generated_tokens']} written"
+        + (f", {work['beams']} beams" if work["beams"] > 1 else ""),
+        f"{document['policy']}: {document['tokens_per_s']:.3g} tokens/s in all, "
+        f"{document['decode_tokens_per_s']:.3g} steps/s, first token after {document['ttft_s']:.3g} s; "
+        f"busiest: {document['bottleneck']}",
+        f"on the card {document['vram_bytes'] / 1e9:.1f} GB, in RAM {document['ram_bytes'] / 1e9:.1f} GB",
+    ]
+    if document["policies"]:
+        lines.append(f"{'tokens/s':>10} {'steps/s':>9} {'TTFT, s':>9}  policy")
+        lines += [_line(entry) for entry in document["policies"]]
+        lines += [_line(entry) + " (a bound: nobody can know)" for entry in document["bounds"]]
+    return "\n".join(lines)
+
+
+def _line(entry: dict[str, Any]) -> str:
+    speeds = f"{entry['tokens_per_s']:>10.3g} {entry['decode_tokens_per_s']:>9.3g} {entry['ttft_s']:>9.3g}"
+    return f"{speeds}  {entry['policy']}"
