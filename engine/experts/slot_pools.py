@@ -49,7 +49,7 @@ class SlotPools:
         self._device, self._layout = device, layout
         self._layers, self._most = layers, layers * experts
         self._popularity, self._seed = popularity, seed
-        # Not one: kernels may compute a layer of one expert in another way, and so differ from the CPU in the last bit.
+        # Not one: a kernel runs once for each piece that is hit.
         self.segment_slots = self.ways or max(min(2, slots, self._most), 1, -(-min(slots, self._most) // SEGMENTS))
         self.segments: list[Segment] = []
         self._pools: list[Pool] = [] if self.ways else [self._new_pool(range(0))]
