@@ -5,13 +5,16 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from engine.bench.bandwidth import read_bandwidth
+from engine.bench.llama_cpp import LlamaCppPeer, PeerError
+from engine.bench.llama_cpp.models import files_beside
 from engine.bench.peers import TransformersPeer, accelerate_offload
 from engine.bench.report import Report, row
 from engine.config import EngineConfig, SamplingParams
@@ -26,9 +29,17 @@ _PROMPT = (
 )
 
 
+class Peer(Protocol):
+    """Who decodes beside us."""
+
+    @property
+    def name(self) -> str: ...
+    def decode_rate(self, prompt: Sequence[int], tokens: int) -> float: ...
+
+
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """What to run: `tokens` decoded per repeat, after one warm-up; `peers` runs transformers beside us."""
+    """What to run: `tokens` decoded per repeat, after one warm-up; `peers`: transformers and llama.cpp beside us."""
 
     tokens: int
     repeats: int
@@ -45,17 +56,14 @@ def bench_decode(config: EngineConfig, plan: DecodePlan, report: Report, say: Ca
     try:
         prompt = loaded.tokenizer(_PROMPT)["input_ids"]
         contestants: dict[str, Callable[[], float]] = {"ours": lambda: _our_rate(loaded, prompt, plan.tokens)}
-        with tempfile.TemporaryDirectory(prefix="switchyard-bench-") as scratch:
+        with tempfile.TemporaryDirectory(prefix="switchyard-bench-") as scratch, ExitStack() as opened:
             if plan.peers:
-                for peer in _peers(config, loaded, Path(scratch), report, say):
+                context = len(prompt) + plan.tokens + 1
+                peers: list[Peer] = [*_peers(config, loaded, Path(scratch), report, say)]
+                peers += _llama_cpp(Path(config.model), loaded, context, opened, report, say)
+                for peer in peers:
                     contestants[peer.name] = lambda peer=peer: peer.decode_rate(prompt, plan.tokens)  # type: ignore[misc]
-            rates: dict[str, list[float]] = {name: [] for name in contestants}
-            for repeat in range(plan.repeats + 1):
-                say(f"repeat {repeat} of {plan.repeats}" if repeat else "warm-up")
-                for name, run in contestants.items():
-                    rate = run()
-                    if repeat:
-                        rates[name].append(rate)
+            rates = _rates(contestants, plan.repeats, report, say)
         ours = rates.pop("ours")
         limit = read_bandwidth() / _bytes_per_token(loaded) if loaded.info.device == "cpu" else None
         report.rows.append(row("decode", ours, "tokens/s", limit=limit))
@@ -64,6 +72,24 @@ def bench_decode(config: EngineConfig, plan: DecodePlan, report: Report, say: Ca
         ]
     finally:
         loaded.close()
+
+
+def _rates(
+    contestants: dict[str, Callable[[], float]], repeats: int, report: Report, say: Callable[[str], None]
+) -> dict[str, list[float]]:
+    rates: dict[str, list[float]] = {name: [] for name in contestants}
+    for repeat in range(repeats + 1):
+        say(f"repeat {repeat} of {repeats}" if repeat else "warm-up")
+        for name in list(rates):
+            try:
+                rate = contestants[name]()
+            except PeerError as failure:
+                report.skip_peer(name, str(failure))
+                del rates[name]
+                continue
+            if repeat:
+                rates[name].append(rate)
+    return rates
 
 
 def _our_rate(loaded: LoadedModel, prompt: Sequence[int], tokens: int) -> float:
@@ -111,7 +137,23 @@ def _peers(
             peers.append(load())
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
             report.skip_peer(name, str(error).splitlines()[0])
-    report.skip_peer("llama.cpp", "its Python binding is not part of this version's bench")
+    return peers
+
+
+def _llama_cpp(
+    checkpoint: Path, loaded: LoadedModel, context: int, opened: ExitStack, report: Report, say: Callable[[str], None]
+) -> list[LlamaCppPeer]:
+    """llama.cpp on the CPU, with as many threads; `opened` closes them."""
+    if loaded.device.type == "cuda":
+        report.skip_peer("llama.cpp", "compared where we compute on the CPU as well")
+        return []
+    peers = []
+    for name, path in files_beside(checkpoint, loaded.info.precision, report, say).items():
+        say(f"loading the peer: {name}")
+        try:
+            peers.append(opened.enter_context(LlamaCppPeer(name, path, torch.get_num_threads(), context)))
+        except PeerError as failure:
+            report.skip_peer(name, str(failure))
     return peers
 
 

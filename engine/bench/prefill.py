@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.bench.forced_text import ForcedText, decode_seconds, prefill_seconds, random_text
+from engine.bench.llama_cpp import LlamaCppPeer, PeerError
+from engine.bench.llama_cpp.models import files_beside
 from engine.bench.opened import caches_of, opened, opened_with_cache, with_quarter_resident, without_cache
 from engine.bench.peers import TransformersPeer
 from engine.bench.report import Report, row
@@ -31,7 +33,7 @@ class PrefillPlan:
         decode_tokens: decoded before and after it, to see what the cache hits.
         strategies: run the single ways of meeting misses as well; then the device keeps 25% of the experts unless the
             configuration says otherwise.
-        peers: run transformers as well.
+        peers: run transformers and llama.cpp as well.
     """
 
     prompt_tokens: int
@@ -52,11 +54,14 @@ def bench_prefill(config: EngineConfig, plan: PrefillPlan, report: Report, say: 
     if plan.strategies:
         config = with_quarter_resident(config)
     rates: dict[str, list[float]] = {}
+    beside: dict[str, Path] = {}
     hits: tuple[list[float], list[float]] = [], []
     for repeat in range(plan.repeats):
         say(f"repeat {repeat + 1} of {plan.repeats}: ours")
         with opened_with_cache(config) if plan.strategies else opened(config) as loaded:
             rates.setdefault("ours", []).append(_our_rate(loaded, plan, hits))
+            precision, threads = loaded.info.precision, torch.get_num_threads()
+            prompt = random_text(_vocabulary(loaded), plan.prompt_tokens, 0, seed=1).prompt
         for misses, name in _SINGLES.items() if plan.strategies else ():
             say(f"repeat {repeat + 1} of {plan.repeats}: {name}")
             with opened(without_cache(replace(config, misses=misses))) as loaded:
@@ -64,6 +69,17 @@ def bench_prefill(config: EngineConfig, plan: PrefillPlan, report: Report, say: 
         if plan.peers:
             say(f"repeat {repeat + 1} of {plan.repeats}: {_TRANSFORMERS}")
             _run_transformers(config, plan, rates, report)
+            if repeat == 0:
+                beside = files_beside(Path(config.model), precision, report, say)
+            for name in list(beside):
+                say(f"repeat {repeat + 1} of {plan.repeats}: {name}")
+                try:
+                    with LlamaCppPeer(name, beside[name], threads, plan.prompt_tokens) as peer:
+                        rates.setdefault(name, []).append(peer.prefill_rate(prompt))
+                except PeerError as failure:
+                    report.skip_peer(name, str(failure))
+                    rates.pop(name, None)
+                    del beside[name]
     _rows(rates, hits, plan, config, report)
 
 

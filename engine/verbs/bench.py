@@ -29,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
     decode = kinds.add_parser("decode", help="tokens per second at batch 1")
     _add_model(decode)
     decode.add_argument("--tokens", type=positive_int, default=48, metavar="N", help="tokens decoded per repeat")
-    decode.add_argument("--peers", action="store_true", help="run transformers beside us, in turn")
+    decode.add_argument("--peers", action="store_true", help="run transformers and llama.cpp beside us, in turn")
     decode.add_argument(
         "--strategies",
         action="store_true",
@@ -43,7 +43,7 @@ def add_parser(subparsers: Any) -> None:
     _add_model(prefill)
     prefill.add_argument("--prompt-tokens", type=positive_int, default=2000, metavar="N", help="length of the prompt")
     prefill.add_argument("--tokens", type=positive_int, default=96, metavar="N", help="decoded before and after it")
-    prefill.add_argument("--peers", action="store_true", help="run transformers on the CPU as well")
+    prefill.add_argument("--peers", action="store_true", help="run transformers and llama.cpp on the CPU as well")
     prefill.add_argument(
         "--strategies", action="store_true", help="run on-demand fetch and all experts on the CPU as well"
     )

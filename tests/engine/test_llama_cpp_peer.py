@@ -10,10 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.bench.decode import _rates
 from engine.bench.gguf_export import Quantisation, write_gguf
 from engine.bench.llama_cpp import LlamaCppPeer, PeerError, peer_python
 from engine.bench.llama_cpp.installation import VERSION
 from engine.bench.llama_cpp.instructions import GROUPS, working_instructions
+from engine.bench.llama_cpp.models import files_beside
+from engine.bench.report import Report
 from engine.bench.synthetic import make_synthetic
 from engine.config import EngineConfig, SamplingParams
 from engine.runtime.chat_session import ChatSession
@@ -74,6 +77,7 @@ def test_a_peer_that_dies_while_it_computes(tmp_path: Path) -> None:
 def test_rates_are_tokens_over_the_seconds_it_reports(tmp_path: Path) -> None:
     script = """read line; echo '{"seconds": 1}'
     read line; echo '{"seconds": 0.5, "ids": [7, 8, 9]}'
+    read line; echo '{"seconds": 0.1}'
     read line; echo '{"seconds": 0.25}'"""
     with LlamaCppPeer("llama.cpp", tmp_path / "model.gguf", 1, 64, python=stand_in(tmp_path, script)) as peer:
         assert peer.decode_rate([1, 2], 4) == 8
@@ -142,3 +146,25 @@ def test_a_file_that_is_no_model_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"no model")
     with pytest.raises(PeerError, match=r"cannot load the file"):
         LlamaCppPeer("llama.cpp", tmp_path / "model.gguf", 1, 64, python=PEER)
+
+
+def test_a_bench_goes_on_without_a_peer_that_dies() -> None:
+    def dies_at_last() -> float:
+        died.append(1)
+        if len(died) == 3:
+            raise PeerError("its process died of SIGILL")
+        return 1.0
+
+    died: list[int] = []
+    report = Report({})
+    rates = _rates({"ours": lambda: 2.0, "llama.cpp": dies_at_last}, 4, report, lambda _text: None)
+    assert rates == {"ours": [2.0] * 4}
+    assert report.peers_not_run == [{"peer": "llama.cpp", "reason": "its process died of SIGILL"}]
+
+
+def test_without_llama_cpp_no_file_is_written_for_it(switchyard_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    report = Report({})
+    assert files_beside(switchyard_home / "starter", "bf16", report, lambda _text: None) == {}
+    assert "python -m engine.bench.llama_cpp build" in report.peers_not_run[0]["reason"]
+    assert not switchyard_home.exists()

@@ -1,8 +1,8 @@
 """Which instructions this machine really runs, found by running them.
 
-`-march=native` believes what the CPU advertises; a virtual machine may trap on some of it, and a compiler may get some of
-it wrong.  So every group that llama.cpp has code for is compiled into a small program of its own, and is used if that
-gives the right answer.
+`-march=native` believes what the CPU advertises; a virtual machine may trap on some of it, and a compiler may get some
+of it wrong.  So every group that llama.cpp has code for is compiled into a small program of its own, and is used if
+that gives the right answer.
 """
 
 from __future__ import annotations
