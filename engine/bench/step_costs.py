@@ -26,13 +26,13 @@ Choice = Callable[[int, "HybridExperts"], Sequence[int] | None]
 
 
 def rest_seconds(loaded: LoadedModel, text: ForcedText) -> float:
-    """A decode step whose expert layers cost nothing (median)."""
+    """A decode step whose expert layers cost nothing (mean)."""
     with replaced_kernels(loaded.model, lambda _experts: lambda hidden, _index, _weights: torch.zeros_like(hidden)):
-        return statistics.median(decode_seconds(loaded, text, at_most_s=_MOST_S)[1:])
+        return statistics.fmean(decode_seconds(loaded, text, at_most_s=_MOST_S)[1:])
 
 
 def layer_seconds(loaded: LoadedModel, choose: Choice) -> float | None:
-    """One expert layer of one token that asks for the experts of `choose` (median); None if it chooses none."""
+    """One expert layer of one token that asks for the experts of `choose` (mean); None if it chooses none."""
     layers = _numbered([experts for _, experts in hybrid_layers(loaded.model)])
     width, top_k = loaded.model.config.get_text_config().hidden_size, loaded.info.experts_per_token
     dtype = next(loaded.model.parameters()).dtype
@@ -53,7 +53,7 @@ def layer_seconds(loaded: LoadedModel, choose: Choice) -> float | None:
             spans.append(time.perf_counter() - begun_s)
             if len(spans) >= _CALLS or time.perf_counter() > until_s:
                 break
-    return statistics.median(spans[len(spans) // 10 :]) if spans else None
+    return statistics.fmean(spans[len(spans) // 10 :]) if spans else None
 
 
 def no_expert(_number: int, _experts: HybridExperts) -> Sequence[int]:
@@ -62,7 +62,7 @@ def no_expert(_number: int, _experts: HybridExperts) -> Sequence[int]:
 
 
 def residents(count: int) -> Choice:
-    """Asks for so many that are on the device."""
+    """Asks for so many that are on the device now."""
 
     def choose(number: int, experts: HybridExperts) -> Sequence[int] | None:
         there = sorted(experts.cache.residents(number))
@@ -71,9 +71,9 @@ def residents(count: int) -> Choice:
     return choose
 
 
-def one_of(count: int) -> Choice:
-    """Asks for any of `count`."""
-    return lambda _number, _experts: [random.randrange(count)]
+def any_of(total: int, count: int) -> Choice:
+    """Asks for so many of `total`, wherever they are."""
+    return lambda _number, _experts: random.sample(range(total), count)
 
 
 def _numbered(layers: Sequence[HybridExperts]) -> list[tuple[int, HybridExperts]]:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from engine.bench.forced_text import ForcedText, decode_seconds, own_text, random_text
 from engine.bench.opened import caches_of, opened, opened_with_cache, with_quarter_resident, without_cache
 from engine.bench.report import Report, row
-from engine.bench.step_costs import layer_seconds, no_expert, one_of, residents, rest_seconds
+from engine.bench.step_costs import Choice, any_of, layer_seconds, no_expert, residents, rest_seconds
 from engine.bench.step_records import LayerStep, hybrid_layers, recorded_steps
 from engine.bench.strategy_prediction import StepCosts, StrategyModel
+from engine.experts.latency import LatencyModel
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig, Misses
-    from engine.experts.latency import LatencyModel
     from engine.runtime.loaded_model import LoadedModel
 
 _PROMPT_TOKENS = 32
@@ -51,25 +51,36 @@ class StrategyPlan:
 
 @dataclass(slots=True)
 class _Notes:
-    """What is found out on the way: rates of each strategy, and the parts of our steps by themselves."""
+    """What is found out on the way: rates of each strategy, and the parts of a step by themselves."""
 
     rates: dict[Misses, list[float]] = field(default_factory=dict)
     steps: list[LayerStep] = field(default_factory=list)
-    parts: dict[str, list[float]] = field(default_factory=dict)
-    latency: LatencyModel | None = None
+    parts: dict[tuple[str, int], list[float]] = field(default_factory=dict)
     layers: int = 0
     experts: int = 0
     resident: float = 0.0
-    several: int = 2
 
-    def part(self, name: str, seconds: float | None) -> None:
-        """One more measurement of a part; None if there was nothing to measure."""
-        if seconds is not None:
-            self.parts.setdefault(name, []).append(seconds)
+    def measure(self, name: str, loaded: LoadedModel, choose: Callable[[int], Choice], most: int) -> None:
+        """Times a layer that asks for 1 and for `most` experts that are met in the way that `name` says."""
+        for count in sorted({min(1, most), most}):
+            seconds = layer_seconds(loaded, choose(count))
+            if seconds is not None:
+                self.parts.setdefault((name, count), []).append(seconds)
 
-    def median(self, name: str) -> float:
-        """0 for what could not be measured."""
-        return statistics.median(self.parts[name]) if name in self.parts else 0.0
+    def median(self, name: str, count: int = 0) -> float:
+        """Of one part's measurements."""
+        return statistics.median(self.parts[name, count])
+
+    def line(self, name: str) -> tuple[float, float]:
+        """(seconds that it costs that there are any, seconds of each of them), beyond those of a layer without any."""
+        counts = sorted(count for known, count in self.parts if known == name)
+        if not counts:
+            return 0.0, 0.0
+        layer_s, first_s = self.median("layer"), self.median(name, counts[0])
+        if len(counts) == 1:
+            return 0.0, max(0.0, first_s - layer_s) / counts[0]
+        each_s = max(0.0, self.median(name, counts[1]) - first_s) / (counts[1] - counts[0])
+        return max(0.0, first_s - layer_s - counts[0] * each_s), each_s
 
 
 def bench_strategies(config: EngineConfig, plan: StrategyPlan, report: Report, say: Callable[[str], None]) -> None:
@@ -104,21 +115,16 @@ def _text(loaded: LoadedModel, plan: StrategyPlan) -> ForcedText:
 
 
 def _our_rate(loaded: LoadedModel, text: ForcedText, notes: _Notes) -> float:
-    layers = hybrid_layers(loaded.model)
-    notes.layers, notes.experts = len(layers), loaded.info.experts
+    notes.layers, notes.experts = len(hybrid_layers(loaded.model)), loaded.info.experts
     notes.resident = sum(cache.slots for cache in caches_of(loaded)) / (notes.layers * notes.experts)
     # Twice over: the first pass fills the cache, and its policy settles.
     decode_seconds(loaded, text, _PASS_S)
     with recorded_steps(loaded.model) as steps:
         seconds = decode_seconds(loaded, text, _PASS_S)
     notes.steps += steps
-    notes.part("rest", rest_seconds(loaded, text))
-    notes.part("layer", layer_seconds(loaded, no_expert))
-    notes.part("one hit", layer_seconds(loaded, residents(1)))
-    notes.several = max(2, loaded.info.experts_per_token // 2)
-    notes.part("several hits", layer_seconds(loaded, residents(notes.several)))
-    # Without the corrections that this very run made: those would know the result.
-    notes.latency = notes.latency or replace(layers[0][1].latency)
+    notes.parts.setdefault(("rest", 0), []).append(rest_seconds(loaded, text))
+    notes.measure("layer", loaded, lambda _count: no_expert, 0)
+    notes.measure("hit", loaded, residents, _several(loaded))
     return _rate(seconds)
 
 
@@ -126,8 +132,13 @@ def _single_rate(loaded: LoadedModel, text: ForcedText, misses: Misses, notes: _
     decode_seconds(loaded, ForcedText(text.prompt, text.answer[:4]))
     seconds = decode_seconds(loaded, text, _PASS_S)
     if misses in ("cpu", "fetch"):
-        notes.part(misses, layer_seconds(loaded, one_of(loaded.info.experts)))
+        notes.measure(misses, loaded, lambda count: any_of(loaded.info.experts, count), _several(loaded))
     return _rate(seconds)
+
+
+def _several(loaded: LoadedModel) -> int:
+    """Enough experts to tell apart what each of them costs, of those that a token chooses."""
+    return max(1, loaded.info.experts_per_token // 2)
 
 
 def _rate(seconds: list[float]) -> float:
@@ -147,16 +158,8 @@ def _rows(notes: _Notes, config: EngineConfig, report: Report) -> None:
 
 
 def _model(notes: _Notes) -> StrategyModel:
-    latency = notes.latency
-    assert latency is not None
-    layer_s, one_s = notes.median("layer"), notes.median("one hit")
-    each_s = (notes.median("several hits") - one_s) / (notes.several - 1) - latency.gpu_s(1)
-    costs = StepCosts(
-        rest_s=notes.median("rest"),
-        layer_s=layer_s,
-        hits_s=max(0.0, one_s - layer_s - latency.gpu_s(1) - max(0.0, each_s)),
-        hit_s=max(0.0, each_s),
-        cpu_side_s=max(0.0, notes.median("cpu") - layer_s - latency.cpu_s(1)),
-        fetch_s=max(0.0, notes.median("fetch") - layer_s - latency.transfer_s - latency.gpu_s(1)),
-    )
+    (hits_s, hit_s), (cpu_side_s, cpu_s), (fetches_s, fetch_s) = (notes.line(name) for name in ("hit", "cpu", "fetch"))
+    # Of several fetched experts, each is computed while the next arrives: what each adds is its way over the link.
+    latency = LatencyModel("measured here", 1, cpu_s, 0.0, hit_s, 1, 0.0, 0.0, 1 / max(fetch_s, 1e-9))
+    costs = StepCosts(notes.median("rest"), notes.median("layer"), hits_s, cpu_side_s, max(0.0, fetches_s - hit_s))
     return StrategyModel(latency, costs, notes.experts)

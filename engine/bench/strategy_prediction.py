@@ -22,17 +22,15 @@ class StepCosts:
     Attributes:
         rest_s: all of a decode step but its expert layers.
         layer_s: an expert layer that needs no expert: its routing brought to the CPU, its sum made.
-        hits_s, hit_s: what it costs that there are hits, and each of them, besides computing them.
-        cpu_side_s: what it costs besides computing them that some experts are computed by the CPU.
-        fetch_s: what a fetched expert costs besides its copy and its computation.
+        hits_s, cpu_side_s, fetches_s: what it costs that there are any hits, experts for the CPU or fetched ones,
+            besides what each of them costs.
     """
 
     rest_s: float
     layer_s: float
     hits_s: float
-    hit_s: float
     cpu_side_s: float
-    fetch_s: float
+    fetches_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ class StrategyModel:
     """Predicts seconds per token.
 
     Attributes:
-        latency: of one expert, without corrections by the run that is predicted.
+        latency: of one expert, not corrected by the run that is predicted.
         experts: of each layer.
     """
 
@@ -78,10 +76,11 @@ class StrategyModel:
 
     def _two_sides(self, hits: int, on_cpu: int, fetched: int, backlog: int) -> float:
         latency, costs = self.latency, self.costs
-        device_s = costs.hits_s + hits * (latency.gpu_s(1) + costs.hit_s) if hits else 0.0
+        device_s = costs.hits_s + hits * latency.gpu_s(1) if hits else 0.0
         arrived_s = backlog * latency.transfer_s
         for _ in range(fetched):
             arrived_s += latency.transfer_s
-            device_s = max(device_s, arrived_s) + latency.gpu_s(1) + costs.fetch_s
+            device_s = max(device_s, arrived_s) + latency.gpu_s(1)
+        device_s += costs.fetches_s if fetched else 0.0
         cpu_s = costs.cpu_side_s + on_cpu * latency.cpu_s(1) if on_cpu else 0.0
         return costs.layer_s + max(device_s, cpu_s)
