@@ -85,13 +85,13 @@ def test_layers_of_two_layouts_do_not_take_each_others_slots(tmp_path: Path) -> 
 
 def test_times_over_a_link_follow_how_misses_are_met() -> None:
     latency = LatencyModel("bf16", 10_000_000, 1e-3, 1e-4, 1e-4, 8, 1e-5, 1e-5, 5e9)
-    on_cpu = over_link(latency, VramCounters(on_cpu=10))
+    on_cpu = over_link(latency, [VramCounters(on_cpu=10)])
     assert on_cpu.miss_s == pytest.approx(latency.cpu_s(1))
     assert on_cpu.urgent_share == 0
-    fetched = over_link(latency, VramCounters(fetched=10))
+    fetched = over_link(latency, [VramCounters(fetched=10)])
     assert fetched.miss_s == pytest.approx(latency.transfer_s + latency.gpu_s(1))
-    both = over_link(latency, VramCounters(on_cpu=5, fetched=5))
+    both = over_link(latency, [VramCounters(on_cpu=5, fetched=5)])
     assert both.miss_s < on_cpu.miss_s
     assert both.hit_s == latency.gpu_s(1)
-    nothing_yet = over_link(latency, VramCounters())
+    nothing_yet = over_link(latency, [VramCounters()])
     assert nothing_yet.urgent_share == float(not latency.prefers_cpu(1))

@@ -139,6 +139,14 @@ def test_the_same_twice() -> None:
     assert once() == once()
 
 
+def test_a_step_of_many_tokens_is_no_decode_step() -> None:
+    tier = tier_of()
+    prefetcher = prefetcher_of(tier)
+    for layer in range(LAYERS):
+        prefetcher.observe(layer, list(range(EXPERTS + 1)))
+    assert prefetcher.report().steps == 0
+
+
 class Oracle:
     """Foretells what it is told to."""
 

@@ -22,6 +22,8 @@ from engine.experts.prediction.target import PrefetchTarget, PrefetchTimes
 from engine.experts.prediction.worth import Worth
 
 _EVALUATED_STEPS = 16
+_WIDEST = 8
+"""Tokens' experts at most: a step of more is as good as a prompt, which wants nearly all of them."""
 _FIRST_STEPS = 32
 """At the start all predictors are watched in every step; later as often as `_WATCH_BUDGET_S` allows."""
 _WATCH_BUDGET_S = 1e-6
@@ -100,6 +102,8 @@ class Prefetcher:
             experts: distinct, all that the step's tokens were routed to.
             hidden: [T, H], what enters the experts, on any device; it may be written to after this call.
         """
+        if len(experts) > _WIDEST * self._per_token:
+            return
         now_s = self._clock()
         if layer <= self._last_layer:
             self._begin_step()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine.experts.disk_tier import DiskTier
 from engine.experts.latency import LatencyModel
 from engine.experts.lookup import VramCounters
@@ -12,19 +14,20 @@ _MEASURED_RECORDS = 64
 _ASSUMED_BYTES_PER_S = 1e9
 
 
-def over_link(latency: LatencyModel, counters: VramCounters) -> PrefetchTimes:
+def over_link(latency: LatencyModel, counters: Sequence[VramCounters]) -> PrefetchTimes:
     """For slots on a device over records in RAM.
 
     An expert that is not there is computed on the CPU or fetched, and both are done at once: with a share f of them
     fetched, one more of them takes max((1 - f) cpu_lat, f (trans_lat + gpu_lat)).
 
     Args:
-        counters: of the device's cache, which say how misses have been met so far.
+        counters: of the devices' caches, which say how misses have been met so far.
     """
     hit_s = latency.gpu_s(1)
     fetched_s = latency.transfer_s + hit_s
-    met = counters.on_cpu + counters.fetched
-    fetched = counters.fetched / met if met else float(not latency.prefers_cpu(1))
+    fetched_so_far = sum(each.fetched for each in counters)
+    met = fetched_so_far + sum(each.on_cpu for each in counters)
+    fetched = fetched_so_far / met if met else float(not latency.prefers_cpu(1))
     return PrefetchTimes(
         record_nbytes=latency.record_nbytes,
         arrival_s=latency.transfer_s,
