@@ -116,7 +116,7 @@ class Costs:
     # On the CPU
 
     def cpu_experts(self, tokens: float, experts: float = 1.0) -> float:
-        """`experts` experts in one call, `tokens` rows altogether; linear in rows once arithmetic rules (Fiddler, 3.3)."""
+        """`experts` experts, `tokens` rows altogether; linear in rows where arithmetic rules (Fiddler, 3.3)."""
         if tokens <= 0 or experts <= 0:
             return 0.0
         reading = experts * self.expert_bytes / self.cpu_bytes_per_s

@@ -39,7 +39,7 @@ def run_batch(
     prefill = PassCosts(costs, width * prompt / workload.beams, width, prompt, prefill=True, disk_share=disk_share)
     decode = PassCosts(costs, width, width, workload.mean_context, prefill=False, disk_share=disk_share)
     timeline = Timeline(record=record)
-    first = pass_seconds(timeline, schedule, prefill, policy) + costs.gpu_head(policy.sequences)
+    first = pass_seconds(timeline, schedule, prefill, policy, start_up=True) + costs.gpu_head(policy.sequences)
     decoding = Timeline(record=record)
     step = pass_seconds(decoding, schedule, decode, policy) + costs.gpu_head(policy.sequences * workload.beams)
     rounds = workload.sequences / policy.sequences
@@ -62,16 +62,22 @@ def run_batch(
     )
 
 
-def pass_seconds(timeline: Timeline, schedule: Schedule, work: PassCosts, policy: BatchPolicy) -> float:
-    """One pass over all layers, in the steady state that consecutive passes reach."""
+def pass_seconds(
+    timeline: Timeline, schedule: Schedule, work: PassCosts, policy: BatchPolicy, *, start_up: bool = False
+) -> float:
+    """One pass over all layers.
+
+    Args:
+        start_up: the pass is the first one, and its first layers wait for a pipeline that is still empty; else it is
+            in the steady state that consecutive passes reach.
+    """
     layers = work.costs.model.layers
     drawn = min(layers, _DRAWN_LAYERS)
     state = LayerState.beginning(policy)
     ends = []
     for layer in range(drawn):
         state = schedule(timeline, work, policy, state, layer)
-        ends.append(max(state.done, state.weights) if layer == 0 else state.done)
-    if drawn < 5:
-        return ends[-1] / drawn * layers
-    # Weights of the first layer come during the last one's computation of the pass before: no start-up cost counts.
-    return (ends[-1] - ends[1]) / (drawn - 2) * layers
+        ends.append(state.done)
+    settled = min(2, drawn - 1)
+    period = (ends[-1] - ends[settled - 1]) / (drawn - settled) if drawn > 1 else ends[0]
+    return ends[-1] + (layers - drawn) * period if start_up else layers * period

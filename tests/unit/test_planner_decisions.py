@@ -1,0 +1,168 @@
+"""The papers' formulas: rooflines, policy search, Fiddler's and Klotski's decisions, memory."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.planner.costs import Costs
+from engine.planner.duoserve import peak_memory, predictor_weights
+from engine.planner.fiddler import break_even_rows, hit_rate_bounds, runs_on_cpu
+from engine.planner.klotski import BlockTimes, fewest_batches
+from engine.planner.memory import card_memory, expert_slots, indexes, share_on_disk
+from engine.planner.policy_search import PerformanceModel, search_policy
+from engine.planner.profile_files import machine_names, model_names, read_machine, read_model
+from engine.planner.roofline import HierarchicalRoofline, Level, operational_intensity, roofline_of
+from engine.planner.simulator.batch_costs import distinct_experts
+from engine.planner.workload import WORKLOADS, Workload, parse_workload
+
+_RATE = st.floats(1e9, 1e15)
+_INTENSITY = st.floats(0.01, 1e4)
+
+
+@st.composite
+def rooflines(draw: st.DrawFn) -> HierarchicalRoofline:
+    return HierarchicalRoofline(
+        Level("GPU", draw(_RATE), draw(_RATE)), Level("CPU", draw(_RATE), draw(_RATE)), draw(_RATE)
+    )
+
+
+@given(roofline=rooflines(), upper=_INTENSITY, lower=_INTENSITY)
+def test_turning_points_are_where_the_roofs_meet(roofline: HierarchicalRoofline, upper: float, lower: float) -> None:
+    reached = roofline.attainable(upper, lower)
+    assert reached <= roofline.upper.attainable(upper)
+    second = roofline.second_turning_point(upper)
+    assert roofline.link * second == pytest.approx(roofline.upper.attainable(upper))
+    if lower >= second:
+        assert reached == pytest.approx(roofline.upper.attainable(upper))
+    else:
+        assert reached == roofline.link * lower
+    if lower < roofline.first_turning_point(lower):
+        # Left of P1 the host does it itself at least as fast as the card could be fed.
+        assert roofline.lower.attainable(lower) > reached * (1 - 1e-9)
+    balance = roofline.balance(upper)
+    assert roofline.link * balance == pytest.approx(roofline.upper.bytes_per_s * upper)
+
+
+@given(roofline=rooflines(), upper=_INTENSITY, lower=_INTENSITY)
+def test_the_bottleneck_is_the_lowest_roof(roofline: HierarchicalRoofline, upper: float, lower: float) -> None:
+    wider = HierarchicalRoofline(roofline.upper, roofline.lower, roofline.link * 2)
+    if roofline.bottleneck(upper, lower) != "link":
+        assert wider.attainable(upper, lower) == roofline.attainable(upper, lower)
+    else:
+        assert wider.attainable(upper, lower) >= roofline.attainable(upper, lower)
+
+
+def test_a_machine_without_a_card_has_no_such_roofline() -> None:
+    with pytest.raises(ValueError, match="no graphics card"):
+        roofline_of(read_machine("desktop-no-gpu-64gb"))
+    assert operational_intensity(1.0, 0.0) == float("inf")
+    assert roofline_of(read_machine("gcp-2x-t4")).link == 2 * roofline_of(read_machine("gcp-t4")).link
+
+
+@pytest.mark.parametrize("machine", [name for name in machine_names() if "no-gpu" not in name])
+def test_a_searched_policy_keeps_within_memory_and_is_the_best_of_a_sample(machine: str) -> None:
+    profile, work = read_machine(machine), Workload("batch", 256, 64, sequences=1000)
+    for name in model_names()[::5]:
+        model = read_model(name)
+        policy = search_policy(profile, model, work)
+        if policy is None:
+            continue
+        performance = PerformanceModel(profile, model, work)
+        assert 1 <= policy.micro_batch <= performance.largest_micro_batch(policy.weights_on_card)
+        assert policy.sequences <= max(performance.largest_batch(0.0), 0)
+        for micro_batch in (1, policy.micro_batch):
+            seconds, _ = performance.layer_seconds(
+                micro_batch, micro_batch, attention_on_card=False, experts_on_card=True, weights=0.0, cache=0.0
+            )
+            assert policy.tokens_per_s_per_layer >= 0.99 * micro_batch / seconds
+
+
+@given(popularity=st.lists(st.floats(0.01, 1.0), min_size=2, max_size=64), seed=st.integers(0, 99))
+def test_no_static_placement_leaves_the_bounds(popularity: list[float], seed: int) -> None:
+    slots = len(popularity) // 2
+    bounds = hit_rate_bounds(popularity, slots)
+    chosen = random.Random(seed).sample(popularity, slots)
+    assert bounds.worst - 1e-9 <= sum(chosen) / sum(popularity) <= bounds.best + 1e-9
+    assert bounds.worst - 1e-9 <= bounds.random <= bounds.best + 1e-9
+
+
+@pytest.mark.parametrize("machine", ["fiddler-quadro-rtx-6000", "desktop-rtx-4090-24gb", "laptop-rtx-3050-4gb"])
+@pytest.mark.parametrize("precision", ["bf16", "int4"])
+def test_algorithm_1_changes_its_mind_once(machine: str, precision: str) -> None:
+    costs = Costs(read_machine(machine), read_model("mixtral-8x7b"), precision)
+    rows = break_even_rows(costs)
+    if rows:
+        assert runs_on_cpu(costs, rows)
+    assert not runs_on_cpu(costs, rows + 1)
+
+
+_SECONDS = st.floats(1e-6, 1.0)
+
+
+@given(
+    st.builds(
+        BlockTimes,
+        attention=_SECONDS,
+        gate=_SECONDS,
+        hot=_SECONDS,
+        cold=_SECONDS,
+        load_attention=_SECONDS,
+        load_gate=_SECONDS,
+        load_expert=_SECONDS,
+        prefetched=st.integers(1, 8),
+        queued=st.integers(0, 64),
+    )
+)
+def test_klotski_takes_the_fewest_batches_that_hide_the_loads(times: BlockTimes) -> None:
+    batches = fewest_batches(times)
+    if batches is None:
+        assert not all(times.inequalities(4096))
+        return
+    assert all(times.inequalities(batches))
+    assert batches == 1 or not all(times.inequalities(batches - 1))
+
+
+def test_slots_and_indexes_of_the_card() -> None:
+    machine, model = read_machine("threadripper-7960x-rtx-4090"), read_model("mixtral-8x7b")
+    slots = expert_slots(card_memory(machine, model, "bf16", cached_tokens=4096), model, "bf16")
+    assert slots == 56
+    assert [indexes(slots, ways, model.layers) for ways in (2, 4, 8)] == [28, 14, 7]
+    assert indexes(slots, 0, model.layers) == 0
+    tiny = machine.with_memory(vram_bytes=2 * 10**9)
+    assert expert_slots(card_memory(tiny, model, "bf16", cached_tokens=4096), model, "bf16") == 0
+
+
+@given(ram=st.integers(2**30, 2**42))
+def test_what_does_not_fit_into_ram_is_on_disk(ram: int) -> None:
+    machine, model = read_machine("desktop-rtx-3090-24gb"), read_model("qwen3-235b-a22b")
+    share = share_on_disk(machine.with_memory(ram_bytes=ram), model, "int4")
+    assert 0 <= share <= 1
+    assert share_on_disk(machine.with_memory(ram_bytes=2 * ram), model, "int4") <= share
+
+
+def test_peaks_grow_with_what_is_held() -> None:
+    model = read_model("mixtral-8x7b")
+    peaks = [peak_memory(model, "awq4", held, non_experts=2e9, context=4096).total for held in (1, 2, 8, 256)]
+    assert peaks == sorted(peaks)
+    assert predictor_weights(read_model("mixtral-8x22b")) > predictor_weights(model)
+
+
+@given(experts=st.integers(2, 512), per_token=st.integers(1, 8), tokens=st.floats(0, 1e5))
+def test_distinct_experts_are_between_one_token_s_and_all(experts: int, per_token: int, tokens: float) -> None:
+    per_token = min(per_token, experts)
+    used = distinct_experts(experts, per_token, tokens)
+    assert 0 <= used <= experts
+    assert distinct_experts(experts, per_token, 1) == pytest.approx(per_token)
+
+
+def test_workloads_as_text() -> None:
+    assert parse_workload("beam") is WORKLOADS["beam"]
+    assert parse_workload("512x32x64") == Workload("512x32x64", 512, 32, 64)
+    assert parse_workload("8x4x1x2").beams == 2
+    for text in ("", "0x4", "4", "4x0", "axb", "4x4x4x4x4"):
+        with pytest.raises(ValueError, match="no workload"):
+            parse_workload(text)

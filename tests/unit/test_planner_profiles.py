@@ -1,0 +1,120 @@
+"""Profiles of machines and models: those that come with the program, and files with nonsense in them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import EngineError
+from engine.planner.machine import HardwareProfile
+from engine.planner.profile_files import (
+    machine_names,
+    machines_dir,
+    model_names,
+    models_dir,
+    read_machine,
+    read_model,
+)
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_a_model_has_as_many_parameters_as_published(name: str) -> None:
+    model = read_model(name)
+    assert model.total_weights == pytest.approx(model.parameters, rel=0.02)
+    assert 0 < model.all_expert_weights < model.total_weights
+    assert model.kv_bytes_per_token() > 0
+    assert model.licence
+    assert model.hub_id in model.source
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_a_machine_is_one_that_could_be(name: str) -> None:
+    machine = read_machine(name)
+    assert machine.source
+    assert machine.link.h2d_pageable <= machine.link.h2d
+    if machine.gpu:
+        assert machine.link.h2d < machine.gpu.bytes_per_s
+        assert machine.cpu.flops < machine.gpu.flops
+    rates = [rate for _, rate in sorted(machine.cpu.weights_bytes_per_s.items())]
+    assert rates == sorted(rates)
+
+
+def test_there_are_enough_of_both() -> None:
+    assert len(machine_names()) >= 15 + 11
+    assert len(model_names()) >= 20
+
+
+def test_memory_can_be_what_if() -> None:
+    machine = read_machine("gcp-2x-t4")
+    more = machine.with_memory(vram_bytes=2 * machine.vram_bytes, ram_bytes=10**12)
+    assert more.vram_bytes == 2 * machine.vram_bytes
+    assert more.cpu.ram_bytes == 10**12
+    assert read_machine("desktop-no-gpu-64gb").with_memory(vram_bytes=10**10).vram_bytes == 0
+
+
+def changed(folder: Path, name: str, change: Any) -> str:
+    content = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    change(content)
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: c["gpu"].__setitem__("memory_bytes", -1),
+        lambda c: c["gpu"].__setitem__("memory_bytes", 1.5e10 + 0.5),
+        lambda c: c["gpu"].pop("tflops"),
+        lambda c: c["link"].__setitem__("h2d_gbps", float("nan")),
+        lambda c: c["cpu"].__setitem__("cores", True),
+        lambda c: c["cpu"].__setitem__("ram_gbps", "fast"),
+        lambda c: c["cpu"].__setitem__("weights_gbps_by_threads", {"many": 3}),
+        lambda c: c.pop("link"),
+        lambda c: c.__setitem__("description", " "),
+        lambda c: c.__setitem__("disk_gbps", 0),
+    ],
+)
+def test_nonsense_about_a_machine_is_refused_in_one_sentence(tmp_path: Path, change: Any) -> None:
+    path = tmp_path / "odd.json"
+    path.write_text(changed(machines_dir(), "gcp-t4", change), encoding="utf-8")
+    with pytest.raises(EngineError, match=r"The profile .*odd\.json .*: mend it"):
+        read_machine(str(path))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: c.__setitem__("experts_per_token", 9),
+        lambda c: c.__setitem__("dense_layers", 32),
+        lambda c: c.__setitem__("hidden", 0),
+        lambda c: c["attention"].pop("heads"),
+        lambda c: c.pop("hub_id"),
+    ],
+)
+def test_nonsense_about_a_model_is_refused_in_one_sentence(tmp_path: Path, change: Any) -> None:
+    path = tmp_path / "odd.json"
+    path.write_text(changed(models_dir(), "mixtral-8x7b", change), encoding="utf-8")
+    with pytest.raises(EngineError, match=r"The profile .*odd\.json .*: mend it"):
+        read_model(str(path))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '"x"', "\x00"])
+def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "odd.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(EngineError, match="The profile"):
+        read_machine(str(path))
+
+
+def test_an_unknown_name_is_told_the_known_ones() -> None:
+    with pytest.raises(EngineError, match="gcp-t4"):
+        read_machine("toaster")
+    with pytest.raises(EngineError, match="mixtral-8x7b"):
+        read_model("toaster")
+
+
+def test_a_profile_is_a_value() -> None:
+    assert read_machine("gcp-t4") == read_machine("gcp-t4")
+    assert isinstance(read_machine("gcp-t4"), HardwareProfile)
