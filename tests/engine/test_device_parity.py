@@ -28,6 +28,7 @@ from tests.engine.on_devices import (
     share_misses,
     slots,
 )
+from tests.engine.test_family_parity import first_difference, routed
 
 FAMILIES = (
     "mixtral",
@@ -67,12 +68,17 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     share_misses(monkeypatch)
 
 
+@torch.inference_mode()
+def logits(model: LoadedModel, tokens: int) -> torch.Tensor:
+    """[1, tokens, V] of so much of the prompt."""
+    result: torch.Tensor = model.model(input_ids=torch.tensor([PROMPT[:tokens]])).logits
+    return result
+
+
 def assert_equal(model: LoadedModel, expected: Reference) -> None:
     """Logits of a prefill, of a short prompt, and tokens of a conversation in two turns."""
     for tokens in (len(PROMPT), SHORT):
-        with torch.inference_mode():
-            found = model.model(input_ids=torch.tensor([PROMPT[:tokens]])).logits
-        torch.testing.assert_close(found, expected.logits[:, :tokens], rtol=0, atol=1e-5)
+        torch.testing.assert_close(logits(model, tokens), expected.logits[:, :tokens], rtol=0, atol=1e-5)
     with chatting(model) as session:
         assert list(answer(session, PROMPT).token_ids) == expected.first
         again = answer(session, expected.second_prompt)
@@ -203,3 +209,19 @@ def test_experts_on_disk_under_a_device(family: str, devices: int, checkpoints: 
         assert model.disk_backed is not None
         assert slots(model) > 0
         assert_equal(model, expected)
+
+
+@pytest.mark.parametrize("misses", ["mixed", "fetch", "cpu"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3", "nemotron_h"])
+def test_in_bf16_as_well(family: str, misses: str, checkpoints: Path) -> None:
+    """Compared with the CPU alone, whose native kernels are the emulated device's as well."""
+    folder = reference(family, checkpoints).folder
+    found = []
+    for devices in (0, 1):
+        settings = {"cache_slots": 4, "misses": misses} if devices else {}
+        with opened(folder, devices, precision="bf16", **settings) as model, routed(model.model) as routes:
+            found.append((logits(model, SHORT).float(), list(routes)))
+    (mine, my_routes), (theirs, their_routes) = found
+    agreed = min(first_difference(my_routes, their_routes), SHORT)
+    assert agreed >= SHORT // 2  # a near tie in a router may fall either way
+    torch.testing.assert_close(mine[:, :agreed], theirs[:, :agreed], rtol=0, atol=2e-3)
