@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from engine.config import EngineConfig
 from engine.devices.emulated import allocate_host
 from engine.devices.link import Link
 from engine.devices.memory_budget import MemoryBudget, MemoryCategory
 from engine.errors import EngineError, ErrorCode
 from engine.experts.slot_segments import Segment
+from engine.runtime.cancellation import RequestCancelled
 from engine.runtime.generation import GenerationResult
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.loading import load_model
 from tests.engine.loaded_tiny import library_tokens, random_prompt
 from tests.engine.on_devices import MIB, answer, chatting, memory_use, opened, share_misses, slots
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
@@ -203,6 +206,33 @@ def test_a_device_whose_kernels_never_have_memory_says_so_and_recovers(
         assert refused.value.code is ErrorCode.NOT_ENOUGH_MEMORY
         kernels.coming = iter(())
         assert list(answer(session, PROMPT, TOKENS).token_ids) == tokens(PROMPT, TOKENS)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_loading_can_be_cancelled_anywhere(devices: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets: list[MemoryBudget] = []
+    made = MemoryBudget.__init__
+    monkeypatch.setattr(MemoryBudget, "__init__", lambda self, *args: (budgets.append(self), made(self, *args))[1])
+    config = EngineConfig(str(checkpoint), device=f"emulated:slow-linkx{devices}", precision="fp32", threads=1)
+    asked = 0
+
+    def cancelled() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked == last
+
+    last = 1
+    while True:
+        asked = 0
+        try:
+            load_model(config, on_progress=lambda _done, _total: None, cancelled=cancelled).close()
+        except RequestCancelled:
+            last += 1 + last // 3
+        else:
+            break
+        assert all(budget.use().used == 0 for budget in budgets)
+    assert last > 2
+    assert all(budget.use().used == 0 for budget in budgets)
 
 
 def test_a_long_piece_can_be_cancelled(checkpoint: Path, tokens: Any) -> None:
