@@ -1,7 +1,7 @@
 """Experts that do not fit into RAM: computed from slots of a RAM tier that are filled from disk as they are needed.
 
-What one expert makes of one token is rounded as the kernels round it and kept by itself; the weighted sum is made of
-these at the end, in fp32, in the order of the experts.  So an answer does not depend on what was in RAM already.
+Each visit of a token to an expert is computed and kept by itself (see `engine.experts.visits`), so an answer does not
+depend on what was in RAM already.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 
 from engine.errors import EngineError, ErrorCode
 from engine.experts.acquired import Acquired
-from engine.experts.cache.pool import Slot
 from engine.experts.disk_tier import DiskTier
 from engine.experts.dispatch import BANK_LAYER
 from engine.experts.ram_tier import RamTier
 from engine.experts.read_ahead import ReadAhead
 from engine.experts.sites import ExpertsSite
+from engine.experts.visits import Visits, visits_of
 from engine.kernels import choose_kernel
 from engine.kernels.interface import ExpertKernel
 from engine.kernels.native.experts import MAX_TOKENS
@@ -122,12 +122,12 @@ class DiskBackedExperts:
         Raises:
             EngineError: an expert could not be read.
         """
-        step = _Step(hidden_states, top_k_index, self._experts)
+        step = visits_of(hidden_states, top_k_index, self._experts)
         if step.spans:
             self._compute_all(step, hidden_states)
         return step.weighted_sum(top_k_weights)
 
-    def _compute_all(self, step: _Step, hidden: torch.Tensor) -> None:
+    def _compute_all(self, step: Visits, hidden: torch.Tensor) -> None:
         """All at once if there are slots for them; else in rounds, of which one is read while another is computed."""
         tier, layer, wanted = self._tier, self._layer, list(step.spans)
         capacity = tier.capacity(layer)
@@ -166,7 +166,7 @@ class DiskBackedExperts:
             tier.release(now)
             tier.release(following)
 
-    def _foretell(self, step: _Step, hidden: torch.Tensor, read: list[int]) -> None:
+    def _foretell(self, step: Visits, hidden: torch.Tensor, read: list[int]) -> None:
         """The step's own reads have been asked for: now for those of the layers to come."""
         if step.tokens > MAX_TOKENS:
             if self._ahead is not None:
@@ -174,7 +174,7 @@ class DiskBackedExperts:
         elif self._prefetcher is not None:
             self._prefetcher.observe(self._layer, list(step.spans), hidden)
 
-    def _compute(self, step: _Step, acquired: Acquired) -> None:
+    def _compute(self, step: Visits, acquired: Acquired) -> None:
         """Those that are there first, then each when it has arrived."""
         arrived: SimpleQueue[int] = SimpleQueue()
         for expert, arrival in acquired.arriving.items():
@@ -190,7 +190,7 @@ class DiskBackedExperts:
             self._run(step, acquired, sorted(batch))
             missing -= len(batch)
 
-    def _run(self, step: _Step, acquired: Acquired, experts: list[int]) -> None:
+    def _run(self, step: Visits, acquired: Acquired, experts: list[int]) -> None:
         # Which kernel computes depends on the step alone, not on how many of its experts happen to be there.
         if step.tokens > MAX_TOKENS:
             step.compute(self._many_tokens, acquired.slots, experts)
@@ -198,65 +198,11 @@ class DiskBackedExperts:
         batch: list[int] = []
         rows = 0
         for expert in experts:
-            count = step.rows_of(expert)
+            begin, end = step.spans[expert]
+            count = end - begin
             if rows + count > MAX_TOKENS:
                 step.compute(self._few_tokens, acquired.slots, batch)
                 batch, rows = [], 0
             batch.append(expert)
             rows += count
         step.compute(self._few_tokens, acquired.slots, batch)
-
-
-class _Step:
-    """The visits of some tokens to their experts, [T, k], one row each, sorted by expert.
-
-    Attributes:
-        spans: expert -> its rows, [begin, end), in the order of the experts; ids that are no expert are left out.
-    """
-
-    def __init__(self, hidden: torch.Tensor, index: torch.Tensor, num_experts: int) -> None:
-        self.tokens, self._width = index.shape
-        self._hidden = hidden
-        flat = index.reshape(-1)
-        self._order = flat.argsort(stable=True)
-        occurring, counts = flat[self._order].unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
-        self.spans: dict[int, tuple[int, int]] = {}
-        begin = 0
-        for expert, count in zip(occurring.tolist(), counts.tolist(), strict=True):
-            if 0 <= expert < num_experts:
-                self.spans[expert] = begin, begin + count
-            begin += count
-        self._sources = self._order // self._width
-        self._outs = hidden.new_zeros(flat.shape[0], hidden.shape[1])
-
-    def rows_of(self, expert: int) -> int:
-        """How many tokens visit this expert."""
-        begin, end = self.spans[expert]
-        return end - begin
-
-    def compute(self, kernel: ExpertKernel, slots: dict[int, Slot], experts: list[int]) -> None:
-        """What these experts make of their tokens, unweighted; every row visits one slot only.
-
-        A kernel that sees one visit per row reads no slot but those, whatever the others hold at this moment.
-        """
-        if not experts:
-            return
-        spans = [self.spans[expert] for expert in experts]
-        rows = torch.cat([torch.arange(*span) for span in spans])
-        counts = torch.tensor([end - begin for begin, end in spans])
-        index = torch.tensor([slots[expert] for expert in experts]).repeat_interleave(counts)[:, None]
-        self._outs[rows] = kernel(
-            self._hidden[self._sources[rows]], index, torch.ones(index.shape, dtype=torch.float32)
-        )
-
-    def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
-        """[T, k] -> [T, H]: each token's visits in the order of the experts, in fp32."""
-        shares = weights.reshape(-1)[self._order].float()[:, None]
-        if self.tokens == 1:
-            return (shares.mT @ self._outs.float()).to(self._hidden.dtype)
-        # The rows of a token, in that order: sorted by token, stably.
-        rows = self._sources.argsort(stable=True).view(self.tokens, self._width)
-        result = torch.zeros(self._hidden.shape, dtype=torch.float32)
-        for visit in rows.unbind(1):
-            result += self._outs[visit].float().mul_(shares[visit])
-        return result.to(self._hidden.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.experts.cache.policies import Key, Policy
@@ -62,6 +63,20 @@ class Pool:
         else:
             self.policy.hit(key)
         return slot
+
+    def use_all(self, keys: Sequence[Key]) -> list[Slot | None]:
+        """`use` for the keys of one step, of which the residents are pinned: a step is nearly all of what is done."""
+        slot_of, pins, hit, missed = self._slot_of, self._pins, self.policy.hit, self.policy.missed
+        slots: list[Slot | None] = []
+        for key in keys:
+            slot = slot_of.get(key)
+            if slot is None:
+                missed(key)
+            else:
+                hit(key)
+                pins[key] = pins.get(key, 0) + 1
+            slots.append(slot)
+        return slots
 
     def pin(self, key: Key) -> None:
         """Keep the resident `key` where it is until `unpin`; pins count."""
@@ -168,4 +183,8 @@ class Pool:
         self.policy = policy
 
     def _victim(self) -> Key | None:
-        return next((key for key in self.policy.victims() if key not in self._pins), None)
+        pins = self._pins
+        for key in self.policy.victims():
+            if key not in pins:
+                return key
+        return None
