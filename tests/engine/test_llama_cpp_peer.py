@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.bench.decode import _rates
 from engine.bench.gguf_export import Quantisation, write_gguf
@@ -121,14 +121,41 @@ def test_the_starter_says_the_same_in_llama_cpp_and_here(tmp_path: Path) -> None
     write_gguf(checkpoint, tmp_path / "starter.gguf", Quantisation.BF16)
     prompt = [504, 3575, 282, 4649, 314]  # The capital of France is
     with LlamaCppPeer("llama.cpp", tmp_path / "starter.gguf", 1, 128, python=PEER) as peer:
-        theirs = peer.greedy(prompt, 24)
-    assert theirs[:4] == our_greedy(checkpoint, prompt, 4)
-    # Both round, in different places: whatever it chose must have been the best, or as good as the best, in float32.
-    reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True).eval()
+        theirs = peer.greedy(prompt, 4)
+    assert theirs == our_greedy(checkpoint, prompt, 4)
+
+
+@needs_peer
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "olmoe"])
+def test_every_family_computes_in_llama_cpp_what_it_computes_in_transformers(family: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"num_local_experts": 6, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+    config = AutoConfig.for_model(
+        family,
+        **sizes,
+        **({} if family == "llama" else experts),
+        num_key_value_heads=4 if family == "olmoe" else 2,
+        head_dim=16,
+        vocab_size=120,
+        max_position_embeddings=128,
+        norm_topk_prob=family != "olmoe",
+        initializer_range=0.2,
+        sliding_window=None,
+        tie_word_embeddings=False,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())  # what the file can hold
+    model.save_pretrained(tmp_path / "model")
+    write_gguf(tmp_path / "model", tmp_path / "model.gguf", Quantisation.BF16)
+    prompt = torch.randint(3, 120, (40,)).tolist()
+    with LlamaCppPeer("llama.cpp", tmp_path / "model.gguf", 1, 64, python=PEER) as peer:
+        theirs = peer.greedy(prompt, 20)
     with torch.inference_mode():
-        logits = reference(torch.tensor([prompt + theirs[:-1]])).logits[0, len(prompt) - 1 :]
-    behind = logits.amax(-1) - logits.gather(1, torch.tensor(theirs)[:, None])[:, 0]
-    assert behind.max() < 0.25, behind
+        ours = model(torch.tensor([prompt + theirs[:-1]])).logits[0, len(prompt) - 1 :].argmax(-1).tolist()
+    # llama.cpp rounds activations to bfloat16: where two tokens or two experts are almost as good, it may take the other.
+    assert sum(one == other for one, other in zip(theirs, ours, strict=True)) >= 16
 
 
 @needs_peer
