@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 
 import pytest
@@ -35,7 +36,7 @@ def test_a_resource_does_one_thing_at_a_time_and_waits_for_what_it_needs(
         assert span.start >= span.ready
         by_resource[resource(span)].append(span)
     for spans in by_resource.values():
-        for earlier, later in zip(spans, spans[1:], strict=False):
+        for earlier, later in itertools.pairwise(spans):
             assert later.start >= earlier.end
             # Nothing idles: whoever may begin does.
             assert later.start == max(earlier.end, later.ready)

@@ -112,34 +112,47 @@ def _of_model(model: _Model, published: _Published, *, given: bool) -> Iterator[
     def row(
         table: str, cell: str, unit: str, kind: str, was: float, now: float, *, given: bool = False, note: str = ""
     ) -> Row:
-        return Row(PAPER, table, f"{title}, {cell}", unit, kind, was, now, given, note)
+        return Row(PAPER, f"{table}: {title}", cell, unit, kind, was, now, given, note)
 
     mib = shape.expert_bytes("bf16") / 2**20
     yield row("II", "expert", "MiB", DERIVED, published.expert_mib, mib)
     per_layer = "read as a layer's two experts"
     yield row(
-        "III", "expert on GPU", "ms", THROUGHPUT, published.on_card_ms, costs.gpu_experts(two, two) * 1e3,
+        "III, computing", "expert on GPU", "ms", THROUGHPUT, published.on_card_ms, costs.gpu_experts(two, two) * 1e3,
         note="published: 2.8 TB/s from a card of 1.0 TB/s; a launch was timed, not the kernel",
     )  # fmt: skip
     copied = two * costs.expert_bytes / costs.machine.link.h2d * 1e3
-    yield row("III", "experts moved", "ms", THROUGHPUT, published.copied_ms, copied, given=given, note=per_layer)
-    yield row("III", "activation moved", "ms", THROUGHPUT, 0.11, 2 * costs.activations(1) * 1e3, note="to and fro")
+    yield row(
+        "III, moving", "experts moved", "ms", THROUGHPUT, published.copied_ms, copied, given=given, note=per_layer
+    )
+    yield row(
+        "III, moving", "activation moved", "ms", THROUGHPUT, 0.11, 2 * costs.activations(1) * 1e3, note="to and fro"
+    )
     for threads, was in zip(_THREADS, published.on_cpu_ms, strict=True):
         now = model.costs(threads).cpu_experts(two, two) * 1e3
-        yield row("III", f"experts on CPU, {threads} threads", "ms", THROUGHPUT, was, now, given=given, note=per_layer)
+        yield row(
+            "III, computing",
+            f"experts on CPU, {threads} threads",
+            "ms",
+            THROUGHPUT,
+            was,
+            now,
+            given=given,
+            note=per_layer,
+        )
     if shape.experts == 8:
-        yield row("III-B", "slots", "experts", DERIVED, 56, model.slots)
-        yield row("III-B", "indexes at 4 ways", "indexes", DERIVED, 14, indexes(model.slots, 4, shape.layers))
+        yield row("III-B, slots", "slots", "experts", DERIVED, 56, model.slots)
+        yield row("III-B, indexes", "indexes at 4 ways", "indexes", DERIVED, 14, indexes(model.slots, 4, shape.layers))
         yield row("fig. 5", "2 ways, 24 threads", "tokens/s", THROUGHPUT, 2.2, model.decode(COLLABORATIVE, 24, 2))
     best = model.best(24)
     ideal = model.decode(IDEAL_PREFETCH)
     yield row("fig. 5", "best, 24 threads", "tokens/s", THROUGHPUT, published.best, best)
     gains = [model.best(threads) / model.decode(CPU_ONLY, threads) for threads in _THREADS]
-    yield row("fig. 5", "cache over CPU only, least", "x", THROUGHPUT, published.gains[0], min(gains))
-    yield row("fig. 5", "cache over CPU only, most", "x", THROUGHPUT, published.gains[1], max(gains))
-    yield row("IV-B", "over ideal prefetching", "x", THROUGHPUT, published.over_prefetching, best / ideal)
+    yield row("IV-B, cache over CPU only", "least", "x", THROUGHPUT, published.gains[0], min(gains))
+    yield row("IV-B, cache over CPU only", "most", "x", THROUGHPUT, published.gains[1], max(gains))
+    yield row("IV-B, over others", "over ideal prefetching", "x", THROUGHPUT, published.over_prefetching, best / ideal)
     if shape.experts == 8:
-        yield row("IV-B", "over Fiddler", "x", THROUGHPUT, 1.6, best / model.decode(FIDDLER))
+        yield row("IV-B, over others", "over Fiddler", "x", THROUGHPUT, 1.6, best / model.decode(FIDDLER))
     watts = "watts from its table IV"
     yield row("V", "24 threads", "J/token", THROUGHPUT, published.joules[0], model.joules(24, best), note=watts)
     yield row("V", "prefetching", "J/token", THROUGHPUT, published.joules[1], model.joules(1, ideal), note=watts)

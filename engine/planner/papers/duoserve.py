@@ -37,16 +37,16 @@ def rows(efficiency: Efficiency) -> Iterator[Row]:
         yield from _peaks(name, title)
     for (name, dataset), (both, one) in _BOTH_RIGHT.items():
         cell = f"{_MODELS[name]}, {dataset}"
-        yield Row(PAPER, "3", f"{cell}, both right", "%", DERIVED, both, both, given=True)
+        yield Row(PAPER, f"3: {cell}", "both right", "%", DERIVED, both, both, given=True)
         wrong = 1 - (both / 100) ** 0.5
         note = "from both right, as if the two were independent"
-        yield Row(PAPER, "3", f"{cell}, at least one right", "%", DERIVED, one, 100 * (1 - wrong**2), note=note)
+        yield Row(PAPER, f"3: {cell}", "at least one right", "%", DERIVED, one, 100 * (1 - wrong**2), note=note)
     latency = 1e3 * _PREDICTOR_OPERATORS * efficiency.operator_s
-    yield Row(PAPER, "6.4", "predictor, latency", "ms", THROUGHPUT, 0.6, latency)
+    yield Row(PAPER, "6.4: predictor, latency", "one prediction", "ms", THROUGHPUT, 0.6, latency)
     shape = read_model("mixtral-8x7b")
     megabytes = 4 * predictor_weights(shape) * (shape.layers - 1) / 1e6
     note = "a predictor of 32-bit weights for each layer but the first"
-    yield Row(PAPER, "6.4", "predictor, memory", "MB", DERIVED, 300, megabytes, note=note)
+    yield Row(PAPER, "6.4: predictor, memory", "all layers", "MB", DERIVED, 300, megabytes, note=note)
     yield from _speed_ups(efficiency)
 
 
@@ -71,7 +71,7 @@ def _peaks(name: str, title: str) -> Iterator[Row]:
     for (cell, held, predictor), published in zip(cases, _PEAKS[name], strict=True):
         peak = peak_memory(shape, "awq4", held, non_experts=_four_bit(shape), context=_CONTEXT, predictor=predictor)
         note = "published: 8 bits a weight, though the model is said to have 4" if published > 100 else ""
-        yield Row(PAPER, "2", f"{title}, {cell}", "GB", DERIVED, published, peak.total / 1e9, note=note)
+        yield Row(PAPER, f"2: {title}", cell, "GB", DERIVED, published, peak.total / 1e9, note=note)
 
 
 def _speed_ups(efficiency: Efficiency) -> Iterator[Row]:
@@ -91,5 +91,5 @@ def _speed_ups(efficiency: Efficiency) -> Iterator[Row]:
             ours = seconds(replace(DUOSERVE, prefetch_accuracy=accuracy))
             ratios += [seconds(replace(other, pinned=False)) / ours for other in (ON_DEMAND, WHOLE_LAYER)]
     note = "the others copy from pageable memory: pinned memory is part of this paper's implementation"
-    yield Row(PAPER, "fig. 5", "end to end, least", "x", THROUGHPUT, 1.42, min(ratios), note=note)
-    yield Row(PAPER, "fig. 5", "end to end, most", "x", THROUGHPUT, 7.54, max(ratios), note=note)
+    yield Row(PAPER, "fig. 5: end to end", "least", "x", THROUGHPUT, 1.42, min(ratios), note=note)
+    yield Row(PAPER, "fig. 5: end to end", "most", "x", THROUGHPUT, 7.54, max(ratios), note=note)

@@ -76,8 +76,7 @@ def _throughputs(column: _Column, efficiency: Efficiency) -> Iterator[Row]:
         disk = 0.0 if step == "4-bit" else column.from_disk
         outcome = run_batch(PAPER, schedule, costs, work, BatchPolicy(_BATCH * batches, _BATCH), disk_share=disk)
         note = "published: 97 times less than ten batches, which share what they load" if published < 0.1 else ""
-        cell = f"{column.title}, {step}"
-        yield Row(PAPER, "3", cell, "tokens/s", THROUGHPUT, published, outcome.tokens_per_s, note=note)
+        yield Row(PAPER, f"3: {column.title}", step, "tokens/s", THROUGHPUT, published, outcome.tokens_per_s, note=note)
 
 
 def _one_block(efficiency: Efficiency) -> Iterator[Row]:
@@ -87,8 +86,8 @@ def _one_block(efficiency: Efficiency) -> Iterator[Row]:
     ours = pass_seconds(Timeline(record=False), Klotski(), work, BatchPolicy(10 * _BATCH, _BATCH))
     simple = 10 * pass_seconds(Timeline(record=False), _SIMPLE, work, BatchPolicy(_BATCH, _BATCH))
     layers = costs.model.layers
-    yield Row(PAPER, "fig. 15", "one MoE block, 64 x 10, Klotski", "ms", THROUGHPUT, 215, 1e3 * ours / layers)
-    yield Row(PAPER, "fig. 15", "one MoE block, 64 x 10, simple", "ms", THROUGHPUT, 2367, 1e3 * simple / layers)
+    yield Row(PAPER, "fig. 15: one MoE block, 64 x 10", "Klotski", "ms", THROUGHPUT, 215, 1e3 * ours / layers)
+    yield Row(PAPER, "fig. 15: one MoE block, 64 x 10", "simple", "ms", THROUGHPUT, 2367, 1e3 * simple / layers)
 
 
 def _accuracy() -> Iterator[Row]:
@@ -107,9 +106,27 @@ def _accuracy() -> Iterator[Row]:
             pairs = token.reshape(-1, 2)
             one_right.append(float(np.mean([[expert in predicted for expert in pair] for pair in pairs])))
     note = "made-up routing has popularity but no correlation between layers"
-    yield Row(PAPER, "fig. 13", "prefetched experts used", "%", DERIVED, 100, 100 * float(np.mean(used)))
-    yield Row(PAPER, "fig. 13", "hot experts right", "%", DERIVED, 58.89, 100 * float(np.mean(hot_right)), note=note)
-    yield Row(PAPER, "fig. 13", "one sequence alone", "%", DERIVED, 42.24, 100 * float(np.mean(one_right)), note=note)
+    yield Row(PAPER, "fig. 13: prefetched experts", "used", "%", DERIVED, 100, 100 * float(np.mean(used)))
+    yield Row(
+        PAPER,
+        "fig. 13: prefetched experts",
+        "hot ones right",
+        "%",
+        DERIVED,
+        58.89,
+        100 * float(np.mean(hot_right)),
+        note=note,
+    )
+    yield Row(
+        PAPER,
+        "fig. 13: prefetched experts",
+        "right for one sequence alone",
+        "%",
+        DERIVED,
+        42.24,
+        100 * float(np.mean(one_right)),
+        note=note,
+    )
 
 
 def _memory() -> Iterator[Row]:
@@ -121,6 +138,6 @@ def _memory() -> Iterator[Row]:
     cache = 2.0 * 2 * shape.attention.kv_elements * prompt * _BATCH
     weights = 2 * 2.0 * shape.layer_weights + (shape.experts_per_token + 1) * shape.expert_bytes("bf16")
     least = RUNTIME_BYTES + 2.0 * shape.embedding_weights + states + cache + weights
-    yield Row(PAPER, "fig. 12", "memory saved, at most", "%", DERIVED, 94.1, 100 * (1 - least / everything))
+    yield Row(PAPER, "fig. 12: memory saved", "at most", "%", DERIVED, 94.1, 100 * (1 - least / everything))
     full = machine.vram_bytes * USABLE_SHARE
-    yield Row(PAPER, "fig. 12", "memory saved, card filled", "%", DERIVED, 74.5, 100 * (1 - full / everything))
+    yield Row(PAPER, "fig. 12: memory saved", "card filled", "%", DERIVED, 74.5, 100 * (1 - full / everything))

@@ -47,18 +47,18 @@ def rows(efficiency: Efficiency) -> Iterator[Row]:
         costs = _costs(card, efficiency)
         for (system, schedule), (published, micro_batch, count) in zip(_SYSTEMS.items(), cells, strict=True):
             predicted = _tokens_per_s(schedule, costs, prompt, generated, micro_batch, micro_batch * count)
-            yield Row(PAPER, "4", f"{task}, {card}, {system}", "tokens/s", THROUGHPUT, published, predicted)
+            yield Row(PAPER, f"4: {task}, {card}", system, "tokens/s", THROUGHPUT, published, predicted)
         _, micro_batch, count = cells[-1]
         yield from _policy(f"{task}, {card}", costs, Workload(task, prompt, generated, _RAM), micro_batch, count)
     t4 = _costs("T4", efficiency)
     for cell, schedule, micro_batch, sequences, published in _TABLE_5:
         predicted = _tokens_per_s(schedule, t4, 418, 128, micro_batch, sequences)
-        yield Row(PAPER, "5", f"MTBench, T4, {cell}", "tokens/s", THROUGHPUT, published, predicted)
+        yield Row(PAPER, "5: MTBench, T4", cell, "tokens/s", THROUGHPUT, published, predicted)
     yield _unpadded(t4)
     l4 = _costs("L4", efficiency)
     moved = l4.h2d(l4.kv_read_bytes(128, 512)) / l4.cpu_attention(128, 512)
     note = "published: 3 to 4"
-    yield Row(PAPER, "fig. 9", "CPU attention over moving KV, L4", "x", THROUGHPUT, 3.5, moved, note=note)
+    yield Row(PAPER, "fig. 9: CPU attention over moving KV", "L4", "x", THROUGHPUT, 3.5, moved, note=note)
 
 
 def _costs(card: str, efficiency: Efficiency) -> Costs:
@@ -76,9 +76,9 @@ def _policy(cell: str, costs: Costs, work: Workload, micro_batch: int, count: in
     found = search_policy(costs.machine, costs.model, work, places_of_experts=(True,))
     assert found is not None
     note = "of the search, from data sheets; the throughputs above use the published policy"
-    yield Row(PAPER, "4", f"{cell}, mu", "sequences", DERIVED, micro_batch, found.micro_batch, note=note)
+    yield Row(PAPER, "4: mu", cell, "sequences", DERIVED, micro_batch, found.micro_batch, note=note)
     batches = found.sequences / found.micro_batch
-    yield Row(PAPER, "4", f"{cell}, N/mu", "micro-batches", DERIVED, count, batches, note=note)
+    yield Row(PAPER, "4: N/mu", cell, "micro-batches", DERIVED, count, batches, note=note)
 
 
 def _unpadded(costs: Costs) -> Row:
@@ -92,5 +92,5 @@ def _unpadded(costs: Costs) -> Row:
         gains.append(ours / _tokens_per_s(flexgen_s4, costs, 418, generated, 8, 1112))
     note = "policy of the search for the mean prompt"
     return Row(
-        PAPER, "fig. 7", "MTBench, T4, unpadded over FlexGen, most", "x", THROUGHPUT, 10.3, max(gains), note=note
+        PAPER, "fig. 7: unpadded over FlexGen", "MTBench, T4, most", "x", THROUGHPUT, 10.3, max(gains), note=note
     )

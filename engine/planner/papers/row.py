@@ -15,7 +15,7 @@ class Row:
     """A cell of a published table.
 
     Attributes:
-        paper, table, cell: where it stands.
+        paper, table, cell: where it stands; `table` names one column or row, whose cells are compared with each other.
         unit: of both numbers.
         kind: `THROUGHPUT` or `DERIVED`.
         published, predicted: the numbers.

@@ -1,0 +1,91 @@
+"""`switchyard simulate` as its users meet it: one JSON document, a table, and mistakes told in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine import cli
+from engine.experts.replay.trace_file import RoutingTrace, write_trace
+
+_CELL = ["simulate", "--model", "gpt-oss-20b", "--hardware", "desktop-rtx-3060-12gb", "--workload", "32x8"]
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert cli.main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_papers(capsys: pytest.CaptureFixture[str]) -> None:
+    document = told(capsys, "simulate", "papers")
+    fields = {"paper", "table", "cell", "unit", "kind", "published", "predicted", "deviation"}
+    assert all(fields <= row.keys() for row in document["rows"])
+    assert {row["kind"] for row in document["rows"]} == {"throughput", "derived"}
+    assert 1 <= len(document["efficiency_factors"]) <= 4
+    for row in document["rows"]:
+        if not row["bound"]:
+            assert row["deviation"] == pytest.approx(row["predicted"] / row["published"] - 1, abs=1e-5)
+
+
+def test_papers_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "papers"]) == 0
+    text = capsys.readouterr().out
+    assert "MoE-Lightning" in text
+    assert "deviation" in text
+    assert "operator_s" in text
+
+
+def test_all_policies_and_a_timeline(capsys: pytest.CaptureFixture[str]) -> None:
+    document = told(capsys, *_CELL)
+    assert document["policy"].startswith("Switchyard")
+    assert document["tokens_per_s"] == max(entry["tokens_per_s"] for entry in document["policies"])
+    assert document["spans_left_out"] == 0
+    assert {"phase", "gpu"} <= {span["lane"] for span in document["spans"]}
+    assert document["bounds"][0]["policy"] == "ideal prefetch"
+    assert document["bottleneck"] in document["utilisation"]
+
+
+def test_one_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    document = told(capsys, *_CELL, "--policy", "FIDDLER", "--precision", "bf16", "--threads", "2")
+    assert document["policy"] == "Fiddler"
+    assert document["policies"] == []
+    assert cli.main([*_CELL, "--policy", "klotski"]) == 0
+    assert "Klotski" in capsys.readouterr().out
+
+
+def test_recorded_routing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    experts = np.tile(np.arange(4, dtype=np.int16), (32, 24, 1))
+    weights = np.full(experts.shape, 0.25, np.float16)
+    path = tmp_path / "trace.npz"
+    write_trace(RoutingTrace(experts, weights, np.array([0, 32]), 32), path)
+    made_up = told(capsys, *_CELL, "--policy", "Switchyard mixed")
+    recorded = told(capsys, *_CELL, "--policy", "Switchyard mixed", "--trace", str(path))
+    assert recorded["hit_rate"] >= made_up["hit_rate"]
+    assert cli.main(["simulate", *_CELL[1:], "--model", "mixtral-8x7b", "--trace", str(path)]) == 2
+    assert "use a trace of this model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["simulate"], "--model"),
+        (["simulate", "--model", "gpt-oss-20b"], "--hardware"),
+        ([*_CELL[:3], "--hardware", "toaster"], "no profile of a machine"),
+        (["simulate", "--model", "toaster", *_CELL[3:]], "no profile of a model"),
+        ([*_CELL, "--workload", "much"], "no workload"),
+        ([*_CELL, "--policy", "magic"], "No policy is called 'magic'"),
+        ([*_CELL, "--threads", "0"], "whole number"),
+        (["simulate", "peppers"], "invalid choice"),
+        ([*_CELL[:1], "--model", "kimi-k2", *_CELL[3:], "--policy", "Fiddler"], "does not fit"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert says in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
