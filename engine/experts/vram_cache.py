@@ -148,18 +148,16 @@ class VramCache:
                 self._pools.adopt(name)
             pool, lookup, foretold = self._pools.of(layer), Lookup(layer), self._flights.foretold
             hits, misses, arriving = lookup.hits, lookup.misses, pool.arriving
-            for expert, key in zip(experts, keys, strict=True):
-                slot = pool.use(key)
-                if slot is not None:
-                    pool.pin(key)
-                    hits[expert] = slot
-                    if key in foretold:
-                        foretold.discard(key)
-                        self.counters.prefetches_used += 1
+            for expert, key, slot in zip(experts, keys, pool.use_all(keys), strict=True):
+                if slot is None:
+                    misses.append(expert)
+                    if key in arriving:
+                        lookup.late.add(expert)
                     continue
-                misses.append(expert)
-                if key in arriving:
-                    lookup.late.add(expert)
+                hits[expert] = slot
+                if foretold and key in foretold:
+                    foretold.discard(key)
+                    self.counters.prefetches_used += 1
             counters = self.counters
             counters.lookups += len(keys)
             counters.hits += len(hits)

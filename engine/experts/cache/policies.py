@@ -153,20 +153,23 @@ class Scored(Policy):
             self._rebuild()
 
     def victims(self) -> Iterator[Key]:
+        heap, resident, score = self._heap, self._resident, self._score
         named: set[Key] = set()
         try:
-            while self._heap:
-                pushed_score, _, key = heapq.heappop(self._heap)
-                if key not in self._resident or key in named:
-                    continue
-                if self._score.get(key, 0.0) > pushed_score:
-                    self._push(key)
-                    continue
-                named.add(key)
-                yield key
+            while heap:
+                # Whoever is named stays on top until another is asked for, which is rare.
+                pushed_score, _, key = heap[0]
+                if key not in resident or key in named:
+                    heapq.heappop(heap)
+                elif (now := score.get(key, 0.0)) > pushed_score:
+                    self._tick += 1
+                    heapq.heapreplace(heap, (now, self._tick, key))
+                else:
+                    yield key
+                    named.add(key)
         finally:
             for key in sorted(named):  # a set has no order of its own to repeat
-                if key in self._resident:
+                if key in resident:
                     self._push(key)
 
     def admits(self, key: Key, victim: Key) -> bool:
