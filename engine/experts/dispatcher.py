@@ -303,8 +303,8 @@ class HybridExperts:
         if added is not None:
             self._activations.read_until(added)
         landed, event = self._activations.to_device(out)
-        self._device.compute_stream.wait(event)
         step.pending.append(sums.add(landed, experts))
+        self._device.compute_stream.wait(event)
 
     def _submit(self, step: _Step) -> Event | None:
         """Hands the pending work over, all at once: each time costs."""

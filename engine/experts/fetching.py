@@ -116,8 +116,8 @@ class Fetching:
 
     def _compute(self, sums: PartialSums, fetch: _Fetch) -> None:
         compute, staging = self._device.compute_stream, self._cache.staging
+        work = sums.on_device(fetch.segment.kernel(self._make_kernel), {fetch.expert: fetch.row})
         compute.wait(fetch.copied)
-        kernel = fetch.segment.kernel(self._make_kernel)
-        fetch.done = compute.submit(sums.on_device(kernel, {fetch.expert: fetch.row}))
+        fetch.done = compute.submit(work)
         if fetch.is_staged and staging is not None:
             staging.used(fetch.row, fetch.done)

@@ -40,14 +40,17 @@ class PartialSums:
         self.result = torch.empty_like(hidden)
 
     def on_device(self, kernel: ExpertKernel, slot_of: Mapping[int, int]) -> Work:
-        """Computes these experts, which lie in slots of a kernel on the device."""
-        calls = list(self._calls(slot_of))
+        """Computes these experts, which lie in slots of a kernel on the device.
+
+        What says which is brought there now, not when the work's turn comes: a card's queue may then wait for weights,
+        and a copy from memory that is not pinned would wait with it, and the caller with the copy.
+        """
+        place = self._hidden.device
+        calls = [(pairs.to(place), ids.to(place)) for pairs, ids in self._calls(slot_of)]
 
         def work() -> None:
-            place = self._hidden.device
             for pairs, ids in calls:
-                where = pairs.to(place)
-                self._rows.index_copy_(0, where, self._compute(kernel, self._hidden, where, ids.to(place)))
+                self._rows.index_copy_(0, pairs, self._compute(kernel, self._hidden, pairs, ids))
 
         return work
 
@@ -69,20 +72,22 @@ class PartialSums:
 
     def add(self, contribution: torch.Tensor, experts: Sequence[int]) -> Work:
         """Takes over what `on_host` gave for these experts, in this order."""
-        pairs = self._routing.pairs(experts)
+        pairs = self._routing.pairs(experts).to(self._rows.device)
 
         def work() -> None:
-            self._rows.index_copy_(0, pairs.to(self._rows.device), contribution)
+            self._rows.index_copy_(0, pairs, contribution)
 
         return work
 
     def finish(self) -> Work:
         """Puts the sum into `result`."""
         tokens, width = self._weights.shape
+        absent = self._routing.absent
+        visits_nobody = torch.tensor(absent).to(self._rows.device) if absent else None
 
         def work() -> None:
-            if self._routing.absent:
-                self._rows[torch.tensor(self._routing.absent).to(self._rows.device)] = 0
+            if visits_nobody is not None:
+                self._rows[visits_nobody] = 0
             rows, shares = self._rows.view(tokens, width, -1), self._weights.float()[:, None]
             for begin in range(0, tokens, SUMMED_TOKENS):
                 some = slice(begin, begin + SUMMED_TOKENS)
