@@ -234,8 +234,9 @@ class DiskTier:
                 return
         error = read.error
         try:
-            if error is None:
+            if error is None or self._may_be_mended(error):
                 self._check(read)
+                error = None
         except BaseException as failure:
             error = failure
         target, read.target, read.pieces = read.target, memoryview(b""), []
@@ -248,11 +249,16 @@ class DiskTier:
         del target
         read.set_result(None)
 
+    def _may_be_mended(self, error: BaseException) -> bool:
+        """Whether what the disk cannot read may be written anew."""
+        is_disks = isinstance(error, EngineError) and error.code is ErrorCode.CHECKPOINT_DAMAGED
+        return is_disks and self._repair is not None
+
     def _check(self, read: Read) -> None:
         size = self.header.layers[read.layer].layout.nbytes
         for number in range(read.count):
             expert, record = read.expert + number, read.target[number * size : (number + 1) * size]
-            if not self._bank.is_intact(read.layer, expert, record):
+            if read.error is not None or not self._bank.is_intact(read.layer, expert, record):
                 self._repair_record(read.layer, expert, record)
 
     def _repair_record(self, layer: int, expert: int, record: memoryview) -> None:
@@ -260,17 +266,22 @@ class DiskTier:
         if self._repair is None:
             raise damaged
         with self._repairing:
-            offset = self.header.record_offset(layer, expert)
-            self._bank.fill(offset, record)  # another reader may have had it made again meanwhile
-            if self._bank.is_intact(layer, expert, record):
+            if self._read_again(layer, expert, record):  # another reader may have had it made again meanwhile
                 return
             _log.warning("%s It is made again from the model's files.", damaged.message)
             try:
                 self._repair(layer, expert)
             except EngineError as error:
                 raise damaged from error
-            self._bank.fill(offset, record)
-            if not self._bank.is_intact(layer, expert, record):
+            if not self._read_again(layer, expert, record):
                 raise damaged
         with self._lock:
             self.records_repaired += 1
+
+    def _read_again(self, layer: int, expert: int, record: memoryview) -> bool:
+        """Whether the record can be read and is intact."""
+        try:
+            self._bank.fill(self.header.record_offset(layer, expert), record)
+        except EngineError:
+            return False
+        return self._bank.is_intact(layer, expert, record)

@@ -40,8 +40,13 @@ class RamPressure:
         self._look_at_s = clock()
         self._grow_at_s = self._look_at_s
 
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to look again."""
+        return self._clock() >= self._look_at_s
+
     def advise(self, allowed: int, filled: int) -> int | None:
-        """The bytes that the cache should allow itself from now on, if that changes; cheap if asked often.
+        """The bytes that the cache should allow itself from now on, if that changes; `None` too if it is not due.
 
         Args:
             allowed: bytes that it allows itself now.

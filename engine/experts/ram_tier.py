@@ -142,7 +142,7 @@ class RamTier:
         Raises:
             EngineError: `INTERNAL`, the tier is closed.
         """
-        if layer == 0 and self._pressure is not None:
+        if self._pressure is not None and self._pressure.is_due:
             self.trim()
         with self._changed:
             self._check_open()
@@ -242,7 +242,7 @@ class RamTier:
             return self.nbytes
 
     def trim(self) -> None:
-        """Follows what the machine has left for us.  To be called once in a step: most calls only look at the clock."""
+        """Follows what the machine has left for us; `acquire` does that now and then."""
         if self._pressure is None or not CAN_GIVE_BACK:
             return
         before = self.nbytes
@@ -253,7 +253,7 @@ class RamTier:
         self._lowered = None
         if now < budget - budget // 32:
             self._lowered = (
-                f"Other programs need RAM: of the {budget / 1e6:,.0f} MB meant for experts only {now / 1e6:,.0f} MB are "
+                f"Other programs need RAM: {now / 1e6:,.0f} MB of the {budget / 1e6:,.0f} MB meant for experts are "
                 "used, and more experts are read from disk."
             )
         if now < before:

@@ -14,6 +14,7 @@ from engine.errors import EngineError, ErrorCode
 from engine.experts import disk_tier
 from engine.experts.bank import ExpertBank
 from engine.experts.bank_file import BankFile, DamagedRecordError
+from engine.experts.direct_file import DirectFile
 from engine.experts.disk_tier import DiskTier
 from engine.experts.load_prepared import load_prepared
 from engine.experts.record import allocate_records
@@ -120,6 +121,36 @@ def test_many_who_meet_the_same_damage_have_it_repaired_once(path: Path) -> None
     assert path.read_bytes() == whole
 
 
+@pytest.mark.parametrize("pieces", [4096, 2**21])
+def test_what_the_disk_cannot_read_is_written_anew(path: Path, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "PIECE_BYTES", pieces)
+    good, really, bad = allocate_records(8, LARGE, CPU), DirectFile.read_into, {HEADER.record_offset(1, 3)}
+    with BankFile(path) as bank:
+        for expert in range(8):
+            bank.read(1, expert, good[expert])
+
+    def fail(self: DirectFile, offset: int, target: memoryview) -> None:
+        if any(offset <= place < offset + len(target) for place in bad):
+            raise OSError(5, "Input/output error")
+        really(self, offset, target)
+
+    def repair(layer: int, expert: int) -> None:
+        with BankFile(path) as bank:
+            bank.rewrite(layer, expert, good[expert])
+        bad.remove(HEADER.record_offset(layer, expert))
+
+    monkeypatch.setattr(DirectFile, "read_into", fail)
+    with DiskTier(path, HEADER) as disk, pytest.raises(EngineError, match="cannot be read"):
+        disk.read(1, 3, one(1)).result(60)
+    with DiskTier(path, HEADER, repair=repair) as disk:
+        layer = allocate_records(8, LARGE, CPU)
+        for read in disk.read_all(1, layer):
+            read.result(60)
+        assert torch.equal(layer, good)
+        assert disk.records_repaired == 1
+        assert disk.note is not None
+
+
 def test_a_repair_that_fails_is_told(path: Path) -> None:
     flip(path, HEADER.record_offset(0, 0))
 
@@ -211,7 +242,7 @@ def test_where_direct_access_is_refused_it_reads_as_others_do(path: Path, monkey
 
 def test_a_direct_read_that_is_refused_later_goes_on_as_others_do(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with DiskTier(path, HEADER, readers=1) as disk:
-        really_read, refused = os.preadv, []
+        really_read, refused = os.preadv, list[int]()
 
         def refuse_once(descriptor: int, buffers: object, offset: int) -> int:
             if not refused:
