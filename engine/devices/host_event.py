@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Protocol
 
 from engine.devices.failures import cancelled_error, fresh
 from engine.errors import EngineError, ErrorCode
 
 
+class Worker(Protocol):
+    """Whoever does the work of a stream."""
+
+    @property
+    def performer(self) -> int | None:
+        """Identifier of the thread that does some of it at this moment."""
+
+    def help_until(self, event: HostEvent) -> None:
+        """Does work in the calling thread until `event` is done or somebody else is at it: a thread costs a wake."""
+
+
 class HostEvent:
-    """The end of one piece of work (see `engine.devices.device.Event`)."""
+    """The end of one piece of work (see `engine.devices.device.Event`).
 
-    __slots__ = ("_claimed", "_ended_s", "_failure", "_finished", "_runner", "_started_s", "_stream")
+    Args:
+        stream: its name.
+        worker: does the work, unless the caller has done it.
+    """
 
-    def __init__(self, stream: str, runner: int | None = None) -> None:
-        """`runner` is the identifier of the thread that does the work, unless it is the caller's own."""
+    __slots__ = ("_claimed", "_ended_s", "_failure", "_finished", "_started_s", "_stream", "_worker")
+
+    def __init__(self, stream: str, worker: Worker | None = None) -> None:
         self._stream = stream
-        self._runner = runner
+        self._worker = worker
         self._claimed = threading.Lock()  # whoever gets it decides: the stream runs the work, or a caller cancels it
         self._finished = threading.Event()
         self._failure: EngineError | None = None
@@ -30,15 +46,23 @@ class HostEvent:
     def wait(self, timeout_s: float | None = None) -> bool:
         """See `Event.wait`.  From work of the same stream it raises at once: that would be waiting for itself."""
         if not self._finished.is_set():
-            if self._runner == threading.get_ident():
+            worker = self._worker
+            if worker is not None and worker.performer == threading.get_ident():
                 raise EngineError(
                     ErrorCode.INTERNAL, f"Work on {self._stream} waits for what is queued behind it: report this."
                 )
+            if timeout_s is None:
+                self.help()
             if not self._finished.wait(timeout_s):
                 return False
         if self._failure is not None:
             raise fresh(self._failure)
         return True
+
+    def help(self) -> None:
+        """Does what stands before this event, if nobody is at it: for a thread that has to wait for it anyway."""
+        if self._worker is not None and not self._finished.is_set():
+            self._worker.help_until(self)
 
     def cancel(self) -> bool:
         """See `Event.cancel`."""

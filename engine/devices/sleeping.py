@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -14,8 +15,14 @@ _SPIN_S = 20e-6
 """A sleep ends late rather than early; the last bit is spent giving the processor to others."""
 
 
+_sharpened = threading.local()
+
+
 def sharpen_timers() -> None:
     """Lets sleeps of the calling thread end on time: Linux puts them off by 50 microseconds to save power."""
+    if getattr(_sharpened, "done", False):
+        return
+    _sharpened.done = True
     if sys.platform == "linux":
         try:
             ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)

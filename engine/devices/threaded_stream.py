@@ -1,12 +1,16 @@
-"""A stream with a thread of its own: in order within, beside all others, as on a graphics card."""
+"""A stream with a thread of its own: in order within, beside all others, as on a graphics card.
+
+Whoever waits for an event whose work nobody has begun does it himself: on a real card nothing has to be woken up, and
+here that costs more than most of what is submitted.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from queue import SimpleQueue
 
 import torch
 
@@ -59,9 +63,12 @@ class ThreadedStream:
         self._carrier = carrier
         self._closing = closing
         self._slowdown = slowdown
-        self._queue: SimpleQueue[_Item | None] = SimpleQueue()
-        self._entry = threading.Lock()  # nothing is queued behind the end
+        self._queue: deque[_Item] = deque()
+        self._turn = threading.Condition(threading.Lock())
         self._closed = False
+        self._free_s = 0.0
+        self.performer: int | None = None
+        """The thread that does an item now: this stream's own, or one that waits for it."""
         self._failure: EngineError | None = None
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
@@ -108,6 +115,8 @@ class ThreadedStream:
         """See `Stream.wait`."""
 
         def run(ready_s: float) -> Span:
+            if isinstance(event, HostEvent):
+                event.help()
             while not event.wait(_LOOK_S):
                 if self._closing.is_set():
                     raise ClosingError
@@ -133,19 +142,30 @@ class ThreadedStream:
 
     def close(self) -> None:
         """See `Stream.close`.  Set `closing` before, for what is under way to end early."""
-        with self._entry:
-            if not self._closed:
-                self._closed = True
-                self._queue.put(None)
+        with self._turn:
+            self._closed = True
+            self._turn.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def help_until(self, event: HostEvent) -> None:
+        """See `Worker.help_until`."""
+        sharpen_timers()
+        while not event.done():
+            item = self._next_item()
+            if item is None:
+                return
+            self._perform(item)
+            del item
+
     def _enqueue(self, run: Callable[[float], Span], *, recovers: bool = False, is_wait: bool = False) -> HostEvent:
-        event = HostEvent(self.name, None if is_wait else self._thread.ident)
+        event = HostEvent(self.name, None if is_wait else self)
         item = _Item(event, run, time.perf_counter(), recovers)
-        with self._entry:
+        with self._turn:
             self._require_open()
-            self._queue.put(item)
+            self._queue.append(item)
+            if self.performer is None:
+                self._turn.notify()
         return event
 
     def _require_open(self) -> None:
@@ -154,12 +174,35 @@ class ThreadedStream:
 
     def _serve(self) -> None:
         sharpen_timers()
-        free_s = 0.0
-        while (item := self._queue.get()) is not None:
-            if item.event.claim():
-                free_s = self._do(item, free_s)
+        while True:
+            with self._turn:
+                while self.performer is not None or not self._queue:
+                    if self._closed and self.performer is None:
+                        return
+                    self._turn.wait()
+            item = self._next_item()
+            if item is not None:
+                self._perform(item)
             # While this thread waits for the next item it must not keep the tensors of the last one alive.
             del item
+
+    def _next_item(self) -> _Item | None:
+        """The first item, if there is one and nobody does another; it is the calling thread's to perform."""
+        with self._turn:
+            if self.performer is not None or not self._queue:
+                return None
+            self.performer = threading.get_ident()
+            return self._queue.popleft()
+
+    def _perform(self, item: _Item) -> None:
+        try:
+            if item.event.claim():
+                self._free_s = self._do(item, self._free_s)
+        finally:
+            with self._turn:
+                self.performer = None
+                if self._queue or self._closed:
+                    self._turn.notify()
 
     def _do(self, item: _Item, free_s: float) -> float:
         """Does one item, and returns when the stream was free again."""
