@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.experts.record import RecordLayout
+from engine.experts.bank import BankLayer
+from engine.experts.record import RecordLayout, allocate_records
 from engine.kernels.quantised.tiles import GROUP, Pairing, TiledMatrix, TiledShape
 from engine.kernels.quantised.weights import quantise_into
 
@@ -49,6 +50,11 @@ class QuantisedLayout(RecordLayout):
         layout = RecordLayout.of(shapes, transposed=False)
         return cls(layout.parts, layout.nbytes, precision, plain, pairing)
 
+    @property
+    def unquantised(self) -> RecordLayout:
+        """See `RecordLayout.unquantised`."""
+        return self.plain
+
     def tiled_shape(self, name: str) -> TiledShape:
         """Of the matrix `name`."""
         rows, columns = next(part.shape for part in self.plain.parts if part.name == name)
@@ -84,3 +90,16 @@ class QuantisedLayout(RecordLayout):
     @staticmethod
     def _views(layout: RecordLayout, record: torch.Tensor) -> dict[str, Any]:
         return {part.name: layout.stacked_view(record[None], part) for part in layout.parts}
+
+
+def quantise_layer(plain: BankLayer, target: BankLayer, kernels: NativeKernels | None = None) -> None:
+    """Quantises all experts of `plain`, in RAM, into the records of `target`, wherever they are."""
+    layout = target.layout
+    assert isinstance(layout, QuantisedLayout)
+    here = target.device.type == "cpu"
+    room = allocate_records(1, layout, torch.device("cpu"))[0]
+    for expert in range(plain.num_experts):
+        record = target.records[expert] if here else room
+        layout.quantise_record(plain.records[expert], record, kernels)
+        if not here:
+            target.records[expert].copy_(record)

@@ -15,10 +15,14 @@ def choose_kernel(module: Any, layer: LayerRecords, kernels: NativeKernels | Non
 
     `kernels` are the native ones, where they can be had.
     """
+    in_torch = choose_torch_kernel(module, layer, kernels)
+    if in_torch is None or kernels is None or not can_compute(layer, in_torch.math):
+        return in_torch
+    return NativeExperts(layer, in_torch.math, kernels, many_tokens=in_torch)
+
+
+def choose_torch_kernel(module: Any, layer: LayerRecords, kernels: NativeKernels | None) -> TorchExperts | None:
+    """One that computes any number of tokens in the same way; `kernels` at most dequantise for it."""
     if not hasattr(module, "has_gate"):
         return None
-    math = ExpertMath.of(module)
-    in_torch = TorchExperts(layer, math, kernels)
-    if kernels is not None and can_compute(layer, math):
-        return NativeExperts(layer, math, kernels, many_tokens=in_torch)
-    return in_torch
+    return TorchExperts(layer, ExpertMath.of(module), kernels)

@@ -22,7 +22,7 @@ class TorchExperts:
     """
 
     def __init__(self, layer: LayerRecords, math: ExpertMath, kernels: NativeKernels | None = None) -> None:
-        self._math = math
+        self.math = math
         self._experts = layer.num_experts
         self._first_bias = layer.rows[math.first_bias] if math.first_bias else None
         self._down_bias = layer.rows[math.down_bias] if math.down_bias else None
@@ -34,9 +34,7 @@ class TorchExperts:
         self._down_bias_all: torch.Tensor | None = None
         quantised = isinstance(layer.layout, QuantisedFormat)
         self._dtype = torch.bfloat16 if quantised else layer.rows["down_proj"][0].dtype
-        # A single expert is computed as one of several is: what it gives must not depend on how many slots a cache has.
-        small = self._experts > 1 and layer.records.nbytes <= _ALL_AT_ONCE_BYTES
-        if not quantised and small and layer.device.type == "cpu":
+        if not quantised and layer.records.nbytes <= _ALL_AT_ONCE_BYTES and layer.device.type == "cpu":
             # Decoding writes into the same buffers every time: an allocation per operator is what is saved.
             first, down = layer.stacked[math.first], layer.stacked["down_proj"]
             self._gates = torch.empty(self._experts, 1, first.shape[1], dtype=self._dtype)
@@ -61,10 +59,10 @@ class TorchExperts:
         return result if result.dtype == hidden_states.dtype else result.to(hidden_states.dtype)
 
     def _gate(self, inner: torch.Tensor) -> torch.Tensor:
-        if self._math.is_silu_gate:
+        if self.math.is_silu_gate:
             gate, up = inner.chunk(2, dim=-1)
             return silu(gate).mul_(up)
-        return self._math.gate(inner)
+        return self.math.gate(inner)
 
     def _one_token_all_experts(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         assert self._first_all is not None
@@ -77,8 +75,8 @@ class TorchExperts:
         if self._down_bias_all is not None:
             out += self._down_bias_all
         out = out.view(experts, -1)
-        if self._math.norm is not None:
-            out = self._math.norm(out)
+        if self.math.norm is not None:
+            out = self.math.norm(out)
         # One column more takes the ids that are no expert.
         share = torch.zeros(1, experts + 1, dtype=torch.float32, device=weights.device)
         share.scatter_add_(1, index.clamp(max=experts), weights.float())
@@ -94,8 +92,8 @@ class TorchExperts:
         inner = self._gate(torch.cat([self._first(hidden, expert) for expert in chosen]))
         rows = inner[:, None].unbind(0)
         out = torch.cat([self._down(row, expert) for row, expert in zip(rows, chosen, strict=True)])
-        if self._math.norm is not None:
-            out = self._math.norm(out)
+        if self.math.norm is not None:
+            out = self.math.norm(out)
         return weights.float() @ out.float()
 
     def _many_tokens(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -114,8 +112,8 @@ class TorchExperts:
             end = begin + count
             mine = tokens[begin:end]
             out = self._down(self._gate(self._first(hidden[mine], expert)), expert)
-            if self._math.norm is not None:
-                out = self._math.norm(out)
+            if self.math.norm is not None:
+                out = self.math.norm(out)
             result.index_add_(0, mine, out.float().mul_(shares[begin:end]))
             begin = end
         return result

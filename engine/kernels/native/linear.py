@@ -40,14 +40,18 @@ def speed_up_linears(model: torch.nn.Module, kernels: NativeKernels) -> int:
 def quantise_linears(model: torch.nn.Module, precision: str, kernels: NativeKernels) -> int:
     """Replaces the weights of every large bf16 `Linear` of a model on the CPU, routers apart, by int8 or int4 ones.
 
+    The head is never less than int8: it is where an error comes through to the text at once.
+
     The parameter `weight` becomes empty; the tiles are buffers of the module.  A weight that is shared with an
     embedding stays there.  Returns how many were replaced.
     """
     count = 0
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     for name, module in model.named_modules():
         if _is_plain(module) and name.rpartition(".")[2] not in _ROUTERS:
             assert isinstance(module, torch.nn.Linear)
-            module.forward = QuantisedLinear(module, precision, kernels)  # type: ignore[method-assign]
+            of_this = "int8" if module is head else precision
+            module.forward = QuantisedLinear(module, of_this, kernels)  # type: ignore[method-assign]
             count += 1
     return count
 

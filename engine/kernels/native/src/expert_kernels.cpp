@@ -143,7 +143,7 @@ SWITCHYARD_API int32_t switchyard_experts(SwitchyardPool *pool, const Switchyard
     const auto active = static_cast<int64_t>(call.visits.active.size());
     ExpertsRun run(call, active, call.visits.count(), pool->threads());
     if (tokens > kDecodeTokens)
-        pool->run_long(experts_work, &run);
+        pool->run_long(experts_work, &run, call.visits.count() * call.expert_bytes());
     else
         pool->run(experts_work, &run, active * call.expert_bytes());
     return 0;

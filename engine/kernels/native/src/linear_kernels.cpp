@@ -54,7 +54,7 @@ SWITCHYARD_API int32_t switchyard_linear(SwitchyardPool *pool, const SwitchyardM
     for (int32_t token = 0; token < tokens; ++token) vectors.set(kernels, token, x + token * weight->columns);
     LinearCall call = {kernels, *weight, vectors, which, bias, out, Phase(blocks_of(*weight), pool->threads(), 1)};
     if (tokens > kDecodeTokens)
-        pool->run_long(linear_work, &call);
+        pool->run_long(linear_work, &call, tokens * bytes_of(*weight));
     else
         pool->run(linear_work, &call, bytes_of(*weight));
     return 0;

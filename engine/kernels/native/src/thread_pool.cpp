@@ -14,9 +14,10 @@ void relax_cpu() {}
 namespace {
 // Between two layers of a decoding model lie some hundred microseconds of attention: longer silence means idle.
 constexpr auto kSpin = std::chrono::microseconds(1500);
+constexpr int64_t kWakingBytes = 1 << 20;  // less is done before a sleeping thread has come
 }  // namespace
 
-SwitchyardPool::SwitchyardPool(int threads) : threads_(threads), team_size_(threads > 1) {
+SwitchyardPool::SwitchyardPool(int threads) : threads_(threads), team_size_(threads > 1), team_size_long_(threads > 1) {
     workers_.reserve(threads > 1 ? threads - 1 : 0);
     for (int thread = 1; thread < threads; ++thread) workers_.emplace_back(&SwitchyardPool::worker, this);
 }
@@ -40,8 +41,12 @@ void SwitchyardPool::run(Work work, void *argument, int64_t bytes) {
     run_team(work, argument);
 }
 
-void SwitchyardPool::run_long(Work work, void *argument) {
+void SwitchyardPool::run_long(Work work, void *argument, int64_t bytes) {
     std::lock_guard<std::mutex> only(one_caller_);
+    if (bytes < kWakingBytes || !team_size_long_.use_team(bytes)) {
+        work(argument);
+        return;
+    }
     spin_.store(false, std::memory_order_relaxed);
     run_team(work, argument);
 }

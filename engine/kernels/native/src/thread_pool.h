@@ -62,15 +62,15 @@ struct SwitchyardPool {
     // Runs `work`, which reads `bytes` of weights, on the caller and, where that is faster, the workers; when it
     // returns, none of them touches `argument` any more.
     void run(Work work, void *argument, int64_t bytes);
-    // The same for long work that is not decoding: on all threads, which then sleep, because torch's come next.
-    void run_long(Work work, void *argument);
+    // The same for long work that is not decoding: the workers sleep afterwards, because torch's come next.
+    void run_long(Work work, void *argument, int64_t bytes);
 
   private:
     void worker();
     void run_team(Work work, void *argument);
 
     const int threads_;
-    TeamSize team_size_;
+    TeamSize team_size_, team_size_long_;
     Work work_ = nullptr;
     void *argument_ = nullptr;
     alignas(64) std::atomic<uint64_t> gate_{0};  // even: closed; odd: open for a run

@@ -108,7 +108,7 @@ void dequantise_work(void *argument) {
 SWITCHYARD_API int32_t switchyard_quantise(SwitchyardPool *pool, const SwitchyardMatrix *target,
                                            const uint16_t *source, int32_t rounds) {
     QuantiseCall call = {kernels_in_use(), *target, source, rounds, Phase(blocks_of(*target), pool->threads(), 1)};
-    pool->run_long(quantise_work, &call);
+    pool->run_long(quantise_work, &call, target->rows * target->columns * 2);
     return 0;
 }
 
@@ -119,6 +119,6 @@ SWITCHYARD_API int32_t switchyard_dequantise(SwitchyardPool *pool, const Switchy
     piece.rows = std::min(end * whole.block, whole.first_limit) - begin * whole.block;
     if (matrix->pairing == SWITCHYARD_HALVES) piece.rows *= 2;
     DequantiseCall call = {kernels_in_use(), *matrix, piece, begin, out, Phase(end - begin, pool->threads(), 1)};
-    pool->run_long(dequantise_work, &call);
+    pool->run_long(dequantise_work, &call, piece.rows * piece.columns * 2);
     return 0;
 }
