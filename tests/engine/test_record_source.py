@@ -107,6 +107,8 @@ class SourceMachine(RuleBasedStateMachine):
             event = self.device.h2d_stream.copy(target, source)
             held.until(expert, event)
             self.copies.append(_Copy(layer, expert, source, target, event))
+        if self.gate is None:  # copies end when they are told to, or at once: what comes next depends on it
+            self.device.h2d_stream.record().wait()
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
