@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
 
 from engine.experts.prediction.target import PrefetchTarget
 
 _SPARED_STEPS = 2
 """Who was wanted in this step or the one before is no candidate: the token before is a predictor that always holds."""
 _LONGEST = 8.0
-"""Steps after which it is forgotten who has left."""
+"""Steps at most that experts are taken to stay."""
 _CHOICE = 4
-"""Of so many candidates for each place, the least wanted go first."""
-_LOOKED_AT = 16
-"""Candidates looked at for each place at most: what a prefetch may cost is bounded."""
+"""Of so many candidates for each place, the least wanted go first; no more are looked at."""
 
 
 _PULL = 0.02
@@ -95,7 +94,6 @@ class Aging:
         self._brought_in_vain += len(experts)
         if self._brought_in_vain > _MEMORY:
             self._brought_in_vain, self._regained = self._brought_in_vain / 2, self._regained / 2
-            self._too_early = _recent(self._too_early, step)
 
     def dead(
         self, layer: int, places: int, step: int, foretold: Mapping[int, Collection[int]], target: PrefetchTarget
@@ -106,27 +104,22 @@ class Aging:
             places: how many are needed at most.
             foretold: layer -> experts that are expected there.
         """
-        order, stride = self._order[self._pools[layer]], self._stride
-        found: list[int] = []
-        absent: list[int] = []
-        looked_at = 0
-        for key, used in order.items():
-            looked_at += 1
-            if used > step - _SPARED_STEPS or len(found) >= _CHOICE * places or looked_at > _LOOKED_AT * places:
-                break
-            owner, expert = divmod(key, stride)
+        order, uses, latest = self._order[self._pools[layer]], self._uses, step - _SPARED_STEPS
+        oldest = [key for key in islice(order, _CHOICE * places) if order[key] <= latest]
+        oldest.sort(key=uses.__getitem__)
+        found: list[tuple[int, int]] = []
+        for key in oldest:
+            owner, expert = divmod(key, self._stride)
             if expert in foretold.get(owner, ()):
                 continue
-            if target.absent(owner, [expert]):
-                absent.append(key)
+            if target.absent(owner, [expert]):  # has left by itself
+                del order[key], uses[key]
                 continue
-            found.append(key)
-            self._stay += _PULL * (min(step - used, _LONGEST) - self._stay)
-        for key in absent:  # has left by itself
-            del order[key]
-            self._uses.pop(key, None)
-        found.sort(key=self._uses.__getitem__)
-        return [divmod(key, stride) for key in found[:places]]
+            found.append((owner, expert))
+            self._stay += _PULL * (min(step - order[key], _LONGEST) - self._stay)
+            if len(found) == places:
+                break
+        return found
 
     def leaving(self, dead: list[tuple[int, int]], step: int) -> Iterator[tuple[int, int]]:
         """`dead`, for a target to read; whoever it reads is taken to have left."""
@@ -138,7 +131,6 @@ class Aging:
             self._uses.pop(key, None)
             if self._driven_out > _MEMORY:
                 self._driven_out, self._regretted = self._driven_out / 2, self._regretted / 2
-                self._gone = _recent(self._gone, step)
             yield layer, expert
 
 
@@ -149,7 +141,3 @@ def _taken(since: dict[int, int], first: int, experts: Sequence[int], not_before
         begun = since.pop(first + expert, None)
         count += begun is not None and begun >= not_before
     return count
-
-
-def _recent(since: dict[int, int], step: int) -> dict[int, int]:
-    return {key: begun for key, begun in since.items() if step - begun <= _LONGEST}
