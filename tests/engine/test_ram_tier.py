@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.errors import EngineError, ErrorCode
-from engine.experts import slot_group
 from engine.experts.cache.policies import POLICY_NAMES
 from engine.experts.direct_file import bytes_of
 from engine.experts.disk_tier import DiskTier, Read
@@ -251,6 +250,8 @@ def test_many_threads_on_a_real_disk(policy: str, tmp_path: Path) -> None:
                 ahead = (layer + 1) % 3
                 dead = [(layer, expert) for expert in range(3)]
                 tier.prefetch(ahead, dice.sample(range(3), 2), dead)
+            if dice.random() < 0.1:
+                tier.resize(dice.randrange(2 * BUDGET))
 
     with DiskTier(path, HEADER, readers=3) as disk, make_tier(disk, BUDGET, policy) as tier:
         threads = [threading.Thread(target=use, args=(seed,)) for seed in range(4)]
@@ -353,15 +354,15 @@ def test_a_closed_disk_fails_what_is_asked_for_and_nothing_hangs() -> None:
 
 
 def test_memory_that_is_refused_is_asked_for_again_by_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    really, refused = slot_group.RecordMemory, []
+    refused = list[int]()
 
     def allocate(count: int, nbytes: int) -> Any:
         if count > 4:
             refused.append(count)
             raise MemoryError("no")
-        return really(count, nbytes)
+        return RecordMemory(count, nbytes)
 
-    monkeypatch.setattr(slot_group, "RecordMemory", allocate)
+    monkeypatch.setattr("engine.experts.slot_group.RecordMemory", allocate)
     tier = make_tier(HeldDisk(), HEADER.records_nbytes)
     assert refused
     assert tier.note is not None
@@ -434,8 +435,7 @@ def test_another_program_takes_the_ram_and_gives_it_back() -> None:
     step()
     smaller = tier.nbytes
     assert smaller <= whole - 2 * LARGE.nbytes
-    assert tier.note is not None
-    assert "Other programs need RAM" in tier.note
+    assert "Other programs need RAM" in str(tier.note)
     assert held.slots.items() <= tier.resident(1).items()
     free = 10**9
     step()
