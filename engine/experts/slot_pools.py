@@ -16,10 +16,11 @@ from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.experts.cache.policies import Key, make_policy
 from engine.experts.cache.pool import Pool, Slot
 from engine.experts.record import RecordLayout
-from engine.experts.slot_segments import Segment
+from engine.experts.slot_segments import JoinedRecords, KernelMaker, Segment
+from engine.kernels.interface import ExpertKernel
 
 SEGMENTS = 8
-"""Pieces of a global pool: few, because a kernel runs once for each piece that has a hit."""
+"""Pieces of a global pool: it gives memory back by the piece."""
 
 
 class SlotPools:
@@ -49,10 +50,12 @@ class SlotPools:
         self._device, self._layout = device, layout
         self._layers, self._most = layers, layers * experts
         self._popularity, self._seed = popularity, seed
-        # Not one: a kernel runs once for each piece that is hit.
         self.segment_slots = self.ways or max(min(2, slots, self._most), 1, -(-min(slots, self._most) // SEGMENTS))
         self.segments: list[Segment] = []
+        # What a policy forgets is measured in uses of a whole pool, so it is told how big the pool is going to be.
+        self._pool_slots = self.ways or max(1, min(slots, self._most))
         self._pools: list[Pool] = [] if self.ways else [self._new_pool(range(0))]
+        self._kernels: dict[KernelMaker, ExpertKernel] = {}
 
     @property
     def slots(self) -> int:
@@ -74,6 +77,13 @@ class SlotPools:
         """The segment of a slot, and which of its records it is."""
         return self.segments[slot // self.segment_slots], slot % self.segment_slots
 
+    def kernel(self, make: KernelMaker) -> ExpertKernel:
+        """The kernel that computes the experts in all slots; to it their numbers are the slots."""
+        kernel = self._kernels.get(make)
+        if kernel is None:
+            kernel = self._kernels[make] = make(JoinedRecords(self._layout, self.segments))
+        return kernel
+
     def record(self, slot: Slot) -> torch.Tensor:
         """[record bytes], uint8, on the device."""
         segment, row = self.locate(slot)
@@ -87,6 +97,7 @@ class SlotPools:
 
     def grow(self, segments: int) -> DeviceMemoryError | None:
         """Adds pieces until there are so many, or until the device refuses one: then why."""
+        self._kernels.clear()
         for index in range(len(self.segments), segments):
             size = self.segment_slots
             try:
@@ -106,6 +117,7 @@ class SlotPools:
         Nothing may compute from them: what a pool calls free may still be read by work that was submitted.
         """
         gone: list[Key] = []
+        self._kernels.clear()
         while len(self.segments) > segments:
             slots, pool = self.segments[-1].slots, self._pools[-1]
             leaving = [key for key, slot in pool.residents.items() if slot in slots]
@@ -125,13 +137,14 @@ class SlotPools:
 
     def close(self) -> None:
         """Gives all memory back.  Nothing may be in flight to it.  Harmless if repeated."""
+        self._kernels.clear()
         with contextlib.suppress(IndexError):
             while True:
                 self.segments.pop().release()
         self._pools = [] if self.ways else [self._new_pool(range(0))]
 
     def _new_pool(self, slots: range) -> Pool:
-        return Pool(slots, make_policy(self.policy, len(slots), self._popularity, self._seed))
+        return Pool(slots, make_policy(self.policy, self._pool_slots, self._popularity, self._seed))
 
 
 _NO_SLOTS = Pool(range(0), make_policy("lru", 0))

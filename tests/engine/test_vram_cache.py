@@ -77,6 +77,20 @@ def test_geometry_covers_the_first_layers(device: Device, bank: list[BankLayer])
     assert device.memory.use().used == 0
 
 
+@pytest.mark.parametrize("ways", [None, 4])
+def test_a_policy_knows_how_big_its_pool_is(device: Device, bank: list[BankLayer], ways: int | None) -> None:
+    """A popular expert outlives many that are used once: what LFRU forgets, it forgets over a whole pool's uses."""
+    cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=8, ways=ways, policy="lfru")
+    for _ in range(6):
+        fill(cache, bank, 0, [0])
+    for _ in range(3):
+        for expert in range(1, EXPERTS):
+            for layer in range(LAYERS):
+                fill(cache, bank, layer, [expert])
+    assert 0 in cache.residents(0)
+    cache.close()
+
+
 def test_an_arriving_copy_is_not_a_hit(device: Device, bank: list[BankLayer]) -> None:
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=1)
     go_on = holding(device)
