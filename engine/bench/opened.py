@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING
 
 from engine.bench.step_records import hybrid_layers
 from engine.checkpoint.profile import read_profile
+from engine.devices.cuda import cuda_count
 from engine.errors import EngineError, ErrorCode
+from engine.hardware.profiles import profile_names
 from engine.runtime.loading import load_model
 
 if TYPE_CHECKING:
@@ -58,10 +61,18 @@ def with_quarter_resident(config: EngineConfig) -> EngineConfig:
     """
     if config.cache_slots is None:
         profile = read_profile(Path(config.model))
-        config = replace(config, cache_slots=max(1, round(RESIDENT_SHARE * profile.layers * profile.experts)))
+        share = RESIDENT_SHARE / _device_count(config.device)
+        config = replace(config, cache_slots=max(1, round(share * profile.layers * profile.experts)))
     if config.threads is None and config.device.startswith("emulated:"):
         config = replace(config, threads=1)
     return config
+
+
+def _device_count(spec: str) -> int:
+    several = re.fullmatch(r"emulated:(.+)x(\d+)", spec, re.ASCII)
+    if several is not None and several[1] in profile_names():
+        return max(1, int(several[2]))
+    return max(1, cuda_count()) if spec in ("cuda", "auto") else 1
 
 
 def without_cache(config: EngineConfig) -> EngineConfig:

@@ -43,7 +43,7 @@ def not_run(document: dict[str, Any]) -> set[str]:
 
 
 def test_strategies_are_compared_as_measured_and_as_predicted(capsys: pytest.CaptureFixture[str]) -> None:
-    document = bench(capsys, "decode", "--strategies", "--model", TINY, "--tokens", "6", *SLOW_LINK)
+    document = bench(capsys, "decode", "--strategies", "--model", f"{TINY}?layers=3", "--tokens", "6", *SLOW_LINK)
     found = rows(document)
     assert found.keys() == {
         None, "on-demand fetch", "all experts on the CPU", "whole-layer prefetch", "the cache off",
@@ -52,6 +52,13 @@ def test_strategies_are_compared_as_measured_and_as_predicted(capsys: pytest.Cap
         assert row["name"] == "decode, 25% of the experts on emulated:slow-link"
         assert row["predicted"] > 0
         assert row["deviation"] > -1
+
+
+def test_a_prefetch_that_would_hold_the_whole_model_is_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    two = ("--device", "emulated:slow-linkx2", "--vram", "64MB")
+    document = bench(capsys, "decode", "--strategies", "--model", TINY, "--tokens", "4", *two)
+    assert not_run(document) == {"whole-layer prefetch"}
+    assert rows(document)[None]["name"] == "decode, 25% of the experts on emulated:slow-linkx2"
 
 
 def test_strategies_need_a_device_that_shares_experts(capsys: pytest.CaptureFixture[str]) -> None:
