@@ -20,7 +20,7 @@ from engine.experts.prediction.making import make_prefetcher
 from engine.experts.prediction.mlp import WIDTHS, ExpertMlp, RoutingStatistics
 from engine.experts.prediction.mlp_predictor import FoldedMlp, MlpPredictor
 from engine.experts.prediction.saved_mlp import UNREADABLE, load_mlp, load_or_tell, mlp_file, save_mlp
-from engine.experts.prediction.training import TrainedMlp, TrainingCancelled, paths, train
+from engine.experts.prediction.training import TrainedMlp, TrainingCancelled, loss_on, paths, train
 from engine.experts.replay.trace_file import RoutingTrace
 from tests.engine.slots_in_time import PlantedRoutes, SlotsInTime
 
@@ -211,6 +211,27 @@ def test_training_in_the_background(in_background: BackgroundTraining, tmp_path:
     in_background.wait()
     assert in_background.poll() is TrainingState.FAILED
     assert os.listdir(tmp_path / "trained") == ["a.safetensors"]
+
+
+def test_who_knows_more_is_kept(in_background: BackgroundTraining, trained: TrainedMlp, tmp_path: Path) -> None:
+    path = tmp_path / "trained" / "a.safetensors"
+    save_mlp(trained, path)
+    before = path.read_bytes()
+    assert in_background.start(routes(100), 1)  # a tiny network, one epoch
+    in_background.wait()
+    assert in_background.poll() is TrainingState.DONE
+    assert path.read_bytes() == before
+    assert in_background.start(routes(100), 2)  # of another distance
+    in_background.wait()
+    assert in_background.poll() is TrainingState.DONE
+    assert path.read_bytes() != before
+
+
+def test_the_loss_on_the_trace_it_was_trained_on_is_its_loss() -> None:
+    trace = routes(120, follows=0.7)
+    one = train(trace, distance=1, widths=TINY, epochs=2)
+    assert loss_on(one, trace) == pytest.approx(one.loss, rel=1e-5)
+    assert loss_on(one, routes(120, follows=0.7, seed=9)) > one.loss
 
 
 def test_a_training_that_is_ended_leaves_nothing(in_background: BackgroundTraining, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def train(
         ValueError: the trace has too few tokens or layers to learn anything.
     """
     layers, experts = trace.layers, trace.num_experts
-    held_back = max(1, int(trace.tokens * _HELD_BACK))
+    held_back = _held_back(trace)
     if trace.tokens < LEAST_TOKENS or not 0 < distance < layers:
         raise ValueError("too few routes to learn from")
     with torch.random.fork_rng(devices=[]):
@@ -72,7 +72,7 @@ def train(
         model = ExpertMlp(layers, experts, widths)
         optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
         samples = _samples(chosen[:-held_back], distance)
-        judged = _samples(chosen[-held_back:], distance) + torch.tensor([trace.tokens - held_back, 0])
+        judged = _judged_samples(trace, distance)
         best_loss, best_state, worse = float("inf"), copy.deepcopy(model.state_dict()), 0
         for _ in range(epochs):
             model.train()
@@ -95,6 +95,13 @@ def train(
     return TrainedMlp(model.eval(), statistics, tuple(widths), best_loss)
 
 
+def loss_on(trained: TrainedMlp, trace: RoutingTrace) -> float:
+    """What `TrainedMlp.loss` would be on this trace: who was trained on an earlier one is judged by the same tokens."""
+    chosen = torch.from_numpy(trace.experts.astype("int64"))
+    samples = _judged_samples(trace, trained.statistics.distance)
+    return _judge(trained.model, trained.statistics, chosen, samples)
+
+
 def paths(chosen: torch.Tensor, last: torch.Tensor, experts: int) -> torch.Tensor:
     """What was chosen up to the last known layer, as `ExpertMlp` takes it: [B, L * k].
 
@@ -106,6 +113,15 @@ def paths(chosen: torch.Tensor, last: torch.Tensor, experts: int) -> torch.Tenso
     offsets = torch.arange(layers)[None, :, None]
     known = (chosen >= 0) & (offsets <= last[:, None, None])
     return torch.where(known, chosen + offsets * experts, layers * experts).flatten(1)
+
+
+def _held_back(trace: RoutingTrace) -> int:
+    return max(1, int(trace.tokens * _HELD_BACK))
+
+
+def _judged_samples(trace: RoutingTrace, distance: int) -> torch.Tensor:
+    first = trace.tokens - _held_back(trace)
+    return _samples(torch.from_numpy(trace.experts[first:].astype("int64")), distance) + torch.tensor([first, 0])
 
 
 def _samples(chosen: torch.Tensor, distance: int) -> torch.Tensor:

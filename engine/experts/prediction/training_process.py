@@ -17,15 +17,23 @@ def main(arguments: list[str]) -> int:
             os.nice(19)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     trace_file, target, options = arguments
-    from engine.experts.prediction.saved_mlp import save_mlp
-    from engine.experts.prediction.training import train
+    from engine.experts.prediction.saved_mlp import load_or_tell, save_mlp
+    from engine.experts.prediction.training import loss_on, train
     from engine.experts.replay.trace_file import read_trace
 
     try:
-        trained = train(read_trace(Path(trace_file)), **json.loads(options))
+        trace = read_trace(Path(trace_file))
+        trained = train(trace, **json.loads(options))
     except ValueError:
         return 3
-    save_mlp(trained, Path(target))
+    # One that has seen more than is remembered now may know more.
+    earlier, _ = load_or_tell(Path(target), trace.layers, trace.num_experts)
+    if (
+        earlier is None
+        or earlier.statistics.distance != trained.statistics.distance
+        or loss_on(earlier, trace) > trained.loss
+    ):
+        save_mlp(trained, Path(target))
     return 0
 
 
