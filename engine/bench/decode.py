@@ -15,7 +15,7 @@ import torch
 from engine.bench.bandwidth import read_bandwidth
 from engine.bench.llama_cpp import LlamaCppPeer, PeerError
 from engine.bench.llama_cpp.models import files_beside
-from engine.bench.peers import TransformersPeer, accelerate_offload
+from engine.bench.peers import OFFLOAD, TransformersPeer, accelerate_offload
 from engine.bench.report import Report, row
 from engine.config import EngineConfig, SamplingParams
 from engine.runtime.chat_session import ChatSession
@@ -124,7 +124,7 @@ def _peers(
 ) -> list[TransformersPeer]:
     checkpoint, dtype = Path(config.model), next(loaded.model.parameters()).dtype
     wanted: dict[str, Callable[[], TransformersPeer]] = {
-        "transformers with accelerate's offload": lambda: accelerate_offload(checkpoint, dtype, config.vram_bytes)
+        OFFLOAD: lambda: accelerate_offload(checkpoint, dtype, config.vram_bytes)
     }
     if torch.cuda.is_available() and loaded.device.type == "cuda":
         report.skip_peer("transformers on the CPU", "compared where we compute on the CPU as well")

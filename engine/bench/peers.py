@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+OFFLOAD = "transformers with accelerate's offload"
+
+
 class TransformersPeer:
     """transformers' own model on a checkpoint directory, on the CPU unless `placement` says otherwise.
 
@@ -92,6 +95,4 @@ def accelerate_offload(path: Path, dtype: torch.dtype, vram_bytes: int | None) -
 
     budget = vram_bytes if vram_bytes is not None else int(0.9 * torch.cuda.mem_get_info(0)[0])
     memory = {0: budget, "cpu": int(psutil.virtual_memory().available)}
-    return TransformersPeer(
-        "transformers with accelerate's offload", path, dtype, placement={"device_map": "auto", "max_memory": memory}
-    )
+    return TransformersPeer(OFFLOAD, path, dtype, placement={"device_map": "auto", "max_memory": memory})

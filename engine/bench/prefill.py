@@ -13,7 +13,7 @@ from engine.bench.forced_text import ForcedText, decode_seconds, prefill_seconds
 from engine.bench.llama_cpp import LlamaCppPeer, PeerError
 from engine.bench.llama_cpp.models import files_beside
 from engine.bench.opened import caches_of, opened, opened_with_cache, with_quarter_resident, without_cache
-from engine.bench.peers import TransformersPeer
+from engine.bench.peers import OFFLOAD, TransformersPeer, accelerate_offload
 from engine.bench.report import Report, row
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def bench_prefill(config: EngineConfig, plan: PrefillPlan, report: Report, say: 
             with opened(without_cache(replace(config, misses=misses))) as loaded:
                 rates.setdefault(name, []).append(_rate(loaded, plan))
         if plan.peers:
-            say(f"repeat {repeat + 1} of {plan.repeats}: {_TRANSFORMERS}")
+            say(f"repeat {repeat + 1} of {plan.repeats}: transformers")
             _run_transformers(config, plan, rates, report)
             if repeat == 0:
                 beside = files_beside(Path(config.model), precision, report, say)
@@ -116,15 +116,23 @@ def _vocabulary(loaded: LoadedModel) -> int:
 
 
 def _run_transformers(config: EngineConfig, plan: PrefillPlan, rates: dict[str, list[float]], report: Report) -> None:
-    dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
-    try:
-        peer = TransformersPeer(_TRANSFORMERS, Path(config.model), dtype)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        if not any(skipped["peer"] == _TRANSFORMERS for skipped in report.peers_not_run):
-            report.skip_peer(_TRANSFORMERS, str(error).splitlines()[0])
-        return
-    prompt = random_text(peer.vocabulary, plan.prompt_tokens, 0, seed=1).prompt
-    rates.setdefault(_TRANSFORMERS, []).append(peer.prefill_rate(prompt))
+    """Each of the two ways in which transformers itself can run the model, unless it has turned out not to."""
+    path, dtype = Path(config.model), torch.float32 if config.precision == "fp32" else torch.bfloat16
+    ways: dict[str, Callable[[], TransformersPeer]] = {
+        _TRANSFORMERS: lambda: TransformersPeer(_TRANSFORMERS, path, dtype),
+        OFFLOAD: lambda: accelerate_offload(path, dtype, config.vram_bytes),
+    }
+    for name, load in ways.items():
+        if any(skipped["peer"] == name for skipped in report.peers_not_run):
+            continue
+        try:
+            peer = load()
+        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+            report.skip_peer(name, str(error).splitlines()[0])
+            continue
+        prompt = random_text(peer.vocabulary, plan.prompt_tokens, 0, seed=1).prompt
+        rates.setdefault(name, []).append(peer.prefill_rate(prompt))
+        del peer  # before the next one is loaded
 
 
 def _rows(
