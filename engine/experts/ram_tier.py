@@ -17,7 +17,7 @@ from engine.experts.cache.pool import Slot
 from engine.experts.disk_tier import DiskTier, Read
 from engine.experts.ram_pressure import RamPressure
 from engine.experts.record_memory import CAN_GIVE_BACK
-from engine.experts.slot_group import ADAPTIVE, SlotGroup, experts_of_layout, least_nbytes, share_slots
+from engine.experts.slot_group import ADAPTIVE, SlotGroup, least_nbytes, make_groups, share_slots
 
 __all__ = ["Acquired", "RamCounters", "RamTier"]
 
@@ -56,9 +56,10 @@ class RamTier:
         self._stride = max((layer.num_experts for layer in disk.header.layers), default=1)
         self._refused: str | None = None
         self._lowered: str | None = None
-        groups = self._allocate(budget, policy, popularity, seed)
-        self._groups = [groups[layer.layout] for layer in disk.header.layers]
-        self._distinct = list(groups.values())
+        self._groups, had = make_groups(disk.header, budget, at_least, policy, popularity, seed)
+        if had != budget:
+            self._refused = f"Only {had / 1e9:.1f} GB of RAM could be had for experts: more are read from disk."
+        self._distinct = list(dict.fromkeys(self._groups))
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._arrivals: dict[Key, Future[None]] = {}
@@ -182,8 +183,9 @@ class RamTier:
             if self._closed:
                 return
             pool = self._groups[acquired.layer].pool
+            first = acquired.layer * self._stride
             for expert in acquired.slots:
-                pool.unpin(self.key_of(acquired.layer, expert))
+                pool.unpin(first + expert)
             acquired.slots = {}
             self._changed.notify_all()
 
@@ -268,42 +270,14 @@ class RamTier:
                 self._changed.wait()
             self._groups, self._distinct = [], []
 
-    def _allocate(
-        self, budget: int, policy: str, popularity: Mapping[Key, float] | None, seed: int
-    ) -> dict[object, SlotGroup]:
-        """The slots; where the system refuses the memory, half of it, and so on: slower, but it runs."""
-        asked, header = budget, self._disk.header
-        layers: dict[object, list[int]] = {}
-        for index, layer in enumerate(header.layers):
-            layers.setdefault(layer.layout, []).append(index)
-        all_of_it = experts_of_layout(header) if CAN_GIVE_BACK else {}
-        while True:
-            shares = share_slots(header, budget, self._at_least)
-            try:
-                groups: dict[object, SlotGroup] = {
-                    layout: SlotGroup(
-                        layout, count, all_of_it.get(layout, count), layers[layout], policy, popularity, seed
-                    )
-                    for layout, count in shares.items()
-                }
-            except (MemoryError, RuntimeError) as error:
-                _log.warning("%d bytes of RAM for experts were refused (%s); trying with less", budget, error)
-                if all_of_it:
-                    all_of_it = {}  # room to grow into is refused first, where address space is counted as memory
-                else:
-                    budget = min(budget, header.records_nbytes) // 2
-                continue
-            if budget != asked:
-                self._refused = f"Only {budget / 1e9:.1f} GB of RAM could be had for experts: more are read from disk."
-            return groups
-
     def _grant(self, layer: int, experts: Sequence[int]) -> tuple[Acquired, list[Read]]:
         """Slots for those that can have one now.  Residents are pinned first, so that none leaves for a missing one."""
         self._check_open()
         pool, counters, acquired = self._groups[layer].pool, self._counters, Acquired(layer)
+        first, prefetched = layer * self._stride, self._prefetched
         missing = []
         for expert in experts:
-            key = self.key_of(layer, expert)
+            key = first + expert
             slot = pool.use(key)
             if slot is not None:
                 counters.hits += 1
@@ -317,12 +291,12 @@ class RamTier:
                 continue
             pool.pin(key)
             acquired.slots[expert] = slot
-            if key in self._prefetched:
-                self._prefetched.discard(key)
+            if key in prefetched:
+                prefetched.discard(key)
                 counters.prefetches_used += 1
         reads: list[Read] = []
         for expert in missing:
-            key = self.key_of(layer, expert)
+            key = first + expert
             placement = pool.reserve(key, only_if_admitted=False)
             if placement is None:
                 acquired.left.append(expert)

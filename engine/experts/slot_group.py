@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 from engine.errors import EngineError, ErrorCode
@@ -12,7 +13,9 @@ from engine.experts.cache.pool import Pool, Slot
 from engine.experts.cache.selection import CANDIDATES
 from engine.experts.policy_sampling import PolicySampler
 from engine.experts.record import RecordLayout
-from engine.experts.record_memory import RecordMemory
+from engine.experts.record_memory import CAN_GIVE_BACK, RecordMemory
+
+_log = logging.getLogger(__name__)
 
 ADAPTIVE = "auto"
 """Name of the choice among the policies by what each would have hit."""
@@ -170,3 +173,37 @@ def share_slots(header: BankHeader, budget: int, at_least: int) -> dict[RecordLa
         spare -= extra * layout.nbytes
         wanted -= more
     return shares
+
+
+def make_groups(
+    header: BankHeader,
+    budget: int,
+    at_least: int,
+    policy: str = ADAPTIVE,
+    popularity: Mapping[Key, float] | None = None,
+    seed: int = 0,
+) -> tuple[list[SlotGroup], int]:
+    """The slots of every layer, and the budget that was had: where the system refuses memory, half of it, and so on.
+
+    Raises:
+        EngineError: as `share_slots`.
+    """
+    layers: dict[RecordLayout, list[int]] = {}
+    for index, layer in enumerate(header.layers):
+        layers.setdefault(layer.layout, []).append(index)
+    most = experts_of_layout(header) if CAN_GIVE_BACK else {}
+    while True:
+        shares = share_slots(header, budget, at_least)
+        try:
+            groups = {
+                layout: SlotGroup(layout, count, most.get(layout, count), layers[layout], policy, popularity, seed)
+                for layout, count in shares.items()
+            }
+        except (MemoryError, RuntimeError) as error:
+            _log.warning("%d bytes of RAM for experts were refused (%s); trying with less", budget, error)
+            if most:
+                most = {}  # room to grow into goes first: some systems count address space as memory
+            else:
+                budget = min(budget, header.records_nbytes) // 2
+            continue
+        return [groups[layer.layout] for layer in header.layers], budget
