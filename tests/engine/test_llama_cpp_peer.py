@@ -154,7 +154,7 @@ def test_every_family_computes_in_llama_cpp_what_it_computes_in_transformers(fam
         theirs = peer.greedy(prompt, 20)
     with torch.inference_mode():
         ours = model(torch.tensor([prompt + theirs[:-1]])).logits[0, len(prompt) - 1 :].argmax(-1).tolist()
-    # llama.cpp rounds activations to bfloat16: where two tokens or two experts are almost as good, it may take the other.
+    # llama.cpp rounds activations to bfloat16: of two tokens or experts almost as good, it may take the other one.
     assert sum(one == other for one, other in zip(theirs, ours, strict=True)) >= 16
 
 

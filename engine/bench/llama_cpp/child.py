@@ -1,9 +1,8 @@
 """Runs llama.cpp in the Python that has its binding: one JSON object a line on stdin, one answer a line on stdout.
 
-    {"do": "load", "path", "threads", "context", "repack", "mmap"} -> {"seconds"}
-    {"do": "prefill", "ids"}                                       -> {"seconds"}
-    {"do": "decode", "ids", "tokens"}                              -> {"seconds", "ids"}   greedy; the time of `tokens`
-                                                                      steps after the prompt's
+    {"do": "load", "path", "threads", "context"} -> {"seconds"}
+    {"do": "prefill", "ids"}                     -> {"seconds"}
+    {"do": "decode", "ids", "tokens"}            -> {"seconds", "ids"}   greedy; the time of the steps after the prompt
 
 Every answer may be {"error": sentence} instead.  This file is executed by itself: it imports nothing of ours.
 """
@@ -22,14 +21,12 @@ import numpy as np
 
 
 class Model:
-    """One model with one context, on the CPU."""
+    """One model with one context, on the CPU; all else as llama.cpp has it by default, repacked weights for one."""
 
-    def __init__(self, path: str, threads: int, context: int, repack: bool, mmap: bool) -> None:
+    def __init__(self, path: str, threads: int, context: int) -> None:
         llama_cpp.llama_backend_init()
         options = llama_cpp.llama_model_default_params()
         options.n_gpu_layers = 0
-        options.use_extra_bufts = repack
-        options.use_mmap = mmap
         self._model = llama_cpp.llama_model_load_from_file(path.encode(), options)
         if not self._model:
             raise RuntimeError("llama.cpp cannot load the file (its own words are on stderr)")

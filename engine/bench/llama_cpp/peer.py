@@ -31,24 +31,12 @@ class LlamaCppPeer:
         threads: of prefill and decode.
         context: tokens that prompt and answer may have together.
         python: an interpreter that can import `llama_cpp`; by default the one that was built.
-        repack: whether llama.cpp may copy the weights into layouts that suit its faster kernels (its default).
-        mmap: whether it maps the file (its default) or reads it into memory of its own.
 
     Raises:
         PeerError: if there is no such interpreter, or the file cannot be loaded.
     """
 
-    def __init__(
-        self,
-        name: str,
-        gguf: Path,
-        threads: int,
-        context: int,
-        *,
-        python: Path | None = None,
-        repack: bool = True,
-        mmap: bool = True,
-    ) -> None:
+    def __init__(self, name: str, gguf: Path, threads: int, context: int, *, python: Path | None = None) -> None:
         self.name = name
         python = python or peer_python()
         if python is None:
@@ -68,7 +56,7 @@ class LlamaCppPeer:
             self._words.close()
             raise PeerError(f"{python} cannot be started ({error.strerror})") from error
         try:
-            self._ask(do="load", path=str(gguf), threads=threads, context=context, repack=repack, mmap=mmap)
+            self._ask(do="load", path=str(gguf), threads=threads, context=context)
         except BaseException:
             self.close()
             raise
