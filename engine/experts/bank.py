@@ -32,6 +32,11 @@ class BankLayer:
         self.rows = {name: tensor.unbind(0) for name, tensor in self.stacked.items()}
 
     @property
+    def pieces(self) -> tuple[torch.Tensor]:
+        """All records, in one piece of memory."""
+        return (self.records,)
+
+    @property
     def num_experts(self) -> int:
         """How many experts there are."""
         return self.records.shape[0]

@@ -27,7 +27,7 @@ from engine.experts.lookup import Lookup
 from engine.experts.partial_sums import PartialSums, Work
 from engine.experts.record_source import Held, RecordSource
 from engine.experts.routing import Routing
-from engine.experts.slot_segments import KernelMaker, Segment
+from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import VramCache
 
 BUNDLED_BYTES = 2**17
@@ -187,10 +187,8 @@ class HybridExperts:
         shape = (index.numel(), step.hidden.shape[1])
         sums = PartialSums(step.hidden, weights, routing, self._activations.rows(shape, step.hidden.dtype))
         step.lookup = self._look_up(step, routing)
-        step.pending = [
-            sums.on_device(segment.kernel(self._make_kernel), slot_of)
-            for segment, slot_of in self._by_segment(step.lookup)
-        ]
+        if step.lookup.hits:
+            step.pending.append(sums.on_device(self.cache.kernel(self._make_kernel), step.lookup.hits))
         if step.lookup.misses:
             self._submit(step)
             self._meet_misses(step, routing, sums)
@@ -218,13 +216,6 @@ class HybridExperts:
             return Lookup(self._layer, misses=routing.experts, is_use=False)
         look_up = self.cache.hold if step.is_prefill else self.cache.acquire
         return look_up(self._layer, routing.experts)
-
-    def _by_segment(self, lookup: Lookup) -> list[tuple[Segment, dict[int, int]]]:
-        grouped: dict[int, tuple[Segment, dict[int, int]]] = {}
-        for expert, slot in lookup.hits.items():
-            segment, row = self.cache.locate(slot)
-            grouped.setdefault(segment.slots.start, (segment, {}))[1][expert] = row
-        return [grouped[first] for first in sorted(grouped)]
 
     def _meet_misses(self, step: _Step, routing: Routing, sums: PartialSums) -> None:
         """Those whose records are in RAM first, the others as they arrive, as many at a time as RAM has slots for."""

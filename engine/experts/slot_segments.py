@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import torch
 
 from engine.devices.device import Device, Event
 from engine.devices.memory_budget import MemoryCategory
@@ -46,6 +48,32 @@ class Segment:
         self.records.rows.clear()
         self._device.memory.release(self._memory)
         del self._memory, self.records
+
+
+class JoinedRecords:
+    """The slots of several segments as one layer of records: a kernel is called once, wherever its experts lie.
+
+    Args:
+        segments: at least one.
+    """
+
+    def __init__(self, layout: RecordLayout, segments: Sequence[Segment]) -> None:
+        self.layout = layout
+        self.pieces = [segment.records.records for segment in segments]
+        self.stacked = segments[0].records.stacked if len(segments) == 1 else {}
+        self.rows = {
+            part.name: [row for segment in segments for row in segment.records.rows[part.name]] for part in layout.parts
+        }
+
+    @property
+    def num_experts(self) -> int:
+        """How many slots there are."""
+        return sum(piece.shape[0] for piece in self.pieces)
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.pieces[0].device
 
 
 class Staging:

@@ -23,7 +23,8 @@ from engine.experts.policy_sampling import PolicySampler
 from engine.experts.record import RecordLayout
 from engine.experts.record_source import Held, RecordSource
 from engine.experts.slot_pools import SlotPools
-from engine.experts.slot_segments import Segment, Staging
+from engine.experts.slot_segments import KernelMaker, Segment, Staging
+from engine.kernels.interface import ExpertKernel
 
 _log = logging.getLogger(__name__)
 
@@ -129,6 +130,11 @@ class VramCache:
             pool = self._pools.of(layer)
             there, arriving = pool.residents, pool.arriving
             return [one for one in experts if first + one not in there and first + one not in arriving]
+
+    def kernel(self, make: KernelMaker) -> ExpertKernel:
+        """The kernel that computes the experts in all slots, while some of them are pinned."""
+        with self._lock:
+            return self._pools.kernel(make)
 
     def locate(self, slot: Slot) -> tuple[Segment, int]:
         """The segment of a pinned slot, and which of its records it is."""

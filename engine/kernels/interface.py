@@ -49,13 +49,14 @@ class QuantisedFormat(RecordFormat, Protocol):
 class LayerRecords(Protocol):
     """The records of one layer's experts, as kernels see them (`engine.experts.bank.BankLayer` is one).
 
-    `records` is uint8 [E, nbytes]; `stacked` has each part as a view [E, *shape], `rows` the same cut by expert.
+    `pieces` are uint8 [some, nbytes], one after the other all E records; `rows` has each part as a view [*shape] for
+    each expert.  If there is one piece only, `stacked` has them as a view [E, *shape].
     """
 
     @property
     def layout(self) -> RecordFormat: ...
     @property
-    def records(self) -> torch.Tensor: ...
+    def pieces(self) -> Sequence[torch.Tensor]: ...
     @property
     def num_experts(self) -> int: ...
     @property

@@ -38,7 +38,8 @@ class NativeExperts:
     def __init__(
         self, layer: LayerRecords, math: ExpertMath, kernels: NativeKernels, many_tokens: ExpertKernel
     ) -> None:
-        self.struct = _struct(layer, math)
+        self._beginnings = _beginnings(layer)
+        self.struct = _struct(layer, math, self._beginnings)
         self._layer = layer  # the struct points into its records
         self._address = ctypes.addressof(self.struct)
         self._kernels = kernels
@@ -78,7 +79,17 @@ class NativeExperts:
         return out
 
 
-def _struct(layer: LayerRecords, math: ExpertMath) -> ExpertsStruct:
+def _beginnings(layer: LayerRecords) -> ctypes.Array[ctypes.c_void_p] | None:
+    """Addresses of the records, where they do not lie one after the other."""
+    if len(layer.pieces) == 1:
+        return None
+    addresses = [
+        piece.data_ptr() + row * layer.layout.nbytes for piece in layer.pieces for row in range(piece.shape[0])
+    ]
+    return (ctypes.c_void_p * len(addresses))(*addresses)
+
+
+def _struct(layer: LayerRecords, math: ExpertMath, beginnings: ctypes.Array[ctypes.c_void_p] | None) -> ExpertsStruct:
     layout, activation = layer.layout, math.activation
     assert activation is not None
     offsets = {part.name: part.offset for part in layout.parts}
@@ -94,7 +105,7 @@ def _struct(layer: LayerRecords, math: ExpertMath) -> ExpertsStruct:
         hidden, inner = next(part.shape for part in layout.parts if part.name == "down_proj")
         precision = "bf16"
     return ExpertsStruct(
-        layer.records.data_ptr(),
+        layer.pieces[0].data_ptr(),
         layout.nbytes,
         part(math.first, math.first_bias),
         part("down_proj", math.down_bias),
@@ -106,4 +117,5 @@ def _struct(layer: LayerRecords, math: ExpertMath) -> ExpertsStruct:
         activation.kind,
         activation.limit,
         activation.alpha,
+        ctypes.addressof(beginnings) if beginnings is not None else None,
     )

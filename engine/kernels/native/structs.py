@@ -45,6 +45,7 @@ class ExpertsStruct(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("count", "hidden", "inner", "precision", "pairing", "activation")),
         ("limit", ctypes.c_float),
         ("alpha", ctypes.c_float),
+        ("scattered", ctypes.c_void_p),
     )
 
 

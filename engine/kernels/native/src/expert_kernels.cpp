@@ -9,9 +9,13 @@
 
 namespace {
 
+const uint8_t *record_of(const SwitchyardExperts &layer, int32_t expert) {
+    return layer.scattered ? layer.scattered[expert] : layer.records + expert * layer.stride;
+}
+
 SwitchyardMatrix matrix(const SwitchyardExperts &layer, int32_t expert, const SwitchyardRecordPart &part, int64_t rows,
                         int64_t columns, int32_t pairing) {
-    const uint8_t *record = layer.records + expert * layer.stride;
+    const uint8_t *record = record_of(layer, expert);
     SwitchyardMatrix found = {record + part.weights, nullptr, nullptr, rows, columns, layer.precision, pairing};
     if (layer.precision != SWITCHYARD_BF16) found.scales = reinterpret_cast<const uint16_t *>(record + part.scales);
     if (layer.precision == SWITCHYARD_INT4) found.zeros = record + part.zeros;
@@ -118,7 +122,7 @@ SwitchyardMatrix ExpertsCall::down_matrix(int32_t expert) const {
 
 const uint16_t *ExpertsCall::bias(int32_t expert, const SwitchyardRecordPart &part) const {
     if (part.bias < 0) return nullptr;
-    return reinterpret_cast<const uint16_t *>(layer->records + expert * layer->stride + part.bias);
+    return reinterpret_cast<const uint16_t *>(record_of(*layer, expert) + part.bias);
 }
 
 void ExpertsRun::work() {

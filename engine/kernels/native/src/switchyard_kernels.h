@@ -42,7 +42,7 @@ typedef struct {
     int64_t weights, scales, zeros, bias;
 } SwitchyardRecordPart;
 
-// Experts of one layer: `count` records of `stride` bytes from `records`.
+// Experts of one layer: `count` records of `stride` bytes from `records`, or each where `scattered` says.
 // An expert is down(activation(first(x))), rounded to bf16 where the torch reference rounds if its weights are bf16.
 // first is [inner, hidden], or [2 * inner, hidden] with gate and up rows as `pairing` says; down is [hidden, inner].
 typedef struct {
@@ -57,6 +57,7 @@ typedef struct {
     int32_t activation;
     float limit;  // gate is clamped to at most this, up to +-this, before all else; infinity where it is not
     float alpha;
+    const uint8_t *const *scattered;  // [count] beginnings of records, or null: then they lie one after the other
 } SwitchyardExperts;
 
 // A sparse block of the Mixtral kind: hidden + experts(norm(hidden)), routed by softmax over all experts, then top k.
