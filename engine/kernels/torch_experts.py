@@ -35,7 +35,8 @@ class TorchExperts:
         quantised = isinstance(layer.layout, QuantisedFormat)
         self._dtype = torch.bfloat16 if quantised else layer.rows["down_proj"][0].dtype
         in_one_piece = len(layer.pieces) == 1 and layer.pieces[0].nbytes <= _ALL_AT_ONCE_BYTES
-        if in_one_piece and not quantised and layer.device.type == "cpu":
+        # One expert by itself is computed as one of several is: it must not matter how many slots a cache has.
+        if in_one_piece and self._experts > 1 and not quantised and layer.device.type == "cpu":
             # Decoding writes into the same buffers every time: an allocation per operator is what is saved.
             first, down = layer.stacked[math.first], layer.stacked["down_proj"]
             self._gates = torch.empty(self._experts, 1, first.shape[1], dtype=self._dtype)

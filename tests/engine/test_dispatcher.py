@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -12,122 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.devices.cpu import open_cpu
-from engine.devices.device import Device, Stream
+from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
-from engine.errors import EngineError
 from engine.experts import dispatcher, partial_sums
-from engine.experts.activations import Activations
-from engine.experts.bank import BankLayer
-from engine.experts.cache.policies import POLICY_NAMES
-from engine.experts.dispatcher import DECODE_TOKENS, HybridExperts, Misses, StepObserver
-from engine.experts.latency import LatencyModel
-from engine.experts.record_source import RamRecords
-from engine.experts.vram_cache import VramCache
+from engine.experts.dispatcher import DECODE_TOKENS, Misses
 from engine.hardware.profiles import DeviceProfile
-from engine.kernels import choose_kernel
-from engine.kernels.interface import ExpertKernel, LayerRecords
-from engine.kernels.reference import reference_experts
-from tests.engine.test_expert_kernels import Experts, layer_of
-
-LAYERS, EXPERTS, HIDDEN, INNER = 2, 6, 16, 8
-
-KINDS = {
-    "gated": Experts(EXPERTS, HIDDEN, INNER, True, False, False, False),
-    "like gpt_oss": Experts(EXPERTS, HIDDEN, INNER, True, True, True, False),
-    "no gate": Experts(EXPERTS, HIDDEN, INNER, False, False, False, True),
-}
-_EVERY_POLICY = ["auto", *POLICY_NAMES]
-_POPULARITY = {key: float(key % 5) for key in range(LAYERS * EXPERTS)}
-
-# Fetching one miss pays, fetching all does not: a mixture of both.
-EVEN = (1e-4, 1e-5, 1e-5, 64, 0.0, 1e-5)
-
-
-@dataclass
-class Layers:
-    """A model's experts on one device, layer by layer, with the plain definition beside them."""
-
-    device: Device
-    kind: str = "gated"
-    dtype: torch.dtype = torch.float32
-    slots: int = 4
-    ways: int | None = None
-    policy: str = "auto"
-    mode: Misses = Misses.MIXED
-    staging: int = 2
-    seed: int = 0
-    prefetcher: StepObserver | None = None
-    layers: list[HybridExperts] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        torch.manual_seed(self.seed)
-        self.module = KINDS[self.kind]
-        self.weights = [self.module.weights(self.dtype) for _ in range(LAYERS)]
-        self.banks: list[BankLayer] = [layer_of(self.module, weights) for weights in self.weights]
-        layout = self.banks[0].layout
-        self.cache = VramCache(
-            self.device,
-            layout,
-            layers=LAYERS,
-            experts=EXPERTS,
-            slots=self.slots,
-            ways=self.ways,
-            policy=self.policy,
-            popularity=_POPULARITY,
-            staging=self.staging,
-        )
-        self.activations = Activations(self.device)
-        latency = LatencyModel("test", layout.nbytes, *EVEN, layout.nbytes / 2e-4)
-        self.layers = [
-            HybridExperts(
-                self.cache,
-                index,
-                RamRecords(bank, self.kernel(bank)),
-                self.kernel,
-                latency,
-                self.activations,
-                self.mode,
-                self.prefetcher,
-            )
-            for index, bank in enumerate(self.banks)
-        ]
-
-        # What nothing was copied to must not matter.
-        for segment in [*self.cache._pools.segments, *([self.cache.staging.segment] if self.cache.staging else [])]:
-            segment.records.records.fill_(0xFF)
-
-    def kernel(self, records: LayerRecords) -> ExpertKernel:
-        kernel = choose_kernel(self.module, records, None)
-        assert kernel is not None
-        return kernel
-
-    def close(self) -> None:
-        self.activations.close()
-        self.cache.close()
-        assert self.device.memory.use().used == 0
-
-    def __enter__(self) -> Layers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def check(self, layer: int, routing: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        result = self.layers[layer](*routing)
-        wanted = reference_experts(self.module, self.weights[layer], *routing)
-        coarse = self.dtype is torch.bfloat16
-        torch.testing.assert_close(result, wanted, rtol=4e-2 if coarse else 1e-4, atol=6e-2 if coarse else 1e-4)
-        return result
-
-
-def routing(
-    generator: torch.Generator, tokens: int, width: int, dtype: torch.dtype = torch.float32
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, distinct experts (or none: an id beyond the last) of each token, and weights."""
-    hidden = torch.randn(tokens, HIDDEN, generator=generator).to(dtype)
-    index = torch.stack([torch.randperm(EXPERTS + 1, generator=generator)[:width] for _ in range(tokens)])
-    weights = torch.rand(tokens, width, generator=generator)
-    return hidden, index, weights
+from tests.engine.hybrid_layers import EVERY_POLICY, EXPERTS, HIDDEN, KINDS, LAYERS, Layers, routing
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +31,7 @@ def device() -> Iterator[Device]:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     slots=st.sampled_from([0, 1, 4, LAYERS * EXPERTS]),
     ways=st.sampled_from([None, 2]),
-    policy=st.sampled_from(_EVERY_POLICY),
+    policy=st.sampled_from(EVERY_POLICY),
     mode=st.sampled_from(Misses),
     staging=st.sampled_from([0, 1, 3]),
     tokens=st.lists(st.sampled_from([0, 1, 1, 1, 3, 17, DECODE_TOKENS + 1]), min_size=1, max_size=6),
@@ -302,129 +192,6 @@ def test_the_prefetcher_is_told_of_decode_steps_once_each(device: Device) -> Non
                 if count <= DECODE_TOKENS:
                     wanted.append((layer, sorted(set(inputs[1].flatten().tolist()) - {EXPERTS}), count))
         assert listening.told == wanted
-
-
-def _fail() -> None:
-    raise RuntimeError("injected")
-
-
-@pytest.mark.parametrize("mode", list(Misses))
-@pytest.mark.parametrize("which", ["compute", "h2d", "small"])
-def test_a_failed_stream_is_one_error_and_the_next_step_works(device: Device, mode: Misses, which: str) -> None:
-    streams: dict[str, Stream] = {
-        "compute": device.compute_stream,
-        "h2d": device.h2d_stream,
-        "small": device.small_copy_stream,
-    }
-    generator = torch.Generator().manual_seed(4)
-    with Layers(device, slots=4, mode=mode) as layers:
-        for _ in range(3):
-            layers.check(0, routing(generator, 2, 3))
-            streams[which].submit(_fail)
-            message = "injected" if which == "h2d" else ""  # copies for later may be all that fails, and nobody waits
-            try:
-                layers.layers[0](*routing(generator, 2, 3))
-            except EngineError as error:
-                message = error.message
-            assert "injected" in message
-            layers.check(0, routing(generator, 2, 3))
-        assert layers.cache.resize(0) == 0, "something is still pinned"
-
-
-@pytest.mark.parametrize("tokens", [1, 3, DECODE_TOKENS + 1])
-def test_what_a_failed_copy_should_have_brought_is_computed_on_the_cpu(device: Device, tokens: int) -> None:
-    generator = torch.Generator().manual_seed(4)
-    for mode in (Misses.FETCH_ONLY, Misses.MIXED, Misses.CACHE_OFF):
-        with Layers(device, slots=4, mode=mode) as layers:
-            for _ in range(4):
-                layers.check(0, routing(generator, tokens, 3))
-                layers.cache.wait()  # or the stream would recover before anything is fetched
-                device.h2d_stream.submit(_fail)
-                layers.check(0, routing(generator, tokens, 3))
-                layers.check(1, routing(generator, tokens, 3))
-            counters = layers.cache.counters
-            assert counters.misses == counters.on_cpu + counters.fetched
-            assert counters.prefill_lookups == (
-                counters.prefill_hits + counters.prefill_on_cpu + counters.prefill_fetched
-            )
-            assert counters.recomputed or mode is not Misses.FETCH_ONLY
-            assert layers.cache.resize(0) == 0
-
-
-def test_memory_that_another_program_takes_is_given_back_and_the_answers_stay(device: Device) -> None:
-    generator = torch.Generator().manual_seed(4)
-    total = device.memory.total
-    with Layers(device, slots=12) as layers:
-        for _ in range(4):
-            layers.check(0, routing(generator, 1, 3))
-        try:
-            device.memory.limit(device.memory.use().used - 5 * layers.cache.layout.nbytes)
-            for _ in range(4):
-                layers.check(0, routing(generator, 1, 3))
-                assert (layers.cache.slots, device.memory.excess) == (6, 0)
-            assert layers.cache.note is not None
-        finally:
-            device.memory.limit(total)
-
-
-def test_activations_that_find_no_room_take_it_from_the_cache(device: Device) -> None:
-    generator = torch.Generator().manual_seed(4)
-    total = device.memory.total
-    with Layers(device, slots=12) as layers:
-        layers.check(0, routing(generator, 1, 3))
-        layers.cache.wait()
-        try:
-            device.memory.limit(device.memory.use().used)
-            layers.check(0, routing(generator, 100, 3))
-            assert 0 < layers.cache.slots < 12
-        finally:
-            device.memory.limit(total)
-
-
-@pytest.mark.parametrize("where", ["cpu", "device"])
-def test_a_failed_kernel_is_one_error_and_the_next_step_works(
-    device: Device, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generator = torch.Generator().manual_seed(4)
-    with Layers(device, slots=12, mode=Misses.CPU_ONLY) as layers:
-        hidden, _, weights = routing(generator, 1, 2)
-        layers.check(0, (hidden, torch.tensor([[0, 1]]), weights))
-        layers.cache.wait()
-
-        def broken(*_: torch.Tensor) -> torch.Tensor:
-            raise RuntimeError("injected")
-
-        with monkeypatch.context() as patch:
-            if where == "cpu":
-                patch.setattr(layers.layers[0]._source, "kernel", broken)
-            else:
-                patch.setattr(layers.layers[0], "_make_kernel", lambda _: broken)  # hits; nothing is fetched
-            with pytest.raises(EngineError, match="injected"):
-                layers.layers[0](hidden, torch.tensor([[0, 2]]), weights)
-        layers.check(0, (hidden, torch.tensor([[0, 2]]), weights))
-        assert layers.cache.resize(0) == 0
-
-
-def test_no_room_for_activations_is_an_error_of_memory(device: Device) -> None:
-    generator = torch.Generator().manual_seed(4)
-    with Layers(device, slots=2, mode=Misses.CPU_ONLY) as layers:
-        total = device.memory.total
-        device.memory.limit(0)
-        try:
-            with pytest.raises(EngineError, match="memory"):
-                layers.layers[0](*routing(generator, 1, 2))
-        finally:
-            device.memory.limit(total)
-        layers.check(0, routing(generator, 1, 2))
-
-
-def test_a_closed_device_is_an_error() -> None:
-    device = open_emulated(DeviceProfile("tiny", "for tests", 2**24, 20.0, 20.0, 1.0))
-    with Layers(device) as layers:
-        layers.check(0, routing(torch.Generator().manual_seed(4), 1, 2))
-        device.close()
-        with pytest.raises(EngineError, match="closed"):
-            layers.layers[0](*routing(torch.Generator().manual_seed(4), 1, 2))
 
 
 def test_a_slow_link_holds_nobody_up(device: Device) -> None:

@@ -18,7 +18,7 @@ from engine.experts.dispatcher import DECODE_TOKENS, Misses
 from engine.experts.vram_prefetch import Place, VramPrefetch
 from engine.hardware.profiles import DeviceProfile
 from engine.kernels.reference import reference_experts
-from tests.engine.test_dispatcher import EXPERTS, KINDS, LAYERS, Layers, routing
+from tests.engine.hybrid_layers import EXPERTS, KINDS, LAYERS, Layers, routing
 from tests.engine.test_record_source import OnDisk
 
 Answers = list[torch.Tensor | None]

@@ -20,7 +20,7 @@ from engine.hardware.profiles import DeviceProfile
 from engine.kernels import choose_kernel
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.reference import reference_experts
-from tests.engine.test_dispatcher import EXPERTS, HIDDEN, KINDS, routing
+from tests.engine.hybrid_layers import EXPERTS, HIDDEN, KINDS, routing
 from tests.engine.test_expert_kernels import Experts, layer_of
 
 LAYERS = 3

@@ -1,0 +1,144 @@
+"""What fails on the way is one error or none, nothing stays pinned, and the next step works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from engine.devices.device import Device, Stream
+from engine.devices.emulated import open_emulated
+from engine.errors import EngineError
+from engine.experts.dispatcher import DECODE_TOKENS, Misses
+from engine.hardware.profiles import DeviceProfile
+from tests.engine.hybrid_layers import Layers, routing
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[Device]:
+    with open_emulated(DeviceProfile("tiny", "for tests", 2**24, 20.0, 20.0, 1.0)) as device:
+        yield device
+
+
+def _fail() -> None:
+    raise RuntimeError("injected")
+
+
+@pytest.mark.parametrize("mode", list(Misses))
+@pytest.mark.parametrize("which", ["compute", "h2d", "small"])
+def test_a_failed_stream_is_one_error_and_the_next_step_works(device: Device, mode: Misses, which: str) -> None:
+    streams: dict[str, Stream] = {
+        "compute": device.compute_stream,
+        "h2d": device.h2d_stream,
+        "small": device.small_copy_stream,
+    }
+    generator = torch.Generator().manual_seed(4)
+    with Layers(device, slots=4, mode=mode) as layers:
+        for _ in range(3):
+            layers.check(0, routing(generator, 2, 3))
+            streams[which].submit(_fail)
+            message = "injected" if which == "h2d" else ""  # copies for later may be all that fails, and nobody waits
+            try:
+                layers.layers[0](*routing(generator, 2, 3))
+            except EngineError as error:
+                message = error.message
+            assert "injected" in message
+            layers.check(0, routing(generator, 2, 3))
+        assert layers.cache.resize(0) == 0, "something is still pinned"
+
+
+@pytest.mark.parametrize("tokens", [1, 3, DECODE_TOKENS + 1])
+def test_what_a_failed_copy_should_have_brought_is_computed_on_the_cpu(device: Device, tokens: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    for mode in (Misses.FETCH_ONLY, Misses.MIXED, Misses.CACHE_OFF):
+        with Layers(device, slots=4, mode=mode) as layers:
+            for _ in range(4):
+                layers.check(0, routing(generator, tokens, 3))
+                layers.cache.wait()  # or the stream would recover before anything is fetched
+                device.h2d_stream.submit(_fail)
+                layers.check(0, routing(generator, tokens, 3))
+                layers.check(1, routing(generator, tokens, 3))
+            counters = layers.cache.counters
+            assert counters.misses == counters.on_cpu + counters.fetched
+            assert counters.prefill_lookups == (
+                counters.prefill_hits + counters.prefill_on_cpu + counters.prefill_fetched
+            )
+            assert counters.recomputed or mode is not Misses.FETCH_ONLY
+            assert layers.cache.resize(0) == 0
+
+
+def test_memory_that_another_program_takes_is_given_back_and_the_answers_stay(device: Device) -> None:
+    generator = torch.Generator().manual_seed(4)
+    total = device.memory.total
+    with Layers(device, slots=12) as layers:
+        for _ in range(4):
+            layers.check(0, routing(generator, 1, 3))
+        try:
+            device.memory.limit(device.memory.use().used - 5 * layers.cache.layout.nbytes)
+            for _ in range(4):
+                layers.check(0, routing(generator, 1, 3))
+                assert (layers.cache.slots, device.memory.excess) == (6, 0)
+            assert layers.cache.note is not None
+        finally:
+            device.memory.limit(total)
+
+
+def test_activations_that_find_no_room_take_it_from_the_cache(device: Device) -> None:
+    generator = torch.Generator().manual_seed(4)
+    total = device.memory.total
+    with Layers(device, slots=12) as layers:
+        layers.check(0, routing(generator, 1, 3))
+        layers.cache.wait()
+        try:
+            device.memory.limit(device.memory.use().used)
+            layers.check(0, routing(generator, 100, 3))
+            assert 0 < layers.cache.slots < 12
+        finally:
+            device.memory.limit(total)
+
+
+@pytest.mark.parametrize("where", ["cpu", "device"])
+def test_a_failed_kernel_is_one_error_and_the_next_step_works(
+    device: Device, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    with Layers(device, slots=12, mode=Misses.CPU_ONLY) as layers:
+        hidden, _, weights = routing(generator, 1, 2)
+        layers.check(0, (hidden, torch.tensor([[0, 1]]), weights))
+        layers.cache.wait()
+
+        def broken(*_: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("injected")
+
+        with monkeypatch.context() as patch:
+            if where == "cpu":
+                patch.setattr(layers.layers[0]._source, "kernel", broken)
+            else:
+                patch.setattr(layers.layers[0], "_make_kernel", lambda _: broken)  # hits; nothing is fetched
+            with pytest.raises(EngineError, match="injected"):
+                layers.layers[0](hidden, torch.tensor([[0, 2]]), weights)
+        layers.check(0, (hidden, torch.tensor([[0, 2]]), weights))
+        assert layers.cache.resize(0) == 0
+
+
+def test_no_room_for_activations_is_an_error_of_memory(device: Device) -> None:
+    generator = torch.Generator().manual_seed(4)
+    with Layers(device, slots=2, mode=Misses.CPU_ONLY) as layers:
+        total = device.memory.total
+        device.memory.limit(0)
+        try:
+            with pytest.raises(EngineError, match="memory"):
+                layers.layers[0](*routing(generator, 1, 2))
+        finally:
+            device.memory.limit(total)
+        layers.check(0, routing(generator, 1, 2))
+
+
+def test_a_closed_device_is_an_error() -> None:
+    device = open_emulated(DeviceProfile("tiny", "for tests", 2**24, 20.0, 20.0, 1.0))
+    with Layers(device) as layers:
+        layers.check(0, routing(torch.Generator().manual_seed(4), 1, 2))
+        device.close()
+        with pytest.raises(EngineError, match="closed"):
+            layers.layers[0](*routing(torch.Generator().manual_seed(4), 1, 2))
