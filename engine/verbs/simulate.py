@@ -61,7 +61,8 @@ def _table(rows: list[Row], content: dict[str, Any]) -> str:
         mark = "=" if row.given else " "
         name = f"{row.table}: {row.cell}, {row.unit}"
         lines.append(f"  {mark} {row.published:11.4g} {row.predicted:11.4g} {row.deviation:+10.1%}  {name}")
-        if row.note:
+        following = rows[index + 1] if index + 1 < len(rows) else None
+        if row.note and (following is None or following.note != row.note):
             lines.append(f"{'':40}({row.note})")
     lines.append("\n= : given, the machine's profile holds this number itself; not counted in the medians.")
     medians = content["median_absolute_deviation"]
@@ -109,7 +110,7 @@ def _workload(args: argparse.Namespace) -> int:
 def _setting(args: argparse.Namespace) -> Setting:
     from engine.planner.costs import Costs
     from engine.planner.profile_files import read_machine, read_model
-    from engine.planner.simulator.requests import Setting
+    from engine.planner.simulator.requests import DECODE_STEPS, Setting
     from engine.planner.workload import parse_workload
 
     for option in ("model", "hardware"):
@@ -129,13 +130,22 @@ def _setting(args: argparse.Namespace) -> Setting:
         from engine.experts.replay.trace_file import read_trace
 
         trace = read_trace(args.trace)
-        if trace.layers != model.moe_layers or trace.num_experts != model.experts or trace.experts.min() < 0:
+        if (
+            trace.layers != model.moe_layers
+            or trace.num_experts != model.experts
+            or (trace.experts[trace.prefill_tokens :] < 0).any()
+        ):
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,
-                f"{args.trace} holds {trace.layers} layers of {trace.num_experts} experts for whole tokens or less, "
+                f"{args.trace} holds {trace.layers} layers of {trace.num_experts} experts, perhaps with gaps, "
                 f"{model.name} has {model.moe_layers} of {model.experts}: use a trace of this model.",
             )
-        recorded = trace.experts
+        recorded = trace.experts[trace.prefill_tokens :]
+        if len(recorded) < DECODE_STEPS:
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST,
+                f"{args.trace} holds {len(recorded)} decoded tokens, fewer than {DECODE_STEPS}: record more of them.",
+            )
     return Setting(costs, workload, recorded=recorded)
 
 

@@ -43,7 +43,16 @@ def test_the_window_uses_only_the_light_side_of_the_engine() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["app.main", "engine.protocol", "engine.checkpoint.library", "engine.hardware.probe", "engine.cli"],
+    [
+        "app.main",
+        "engine.protocol",
+        "engine.checkpoint.library",
+        "engine.hardware.probe",
+        "engine.cli",
+        "engine.verbs.simulate",
+        "engine.planner.papers.report",
+        "engine.planner.simulator.plans",
+    ],
 )
 def test_import_loads_no_torch(module: str) -> None:
     """What a static contract cannot see: a lazy import that is not lazy after all."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from engine.planner.memory import RAM_SHARE, USABLE_SHARE, share_on_disk
+from engine.planner.memory import RAM_SHARE, USABLE_SHARE, card_memory, share_on_disk
 from engine.planner.policy_search import PerformanceModel
 from engine.planner.precision import bytes_per_weight
 from engine.planner.simulator.batch import run_batch
@@ -90,7 +90,11 @@ def _ways(setting: Setting) -> list[int]:
     """Slots spread evenly over all layers, and fuller sets for the first layers only (CPU-GPU Collaborative, IV-C)."""
     if setting.ways:
         return [setting.ways]
-    experts = setting.costs.model.experts
+    model, experts = setting.costs.model, setting.costs.model.experts
+    if card_memory(setting.costs.machine, model, setting.costs.precision, cached_tokens=0).for_experts >= (
+        model.all_expert_bytes(setting.costs.precision) * 1.5
+    ):
+        return [0]
     return sorted({0, max(1, experts // 4), max(1, experts // 2), experts})
 
 

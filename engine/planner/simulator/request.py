@@ -37,6 +37,7 @@ class RequestSimulation:
     ) -> None:
         self._timeline, self._costs, self._strategy, self._residents = timeline, costs, strategy, residents
         self._disk_share = disk_share
+        self._transfer_s = costs.transfer_expert(pinned=strategy.pinned)
         self._random = np.random.default_rng(seed)
         self._underway: dict[int, dict[int, float]] = {}
         self._end_of_layer = [0.0, 0.0]
@@ -107,21 +108,22 @@ class RequestSimulation:
 
     def _copy(self, layer: int, expert: int, after: float, step: int, name: str = "expert") -> float:
         there = self._from_disk(1, after, layer, step)
-        seconds = self._costs.transfer_expert(pinned=self._strategy.pinned)
-        return self._timeline.run("h2d", seconds, name, there, layer=layer, expert=expert, step=step)
+        return self._timeline.run("h2d", self._transfer_s, name, there, layer=layer, expert=expert, step=step)
 
     # Before the router has spoken
 
     def _prefetch_at_start(self, layer: int, coming: Load, at: float, step: int) -> None:
         kind = self._strategy.prefetch
+        # Two buffers: the one that the layer before has just left is free.
         if kind is Prefetch.LAYER:
-            wanted = list(range(self._costs.model.experts))
+            experts = self._costs.model.experts
+            there = self._from_disk(experts, at, layer, step)
+            seconds = self._costs.h2d(experts * self._costs.expert_bytes, pinned=self._strategy.pinned)
+            arrival = self._timeline.run("h2d", seconds, "prefetch", there, layer=layer, step=step)
+            self._underway[layer] = dict.fromkeys(range(experts), arrival)
         elif kind is Prefetch.IDEAL:
             wanted = [expert for expert, _ in coming]
-        else:
-            return
-        # Two buffers: the one that the layer before has just left is free.
-        self._underway[layer] = {expert: self._copy(layer, expert, at, step, "prefetch") for expert in wanted}
+            self._underway[layer] = {expert: self._copy(layer, expert, at, step, "prefetch") for expert in wanted}
 
     def _predict(self, layer: int, coming: Load, after: float, step: int) -> None:
         experts = self._costs.model.experts
@@ -204,7 +206,8 @@ class RequestSimulation:
             # One at a time, or two staging slots: a copy waits until the expert before the last one is done.
             copied = self._copy(layer, expert, last if not self._strategy.overlapped else previous, step)
             previous, last = last, self._compute(layer, expert, rows, copied, step)
-            self._keep(layer, expert, copied, in_use, ready)
+            if not prefill:
+                self._keep(layer, expert, copied, in_use, ready)
         for expert, _ in computed:
             if prefill or not self._residents.can_admit(layer, in_use, ready):
                 break
@@ -219,7 +222,7 @@ class RequestSimulation:
     def _on_host(self, layer: int, computed: list[tuple[int, int]], ready: float, step: int) -> float:
         run, costs = self._timeline.run, self._costs
         rows = sum(count for _, count in computed)
-        at = run("small_copy", costs.activations(rows), "activations", ready, layer=layer, step=step)
+        at = run("d2h", costs.activations(rows), "activations", ready, layer=layer, step=step)
         at = self._from_disk(len(computed), at, layer, step)
         at = run("cpu_experts", costs.cpu_experts(rows, len(computed)), "experts", at, layer=layer, step=step)
         return run("small_copy", costs.activations(rows), "results", at, layer=layer, step=step)
@@ -236,18 +239,24 @@ class RequestSimulation:
         if strategy.miss is Miss.CHEAPER:
             computed = [miss for miss in misses if runs_on_cpu(costs, miss[1], pinned=strategy.pinned)]
             return [miss for miss in misses if miss not in computed], computed
-        # Mixed: the CPU takes experts of few rows from the end of the list, the link those of many from its front.
-        link = max(self._timeline.free_at("h2d"), ready)
-        copy = costs.transfer_expert(pinned=strategy.pinned)
+        return self._split(misses, ready)
+
+    def _split(
+        self, misses: list[tuple[int, int]], ready: float
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Mixed: the link takes experts of many rows, the CPU those of few, so that both end together."""
+        costs = self._costs
+        link = max(self._timeline.free_at("h2d") - ready, 0.0)
         busy = self._timeline.free_at("gpu") - ready
-        best = (float("inf"), 0)
-        for fetched in range(len(misses) + 1):
-            rest = misses[fetched:]
-            host = costs.cpu_experts(sum(rows for _, rows in rest), len(rest))
-            card = 0.0
-            if fetched:
-                card = max(link - ready + fetched * copy, busy) + costs.gpu_experts(misses[fetched - 1][1])
-            best = min(best, (max(host, card), fetched))
+        copy = self._transfer_s
+        rest = sum(rows for _, rows in misses)
+        best = (costs.cpu_experts(rest, len(misses)), 0)
+        for fetched, (_, rows) in enumerate(misses, start=1):
+            rest -= rows
+            card = max(link + fetched * copy, busy) + costs.gpu_experts(rows)
+            best = min(best, (max(costs.cpu_experts(rest, len(misses) - fetched), card), fetched))
+            if card > best[0]:
+                break
         return misses[: best[1]], misses[best[1] :]
 
 

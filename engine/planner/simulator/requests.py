@@ -25,6 +25,8 @@ from engine.planner.workload import Workload
 
 _WARM_UP_STEPS = 6
 _MEASURED_STEPS = 12
+DECODE_STEPS = _WARM_UP_STEPS + _MEASURED_STEPS + 1
+"""Decode steps whose routing a simulation of one sequence needs."""
 _WARM_UP_STEPS_OF_MANY = 2
 """Many rows at once use nearly all experts: there is little for a cache to warm up to."""
 _MEASURED_STEPS_OF_MANY = 4
@@ -146,7 +148,7 @@ def _prefill_loads(setting: Setting, shares: NDArray[np.float64], tokens: int) -
 
 def _decode_loads(setting: Setting, shares: NDArray[np.float64], rows: int) -> list[list[Load]]:
     model = setting.costs.model
-    steps = _WARM_UP_STEPS + _MEASURED_STEPS + 1
+    steps = DECODE_STEPS
     if rows > 1:
         steps = _WARM_UP_STEPS_OF_MANY + _MEASURED_STEPS_OF_MANY + 1
     if setting.recorded is not None and rows == 1:

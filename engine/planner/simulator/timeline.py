@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LANES = ("phase", "gpu", "h2d", "d2h", "cpu_experts", "cpu_attention", "disk", "small_copy")
-"""Lanes of a timeline.  `small_copy` carries activations beside the weights, on a copy engine's second stream."""
+"""Lanes of a timeline.  `small_copy` carries results to the card beside `h2d`'s weights, on a second stream."""
 
 _RESOURCE = {"cpu_experts": "cpu", "cpu_attention": "cpu"}
 
