@@ -68,6 +68,11 @@ class RecordLayout:
             offset = _round_up(offset + part.nbytes, PART_ALIGNMENT)
         return cls(tuple(parts), _round_up(offset, RECORD_ALIGNMENT))
 
+    @property
+    def unquantised(self) -> RecordLayout:
+        """The layout of the same expert as the checkpoint's conversion makes it."""
+        return self
+
     def stacked_view(self, records: torch.Tensor, part: PartSpec) -> torch.Tensor:
         """A part of all experts, [E, *shape], as a view of their records [E, nbytes] (uint8)."""
         typed = records.view(part.dtype)

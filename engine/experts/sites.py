@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,9 +10,12 @@ import torch
 from engine.errors import EngineError, ErrorCode
 from engine.experts.bank import ExpertBank
 from engine.experts.dispatch import BANK_LAYER, IMPLEMENTATION
+from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.record import RecordLayout
 from engine.kernels import choose_kernel
+from engine.kernels.activation import activation_of
 from engine.kernels.native.library import NativeKernels
+from engine.kernels.quantised.tiles import Pairing
 
 _INTERFACE = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
 _STANDARD_PARTS = ("gate_up_proj", "up_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj", "down_proj_bias")
@@ -36,7 +39,7 @@ class ExpertsSite:
     @property
     def targets(self) -> dict[str, str]:
         """Full parameter name -> part name."""
-        return {f"{self.name}.{part.name}": part.name for part in self.layout.parts}
+        return {f"{self.name}.{part.name}": part.name for part in self.layout.unquantised.parts}
 
     @property
     def nbytes(self) -> int:
@@ -71,10 +74,28 @@ def find_sites(model: Any, dtype_of: Any) -> list[ExpertsSite]:
     return sites
 
 
+def quantised(sites: list[ExpertsSite], precision: str) -> list[ExpertsSite]:
+    """The same sites with records in `precision`, apart from modules that compute by themselves."""
+    return [
+        replace(site, layout=QuantisedLayout.quantising(site.layout, precision, _pairing(site.module)))
+        if hasattr(site.module, "has_gate") and {part.dtype for part in site.layout.parts} == {torch.bfloat16}
+        else site
+        for site in sites
+    ]
+
+
+def _pairing(module: Any) -> Pairing:
+    """Where its kernels want gate and up rows; a gate that only the module knows sees them in their own order."""
+    if not module.has_gate:
+        return Pairing.PLAIN
+    activation = activation_of(module)
+    return Pairing.HALVES if activation is None else activation.pairing
+
+
 def empty_modules(sites: list[ExpertsSite]) -> None:
     """Takes the expert parameters away: `None` in their place makes any path but ours raise, not compute garbage."""
     for site in sites:
-        for part in site.layout.parts:
+        for part in site.layout.unquantised.parts:
             setattr(site.module, part.name, None)
         site.module._is_hf_initialized = True  # or the library would try to initialise what is not there
 

@@ -19,8 +19,11 @@ from engine.errors import EngineError, ErrorCode
 from engine.experts.bank import BankLayer, ExpertBank
 from engine.experts.bank_header import BankHeader, BankLayerSpec
 from engine.experts.checksums import BEST_CHECKSUM
+from engine.experts.quantised_layout import GROUP_SIZE
 from engine.experts.record import RecordLayout
-from engine.experts.sites import ExpertsSite, find_sites
+from engine.experts.sites import ExpertsSite, find_sites, quantised
+from engine.kernels.native.library import NativeKernels
+from engine.kernels.quantised.tiles import PRECISIONS
 from engine.runtime.adapters import adapter_for
 from engine.runtime.fill_bank import fill_bank
 from engine.runtime.library_conversion import LoadingPlan, parameter_dtypes, plan_loading
@@ -47,7 +50,8 @@ class BankSource:
         model: its skeleton, on meta, with its expert parameters.
         sites: its experts modules, at least one, in the order in which the bank has them.
         plan: where their tensors are.
-        precision: of the records: `bf16` or `fp32`.
+        precision: of the records: `bf16`, `fp32`, `int8` or `int4`.
+        kernels: quantise, where there are any.
     """
 
     directory: Path
@@ -55,15 +59,16 @@ class BankSource:
     sites: list[ExpertsSite]
     plan: LoadingPlan
     precision: str
+    kernels: NativeKernels | None = None
 
     @classmethod
-    def open(cls, directory: Path, precision: str = "bf16") -> BankSource:
+    def open(cls, directory: Path, precision: str = "bf16", kernels: NativeKernels | None = None) -> BankSource:
         """Reads headers and builds the skeleton; seconds, and no weights.
 
         Raises:
             EngineError: as `load_model`; `INVALID_REQUEST` for a model without experts.
         """
-        dtype = _DTYPES[precision]
+        dtype = _DTYPES.get(precision, torch.bfloat16)
         raw = read_config(directory)
         tensors = read_tensors(directory)
         with torch.no_grad(), quiet_library():
@@ -78,7 +83,9 @@ class BankSource:
                     ErrorCode.INVALID_REQUEST, f"{directory.name} has no experts, so there is nothing to prepare."
                 )
             plan = plan_loading(model, sites, tensors, dtype, quantizer, adapter)
-        return cls(directory, model, sites, plan, precision)
+        if precision in PRECISIONS:
+            sites = quantised(sites, precision)
+        return cls(directory, model, sites, plan, precision, kernels)
 
     def only(self, names: Collection[str]) -> BankSource:
         """The same, for a bank of these experts modules alone."""
@@ -101,7 +108,8 @@ class BankSource:
         )
         source = {**fingerprint(self.directory, tensors), "converter": _CONVERTER}
         layers = tuple(BankLayerSpec(site.name, site.num_experts, site.layout) for site in self.sites)
-        return BankHeader(self.precision, None, BEST_CHECKSUM, source, layers)
+        group = GROUP_SIZE if self.precision in PRECISIONS else None
+        return BankHeader(self.precision, group, BEST_CHECKSUM, source, layers)
 
     def require_unchanged(self, header: BankHeader) -> None:
         """Raises `CHECKPOINT_DAMAGED` if the files are no longer those that `header` was made of."""
@@ -125,7 +133,7 @@ class BankSource:
         site = self.sites[layer]
         plan = replace(self.plan, index=ExpertIndex({site.name: self._parts(layer)}), rest={})
         with torch.no_grad(), quiet_library():
-            fill_bank(self.model, [site], plan, reader, _GivenMemory(records))
+            fill_bank(self.model, [site], plan, reader, _GivenMemory(records), self.kernels)
 
     def _parts(self, layer: int) -> dict[str, Any]:
         return self.plan.index.modules.get(self.sites[layer].name, {})

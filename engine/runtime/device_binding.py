@@ -267,7 +267,7 @@ def _latency(
     known = load_latency(name, precision, seen.layout.nbytes)
     if known is not None:
         return known
-    width = next(part.shape[0] for part in seen.layout.parts if part.name == "down_proj")
+    width = next(part.shape[0] for part in seen.layout.unquantised.parts if part.name == "down_proj")
     found = measure(device, seen, on_cpu, make, width, dtype=dtype, precision=precision)
     try:
         save_latency(name, found)

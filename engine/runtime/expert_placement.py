@@ -82,13 +82,13 @@ def open_disk_backed(
     """
     names = {site.name for site in placement.on_disk}
     source = source.only(names)
-    directory, precision = source.directory, source.precision
+    directory, precision, kernels = source.directory, source.precision, source.kernels
     path = bank_path(directory, precision)
     prepared = prepare_bank(source, path, on_progress=on_progress, cancelled=cancelled)
 
     def repair(layer: int, expert: int) -> None:
         # Read anew: of the model as it was opened, the weights have been filled in since.
-        rebuild_record(BankSource.open(directory, precision).only(names), path, layer, expert)
+        rebuild_record(BankSource.open(directory, precision, kernels).only(names), path, layer, expert)
 
     disk = DiskTier(path, source.header(), repair=repair)
     try:

@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from engine.checkpoint.expert_index import ExpertSource, PartSources
 from engine.errors import EngineError, ErrorCode
-from engine.experts.bank import ExpertBank
-from engine.experts.record import PartSpec
+from engine.experts.bank import BankLayer, ExpertBank
+from engine.experts.quantised_layout import QuantisedLayout, quantise_layer
+from engine.experts.record import PartSpec, RecordLayout, allocate_records
 from engine.experts.sites import ExpertsSite
+from engine.kernels.native.library import NativeKernels
 from engine.runtime.library_conversion import LoadingPlan, PartConverter
 from engine.runtime.tensor_reader import TensorReader, torch_dtype
 
 
-def fill_bank(model: Any, sites: list[ExpertsSite], plan: LoadingPlan, reader: TensorReader, bank: ExpertBank) -> None:
+def fill_bank(
+    model: Any,
+    sites: list[ExpertsSite],
+    plan: LoadingPlan,
+    reader: TensorReader,
+    bank: ExpertBank,
+    kernels: NativeKernels | None = None,
+) -> None:
     """Allocates and fills the records of every experts module, layer by layer.
 
     Besides the bank it needs memory for the tensors of one expert, or of one layer where the library's conversion
-    mixes experts.
+    mixes experts, and for one layer's records before they are quantised if they are (natively, with `kernels`).
 
     Raises:
         EngineError: `CHECKPOINT_DAMAGED` if expert weights are missing or do not fit.
     """
-    by_name = {site.name: site for site in sites}
+    by_name = {site.name: replace(site, layout=site.layout.unquantised) for site in sites}
     filled: set[str] = set()
-    for site in sites:
-        bank.add_layer(site.name, site.num_experts, site.layout)
-    for parts in plan.index.modules.values():
+    layers = {site.name: bank.add_layer(site.name, site.num_experts, site.layout) for site in sites}
+    room = _Room()
+    for name, parts in plan.index.modules.items():
+        quantises = name in layers and isinstance(layers[name].layout, QuantisedLayout)
+        if quantises:
+            room.add_layer(name, by_name[name].num_experts, by_name[name].layout)
         for part in parts.values():
             converter = PartConverter(model, by_name, plan.converters[part.target])
-            filled |= _fill_part(part, converter, reader, bank, by_name)
+            filled |= _fill_part(part, converter, reader, room if quantises else bank, by_name)
+        if quantises:
+            quantise_layer(room.layers.pop(name), layers[name], kernels)
     wanted = {target for site in sites for target in site.targets}
     if wanted - filled:
         raise EngineError(
@@ -40,8 +55,29 @@ def fill_bank(model: Any, sites: list[ExpertsSite], plan: LoadingPlan, reader: T
         )
 
 
-def working_bytes(plan: LoadingPlan) -> int:
+def working_bytes(plan: LoadingPlan, sites: list[ExpertsSite]) -> int:
     """Most memory that `fill_bank` needs besides the bank."""
+    quantised = [site for site in sites if isinstance(site.layout, QuantisedLayout)]
+    room = max((site.num_experts * site.layout.unquantised.nbytes for site in quantised), default=0)
+    return room + _for_conversion(plan)
+
+
+class _Room(ExpertBank):
+    """Room for one layer at a time, the same memory for layers of the same size."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self._records: torch.Tensor | None = None
+
+    def add_layer(self, name: str, num_experts: int, layout: RecordLayout) -> BankLayer:
+        if self._records is None or self._records.shape != (num_experts, layout.nbytes):
+            self._records = None  # before the other is allocated
+            self._records = allocate_records(num_experts, layout, self.device)
+        layer = self.layers[name] = BankLayer(name, layout, self._records)
+        return layer
+
+
+def _for_conversion(plan: LoadingPlan) -> int:
     most = 0
     for parts in plan.index.modules.values():
         for part in parts.values():

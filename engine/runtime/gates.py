@@ -26,7 +26,7 @@ def find_gates(model: Any, sites: Sequence[ExpertsSite]) -> list[Gate | None]:
 
 
 def _gate_beside(model: Any, site: ExpertsSite) -> Gate | None:
-    width = next((part.shape[0] for part in site.layout.parts if part.name == "down_proj"), None)
+    width = next((part.shape[0] for part in site.layout.unquantised.parts if part.name == "down_proj"), None)
     parent = model.get_submodule(site.name.rpartition(".")[0])
     for name in _NAMES:
         router = getattr(parent, name, None)

@@ -17,13 +17,13 @@ from engine.checkpoint.profile import ModelProfile, profile_of
 from engine.checkpoint.shards import read_tensors
 from engine.config import EngineConfig
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
-from engine.errors import EngineError, ErrorCode
 from engine.experts.activations import Activations
 from engine.experts.bank import ExpertBank
 from engine.experts.disk_backed import DiskBackedBank, bind_disk_backed, can_be_disk_backed
-from engine.experts.sites import ExpertsSite, bind, empty_modules, find_sites, unbind, verify
+from engine.experts.sites import ExpertsSite, bind, empty_modules, find_sites, quantised, unbind, verify
 from engine.kernels.native.library import NativeKernels, load_kernels, missing_note
-from engine.kernels.native.linear import speed_up_linears
+from engine.kernels.native.linear import quantise_linears, speed_up_linears
+from engine.kernels.quantised.tiles import PRECISIONS
 from engine.runtime.adapters import adapter_for
 from engine.runtime.bank_source import BankSource
 from engine.runtime.device_binding import RecordsInRam, bind_to_devices, bind_whole_layers, fill_caches, open_caches
@@ -82,7 +82,6 @@ def load_model(
         EngineError: the checkpoint, the machine or the request does not allow it; the message says why.
         RequestCancelled: `cancelled()` was true; everything allocated has been freed.
     """
-    _compute_dtype(config)
     set_threads(config.threads)  # before devices are opened: their threads take torch's number over
     devices = ModelDevices(open_compute_devices(config))  # one that is not there is told before gigabytes are read
     try:
@@ -111,6 +110,7 @@ class _Loading:
         self._config = config
         self._directory = Path(config.model)
         self._dtype = _compute_dtype(config)
+        self._precision = "bf16" if config.precision == "auto" else config.precision
         self._threads = torch.get_num_threads()
         self._devices = devices
         self._on_progress, self._cancelled = on_progress, cancelled
@@ -150,8 +150,10 @@ class _Loading:
         finish_generation_config(model, directory)
         sites = find_sites(model, parameter_dtypes(model, dtype))
         plan = plan_loading(model, sites, tensors, dtype, quantizer, adapter)
+        if self._config.precision in PRECISIONS:
+            sites = quantised(sites, self._config.precision)
         placement, needs = self._place(profile, sites)
-        experts = self._place_experts(profile, sites, placement, needs, working_bytes(plan))
+        experts = self._place_experts(profile, sites, placement, needs, working_bytes(plan, sites))
         on_cpu = "cpu" in (placement.dense.type, placement.experts.type)
         if on_cpu and dtype == torch.bfloat16:
             self._kernels = load_kernels(self._threads)
@@ -169,11 +171,14 @@ class _Loading:
             self._bind_devices(sites, placement, needs, kv_bytes, profile)
         elif self._disk_backed is not None:
             self._bind_read_ahead(sites, profile)
+        dense_parameters = sum(parameter.numel() for parameter in model.parameters())
         if self._kernels is not None:
+            if self._config.precision in PRECISIONS:
+                quantise_linears(model, self._config.precision, self._kernels)
             speed_up_linears(model, self._kernels)
             speed_up_decoder_layers(model, self._kernels)
         verify(model, sites)
-        return self._hand_over(profile, tokenizer, sites, placement, needs, kv_bytes)
+        return self._hand_over(profile, tokenizer, sites, placement, needs, kv_bytes, dense_parameters)
 
     def _place(self, profile: ModelProfile, sites: list[ExpertsSite]) -> tuple[Placement, ModelNeeds]:
         model, devices = self._model, self._devices
@@ -212,14 +217,14 @@ class _Loading:
         if placement.devices and placement.all_experts:
             self._devices.count(0, sum(site.nbytes for site in sites), MemoryCategory.EXPERTS)
         if experts.on_disk:
-            source = BankSource(self._directory, model, sites, plan, "fp32" if self._dtype == torch.float32 else "bf16")
+            source = BankSource(self._directory, model, sites, plan, self._precision, self._kernels)
             plan = _without(plan, experts.on_disk)
             progress = _TwoParts(on_progress, plan.nbytes)
             self._disk_backed = open_disk_backed(source, experts, on_progress=progress.first, cancelled=self._cancelled)
             on_progress = progress.second
         with TensorReader(on_progress, self._cancelled, plan.nbytes) as reader:
             if self._bank is not None:
-                fill_bank(model, experts.resident, plan, reader, self._bank)
+                fill_bank(model, experts.resident, plan, reader, self._bank, self._kernels)
                 empty_modules(sites)
                 bind(experts.resident, self._bank, self._kernels)
             if self._disk_backed is not None:
@@ -290,6 +295,7 @@ class _Loading:
         placement: Placement,
         needs: ModelNeeds,
         kv_bytes: int,
+        dense_parameters: int,
     ) -> LoadedModel:
         model, config, devices = self._model, self._config, self._devices
         slow = (
@@ -316,8 +322,9 @@ class _Loading:
             profile,
             model,
             sites,
+            dense_parameters=dense_parameters,
             device=", ".join(device.name for device in placement.devices) or str(placement.dense),
-            precision="fp32" if config.precision == "fp32" else "bf16",
+            precision=self._precision,
             threads=self._threads,
             context_tokens=context,
             experts_bytes=sum(each.nbytes for each in held if each is not None),
@@ -341,10 +348,6 @@ class _Loading:
 
 
 def _compute_dtype(config: EngineConfig) -> torch.dtype:
-    if config.precision in ("int8", "int4"):
-        raise EngineError(
-            ErrorCode.INVALID_REQUEST, f"Precision {config.precision} is not part of Switchyard yet: use bf16 or fp32."
-        )
     return torch.float32 if config.precision == "fp32" else torch.bfloat16
 
 

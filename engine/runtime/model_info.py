@@ -18,6 +18,7 @@ def model_info(
     model: Any,
     sites: list[ExpertsSite],
     *,
+    dense_parameters: int,
     device: str,
     precision: str,
     threads: int,
@@ -29,7 +30,9 @@ def model_info(
 ) -> ModelInfo:
     """See `ModelInfo`; `sites` are the experts modules, whose weights are no longer in the model."""
     expert_parameters = sum(
-        site.num_experts * part.nbytes // part.dtype.itemsize for site in sites for part in site.layout.parts
+        site.num_experts * part.nbytes // part.dtype.itemsize
+        for site in sites
+        for part in site.layout.unquantised.parts
     )
     return ModelInfo(
         name=directory.name,
@@ -38,7 +41,7 @@ def model_info(
         device=device,
         precision=precision,
         threads=threads,
-        parameters=sum(parameter.numel() for parameter in model.parameters()) + expert_parameters,
+        parameters=dense_parameters + expert_parameters,
         layers=profile.layers,
         experts=max((site.num_experts for site in sites), default=0),
         experts_per_token=profile.experts_per_token,

@@ -202,7 +202,7 @@ def _write(
 def _buffers(source: BankSource, header: BankHeader, todo: list[int]) -> list[torch.Tensor]:
     """Memory for one or two layers, page-aligned."""
     most = max(header.layers[layer].nbytes for layer in todo)
-    working = working_bytes(source.plan)
+    working = working_bytes(source.plan, source.sites)
     require_ram(source.directory.name, most + working)
     count = 2 if len(todo) > 1 and available_ram() - _ONE_BUFFER_BELOW > 2 * most + working else 1
     return [allocate_records(1, RecordLayout((), most), _CPU)[0] for _ in range(count)]

@@ -129,11 +129,6 @@ def test_a_closed_model_raises(mixtral: Path, precision: Any) -> None:
 # --- requests that cannot be met ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4"])
-def test_precisions_that_are_not_there_yet(mixtral: Path, precision: str) -> None:
-    assert refusal(mixtral, precision=precision).code is ErrorCode.INVALID_REQUEST
-
-
 @pytest.mark.parametrize(
     ("device", "code"),
     [

@@ -1,0 +1,82 @@
+"""Whole models in int8 and int4: in RAM, on disk and on a device, near the same model in bf16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import EngineConfig, SamplingParams
+from engine.experts.quantised_layout import QuantisedLayout
+from engine.experts.record import allocate_records
+from engine.kernels.native.build import library_path
+from engine.runtime.bank_source import BankSource
+from engine.runtime.chat_session import ChatSession
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.loading import load_model
+from engine.runtime.tensor_reader import TensorReader
+from tests.engine.tiny_families import tiny_checkpoint
+
+pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
+
+FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3"]
+_KL = {"int8": 2e-4, "int4": 2e-2}
+"""Of the next token's distribution, mean over a prompt: tiny random models are nearly indifferent, so it is small."""
+
+
+def _load(path: Path, precision: str, **options: object) -> LoadedModel:
+    config = EngineConfig(str(path), precision=precision, threads=2, **options)  # type: ignore[arg-type]
+    return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+
+
+def _log_probs(loaded: LoadedModel, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        logits = loaded.model(input_ids=tokens).logits[0]
+    return logits.float().log_softmax(-1)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_quantised_model_is_near_the_model(family: str, precision: str, tmp_path: Path) -> None:
+    path = tiny_checkpoint(family, tmp_path)
+    exact = _load(path, "bf16")
+    near = _load(path, precision)
+    try:
+        assert near.info.precision == precision
+        assert near.info.parameters == exact.info.parameters
+        assert near.bank is not None
+        assert any(isinstance(layer.layout, QuantisedLayout) for layer in near.bank.layers.values())
+        for tokens in (torch.arange(5, 12)[None], torch.arange(3, 90)[None] % 60 + 3):
+            wanted, got = _log_probs(exact, tokens), _log_probs(near, tokens)
+            assert got.isfinite().all()
+            assert (wanted.exp() * (wanted - got)).sum(-1).mean() < _KL[precision]
+        ids = list(range(5, 15))
+        answers = [
+            ChatSession(near).generate_from_ids(ids, SamplingParams(max_tokens=8), end_ids=frozenset()).token_ids
+            for _ in range(2)
+        ]
+        assert len(answers[0]) == 8
+        assert answers[0] == answers[1]
+    finally:
+        near.close()
+        exact.close()
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_a_bank_on_disk_holds_the_same_bytes(precision: str, tmp_path: Path) -> None:
+    path = tiny_checkpoint("qwen3_moe", tmp_path)
+    loaded = _load(path, precision)
+    try:
+        assert loaded.bank is not None
+        source = BankSource.open(path, precision, loaded.kernels)
+        header = source.header()
+        assert (header.precision, header.group_size) == (precision, 32)
+        layers = list(loaded.bank.layers.values())
+        assert [spec.layout for spec in header.layers] == [layer.layout for layer in layers]
+        records = allocate_records(layers[0].num_experts, layers[0].layout, torch.device("cpu"))
+        with TensorReader(lambda _done, _total: None, lambda: False, 0) as reader:
+            source.convert(0, records, reader)
+        assert torch.equal(records, layers[0].records)
+    finally:
+        loaded.close()
