@@ -71,6 +71,19 @@ def residents(count: int) -> Choice:
     return choose
 
 
+def absent(total: int) -> Callable[[int], Choice]:
+    """Asks for so many of `total` that are not on the device now."""
+
+    def choice(count: int) -> Choice:
+        def choose(number: int, experts: HybridExperts) -> Sequence[int] | None:
+            missing = sorted(set(range(total)) - experts.cache.residents(number).keys())
+            return random.sample(missing, count) if len(missing) >= count else None
+
+        return choose
+
+    return choice
+
+
 def any_of(total: int, count: int) -> Choice:
     """Asks for so many of `total`, wherever they are."""
     return lambda _number, _experts: random.sample(range(total), count)

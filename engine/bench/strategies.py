@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from engine.bench.forced_text import ForcedText, decode_seconds, own_text, random_text
 from engine.bench.opened import caches_of, opened, opened_with_cache, with_quarter_resident, without_cache
 from engine.bench.report import Report, row
-from engine.bench.step_costs import Choice, any_of, layer_seconds, no_expert, residents, rest_seconds
+from engine.bench.step_costs import Choice, absent, any_of, layer_seconds, no_expert, residents, rest_seconds
 from engine.bench.step_records import LayerStep, hybrid_layers, recorded_steps
 from engine.bench.strategy_prediction import StepCosts, StrategyModel
 from engine.experts.latency import LatencyModel
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engine.runtime.loaded_model import LoadedModel
 
 _PROMPT_TOKENS = 32
-_PASS_S = 20.0
+_PASS_S = 10.0
 """A strategy that is too slow for the whole text in this time is timed on its beginning."""
 
 _BUFFERED_LAYERS = 2
@@ -130,6 +130,7 @@ def _our_rate(loaded: LoadedModel, text: ForcedText, notes: _Notes) -> float:
     notes.parts.setdefault(("rest", 0), []).append(rest_seconds(loaded, text))
     notes.measure("layer", loaded, lambda _count: no_expert, 0)
     notes.measure("hit", loaded, residents, _several(loaded))
+    notes.measure("miss", loaded, absent(loaded.info.experts), _several(loaded))
     return _rate(seconds)
 
 
@@ -169,5 +170,9 @@ def _model(notes: _Notes) -> StrategyModel:
     (hits_s, hit_s), (cpu_side_s, cpu_s), (fetches_s, fetch_s) = (notes.line(name) for name in ("hit", "cpu", "fetch"))
     # Of several fetched experts, each is computed while the next arrives: what each adds is its way over the link.
     latency = LatencyModel("measured here", 1, cpu_s, 0.0, hit_s, 1, 0.0, 0.0, 1 / max(fetch_s, 1e-9))
-    costs = StepCosts(notes.median("rest"), notes.median("layer"), hits_s, cpu_side_s, max(0.0, fetches_s - hit_s))
+    # What a miss adds here, where it is sent to the cache, over what it adds where there is none.
+    post_fetch_s = max(0.0, notes.line("miss")[1] - cpu_s)
+    costs = StepCosts(
+        notes.median("rest"), notes.median("layer"), hits_s, cpu_side_s, max(0.0, fetches_s - hit_s), post_fetch_s
+    )
     return StrategyModel(latency, costs, notes.experts)

@@ -24,6 +24,7 @@ class StepCosts:
         layer_s: an expert layer that needs no expert: its routing brought to the CPU, its sum made.
         hits_s, cpu_side_s, fetches_s: what it costs that there are any hits, experts for the CPU or fetched ones,
             besides what each of them costs.
+        post_fetch_s: what it costs each expert that the CPU computes that it is sent to the cache for later.
     """
 
     rest_s: float
@@ -31,6 +32,7 @@ class StepCosts:
     hits_s: float
     cpu_side_s: float
     fetches_s: float
+    post_fetch_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class StrategyModel:
         return self.costs.rest_s + layers * sum(spans) / max(len(spans), 1)
 
     def _mixed(self, step: LayerStep) -> float:
-        return self._two_sides(step.hits, step.on_cpu, step.fetched, step.backlog)
+        return self._two_sides(step.hits, step.on_cpu, step.fetched, step.backlog, self.costs.post_fetch_s)
 
     def _cpu(self, step: LayerStep) -> float:
         return self._two_sides(0, step.needed, 0, 0)
@@ -74,7 +76,7 @@ class StrategyModel:
         """All experts of the next layer arrive while this one is computed."""
         return max(self._two_sides(step.needed, 0, 0, 0), self.experts * self.latency.transfer_s)
 
-    def _two_sides(self, hits: int, on_cpu: int, fetched: int, backlog: int) -> float:
+    def _two_sides(self, hits: int, on_cpu: int, fetched: int, backlog: int, later_s: float = 0.0) -> float:
         latency, costs = self.latency, self.costs
         device_s = costs.hits_s + hits * latency.gpu_s(1) if hits else 0.0
         arrived_s = backlog * latency.transfer_s
@@ -82,5 +84,5 @@ class StrategyModel:
             arrived_s += latency.transfer_s
             device_s = max(device_s, arrived_s) + latency.gpu_s(1)
         device_s += costs.fetches_s if fetched else 0.0
-        cpu_s = costs.cpu_side_s + on_cpu * latency.cpu_s(1) if on_cpu else 0.0
+        cpu_s = costs.cpu_side_s + on_cpu * (latency.cpu_s(1) + later_s) if on_cpu else 0.0
         return costs.layer_s + max(device_s, cpu_s)

@@ -11,7 +11,7 @@ from engine.bench.step_records import LayerStep
 from engine.bench.strategy_prediction import StepCosts, StrategyModel
 from engine.experts.latency import LatencyModel
 
-FREE = StepCosts(0.0, 0.0, 0.0, 0.0, 0.0)
+FREE = StepCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 seconds = st.floats(1e-6, 1e-2)
 
 
@@ -56,7 +56,7 @@ def test_constants_are_added_once(
     cpu_s: float, gpu_s: float, transfer_s: float, needed: int, rest_s: float, layer_s: float
 ) -> None:
     free = StrategyModel(latency(cpu_s, gpu_s, transfer_s), FREE, 64)
-    costly = StrategyModel(latency(cpu_s, gpu_s, transfer_s), StepCosts(rest_s, layer_s, 0.0, 0.0, 0.0), 64)
+    costly = StrategyModel(latency(cpu_s, gpu_s, transfer_s), StepCosts(rest_s, layer_s, 0.0, 0.0, 0.0, 0.0), 64)
     steps = [step(0, needed, 0)]
     for misses in ("cpu", "fetch", "off", "mixed"):
         more = costly.seconds_per_token(misses, steps, 5) - free.seconds_per_token(misses, steps, 5)
