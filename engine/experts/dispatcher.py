@@ -38,6 +38,10 @@ STEP_ELEMENTS = 2**26
 """Visits of tokens to experts, [T * k, H], that are computed at a time: 128 MiB in bf16.  Longer steps are cut."""
 
 
+_GIVEN = 4
+"""A kernel that had no memory gets one part in so many of the cache's, for the next time."""
+
+
 class Misses(StrEnum):
     """How misses are met.  All but `MIXED` are for measurements and tests."""
 
@@ -145,16 +149,18 @@ class HybridExperts:
     ) -> torch.Tensor:
         """A step, and another way if it fails for want of memory or of a copy."""
         step = _Step(hidden, is_prefill, False, Lookup(self._layer))
+        refused: DeviceMemoryError | None = None
         try:
             result = self._run(step, index, weights)
         except BaseException as error:
             copy_has_failed = self._fetching.has_failed
             missed = list(step.lookup.misses)
             self._give_up(step)
+            kernel_is_short = isinstance(error, EngineError) and error.code == ErrorCode.NOT_ENOUGH_MEMORY
             if isinstance(error, DeviceMemoryError):
                 refused = error
-            elif copy_has_failed and isinstance(error, EngineError) and error.code != ErrorCode.NOT_ENOUGH_MEMORY:
-                return self._recompute(step, missed, index, weights)
+            elif kernel_is_short or (copy_has_failed and isinstance(error, EngineError)):
+                pass  # the handler keeps the tensors of the step alive
             elif isinstance(error, EngineError) or not isinstance(error, Exception):
                 raise
             else:
@@ -162,6 +168,10 @@ class HybridExperts:
         else:
             self._count(step)
             return result
+        if refused is None:
+            if kernel_is_short:
+                self.cache.give_back(max(self.cache.nbytes // _GIVEN, 1))
+            return self._recompute(step, missed, index, weights)
         if self.cache.give_back(refused.asked):
             return self._attempt(hidden, index, weights, is_prefill)
         if len(index) > DECODE_TOKENS:
@@ -169,7 +179,7 @@ class HybridExperts:
         raise refused
 
     def _recompute(self, failed: _Step, missed: list[int], index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """A step again, all of it on the CPU: one that fetched an expert whose copy has failed."""
+        """A step again, all of it on the CPU: one in which a copy failed, or a kernel had no memory."""
         step = _Step(failed.hidden, failed.is_prefill, True, Lookup(self._layer))
         try:
             result = self._run(step, index, weights)

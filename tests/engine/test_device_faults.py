@@ -16,7 +16,7 @@ from engine.devices.emulated import allocate_host
 from engine.devices.link import Link
 from engine.devices.memory_budget import MemoryBudget, MemoryCategory
 from engine.errors import EngineError, ErrorCode
-from engine.experts.slot_segments import Segment
+from engine.runtime import device_binding
 from engine.runtime.cancellation import RequestCancelled
 from engine.runtime.generation import GenerationResult
 from engine.runtime.loaded_model import LoadedModel
@@ -84,13 +84,18 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Failing:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Failing:
     """Of the device."""
     failing = Failing(lambda kernel, *args: kernel(*args), lambda: torch.OutOfMemoryError("no memory for a kernel"))
-    bind = Segment.kernel
+    maker = device_binding._maker
 
-    def kernel(segment: Segment, make: Any) -> Any:
-        bound = bind(segment, make)
-        return lambda *args: failing(bound, *args)
+    def failing_maker(*args: Any) -> Any:
+        make = maker(*args)
 
-    monkeypatch.setattr(Segment, "kernel", kernel)
+        def failing_kernel(records: Any) -> Any:
+            kernel = make(records)
+            return lambda *args: failing(kernel, *args)
+
+        return failing_kernel
+
+    monkeypatch.setattr(device_binding, "_maker", failing_maker)
     return failing
 
 
@@ -185,26 +190,76 @@ def test_copies_that_fail_change_no_token(
 
 @pytest.mark.parametrize("prompt", [PROMPT, LONG], ids=len)
 @pytest.mark.parametrize("place", [0, 3, 50])
-def test_a_kernel_without_memory_is_repeated_with_a_smaller_cache(
+def test_a_kernel_without_memory_gets_some_from_the_cache(
     place: int, prompt: list[int], checkpoint: Path, tokens: Any, kernels: Failing
 ) -> None:
     with opened(checkpoint, cache_slots=1000, misses="fetch") as model:
-        before = slots(model)
+        left = [slots(model)]
         kernels.coming = iter([False] * place + [True])
-        assert list(answer_while(model, nothing, prompt).token_ids) == tokens(prompt, TOKENS)
+        given = answer_while(model, lambda _count: left.append(slots(model)), prompt)
+        assert list(given.token_ids) == tokens(prompt, TOKENS)
         assert kernels.failed == 1
+        assert 0 < left[-1] < left[0]
+
+
+@pytest.mark.parametrize("misses", ["mixed", "fetch", "off"])
+def test_a_device_whose_kernels_never_have_memory_leaves_experts_to_the_cpu(
+    misses: str, checkpoint: Path, tokens: Any, kernels: Failing
+) -> None:
+    with opened(checkpoint, cache_slots=6, misses=misses) as model, chatting(model) as session:
+        kernels.coming = iter([True] * 10_000)
+        for prompt in (PROMPT, LONG):
+            assert list(answer(session, prompt, TOKENS).token_ids) == tokens(prompt, TOKENS)
+        assert slots(model) == 0
+        kernels.coming = iter(())
+        assert list(answer(session, PROMPT, TOKENS).token_ids) == tokens(PROMPT, TOKENS)
+
+
+@pytest.mark.parametrize("where", [0, 1, 20])
+def test_what_is_not_an_expert_may_lack_memory_too(
+    where: int, checkpoint: Path, tokens: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(checkpoint, cache_slots=1000) as model:
+        before = slots(model)
+        attention = model.model.model.layers[1].self_attn
+        failing = Failing(attention.forward, lambda: torch.OutOfMemoryError("no memory for attention"))
+        failing.coming = iter([False] * where + [True])
+        monkeypatch.setattr(attention, "forward", failing)
+        assert list(answer_while(model, nothing).token_ids) == tokens(PROMPT, TOKENS)
+        assert failing.failed == 1
         assert 0 < slots(model) < before
 
 
-def test_a_device_whose_kernels_never_have_memory_says_so_and_recovers(
-    checkpoint: Path, tokens: Any, kernels: Failing
-) -> None:
-    with opened(checkpoint, cache_slots=6, misses="fetch") as model, chatting(model) as session:
-        kernels.coming = iter([True] * 10_000)
-        with pytest.raises(EngineError) as refused:
-            answer(session, PROMPT, TOKENS)
-        assert refused.value.code is ErrorCode.NOT_ENOUGH_MEMORY
-        kernels.coming = iter(())
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 60))])
+def test_all_of_it_in_any_order(seed: int, checkpoint: Path, tokens: Any, copies: Failing, kernels: Failing) -> None:
+    """Answers, beams and cancels while memory comes and goes and copies and kernels fail: right tokens, or refused."""
+    rng = random.Random(seed)
+    settings = {"cache_slots": rng.choice([2, 5, 1000]), "misses": rng.choice(["mixed", "fetch", "off"])}
+    with opened(checkpoint, rng.choice([1, 2]), **settings) as model, chatting(model) as session:
+        assert model.devices is not None
+        for _ in range(25):
+            card = rng.choice(model.devices.devices)
+            card.memory.limit(rng.choice([8 * MIB, 8 * MIB, card.memory.use().used - rng.randint(0, 40_000)]))
+            copies.coming = iter([rng.random() < 0.05 for _ in range(rng.choice([0, 100]))])
+            kernels.coming = iter([rng.random() < 0.02 for _ in range(rng.choice([0, 50]))])
+            prompt, stops_after = LONG[: rng.choice([5, 20, 70, 300])], rng.choice([1, 5, 1000])
+            given: list[int] = []
+            try:
+                result = answer(
+                    session,
+                    prompt,
+                    TOKENS,
+                    on_text=lambda _text, count, given=given: given.append(count),
+                    cancelled=lambda given=given, most=stops_after: len(given) >= most,
+                )
+            except EngineError as error:
+                assert error.code is ErrorCode.NOT_ENOUGH_MEMORY, error.message  # noqa: PT017 - it need not happen
+            else:
+                assert list(result.token_ids) == tokens(prompt, TOKENS)[: result.generated_tokens]
+                assert result.finish_reason == ("length" if stops_after == 1000 else "cancelled")
+        for card in model.devices.devices:
+            card.memory.limit(8 * MIB)
+        copies.coming = kernels.coming = iter(())
         assert list(answer(session, PROMPT, TOKENS).token_ids) == tokens(PROMPT, TOKENS)
 
 
