@@ -36,9 +36,17 @@ def gguf_of(checkpoint: Path, quantisation: Quantisation, say: Callable[[str], N
     if path.is_file():
         return path
     say(f"writing {path}, kept for the next time")
+    tenths = 0
+
+    def on_progress(done: int, total: int) -> None:
+        nonlocal tenths
+        if 10 * done // total > tenths:
+            tenths = 10 * done // total
+            say(f"{10 * tenths}% of {total / 1e9:.1f} GB")
+
     with disk_errors_explained(folder), staging_folder(folder) as staged:
         # What the checkpoint takes is more than any file made of it, but for float32 norms.
         require_space(folder, sum(entry.nbytes for entry in tensors.values()))
-        write_gguf(checkpoint, staged / path.name, quantisation)
+        write_gguf(checkpoint, staged / path.name, quantisation, on_progress)
         (staged / path.name).replace(path)
     return path
