@@ -37,8 +37,8 @@ class Prepared:
     Attributes:
         path: of the bank file.
         made: whether it had to be made; else it was there.
-        reason: why the one that was there would not do, for a person, to follow `because`; `None` if there was none or it
-            did.
+        reason: why the one that was there would not do, for a person, to follow `because`; `None` if there was none
+            or it did.
         resumed_bytes: of records that an earlier attempt had finished.
     """
 
