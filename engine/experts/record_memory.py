@@ -1,7 +1,7 @@
 """Memory for records: in huge pages where the system has them, and given back to it record by record.
 
-A page fault for every 4 KiB takes longer than the disk's reading of them, and kernels that stream through records
-miss the TLB once for each: 2 MiB pages make loading twice as fast on a machine with a fast disk.
+A page fault for every 4 KiB is work while a fast disk reads, and kernels that stream through records may miss the TLB
+once for each: 2 MiB pages need a five-hundredth of both.
 """
 
 from __future__ import annotations
