@@ -125,9 +125,9 @@ def _ones(count: int, device: torch.device) -> torch.Tensor:
     """[count, 1] weights that change nothing."""
     if count > CALL_ROWS:
         return torch.ones(count, 1, dtype=torch.float32, device=device)
-    return _few_ones(device)[:count]
+    return _many_ones(CALL_ROWS, device)[:count]
 
 
 @cache
-def _few_ones(device: torch.device) -> torch.Tensor:
-    return torch.ones(CALL_ROWS, 1, dtype=torch.float32, device=device)
+def _many_ones(count: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(count, 1, dtype=torch.float32, device=device)
