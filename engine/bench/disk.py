@@ -57,7 +57,7 @@ def bench_disk(config: EngineConfig, plan: DiskPlan, report: Report, say: Callab
         EngineError: `INVALID_REQUEST` if the model has no experts; as `prepare_bank` and `load_model`.
     """
     directory = Path(config.model)
-    source = BankSource.open(directory, "fp32" if config.precision == "fp32" else "bf16")
+    source = BankSource.open(directory, "bf16" if config.precision == "auto" else config.precision)
     bank = bank_path(directory, source.precision)
     bank.parent.mkdir(parents=True, exist_ok=True)
     with disk_errors_explained(bank.parent), _scratch(bank.parent) as scratch:
@@ -157,8 +157,8 @@ def _decode(
 
 
 def _dense_bytes(source: BankSource) -> int:
-    """Everything of the model but its experts, as it is held."""
-    width = 2 if source.precision == "bf16" else 4
+    """Everything of the model but its experts, as it is held; at most that if it is quantised."""
+    width = 4 if source.precision == "fp32" else 2
     return sum(width * entry.numel for entry in source.plan.rest.values())
 
 
