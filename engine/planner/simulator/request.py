@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -168,7 +168,7 @@ class RequestSimulation:
             if predicts and not prefill and index == 0:
                 self._predict((layer + 1) % layers, coming, done, step)
                 predicts = False
-        done = max(done, self._meet(layer, misses, ids, ready, step, prefill))
+        done = max(done, self._meet(layer, misses, frozenset(ids), ready, step, prefill))
         if predicts:
             first = coming[: self._costs.model.experts_per_token if not prefill else 1]
             if prefill:
@@ -194,7 +194,7 @@ class RequestSimulation:
         )
 
     def _meet(
-        self, layer: int, misses: list[tuple[int, int]], in_use: list[int], ready: float, step: int, prefill: bool
+        self, layer: int, misses: list[tuple[int, int]], in_use: Container[int], ready: float, step: int, prefill: bool
     ) -> float:
         fetched, computed = self._divide(misses, ready, prefill)
         done = ready
@@ -215,7 +215,7 @@ class RequestSimulation:
                 self._keep(layer, expert, self._copy(layer, expert, ready, step, "post-fetch"), in_use, ready)
         return max(done, last)
 
-    def _keep(self, layer: int, expert: int, arrival: float, in_use: list[int], now: float) -> None:
+    def _keep(self, layer: int, expert: int, arrival: float, in_use: Container[int], now: float) -> None:
         if self._residents.can_admit(layer, in_use, now):
             self._residents.admit(layer, expert, arrival, in_use, now)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,13 +52,13 @@ class Residents:
             if expert in held:
                 held.move_to_end(expert)
 
-    def can_admit(self, layer: int, in_use: Sequence[int], now: float) -> bool:
+    def can_admit(self, layer: int, in_use: Container[int], now: float) -> bool:
         """Whether somebody who is neither in use nor in flight could leave."""
         if not self.changes or not self.capacity[layer]:
             return False
         return any(expert not in in_use and there <= now for expert, there in self.arrivals[layer].items())
 
-    def admit(self, layer: int, expert: int, arrival: float, in_use: Sequence[int], now: float) -> None:
+    def admit(self, layer: int, expert: int, arrival: float, in_use: Container[int], now: float) -> None:
         """Takes the slot of the least recently used expert that is neither in use nor in flight."""
         held = self.arrivals[layer]
         leaving = next(other for other, there in held.items() if other not in in_use and there <= now)
