@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import pad, silu
 
 from engine.kernels.interface import ExpertMath, LayerRecords, QuantisedFormat
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.quantised.matrices import layer_matrices
 
+_ROWS_TOGETHER = 16
+"""Rows of a product are made up to a multiple of this: making a kernel for each count costs more than the idle rows."""
 _ALL_AT_ONCE_BYTES = 16 * 2**20
 """Up to this size of a layer, reading a few experts in vain costs less than a loop over the others."""
 
@@ -113,7 +115,8 @@ class TorchExperts:
                 break
             end = begin + count
             mine = tokens[begin:end]
-            out = self._down(self._gate(self._first(hidden[mine], expert)), expert)
+            taken = pad(mine, (0, -count % _ROWS_TOGETHER)) if count > 1 else mine
+            out = self._down(self._gate(self._first(hidden[taken], expert)), expert)[:count]
             if self.math.norm is not None:
                 out = self.math.norm(out)
             result.index_add_(0, mine, out.float().mul_(shares[begin:end]))
