@@ -81,6 +81,7 @@ class _Step:
     pending: list[Work] = field(default_factory=list)
     on_cpu: int = 0
     fetched: int = 0
+    hits_on_cpu: int = 0
     is_told: bool = False
 
 
@@ -196,20 +197,46 @@ class HybridExperts:
         routing = self._routing(step, index)
         shape = (index.numel(), step.hidden.shape[1])
         sums = PartialSums(step.hidden, weights, routing, self._activations.rows(shape, step.hidden.dtype))
-        step.lookup = self._look_up(step, routing)
-        if step.lookup.hits:
-            step.pending.append(sums.on_device(self.cache.kernel(self._make_kernel), step.lookup.hits))
-        if step.lookup.misses:
-            self._submit(step)
-            self._meet_misses(step, routing, sums)
+        lookup = step.lookup = self._look_up(step, routing)
+        begun_s = time.perf_counter()
+        if lookup.hits and self._cpu_is_sooner(step, routing):
+            self._compute_all_here(step, routing, sums)
+        else:
+            if lookup.hits:
+                step.pending.append(sums.on_device(self.cache.kernel(self._make_kernel), lookup.hits))
+            if lookup.misses:
+                self._submit(step)
+                self._meet_misses(step, routing, sums)
         step.pending.append(sums.finish())
         end = self._submit(step)
         assert end is not None
         self._tell(step, routing)
         if not self._device.compute_follows_caller or end.failure is not None:
             end.wait()
-        self.cache.release(step.lookup, end)
+            if lookup.hits and not (step.is_prefill or step.hits_on_cpu or step.fetched):
+                self._latency.observe_both(*self._tokens(lookup, routing), time.perf_counter() - begun_s)
+        self.cache.release(lookup, end)
         return sums.result
+
+    def _cpu_is_sooner(self, step: _Step, routing: Routing) -> bool:
+        """Whether a device is better left alone: small experts are computed before it has heard of them."""
+        if step.is_prefill or self.mode is not Misses.MIXED or not self._source.has_all:
+            return False
+        return self._latency.prefers_cpu_alone(*self._tokens(step.lookup, routing))
+
+    def _tokens(self, lookup: Lookup, routing: Routing) -> tuple[list[int], list[int]]:
+        """Of each hit, and of each miss."""
+        return [routing.tokens(hit) for hit in lookup.hits], [routing.tokens(miss) for miss in lookup.misses]
+
+    def _compute_all_here(self, step: _Step, routing: Routing, sums: PartialSums) -> None:
+        held = self._source.acquire(routing.experts)
+        step.held.append(held)
+        if step.lookup.misses:
+            self.cache.post_fetch(self._layer, step.lookup.misses, held, max(0, self._source.lendable))
+        self._tell(step, routing)
+        step.on_cpu, step.hits_on_cpu = len(step.lookup.misses), len(step.lookup.hits)
+        self._compute_here(step, routing, sums, held, routing.experts)
+        held.release()
 
     def _routing(self, step: _Step, index: torch.Tensor) -> Routing:
         """The step's one sync; small hidden states come with it."""
@@ -326,7 +353,7 @@ class HybridExperts:
 
     def _count(self, step: _Step) -> None:
         if self.mode is not Misses.CACHE_OFF:
-            self.cache.count_met(step.lookup, step.on_cpu, step.fetched)
+            self.cache.count_met(step.lookup, step.on_cpu, step.fetched, hits_on_cpu=step.hits_on_cpu)
 
     def _give_up(self, step: _Step) -> None:
         """Waits until nothing is in flight and lets everything go: the next request starts afresh."""

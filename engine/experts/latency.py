@@ -24,6 +24,8 @@ from engine.paths import cache_dir
 _VERSION = 1
 _PULL = 0.05
 """Weight of one observation in the exponentially weighted correction."""
+_FADING = 0.998
+"""Of the price of joining both sides, each time it has kept the device out."""
 _FURTHEST = 2.0
 """An observation counts as if it were at most this many times off: a page fault or a scheduler's pause is no trend."""
 
@@ -65,6 +67,7 @@ class LatencyModel:
     _cpu: Correction = field(default_factory=Correction, init=False, compare=False)
     _gpu: Correction = field(default_factory=Correction, init=False, compare=False)
     _link: Correction = field(default_factory=Correction, init=False, compare=False)
+    _joining_s: float = field(default=0.0, init=False, compare=False)
 
     def __post_init__(self) -> None:
         numbers = [getattr(self, item.name) for item in fields(self) if item.type in ("float", "int")]
@@ -87,6 +90,20 @@ class LatencyModel:
     def prefers_cpu(self, tokens: int) -> bool:
         """Algorithm 1 for one miss by itself."""
         return self.cpu_s(tokens) <= self.gpu_s(tokens) + self.transfer_s
+
+    def prefers_cpu_alone(self, hits: Sequence[int], misses: Sequence[int]) -> bool:
+        """Whether the CPU by itself is done sooner than both sides at once, though the device has some experts.
+
+        Args:
+            hits, misses: tokens of each expert that the device has, and of each that it has not.
+        """
+        here_s = sum(self.cpu_s(tokens) for tokens in misses)
+        there_s = sum(self.gpu_s(tokens) for tokens in hits)
+        alone_s = here_s + sum(self.cpu_s(tokens) for tokens in hits)
+        if alone_s >= max(here_s, there_s) + self._joining_s:
+            return False
+        self._joining_s *= _FADING  # or what was seen once would never be seen again
+        return True
 
     def split(
         self, misses: Sequence[tuple[Key, int]], backlog_s: float = 0.0, busy_s: float = 0.0
@@ -122,6 +139,11 @@ class LatencyModel:
             else:
                 on_cpu.append(key)
         return on_cpu, fetched
+
+    def observe_both(self, hits: Sequence[int], misses: Sequence[int], took_s: float) -> None:
+        """Both sides computed at once: what that took besides the later of them is the price of joining them."""
+        sides_s = max(sum(map(self.gpu_s, hits)), sum(map(self.cpu_s, misses)))
+        self._joining_s += _PULL * (min(max(took_s - sides_s, 0.0), _FURTHEST * sides_s) - self._joining_s)
 
     def observe_cpu(self, tokens: Sequence[int], took_s: float) -> None:
         """The CPU computed experts of so many tokens each, one after the other."""

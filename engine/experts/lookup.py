@@ -16,6 +16,7 @@ class VramCounters:
     Attributes:
         late: misses whose copy was already on its way.
         on_cpu, fetched: how misses were met.
+        hits_on_cpu: hits that the CPU computed all the same, because that was done sooner.
         recomputed: experts that the CPU computed because their copy had failed; they count as on_cpu.
         evictions: experts that left for others or for a smaller cache.
         kept: experts that stayed where they had been fetched to.
@@ -34,6 +35,7 @@ class VramCounters:
     late: int = 0
     on_cpu: int = 0
     fetched: int = 0
+    hits_on_cpu: int = 0
     recomputed: int = 0
     evictions: int = 0
     kept: int = 0

@@ -62,6 +62,10 @@ class RecordSource(Protocol):
         """Computes from rows of `Held`: to it they are the experts."""
 
     @property
+    def has_all(self) -> bool:
+        """Whether all records are always in RAM."""
+
+    @property
     def lendable(self) -> int:
         """How many records copies may keep that nobody waits for."""
 
@@ -113,6 +117,7 @@ class RamRecords:
         kernel: the CPU's, bound to them.
     """
 
+    has_all = True
     lendable = 2**31
 
     def __init__(self, bank: BankLayer, kernel: ExpertKernel) -> None:
@@ -218,6 +223,8 @@ class TierRecords:
         self._lent, self._tier, self._layer = lent, lent.tier, layer
         self.num_experts = num_experts
         self.kernel = kernel
+
+    has_all = False
 
     @property
     def lendable(self) -> int:

@@ -203,8 +203,10 @@ class VramCache:
                 pool.unpin(first + expert)
             lookup.hits, lookup.taken_in = {}, []
 
-    def count_met(self, lookup: Lookup, on_cpu: int, fetched: int, recomputed: int = 0) -> None:
-        """How the misses of a step that ended well were met."""
+    def count_met(
+        self, lookup: Lookup, on_cpu: int, fetched: int, *, recomputed: int = 0, hits_on_cpu: int = 0
+    ) -> None:
+        """How the misses of a step that ended well were met, and hits that were not made use of."""
         with self._lock:
             counters = self.counters
             if lookup.is_use:
@@ -214,6 +216,7 @@ class VramCache:
                 counters.prefill_on_cpu += on_cpu
                 counters.prefill_fetched += fetched
             counters.recomputed += recomputed
+            counters.hits_on_cpu += hits_on_cpu
             counters.fetched_bytes += fetched * self.layout.nbytes
 
     def take_in(self, lookup: Lookup, expert: int, held: Held) -> tuple[Slot, Event] | None:

@@ -16,6 +16,7 @@ from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
 from engine.experts import dispatcher, partial_sums
 from engine.experts.dispatcher import DECODE_TOKENS, Misses
+from engine.experts.latency import LatencyModel
 from engine.hardware.profiles import DeviceProfile
 from tests.engine.hybrid_layers import EVERY_POLICY, EXPERTS, HIDDEN, KINDS, LAYERS, Layers, routing
 
@@ -123,6 +124,21 @@ def test_misses_are_met_as_the_mode_says(device: Device) -> None:
     assert met[Misses.FETCH_ONLY] == (0, 4)
     assert met[Misses.CACHE_OFF] == (0, 0)
     assert sum(met[Misses.MIXED]) == 4
+
+
+def test_hits_are_computed_by_the_cpu_where_that_is_done_sooner(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LatencyModel, "prefers_cpu_alone", lambda *_sides: True)
+    generator = torch.Generator().manual_seed(9)
+    with Layers(device, slots=12, policy="lru") as layers:
+        for count in (1, 1, 3, 1):
+            layers.check(0, routing(generator, count, 3))
+            layers.cache.wait()
+        counters = layers.cache.counters
+        assert 0 < counters.hits == counters.hits_on_cpu
+        assert counters.misses == counters.on_cpu + counters.fetched
+        assert len(layers.cache.residents(0)) >= 4  # what misses is sent for all the same
 
 
 @pytest.mark.parametrize("mode", list(Misses))

@@ -169,3 +169,28 @@ def test_measures_real_kernels_and_copies(spec: str) -> None:
     assert model.transfer_s > 0
     if spec != "cpu":
         assert model.transfer_s >= 20e-6
+
+
+@given(
+    st.lists(st.integers(1, 8), min_size=1, max_size=6),
+    st.lists(st.integers(1, 8), max_size=6),
+    st.lists(st.floats(1e-5, 10.0), max_size=40),
+)
+def test_the_device_is_left_alone_only_if_the_cpu_is_done_sooner(
+    hits: list[int], misses: list[int], spans: list[float]
+) -> None:
+    model = replace(MIXTRAL)
+    for took_s in spans:
+        model.observe_both(hits, misses, took_s)
+    here_s = sum(map(model.cpu_s, misses))
+    both_s = max(here_s, sum(map(model.gpu_s, hits))) + model._joining_s
+    alone_s = here_s + sum(map(model.cpu_s, hits))
+    assert model.prefers_cpu_alone(hits, misses) == (alone_s < both_s)
+
+
+def test_a_device_that_was_slow_to_join_is_tried_again() -> None:
+    model = replace(MIXTRAL)
+    for _ in range(500):
+        model.observe_both([1], [1], 1.0)
+    assert model.prefers_cpu_alone([1], [1])
+    assert any(not model.prefers_cpu_alone([1], [1]) for _ in range(2000))
