@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 def add_parser(subparsers: Any) -> None:
     """Mount the verb and its kinds."""
     parser = subparsers.add_parser("bench", help="measure this machine, with peers in the same run")
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="{startup,decode,prefill,cache,disk}")
+    kinds = parser.add_subparsers(
+        dest="kind", required=True, metavar="{startup,decode,prefill,cache,disk,kernels,quality}"
+    )
 
     startup = kinds.add_parser(
         "startup", help="seconds to a usable window and to the first token; longest wait of the GUI"
@@ -67,6 +69,23 @@ def add_parser(subparsers: Any) -> None:
     _add_common(disk, repeats=3)
     add_engine_options(disk)
     disk.set_defaults(run=_run_disk)
+
+    kernels = kinds.add_parser("kernels", help="CPU expert kernels on cold weights, against the read bandwidth")
+    kernels.add_argument("--threads", type=positive_int, metavar="N", help="CPU threads that compute")
+    kernels.add_argument("--tokens", type=positive_int, default=1, metavar="N", help="tokens of a call")
+    _add_common(kernels, repeats=5)
+    kernels.set_defaults(run=_run_kernels)
+
+    quality = kinds.add_parser("quality", help="perplexity of a text and divergence from bf16, in int8 and int4")
+    _add_model(quality)
+    quality.add_argument("--text", type=Path, required=True, metavar="FILE", help="plain text in UTF-8")
+    quality.add_argument(
+        "--tokens", type=positive_int, default=20_480, metavar="N", help="read so much of it, in windows of 512"
+    )
+    quality.add_argument("--peers", action="store_true", help="run llama.cpp's Q8_0, Q4_0 and Q4_1 beside us")
+    quality.add_argument("--json", action="store_true", help="print one JSON document")
+    add_engine_options(quality)
+    quality.set_defaults(run=_run_quality)
 
 
 def _add_common(parser: argparse.ArgumentParser, *, repeats: int) -> None:
@@ -129,6 +148,20 @@ def _run_disk(args: argparse.Namespace) -> int:
 
     report = _report()
     bench_disk(_config(args), DiskPlan(args.tokens, args.repeats, args.expert_ram), report, note)
+    return _emit(report, args)
+
+
+def _run_kernels(args: argparse.Namespace) -> int:
+    from engine.bench.kernels import bench_kernels
+
+    return _emit(bench_kernels(args.threads, args.repeats, tokens=args.tokens, on_progress=note), args)
+
+
+def _run_quality(args: argparse.Namespace) -> int:
+    from engine.bench.quality import QualityPlan, bench_quality
+
+    report = _report()
+    bench_quality(_config(args), QualityPlan(args.text, args.tokens, args.peers), report, note)
     return _emit(report, args)
 
 

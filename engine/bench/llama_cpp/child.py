@@ -3,6 +3,7 @@
     {"do": "load", "path", "threads", "context"} -> {"seconds"}
     {"do": "prefill", "ids"}                     -> {"seconds"}
     {"do": "decode", "ids", "tokens"}            -> {"seconds", "ids"}   greedy; the time of the steps after the prompt
+    {"do": "logits", "ids", "path"}              -> {"vocabulary"}       path receives float32 [ids, vocabulary]
 
 Every answer may be {"error": sentence} instead.  This file is executed by itself: it imports nothing of ours.
 """
@@ -57,6 +58,34 @@ class Model:
             chosen.append(self._best())
         return time.perf_counter() - started, chosen
 
+    def logits(self, ids: list[int], path: str) -> int:
+        """Writes the logits after every id, from an empty context; how many ids there are."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
+        limit = llama_cpp.llama_n_batch(self._context)
+        with open(path, "wb") as file:
+            for begin in range(0, len(ids), limit):
+                piece = ids[begin : begin + limit]
+                self._run_all(piece, begin)
+                logits = llama_cpp.llama_get_logits(self._context)
+                np.ctypeslib.as_array(logits, (len(piece), self._vocabulary)).tofile(file)
+        return self._vocabulary
+
+    def _run_all(self, ids: list[int], begin: int) -> None:
+        """As `_run`, but with logits for every token."""
+        batch = llama_cpp.llama_batch_init(len(ids), 0, 1)
+        try:
+            batch.n_tokens = len(ids)
+            for place, token in enumerate(ids):
+                batch.token[place], batch.pos[place] = token, begin + place
+                batch.n_seq_id[place], batch.seq_id[place][0] = 1, 0
+                batch.logits[place] = 1
+            status = llama_cpp.llama_decode(self._context, batch)
+            llama_cpp.llama_synchronize(self._context)
+        finally:
+            llama_cpp.llama_batch_free(batch)
+        if status:
+            raise RuntimeError(f"llama_decode returned {status}")
+
     def _run(self, ids: list[int]) -> None:
         array = (llama_cpp.llama_token * len(ids))(*ids)
         status = llama_cpp.llama_decode(self._context, llama_cpp.llama_batch_get_one(array, len(ids)))
@@ -88,6 +117,8 @@ def main() -> None:
                 answer = {"error": "no model is loaded"}
             elif kind == "prefill":
                 answer = {"seconds": model.prefill(**request)}
+            elif kind == "logits":
+                answer = {"vocabulary": model.logits(**request)}
             else:
                 seconds, ids = model.decode(**request)
                 answer = {"seconds": seconds, "ids": ids}

@@ -12,6 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.bench.llama_cpp.installation import HOW_TO_BUILD, peer_python
 
 _CHILD = Path(__file__).with_name("child.py")
@@ -77,6 +80,13 @@ class LlamaCppPeer:
     def greedy(self, prompt: Sequence[int], tokens: int) -> list[int]:
         """The `tokens` most probable ids after the prompt, one after the other."""
         return list(self._ask(do="decode", ids=list(prompt), tokens=tokens - 1)["ids"])
+
+    def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
+        """[len(ids), vocabulary]: what it makes of each token and those before it, from an empty context."""
+        with tempfile.TemporaryDirectory(prefix="switchyard-logits-") as scratch:
+            path = Path(scratch) / "logits"
+            vocabulary = int(self._ask(do="logits", ids=list(ids), path=str(path))["vocabulary"])
+            return np.fromfile(path, np.float32).reshape(len(ids), vocabulary)
 
     def close(self) -> None:
         """Ends the process."""

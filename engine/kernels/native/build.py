@@ -57,14 +57,10 @@ def build() -> Path:
     target = library_path()
     if target.exists():
         return target
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise BuildError("no C++ compiler was found (on Debian: apt-get install g++)")
+    compiler = find_compiler()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            compiling = partial(_compile, compiler, folder=Path(scratch))
-            objects = list(pool.map(compiling, _sources_for_this_machine()))
+        objects = compile_sources(compiler, Path(scratch))
         linked = Path(scratch) / "linked.so"
         _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(linked)])
         # Renamed into place: another process sees no library or a whole one.
@@ -75,17 +71,39 @@ def build() -> Path:
     return target
 
 
+def find_compiler() -> str:
+    """The machine's C++ compiler, or that of the environment's `CXX`.
+
+    Raises:
+        BuildError: there is none.
+    """
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise BuildError("no C++ compiler was found (on Debian: apt-get install g++)")
+    return compiler
+
+
+def compile_sources(compiler: str, folder: Path, more: tuple[str, ...] = ()) -> list[Path]:
+    """The objects of all sources for this kind of processor, in `folder`; `more` options come last.
+
+    Raises:
+        BuildError: the compiler refuses them.
+    """
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        return list(pool.map(partial(_compile, compiler, folder=folder, more=more), _sources_for_this_machine()))
+
+
 def _sources_for_this_machine() -> list[Path]:
     sources = sorted(_SOURCES.glob("*.cpp"))
     return [source for source in sources if source.name not in _FLAGS or platform.machine().lower() in _X86]
 
 
-def _compile(compiler: str, source: Path, folder: Path) -> Path:
+def _compile(compiler: str, source: Path, folder: Path, more: tuple[str, ...]) -> Path:
     compiled = folder / f"{source.stem}.o"
     flags = _FLAGS.get(source.name, ())
 
     def run(flags: tuple[str, ...]) -> None:
-        _run([compiler, *_COMMON, *flags, "-c", str(source), "-o", str(compiled)])
+        _run([compiler, *_COMMON, *flags, *more, "-c", str(source), "-o", str(compiled)])
 
     try:
         run(flags)

@@ -1,0 +1,147 @@
+"""`switchyard bench quality`: what int8 and int4 cost on a text of the user's, with llama.cpp's types beside them."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.bench.gguf_export import Quantisation, gguf_of
+from engine.bench.llama_cpp import HOW_TO_BUILD, LlamaCppPeer, PeerError, peer_python
+from engine.bench.next_tokens import Contestant, Reference, Score, Window
+from engine.bench.opened import opened
+from engine.bench.report import Report, Row
+from engine.errors import EngineError, ErrorCode
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig, Precision
+    from engine.runtime.loaded_model import LoadedModel
+
+_REFERENCE = "bf16"
+_PEERS: dict[Precision, tuple[Quantisation, ...]] = {
+    "int8": (Quantisation.Q8_0,),
+    "int4": (Quantisation.Q4_0, Quantisation.Q4_1),
+}
+"""llama.cpp's types of about as many bits; all scale groups of 32."""
+
+
+@dataclass(frozen=True, slots=True)
+class QualityPlan:
+    """The first `tokens` of the file `text`, in windows of `window`; `peers`: whether llama.cpp reads the same ones."""
+
+    text: Path
+    tokens: int
+    peers: bool
+    window: int = 512
+
+
+def bench_quality(config: EngineConfig, plan: QualityPlan, report: Report, say: Callable[[str], None]) -> None:
+    """Adds rows to `report`: perplexity, divergence from bf16 and agreement of the likeliest token, by precision.
+
+    Every window starts from an empty context and all its tokens but the first count: the perplexities can be compared
+    with each other, not with those of programs that count only tokens after much context.
+
+    Raises:
+        EngineError: the text cannot be read or is too short, the model reads no text of this kind, or as `load_model`.
+    """
+    text = _read(plan.text)
+    with tempfile.TemporaryDirectory(prefix="switchyard-quality-") as scratch:
+        say(_REFERENCE)
+        with opened(replace(config, precision="bf16")) as loaded:
+            windows = _windows(loaded, text, plan)
+            reference = Reference(_contestant(loaded), windows, Path(scratch))
+            threads = loaded.info.threads
+        _describe_reference(reference.score, report)
+        for precision, types in _PEERS.items():
+            say(precision)
+            with opened(replace(config, precision=precision)) as loaded:
+                score = reference.compare(_contestant(loaded))
+            _describe(precision, score, reference.score, report)
+            for quantisation in types if plan.peers else ():
+                name = f"llama.cpp, {quantisation.value}"
+                try:
+                    file = _file_for_peer(Path(config.model), quantisation, say)
+                    with LlamaCppPeer(name, file, threads, plan.window) as peer:
+                        theirs = reference.compare(_contestant_in_llama_cpp(peer))
+                except (PeerError, EngineError, ValueError) as failure:
+                    report.skip_peer(name, str(failure))
+                    continue
+                _describe(name, theirs, reference.score, report)
+                report.rows.append(_perplexity(precision, score, name, theirs))
+
+
+def _file_for_peer(checkpoint: Path, quantisation: Quantisation, say: Callable[[str], None]) -> Path:
+    """Not written where nobody can run it."""
+    if peer_python() is None:
+        raise PeerError(f"its binding is not built: run {HOW_TO_BUILD}")
+    say(f"llama.cpp, {quantisation.value}")
+    return gguf_of(checkpoint, quantisation, say)
+
+
+def _describe_reference(score: Score, report: Report) -> None:
+    report.rows.append(Row("tokens", len(score.surprise), "", 1))
+    report.rows.append(Row(f"perplexity of {_REFERENCE}", score.perplexity, "", 1))
+
+
+def _describe(name: str, score: Score, reference: Score, report: Report) -> None:
+    more = (score.surprise - reference.surprise).double()
+    error = float(more.std()) / math.sqrt(len(more)) if len(more) > 1 else 0.0
+    report.rows += [
+        _perplexity(name, score, _REFERENCE, reference),
+        Row(f"perplexity of {name} above that of {_REFERENCE}", 100 * math.expm1(float(more.mean())), "%", 1),
+        Row(f"standard error of that ({name})", 100 * error, "%", 1),
+        Row(f"divergence of {name} from {_REFERENCE}", float(score.divergence.mean()), "nats", 1),
+        Row(f"tokens where {name} agrees with {_REFERENCE}", 100 * float(score.agrees.float().mean()), "%", 1),
+    ]
+
+
+def _perplexity(name: str, score: Score, peer: str, other: Score) -> Row:
+    """Lower is better: the ratio is the other's over ours."""
+    ratio = other.perplexity / score.perplexity
+    return Row(f"perplexity of {name}", score.perplexity, "", 1, peer, other.perplexity, ratio)
+
+
+def _contestant(loaded: LoadedModel) -> Contestant:
+    def logits(window: Window) -> torch.Tensor:
+        ids = torch.tensor([window[:-1]], device=loaded.device)
+        with torch.inference_mode():
+            result: torch.Tensor = loaded.model(ids, use_cache=False).logits[0]
+        return result
+
+    return logits
+
+
+def _contestant_in_llama_cpp(peer: LlamaCppPeer) -> Contestant:
+    return lambda window: torch.from_numpy(peer.logits(window[:-1]))
+
+
+def _windows(loaded: LoadedModel, text: str, plan: QualityPlan) -> list[Window]:
+    """Pieces of the text as the model reads it, one after the other; a last one of a single token tells nothing."""
+    if loaded.model.config.is_encoder_decoder:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"{loaded.info.name} answers a text rather than going on with it, so its quality is not measured this way.",
+        )
+    ids: list[int] = loaded.tokenizer(text, verbose=False)["input_ids"][: plan.tokens]
+    length = min(plan.window, loaded.context_tokens)
+    windows = [tuple(ids[begin : begin + length]) for begin in range(0, len(ids), length)]
+    windows = [window for window in windows if len(window) > 1]
+    if not windows:
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"{plan.text} is too short: it needs two tokens or more.")
+    return windows
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"{path} is not text in UTF-8: choose another file.") from error
+    except OSError as error:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST, f"{path} cannot be read ({error.strerror}): choose another file."
+        ) from error

@@ -1,0 +1,255 @@
+// Calls everything that the native kernels export, on random shapes, from several threads: for sanitizers to watch.
+//
+// Usage: driver SEED ROUNDS ISA...   What is allocated has exactly the size that the interface asks for.
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "switchyard_kernels.h"
+
+namespace {
+
+using Random = std::mt19937;
+
+int64_t draw(Random &random, int64_t low, int64_t high) {
+    return std::uniform_int_distribution<int64_t>(low, high)(random);
+}
+
+// A small number in bf16; rarely a denormal, an infinity or no number.
+uint16_t draw_bf16(Random &random) {
+    static const uint16_t odd[] = {0x0000, 0x8000, 0x0001, 0x7f80, 0xff80, 0x7fc0};
+    if (draw(random, 0, 4095) == 0) return odd[draw(random, 0, 5)];
+    const float value = std::uniform_real_distribution<float>(-1, 1)(random);
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return static_cast<uint16_t>(bits >> 16);
+}
+
+std::vector<uint16_t> draw_row(Random &random, int64_t count) {
+    std::vector<uint16_t> row(static_cast<size_t>(count));
+    for (auto &value : row) value = draw_bf16(random);
+    return row;
+}
+
+void require(bool holds, const char *what) {
+    if (holds) return;
+    std::fprintf(stderr, "driver: %s\n", what);
+    std::abort();
+}
+
+struct OwnPool {
+    SwitchyardPool *pool;
+    explicit OwnPool(int32_t threads) : pool(switchyard_pool_create(threads)) { require(pool != nullptr, "no pool"); }
+    ~OwnPool() { switchyard_pool_destroy(pool); }
+    OwnPool(const OwnPool &) = delete;
+    OwnPool &operator=(const OwnPool &) = delete;
+};
+
+// A matrix with memory of its own, quantised from random weights.
+struct OwnMatrix {
+    std::vector<uint16_t> plain, scales;
+    std::vector<uint8_t> tiles, zeros;
+    SwitchyardMatrix matrix{};
+
+    OwnMatrix(SwitchyardPool *pool, Random &random, int64_t rows, int64_t columns, int32_t precision, int32_t pairing)
+        : plain(draw_row(random, rows * columns)) {
+        matrix = {plain.data(), nullptr, nullptr, rows, columns, precision, pairing};
+        if (precision == SWITCHYARD_BF16) return;
+        const auto count = static_cast<size_t>((rows + 31) / 32 * ((columns + 31) / 32));
+        tiles.resize(count * (precision == SWITCHYARD_INT8 ? 1024 : 512));
+        scales.resize(count * 32);
+        if (precision == SWITCHYARD_INT4) zeros.resize(count * 32);
+        matrix.weights = tiles.data();
+        matrix.scales = scales.data();
+        matrix.zeros = zeros.empty() ? nullptr : zeros.data();
+        require(switchyard_quantise(pool, &matrix, plain.data(), static_cast<int32_t>(draw(random, 0, 16))) == 0,
+                "not quantised");
+    }
+};
+
+void expand(SwitchyardPool *pool, Random &random, const OwnMatrix &own) {
+    const auto &matrix = own.matrix;
+    const int64_t blocks = (matrix.rows + 31) / 32, begin = draw(random, 0, blocks - 1);
+    const int64_t end = draw(random, begin + 1, blocks);
+    const bool halves = matrix.pairing == SWITCHYARD_HALVES;
+    const int64_t per_block = halves ? 16 : 32, limit = halves ? matrix.rows / 2 : matrix.rows;
+    const int64_t rows = ((end * per_block < limit ? end * per_block : limit) - begin * per_block) * (halves ? 2 : 1);
+    std::vector<uint16_t> out(static_cast<size_t>(rows * matrix.columns));
+    require(switchyard_dequantise(pool, &matrix, begin, end, out.data()) == 0, "not expanded");
+}
+
+void try_linear(SwitchyardPool *pool, Random &random, int32_t precision) {
+    const OwnMatrix own(pool, random, draw(random, 1, 200), draw(random, 1, 200), precision, SWITCHYARD_PLAIN);
+    if (precision != SWITCHYARD_BF16) expand(pool, random, own);
+    const auto tokens = static_cast<int32_t>(draw(random, 1, 20));
+    const auto x = draw_row(random, tokens * own.matrix.columns), bias = draw_row(random, own.matrix.rows);
+    std::vector<uint16_t> out(static_cast<size_t>(tokens * own.matrix.rows)), again(out);
+    const uint16_t *added = draw(random, 0, 1) ? bias.data() : nullptr;
+    require(switchyard_linear(pool, &own.matrix, tokens, x.data(), added, out.data()) == 0, "no product");
+    const OwnPool alone(1);
+    require(switchyard_linear(alone.pool, &own.matrix, tokens, x.data(), added, again.data()) == 0, "no product");
+    require(out == again, "a linear layer depends on the number of threads");
+}
+
+// The records of a layer's experts: first, down, their scales, zeros and biases, one piece of memory for each expert.
+struct OwnExperts {
+    std::vector<std::vector<uint16_t>> records;  // 2-byte units, so that every part is aligned
+    std::vector<const uint8_t *> beginnings;
+    SwitchyardExperts layer{};
+
+    OwnExperts(SwitchyardPool *pool, Random &random, int32_t precision) {
+        const auto pairing = static_cast<int32_t>(draw(random, 0, 2));
+        const bool gated = pairing != SWITCHYARD_PLAIN;
+        layer.count = static_cast<int32_t>(draw(random, 1, 9));
+        layer.hidden = static_cast<int32_t>(draw(random, 1, 150));
+        layer.inner = static_cast<int32_t>(draw(random, 1, 120));
+        layer.precision = precision;
+        layer.pairing = pairing;
+        layer.activation = static_cast<int32_t>(draw(random, 0, gated ? 5 : 4));
+        layer.limit = draw(random, 0, 1) ? 7.0f : std::numeric_limits<float>::infinity();
+        layer.alpha = 1.702f;
+        const bool biased = draw(random, 0, 1) != 0;
+        for (int32_t expert = 0; expert < layer.count; ++expert) {
+            std::vector<uint16_t> record;
+            const int64_t rows = int64_t{layer.inner} * (gated ? 2 : 1);
+            layer.first = append(record, OwnMatrix(pool, random, rows, layer.hidden, precision, pairing), random, biased);
+            layer.down = append(record, OwnMatrix(pool, random, layer.hidden, layer.inner, precision, SWITCHYARD_PLAIN),
+                                random, biased);
+            record.shrink_to_fit();
+            records.push_back(std::move(record));
+        }
+        for (const auto &record : records) beginnings.push_back(reinterpret_cast<const uint8_t *>(record.data()));
+        layer.scattered = beginnings.data();
+    }
+
+    static int64_t append(std::vector<uint16_t> &record, const void *from, size_t bytes) {
+        const size_t at = record.size();
+        record.resize(at + (bytes + 1) / 2);
+        std::memcpy(record.data() + at, from, bytes);
+        return static_cast<int64_t>(at * 2);
+    }
+
+    static SwitchyardRecordPart append(std::vector<uint16_t> &record, const OwnMatrix &own, Random &random, bool biased) {
+        SwitchyardRecordPart part = {-1, -1, -1, -1};
+        if (own.matrix.precision == SWITCHYARD_BF16) {
+            part.weights = append(record, own.plain.data(), own.plain.size() * 2);
+        } else {
+            part.weights = append(record, own.tiles.data(), own.tiles.size());
+            part.scales = append(record, own.scales.data(), own.scales.size() * 2);
+            if (!own.zeros.empty()) part.zeros = append(record, own.zeros.data(), own.zeros.size());
+        }
+        if (biased) {
+            const auto bias = draw_row(random, own.matrix.rows);
+            part.bias = append(record, bias.data(), bias.size() * 2);
+        }
+        return part;
+    }
+};
+
+void try_experts(SwitchyardPool *pool, Random &random, int32_t precision) {
+    const OwnExperts own(pool, random, precision);
+    const auto tokens = static_cast<int32_t>(draw(random, 1, 20)), k = static_cast<int32_t>(draw(random, 1, 9));
+    const auto x = draw_row(random, int64_t{tokens} * own.layer.hidden);
+    std::vector<int64_t> index(static_cast<size_t>(tokens) * k);
+    for (auto &id : index) id = draw(random, -1, own.layer.count);  // -1 and count are nobody
+    std::vector<float> weights(index.size(), 0.25f);
+    std::vector<uint16_t> out(x.size()), again(x.size());
+    require(switchyard_experts(pool, &own.layer, tokens, k, x.data(), index.data(), weights.data(), out.data()) == 0,
+            "no experts");
+    const OwnPool alone(1);
+    require(switchyard_experts(alone.pool, &own.layer, tokens, k, x.data(), index.data(), weights.data(),
+                               again.data()) == 0, "no experts");
+    require(out == again, "experts depend on the number of threads");
+}
+
+void try_sparse(SwitchyardPool *pool, Random &random, int32_t precision) {
+    const OwnExperts own(pool, random, precision);
+    const auto norm = draw_row(random, own.layer.hidden), hidden = draw_row(random, own.layer.hidden);
+    const auto router = draw_row(random, int64_t{own.layer.count} * own.layer.hidden);
+    const auto k = static_cast<int32_t>(draw(random, 1, own.layer.count));
+    const SwitchyardSparseBlock block = {norm.data(), router.data(), own.layer, 1e-6f, k,
+                                         static_cast<int32_t>(draw(random, 0, 1)), static_cast<int32_t>(draw(random, 0, 1))};
+    std::vector<int64_t> chosen(static_cast<size_t>(k));
+    std::vector<float> shares(static_cast<size_t>(k));
+    std::vector<uint16_t> out(hidden.size());
+    require(switchyard_sparse_step(pool, &block, hidden.data(), chosen.data(), shares.data(), out.data()) == 0,
+            "no sparse step");
+    for (const int64_t expert : chosen) require(expert >= 0 && expert < own.layer.count, "an expert that is not there");
+}
+
+void try_attention(SwitchyardPool *pool, Random &random, int32_t precision) {
+    SwitchyardAttention layer{};
+    layer.kv_heads = static_cast<int32_t>(draw(random, 1, 3));
+    layer.heads = layer.kv_heads * static_cast<int32_t>(draw(random, 1, 3));
+    layer.head_dim = static_cast<int32_t>(2 * draw(random, 1, 40));
+    layer.hidden = static_cast<int32_t>(draw(random, 1, 150));
+    layer.epsilon = 1e-6f;
+    layer.scale = 0.1f;
+    const int64_t dim = layer.head_dim, hidden = layer.hidden;
+    const OwnMatrix q(pool, random, layer.heads * dim, hidden, precision, SWITCHYARD_PLAIN);
+    const OwnMatrix k(pool, random, layer.kv_heads * dim, hidden, precision, SWITCHYARD_PLAIN);
+    const OwnMatrix v(pool, random, layer.kv_heads * dim, hidden, precision, SWITCHYARD_PLAIN);
+    const OwnMatrix o(pool, random, hidden, layer.heads * dim, precision, SWITCHYARD_PLAIN);
+    layer.q = q.matrix, layer.k = k.matrix, layer.v = v.matrix, layer.o = o.matrix;
+    const auto norm = draw_row(random, hidden), of_q = draw_row(random, dim), of_k = draw_row(random, dim);
+    layer.norm = norm.data();
+    if (draw(random, 0, 1)) layer.q_norm = of_q.data(), layer.k_norm = of_k.data();
+    const int64_t capacity = draw(random, 1, 70), length = draw(random, 0, capacity - 1);
+    auto keys = draw_row(random, layer.kv_heads * capacity * dim), values = keys;
+    const auto x = draw_row(random, hidden), cos = draw_row(random, dim), sin = draw_row(random, dim);
+    std::vector<uint16_t> out(x.size());
+    require(switchyard_attention_step(pool, &layer, x.data(), cos.data(), sin.data(), keys.data(), values.data(),
+                                      capacity, length, out.data()) == 0, "no attention");
+}
+
+// A matrix so large that the pool wakes its workers for long work.
+void try_large(SwitchyardPool *pool, Random &random) {
+    for (const int32_t precision : {SWITCHYARD_INT8, SWITCHYARD_INT4}) {
+        const OwnMatrix own(pool, random, 1024, 640, precision, SWITCHYARD_HALVES);
+        std::vector<uint16_t> out(own.plain.size());
+        require(switchyard_dequantise(pool, &own.matrix, 0, 32, out.data()) == 0, "not expanded");
+    }
+}
+
+void go_through(SwitchyardPool *pool, uint32_t seed, int rounds) {
+    Random random(seed);
+    for (int round = 0; round < rounds; ++round)
+        for (const int32_t precision : {SWITCHYARD_BF16, SWITCHYARD_INT8, SWITCHYARD_INT4}) {
+            try_linear(pool, random, precision);
+            try_experts(pool, random, precision);
+            try_sparse(pool, random, precision);
+            try_attention(pool, random, precision);
+        }
+    try_large(pool, random);
+}
+
+}  // namespace
+
+int main(int argc, char **argv) {
+    const auto seed = static_cast<uint32_t>(std::atoi(argv[1]));
+    const int rounds = std::atoi(argv[2]);
+    require(switchyard_abi() > 0 && (switchyard_advertised_isas() & 1) != 0, "the portable kernels are not there");
+    for (int argument = 3; argument < argc; ++argument) {
+        const int32_t isa = std::atoi(argv[argument]);
+        require(switchyard_self_test(isa) == 0, "the self-test fails");
+        switchyard_use_isa(isa);
+        {
+            const OwnPool shared(3), own(2);
+            std::thread first(go_through, shared.pool, seed, rounds);
+            std::thread second(go_through, shared.pool, seed + 1, rounds);  // two callers of one pool take turns
+            std::thread third(go_through, own.pool, seed + 2, rounds);
+            first.join(), second.join(), third.join();
+            std::this_thread::sleep_for(std::chrono::milliseconds(5));  // the workers fall asleep, and wake again
+            go_through(shared.pool, seed + 3, 1);
+        }
+        for (int32_t threads = 0; threads < 5; ++threads) const OwnPool unused(threads);
+    }
+    return 0;
+}

@@ -1,0 +1,67 @@
+"""What the native kernels take while nothing is generated: no processor, and little disk."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from engine.bench.opened import opened
+from engine.bench.synthetic import make_synthetic
+from engine.config import EngineConfig, SamplingParams
+from engine.kernels.native import build
+from engine.kernels.native.library import load_kernels
+from engine.kernels.native.linear import QuantisedLinear, quantise_linears
+from engine.runtime.chat_session import ChatSession
+from tests.engine.native_isas import isas
+
+_ISAS = isas()
+_IDLE_S = 1.0
+_MOST_BUSY = 0.3
+"""Part of one core.  A thread that spins takes all of one."""
+
+
+def busy_while_idle() -> float:
+    """Cores that all threads of this process use while it sleeps, after a moment in which they may still spin."""
+    time.sleep(0.05)
+    begun, cpu = time.perf_counter(), time.process_time()
+    time.sleep(_IDLE_S)
+    return (time.process_time() - cpu) / (time.perf_counter() - begun)
+
+
+def test_a_pool_sleeps_after_its_work() -> None:
+    kernels = load_kernels(threads=3)
+    assert kernels is not None
+    try:
+        model = torch.nn.Sequential(torch.nn.Linear(1024, 4096, bias=False, dtype=torch.bfloat16))
+        quantise_linears(model, "int8", kernels)
+        assert isinstance(model[0].forward, QuantisedLinear)
+        x = torch.randn(1, 1024).bfloat16()
+        for _ in range(40):
+            model(x)
+        assert busy_while_idle() < _MOST_BUSY
+        model(torch.randn(40, 1024).bfloat16())
+        assert busy_while_idle() < _MOST_BUSY
+    finally:
+        kernels.close()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
+def test_no_core_is_busy_after_an_answer(precision: str) -> None:
+    path = str(make_synthetic("synthetic:qwen3-moe-tiny"))
+    config = EngineConfig(model=path, device="cpu", precision=precision, threads=3)  # type: ignore[arg-type]
+    with opened(config) as loaded:
+        ChatSession(loaded).generate_from_ids(
+            [3, 4, 5, 6],
+            SamplingParams(max_tokens=24),
+            on_progress=lambda _done, _total: None,
+            on_text=lambda _text, _count: None,
+            cancelled=lambda: False,
+            end_ids=frozenset(),
+        )
+        assert busy_while_idle() < _MOST_BUSY
+
+
+def test_the_library_is_small() -> None:
+    assert build.build().stat().st_size < 2 * 2**20

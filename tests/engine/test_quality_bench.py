@@ -1,0 +1,174 @@
+"""How much of a model int8 and int4 leave: the arithmetic of the comparison, the bench, and bounds for the starter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine import cli
+from engine.bench.gguf_export import Quantisation, write_gguf
+from engine.bench.llama_cpp import LlamaCppPeer, peer_python
+from engine.bench.next_tokens import Contestant, Reference, Window
+from engine.bench.opened import opened
+from engine.bench.synthetic import make_synthetic
+from engine.config import EngineConfig, Precision
+from engine.runtime.kv_session import KvSession
+from engine.runtime.loaded_model import LoadedModel
+from tests.engine.tiny_families import tiny_checkpoint
+
+PEER = peer_python()  # before a test's own SWITCHYARD_HOME hides the user's
+TINY = "synthetic:qwen3-moe-tiny"
+WORDS = "A switchyard sorts wagons: each rolls over the hump, and a signalman in the tower sets the points. "
+STORY = (
+    "The first railways were built to carry coal from the mines to the rivers, where it was loaded into ships. Horses "
+    "pulled the wagons along wooden rails, and later along rails of iron. In the early nineteenth century engineers in "
+    "England began to experiment with steam. The locomotives were heavy and slow, and the brittle rails often broke "
+    "under them, but within a few years a line between Liverpool and Manchester was carrying thousands of people every "
+    "week. Other countries soon followed. By the end of the century it was possible to travel across the whole of "
+    "North America by train in less than a week, a journey that had taken months before."
+)
+
+
+def random_contestant(seed: int, vocabulary: int, dtype: torch.dtype = torch.float32) -> Contestant:
+    """Someone whose opinion of a window is random, but always the same."""
+
+    def logits(window: Window) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed + sum(window))
+        return (3 * torch.randn(len(window) - 1, vocabulary, generator=generator)).to(dtype)
+
+    return logits
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    lengths=st.lists(st.integers(2, 9), min_size=1, max_size=3),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_scores_are_what_their_definitions_say(
+    seed: int, lengths: list[int], dtype: torch.dtype, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    torch.manual_seed(seed)
+    windows = [tuple(torch.randint(0, 11, (length,)).tolist()) for length in lengths]
+    one, other = random_contestant(seed, 11, dtype), random_contestant(seed + 1, 11, dtype)
+    reference = Reference(one, windows, tmp_path_factory.mktemp("logits"))
+    score = reference.compare(other)
+    p = torch.cat([one(window) for window in windows]).double().softmax(-1)
+    q = torch.cat([other(window) for window in windows]).double().softmax(-1)
+    came = torch.tensor([token for window in windows for token in window[1:]])
+    torch.testing.assert_close(score.surprise.double(), -q[range(len(came)), came].log(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(score.divergence.double(), (p * (p / q).log()).sum(-1), atol=1e-4, rtol=1e-4)
+    assert torch.equal(score.agrees, p.argmax(-1) == q.argmax(-1))
+    itself = reference.compare(one)
+    assert itself.perplexity == reference.score.perplexity
+    assert itself.divergence.abs().max() == 0
+    assert itself.agrees.all()
+
+
+def test_a_contestant_with_other_ids_is_refused(tmp_path: Path) -> None:
+    reference = Reference(random_contestant(1, 11), [(1, 2, 3)], tmp_path)
+    with pytest.raises(ValueError, match="12 ids, not 11"):
+        reference.compare(random_contestant(1, 12))
+
+
+def test_the_bench_compares_every_precision_with_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(20 * WORDS, encoding="utf-8")
+    assert cli.main(["bench", "quality", "--model", TINY, "--text", str(text), "--tokens", "90", "--json"]) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    found = {row["name"]: row for row in document["rows"]}
+    assert found["tokens"]["value"] == 89
+    assert found["perplexity of int8"]["peer_value"] == found["perplexity of bf16"]["value"]
+    exact, coarse = (found[f"divergence of {precision} from bf16"]["value"] for precision in ("int8", "int4"))
+    assert 0 < exact < coarse
+    assert document["peers_not_run"] == []
+
+
+@pytest.mark.skipif(PEER is not None, reason="llama.cpp is built here")
+def test_peers_that_are_not_built_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(WORDS, encoding="utf-8")
+    arguments = ["bench", "quality", "--model", TINY, "--text", str(text), "--tokens", "20", "--peers", "--json"]
+    assert cli.main(arguments) == 0
+    skipped = json.loads(capsys.readouterr().out)["peers_not_run"]
+    assert [peer["peer"] for peer in skipped] == ["llama.cpp, Q8_0", "llama.cpp, Q4_0", "llama.cpp, Q4_1"]
+
+
+@pytest.mark.skipif(PEER is None, reason="llama.cpp is not built: python -m engine.bench.llama_cpp build")
+def test_llama_cpp_tells_its_logits_of_every_token(tmp_path: Path) -> None:
+    write_gguf(make_synthetic(TINY), tmp_path / "model.gguf", Quantisation.Q8_0)
+    with LlamaCppPeer("llama.cpp", tmp_path / "model.gguf", 1, 64, python=PEER) as peer:
+        prompt = [3, 4, 5, 6, 7]
+        logits = peer.logits(prompt)
+        assert logits.shape[0] == len(prompt)
+        for length in (1, 3, 5):
+            assert peer.greedy(prompt[:length], 1) == [int(logits[length - 1].argmax())]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"), [(None, "cannot be read"), (b"", "too short"), (b"\xff\xfe\x00", "not text in UTF-8")]
+)
+def test_a_text_that_is_none(
+    content: bytes | None, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    if content is not None:
+        text.write_bytes(content)
+    assert cli.main(["bench", "quality", "--model", TINY, "--text", str(text)]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_model_that_answers_texts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_checkpoint("switch_transformers", tmp_path / "model")
+    (tmp_path / "text.txt").write_text(WORDS, encoding="utf-8")
+    arguments = ["bench", "quality", "--model", str(tmp_path / "model"), "--text", str(tmp_path / "text.txt")]
+    assert cli.main(arguments) == 2
+    assert "not measured this way" in capsys.readouterr().err
+
+
+def at_once(loaded: LoadedModel) -> Contestant:
+    """The model reads a window as a prompt."""
+
+    def logits(window: Window) -> torch.Tensor:
+        with torch.inference_mode():
+            result: torch.Tensor = loaded.model(torch.tensor([window[:-1]]), use_cache=False).logits[0]
+        return result
+
+    return logits
+
+
+def token_by_token(loaded: LoadedModel) -> Contestant:
+    """The model reads all but the first token as if it had said them: other kernels than for a prompt."""
+
+    def logits(window: Window) -> torch.Tensor:
+        session = KvSession(loaded)
+        with torch.inference_mode(), loaded.token_by_token():
+            first, _ = session.prefill(list(window[:1]), lambda *_: None, lambda: False)
+            steps = (session.step(torch.tensor([[token]]), token).reshape(-1).clone() for token in window[1:-1])
+            rows = torch.stack([first.reshape(-1).clone(), *steps])
+        session.clear()
+        return rows
+
+    return logits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reader", [at_once, token_by_token])
+def test_the_starter_in_int8_and_int4_stays_near_bf16(starter: Path, tmp_path: Path, reader: Any) -> None:
+    def config(precision: Precision) -> EngineConfig:
+        return EngineConfig(model=str(starter), device="cpu", precision=precision, threads=1)
+
+    with opened(config("bf16")) as loaded:
+        windows = [tuple(loaded.tokenizer(STORY)["input_ids"])]
+        reference = Reference(reader(loaded), windows, tmp_path)
+    bounds: dict[Precision, tuple[float, float]] = {"int8": (0.03, 0.9), "int4": (0.4, 0.7)}
+    for precision, (most_nats, least_agreement) in bounds.items():
+        with opened(config(precision)) as loaded:
+            score = reference.compare(reader(loaded))
+        assert 0 < float(score.divergence.mean()) < most_nats
+        assert float(score.agrees.float().mean()) > least_agreement
