@@ -19,6 +19,7 @@ from transformers.cache_utils import (
 )
 
 from engine.runtime.growing_cache import GrowingLayer
+from engine.runtime.growing_window import GrowingWindowLayer
 
 KEEPS_EVERY_TOKEN = (GrowingLayer, DynamicLayer, DynamicIndexedLayer, DummyLayer)
 """Classes whose `crop` takes tokens back exactly.  By exact class: a subclass may hold more state (compressed entries,
@@ -38,7 +39,7 @@ def can_take_back(cache: Cache, tokens: int) -> bool:
     if type(cache) is not DynamicCache:
         return False
     for layer in cache.layers:
-        if type(layer) is DynamicSlidingWindowLayer:
+        if type(layer) in (DynamicSlidingWindowLayer, GrowingWindowLayer):
             if layer.get_seq_length() >= layer.sliding_window:
                 return False
         elif type(layer) not in KEEPS_EVERY_TOKEN:

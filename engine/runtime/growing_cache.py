@@ -10,15 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-_FIRST_CAPACITY = 256
-
-
-def grown_capacity(held: int, tokens: int, most_tokens: int | None = None) -> int:
-    """Tokens that there is room for once a layer that was full with `held` has been made to hold `tokens`."""
-    capacity = max(_FIRST_CAPACITY, 2 * held, tokens)
-    return capacity if most_tokens is None else max(tokens, min(capacity, most_tokens))
+from engine.runtime.cache_capacity import grown_capacity
+from engine.runtime.growing_window import GrowingWindowLayer
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
@@ -165,8 +160,17 @@ def new_cache(model: Any, most_tokens: int | None = None) -> Cache | None:
     if not model._supports_default_dynamic_cache():
         return None
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    cache.layers = [GrowingLayer(most_tokens) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [_growing(layer, most_tokens) for layer in cache.layers]
     return cache
+
+
+def _growing(layer: Any, most_tokens: int | None) -> Any:
+    """A new layer that does what the library's new `layer` does, in place where that is known."""
+    if type(layer) is DynamicLayer:
+        return GrowingLayer(most_tokens)
+    if type(layer) is DynamicSlidingWindowLayer:
+        return GrowingWindowLayer(layer.sliding_window)
+    return layer
 
 
 def cache_bytes(cache: Cache | None) -> int:
@@ -180,7 +184,7 @@ def cache_bytes(cache: Cache | None) -> int:
 def cache_layer_bytes(cache: Cache | None) -> list[int]:
     """Bytes held by each layer of a cache."""
     return [
-        layer.allocated_bytes() if isinstance(layer, GrowingLayer) else _tensor_bytes(vars(layer))
+        layer.allocated_bytes() if isinstance(layer, GrowingLayer | GrowingWindowLayer) else _tensor_bytes(vars(layer))
         for layer in list(getattr(cache, "layers", ()))
     ]
 

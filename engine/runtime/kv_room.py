@@ -6,7 +6,8 @@ from transformers.cache_utils import Cache
 
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.errors import EngineError, ErrorCode
-from engine.runtime.growing_cache import cache_layer_bytes, grown_capacity
+from engine.runtime.cache_capacity import grown_capacity
+from engine.runtime.growing_cache import cache_layer_bytes
 from engine.runtime.model_devices import ModelDevices
 
 

@@ -89,11 +89,11 @@ def test_only_a_negative_crop_is_taken() -> None:
         GrowingLayer().crop(3)
 
 
-def test_it_stands_in_for_plain_layers_only() -> None:
+def test_plain_layers_and_sliding_windows_grow_in_place() -> None:
     cache = new_cache(tiny_loaded("gpt_oss").model)
     assert cache is not None
     kinds = {type(layer).__name__ for layer in cache.layers}
-    assert kinds == {"GrowingLayer", "DynamicSlidingWindowLayer"}
+    assert kinds == {"GrowingLayer", "GrowingWindowLayer"}
     assert cache_bytes(cache) < 100  # but for what the library's layers note down
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from engine.kernels.native.build import library_path
 
-_ABI = 4
+_ABI = 5
 _SELF_TEST = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).switchyard_self_test(int(sys.argv[2])))"
 
 

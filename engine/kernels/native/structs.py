@@ -49,17 +49,28 @@ class ExpertsStruct(ctypes.Structure):
     )
 
 
+class RouterStruct(ctypes.Structure):
+    """`SwitchyardRouter`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "correction")),
+        *((name, ctypes.c_int32) for name in ("top_k", "scoring", "groups", "kept_groups")),
+        *((name, ctypes.c_int32) for name in ("bf16_logits", "normalise", "bf16_shares")),
+        ("scale", ctypes.c_float),
+    )
+
+
 class SparseBlockStruct(ctypes.Structure):
     """`SwitchyardSparseBlock`."""
 
     _fields_ = (
         ("norm", ctypes.c_void_p),
-        ("router", ctypes.c_void_p),
+        ("router", RouterStruct),
         ("experts", ExpertsStruct),
+        *((name, MatrixStruct) for name in ("shared_gate_proj", "shared_up_proj", "shared_down_proj")),
+        ("shared_gate", ctypes.c_void_p),
         ("epsilon", ctypes.c_float),
-        ("top_k", ctypes.c_int32),
-        ("normalise", ctypes.c_int32),
-        ("bf16_shares", ctypes.c_int32),
+        ("norm_rounds_once", ctypes.c_int32),
     )
 
 
@@ -68,10 +79,12 @@ class AttentionStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("norm", "q_norm", "k_norm")),
+        *((name, ctypes.c_void_p) for name in ("q_bias", "k_bias", "v_bias", "o_bias", "sinks")),
         *((name, MatrixStruct) for name in ("q", "k", "v", "o")),
         ("epsilon", ctypes.c_float),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("hidden", "heads", "kv_heads", "head_dim")),
+        *((name, ctypes.c_int32) for name in ("norms_span_heads", "norm_rounds_once")),
     )
 
 

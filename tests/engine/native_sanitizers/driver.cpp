@@ -173,9 +173,26 @@ void try_sparse(SwitchyardPool *pool, Random &random, int32_t precision) {
     const OwnExperts own(pool, random, precision);
     const auto norm = draw_row(random, own.layer.hidden), hidden = draw_row(random, own.layer.hidden);
     const auto router = draw_row(random, int64_t{own.layer.count} * own.layer.hidden);
+    const auto bias = draw_row(random, own.layer.count), shared_gate = draw_row(random, own.layer.hidden);
+    const std::vector<float> correction(static_cast<size_t>(own.layer.count), 0.25f);
+    const auto flag = [&] { return static_cast<int32_t>(draw(random, 0, 1)); };
+    SwitchyardSparseBlock block{};
+    block.norm = norm.data();
+    block.experts = own.layer;
+    block.epsilon = 1e-6f;
+    block.norm_rounds_once = flag();
     const auto k = static_cast<int32_t>(draw(random, 1, own.layer.count));
-    const SwitchyardSparseBlock block = {norm.data(), router.data(), own.layer, 1e-6f, k,
-                                         static_cast<int32_t>(draw(random, 0, 1)), static_cast<int32_t>(draw(random, 0, 1))};
+    block.router = {router.data(), flag() ? bias.data() : nullptr, flag() ? correction.data() : nullptr, k, flag(), 1, 1,
+                    flag(), flag(), flag(), 1.5f};
+    if (own.layer.count % 3 == 0) block.router.groups = 3, block.router.kept_groups = 2;
+    const int64_t inner = draw(random, 1, 100);
+    const OwnMatrix gate(pool, random, inner, own.layer.hidden, precision, SWITCHYARD_PLAIN);
+    const OwnMatrix up(pool, random, inner, own.layer.hidden, precision, SWITCHYARD_PLAIN);
+    const OwnMatrix down(pool, random, own.layer.hidden, inner, precision, SWITCHYARD_PLAIN);
+    if (flag()) {
+        block.shared_gate_proj = gate.matrix, block.shared_up_proj = up.matrix, block.shared_down_proj = down.matrix;
+        if (flag()) block.shared_gate = shared_gate.data();
+    }
     std::vector<int64_t> chosen(static_cast<size_t>(k));
     std::vector<float> shares(static_cast<size_t>(k));
     std::vector<uint16_t> out(hidden.size());
@@ -200,10 +217,15 @@ void try_attention(SwitchyardPool *pool, Random &random, int32_t precision) {
     layer.q = q.matrix, layer.k = k.matrix, layer.v = v.matrix, layer.o = o.matrix;
     const auto norm = draw_row(random, hidden), of_q = draw_row(random, dim), of_k = draw_row(random, dim);
     layer.norm = norm.data();
+    const auto of_all_q = draw_row(random, layer.heads * dim), of_all_k = draw_row(random, layer.kv_heads * dim);
     if (draw(random, 0, 1)) layer.q_norm = of_q.data(), layer.k_norm = of_k.data();
+    if (draw(random, 0, 1)) layer.norms_span_heads = 1, layer.q_norm = of_all_q.data(), layer.k_norm = of_all_k.data();
+    layer.norm_rounds_once = static_cast<int32_t>(draw(random, 0, 1));
+    if (draw(random, 0, 1)) layer.q_bias = of_all_q.data(), layer.k_bias = of_all_k.data(), layer.v_bias = layer.k_bias;
+    if (draw(random, 0, 1)) layer.o_bias = layer.norm, layer.sinks = of_all_q.data();
     const int64_t capacity = draw(random, 1, 70), length = draw(random, 0, capacity - 1);
     auto keys = draw_row(random, layer.kv_heads * capacity * dim), values = keys;
-    const auto x = draw_row(random, hidden), cos = draw_row(random, dim), sin = draw_row(random, dim);
+    const auto x = draw_row(random, hidden), cos = draw_row(random, dim / 2), sin = draw_row(random, dim / 2);
     std::vector<uint16_t> out(x.size());
     require(switchyard_attention_step(pool, &layer, x.data(), cos.data(), sin.data(), keys.data(), values.data(),
                                       capacity, length, out.data()) == 0, "no attention");

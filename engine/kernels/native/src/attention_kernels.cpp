@@ -32,12 +32,13 @@ struct AttentionStep {
 
 struct AttentionRun {
     AttentionStep &step;
-    Phase norm, projections, heads, attention, spreading, output;
+    Phase norm, projections, long_norms, heads, attention, spreading, output;
 
     AttentionRun(AttentionStep &step, int threads)
         : step(step),
           norm(1, threads),
           projections(blocks_of(step.layer->q) + blocks_of(step.layer->k) + blocks_of(step.layer->v), threads, 1),
+          long_norms(step.layer->norms_span_heads ? 2 : 0, threads, 1),
           heads(step.layer->heads + 2 * step.layer->kv_heads, threads, 1),
           attention(step.layer->heads, threads, 1),
           spreading(1, threads),
@@ -51,16 +52,19 @@ void projection_blocks(AttentionStep &step, int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
         int64_t block = item, place = 0;
         const SwitchyardMatrix *weight = &layer.q;
+        const uint16_t *bias = layer.q_bias;
         for (const SwitchyardMatrix *next : {&layer.k, &layer.v}) {
             if (block < blocks_of(*weight)) break;
             block -= blocks_of(*weight);
             place += weight->rows;
             weight = next;
+            bias = next == &layer.k ? layer.k_bias : layer.v_bias;
         }
         float dots[kTileRows];
         block_dot(step.kernels, *weight, block, step.x, &first, 1, dots);
         const int64_t row = block * kTileRows, rows = std::min(kTileRows, weight->rows - row);
-        for (int64_t i = 0; i < rows; ++i) step.projected[place + row + i] = to_bf16(dots[i]);
+        for (int64_t i = 0; i < rows; ++i)
+            step.projected[place + row + i] = to_bf16(dots[i] + (bias ? from_bf16(bias[row + i]) : 0.0f));
     }
 }
 
@@ -70,9 +74,16 @@ void rotate(const AttentionStep &step, uint16_t *x) {
     for (int64_t i = 0; i < half; ++i) {
         const float low = from_bf16(x[i]), high = from_bf16(x[i + half]);
         x[i] = to_bf16(round_bf16(low * from_bf16(step.cos[i])) + round_bf16(-high * from_bf16(step.sin[i])));
-        x[i + half] = to_bf16(round_bf16(high * from_bf16(step.cos[i + half])) +
-                              round_bf16(low * from_bf16(step.sin[i + half])));
+        x[i + half] = to_bf16(round_bf16(high * from_bf16(step.cos[i])) + round_bf16(low * from_bf16(step.sin[i])));
     }
+}
+
+// The norm of all queries together (0) or of all keys (1).
+void norm_all(AttentionStep &step, int64_t which) {
+    const auto &layer = *step.layer;
+    const int64_t queries = int64_t{layer.heads} * layer.head_dim, keys = int64_t{layer.kv_heads} * layer.head_dim;
+    uint16_t *x = &step.projected[which ? queries : 0];
+    rms_norm(x, which ? layer.k_norm : layer.q_norm, layer.epsilon, which ? keys : queries, x, layer.norm_rounds_once);
 }
 
 // One projected head: a query is spread for the dot products, keys and values go to their row of the cache.
@@ -85,7 +96,8 @@ void prepare_head(AttentionStep &step, int64_t head) {
         return;
     }
     const bool is_query = head < layer.heads;
-    if (const uint16_t *norm = is_query ? layer.q_norm : layer.k_norm) rms_norm(x, norm, layer.epsilon, dim, x);
+    const uint16_t *norm = is_query ? layer.q_norm : layer.k_norm;
+    if (norm && !layer.norms_span_heads) rms_norm(x, norm, layer.epsilon, dim, x, layer.norm_rounds_once);
     rotate(step, x);
     if (is_query)
         step.kernels.rows->spread(x, dim, &step.spread_q[head * padded(dim)]);
@@ -104,8 +116,12 @@ void attend(AttentionStep &step, int64_t head) {
         step.kernels.rows->dot_pair(keys + token * dim, keys + other * dim, &step.spread_q[head * padded(dim)], dim,
                                &scores[token], &scores[other]);
     }
-    const float top = *std::max_element(scores, scores + tokens) * layer.scale;
-    float total = 0;
+    float top = *std::max_element(scores, scores + tokens) * layer.scale, total = 0;
+    if (layer.sinks) {
+        const float sink = from_bf16(layer.sinks[head]);
+        top = std::max(top, sink);
+        total = std::exp(sink - top);
+    }
     for (int64_t token = 0; token < tokens; ++token) total += scores[token] = std::exp(scores[token] * layer.scale - top);
     float *mixed = &step.mixed[head * dim];
     step.kernels.rows->mix_rows(step.values + kv_head * step.capacity * dim, tokens, dim, scores, mixed);
@@ -114,13 +130,15 @@ void attend(AttentionStep &step, int64_t head) {
 
 void output_blocks(AttentionStep &step, int64_t begin, int64_t end) {
     const auto &weight = step.layer->o;
+    const uint16_t *bias = step.layer->o_bias;
     const int32_t first = 0;
     for (int64_t block = begin; block < end; ++block) {
         float dots[kTileRows];
         block_dot(step.kernels, weight, block, step.attended_x, &first, 1, dots);
         const int64_t row = block * kTileRows, rows = std::min(kTileRows, weight.rows - row);
         for (int64_t i = 0; i < rows; ++i)
-            step.out[row + i] = to_bf16(from_bf16(step.hidden[row + i]) + round_bf16(dots[i]));
+            step.out[row + i] = to_bf16(from_bf16(step.hidden[row + i]) +
+                                        round_bf16(dots[i] + (bias ? from_bf16(bias[row + i]) : 0.0f)));
     }
 }
 
@@ -129,10 +147,14 @@ void attention_work(void *argument) {
     auto &step = run.step;
     const auto &layer = *step.layer;
     run.norm.run([&](int64_t, int64_t) {
-        rms_norm(step.hidden, layer.norm, layer.epsilon, layer.hidden, step.normed.data());
+        rms_norm(step.hidden, layer.norm, layer.epsilon, layer.hidden, step.normed.data(),
+                 layer.norm_rounds_once);
         step.x.set(step.kernels, 0, step.normed.data());
     });
     run.projections.run([&](int64_t begin, int64_t end) { projection_blocks(step, begin, end); });
+    run.long_norms.run([&](int64_t begin, int64_t end) {
+        for (int64_t which = begin; which < end; ++which) norm_all(step, which);
+    });
     run.heads.run([&](int64_t begin, int64_t end) {
         for (int64_t head = begin; head < end; ++head) prepare_head(step, head);
     });

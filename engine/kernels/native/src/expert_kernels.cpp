@@ -82,6 +82,7 @@ void down_blocks(ExpertsCall &call, int64_t begin, int64_t end) {
             for (int64_t i = 0; i < rows; ++i) {
                 float sum = sums[token * kTileRows + i];
                 const int64_t at = int64_t{token} * layer.hidden + row + i;
+                if (call.addend) sum = round_bf16(sum) + from_bf16(call.addend[at]);
                 if (call.residual) sum = from_bf16(call.residual[at]) + round_bf16(sum);
                 call.out[at] = to_bf16(sum);
             }
@@ -98,6 +99,7 @@ void ExpertsCall::begin(const SwitchyardExperts *experts, int32_t token_count, c
     kernels = kernels_in_use();
     tokens = token_count;
     residual = add_to;
+    addend = nullptr;
     out = result;
     x.resize(layer->precision, tokens, layer->hidden);
 }

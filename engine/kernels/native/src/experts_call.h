@@ -19,6 +19,7 @@ struct ExpertsCall {
     Vectors activated;               // the same
     std::vector<int32_t> one_by_one; // 0, 1, 2, ...
     const uint16_t *residual;        // [tokens, hidden] to add to the result, or null
+    const uint16_t *addend;          // [tokens, hidden] to add to the result before that, or null
     uint16_t *out;
 
     void begin(const SwitchyardExperts *experts, int32_t token_count, const uint16_t *add_to, uint16_t *result);

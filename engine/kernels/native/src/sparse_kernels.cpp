@@ -1,13 +1,14 @@
 // The experts of a layer with the norm, the router and the residual around them, for one token.
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <new>
 #include <vector>
 
 #include "dispatch.h"
 #include "experts_call.h"
+#include "routing.h"
 #include "rows.h"
+#include "shared_expert.h"
 
 namespace {
 
@@ -17,8 +18,8 @@ struct SparseStep {
     SwitchyardMatrix router;
     std::vector<uint16_t> normed;  // [hidden]
     Vectors normed_bf16;           // for the router, which is never quantised
-    std::vector<float> logits;     // [experts]
-    std::vector<int32_t> order;
+    Routing routing;
+    SharedExpert shared;
     int64_t *chosen;
     float *shares;
 };
@@ -26,6 +27,7 @@ struct SparseStep {
 struct SparseRun {
     SparseStep &step;
     Phase norm, router, choice;
+    SharedExpertRun shared;
     ExpertsRun experts;
 
     SparseRun(SparseStep &step, int threads)
@@ -33,7 +35,8 @@ struct SparseRun {
           norm(1, threads),
           router(blocks_of(step.router), threads, 1),
           choice(1, threads),
-          experts(step.call, step.block->top_k, step.block->top_k, threads) {}
+          shared(step.shared, threads),
+          experts(step.call, step.block->router.top_k, step.block->router.top_k, threads) {}
 };
 
 void router_blocks(SparseStep &step, int64_t begin, int64_t end) {
@@ -42,30 +45,17 @@ void router_blocks(SparseStep &step, int64_t begin, int64_t end) {
         float dots[kTileRows];
         block_dot(step.call.kernels, step.router, block, step.normed_bf16, &first, 1, dots);
         const int64_t row = block * kTileRows, rows = std::min(kTileRows, step.router.rows - row);
-        for (int64_t i = 0; i < rows; ++i) step.logits[row + i] = round_bf16(dots[i]);
+        const auto &router = step.block->router;
+        for (int64_t i = 0; i < rows; ++i) {
+            const float logit = dots[i] + (router.bias ? from_bf16(router.bias[row + i]) : 0.0f);
+            step.routing.logits[row + i] = router.bf16_logits ? round_bf16(logit) : logit;
+        }
     }
 }
 
-// Softmax in fp32, the k likeliest, their weights made to sum to 1 if the family does so.
 void choose_experts(SparseStep &step) {
-    const auto &block = *step.block;
-    const int32_t count = block.experts.count, k = block.top_k;
-    const float top = *std::max_element(step.logits.begin(), step.logits.end());
-    float total = 0;
-    for (float &logit : step.logits) total += logit = std::exp(logit - top);
-    for (float &logit : step.logits) logit /= total;
-    for (int32_t expert = 0; expert < count; ++expert) step.order[expert] = expert;
-    std::partial_sort(step.order.begin(), step.order.begin() + k, step.order.end(), [&](int32_t a, int32_t b) {
-        return step.logits[a] > step.logits[b] || (step.logits[a] == step.logits[b] && a < b);
-    });
-    float kept = 0;
-    for (int32_t i = 0; i < k; ++i) kept += step.logits[step.order[i]];
-    for (int32_t i = 0; i < k; ++i) {
-        step.chosen[i] = step.order[i];
-        const float share = step.logits[step.order[i]] / (block.normalise ? kept : 1.0f);
-        step.shares[i] = block.bf16_shares ? round_bf16(share) : share;
-    }
-    step.call.visits.group(count, 1, k, step.chosen, step.shares);
+    step.routing.choose(step.block->router, step.chosen, step.shares);
+    step.call.visits.group(step.block->experts.count, 1, step.block->router.top_k, step.chosen, step.shares);
 }
 
 void sparse_work(void *argument) {
@@ -73,12 +63,15 @@ void sparse_work(void *argument) {
     auto &step = run.step;
     const auto &block = *step.block;
     run.norm.run([&](int64_t, int64_t) {
-        rms_norm(step.call.residual, block.norm, block.epsilon, block.experts.hidden, step.normed.data());
+        rms_norm(step.call.residual, block.norm, block.epsilon, block.experts.hidden, step.normed.data(),
+                 block.norm_rounds_once);
         step.normed_bf16.set(step.call.kernels, 0, step.normed.data());
         step.call.x.set(step.call.kernels, 0, step.normed.data());
+        if (step.shared.exists()) step.shared.x.set(step.call.kernels, 0, step.normed.data());
     });
     run.router.run([&](int64_t begin, int64_t end) { router_blocks(step, begin, end); });
     run.choice.run([&](int64_t, int64_t) { choose_experts(step); });
+    run.shared.work(step.normed.data());
     run.experts.work();
 }
 
@@ -90,17 +83,19 @@ SWITCHYARD_API int32_t switchyard_sparse_step(SwitchyardPool *pool, const Switch
     static thread_local SparseStep step;
     const auto &layer = block->experts;
     step.block = block;
-    step.router = {block->router, nullptr, nullptr, layer.count, layer.hidden, SWITCHYARD_BF16, SWITCHYARD_PLAIN};
+    step.router = {block->router.weight, nullptr, nullptr, layer.count, layer.hidden, SWITCHYARD_BF16, SWITCHYARD_PLAIN};
     step.chosen = chosen;
     step.shares = shares;
     step.normed.resize(static_cast<size_t>(layer.hidden));
     step.normed_bf16.resize(SWITCHYARD_BF16, 1, layer.hidden);
-    step.logits.resize(static_cast<size_t>(layer.count));
-    step.order.resize(static_cast<size_t>(layer.count));
+    step.routing.resize(layer.count);
     step.call.begin(&layer, 1, hidden, out);
-    step.call.reserve(block->top_k);
+    step.call.reserve(block->router.top_k);
+    step.shared.begin(block, step.call.kernels);
+    if (step.shared.exists()) step.call.addend = step.shared.out.data();
     SparseRun run(step, pool->threads());
-    pool->run(sparse_work, &run, block->top_k * step.call.expert_bytes() + bytes_of(step.router));
+    pool->run(sparse_work, &run,
+              block->router.top_k * step.call.expert_bytes() + bytes_of(step.router) + step.shared.bytes());
     return 0;
 } catch (const std::bad_alloc &) {
     return 1;

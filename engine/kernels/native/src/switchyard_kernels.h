@@ -60,25 +60,45 @@ typedef struct {
     const uint8_t *const *scattered;  // [count] beginnings of records, or null: then they lie one after the other
 } SwitchyardExperts;
 
-// A sparse block of the Mixtral kind: hidden + experts(norm(hidden)), routed by softmax over all experts, then top k.
+// How a layer chooses its experts: scores of all of them from logits, the k best by score + correction among the
+// groups that are kept, and their scores as shares.
 typedef struct {
-    const uint16_t *norm;    // bf16 [hidden]
-    const uint16_t *router;  // bf16 [experts, hidden]
-    SwitchyardExperts experts;
-    float epsilon;
+    const uint16_t *weight;   // bf16 [experts, hidden]
+    const uint16_t *bias;     // bf16 [experts], or null
+    const float *correction;  // [experts]: added for the choice alone, or null
     int32_t top_k;
-    int32_t normalise;    // whether the chosen weights are made to sum to 1
-    int32_t bf16_shares;  // whether they are then rounded
+    int32_t scoring;              // 0 softmax over all experts, 1 sigmoid
+    int32_t groups, kept_groups;  // of neighbours; a group is as good as its best expert, its two best for sigmoid
+    int32_t bf16_logits;          // whether logits are rounded
+    int32_t normalise;            // whether the chosen shares are made to sum to 1
+    int32_t bf16_shares;          // whether they are rounded in the end
+    float scale;                  // of the shares, last of all
+} SwitchyardRouter;
+
+// A sparse block: hidden + experts(norm(hidden)) + shared(norm(hidden)).
+typedef struct {
+    const uint16_t *norm;  // bf16 [hidden]
+    SwitchyardRouter router;
+    SwitchyardExperts experts;
+    // down(silu(gate(x)) * up(x)), plain, times the sigmoid of shared_gate x; without rows where there is none.
+    SwitchyardMatrix shared_gate_proj, shared_up_proj, shared_down_proj;
+    const uint16_t *shared_gate;  // bf16 [hidden], or null
+    float epsilon;
+    int32_t norm_rounds_once;
 } SwitchyardSparseBlock;
 
 // Grouped-query attention of the Llama kind: hidden + o(attention(rope(q, k), v)) of norm(hidden).
 typedef struct {
-    const uint16_t *norm;             // bf16 [hidden]
-    const uint16_t *q_norm, *k_norm;  // bf16 RMS norms of each head, [head_dim], or null
-    SwitchyardMatrix q, k, v, o;      // plain
+    const uint16_t *norm;                               // bf16 [hidden]
+    const uint16_t *q_norm, *k_norm;                    // bf16 RMS norms of each head, [head_dim], or null
+    const uint16_t *q_bias, *k_bias, *v_bias, *o_bias;  // bf16, or null
+    const uint16_t *sinks;                              // bf16 [heads]: logits of attending to nothing, or null
+    SwitchyardMatrix q, k, v, o;                        // plain
     float epsilon;
     float scale;
     int32_t hidden, heads, kv_heads, head_dim;
+    int32_t norms_span_heads;  // whether q_norm and k_norm are of all heads together, [heads * head_dim]
+    int32_t norm_rounds_once;  // whether RMS norms round after the weight alone
 } SwitchyardAttention;
 
 // Raised whenever a signature or a struct above changes: a library of another number is not used.
@@ -114,8 +134,8 @@ SWITCHYARD_API int32_t switchyard_sparse_step(SwitchyardPool *pool, const Switch
                                               const uint16_t *hidden, int64_t *chosen, float *shares, uint16_t *out);
 
 // One token through attention.  keys, values: bf16 [kv_heads, capacity, head_dim] that hold `length` tokens; those of
-// this token are written at row `length` < capacity.  cos, sin: bf16 [head_dim], as the library's rotary embedding
-// makes them.  hidden, out: bf16 [hidden], not the same.
+// this token are written at row `length` < capacity.  cos, sin: bf16 [head_dim / 2], one for each pair of
+// dimensions i and head_dim / 2 + i.  hidden, out: bf16 [hidden], not the same.
 SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const SwitchyardAttention *attention,
                                                  const uint16_t *hidden, const uint16_t *cos, const uint16_t *sin,
                                                  uint16_t *keys, uint16_t *values, int64_t capacity, int64_t length,

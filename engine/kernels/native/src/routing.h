@@ -1,0 +1,22 @@
+// The choice of a token's experts from the logits of all of them.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "switchyard_kernels.h"
+
+class Routing {
+  public:
+    std::vector<float> logits;  // [experts], to be filled in; scores afterwards
+
+    void resize(int32_t experts);
+    // chosen, shares: [top_k], best first.
+    void choose(const SwitchyardRouter &router, int64_t *chosen, float *shares);
+
+  private:
+    void keep_best_groups(const SwitchyardRouter &router);
+
+    std::vector<float> preference_;  // [experts]
+    std::vector<float> group_;       // [groups]
+    std::vector<int32_t> order_;     // [experts]
+};

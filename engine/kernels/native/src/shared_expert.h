@@ -1,0 +1,35 @@
+// The expert that every token goes to, beside those that are chosen.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "matrix.h"
+#include "switchyard_kernels.h"
+#include "thread_pool.h"
+
+struct SharedExpert {
+    const SwitchyardSparseBlock *block = nullptr;
+    Kernels kernels;
+    Vectors x;
+    std::vector<float> inner;  // [inner]
+    Vectors activated;         // the same
+    std::vector<uint16_t> out; // [hidden]
+
+    bool exists() const { return block->shared_down_proj.rows > 0; }
+    void begin(const SwitchyardSparseBlock *sparse_block, const Kernels &in_use);
+    int64_t bytes() const;
+};
+
+struct SharedExpertRun {
+    SharedExpert &expert;
+    Phase first, spreading, down;
+
+    SharedExpertRun(SharedExpert &expert, int threads)
+        : expert(expert),
+          first(expert.exists() ? blocks_of(expert.block->shared_gate_proj) : 0, threads, 1),
+          spreading(expert.exists() ? 1 : 0, threads, 1),
+          down(expert.exists() ? blocks_of(expert.block->shared_down_proj) : 0, threads, 1) {}
+
+    // normed: bf16 [hidden], which `expert.x` holds already.
+    void work(const uint16_t *normed);
+};

@@ -1,0 +1,124 @@
+"""Grouped-query attention of one token in one native call, from the norm before it to the residual after it.
+
+Families: Llama, Mixtral, Qwen2-MoE (biases), Qwen3 (norms of heads), OLMoE (norms of all heads together: Muennighoff
+et al. 2024, section 2), gpt-oss (sinks: a logit per head of attending to nothing; norms that round once).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.mixtral import modeling_mixtral as mixtral
+from transformers.models.olmoe import modeling_olmoe as olmoe
+from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
+
+from engine.kernels.native.library import NativeKernels
+from engine.kernels.native.linear import linear_struct
+from engine.kernels.native.structs import AttentionStruct
+from engine.runtime.growing_cache import GrowingLayer
+from engine.runtime.growing_window import GrowingWindowLayer
+from engine.runtime.short_way.weights import address_of, is_plain, is_readable, out_of_memory
+
+_KINDS = (
+    gpt_oss.GptOssAttention,
+    llama.LlamaAttention,
+    mixtral.MixtralAttention,
+    olmoe.OlmoeAttention,
+    qwen2_moe.Qwen2MoeAttention,
+    qwen3.Qwen3Attention,
+    qwen3_moe.Qwen3MoeAttention,
+)
+
+
+def can_step(layer: Any) -> bool:
+    """Whether the attention of this decoder layer is of a kind that `GroupedAttention` computes."""
+    attention = layer.self_attn
+    if type(attention) not in _KINDS or getattr(attention.config, "clip_qkv", None) is not None:
+        return False
+    norms = [norm for norm in _head_norms(attention) if norm is not None]
+    return (
+        all(is_readable(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj))
+        and all(is_plain(norm.weight) for norm in (*norms, layer.input_layernorm))
+        and all(norm.variance_epsilon == layer.input_layernorm.variance_epsilon for norm in norms)
+        and (getattr(attention, "sinks", None) is None or is_plain(attention.sinks))
+        and attention.head_dim % 2 == 0
+    )
+
+
+class GroupedAttention:
+    """The attention of one decoder layer."""
+
+    def __init__(self, layer: Any, kernels: NativeKernels) -> None:
+        attention = layer.self_attn
+        self._struct = _struct(layer)
+        self._address = ctypes.addressof(self._struct)
+        self._kernels = kernels
+        self._index: int = attention.layer_idx
+        self._head_dim: int = attention.head_dim
+        is_gpt_oss = type(attention) is gpt_oss.GptOssAttention
+        # Others hand out each angle twice, once for either half of a head.
+        self._angles = self._head_dim // 2 if is_gpt_oss else self._head_dim
+
+    def step(self, hidden_states: torch.Tensor, cache: Any, positions: Any) -> torch.Tensor | None:
+        """hidden_states [1, 1, hidden], contiguous, with attention's result added; `None` if this is not for it.
+
+        Raises:
+            EngineError: `NOT_ENOUGH_MEMORY`.
+        """
+        cos, sin = positions
+        if cos.numel() != self._angles or cos.dtype != torch.bfloat16:
+            return None
+        held_layer = cache.layers[self._index]
+        if type(held_layer) is not GrowingLayer and type(held_layer) is not GrowingWindowLayer:
+            return None
+        row = held_layer.claim_row()
+        if row is None:
+            return None
+        keys, values, held = row
+        out = torch.empty_like(hidden_states)
+        kernels = self._kernels
+        failed = kernels.attention_step(
+            kernels.pool,
+            self._address,
+            hidden_states.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            keys.stride(1) // self._head_dim,
+            held,
+            out.data_ptr(),
+        )
+        if failed:
+            raise out_of_memory()
+        return out
+
+
+def _head_norms(attention: Any) -> tuple[Any, Any]:
+    return getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+
+
+def _struct(layer: Any) -> AttentionStruct:
+    attention = layer.self_attn
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    return AttentionStruct(
+        layer.input_layernorm.weight.data_ptr(),
+        *(norm.weight.data_ptr() if norm is not None else None for norm in _head_norms(attention)),
+        *(address_of(p.bias) for p in projections),
+        address_of(getattr(attention, "sinks", None)),
+        *(linear_struct(p) for p in projections),
+        layer.input_layernorm.variance_epsilon,
+        attention.scaling,
+        attention.q_proj.in_features,
+        attention.q_proj.out_features // attention.head_dim,
+        attention.k_proj.out_features // attention.head_dim,
+        attention.head_dim,
+        type(attention) is olmoe.OlmoeAttention,
+        type(attention) is gpt_oss.GptOssAttention,
+    )
