@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -139,6 +140,8 @@ class BankFile:
         rows = read_table(self.file, header)
         if any(row is None for row in rows):
             raise UnusableBankError(self.path, "its table of checksums is damaged")
+        if wanted is not None:  # whose layouts kernels understand: of quantised matrices a file says only the bytes
+            header = replace(header, layers=wanted.layers)
         return header, [
             [row[at : at + CHECKSUM_BYTES] for at in range(0, len(row), CHECKSUM_BYTES)]
             for row in rows

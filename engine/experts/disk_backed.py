@@ -20,7 +20,7 @@ from engine.experts.ram_tier import RamTier
 from engine.experts.read_ahead import ReadAhead
 from engine.experts.sites import ExpertsSite
 from engine.experts.visits import Visits, visits_of
-from engine.kernels import choose_kernel
+from engine.kernels import choose_kernel, choose_torch_kernel
 from engine.kernels.interface import ExpertKernel
 from engine.kernels.native.experts import MAX_TOKENS
 from engine.kernels.native.library import NativeKernels
@@ -75,7 +75,7 @@ def bind_disk_backed(
     for site in sites:
         layer = bank.disk.header.index_of[site.name]
         slots = bank.ram.slots(layer)
-        in_torch = choose_kernel(site.module, slots, None)
+        in_torch = choose_torch_kernel(site.module, slots, kernels)
         few = choose_kernel(site.module, slots, kernels)
         assert few is not None
         assert in_torch is not None

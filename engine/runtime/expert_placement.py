@@ -92,7 +92,7 @@ def open_disk_backed(
 
     disk = DiskTier(path, source.header(), repair=repair)
     try:
-        budget = placement.slot_bytes
+        budget = min(placement.slot_bytes, disk.header.records_nbytes)
         ram = RamTier(disk, budget, at_least=placement.at_least, policy=_POLICY, pressure=RamPressure(budget))
         return DiskBackedBank(disk, ram, prepared.reason)
     except BaseException:

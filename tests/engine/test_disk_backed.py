@@ -110,6 +110,21 @@ def tiers(model: LoadedModel) -> list[DiskBackedExperts]:
 # --- the same answers -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_quantised_experts_come_from_disk_as_they_are(
+    family: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_checkpoint(family, tmp_path / family)
+    with loaded(folder, precision) as in_ram:
+        expected = said(in_ram)[:2]
+    with on_disk(monkeypatch, folder, precision, slots=5) as model:
+        prompt, steps, _ = said(model)
+        torch.testing.assert_close(prompt, expected[0], rtol=0, atol=2e-2)
+        for step, other in zip(steps, expected[1], strict=True):
+            torch.testing.assert_close(step, other, rtol=0, atol=2e-2)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_tokens_equal_those_from_ram(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_checkpoint(family, tmp_path / family)
