@@ -216,6 +216,8 @@ class Telemetry:
         rss_bytes: resident memory of the worker; the next three are parts of it.
         kv_tokens, kv_bytes: context now held.
         tokens_per_s: over the last second of decoding; 0 when idle.
+        device_total_bytes, device_used_bytes: what the model may use of its devices' memory, and what it does;
+            device_experts_bytes is the part of that which experts have.  All 0 on the CPU.
     """
 
     rss_bytes: int
@@ -224,6 +226,9 @@ class Telemetry:
     kv_bytes: int
     kv_tokens: int
     tokens_per_s: float
+    device_total_bytes: int = 0
+    device_used_bytes: int = 0
+    device_experts_bytes: int = 0
 
 
 Event = Ready | Heartbeat | Progress | Token | ModelLoaded | ModelUnloaded | Finished | Cancelled | Failed | Telemetry

@@ -81,6 +81,8 @@ class WorkerEngine(Protocol):
     def kv_tokens(self) -> int: ...
     @property
     def kv_bytes(self) -> int: ...
+    @property
+    def device_memory(self) -> tuple[int, int, int]: ...
 
     def load(
         self, config: EngineConfig, *, on_progress: Callable[[int, int], None], cancelled: Callable[[], bool]
@@ -191,6 +193,7 @@ class Worker:
         rate = 0.0 if idle else max(0, generated_tokens - self._sampled_tokens) / elapsed
         self._sampled_s, self._sampled_tokens = now, generated_tokens
         info = engine.info
+        device_total, device_used, device_experts = engine.device_memory
         self._writer.publish(
             Telemetry(
                 rss_bytes=self._process.memory_info().rss,
@@ -199,6 +202,9 @@ class Worker:
                 kv_bytes=engine.kv_bytes,
                 kv_tokens=engine.kv_tokens,
                 tokens_per_s=rate,
+                device_total_bytes=device_total,
+                device_used_bytes=device_used,
+                device_experts_bytes=device_experts,
             )
         )
         trim_stderr()

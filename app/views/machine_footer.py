@@ -89,13 +89,30 @@ class MachineFooter(QWidget):
         self._ram_bar.setToolTip(tip)
         self._legend.setToolTip(tip)
         gpu = self._gpu
+        if held.device_total_bytes and not on_gpu:
+            self._show_emulated_memory()
+            return
         self._vram_bar.setVisible(gpu is not None and gpu.total_bytes is not None)
         if gpu is not None and gpu.total_bytes is not None and gpu.free_bytes is not None:
             used = gpu.total_bytes - gpu.free_bytes
-            in_vram = (held.weights_bytes, 0, held.kv_bytes) if on_gpu else (0, 0, 0)
-            parts = self._parts(theme, *in_vram, 0, used - sum(in_vram))
+            in_vram = (held.weights_bytes, held.device_experts_bytes, held.kv_bytes) if on_gpu else (0, 0, 0)
+            ours = max(held.device_used_bytes, sum(in_vram)) if on_gpu else 0
+            parts = self._parts(theme, *in_vram, ours - sum(in_vram), used - ours)
             self._vram_bar.show_parts(parts, used, gpu.total_bytes, theme.border)
             self._vram_bar.setToolTip(self.tr("VRAM in use and total: from the driver."))
+
+    def _show_emulated_memory(self) -> None:
+        """An emulated card has the memory that the engine counts; it lies in RAM, where it is shown as well."""
+        theme, held = self._theme.theme, self._held
+        total, used, experts, kv = (
+            held.device_total_bytes,
+            held.device_used_bytes,
+            held.device_experts_bytes,
+            held.kv_bytes,
+        )
+        self._vram_bar.setVisible(True)
+        self._vram_bar.show_parts(self._parts(theme, used - experts - kv, experts, kv, 0, 0), used, total, theme.border)
+        self._vram_bar.setToolTip(self.tr("Memory of the emulated graphics card: from the engine."))
 
     def _parts(
         self, theme: Theme, weights: int, experts: int, kv: int, program: int, other: int

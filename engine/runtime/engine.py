@@ -39,6 +39,12 @@ class Engine:
         """Bytes that the held context takes."""
         return self._session.kv_bytes if self._session is not None else 0
 
+    @property
+    def device_memory(self) -> tuple[int, int, int]:
+        """Bytes of the devices that the model runs on: total, used, and used for experts; zeros on the CPU."""
+        devices = self._loaded.devices if self._loaded is not None else None
+        return devices.memory() if devices is not None else (0, 0, 0)
+
     def load(
         self, config: EngineConfig, *, on_progress: Callable[[int, int], None], cancelled: Callable[[], bool]
     ) -> ModelInfo:

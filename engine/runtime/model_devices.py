@@ -26,6 +26,14 @@ class ModelDevices:
         self.kv_per_token: tuple[int, ...] = (0,) * len(self.devices)
         self._fixed: list[Reservation] = []
 
+    def memory(self) -> tuple[int, int, int]:
+        """Bytes of all devices: those that may be used, those that are, and the part of these that experts have."""
+        uses = [device.memory.use() for device in self.devices]
+        experts = sum(
+            use.by_category[kind] for use in uses for kind in (MemoryCategory.EXPERTS, MemoryCategory.STAGING)
+        )
+        return sum(use.total for use in uses), sum(use.used for use in uses), experts
+
     def count(self, index: int, nbytes: int, category: MemoryCategory) -> None:
         """Counts memory of a device that torch or the library allocates.
 

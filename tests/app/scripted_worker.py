@@ -23,6 +23,7 @@ class ScriptedEngine:
     info = None
     kv_tokens = 7
     kv_bytes = 70
+    device_memory = (0, 0, 0)
 
     def load(self, config, *, on_progress, cancelled):
         self.info = None

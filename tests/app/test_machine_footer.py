@@ -94,6 +94,18 @@ def test_with_a_gpu_there_is_a_vram_bar(footer: MachineFooter, devices: DeviceMo
     assert "RTX 4060, not in use" in _texts(footer)
 
 
+def test_an_emulated_card_has_a_bar_of_its_own(
+    footer: MachineFooter, client: EngineClient, devices: DeviceMonitor
+) -> None:
+    devices.ram_sampled.emit(RamSample(32 * GIB, 10 * GIB, GIB))
+    held = Telemetry(6 * GIB, GIB, 4 * GIB, GIB // 2, 9, 0.0, 8 * GIB, 5 * GIB, 3 * GIB)
+    client.telemetry.emit(held)
+    assert "VRAM" in _texts(footer)
+    assert used_of(5 * GIB, 8 * GIB) in _texts(footer)
+    client.telemetry.emit(Telemetry(GIB, 0, 0, 0, 0, 0.0))
+    assert "VRAM" not in _texts(footer)
+
+
 def test_it_says_where_the_model_runs(
     footer: MachineFooter, client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
