@@ -22,6 +22,8 @@ int64_t draw(Random &random, int64_t low, int64_t high) {
     return std::uniform_int_distribution<int64_t>(low, high)(random);
 }
 
+int32_t coin(Random &random) { return static_cast<int32_t>(draw(random, 0, 1)); }
+
 // A small number in bf16; rarely a denormal, an infinity or no number.
 uint16_t draw_bf16(Random &random) {
     static const uint16_t odd[] = {0x0000, 0x8000, 0x0001, 0x7f80, 0xff80, 0x7fc0};
@@ -91,7 +93,7 @@ void try_linear(SwitchyardPool *pool, Random &random, int32_t precision) {
     const auto tokens = static_cast<int32_t>(draw(random, 1, 20));
     const auto x = draw_row(random, tokens * own.matrix.columns), bias = draw_row(random, own.matrix.rows);
     std::vector<uint16_t> out(static_cast<size_t>(tokens * own.matrix.rows)), again(out);
-    const uint16_t *added = draw(random, 0, 1) ? bias.data() : nullptr;
+    const uint16_t *added = coin(random) ? bias.data() : nullptr;
     require(switchyard_linear(pool, &own.matrix, tokens, x.data(), added, out.data()) == 0, "no product");
     const OwnPool alone(1);
     require(switchyard_linear(alone.pool, &own.matrix, tokens, x.data(), added, again.data()) == 0, "no product");
@@ -113,15 +115,16 @@ struct OwnExperts {
         layer.precision = precision;
         layer.pairing = pairing;
         layer.activation = static_cast<int32_t>(draw(random, 0, gated ? 5 : 4));
-        layer.limit = draw(random, 0, 1) ? 7.0f : std::numeric_limits<float>::infinity();
+        layer.limit = coin(random) ? 7.0f : std::numeric_limits<float>::infinity();
         layer.alpha = 1.702f;
-        const bool biased = draw(random, 0, 1) != 0;
+        const bool biased = coin(random) != 0;
         for (int32_t expert = 0; expert < layer.count; ++expert) {
             std::vector<uint16_t> record;
             const int64_t rows = int64_t{layer.inner} * (gated ? 2 : 1);
-            layer.first = append(record, OwnMatrix(pool, random, rows, layer.hidden, precision, pairing), random, biased);
-            layer.down = append(record, OwnMatrix(pool, random, layer.hidden, layer.inner, precision, SWITCHYARD_PLAIN),
-                                random, biased);
+            const OwnMatrix first(pool, random, rows, layer.hidden, precision, pairing);
+            const OwnMatrix down(pool, random, layer.hidden, layer.inner, precision, SWITCHYARD_PLAIN);
+            layer.first = append(record, first, random, biased);
+            layer.down = append(record, down, random, biased);
             record.shrink_to_fit();
             records.push_back(std::move(record));
         }
@@ -136,7 +139,8 @@ struct OwnExperts {
         return static_cast<int64_t>(at * 2);
     }
 
-    static SwitchyardRecordPart append(std::vector<uint16_t> &record, const OwnMatrix &own, Random &random, bool biased) {
+    static SwitchyardRecordPart append(std::vector<uint16_t> &record, const OwnMatrix &own, Random &random,
+                                       bool biased) {
         SwitchyardRecordPart part = {-1, -1, -1, -1};
         if (own.matrix.precision == SWITCHYARD_BF16) {
             part.weights = append(record, own.plain.data(), own.plain.size() * 2);
@@ -171,34 +175,41 @@ void try_experts(SwitchyardPool *pool, Random &random, int32_t precision) {
 
 void try_sparse(SwitchyardPool *pool, Random &random, int32_t precision) {
     const OwnExperts own(pool, random, precision);
-    const auto norm = draw_row(random, own.layer.hidden), hidden = draw_row(random, own.layer.hidden);
-    const auto router = draw_row(random, int64_t{own.layer.count} * own.layer.hidden);
-    const auto bias = draw_row(random, own.layer.count), shared_gate = draw_row(random, own.layer.hidden);
-    const std::vector<float> correction(static_cast<size_t>(own.layer.count), 0.25f);
-    const auto flag = [&] { return static_cast<int32_t>(draw(random, 0, 1)); };
+    const int32_t experts = own.layer.count, hidden = own.layer.hidden;
+    const int64_t inner = draw(random, 1, 90);
+    const auto norm = draw_row(random, hidden), x = draw_row(random, hidden), shared_gate = draw_row(random, hidden);
+    const auto router = draw_row(random, int64_t{experts} * hidden), bias = draw_row(random, experts);
+    const std::vector<float> correction(static_cast<size_t>(experts), 0.5f);
+    const OwnMatrix gate(pool, random, inner, hidden, precision, SWITCHYARD_PLAIN);
+    const OwnMatrix up(pool, random, inner, hidden, precision, SWITCHYARD_PLAIN);
+    const OwnMatrix down(pool, random, hidden, inner, precision, SWITCHYARD_PLAIN);
     SwitchyardSparseBlock block{};
     block.norm = norm.data();
-    block.experts = own.layer;
     block.epsilon = 1e-6f;
-    block.norm_rounds_once = flag();
-    const auto k = static_cast<int32_t>(draw(random, 1, own.layer.count));
-    block.router = {router.data(), flag() ? bias.data() : nullptr, flag() ? correction.data() : nullptr, k, flag(), 1, 1,
-                    flag(), flag(), flag(), 1.5f};
-    if (own.layer.count % 3 == 0) block.router.groups = 3, block.router.kept_groups = 2;
-    const int64_t inner = draw(random, 1, 100);
-    const OwnMatrix gate(pool, random, inner, own.layer.hidden, precision, SWITCHYARD_PLAIN);
-    const OwnMatrix up(pool, random, inner, own.layer.hidden, precision, SWITCHYARD_PLAIN);
-    const OwnMatrix down(pool, random, own.layer.hidden, inner, precision, SWITCHYARD_PLAIN);
-    if (flag()) {
+    block.norm_rounds_once = coin(random);
+    block.experts = own.layer;
+    block.router.weight = router.data();
+    if (coin(random)) block.router.bias = bias.data();
+    if (coin(random)) block.router.correction = correction.data();
+    block.router.scoring = coin(random);
+    block.router.groups = experts % 3 == 0 ? 3 : 1;
+    block.router.kept_groups = static_cast<int32_t>(draw(random, 1, block.router.groups));
+    const int32_t choice = experts / block.router.groups * block.router.kept_groups;
+    block.router.top_k = static_cast<int32_t>(draw(random, 1, choice));
+    block.router.bf16_logits = coin(random);
+    block.router.normalise = coin(random);
+    block.router.bf16_shares = coin(random);
+    block.router.scale = 1.5f;
+    if (coin(random)) {
         block.shared_gate_proj = gate.matrix, block.shared_up_proj = up.matrix, block.shared_down_proj = down.matrix;
-        if (flag()) block.shared_gate = shared_gate.data();
+        if (coin(random)) block.shared_gate = shared_gate.data();
     }
-    std::vector<int64_t> chosen(static_cast<size_t>(k));
-    std::vector<float> shares(static_cast<size_t>(k));
-    std::vector<uint16_t> out(hidden.size());
-    require(switchyard_sparse_step(pool, &block, hidden.data(), chosen.data(), shares.data(), out.data()) == 0,
+    std::vector<int64_t> chosen(static_cast<size_t>(block.router.top_k));
+    std::vector<float> shares(chosen.size());
+    std::vector<uint16_t> out(x.size());
+    require(switchyard_sparse_step(pool, &block, x.data(), chosen.data(), shares.data(), out.data()) == 0,
             "no sparse step");
-    for (const int64_t expert : chosen) require(expert >= 0 && expert < own.layer.count, "an expert that is not there");
+    for (const int64_t expert : chosen) require(expert >= 0 && expert < experts, "an expert that is not there");
 }
 
 void try_attention(SwitchyardPool *pool, Random &random, int32_t precision) {
@@ -209,26 +220,32 @@ void try_attention(SwitchyardPool *pool, Random &random, int32_t precision) {
     layer.hidden = static_cast<int32_t>(draw(random, 1, 150));
     layer.epsilon = 1e-6f;
     layer.scale = 0.1f;
+    layer.norm_rounds_once = coin(random);
+    layer.norms_span_heads = coin(random);
     const int64_t dim = layer.head_dim, hidden = layer.hidden;
-    const OwnMatrix q(pool, random, layer.heads * dim, hidden, precision, SWITCHYARD_PLAIN);
-    const OwnMatrix k(pool, random, layer.kv_heads * dim, hidden, precision, SWITCHYARD_PLAIN);
-    const OwnMatrix v(pool, random, layer.kv_heads * dim, hidden, precision, SWITCHYARD_PLAIN);
-    const OwnMatrix o(pool, random, hidden, layer.heads * dim, precision, SWITCHYARD_PLAIN);
+    const int64_t queries = layer.heads * dim, keys_width = layer.kv_heads * dim;
+    const OwnMatrix q(pool, random, queries, hidden, precision, SWITCHYARD_PLAIN);
+    const OwnMatrix k(pool, random, keys_width, hidden, precision, SWITCHYARD_PLAIN);
+    const OwnMatrix v(pool, random, keys_width, hidden, precision, SWITCHYARD_PLAIN);
+    const OwnMatrix o(pool, random, hidden, queries, precision, SWITCHYARD_PLAIN);
     layer.q = q.matrix, layer.k = k.matrix, layer.v = v.matrix, layer.o = o.matrix;
-    const auto norm = draw_row(random, hidden), of_q = draw_row(random, dim), of_k = draw_row(random, dim);
+    const auto norm = draw_row(random, hidden), sinks = draw_row(random, layer.heads);
+    const auto of_q = draw_row(random, layer.norms_span_heads ? queries : dim);
+    const auto of_k = draw_row(random, layer.norms_span_heads ? keys_width : dim);
+    const auto q_bias = draw_row(random, queries), k_bias = draw_row(random, keys_width);
+    const auto v_bias = draw_row(random, keys_width), o_bias = draw_row(random, hidden);
     layer.norm = norm.data();
-    const auto of_all_q = draw_row(random, layer.heads * dim), of_all_k = draw_row(random, layer.kv_heads * dim);
-    if (draw(random, 0, 1)) layer.q_norm = of_q.data(), layer.k_norm = of_k.data();
-    if (draw(random, 0, 1)) layer.norms_span_heads = 1, layer.q_norm = of_all_q.data(), layer.k_norm = of_all_k.data();
-    layer.norm_rounds_once = static_cast<int32_t>(draw(random, 0, 1));
-    if (draw(random, 0, 1)) layer.q_bias = of_all_q.data(), layer.k_bias = of_all_k.data(), layer.v_bias = layer.k_bias;
-    if (draw(random, 0, 1)) layer.o_bias = layer.norm, layer.sinks = of_all_q.data();
+    if (layer.norms_span_heads || coin(random)) layer.q_norm = of_q.data(), layer.k_norm = of_k.data();
+    if (coin(random)) layer.q_bias = q_bias.data(), layer.k_bias = k_bias.data(), layer.v_bias = v_bias.data();
+    if (coin(random)) layer.o_bias = o_bias.data();
+    if (coin(random)) layer.sinks = sinks.data();
     const int64_t capacity = draw(random, 1, 70), length = draw(random, 0, capacity - 1);
     auto keys = draw_row(random, layer.kv_heads * capacity * dim), values = keys;
     const auto x = draw_row(random, hidden), cos = draw_row(random, dim / 2), sin = draw_row(random, dim / 2);
     std::vector<uint16_t> out(x.size());
     require(switchyard_attention_step(pool, &layer, x.data(), cos.data(), sin.data(), keys.data(), values.data(),
-                                      capacity, length, out.data()) == 0, "no attention");
+                                      capacity, length, out.data()) == 0,
+            "no attention");
 }
 
 // A matrix so large that the pool wakes its workers for long work.
