@@ -153,7 +153,15 @@ def _run_disk(args: argparse.Namespace) -> int:
 
 def _run_kernels(args: argparse.Namespace) -> int:
     from engine.bench.kernels import bench_kernels
+    from engine.errors import EngineError, ErrorCode
+    from engine.kernels.native.build import BuildError, build
 
+    try:
+        build()
+    except BuildError as failure:
+        raise EngineError(
+            ErrorCode.DEVICE_UNAVAILABLE, f"There are no native kernels to measure, because {failure}."
+        ) from failure
     return _emit(bench_kernels(args.threads, args.repeats, tokens=args.tokens, on_progress=note), args)
 
 

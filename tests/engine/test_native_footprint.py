@@ -1,12 +1,14 @@
-"""What the native kernels take while nothing is generated: no processor, and little disk."""
+"""What the native kernels take while nothing is generated: no processor, and little disk; measuring without them."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
+from engine import cli
 from engine.bench.opened import opened
 from engine.bench.synthetic import make_synthetic
 from engine.config import EngineConfig, SamplingParams
@@ -65,3 +67,13 @@ def test_no_core_is_busy_after_an_answer(precision: str) -> None:
 
 def test_the_library_is_small() -> None:
     assert build.build().stat().st_size < 2 * 2**20
+
+
+def test_without_a_compiler_the_bench_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "library_path", lambda: tmp_path / "library.so")
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli.main(["bench", "kernels"]) == 2
+    assert "no C++ compiler was found" in capsys.readouterr().err
