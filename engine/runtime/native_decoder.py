@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek_v2
+from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mixtral import modeling_mixtral as mixtral
@@ -19,10 +21,13 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 from engine.kernels.native.library import NativeKernels
-from engine.runtime.short_way.grouped_attention import GroupedAttention, can_step
+from engine.runtime.short_way.grouped_attention import GroupedAttention
+from engine.runtime.short_way.latent_attention import LatentAttention
 from engine.runtime.short_way.sparse_block import SparseBlock
 
 _LAYERS = (
+    deepseek_v2.DeepseekV2DecoderLayer,
+    deepseek_v3.DeepseekV3DecoderLayer,
     gpt_oss.GptOssDecoderLayer,
     llama.LlamaDecoderLayer,
     mixtral.MixtralDecoderLayer,
@@ -37,8 +42,9 @@ def speed_up_decoder_layers(model: Any, kernels: NativeKernels) -> int:
     """Gives every decoder layer that the kernels know its short way for single tokens; returns how many."""
     count = 0
     for layer in model.modules():
-        if type(layer) in _LAYERS and can_step(layer):
-            layer.forward = _SingleTokenLayer(layer, kernels)
+        kind = _attention_of(layer) if type(layer) in _LAYERS else None
+        if kind is not None:
+            layer.forward = _SingleTokenLayer(layer, kind(layer, kernels), SparseBlock.of(layer, kernels))
             count += 1
     return count
 
@@ -51,17 +57,23 @@ def route_in_library(model: Any) -> None:
             short_way.leave_routing()
 
 
+def _attention_of(layer: Any) -> type[GroupedAttention] | type[LatentAttention] | None:
+    for kind in (GroupedAttention, LatentAttention):
+        if kind.can_step(layer):
+            return kind
+    return None
+
+
 class _SingleTokenLayer:
     """The `forward` of one decoder layer."""
 
-    def __init__(self, layer: Any, kernels: NativeKernels) -> None:
+    def __init__(self, layer: Any, attention: GroupedAttention | LatentAttention, sparse: SparseBlock | None) -> None:
         # Bound before it is replaced: the way for everything that is not a single token.
         self._library_forward = layer.forward
         self._layer = layer
         self._hidden: int = layer.input_layernorm.weight.numel()
-        self._attention = GroupedAttention(layer, kernels)
-        self._sparse = SparseBlock.of(layer, kernels)
-        self._routes_natively = self._sparse is not None
+        self._attention = attention
+        self._sparse = sparse
 
     def leave_routing(self) -> None:
         """From now on only attention goes the short way."""

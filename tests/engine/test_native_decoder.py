@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicCache
 
 from engine.config import EngineConfig, SamplingParams
 from engine.kernels.native.build import library_path
@@ -22,11 +24,27 @@ pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native 
 _TOLERANCE = 0.006
 """Of logits of about 0.3 after bf16 layers: five of its steps."""
 
-FAMILIES = ["mixtral", "qwen3_moe", "llama", "qwen3", "olmoe", "qwen2_moe", "gpt_oss"]
+FAMILIES = ["mixtral", "qwen3_moe", "llama", "qwen3", "olmoe", "qwen2_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"]
 
 
-def _load(path: Path) -> LoadedModel:
-    config = EngineConfig(str(path), precision="bf16", threads=2)
+_LARGER: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "num_key_value_heads": 4}
+_LARGER_LATENT = {"head_dim": 32, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 72, "kv_lora_rank": 136}
+"""Enough for linear layers to be quantised; rows of a head that do not fill tiles."""
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("olmoe", {}),
+    ("qwen2_moe", {"shared_expert_intermediate_size": 264}),
+    ("gpt_oss", {}),
+    ("gpt_oss", {"num_key_value_heads": 2}),  # too few keys to be quantised, unlike queries
+    ("deepseek_v2", {**_LARGER_LATENT, "q_lora_rank": 264}),
+    ("deepseek_v2", {**_LARGER_LATENT, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
+    ("deepseek_v3", {**_LARGER_LATENT, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 264}),
+    ("deepseek_v3", {**_LARGER_LATENT, "q_lora_rank": None, "rope_interleave": False}),
+]
+
+
+def _load(path: Path, precision: Literal["bf16", "int8", "int4"] = "bf16") -> LoadedModel:
+    config = EngineConfig(str(path), precision=precision, threads=2)
     return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
 
 
@@ -58,6 +76,30 @@ def test_logits_of_every_token_are_those_of_the_library(
     finally:
         native.close()
         library.close()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize(("family", "options"), VARIANTS)
+def test_a_step_agrees_with_the_librarys_way_over_the_same_weights(
+    family: str, options: dict[str, Any], precision: Literal["bf16", "int8", "int4"], tmp_path: Path
+) -> None:
+    loaded = _load(tiny_checkpoint(family, tmp_path, **{**_LARGER, **options}), precision)
+    try:
+        torch.manual_seed(6)
+        tokens = torch.randint(3, loaded.model.config.vocab_size, (1, 14))
+        # The library's own cache layers are none that a native step could write to.
+        caches = new_cache(loaded.model), DynamicCache(config=loaded.model.config)
+        far = []
+        with torch.inference_mode():
+            for start, end in [(0, 4), *((at, at + 1) for at in range(4, 14))]:
+                got, wanted = (
+                    loaded.model(input_ids=tokens[:, start:end], past_key_values=cache, use_cache=True).logits[0, -1]
+                    for cache in caches
+                )
+                far.append(float((got.float() - wanted.float()).norm() / wanted.float().norm()))
+        assert sorted(far)[len(far) // 2] < (0.02 if precision == "bf16" else 0.05)
+    finally:
+        loaded.close()
 
 
 def test_beams_and_prompts_go_the_librarys_way_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

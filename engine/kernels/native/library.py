@@ -18,7 +18,7 @@ from pathlib import Path
 
 from engine.kernels.native.build import library_path
 
-_ABI = 5
+_ABI = 6
 _SELF_TEST = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).switchyard_self_test(int(sys.argv[2])))"
 
 
@@ -46,6 +46,7 @@ class NativeKernels:
         library.switchyard_linear.argtypes = [pointer, pointer, i32, pointer, pointer, pointer]
         library.switchyard_sparse_step.argtypes = [pointer] * 6
         library.switchyard_attention_step.argtypes = [*[pointer] * 7, i64, i64, pointer]
+        library.switchyard_latent_step.argtypes = [*[pointer] * 5, i32, pointer, pointer, i64, pointer]
         library.switchyard_quantise.argtypes = [pointer, pointer, pointer, i32]
         library.switchyard_dequantise.argtypes = [pointer, pointer, i64, i64, pointer]
         self._library = library
@@ -54,6 +55,7 @@ class NativeKernels:
         self.linear = library.switchyard_linear
         self.sparse_step = library.switchyard_sparse_step
         self.attention_step = library.switchyard_attention_step
+        self.latent_step = library.switchyard_latent_step
         self.quantise = library.switchyard_quantise
         self.dequantise = library.switchyard_dequantise
 

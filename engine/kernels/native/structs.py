@@ -88,6 +88,17 @@ class AttentionStruct(ctypes.Structure):
     )
 
 
+class LatentAttentionStruct(ctypes.Structure):
+    """`SwitchyardLatentAttention`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("norm", "q_a_norm", "kv_norm", "q_a_bias", "kv_a_bias", "o_bias")),
+        *((name, MatrixStruct) for name in ("q_a", "q", "kv_a", "kv_b", "o")),
+        *((name, ctypes.c_float) for name in ("epsilon", "q_a_epsilon", "kv_epsilon", "scale")),
+        *((name, ctypes.c_int32) for name in ("hidden", "heads", "nope", "rope", "rank", "value_dim", "rotation")),
+    )
+
+
 def matrix_struct(matrix: TiledMatrix) -> MatrixStruct:
     """A matrix in tiles, in RAM; the struct points into it."""
     shape = matrix.shape

@@ -36,21 +36,6 @@ _KINDS = (
 )
 
 
-def can_step(layer: Any) -> bool:
-    """Whether the attention of this decoder layer is of a kind that `GroupedAttention` computes."""
-    attention = layer.self_attn
-    if type(attention) not in _KINDS or getattr(attention.config, "clip_qkv", None) is not None:
-        return False
-    norms = [norm for norm in _head_norms(attention) if norm is not None]
-    return (
-        all(is_readable(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj))
-        and all(is_plain(norm.weight) for norm in (*norms, layer.input_layernorm))
-        and all(norm.variance_epsilon == layer.input_layernorm.variance_epsilon for norm in norms)
-        and (getattr(attention, "sinks", None) is None or is_plain(attention.sinks))
-        and attention.head_dim % 2 == 0
-    )
-
-
 class GroupedAttention:
     """The attention of one decoder layer."""
 
@@ -64,6 +49,24 @@ class GroupedAttention:
         is_gpt_oss = type(attention) is gpt_oss.GptOssAttention
         # Others hand out each angle twice, once for either half of a head.
         self._angles = self._head_dim // 2 if is_gpt_oss else self._head_dim
+
+    @staticmethod
+    def can_step(layer: Any) -> bool:
+        """Whether the attention of this decoder layer is of a kind that this computes."""
+        attention = layer.self_attn
+        if type(attention) not in _KINDS or getattr(attention.config, "clip_qkv", None) is not None:
+            return False
+        norms = [norm for norm in _head_norms(attention) if norm is not None]
+        inputs = [linear_struct(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        return (
+            # They read the same vector, in the form that a precision demands.
+            len({struct.precision for struct in inputs if struct is not None}) == 1
+            and all(is_readable(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj))
+            and all(is_plain(norm.weight) for norm in (*norms, layer.input_layernorm))
+            and all(norm.variance_epsilon == layer.input_layernorm.variance_epsilon for norm in norms)
+            and (getattr(attention, "sinks", None) is None or is_plain(attention.sinks))
+            and attention.head_dim % 2 == 0
+        )
 
     def step(self, hidden_states: torch.Tensor, cache: Any, positions: Any) -> torch.Tensor | None:
         """hidden_states [1, 1, hidden], contiguous, with attention's result added; `None` if this is not for it.

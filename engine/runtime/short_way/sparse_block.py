@@ -85,7 +85,12 @@ class SparseBlock:
 
 def _is_plain_mlp(mlp: Any) -> bool:
     parts = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    return mlp.config.hidden_act == "silu" and all(part.bias is None and is_readable(part) for part in parts)
+    structs = [linear_struct(part) for part in parts]
+    return (
+        mlp.config.hidden_act == "silu"
+        and all(part.bias is None and is_readable(part) for part in parts)
+        and len({struct.precision for struct in structs[:2] if struct is not None}) == 1  # they read the same vector
+    )
 
 
 def _mixtral(router: Any) -> RouterStruct:

@@ -248,6 +248,42 @@ void try_attention(SwitchyardPool *pool, Random &random, int32_t precision) {
             "no attention");
 }
 
+void try_latent(SwitchyardPool *pool, Random &random, int32_t precision) {
+    SwitchyardLatentAttention layer{};
+    layer.hidden = static_cast<int32_t>(draw(random, 1, 150));
+    layer.heads = static_cast<int32_t>(draw(random, 1, 5));
+    layer.nope = static_cast<int32_t>(draw(random, 1, 40));
+    layer.rope = static_cast<int32_t>(2 * draw(random, 1, 20));
+    layer.rank = static_cast<int32_t>(draw(random, 1, 80));
+    layer.value_dim = static_cast<int32_t>(draw(random, 1, 40));
+    layer.rotation = static_cast<int32_t>(draw(random, 0, 2));
+    layer.epsilon = layer.q_a_epsilon = layer.kv_epsilon = 1e-6f;
+    layer.scale = 0.1f;
+    const int64_t of_query = draw(random, 1, 70), hidden = layer.hidden;
+    const bool has_q_latent = draw(random, 0, 1) != 0;
+    const OwnMatrix q_a(pool, random, of_query, hidden, precision, SWITCHYARD_PLAIN);
+    const OwnMatrix q(pool, random, layer.heads * (layer.nope + layer.rope), has_q_latent ? of_query : hidden, precision,
+                      SWITCHYARD_PLAIN);
+    const OwnMatrix kv_a(pool, random, layer.rank + layer.rope, hidden, precision, SWITCHYARD_PLAIN);
+    const OwnMatrix kv_b(pool, random, layer.heads * (layer.nope + layer.value_dim), layer.rank, precision,
+                         SWITCHYARD_PLAIN);
+    const OwnMatrix o(pool, random, hidden, layer.heads * layer.value_dim, precision, SWITCHYARD_PLAIN);
+    layer.q = q.matrix, layer.kv_a = kv_a.matrix, layer.kv_b = kv_b.matrix, layer.o = o.matrix;
+    if (has_q_latent) layer.q_a = q_a.matrix;
+    const auto norm = draw_row(random, hidden), q_norm = draw_row(random, of_query);
+    const auto kv_norm = draw_row(random, layer.rank), kv_bias = draw_row(random, layer.rank + layer.rope);
+    layer.norm = norm.data(), layer.kv_norm = kv_norm.data();
+    if (has_q_latent) layer.q_a_norm = q_norm.data();
+    if (draw(random, 0, 1)) layer.kv_a_bias = kv_bias.data(), layer.o_bias = norm.data();
+    const int64_t capacity = draw(random, 1, 70), length = draw(random, 0, capacity - 1);
+    auto latents = draw_row(random, capacity * layer.rank), keys = draw_row(random, capacity * layer.rope);
+    const auto x = draw_row(random, hidden);
+    const std::vector<float> angles(static_cast<size_t>(layer.rope), 0.5f);
+    std::vector<uint16_t> out(x.size());
+    require(switchyard_latent_step(pool, &layer, x.data(), angles.data(), angles.data() + 1, 2, latents.data(),
+                                   keys.data(), length, out.data()) == 0, "no latent attention");
+}
+
 // A matrix so large that the pool wakes its workers for long work.
 void try_large(SwitchyardPool *pool, Random &random) {
     for (const int32_t precision : {SWITCHYARD_INT8, SWITCHYARD_INT4}) {
@@ -265,6 +301,7 @@ void go_through(SwitchyardPool *pool, uint32_t seed, int rounds) {
             try_experts(pool, random, precision);
             try_sparse(pool, random, precision);
             try_attention(pool, random, precision);
+            try_latent(pool, random, precision);
         }
     try_large(pool, random);
 }

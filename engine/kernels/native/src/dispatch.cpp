@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr int32_t kAbi = 5;
+constexpr int32_t kAbi = 6;
 constexpr int32_t kIsas = 5;
 
 Kernels kernels_of(int32_t isa) {

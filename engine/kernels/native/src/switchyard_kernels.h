@@ -101,6 +101,23 @@ typedef struct {
     int32_t norm_rounds_once;  // whether RMS norms round after the weight alone
 } SwitchyardAttention;
 
+// Multi-head latent attention of the DeepSeek kind, of norm(hidden), with the residual.  All matrices are plain, all norms
+// RMS norms that round twice; q_a, kv_a and q (if there is no q_a) share a precision.
+typedef struct {
+    const uint16_t *norm, *q_a_norm, *kv_norm;            // bf16 [hidden], [q_a rows] or null, [rank]
+    const uint16_t *q_a_bias, *kv_a_bias, *o_bias;        // bf16, or null
+    SwitchyardMatrix q_a;                                 // [any, hidden], or no rows
+    SwitchyardMatrix q;                                   // [heads * (nope + rope), q_a rows or hidden]
+    SwitchyardMatrix kv_a;                                // [rank + rope, hidden]
+    SwitchyardMatrix kv_b;                                // [heads * (nope + value_dim), rank]
+    SwitchyardMatrix o;                                   // [hidden, heads * value_dim]
+    float epsilon, q_a_epsilon, kv_epsilon, scale;
+    int32_t hidden, heads, nope, rope, rank, value_dim;
+    // Pairs of dimensions that are rotated together: 0 i and rope / 2 + i; 1 2i and 2i + 1, which come out as i and
+    // rope / 2 + i; 2 2i and 2i + 1, which stay there, without rounding between.
+    int32_t rotation;
+} SwitchyardLatentAttention;
+
 // Raised whenever a signature or a struct above changes: a library of another number is not used.
 SWITCHYARD_API int32_t switchyard_abi(void);
 
@@ -140,6 +157,14 @@ SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const Swi
                                                  const uint16_t *hidden, const uint16_t *cos, const uint16_t *sin,
                                                  uint16_t *keys, uint16_t *values, int64_t capacity, int64_t length,
                                                  uint16_t *out);
+
+// One token through latent attention.  latents: bf16 [capacity, rank] and rotary_keys: bf16 [capacity, rope] hold
+// `length` tokens; those of this token are written at row `length` < capacity.  cos, sin: rope / 2 angles, each
+// `angle_step` floats after the one before.  hidden, out: bf16 [hidden], not the same.
+SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const SwitchyardLatentAttention *attention,
+                                              const uint16_t *hidden, const float *cos, const float *sin,
+                                              int32_t angle_step, uint16_t *latents, uint16_t *rotary_keys,
+                                              int64_t length, uint16_t *out);
 
 // Fills weights, scales and zeros of `target` (which point to memory that may be written) from source: bf16
 // [rows, columns].  int4: half-quadratic optimisation of scales and zeros, in at most `rounds` rounds.

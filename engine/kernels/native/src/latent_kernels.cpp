@@ -1,0 +1,264 @@
+// One token through multi-head latent attention (DeepSeek-V2, section 2.1): the cache holds a latent vector and a rotary
+// key for each token, shared by all heads.  Nothing is expanded: the matrix that makes keys of latents is applied to
+// the query instead, the one that makes values to the mixture of latents.
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <new>
+#include <vector>
+
+#include "dispatch.h"
+#include "matrix.h"
+#include "rows.h"
+#include "switchyard_kernels.h"
+#include "thread_pool.h"
+
+namespace {
+
+struct LatentStep {
+    const SwitchyardLatentAttention *layer;
+    Kernels kernels;
+    const uint16_t *hidden;
+    std::vector<float> cos, sin;  // [rope / 2]
+    uint16_t *latents, *rotary_keys;
+    int64_t length;
+    uint16_t *out;
+    std::vector<uint16_t> normed;      // [hidden]
+    Vectors x;                         // that, for the projections
+    std::vector<uint16_t> q_latent;    // [q_a rows]
+    Vectors q_x;                       // that, normalised
+    std::vector<uint16_t> queries;     // [heads, nope + rope]
+    std::vector<uint16_t> compressed;  // [rank + rope]
+    std::vector<float> absorbed;       // [heads, rank]
+    std::vector<float> spread;         // [heads, padded rank + padded rope]
+    std::vector<float> scores;         // [heads, length + 1]
+    Vectors mixed;                     // [heads], [rank]
+    std::vector<uint16_t> attended;    // [heads * value_dim]
+    Vectors attended_x;
+
+    bool has_q_latent() const { return layer->q_a.rows > 0; }
+    // What is computed from the hidden state for queries.
+    const SwitchyardMatrix &q_first() const { return has_q_latent() ? layer->q_a : layer->q; }
+};
+
+struct LatentRun {
+    LatentStep &step;
+    Phase norm, first, between, queries, heads, spreading, output;
+
+    LatentRun(LatentStep &step, int threads)
+        : step(step),
+          norm(1, threads),
+          first(blocks_of(step.q_first()) + blocks_of(step.layer->kv_a), threads, 1),
+          between(1, threads),
+          queries(step.has_q_latent() ? blocks_of(step.layer->q) : 0, threads, 1),
+          heads(step.layer->heads, threads, 1),
+          spreading(1, threads),
+          output(blocks_of(step.layer->o), threads, 1) {}
+};
+
+// One block of weight x + bias, rounded.
+void product_block(const Kernels &kernels, const SwitchyardMatrix &weight, int64_t block, const Vectors &x,
+                   const uint16_t *bias, uint16_t *out) {
+    const int32_t first = 0;
+    float dots[kTileRows];
+    block_dot(kernels, weight, block, x, &first, 1, dots);
+    const int64_t row = block * kTileRows, rows = std::min(kTileRows, weight.rows - row);
+    for (int64_t i = 0; i < rows; ++i) out[row + i] = to_bf16(dots[i] + (bias ? from_bf16(bias[row + i]) : 0.0f));
+}
+
+// Rotates [rope] numbers, rounding where the library rounds.
+void rotate(const LatentStep &step, uint16_t *x) {
+    const int64_t half = step.layer->rope / 2;
+    const auto kind = step.layer->rotation;
+    static thread_local std::vector<uint16_t> turned;
+    turned.resize(static_cast<size_t>(2 * half));
+    const auto round = [&](float value) { return kind == 2 ? value : round_bf16(value); };
+    for (int64_t i = 0; i < half; ++i) {
+        const float a = from_bf16(kind == 0 ? x[i] : x[2 * i]), b = from_bf16(kind == 0 ? x[i + half] : x[2 * i + 1]);
+        const uint16_t low = to_bf16(round(a * step.cos[i]) - round(b * step.sin[i]));
+        const uint16_t high = to_bf16(round(b * step.cos[i]) + round(a * step.sin[i]));
+        turned[kind == 2 ? 2 * i : i] = low;
+        turned[kind == 2 ? 2 * i + 1 : i + half] = high;
+    }
+    std::copy(turned.begin(), turned.end(), x);
+}
+
+// What is done once: the query's latent is normalised, this token's latent and rotary key go to the cache.
+void between_projections(LatentStep &step) {
+    const auto &layer = *step.layer;
+    if (step.has_q_latent()) {
+        rms_norm(step.q_latent.data(), layer.q_a_norm, layer.q_a_epsilon, layer.q_a.rows, step.q_latent.data());
+        step.q_x.set(step.kernels, 0, step.q_latent.data());
+    }
+    rms_norm(step.compressed.data(), layer.kv_norm, layer.kv_epsilon, layer.rank,
+             step.latents + step.length * layer.rank);
+    uint16_t *key = &step.compressed[layer.rank];
+    rotate(step, key);
+    std::copy(key, key + layer.rope, step.rotary_keys + step.length * layer.rope);
+}
+
+// out = sum over i < count of x[i] * row begin + i of the matrix: what its transpose does to x.
+void transposed_product(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t begin, int64_t count,
+                        const float *x, float *out) {
+    const int64_t columns = matrix.columns;
+    if (matrix.precision == SWITCHYARD_BF16) {
+        kernels.rows->mix_rows(static_cast<const uint16_t *>(matrix.weights) + begin * columns, count, columns, x, out);
+        return;
+    }
+    const bool int8 = matrix.precision == SWITCHYARD_INT8;
+    const int64_t half_bytes = kHalfRows * kGroup / (int8 ? 1 : 2);
+    std::fill_n(out, columns, 0.0f);
+    for (int64_t half = begin / kHalfRows; half * kHalfRows < begin + count; ++half) {
+        float shares[kHalfRows];
+        for (int64_t i = 0; i < kHalfRows; ++i) {
+            const int64_t at = half * kHalfRows + i - begin;
+            shares[i] = at >= 0 && at < count ? x[at] : 0.0f;
+        }
+        const TileRow tiles = tile_row(matrix, half / 2);
+        const int64_t lower = half % 2;
+        for (int64_t group = 0; group < tiles.groups; ++group) {
+            uint16_t weights[kHalfRows * kGroup];
+            float sums[kGroup];
+            const uint8_t *q = tiles.weights + (2 * group + lower) * half_bytes;
+            const uint16_t *scales = tiles.scales + group * kTileRows + lower * kHalfRows;
+            if (int8)
+                kernels.tiles->expand_int8(q, scales, weights);
+            else
+                kernels.tiles->expand_int4(q, scales, tiles.zeros + group * kTileRows + lower * kHalfRows, weights);
+            kernels.rows->mix_rows(weights, kHalfRows, kGroup, shares, sums);
+            const int64_t width = std::min(kGroup, columns - group * kGroup);
+            for (int64_t i = 0; i < width; ++i) out[group * kGroup + i] += sums[i];
+        }
+    }
+}
+
+// Rows [begin, begin + count) of the matrix times vector `which`, rounded.
+void some_rows(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t begin, int64_t count, const Vectors &x,
+               int32_t which, uint16_t *out) {
+    for (int64_t block = begin / kTileRows; block * kTileRows < begin + count; ++block) {
+        float dots[kTileRows];
+        block_dot(kernels, matrix, block, x, &which, 1, dots);
+        for (int64_t i = 0; i < kTileRows; ++i) {
+            const int64_t at = block * kTileRows + i - begin;
+            if (at >= 0 && at < count) out[at] = to_bf16(dots[i]);
+        }
+    }
+}
+
+void attend(LatentStep &step, int64_t head) {
+    const auto &layer = *step.layer;
+    const auto &rows = *step.kernels.rows;
+    const int64_t nope = layer.nope, rope = layer.rope, rank = layer.rank, tokens = step.length + 1;
+    const int64_t first_row = head * (nope + layer.value_dim);
+    static thread_local std::vector<float> numbers;
+    numbers.resize(static_cast<size_t>(std::max(nope, rank)));
+    uint16_t *query = &step.queries[head * (nope + rope)];
+    float *absorbed = &step.absorbed[head * rank];
+    for (int64_t i = 0; i < nope; ++i) numbers[i] = from_bf16(query[i]);
+    transposed_product(step.kernels, layer.kv_b, first_row, nope, numbers.data(), absorbed);
+    rotate(step, query + nope);
+    float *of_latents = &step.spread[head * (padded(rank) + padded(rope))], *of_keys = of_latents + padded(rank);
+    rows.spread_floats(absorbed, rank, of_latents);
+    rows.spread(query + nope, rope, of_keys);
+
+    float *scores = &step.scores[head * tokens];
+    for (int64_t token = 0; token < tokens; token += 2) {
+        const int64_t other = std::min(token + 1, tokens - 1);
+        float by_key[2];
+        rows.dot_pair(step.latents + token * rank, step.latents + other * rank, of_latents, rank, &scores[token],
+                      &scores[other]);
+        rows.dot_pair(step.rotary_keys + token * rope, step.rotary_keys + other * rope, of_keys, rope, &by_key[0],
+                      &by_key[1]);
+        scores[token] += by_key[0];
+        if (other != token) scores[other] += by_key[1];
+    }
+    const float top = *std::max_element(scores, scores + tokens) * layer.scale;
+    float total = 0;
+    for (int64_t token = 0; token < tokens; ++token) total += scores[token] = std::exp(scores[token] * layer.scale - top);
+    rows.mix_rows(step.latents, tokens, rank, scores, numbers.data());
+    for (int64_t i = 0; i < rank; ++i) numbers[i] /= total;
+    step.mixed.set(step.kernels, head, numbers.data());
+    some_rows(step.kernels, layer.kv_b, first_row + nope, layer.value_dim, step.mixed, static_cast<int32_t>(head),
+              &step.attended[head * layer.value_dim]);
+}
+
+void output_block(LatentStep &step, int64_t block) {
+    const auto &weight = step.layer->o;
+    product_block(step.kernels, weight, block, step.attended_x, step.layer->o_bias, step.out);
+    const int64_t row = block * kTileRows, end = std::min(row + kTileRows, weight.rows);
+    for (int64_t i = row; i < end; ++i) step.out[i] = to_bf16(from_bf16(step.hidden[i]) + from_bf16(step.out[i]));
+}
+
+void latent_work(void *argument) {
+    auto &run = *static_cast<LatentRun *>(argument);
+    auto &step = run.step;
+    const auto &layer = *step.layer;
+    run.norm.run([&](int64_t, int64_t) {
+        rms_norm(step.hidden, layer.norm, layer.epsilon, layer.hidden, step.normed.data());
+        step.x.set(step.kernels, 0, step.normed.data());
+    });
+    run.first.run([&](int64_t begin, int64_t end) {
+        const int64_t of_queries = blocks_of(step.q_first());
+        uint16_t *queries = step.has_q_latent() ? step.q_latent.data() : step.queries.data();
+        for (int64_t block = begin; block < end; ++block) {
+            if (block < of_queries)
+                product_block(step.kernels, step.q_first(), block, step.x, layer.q_a_bias, queries);
+            else
+                product_block(step.kernels, layer.kv_a, block - of_queries, step.x, layer.kv_a_bias,
+                              step.compressed.data());
+        }
+    });
+    run.between.run([&](int64_t, int64_t) { between_projections(step); });
+    run.queries.run([&](int64_t begin, int64_t end) {
+        for (int64_t block = begin; block < end; ++block)
+            product_block(step.kernels, layer.q, block, step.q_x, nullptr, step.queries.data());
+    });
+    run.heads.run([&](int64_t begin, int64_t end) {
+        for (int64_t head = begin; head < end; ++head) attend(step, head);
+    });
+    run.spreading.run([&](int64_t, int64_t) { step.attended_x.set(step.kernels, 0, step.attended.data()); });
+    run.output.run([&](int64_t begin, int64_t end) {
+        for (int64_t block = begin; block < end; ++block) output_block(step, block);
+    });
+}
+
+}  // namespace
+
+SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const SwitchyardLatentAttention *attention,
+                                              const uint16_t *hidden, const float *cos, const float *sin,
+                                              int32_t angle_step, uint16_t *latents, uint16_t *rotary_keys,
+                                              int64_t length, uint16_t *out) try {
+    static thread_local LatentStep step;
+    const auto &layer = *attention;
+    const int64_t heads = layer.heads, half = layer.rope / 2;
+    step.layer = attention;
+    step.kernels = kernels_in_use();
+    step.hidden = hidden;
+    step.cos.resize(static_cast<size_t>(half));
+    step.sin.resize(static_cast<size_t>(half));
+    for (int64_t i = 0; i < half; ++i) step.cos[i] = cos[i * angle_step], step.sin[i] = sin[i * angle_step];
+    step.latents = latents;
+    step.rotary_keys = rotary_keys;
+    step.length = length;
+    step.out = out;
+    step.normed.resize(static_cast<size_t>(layer.hidden));
+    step.x.resize(layer.kv_a.precision, 1, layer.hidden);
+    step.q_latent.resize(static_cast<size_t>(layer.q_a.rows));
+    step.q_x.resize(layer.q.precision, 1, layer.q.columns);
+    step.queries.resize(static_cast<size_t>(layer.q.rows));
+    step.compressed.resize(static_cast<size_t>(layer.kv_a.rows));
+    step.absorbed.resize(static_cast<size_t>(heads * layer.rank));
+    step.spread.resize(static_cast<size_t>(heads * (padded(layer.rank) + padded(layer.rope))));
+    step.scores.resize(static_cast<size_t>(heads * (length + 1)));
+    step.mixed.resize(layer.kv_b.precision, heads, layer.rank);
+    step.attended.resize(static_cast<size_t>(heads * layer.value_dim));
+    step.attended_x.resize(layer.o.precision, 1, heads * layer.value_dim);
+    LatentRun run(step, pool->threads());
+    int64_t weights = 0;
+    for (const SwitchyardMatrix *matrix : {&layer.q_a, &layer.q, &layer.kv_a, &layer.kv_b, &layer.o})
+        weights += bytes_of(*matrix);
+    pool->run(latent_work, &run, weights + 2 * heads * length * (2 * layer.rank + layer.rope));
+    return 0;
+} catch (const std::bad_alloc &) {
+    return 1;
+}
