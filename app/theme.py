@@ -278,6 +278,9 @@ class ThemeController(QObject):
         app.setFont(font)
         app.setPalette(palette(self._theme))
         screen = app.primaryScreen()
+        # Taken off first: Qt would otherwise go through all that the old sheet was ever asked about, and a widget that
+        # was measured but deleted before it was shown is still on that list, though its memory is gone.
+        app.setStyleSheet("")
         app.setStyleSheet(style_sheet(self._theme, self._font_px, screen.logicalDotsPerInchY() if screen else 96.0))
 
 
