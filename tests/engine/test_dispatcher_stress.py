@@ -141,6 +141,6 @@ def test_stress_gives_the_same_answers_again(device: Device, tmp_path: Path) -> 
     assert all(torch.equal(one, other) for one, other in both)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_long_stress(device: Device, tmp_path: Path) -> None:
     _stress(device, tmp_path, 10_000, 2)

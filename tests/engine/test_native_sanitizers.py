@@ -12,7 +12,7 @@ import pytest
 from engine.kernels.native.build import BuildError, compile_sources, find_compiler
 from tests.engine.native_isas import isas
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
 _SANITIZERS = {"memory": "address,undefined,float-cast-overflow", "threads": "thread"}
 _DRIVER = Path(__file__).parent / "native_sanitizers" / "driver.cpp"
