@@ -38,15 +38,6 @@ class DeviceExperts:
         self.caches = [[] for _ in self.devices]
 
     @property
-    def nbytes(self) -> int:
-        """Memory of all devices that is held for experts, staging included."""
-        return sum(
-            cache.nbytes + (cache.staging.segment.records.records.nbytes if cache.staging is not None else 0)
-            for caches in self.caches
-            for cache in caches
-        )
-
-    @property
     def notes(self) -> list[str]:
         """Sentences for the user about what could not be had, as of now."""
         said = [cache.note for caches in self.caches for cache in caches]

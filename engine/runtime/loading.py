@@ -297,16 +297,9 @@ class _Loading:
         kv_bytes: int,
         dense_parameters: int,
     ) -> LoadedModel:
-        model, config, devices = self._model, self._config, self._devices
-        slow = (
-            self._kernels is None
-            and config.precision != "fp32"
-            and "cpu"
-            in (
-                placement.dense.type,
-                placement.experts.type,
-            )
-        )
+        model, devices = self._model, self._devices
+        on_cpu = "cpu" in (placement.dense.type, placement.experts.type)
+        slow = on_cpu and self._kernels is None and self._precision != "fp32"
         wanted = self._context_tokens(profile)
         context = devices.context_room(wanted, FEWEST_KV_TOKENS, placement.piece_tokens * needs.activations)
         notes = [
