@@ -4,7 +4,8 @@ One message is one line of UTF-8 JSON: `{"type": "Generate", ...fields}`.  The w
 worker's stdin, the worker writes events to a private copy of its stdout.  Every command that carries a
 `request_id` is answered by exactly one terminal event (`TERMINAL`) with the same id; if the worker dies, the
 client makes that event up.  `Token`, `Progress` and terminal events are lossless and ordered; `Telemetry` is a
-latest-wins sample that may be dropped.
+latest-wins sample that may be dropped, and so are the others of `SAMPLES`; `DROPPABLE` ones are dropped, and counted,
+while the pipe is slow.
 """
 
 from __future__ import annotations
@@ -19,8 +20,17 @@ from typing import Any, Literal, get_args, get_origin
 
 from engine.config import EngineConfig, SamplingParams
 from engine.errors import EngineError, ErrorCode
+from engine.telemetry.messages import (
+    CacheReport,
+    ExpertMap,
+    ResizeCache,
+    TelemetryCounters,
+    TelemetryRequest,
+    TelemetrySpans,
+    WatchTelemetry,
+)
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 HEARTBEAT_S = 1.0
 """The worker sends `Heartbeat` this often, also while it computes; silence for several of them means it hangs."""
 
@@ -112,7 +122,7 @@ class Shutdown:
     """Cancel everything and exit 0."""
 
 
-Command = LoadModel | UnloadModel | Generate | Cancel | Shutdown
+Command = LoadModel | UnloadModel | Generate | Cancel | Shutdown | WatchTelemetry | ResizeCache
 
 
 # --- events: worker -> window ---------------------------------------------------------------------
@@ -231,9 +241,26 @@ class Telemetry:
     device_experts_bytes: int = 0
 
 
-Event = Ready | Heartbeat | Progress | Token | ModelLoaded | ModelUnloaded | Finished | Cancelled | Failed | Telemetry
+Sample = Telemetry | ExpertMap | CacheReport
+Droppable = TelemetrySpans | TelemetryCounters
+Event = (
+    Ready
+    | Heartbeat
+    | Progress
+    | Token
+    | ModelLoaded
+    | ModelUnloaded
+    | Finished
+    | Cancelled
+    | Failed
+    | TelemetryRequest
+    | Sample
+    | Droppable
+)
 TerminalEvent = ModelLoaded | ModelUnloaded | Finished | Cancelled | Failed
 TERMINAL: tuple[type, ...] = get_args(TerminalEvent)
+SAMPLES: tuple[type, ...] = get_args(Sample)
+DROPPABLE: tuple[type, ...] = get_args(Droppable)
 
 Message = Command | Event
 _BY_NAME: dict[str, type] = {cls.__name__: cls for cls in (*get_args(Command), *get_args(Event))}

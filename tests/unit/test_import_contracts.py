@@ -20,6 +20,7 @@ APP_MAY_USE = (
     "engine.hardware.cgroup",
     "engine.planner",
     "engine.checkpoint",
+    "engine.telemetry",
 )
 
 

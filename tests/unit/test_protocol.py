@@ -63,6 +63,7 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     known = {
         str: TEXT,
         int: st.integers(),
+        bool: st.booleans(),
         float: st.floats(allow_nan=False),
         type(None): st.none(),
         ErrorCode: st.sampled_from(ErrorCode),
