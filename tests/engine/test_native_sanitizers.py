@@ -25,12 +25,12 @@ def sanitized_driver(folder: Path, sanitizer: str) -> Path:
     """The driver with all kernels in it; skips the test where the compiler has no such sanitizer."""
     compiler, program = find_compiler(), folder / "driver"
     options = ("-O1", "-g", "-fno-omit-frame-pointer", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
-    link = [compiler, "-std=c++17", "-pthread", *options, f"-I{_HEADERS}"]
+    link = [compiler.command, "-std=c++17", "-pthread", *options, f"-I{_HEADERS}"]
     empty = folder / "empty.cpp"
     empty.write_text("int main() { return 0; }\n", encoding="utf-8")
     trial = subprocess.run([*link, empty, "-o", program], capture_output=True, text=True, timeout=120, check=False)
     if trial.returncode or subprocess.run([program], capture_output=True, timeout=60, check=False).returncode:
-        pytest.skip(f"{compiler} makes no program here with -fsanitize={sanitizer}")
+        pytest.skip(f"{compiler.command} makes no program here with -fsanitize={sanitizer}")
     try:
         objects = compile_sources(compiler, folder, options)
     except BuildError as failure:

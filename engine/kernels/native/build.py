@@ -8,36 +8,51 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import shutil
-import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from engine.kernels.native.compilers import BuildError, Compiler, architecture, find_compiler
+
+__all__ = ["BuildError", "build", "compile_sources", "find_compiler", "library_path", "outdated_libraries"]
+
 _FOLDER = Path(__file__).resolve().parent
 _SOURCES = _FOLDER / "src"
-_COMMON = (
-    *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread"),
-    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
-)
-_X86 = ("x86_64", "amd64")
+_SUFFIX = ".dll" if sys.platform == "win32" else ".so"
+
+
+@dataclass(frozen=True, slots=True)
+class _Special:
+    """A source for one kind of processor.
+
+    Attributes:
+        gcc, msvc: options for instructions that not every processor of the kind has.
+        newest: of `gcc`'s kind, unknown to compilers of some years ago: the source has no kernels without them.
+    """
+
+    architecture: str
+    gcc: tuple[str, ...] = ()
+    msvc: tuple[str, ...] = ()
+    newest: tuple[str, ...] = ()
+
+
 _AVX2 = ("-mavx2", "-mfma")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mfma")
-_NEWEST = "-mavxvnni"
-"""Instructions that compilers of some years ago do not know."""
-_FLAGS: dict[str, tuple[str, ...]] = {
-    "kernels_avx2.cpp": _AVX2,
-    "kernels_avx512.cpp": _AVX512,
-    "tiles_avx2.cpp": _AVX2,
-    "tiles_avxvnni.cpp": (*_AVX2, _NEWEST),
-    "tiles_avx512.cpp": _AVX512,
-    "tiles_avx512vnni.cpp": (*_AVX512, "-mavx512vnni"),
+_SPECIAL = {
+    "kernels_avx2.cpp": _Special("x86", _AVX2, ("/arch:AVX2",)),
+    "kernels_avx512.cpp": _Special("x86", _AVX512, ("/arch:AVX512",)),
+    "tiles_avx2.cpp": _Special("x86", _AVX2, ("/arch:AVX2",)),
+    "tiles_avxvnni.cpp": _Special("x86", _AVX2, ("/arch:AVX2",), newest=("-mavxvnni",)),
+    "tiles_avx512.cpp": _Special("x86", _AVX512, ("/arch:AVX512",)),
+    "tiles_avx512vnni.cpp": _Special("x86", (*_AVX512, "-mavx512vnni"), ("/arch:AVX512",)),
+    "kernels_neon.cpp": _Special("arm"),
+    "tiles_neon.cpp": _Special("arm"),
+    "tiles_neondot.cpp": _Special("arm", ("-march=armv8.2-a+dotprod",)),
 }
-
-
-class BuildError(Exception):
-    """The kernels could not be built; the message is one sentence."""
 
 
 def library_path() -> Path:
@@ -45,7 +60,13 @@ def library_path() -> Path:
     digest = hashlib.sha256()
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    return _FOLDER / "built" / f"switchyard_kernels-{digest.hexdigest()[:16]}-{platform.machine().lower()}.so"
+    return _FOLDER / "built" / f"switchyard_kernels-{digest.hexdigest()[:16]}-{platform.machine().lower()}{_SUFFIX}"
+
+
+def outdated_libraries() -> list[Path]:
+    """Libraries built from other sources: of another version of this program, or for another machine."""
+    current = library_path()
+    return [path for path in current.parent.glob(f"switchyard_kernels-*{_SUFFIX}") if path != current]
 
 
 def build() -> Path:
@@ -61,64 +82,46 @@ def build() -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         objects = compile_sources(compiler, Path(scratch))
-        linked = Path(scratch) / "linked.so"
-        _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(linked)])
+        linked = Path(scratch) / f"linked{_SUFFIX}"
+        compiler.link(objects, linked)
         # Renamed into place: another process sees no library or a whole one.
         linked.replace(target)
-    for outdated in target.parent.glob("switchyard_kernels-*.so"):
-        if outdated != target:
-            outdated.unlink(missing_ok=True)
+    for outdated in outdated_libraries():
+        with suppress(OSError):  # Windows keeps what a running process has loaded
+            outdated.unlink()
     return target
 
 
-def find_compiler() -> str:
-    """The machine's C++ compiler, or that of the environment's `CXX`.
+def compile_sources(
+    compiler: Compiler, folder: Path, more: tuple[str, ...] = (), machine: str | None = None
+) -> list[Path]:
+    """The objects of all sources for a kind of processor, in `folder`; `more` options come last.
 
-    Raises:
-        BuildError: there is none.
-    """
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise BuildError("no C++ compiler was found (on Debian: apt-get install g++)")
-    return compiler
-
-
-def compile_sources(compiler: str, folder: Path, more: tuple[str, ...] = ()) -> list[Path]:
-    """The objects of all sources for this kind of processor, in `folder`; `more` options come last.
+    Args:
+        machine: as `platform.machine()` calls it, for a compiler that compiles for another; `None` for this one.
 
     Raises:
         BuildError: the compiler refuses them.
     """
+    kind = architecture(machine)
+    sources = [
+        source
+        for source in sorted(_SOURCES.glob("*.cpp"))
+        if source.name not in _SPECIAL or _SPECIAL[source.name].architecture == kind
+    ]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        return list(pool.map(partial(_compile, compiler, folder=folder, more=more), _sources_for_this_machine()))
+        return list(pool.map(partial(_compile, compiler, folder=folder, more=more), sources))
 
 
-def _sources_for_this_machine() -> list[Path]:
-    sources = sorted(_SOURCES.glob("*.cpp"))
-    return [source for source in sources if source.name not in _FLAGS or platform.machine().lower() in _X86]
-
-
-def _compile(compiler: str, source: Path, folder: Path, more: tuple[str, ...]) -> Path:
+def _compile(compiler: Compiler, source: Path, folder: Path, more: tuple[str, ...]) -> Path:
     compiled = folder / f"{source.stem}.o"
-    flags = _FLAGS.get(source.name, ())
-
-    def run(flags: tuple[str, ...]) -> None:
-        _run([compiler, *_COMMON, *flags, *more, "-c", str(source), "-o", str(compiled)])
-
+    special = _SPECIAL.get(source.name, _Special("any"))
+    options = special.msvc if compiler.is_msvc else special.gcc
+    newest = () if compiler.is_msvc else special.newest
     try:
-        run(flags)
+        compiler.compile(source, compiled, (*options, *newest, *more))
     except BuildError:
-        if _NEWEST not in flags:
+        if not newest:
             raise
-        run(tuple(flag for flag in flags if flag != _NEWEST))  # the source then has no kernels
+        compiler.compile(source, compiled, (*options, *more))  # the source then has no kernels
     return compiled
-
-
-def _run(command: list[str]) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{command[0]} could not be run ({error})") from error
-    if done.returncode:
-        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
-        raise BuildError(f"{command[0]} failed: {first}")

@@ -30,6 +30,8 @@ class Isa(IntEnum):
     AVX_VNNI = 2
     AVX512 = 3
     AVX512_VNNI = 4
+    NEON = 16
+    NEON_DOT = 17
 
 
 class NativeKernels:

@@ -3,18 +3,14 @@
 #include <atomic>
 #include <new>
 
+#include "processor.h"
 #include "self_test.h"
 #include "switchyard_kernels.h"
 #include "thread_pool.h"
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
-
 namespace {
 
 constexpr int32_t kAbi = 6;
-constexpr int32_t kIsas = 5;
 
 Kernels kernels_of(int32_t isa) {
     switch (isa) {
@@ -24,21 +20,15 @@ Kernels kernels_of(int32_t isa) {
         case 2: return {&kAvx2Kernels, kAvxVnniTiles};
         case 3: return {&kAvx512Kernels, &kAvx512Tiles};
         case 4: return {&kAvx512Kernels, &kAvx512VnniTiles};
+#elif defined(__aarch64__) || defined(_M_ARM64)
+        case 16: return {&kNeonKernels, &kNeonTiles};
+        case 17: return {&kNeonKernels, &kNeonDotTiles};
 #endif
         default: return {nullptr, nullptr};
     }
 }
 
 std::atomic<int32_t> in_use{0};
-
-#if defined(__x86_64__)
-
-// Compilers older than the instructions cannot be asked for them by name.
-bool has_avx_vnni() {
-    unsigned a, b, c, d;
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
-}
-#endif
 
 }  // namespace
 
@@ -47,24 +37,18 @@ Kernels kernels_in_use() { return kernels_of(in_use.load(std::memory_order_relax
 SWITCHYARD_API int32_t switchyard_abi(void) { return kAbi; }
 
 SWITCHYARD_API uint32_t switchyard_advertised_isas(void) {
-    uint32_t isas = 1;
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-        isas |= 1u << 1;
-        if (kAvxVnniTiles && has_avx_vnni()) isas |= 1u << 2;
-        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-            __builtin_cpu_supports("avx512vl")) {
-            isas |= 1u << 3;
-            if (__builtin_cpu_supports("avx512vnni")) isas |= 1u << 4;
-        }
-    }
-#endif
+    const Processor can = advertised();
+    const bool there[] = {true, can.avx2, can.avx_vnni, can.avx512, can.avx512_vnni};
+    uint32_t isas = 0;
+    for (int isa = 0; isa < 5; ++isa) isas |= uint32_t{there[isa]} << isa;
+    isas |= uint32_t{can.neon} << 16 | uint32_t{can.neon_dot} << 17;
+    for (int isa = 0; isa < 32; ++isa)
+        if (!kernels_of(isa).tiles) isas &= ~(uint32_t{1} << isa);  // not built for them
     return isas;
 }
 
 SWITCHYARD_API void switchyard_use_isa(int32_t isa) {
-    if (isa >= 0 && isa < kIsas && kernels_of(isa).tiles) in_use.store(isa);
+    if (kernels_of(isa).tiles) in_use.store(isa);
 }
 
 SWITCHYARD_API int32_t switchyard_self_test(int32_t isa) {

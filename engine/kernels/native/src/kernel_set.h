@@ -62,6 +62,10 @@ extern const TileKernels kAvx2Tiles;
 extern const TileKernels *const kAvxVnniTiles;  // null if the compiler does not know the instructions
 extern const TileKernels kAvx512Tiles;
 extern const TileKernels kAvx512VnniTiles;
+#elif defined(__aarch64__) || defined(_M_ARM64)
+extern const KernelSet kNeonKernels;
+extern const TileKernels kNeonTiles;
+extern const TileKernels kNeonDotTiles;
 #endif
 
 static inline float from_bf16(uint16_t value) {

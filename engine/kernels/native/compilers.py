@@ -1,0 +1,150 @@
+"""The C++ compilers that the native kernels can be built with, and how each is told what."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_GCC_OPTIONS = (
+    *("-std=c++17", "-O3", "-fvisibility=hidden", "-pthread"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+)
+_MSVC_OPTIONS = ("/nologo", "/std:c++17", "/O2", "/EHsc", "/MT", "/fp:precise")
+_TIMEOUT_S = 300
+_X86 = ("x86_64", "amd64")
+_ARM = ("aarch64", "arm64")
+
+
+class BuildError(Exception):
+    """The kernels could not be built; the message is one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """A C++ compiler.
+
+    Attributes:
+        command: its program.
+        is_msvc: whether it is told things Microsoft's way, not that of GCC and Clang.
+        environment: what it needs beyond this process' environment.
+    """
+
+    command: str
+    is_msvc: bool = False
+    environment: Mapping[str, str] | None = None
+
+    def compile(self, source: Path, target: Path, options: tuple[str, ...]) -> None:
+        """Makes an object file.  Raises `BuildError` where the compiler refuses the source."""
+        if self.is_msvc:
+            self.run(*_MSVC_OPTIONS, *options, "/c", str(source), f"/Fo{target}")
+        else:
+            everywhere_else = () if sys.platform == "win32" else ("-fPIC",)  # all code is so there
+            self.run(*_GCC_OPTIONS, *everywhere_else, *options, "-c", str(source), "-o", str(target))
+
+    def link(self, objects: list[Path], target: Path) -> None:
+        """Makes a shared library.  Raises `BuildError` where that fails."""
+        if self.is_msvc:
+            self.run("/nologo", "/LD", "/MT", *map(str, objects), f"/Fe{target}")
+        else:
+            # Windows has no C++ library of this compiler that Python would find.
+            alone = ("-static",) if sys.platform == "win32" else ()
+            self.run("-shared", "-pthread", *alone, *map(str, objects), "-o", str(target))
+
+    def run(self, *arguments: str) -> None:
+        """Raises `BuildError` with the compiler's first complaint where it fails."""
+        command = [self.command, *arguments]
+        environment = {**os.environ, **self.environment} if self.environment else None
+        try:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_TIMEOUT_S,
+                check=False,
+                env=environment,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise BuildError(f"{self.command} could not be run ({error})") from error
+        if done.returncode:
+            said = done.stderr + done.stdout  # Microsoft's complains on standard output
+            first = next((line for line in said.splitlines() if "error" in line), said[:200])
+            raise BuildError(f"{self.command} failed: {first}")
+
+
+def find_compiler() -> Compiler:
+    """The machine's C++ compiler, or that of the environment's `CXX`.
+
+    Raises:
+        BuildError: there is none.
+    """
+    command = os.environ.get("CXX")
+    if not command:
+        command = next(filter(None, map(shutil.which, ("c++", "g++", "clang++", "cl"))), None)
+    if command:
+        return Compiler(command, is_msvc=is_msvc(command))
+    if sys.platform == "win32" and (found := _visual_studio()) is not None:
+        return found
+    raise BuildError(f"no C++ compiler was found ({_ADVICE.get(sys.platform, 'on Debian: apt-get install g++')})")
+
+
+_ADVICE = {
+    "win32": "install the Build Tools for Visual Studio with its C++ workload",
+    "darwin": "run xcode-select --install",
+}
+
+
+def is_msvc(command: str) -> bool:
+    """Whether a program of this name takes Microsoft's options (`clang-cl` does)."""
+    return Path(command.replace("\\", "/")).stem.lower() in ("cl", "clang-cl")
+
+
+def architecture(machine: str | None = None) -> str:
+    """`x86`, `arm` or `other`: of this Python, which is what the library is loaded into.
+
+    Args:
+        machine: as `platform.machine()` calls it; `None` for this one.
+    """
+    name = (machine or platform.machine()).lower()
+    if sys.maxsize < 2**32:
+        return "other"  # a 32-bit Python on a 64-bit system
+    return "x86" if name in _X86 else "arm" if name in _ARM else "other"
+
+
+def _visual_studio() -> Compiler | None:
+    """Microsoft's compiler with the variables that its own prompt sets, or `None`."""
+    programs = Path(os.environ.get("PROGRAMFILES(X86)", r"C:\Program Files (x86)"))
+    finder = programs / "Microsoft Visual Studio" / "Installer" / "vswhere.exe"
+    kind, tools = ("arm64", "ARM64") if architecture() == "arm" else ("x64", "x86.x64")
+    wanted = f"Microsoft.VisualStudio.Component.VC.Tools.{tools}"
+    try:
+        found = subprocess.run(
+            [finder, "-latest", "-products", "*", "-requires", wanted, "-property", "installationPath"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout.strip()
+        prompt = Path(found) / "VC" / "Auxiliary" / "Build" / "vcvarsall.bat"
+        if not found or not prompt.exists():
+            return None
+        listing = subprocess.run(
+            f'call "{prompt}" {kind} >nul && set', shell=True, capture_output=True, text=True, timeout=120, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    variables = parse_variables(listing)
+    command = shutil.which("cl", path=variables.get("PATH"))
+    return Compiler(command, is_msvc=True, environment=variables) if command else None
+
+
+def parse_variables(listing: str) -> dict[str, str]:
+    """What `set` prints on Windows, names in capitals."""
+    pairs = (line.partition("=") for line in listing.splitlines())
+    return {name.upper(): value for name, equals, value in pairs if equals and name}

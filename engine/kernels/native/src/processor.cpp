@@ -1,0 +1,104 @@
+#include "processor.h"
+
+#include <cstdint>
+
+#if defined(__x86_64__) || defined(_M_X64)
+
+#if defined(_MSC_VER)
+#include <immintrin.h>
+#include <intrin.h>
+#else
+#include <cpuid.h>
+#endif
+
+namespace {
+
+struct Registers {
+    uint32_t a, b, c, d;
+};
+
+// All zeros for a leaf that the processor does not have.
+Registers leaf(uint32_t number, uint32_t part) {
+#if defined(_MSC_VER)
+    int most[4], found[4];
+    __cpuid(most, 0);
+    if (number > static_cast<uint32_t>(most[0])) return {};
+    __cpuidex(found, static_cast<int>(number), static_cast<int>(part));
+    return {static_cast<uint32_t>(found[0]), static_cast<uint32_t>(found[1]), static_cast<uint32_t>(found[2]),
+            static_cast<uint32_t>(found[3])};
+#else
+    Registers found = {};
+    __get_cpuid_count(number, part, &found.a, &found.b, &found.c, &found.d);
+    return found;
+#endif
+}
+
+// Which registers the operating system keeps for each thread.
+uint32_t kept_registers() {
+#if defined(_MSC_VER)
+    return static_cast<uint32_t>(_xgetbv(0));
+#else
+    uint32_t low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return low;
+#endif
+}
+
+bool has(uint32_t bits, int bit) { return (bits >> bit & 1) != 0; }
+
+}  // namespace
+
+Processor advertised() {
+    Processor can;
+    const Registers basic = leaf(1, 0), extended = leaf(7, 0), newer = leaf(7, 1);
+    if (!has(basic.c, 27)) return can;  // OSXSAVE
+    const uint32_t kept = kept_registers();
+    if ((kept & 0x06) != 0x06) return can;  // SSE and AVX
+    can.avx2 = has(extended.b, 5) && has(basic.c, 12);
+    can.avx_vnni = can.avx2 && has(newer.a, 4);
+    if ((kept & 0xe0) != 0xe0) return can;  // masks and both kinds of upper halves
+    can.avx512 = can.avx2 && has(extended.b, 16) && has(extended.b, 30) && has(extended.b, 31);
+    can.avx512_vnni = can.avx512 && has(extended.c, 11);
+    return can;
+}
+
+#elif defined(__aarch64__) || defined(_M_ARM64)
+
+#if defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif defined(_WIN32)
+#include <windows.h>
+#endif
+
+namespace {
+
+bool has_dot_products() {
+#if defined(__linux__)
+    return (getauxval(AT_HWCAP) >> 20 & 1) != 0;  // HWCAP_ASIMDDP, which old headers lack
+#elif defined(__APPLE__)
+    int32_t there = 0;
+    size_t size = sizeof there;
+    return sysctlbyname("hw.optional.arm.FEAT_DotProd", &there, &size, nullptr, 0) == 0 && there != 0;
+#elif defined(_WIN32)
+    return IsProcessorFeaturePresent(43) != 0;  // PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE, which old headers lack
+#else
+    return false;
+#endif
+}
+
+}  // namespace
+
+Processor advertised() {
+    Processor can;
+    can.neon = true;
+    can.neon_dot = has_dot_products();
+    return can;
+}
+
+#else
+
+Processor advertised() { return {}; }
+
+#endif

@@ -1,0 +1,13 @@
+// What the processor says that it can do, and the operating system that it keeps the registers for.
+#pragma once
+
+struct Processor {
+    bool avx2 = false;         // with FMA
+    bool avx_vnni = false;
+    bool avx512 = false;       // F, BW and VL
+    bool avx512_vnni = false;
+    bool neon = false;
+    bool neon_dot = false;     // asimddp
+};
+
+Processor advertised();

@@ -1,0 +1,35 @@
+// For AArch64 without the dot product instructions: a Raspberry Pi 4, for one.
+#include "tiles_neon.h"
+
+namespace {
+
+struct NeonMath {
+    static constexpr int parts(int count) { return count < 3 ? 4 : 2; }
+
+    template <int lane> static int8x16_t columns(int8x16_t x) {
+        return vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(x), lane));
+    }
+    // Two products of 128 * 127 fit 16 bits.
+    template <int lane> static int32x4_t add(int32x4_t sum, int8x16_t weights, int8x16_t x) {
+        const int8x16_t four = columns<lane>(x);
+        const int16x8_t low = vmull_s8(vget_low_s8(weights), vget_low_s8(four));
+        return vpadalq_s16(sum, vpaddq_s16(low, vmull_high_s8(weights, four)));
+    }
+
+    // Of the two upper and the two lower rows; 8 times 2 products of 15 * 127 fit 16 bits.
+    struct Nibbles {
+        int16x8_t low, high;
+    };
+    static Nibbles no_nibbles() { return {vdupq_n_s16(0), vdupq_n_s16(0)}; }
+    template <int lane> static void add_nibbles(Nibbles &sum, int8x16_t nibbles, int8x16_t x) {
+        const int8x16_t four = columns<lane>(x);
+        sum.low = vmlal_s8(sum.low, vget_low_s8(nibbles), vget_low_s8(four));
+        sum.high = vmlal_high_s8(sum.high, nibbles, four);
+    }
+    static int32x4_t whole_sums(const Nibbles &sum) { return vpaddlq_s16(vpaddq_s16(sum.low, sum.high)); }
+};
+
+}  // namespace
+
+const TileKernels kNeonTiles = {quantise_floats, quantise_bf16, dot_int8<NeonMath>, dot_int4<NeonMath>,
+                                expand_int8, expand_int4, fit_int8, fit_int4};
