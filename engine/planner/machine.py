@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+
+class Origin(StrEnum):
+    """How a number of a machine is known."""
+
+    MEASURED = "measured"
+    DRIVER = "driver"
+    """Told by the driver or the operating system."""
+    ASSUMED = "assumed"
+    """From data sheets, or what machines of its kind have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +95,7 @@ class HardwareProfile:
         cpu: processor and RAM.
         disk_bytes_per_s: reading.
         power: None if unknown.
+        origins: how each number is known, by its path such as `gpu.flops`; empty for profiles out of files.
     """
 
     name: str
@@ -94,6 +106,7 @@ class HardwareProfile:
     cpu: CpuProfile
     disk_bytes_per_s: float
     power: PowerProfile | None = None
+    origins: Mapping[str, Origin] = field(default_factory=dict)
 
     @property
     def vram_bytes(self) -> int:
