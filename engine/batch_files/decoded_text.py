@@ -1,0 +1,64 @@
+"""Text files as they are found: whatever their byte order mark says, else UTF-8, with what is not text kept apart."""
+
+from __future__ import annotations
+
+import codecs
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from engine.errors import EngineError, ErrorCode
+
+# The longer marks first: UTF-32's begins as UTF-16's does.
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+WRONG_ENCODING = "is not valid in the file's encoding; name the right one with --encoding, such as cp1252"
+
+
+def encoding_of(path: Path, asked: str | None) -> str:
+    """The encoding to read a file with.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`, for an encoding that nobody knows.
+    """
+    if asked is not None:
+        try:
+            return codecs.lookup(asked).name
+        except LookupError:
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST, f"There is no encoding called {asked!r}: use for example utf-8 or cp1252."
+            ) from None
+    with open(path, "rb") as file:
+        start = file.read(4)
+    return next((name for mark, name in _MARKS if start.startswith(mark)), "utf-8")
+
+
+@contextmanager
+def open_text(path: Path, encoding: str) -> Iterator[tuple[TextIO, Callable[[], float]]]:
+    """The file's text, newlines as they are, and a function that says what share of it has been read.
+
+    Bytes that are no text in this encoding come out as lone surrogates: see `is_text`.
+    """
+    size = max(path.stat().st_size, 1)
+    with open(path, "rb", buffering=1 << 20) as raw:
+        text = io.TextIOWrapper(raw, encoding=encoding, errors="surrogateescape", newline="")
+        try:
+            yield text, lambda: min(1.0, raw.tell() / size)
+        finally:
+            text.detach()
+
+
+def is_text(value: str) -> bool:
+    """Whether all of it could be decoded."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

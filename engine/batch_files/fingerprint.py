@@ -1,0 +1,65 @@
+"""Whether an input is still what it was when the job began."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from engine.batch_files.folder import FolderRows
+from engine.batch_files.row import RowSource
+from engine.errors import EngineError, ErrorCode
+
+_BLOCK = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """Cheap signs of a change: asked often, while the hash is asked only when they differ."""
+
+    signs: tuple[tuple[str, int, int], ...]
+
+
+def files_of(source: RowSource) -> tuple[Path, ...]:
+    """The files that an input consists of."""
+    return source.files if isinstance(source, FolderRows) else (source.path,)
+
+
+def stamp(source: RowSource) -> Stamp:
+    """Size and time of change of every file; (-1, -1) for one that is gone."""
+    signs = []
+    for path in files_of(source):
+        try:
+            status = path.stat()
+            signs.append((str(path), status.st_size, status.st_mtime_ns))
+        except OSError:
+            signs.append((str(path), -1, -1))
+    return Stamp(tuple(signs))
+
+
+def content_hash(source: RowSource, cancelled: Callable[[], bool] = lambda: False) -> str:
+    """A hash of all content and of the names within a folder; reads everything once.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`, if a file cannot be read or the caller has cancelled.
+    """
+    whole = hashlib.sha256()
+    for path in files_of(source):
+        part = xxhash.xxh3_128()
+        try:
+            with open(path, "rb", buffering=0) as file:
+                while block := file.read(_BLOCK):
+                    if cancelled():
+                        raise EngineError(ErrorCode.INVALID_REQUEST, "Reading the input was cancelled.")
+                    part.update(block)
+        except OSError as error:
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST, f"{path} cannot be read ({error.strerror}): check that it is still there."
+            ) from None
+        # The place of the input may change between two runs, the names within a folder may not.
+        name = path.relative_to(source.path).as_posix() if path != source.path else ""
+        whole.update(f"{name}\0{part.hexdigest()}\n".encode())
+    return whole.hexdigest()

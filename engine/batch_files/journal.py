@@ -1,0 +1,214 @@
+"""The answers of a job as they come: one SQLite file beside the output, so that a kill at any moment loses nothing.
+
+A row's ending is written once: the row's index is the table's key.  What a transaction holds is on disk when it
+ends (write-ahead log, synchronous), and a second process that would write to the same job is refused by a lock that
+dies with its holder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from engine.batch_files.answer import Answer
+from engine.batch_files.manifest import Manifest, parse_manifest, require_same
+from engine.checkpoint.file_lock import try_lock
+from engine.errors import EngineError, ErrorCode
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS manifest (only_one INTEGER PRIMARY KEY CHECK (only_one = 1), content TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS answers (
+    row INTEGER PRIMARY KEY, text TEXT NOT NULL, finish_reason TEXT NOT NULL,
+    prompt_tokens INTEGER NOT NULL, generated_tokens INTEGER NOT NULL, problem TEXT NOT NULL
+);
+"""
+_COLUMNS = "row, text, finish_reason, prompt_tokens, generated_tokens, problem"
+
+
+def journal_path(output: Path) -> Path:
+    """Where the journal of the job with this output lies."""
+    return output.with_name(output.name + ".switchyard-job")
+
+
+class Journal:
+    """The endings of a job's rows.  For one thread; `reading` is for another process that only looks.
+
+    Raises:
+        EngineError: `BUSY` if another process works on this job, `DISK_FULL`, `INVALID_REQUEST` if the file is damaged
+            or is of a job that differs.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self._path = path
+        with self._explained():
+            self._lock = _locked(path)
+        try:
+            with self._explained():
+                self._connection = sqlite3.connect(path, isolation_level=None)
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                self._connection.execute("PRAGMA synchronous = FULL")
+                self._connection.executescript(_SCHEMA)
+                self._take_over(manifest)
+        except BaseException:
+            self._unlock()
+            raise
+
+    def _take_over(self, manifest: Manifest) -> None:
+        row = self._connection.execute("SELECT content FROM manifest").fetchone()
+        if row is None:
+            self._connection.execute("INSERT INTO manifest VALUES (1, ?)", (manifest.to_json(),))
+        else:
+            try:
+                require_same(parse_manifest(row[0]), manifest, str(self._path))
+            except EngineError:
+                self._connection.close()
+                raise
+
+    @property
+    def path(self) -> Path:
+        return self._path
+
+    def record(self, answers: Iterable[Answer]) -> None:
+        """Puts endings on the disk, all or none; they are safe when this returns.
+
+        Raises:
+            EngineError: `DISK_FULL`: none of them was written, and the journal goes on working.
+        """
+        values = [
+            (a.row, _sound(a.text), a.finish_reason, a.prompt_tokens, a.generated_tokens, _sound(a.problem))
+            for a in answers
+        ]
+        if not values:
+            return
+        with self._explained():
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                self._connection.executemany("INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?)", values)
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def has(self, row: int) -> bool:
+        """Whether this row has had its ending."""
+        return self._connection.execute("SELECT 1 FROM answers WHERE row = ?", (row,)).fetchone() is not None
+
+    def counts(self) -> tuple[int, int, int]:
+        """Rows that have ended, those of them that failed, and all generated tokens."""
+        query = "SELECT COUNT(*), COALESCE(SUM(problem != ''), 0), COALESCE(SUM(generated_tokens), 0) FROM answers"
+        done, failed, tokens = self._connection.execute(query).fetchone()
+        return int(done), int(failed), int(tokens)
+
+    def answers(self) -> Iterator[Answer]:
+        """All endings so far, in the order of the rows."""
+        for values in self._connection.execute(f"SELECT {_COLUMNS} FROM answers ORDER BY row"):
+            yield Answer(*values)
+
+    def forget_failed(self) -> int:
+        """Failed rows will be asked again; how many there were."""
+        with self._explained():
+            return self._connection.execute("DELETE FROM answers WHERE problem != ''").rowcount
+
+    def close(self) -> None:
+        """Without effect the second time."""
+        if self._lock >= 0:
+            self._connection.close()
+            self._unlock()
+
+    def delete(self) -> None:
+        """Closes and removes it, once the output holds all there is."""
+        self.close()
+        discard(self._path)
+
+    def _unlock(self) -> None:
+        os.close(self._lock)
+        self._lock = -1
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST,
+                f"{self._path} cannot be written ({error.strerror}): check the folder and its permissions.",
+            ) from error
+        except sqlite3.OperationalError as error:
+            if "full" in str(error) or "disk I/O" in str(error):
+                raise EngineError(
+                    ErrorCode.DISK_FULL, f"The disk of {self._path.parent} is full: make room, and the job goes on."
+                ) from error
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST, f"{self._path} cannot be written ({error}): check its folder's permissions."
+            ) from error
+        except sqlite3.DatabaseError as error:
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST,
+                f"{self._path} is damaged ({error}): start the job anew with --restart, which discards its answers.",
+            ) from error
+
+
+def _locked(path: Path) -> int:
+    """A descriptor that holds the job's lock."""
+    lock = path.with_name(path.name + ".lock")
+    while True:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+        if not try_lock(descriptor):
+            os.close(descriptor)
+            raise EngineError(
+                ErrorCode.BUSY, f"Another run is working on {path}: let it end or stop it, then go on with --resume."
+            )
+        # Whoever had it may have removed the file since we opened it: a lock on what has no name keeps nobody out.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), lock.stat()):
+                return descriptor
+        os.close(descriptor)
+
+
+def discard(path: Path) -> None:
+    """Removes a journal that nobody has open, with what lies beside it."""
+    for suffix in ("", "-wal", "-shm", ".lock"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+
+def read_counts(path: Path) -> tuple[int, int, int] | None:
+    """`Journal.counts` of a job that another process may be working on; None if there is none that can be read."""
+    if not path.exists():
+        return None
+    try:
+        with _read_only(path) as connection:
+            query = "SELECT COUNT(*), COALESCE(SUM(problem != ''), 0), COALESCE(SUM(generated_tokens), 0) FROM answers"
+            done, failed, tokens = connection.execute(query).fetchone()
+    except sqlite3.Error:
+        return None
+    return int(done), int(failed), int(tokens)
+
+
+def read_answers(path: Path, *, after: int = -1, limit: int = 200, failed_only: bool = False) -> list[Answer]:
+    """Some endings of a job that another process may be working on, in the order of the rows, none if unreadable."""
+    chosen = "AND problem != ''" if failed_only else ""
+    query = f"SELECT {_COLUMNS} FROM answers WHERE row > ? {chosen} ORDER BY row LIMIT ?"
+    try:
+        with _read_only(path) as connection:
+            return [Answer(*values) for values in connection.execute(query, (after, limit))]
+    except sqlite3.Error:
+        return []
+
+
+@contextmanager
+def _read_only(path: Path) -> Iterator[sqlite3.Connection]:
+    connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def _sound(text: str) -> str:
+    """Text that SQLite takes: half surrogate pairs replaced."""
+    return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,59 @@
+"""jsonl: an object or a string a line."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from engine.batch_files.row import Row
+from engine.batch_files.text_lines import TextLines
+
+_LOOKED_AT = 200
+"""Rows whose keys together are the columns; later rows may have more, which are kept as well."""
+
+
+class JsonLines:
+    """A row a line that is not blank; a string is a row with the one column `text`."""
+
+    def __init__(self, path: Path, *, encoding: str | None = None) -> None:
+        self._lines = TextLines(path, encoding=encoding)
+        self._columns = tuple(
+            dict.fromkeys(name for row in itertools.islice(self.rows(), _LOOKED_AT) for name in row.fields)
+        )
+
+    @property
+    def path(self) -> Path:
+        return self._lines.path
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self._columns
+
+    def rows(self) -> Iterator[Row]:
+        """See `RowSource`."""
+        for row in self._lines.rows():
+            if row.problem:
+                yield Row(row.index, {}, row.problem, row.share)
+                continue
+            fields, problem = _fields(row.fields["text"])
+            yield Row(row.index, fields, problem, row.share)
+
+
+def _fields(line: str) -> tuple[dict[str, Any], str]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return {}, f"is not JSON ({str(error)[:80]})"
+    if isinstance(value, str):
+        return {"text": value}, ""
+    if isinstance(value, dict):
+        return value, ""
+    return {}, f"is {_named(value)} where an object or a string belongs"
+
+
+def _named(value: object) -> str:
+    names = {list: "a list", bool: "true or false", int: "a number", float: "a number", type(None): "null"}
+    return names.get(type(value), "something else")

@@ -1,0 +1,112 @@
+"""OpenAI's batch format in: one `/v1/chat/completions` request a line, each with its own sampling.
+
+{"custom_id": "a-1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": ..., "messages": [...], ...}}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from engine.batch_files.request import Constraint, RowRequest
+from engine.batch_files.row import Row, RowSource
+from engine.config import SamplingParams
+from engine.errors import EngineError
+from engine.protocol import ChatMessage
+
+URL = "/v1/chat/completions"
+
+
+class BadRequestError(ValueError):
+    """A row that cannot be answered as asked; the message is the end of a sentence about it."""
+
+
+def holds_openai_requests(source: RowSource) -> bool:
+    """Whether an input is in this format."""
+    return {"custom_id", "body"} <= set(source.columns)
+
+
+def openai_request(row: Row, defaults: SamplingParams) -> RowRequest:
+    """The request in a row.
+
+    Args:
+        defaults: of what its body does not say.
+
+    Raises:
+        BadRequestError: it cannot be answered as asked.
+    """
+    url, body = row.fields.get("url"), row.fields.get("body")
+    if not isinstance(row.fields.get("custom_id"), str):
+        raise BadRequestError("has no custom_id")
+    if url != URL:
+        raise BadRequestError(f"asks for {str(url)[:60]!r}; only {URL} is answered")
+    if not isinstance(body, Mapping):
+        raise BadRequestError("has no body")
+    if body.get("stream") or body.get("tools") or body.get("n", 1) != 1:
+        raise BadRequestError("asks for streaming, tools or several answers, which a batch does not give")
+    return RowRequest(row.index, _messages(body.get("messages")), _sampling(body, defaults), _constraint(body))
+
+
+def _messages(value: Any) -> tuple[ChatMessage, ...]:
+    if not isinstance(value, list) or not value:
+        raise BadRequestError("has no messages")
+    messages = []
+    for entry in value:
+        role = entry.get("role") if isinstance(entry, Mapping) else None
+        if role == "developer":
+            role = "system"
+        if role not in ("system", "user", "assistant"):
+            raise BadRequestError(
+                f"has a message of the role {str(role)[:20]!r}, which is none of system, user, assistant"
+            )
+        messages.append(ChatMessage(role, _content(entry.get("content"))))
+    return tuple(messages)
+
+
+def _content(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in value):
+        return "".join(str(part.get("text", "")) for part in value)
+    raise BadRequestError("has a message that is not text")
+
+
+def _sampling(body: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
+    names = {
+        "temperature": "temperature",
+        "top_p": "top_p",
+        "seed": "seed",
+        "max_tokens": "max_tokens",
+        "max_completion_tokens": "max_tokens",
+    }
+    asked: dict[str, Any] = {ours: body[theirs] for theirs, ours in names.items() if body.get(theirs) is not None}
+    for name, value in asked.items():
+        if isinstance(value, bool) or not isinstance(value, int if name in ("seed", "max_tokens") else int | float):
+            raise BadRequestError(f"has {str(value)[:20]!r} as {name}")
+    stop = body.get("stop")
+    if isinstance(stop, str):
+        stop = [stop]
+    if stop is not None:
+        if not isinstance(stop, list) or not all(isinstance(entry, str) and entry for entry in stop):
+            raise BadRequestError("has a stop that is neither a string nor a list of strings")
+        asked["stop"] = tuple(stop)
+    try:
+        return replace(defaults, **asked)
+    except EngineError as error:
+        raise BadRequestError(f"asks for what cannot be: {error.message}") from None
+
+
+def _constraint(body: Mapping[str, Any]) -> Constraint | None:
+    form = body.get("response_format")
+    kind = form.get("type") if isinstance(form, Mapping) else None
+    if form is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return Constraint(schema='{"type": "object"}')
+    described = form.get("json_schema") if isinstance(form, Mapping) else None
+    schema = described.get("schema") if isinstance(described, Mapping) else None
+    if kind != "json_schema" or not isinstance(schema, Mapping):
+        raise BadRequestError(f"asks for a response_format of the type {str(kind)[:20]!r} that is not understood")
+    return Constraint(schema=json.dumps(schema))

@@ -1,0 +1,91 @@
+"""OpenAI's batch format out: answers in one file, failures in another beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TextIO
+
+from engine.batch_files.answer import Answer
+from engine.batch_files.new_file import beside
+from engine.batch_files.row import Row
+from engine.checkpoint.disk_errors import disk_errors_explained
+
+_NAMESPACE = uuid.UUID("6f6b0b6e-52a5-4d0e-9d67-2a1d3d6c7e55")
+_FINISH = {"stop": "stop", "stop_string": "stop", "length": "length", "context": "length"}
+
+
+def errors_path(output: Path) -> Path:
+    """Where the failures of a batch with this output are written."""
+    return output.with_name(f"{output.stem}.errors{output.suffix}")
+
+
+def write_openai(output: Path, answered: Iterable[tuple[Row, Answer]]) -> None:
+    """Writes both files, each in one step; that of the failures only if there are any.
+
+    Raises:
+        EngineError: `DISK_FULL`, `INVALID_REQUEST`; the old files are then as they were.
+    """
+    errors = errors_path(output)
+    with disk_errors_explained(output.parent), ExitStack() as undo:
+        good, bad = _new(output, undo), _new(errors, undo)
+        failures = 0
+        for row, answer in answered:
+            failures += answer.failed
+            file = bad if answer.failed else good
+            file.write(json.dumps(_line(row, answer), ensure_ascii=False) + "\n")
+        for file in (good, bad):
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        Path(good.name).replace(output)
+        if failures:
+            Path(bad.name).replace(errors)
+        else:
+            errors.unlink(missing_ok=True)
+
+
+def _new(path: Path, undo: ExitStack) -> TextIO:
+    new = beside(path)
+    file = open(new, "w", encoding="utf-8", newline="\n")  # noqa: SIM115  (closed by `undo`)
+    undo.callback(lambda: new.unlink(missing_ok=True))
+    undo.callback(file.close)
+    return file
+
+
+def _line(row: Row, answer: Answer) -> dict[str, Any]:
+    custom_id = row.fields.get("custom_id")
+    # The same row has the same ids whenever its result is written.
+    key = uuid.uuid5(_NAMESPACE, f"{custom_id}\0{answer.row}").hex
+    line: dict[str, Any] = {"id": f"batch_req_{key}", "custom_id": custom_id, "response": None, "error": None}
+    if answer.failed:
+        line["error"] = {"code": "invalid_request", "message": f"The row {answer.problem}."}
+        return line
+    body = row.fields.get("body")
+    model = body.get("model") if isinstance(body, dict) else None
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": answer.text},
+        "logprobs": None,
+        "finish_reason": _FINISH.get(answer.finish_reason, "stop"),
+    }
+    line["response"] = {
+        "status_code": 200,
+        "request_id": key,
+        "body": {
+            "id": f"chatcmpl-{key}",
+            "object": "chat.completion",
+            "model": model,
+            "choices": [choice],
+            "usage": {
+                "prompt_tokens": answer.prompt_tokens,
+                "completion_tokens": answer.generated_tokens,
+                "total_tokens": answer.prompt_tokens + answer.generated_tokens,
+            },
+        },
+    }
+    return line

@@ -1,0 +1,139 @@
+"""How a row with its answer looks in each kind of result file."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.batch_files.answer import Answer
+from engine.batch_files.parquet import ParquetRows
+from engine.batch_files.row import Row, RowSource
+from engine.batch_files.template import as_text, json_value
+from engine.errors import EngineError, ErrorCode
+
+_ADDED = ("answer", "finish_reason", "prompt_tokens", "generated_tokens", "problem")
+_ROWS_AT_ONCE = 512
+_MOST_SHEET_ROWS = 1_048_576
+_MOST_CELL_CHARACTERS = 32_767
+_NOT_IN_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
+
+
+def added_columns(columns: Sequence[str]) -> tuple[str, ...]:
+    """Names of the columns that are added, which differ from the input's."""
+    names = []
+    for name in _ADDED:
+        free, number = name, 1
+        while free in columns:
+            number += 1
+            free = f"{name}_{number}"
+        names.append(free)
+    return tuple(names)
+
+
+def _values(answer: Answer) -> tuple[Any, ...]:
+    return answer.text, answer.finish_reason, answer.prompt_tokens, answer.generated_tokens, answer.problem
+
+
+class JsonLinesResult:
+    """An object a line; values keep their types."""
+
+    def write(self, path: Path, source: RowSource, answered: Iterator[tuple[Row, Answer]]) -> None:
+        names = added_columns(source.columns)
+        with open(path, "w", encoding="utf-8", newline="\n") as file:
+            for row, answer in answered:
+                record = {**row.fields, **dict(zip(names, _values(answer), strict=True))}
+                file.write(json.dumps(record, ensure_ascii=False, default=json_value) + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class CsvResult:
+    """Values as text; what is nested as JSON."""
+
+    separator: str
+
+    def write(self, path: Path, source: RowSource, answered: Iterator[tuple[Row, Answer]]) -> None:
+        # With a byte order mark, without which Excel takes UTF-8 for something else.
+        with open(path, "w", encoding="utf-8-sig", newline="") as file:
+            writer = csv.writer(file, delimiter=self.separator)
+            writer.writerow([*source.columns, *added_columns(source.columns)])
+            for row, answer in answered:
+                writer.writerow([*(as_text(row.fields.get(name)) for name in source.columns), *_values(answer)])
+
+
+class ParquetResult:
+    """The input's types where it was parquet; else text."""
+
+    def write(self, path: Path, source: RowSource, answered: Iterator[tuple[Row, Answer]]) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet
+
+        typed = isinstance(source, ParquetRows)
+        fields = (
+            list(source.schema)
+            if isinstance(source, ParquetRows)
+            else [pa.field(name, pa.string()) for name in source.columns]
+        )
+        kinds = (pa.string(), pa.string(), pa.int64(), pa.int64(), pa.string())
+        names = added_columns(source.columns)
+        schema = pa.schema([*fields, *(pa.field(name, kind) for name, kind in zip(names, kinds, strict=True))])
+        with pa.parquet.ParquetWriter(path, schema) as writer:
+            records: list[dict[str, Any]] = []
+            for row, answer in answered:
+                own = {
+                    name: row.fields.get(name) if typed else _text_or_none(row.fields.get(name))
+                    for name in source.columns
+                }
+                records.append({**own, **dict(zip(names, _values(answer), strict=True))})
+                if len(records) == _ROWS_AT_ONCE:
+                    writer.write_batch(pa.RecordBatch.from_pylist(records, schema))
+                    records.clear()
+            if records:
+                writer.write_batch(pa.RecordBatch.from_pylist(records, schema))
+
+
+class SpreadsheetResult:
+    """Numbers and dates as they are, all else as text that no program takes for a formula.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`, for more rows than a sheet has.
+    """
+
+    def write(self, path: Path, source: RowSource, answered: Iterator[tuple[Row, Answer]]) -> None:
+        import openpyxl
+        from openpyxl.cell import WriteOnlyCell
+
+        book = openpyxl.Workbook(write_only=True)
+        try:
+            sheet = book.create_sheet("Answers")
+
+            def cell(value: Any) -> Any:
+                if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+                    return value
+                if hasattr(value, "isoformat") and getattr(value, "tzinfo", None) is None:
+                    return value
+                made = WriteOnlyCell(sheet, _NOT_IN_XML.sub("\ufffd", as_text(value))[:_MOST_CELL_CHARACTERS])
+                made.data_type = "s"
+                return made
+
+            sheet.append([cell(name) for name in (*source.columns, *added_columns(source.columns))])
+            for count, (row, answer) in enumerate(answered, start=2):
+                if count > _MOST_SHEET_ROWS:
+                    raise EngineError(
+                        ErrorCode.INVALID_REQUEST,
+                        f"An xlsx sheet holds {_MOST_SHEET_ROWS:,} rows and this job has more: "
+                        f"write csv, jsonl or parquet; the answers are kept.",
+                    )
+                own = [cell(row.fields.get(name)) for name in source.columns]
+                sheet.append([*own, *(cell(value) for value in _values(answer))])
+            book.save(path)
+        finally:
+            book.close()
+
+
+def _text_or_none(value: Any) -> str | None:
+    return None if value is None else as_text(value)

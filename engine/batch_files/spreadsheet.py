@@ -1,0 +1,118 @@
+"""xlsx: the first sheet that has rows; its first row names the columns."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from engine.batch_files.row import Row, unique_names
+from engine.errors import EngineError, ErrorCode
+
+_OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
+MAX_UNPACKED_BYTES = 2 * 10**9
+MAX_RATIO = 200
+"""A sheet of numbers packs about 10:1; what unpacks to much more than that is made to fill a computer."""
+_SMALL_BYTES = 50 * 10**6
+
+
+class SpreadsheetRows:
+    """A row a line of the sheet that is not empty.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`: protected by a password, not an xlsx, made to burst, or without a header.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        _refuse_what_is_no_sheet(path)
+        header = next(self._values(), None)
+        if header is None:
+            raise EngineError(ErrorCode.INVALID_REQUEST, f"{path} has no sheet with rows: check the file.")
+        self._columns = unique_names(["" if value is None else str(value) for value in header])
+
+    @property
+    def path(self) -> Path:
+        return self._path
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self._columns
+
+    def rows(self) -> Iterator[Row]:
+        """See `RowSource`."""
+        values = self._values()
+        next(values, None)
+        for index, cells in enumerate(values):
+            padded = [*cells, *([None] * (len(self._columns) - len(cells)))]
+            problem = ""
+            if any(value is not None for value in padded[len(self._columns) :]):
+                problem = f"has cells to the right of the {len(self._columns)} columns that the first row names"
+            yield Row(index, dict(zip(self._columns, padded, strict=False)), problem)
+
+    def _values(self) -> Iterator[tuple[Any, ...]]:
+        with _opened(self._path) as book:
+            for sheet in book.worksheets:
+                some = False
+                for cells in sheet.iter_rows(values_only=True):
+                    if any(value is not None for value in cells):
+                        some = True
+                        yield _without_empty_end(cells)
+                if some:
+                    return
+
+
+def _without_empty_end(cells: tuple[Any, ...]) -> tuple[Any, ...]:
+    end = len(cells)
+    while end and cells[end - 1] is None:
+        end -= 1
+    return cells[:end]
+
+
+def _refuse_what_is_no_sheet(path: Path) -> None:
+    with open(path, "rb") as file:
+        start = file.read(8)
+    if start == _OLE:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"{path} is protected by a password or is an old .xls: save it as .xlsx without a password.",
+        )
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, NotImplementedError, OSError) as error:
+        raise _no_sheet(path, error) from None
+    packed = max(path.stat().st_size, 1)
+    if unpacked > MAX_UNPACKED_BYTES or (unpacked > _SMALL_BYTES and unpacked > MAX_RATIO * packed):
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"{path} unpacks to {unpacked // 10**6:,} MB from {packed / 1e6:.1f} MB and may be made to fill memory: "
+            f"save the sheet as csv if you trust it.",
+        )
+
+
+def _no_sheet(path: Path, error: BaseException) -> EngineError:
+    return EngineError(
+        ErrorCode.INVALID_REQUEST,
+        f"{path} cannot be read as an xlsx sheet ({str(error)[:100] or type(error).__name__}): check the file.",
+    )
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    import warnings
+
+    import openpyxl
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about styles and extensions that no row depends on
+            book = openpyxl.load_workbook(path, read_only=True, data_only=True)
+    except Exception as error:  # whatever its parsers meet in a damaged file
+        raise _no_sheet(path, error) from None
+    try:
+        yield book
+    finally:
+        book.close()

@@ -1,0 +1,261 @@
+"""A row has one ending, whatever happens to the process, and results are written whole or not at all."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import openpyxl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from engine.batch_files.answer import Answer, failed
+from engine.batch_files.fingerprint import content_hash, stamp
+from engine.batch_files.journal import Journal, discard, journal_path, read_answers, read_counts
+from engine.batch_files.manifest import Manifest
+from engine.batch_files.openai_responses import errors_path
+from engine.batch_files.opening import open_source
+from engine.batch_files.result_file import check_output, write_result
+from engine.errors import EngineError, ErrorCode
+
+_MANIFEST = Manifest("hash", "{{text}}", "", "model", "bf16", "{}", "", "{}")
+
+
+def _answer(row: int) -> Answer:
+    return Answer(row, f"answer {row} \ud800", "stop", 3, row % 7)
+
+
+def test_answers_come_back_in_order_and_are_counted(tmp_path: Path) -> None:
+    path = journal_path(tmp_path / "out.csv")
+    journal = Journal(path, _MANIFEST)
+    journal.record([_answer(5), failed(2, "is empty")])
+    journal.record([_answer(0)])
+    assert [answer.row for answer in journal.answers()] == [0, 2, 5]
+    assert journal.counts() == read_counts(path) == (3, 1, 5)
+    assert journal.has(2)
+    assert not journal.has(3)
+    assert [answer.row for answer in read_answers(path, after=0)] == [2, 5]
+    assert [answer.row for answer in read_answers(path, failed_only=True)] == [2]
+    assert journal.forget_failed() == 1
+    journal.close()
+    journal.close()
+    again = Journal(path, _MANIFEST)
+    assert [answer.row for answer in again.answers()] == [0, 5]
+    again.delete()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_row_has_two_endings_and_a_refused_write_leaves_none_of_it(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "job", _MANIFEST)
+    journal.record([_answer(1)])
+    with pytest.raises(EngineError):
+        journal.record([_answer(2), _answer(1)])
+    assert [answer.row for answer in journal.answers()] == [1]
+    journal.close()
+
+
+def test_a_second_run_of_the_same_job_is_refused_and_another_job_too(tmp_path: Path) -> None:
+    path = tmp_path / "job"
+    journal = Journal(path, _MANIFEST)
+    with pytest.raises(EngineError) as refusal:
+        Journal(path, _MANIFEST)
+    assert refusal.value.code == ErrorCode.BUSY
+    journal.close()
+    with pytest.raises(EngineError, match="the template differed"):
+        Journal(path, replace(_MANIFEST, template="other"))
+    Journal(path, _MANIFEST).close()
+
+
+def test_a_damaged_journal_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "job"
+    path.write_bytes(b"no database" * 1000)
+    with pytest.raises(EngineError, match="damaged"):
+        Journal(path, _MANIFEST)
+    discard(path)
+    assert list(tmp_path.iterdir()) == []
+    assert read_counts(path) is None
+
+
+def test_a_full_disk_is_said_and_the_journal_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "job", _MANIFEST)
+    connection: sqlite3.Connection = journal._connection
+    pages = connection.execute("PRAGMA page_count").fetchone()[0]
+    connection.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(EngineError) as refusal:
+        journal.record([replace(_answer(row), text="x" * 2000) for row in range(100)])
+    assert refusal.value.code == ErrorCode.DISK_FULL
+    assert journal.counts() == (0, 0, 0)
+    connection.execute("PRAGMA max_page_count = 100000")
+    journal.record([_answer(0)])
+    assert journal.counts()[0] == 1
+    journal.close()
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from engine.batch_files.answer import Answer
+from engine.batch_files.journal import Journal
+from engine.batch_files.manifest import Manifest
+journal = Journal(Path(sys.argv[1]), Manifest("hash", "{{text}}", "", "model", "bf16", "{}", "", "{}"))
+print("open", flush=True)
+rows = [row for row in range(400) if not journal.has(row)]
+for start in range(0, len(rows), 7):
+    journal.record([Answer(row, str(row), "stop") for row in rows[start:start + 7]])
+    print(rows[start:start + 7][-1], flush=True)
+journal.close()
+"""
+
+
+def test_what_was_said_to_be_written_survives_kills(tmp_path: Path) -> None:
+    chance = random.Random(3)
+    path = tmp_path / "job"
+    ended = False
+    for _ in range(40):
+        process = subprocess.Popen(
+            [sys.executable, "-c", _WRITER, str(path)], stdout=subprocess.PIPE, text=True, cwd=os.getcwd()
+        )
+        assert process.stdout is not None
+        told = [process.stdout.readline().strip()]
+        told += [process.stdout.readline().strip() for _ in range(chance.randrange(12))]
+        time.sleep(chance.random() * 0.01)
+        process.send_signal(signal.SIGKILL)
+        rest, _ = process.communicate()
+        told += rest.split()
+        ended = process.returncode == 0
+        confirmed = [int(word) for word in told if word.isdigit()]
+        rows = [answer.row for answer in read_answers(path, limit=1000)]
+        assert set(confirmed) <= set(rows)
+        assert len(rows) == len(set(rows))
+        if ended:
+            break
+    journal = Journal(path, _MANIFEST)
+    journal.record([_answer(row) for row in range(400) if not journal.has(row)])
+    assert [answer.row for answer in journal.answers()] == list(range(400))
+    journal.close()
+
+
+def test_an_input_that_changed_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "in.csv"
+    path.write_text("text\na\n")
+    source = open_source(path)
+    before, hashed = stamp(source), content_hash(source)
+    assert (stamp(source), content_hash(source)) == (before, hashed)
+    path.write_text("text\nb\n")
+    os.utime(path, ns=(1, 1))
+    assert stamp(source) != before
+    assert content_hash(source) != hashed
+    path.unlink()
+    assert stamp(source) != before
+    with pytest.raises(EngineError):
+        content_hash(source)
+
+
+def _input(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    rows = [{"text": f"row {index}", "answer": index, "nested": {"a": [index]}} for index in range(6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+_ANSWERS = [Answer(0, "=1+1", "stop", 2, 3), failed(2, "is empty"), Answer(4, 'say "x",\nthen \x07', "length", 1, 1)]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".tsv", ".parquet", ".xlsx"])
+def test_results_keep_the_columns_and_add_the_answer(tmp_path: Path, suffix: str) -> None:
+    source = open_source(_input(tmp_path))
+    output = tmp_path / f"out{suffix}"
+    output.write_text("old")
+    check_output(output, source)
+    assert write_result(output, source, _ANSWERS) == 3
+    written = open_source(output)
+    assert written.columns == (
+        *("text", "answer", "nested"),
+        *("answer_2", "finish_reason", "prompt_tokens", "generated_tokens", "problem"),
+    )
+    rows = [dict(row.fields) for row in written.rows()]
+    assert [row["text"] for row in rows] == ["row 0", "row 2", "row 4"]
+    assert rows[0]["answer_2"] == "=1+1"
+    assert rows[1]["problem"] == "is empty"
+    assert str(rows[2]["generated_tokens"]) == "1"
+    assert rows[2]["answer_2"].startswith('say "x",\nthen')
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_sheet_holds_no_formulas(tmp_path: Path) -> None:
+    source = open_source(_input(tmp_path))
+    write_result(tmp_path / "out.xlsx", source, _ANSWERS)
+    cell = openpyxl.load_workbook(tmp_path / "out.xlsx").active["D2"]
+    assert (cell.value, cell.data_type) == ("=1+1", "s")
+
+
+def test_parquet_keeps_its_types(tmp_path: Path) -> None:
+    table = pa.table({"text": ["a", "b"], "when": pa.array([1, 2], pa.timestamp("ms")), "deep": [[{"x": 1}], []]})
+    pq.write_table(table, tmp_path / "in.parquet")
+    source = open_source(tmp_path / "in.parquet")
+    write_result(tmp_path / "out.parquet", source, [Answer(0, "x", "stop"), Answer(1, "y", "stop")])
+    written = pq.read_table(tmp_path / "out.parquet")
+    assert written.select(["text", "when", "deep"]).equals(table)
+    assert written.column("answer").to_pylist() == ["x", "y"]
+
+
+def test_a_failing_write_leaves_the_old_result(tmp_path: Path) -> None:
+    source = open_source(_input(tmp_path))
+    output = tmp_path / "out.csv"
+    output.write_text("old")
+
+    def broken():  # type: ignore[no-untyped-def]
+        yield _ANSWERS[0]
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(EngineError) as refusal:
+        write_result(output, source, broken())
+    assert refusal.value.code == ErrorCode.DISK_FULL
+    assert output.read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.csv"]
+
+
+def test_outputs_that_cannot_be_are_refused_at_once(tmp_path: Path) -> None:
+    source = open_source(_input(tmp_path))
+    for output in (tmp_path / "out.doc", tmp_path, tmp_path / "no" / "out.csv", source.path):
+        with pytest.raises(EngineError):
+            check_output(output, source)
+
+
+def test_openai_answers_and_failures_go_into_two_files(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    rows = [{"custom_id": f"c{index}", "method": "POST", "url": "u", "body": body} for index in range(3)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = open_source(path)
+    output = tmp_path / "out.jsonl"
+    write_result(output, source, [Answer(0, "yes", "stop_string", 4, 2), failed(1, "is odd")], openai=True)
+    (good,) = [json.loads(line) for line in output.read_text().splitlines()]
+    (bad,) = [json.loads(line) for line in errors_path(output).read_text().splitlines()]
+    assert good["custom_id"] == "c0"
+    assert good["response"]["status_code"] == 200
+    assert good["response"]["body"]["choices"][0]["message"] == {"role": "assistant", "content": "yes"}
+    assert good["response"]["body"]["choices"][0]["finish_reason"] == "stop"
+    assert good["response"]["body"]["usage"]["total_tokens"] == 6
+    assert (bad["custom_id"], bad["response"]) == ("c1", None)
+    assert "is odd" in bad["error"]["message"]
+    write_result(output, source, [Answer(0, "yes", "stop")], openai=True)
+    assert not errors_path(output).exists()
+
+
+def test_csv_results_open_in_spreadsheets(tmp_path: Path) -> None:
+    source = open_source(_input(tmp_path))
+    write_result(tmp_path / "out.csv", source, _ANSWERS)
+    with open(tmp_path / "out.csv", encoding="utf-8-sig", newline="") as file:
+        rows = list(csv.reader(file))
+    assert rows[1][2] == '{"a": [0]}'

@@ -1,0 +1,233 @@
+"""Every kind of input gives its rows, and what is wrong with it is said in one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import random
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import openpyxl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.batch_files.opening import InputForm, open_source
+from engine.errors import EngineError, ErrorCode
+
+_TEXT = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\x00"), max_size=30)
+
+
+def _fields(path: Path, form: InputForm | None = None) -> list[dict[str, Any]]:
+    return [dict(row.fields) for row in open_source(path, form).rows()]
+
+
+def _problems(path: Path, form: InputForm | None = None) -> list[str]:
+    return [row.problem for row in open_source(path, form).rows()]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(_TEXT, _TEXT), min_size=1, max_size=8), st.sampled_from(",;\t|"))
+def test_csv_with_quotes_separators_and_newlines_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]], separator: str
+) -> None:
+    path = tmp_path_factory.mktemp("csv") / "input.csv"
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, delimiter=separator)
+        writer.writerow(["first", "second"])
+        writer.writerows(rows)
+    assert _fields(path) == [{"first": a, "second": b} for a, b in rows]
+    assert not any(_problems(path))
+
+
+def test_rows_stream_from_a_file_far_bigger_than_what_is_held(tmp_path: Path) -> None:
+    path = tmp_path / "big.csv"
+    with open(path, "w", encoding="utf-8") as file:
+        file.write("text\n")
+        file.writelines(f"row {index} {'x' * 1000}\n" for index in range(20_000))
+    source = open_source(path)
+    shares = [row.share for row in source.rows()]
+    assert len(shares) == 20_000
+    assert shares == sorted(shares)
+    assert 0 < shares[5000] < 1
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+def test_a_byte_order_mark_names_the_encoding(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "input.csv"
+    path.write_text("näme\nwért\n", encoding=encoding)
+    assert _fields(path) == [{"näme": "wért"}]
+
+
+def test_a_row_in_another_encoding_is_marked_and_the_others_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "input.csv"
+    path.write_bytes(b"text\nfine\nW\xf6rter\nfine too\n")
+    problems = _problems(path)
+    assert [bool(problem) for problem in problems] == [False, True, False]
+    assert "--encoding" in problems[1]
+    assert [row["text"] for row in _fields(path, InputForm(encoding="cp1252"))] == ["fine", "Wörter", "fine too"]
+
+
+def test_a_csv_row_with_too_many_fields_is_marked(tmp_path: Path) -> None:
+    path = tmp_path / "input.csv"
+    path.write_text("a,b\n1,2\n1,2,3\n4\n")
+    assert [bool(problem) for problem in _problems(path)] == [False, True, False]
+    assert _fields(path)[2] == {"a": "4"}
+
+
+def test_a_quote_that_is_never_closed_ends_in_a_marked_row(tmp_path: Path) -> None:
+    path = tmp_path / "input.csv"
+    path.write_text('text\nfine\n"open ' + "x" * (5 * 2**20))
+    assert [bool(problem) for problem in _problems(path)] == [False, True]
+
+
+def test_headers_without_names_or_twice_the_same_are_made_different(tmp_path: Path) -> None:
+    path = tmp_path / "input.csv"
+    path.write_text("a,,a\n1,2,3\n")
+    assert open_source(path).columns == ("a", "column_2", "a_2")
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "input.jsonl"
+    path.write_text('{"a": {"b": [1]}}\n\n"plain"\n[1]\n{broken\n', encoding="utf-8")
+    source = open_source(path)
+    assert source.columns == ("a", "text")
+    assert _fields(path)[:2] == [{"a": {"b": [1]}}, {"text": "plain"}]
+    assert [bool(problem) for problem in _problems(path)] == [False, False, True, True]
+
+
+def test_text_a_row_a_line_or_a_row_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "input.txt"
+    path.write_text("one\r\n\r\n two\nthree", newline="")
+    assert [row["text"] for row in _fields(path)] == ["one", " two", "three"]
+    assert _fields(path, InputForm(whole_files=True)) == [{"file": "input.txt", "text": "one\n\n two\nthree"}]
+
+
+def test_parquet_keeps_nested_columns(tmp_path: Path) -> None:
+    path = tmp_path / "input.parquet"
+    pq.write_table(pa.table({"text": ["a", None], "nested": [{"x": [1, 2]}, None]}), path)
+    assert _fields(path) == [{"text": "a", "nested": {"x": [1, 2]}}, {"text": None, "nested": None}]
+
+
+def test_a_spreadsheet_has_the_columns_that_its_first_row_names(tmp_path: Path) -> None:
+    book = openpyxl.Workbook()
+    book.active.append(["question", "number"])
+    book.active.append(["why?", 3])
+    book.active.append([None, None])
+    book.active.append(["how?"])
+    book.save(tmp_path / "input.xlsx")
+    assert _fields(tmp_path / "input.xlsx") == [
+        {"question": "why?", "number": 3},
+        {"question": "how?", "number": None},
+    ]
+
+
+def _pdf(text: str) -> bytes:
+    """The smallest pdf with one line of text."""
+    content = f"BT /F1 12 Tf 20 100 Td ({text}) Tj ET".encode()
+    objects = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 200 200] /Contents 4 0 R "
+        b"/Resources << /Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >> >> >>",
+        b"<< /Length %d >>\nstream\n%s\nendstream" % (len(content), content),
+    ]
+    out, places = bytearray(b"%PDF-1.4\n"), []
+    for number, body in enumerate(objects, start=1):
+        places.append(len(out))
+        out += b"%d 0 obj\n%s\nendobj\n" % (number, body)
+    start = len(out)
+    out += b"xref\n0 5\n0000000000 65535 f \n" + b"".join(b"%010d 00000 n \n" % place for place in places)
+    out += b"trailer << /Size 5 /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n" % start
+    return bytes(out)
+
+
+def test_a_folder_gives_the_rows_of_all_its_files(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a.csv").write_text("text\nfrom csv\n")
+    (tmp_path / "b.pdf").write_bytes(_pdf("from pdf"))
+    (tmp_path / "c.xlsx").write_bytes(b"no sheet")
+    (tmp_path / "deep" / "d.md").write_text("# from md")
+    (tmp_path / "e.exe").write_bytes(b"no text")
+    source = open_source(tmp_path)
+    rows = list(source.rows())
+    assert [row.fields["file"] for row in rows] == ["a.csv", "b.pdf", "c.xlsx", "deep/d.md"]
+    assert [row.fields.get("text") for row in rows] == ["from csv", "from pdf", None, "# from md"]
+    assert [bool(row.problem) for row in rows] == [False, False, True, False]
+    assert [row.index for row in rows] == [0, 1, 2, 3]
+
+
+def test_a_pdf_with_a_password_is_marked(tmp_path: Path) -> None:
+    import pypdf
+
+    writer = pypdf.PdfWriter()
+    writer.add_blank_page(100, 100)
+    writer.encrypt("secret", algorithm="RC4-128")
+    with open(tmp_path / "input.pdf", "wb") as file:
+        writer.write(file)
+    assert "password" in _problems(tmp_path / "input.pdf")[0]
+
+
+def _bomb(path: Path) -> None:
+    with (
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("xl/worksheets/sheet1.xml", "w") as sheet,
+    ):
+        for _ in range(100):
+            sheet.write(b"<row/>" * 200_000)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "word"),
+    [
+        ("input.csv", b"", "column names"),
+        ("input.csv", b"text\n", "no rows"),
+        ("input.jsonl", b"\n\n", "no rows"),
+        ("input.doc", b"x", "no kind of file"),
+        ("input.parquet", b"PAR1 no", "parquet"),
+        ("input.xlsx", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + b"x" * 600, "password"),
+        ("input.xlsx", b"nothing", "xlsx"),
+    ],
+)
+def test_a_file_that_is_not_what_it_should_be_is_refused_in_one_sentence(
+    tmp_path: Path, name: str, content: bytes, word: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(EngineError) as refusal:
+        open_source(path)
+    assert refusal.value.code == ErrorCode.INVALID_REQUEST
+    assert word in refusal.value.message
+    assert str(path) in refusal.value.message
+
+
+def test_a_sheet_that_would_burst_is_refused_unread(tmp_path: Path) -> None:
+    _bomb(tmp_path / "input.xlsx")
+    with pytest.raises(EngineError, match="unpacks to"):
+        open_source(tmp_path / "input.xlsx")
+
+
+def test_what_is_not_there_and_folders_without_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="There is no file"):
+        open_source(tmp_path / "missing.csv")
+    with pytest.raises(EngineError, match="holds no file"):
+        open_source(tmp_path)
+
+
+def test_any_bytes_give_rows_or_one_refusal(tmp_path: Path) -> None:
+    chance = random.Random(5)
+    for suffix in (".txt", ".csv", ".tsv", ".jsonl", ".md", ".parquet", ".xlsx", ".pdf"):
+        for trial in range(15):
+            path = tmp_path / f"{trial}{suffix}"
+            path.write_bytes(chance.randbytes(chance.randrange(400)))
+            rows = []
+            with contextlib.suppress(EngineError):
+                rows = list(open_source(path).rows())
+            json.dumps([dict(row.fields) for row in rows])
+            for row in rows:
+                "".join(str(value) for value in row.fields.values()).encode("utf-8")
