@@ -1,4 +1,4 @@
-"""What this machine has, found without torch: asked of the operating system, never assumed.
+"""What this machine has, found without torch: asked of the operating system and the drivers, never assumed.
 
 What cannot be read is `None`: a missing sensor is an answer, and nothing here raises for it.
 """
@@ -7,40 +7,19 @@ from __future__ import annotations
 
 import os
 import platform
-import re
-import shutil
-import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
 from engine.hardware.cgroup import cpu_quota, memory_limits
+from engine.hardware.cpu import CpuInfo, cpu_info
+from engine.hardware.disk import DiskInfo, disk_info, free_disk_bytes
+from engine.hardware.gpu_info import GpuInfo, Vendor
+from engine.hardware.gpus import graphics_cards
+from engine.hardware.surroundings import Surroundings, pinned_limit, surroundings
 from engine.paths import models_dir
 
-_NVIDIA_QUERY = ("name", "memory.total", "memory.free", "driver_version", "compute_cap", "pcie.link.gen.max")
-_KNOWN_INSTRUCTIONS = (
-    *("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16"),
-    *("avx_vnni", "amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "bf16", "sve", "sve2"),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class GpuInfo:
-    """One graphics card, as its driver describes it.
-
-    Attributes:
-        total_bytes, free_bytes: video memory; `free_bytes` already lacks what other programs hold.
-        compute_capability: NVIDIA's, such as `9.0`.
-        pcie_generation: of the fastest link the card and slot can make.
-    """
-
-    name: str
-    total_bytes: int | None
-    free_bytes: int | None
-    driver: str | None
-    compute_capability: str | None
-    pcie_generation: int | None
+__all__ = ["GpuInfo", "HardwareProfile", "Vendor", "free_disk_bytes", "probe", "usable_cpus"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +30,12 @@ class HardwareProfile:
         usable_cpus: logical CPUs that affinity and the container's quota leave us.
         instructions: vector instruction sets that the CPU advertises (`/proc/cpuinfo` names).
         ram_bytes, ram_available_bytes: the container's limit where there is one, else the machine's.
-        gpu_note: why no graphics card is listed, if none is.
+        gpu_note: why no graphics card is listed, if none is, or why NVIDIA's are missing beside others.
         models_disk_free_bytes: free space where models are kept.
+        processor: more about the CPU.
+        models_disk: the disk where models are kept; None if it does not answer.
+        where: limits that are not the machine's own; None if nobody looked.
+        pinned_limit_bytes: what may be pinned as far as is known without trying; None where only RAM limits it.
     """
 
     os: str
@@ -67,27 +50,43 @@ class HardwareProfile:
     gpus: tuple[GpuInfo, ...]
     gpu_note: str
     models_disk_free_bytes: int | None
+    processor: CpuInfo | None = None
+    models_disk: DiskInfo | None = None
+    where: Surroundings | None = None
+    pinned_limit_bytes: int | None = None
+
+    @property
+    def compute_gpu(self) -> GpuInfo | None:
+        """The card that models could run on: the first that is not part of the processor."""
+        return next((gpu for gpu in self.gpus if not gpu.is_integrated), None)
 
 
 def probe() -> HardwareProfile:
-    """Look at the machine.  Takes milliseconds, or as long as `nvidia-smi` does (at most 10 s)."""
-    cpu, flags = _cpu_name_and_flags()
-    gpus, gpu_note = _nvidia_gpus()
+    """Look at the machine.  Takes milliseconds, or some seconds where a driver or a disk does not answer."""
+    processor = cpu_info()
+    gpus, gpu_note = graphics_cards()
     memory = psutil.virtual_memory()
     limit, limited_free = memory_limits()
+    ram_bytes = memory.total if limit is None else min(limit, memory.total)
+    where = surroundings()
+    disk = disk_info(models_dir())
     return HardwareProfile(
         os=_os_name(),
         architecture=platform.machine(),
-        cpu=cpu,
-        physical_cores=psutil.cpu_count(logical=False),
-        logical_cores=psutil.cpu_count(),
+        cpu=processor.name,
+        physical_cores=processor.physical_cores,
+        logical_cores=processor.logical_cores,
         usable_cpus=usable_cpus(),
-        instructions=tuple(name for name in _KNOWN_INSTRUCTIONS if name in flags),
-        ram_bytes=memory.total if limit is None else min(limit, memory.total),
+        instructions=processor.instructions,
+        ram_bytes=ram_bytes,
         ram_available_bytes=memory.available if limited_free is None else min(limited_free, memory.available),
         gpus=gpus,
         gpu_note=gpu_note,
-        models_disk_free_bytes=free_disk_bytes(models_dir()),
+        models_disk_free_bytes=None if disk is None else disk.free_bytes,
+        processor=processor,
+        models_disk=disk,
+        where=where,
+        pinned_limit_bytes=pinned_limit(ram_bytes, where),
     )
 
 
@@ -96,18 +95,6 @@ def usable_cpus() -> int:
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota()
     return max(1, count if quota is None else min(count, int(quota)))
-
-
-def free_disk_bytes(folder: Path) -> int | None:
-    """Free space of the disk that holds `folder`, which need not exist yet."""
-    for existing in (folder, *folder.parents):
-        try:
-            return shutil.disk_usage(existing).free
-        except FileNotFoundError:
-            continue
-        except OSError:
-            return None
-    return None
 
 
 def _os_name() -> str:
@@ -120,60 +107,3 @@ def _os_name() -> str:
     if system == "Darwin":
         return f"macOS {platform.mac_ver()[0]}"
     return f"{system} {platform.release()}"
-
-
-def _cpu_name_and_flags() -> tuple[str | None, frozenset[str]]:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return _cpu_name_elsewhere(), frozenset()
-    fields: dict[str, str] = dict(re.findall(r"^([^:\n]+?)\s*: ?(.*)$", text, re.MULTILINE))
-    flags = fields.get("flags", fields.get("Features", ""))
-    return fields.get("model name") or platform.processor() or None, frozenset(flags.split())
-
-
-def _cpu_name_elsewhere() -> str | None:
-    if platform.system() == "Darwin":
-        return _output_of("sysctl", "-n", "machdep.cpu.brand_string") or None
-    return platform.processor() or None
-
-
-def _nvidia_gpus() -> tuple[tuple[GpuInfo, ...], str]:
-    if shutil.which("nvidia-smi") is None:
-        return (), "No NVIDIA driver was found (there is no nvidia-smi)."
-    listing = _output_of("nvidia-smi", f"--query-gpu={','.join(_NVIDIA_QUERY)}", "--format=csv,noheader,nounits")
-    if listing is None:
-        return (), "nvidia-smi is there but does not answer: the driver may need a restart or an update."
-    gpus = tuple(gpu for line in listing.splitlines() if (gpu := parse_gpu_line(line)) is not None)
-    return gpus, "" if gpus else "nvidia-smi lists no graphics card."
-
-
-def parse_gpu_line(line: str) -> GpuInfo | None:
-    """One line of `nvidia-smi --query-gpu=... --format=csv,noheader,nounits`, or None if it is none."""
-    cells = [cell.strip() for cell in line.split(",")]
-    if len(cells) != len(_NVIDIA_QUERY):
-        return None
-    name, total, free, driver, capability, generation = (None if "N/A" in cell or not cell else cell for cell in cells)
-    if name is None:
-        return None
-    return GpuInfo(name, _mebibytes(total), _mebibytes(free), driver, capability, _whole(generation))
-
-
-def _mebibytes(cell: str | None) -> int | None:
-    number = _whole(cell)
-    return None if number is None else number * 2**20
-
-
-def _whole(cell: str | None) -> int | None:
-    return int(cell) if cell is not None and cell.isdecimal() else None
-
-
-def _output_of(*command: str, timeout_s: float = 10.0) -> str | None:
-    """What a program prints, or None if it fails, hangs or is not there."""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=timeout_s, stdin=subprocess.DEVNULL
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

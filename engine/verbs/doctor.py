@@ -48,15 +48,19 @@ def run(args: argparse.Namespace) -> int:
 
 def hardware_findings(hardware: HardwareProfile) -> list[Finding]:
     """The machine itself."""
-    cores = hardware.physical_cores or "an unknown number of"
     vectors = ", ".join(hardware.instructions) or "not known"
     memory = f"{hardware.ram_available_bytes / _GIB:.1f} GiB free of {hardware.ram_bytes / _GIB:.1f} GiB"
+    where = hardware.where
+    if where is not None and where.memory_limit_bytes is not None:
+        memory += ", which is what the container allows"
+    elif where is not None and where.wsl:
+        memory += ", which is what Windows allows WSL (.wslconfig)"
     findings = [
         Finding("system", Status.OK, f"{hardware.os}, {hardware.architecture}"),
         Finding(
             "processor",
             Status.OK,
-            f"{hardware.cpu or 'unknown model'}: {cores} cores, {hardware.usable_cpus} usable logical CPUs; "
+            f"{hardware.cpu or 'unknown model'}: {_cores(hardware)}, {hardware.usable_cpus} usable logical CPUs; "
             f"vector instructions: {vectors}",
         ),
     ]
@@ -66,6 +70,13 @@ def hardware_findings(hardware: HardwareProfile) -> list[Finding]:
     else:
         findings.append(Finding("memory", Status.OK, memory))
     return findings
+
+
+def _cores(hardware: HardwareProfile) -> str:
+    processor = hardware.processor
+    if processor is not None and processor.performance_cores and processor.efficiency_cores:
+        return f"{processor.performance_cores} performance and {processor.efficiency_cores} efficiency cores"
+    return f"{hardware.physical_cores or 'an unknown number of'} cores"
 
 
 def _report(findings: Sequence[Finding]) -> str:

@@ -12,13 +12,21 @@ from enum import StrEnum
 from pathlib import Path
 
 from engine.checkpoint.library import starter_is_built
-from engine.hardware.probe import HardwareProfile, free_disk_bytes
+from engine.hardware.disk import DiskKind
+from engine.hardware.probe import GpuInfo, HardwareProfile, Vendor, free_disk_bytes
 from engine.paths import cache_dir, config_dir, data_dir, log_dir, models_dir
 
 _REINSTALL = "Run `python3 installers/start.py` in the checkout again."
 _OLDEST_CAPABILITY = (7, 5)
 """What builds of torch for CUDA 13 still run on: Turing."""
 _GIB = 2**30
+_DISKS = {
+    DiskKind.NVME: ", on an NVMe disk",
+    DiskKind.SSD: ", on an SSD",
+    DiskKind.HDD: ", on a hard disk: a model that does not fit into RAM will be slow",
+    DiskKind.NETWORK: ", on a network share: a model that does not fit into RAM will be slow",
+    DiskKind.HOST: ", in a folder of the machine around this one: keep them in this system's own disk for speed",
+}
 
 
 class Status(StrEnum):
@@ -60,23 +68,48 @@ def software_findings() -> list[Finding]:
 
 def gpu_findings(hardware: HardwareProfile) -> list[Finding]:
     """The graphics cards, and whether the installed torch can use them."""
-    if not hardware.gpus:
-        return [Finding("graphics card", Status.OK, f"{hardware.gpu_note} Models run on the processor.")]
-    findings = []
-    cuda = torch_cuda_version()
-    for gpu in hardware.gpus:
-        memory = "" if gpu.total_bytes is None else f", {gpu.total_bytes / _GIB:.0f} GiB"
-        detail = f"{gpu.name}{memory}, driver {gpu.driver or 'unknown'}"
-        if cuda is None:
-            detail += "; the installed torch was built without CUDA, so the card is not used."
-            findings.append(Finding("graphics card", Status.ADVICE, detail, _REINSTALL))
-        elif _capability(gpu.compute_capability) < _OLDEST_CAPABILITY:
-            detail += f"; torch for CUDA {cuda} no longer runs on cards this old (capability {gpu.compute_capability})."
-            action = "Use --device cpu, or install a torch built for an older CUDA."
-            findings.append(Finding("graphics card", Status.ADVICE, detail, action))
-        else:
-            findings.append(Finding("graphics card", Status.OK, f"{detail}; torch is built for CUDA {cuda}."))
+    findings = [_gpu_finding(gpu) for gpu in hardware.gpus]
+    if hardware.compute_gpu is None:
+        note = hardware.gpu_note or "There is no card of its own memory."
+        findings.append(Finding("graphics card", Status.OK, f"{note} Models run on the processor."))
+    elif hardware.gpu_note:
+        findings.append(Finding("graphics card", Status.ADVICE, hardware.gpu_note))
     return findings
+
+
+def _gpu_finding(gpu: GpuInfo) -> Finding:
+    detail = _described(gpu)
+    cuda = torch_cuda_version()
+    if gpu.is_integrated or gpu.vendor not in (Vendor.NVIDIA, Vendor.AMD):
+        return Finding("graphics card", Status.OK, f"{detail}; models do not run on it.")
+    if gpu.vendor is Vendor.AMD:
+        if torch_hip_version() is not None:
+            return Finding("graphics card", Status.OK, f"{detail}; torch is built for ROCm.")
+        detail += "; the installed torch was built without ROCm, so the card is not used."
+        return Finding("graphics card", Status.ADVICE, detail, "Install torch's build for ROCm to use it.")
+    if cuda is None:
+        detail += "; the installed torch was built without CUDA, so the card is not used."
+        return Finding("graphics card", Status.ADVICE, detail, _REINSTALL)
+    if _capability(gpu.compute_capability) < _OLDEST_CAPABILITY:
+        detail += f"; torch for CUDA {cuda} no longer runs on cards this old (capability {gpu.compute_capability})."
+        action = "Use --device cpu, or install a torch built for an older CUDA."
+        return Finding("graphics card", Status.ADVICE, detail, action)
+    return Finding("graphics card", Status.OK, f"{detail}; torch is built for CUDA {cuda}.")
+
+
+def _described(gpu: GpuInfo) -> str:
+    """Name, memory, link and driver, as far as they are known."""
+    words = [gpu.name]
+    if gpu.total_bytes is not None:
+        others = gpu.used_by_others_bytes or 0
+        taken = f" ({others / _GIB:.1f} GiB taken by other programs)" if others > _GIB / 4 else ""
+        words.append(f"{gpu.total_bytes / _GIB:.0f} GiB{taken}")
+    if gpu.pcie_generation is not None:
+        lanes = gpu.pcie_width_now or gpu.pcie_width
+        words.append(f"PCIe {gpu.pcie_generation}.0" + (f" x{lanes}" if lanes else ""))
+    if not gpu.is_integrated:
+        words.append(f"driver {gpu.driver or 'unknown'}")
+    return ", ".join(words)
 
 
 def folder_findings(hardware: HardwareProfile) -> list[Finding]:
@@ -91,13 +124,14 @@ def folder_findings(hardware: HardwareProfile) -> list[Finding]:
         )
     ]
     free = hardware.models_disk_free_bytes
+    kind = _DISKS.get(hardware.models_disk.kind, "") if hardware.models_disk else ""
     if free is None:
         findings.append(Finding("disk", Status.ADVICE, "How much space is free could not be read."))
     elif free < 2 * _GIB:
         detail = f"{free / _GIB:.1f} GiB free where models are kept ({models_dir()})."
         findings.append(Finding("disk", Status.ADVICE, detail, "Free some space before adding a model."))
     else:
-        findings.append(Finding("disk", Status.OK, f"{free / _GIB:.0f} GiB free where models are kept."))
+        findings.append(Finding("disk", Status.OK, f"{free / _GIB:.0f} GiB free where models are kept{kind}."))
     if starter_is_built():
         findings.append(Finding("starter model", Status.OK, f"in {models_dir()}"))
     else:
@@ -108,9 +142,18 @@ def folder_findings(hardware: HardwareProfile) -> list[Finding]:
 
 def torch_cuda_version() -> str | None:
     """The CUDA version that the installed torch was built for, read from its files; None for a build without."""
+    return _torch_built_for("cuda")
+
+
+def torch_hip_version() -> str | None:
+    """The same for AMD's ROCm."""
+    return _torch_built_for("hip")
+
+
+def _torch_built_for(toolkit: str) -> str | None:
     try:
         path = Path(str(importlib.metadata.distribution("torch").locate_file("torch/version.py")))
-        match = re.search(r"^cuda\b[^=\n]*= *'([\d.]+)'", path.read_text(encoding="utf-8"), re.MULTILINE)
+        match = re.search(rf"^{toolkit}\b[^=\n]*= *'([\d.]+)[^']*'", path.read_text(encoding="utf-8"), re.MULTILINE)
     except (importlib.metadata.PackageNotFoundError, OSError, ValueError):
         return None
     return match[1] if match else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import psutil
 import pytest
 
 from engine.hardware import cgroup
-from engine.hardware.probe import GpuInfo, free_disk_bytes, parse_gpu_line, probe, usable_cpus
+from engine.hardware.probe import free_disk_bytes, probe, usable_cpus
 
 
 def test_this_machine() -> None:
@@ -20,7 +19,7 @@ def test_this_machine() -> None:
     assert found.os
     assert 1 <= found.usable_cpus <= (os.cpu_count() or 1)
     assert 0 < found.ram_available_bytes <= found.ram_bytes <= psutil.virtual_memory().total
-    assert bool(found.gpus) != bool(found.gpu_note)
+    assert found.gpus or found.gpu_note
     assert found.models_disk_free_bytes is None or found.models_disk_free_bytes > 0
     json.dumps(asdict(found))
 
@@ -33,35 +32,6 @@ def test_affinity_is_honoured() -> None:
         assert usable_cpus() == 1
     finally:
         os.sched_setaffinity(0, before)
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="a shell script stands in for the driver's program")
-@pytest.mark.parametrize(
-    ("script", "names", "note"),
-    [
-        ("echo 'NVIDIA H200, 143771, 143000, 580.65, 9.0, 5'", ["NVIDIA H200"], ""),
-        ("echo 'A, 1, 1, 1, 9.0, 5'; echo 'B, 1, 1, 1, 8.6, 4'", ["A", "B"], ""),
-        ("echo 'No devices were found'", [], "no graphics card"),
-        ("echo oops >&2; exit 9", [], "does not answer"),
-    ],
-)
-def test_what_nvidia_smi_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, names: list[str], note: str
-) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    found = probe()
-    assert [gpu.name for gpu in found.gpus] == names
-    assert note in found.gpu_note
-
-
-def test_a_missing_sensor_is_none() -> None:
-    line = "NVIDIA GB10, [N/A], [N/A], 580.95, 12.1, [N/A]"
-    assert parse_gpu_line(line) == GpuInfo("NVIDIA GB10", None, None, "580.95", "12.1", None)
-    assert parse_gpu_line("[N/A], 1, 1, 1, 1, 1") is None
-    assert parse_gpu_line("one cell") is None
 
 
 def test_free_space_of_a_folder_that_does_not_exist_yet(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ APP_MAY_USE = (
     "engine.config",
     "engine.errors",
     "engine.paths",
-    "engine.hardware.probe",
-    "engine.hardware.cgroup",
+    "engine.hardware",
     "engine.planner",
     "engine.checkpoint",
+    "engine.batch_files",
     "engine.telemetry",
 )
 
@@ -49,6 +49,7 @@ def test_the_window_uses_only_the_light_side_of_the_engine() -> None:
         "engine.protocol",
         "engine.checkpoint.library",
         "engine.hardware.probe",
+        "engine.hardware.measurement_files",
         "engine.cli",
         "engine.verbs.simulate",
         "engine.planner.papers.report",

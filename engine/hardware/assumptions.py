@@ -1,0 +1,139 @@
+"""What a machine of its kind can do, where nobody has measured it."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+
+from engine.errors import EngineError
+from engine.hardware.disk import DiskInfo, DiskKind
+from engine.hardware.gpu_info import GpuInfo, Vendor
+from engine.hardware.probe import HardwareProfile as Probe
+from engine.paths import resources_dir
+from engine.planner.machine import GpuProfile, LinkProfile, Origin
+from engine.planner.profile_files import machine_names, read_machine
+
+_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+_COPY_SHARE = 0.8
+"""Of a link's rate, what a large copy reaches after the overhead of packets."""
+_PAGEABLE_SHARE = 0.5
+"""Of that, what is left where the driver first copies into memory of its own ..."""
+_MOST_PAGEABLE = 20e9
+"""... which one core does."""
+_DISK_BYTES_PER_S = {
+    DiskKind.NVME: 3e9,
+    DiskKind.SSD: 0.5e9,
+    DiskKind.HDD: 0.15e9,
+    DiskKind.NETWORK: 0.1e9,
+    DiskKind.MEMORY: 5e9,
+    DiskKind.HOST: 0.3e9,
+    DiskKind.UNKNOWN: 0.5e9,
+}
+_MATRIX_OVER_SHADER = ((9, 0, 14.8), (8, 6, 2.0), (8, 0, 16.0), (7, 0, 4.0), (0, 0, 1.0))
+"""Dense 16-bit matrix rate over the 32-bit rate of the ordinary cores, from this compute capability on."""
+_CONSUMER_BLACKWELL = (12, 0)
+_BYTES_PER_S_OF_VRAM = 24.0
+"""Cards read all of their memory some 24 times a second at least; the smallest of each generation do."""
+_FLOPS_PER_BYTE = 100.0
+"""Rate of 16-bit products over memory bandwidth, of a card about which nothing is known."""
+
+
+@cache
+def known_cards() -> dict[str, tuple[float, float]]:
+    """(matrix rate in 1 / s, memory bandwidth in bytes / s) of cards with data sheets, by `card_key`.
+
+    Those of `resources/cards.json` and of all machines that come with the program.
+    """
+    found: dict[str, tuple[float, float]] = {}
+    try:
+        listed = json.loads((resources_dir() / "cards.json").read_text(encoding="utf-8"))["cards"]
+        found |= {card_key(card["name"]): (card["tflops"] * 1e12, card["gbps"] * 1e9) for card in listed}
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # an installation that lacks its data still plans, from what the driver tells
+    for name in machine_names():
+        try:
+            gpu = read_machine(name).gpu
+        except EngineError:
+            continue
+        if gpu is not None:
+            found.setdefault(card_key(gpu.name), (gpu.flops, gpu.bytes_per_s))
+    return found
+
+
+def card_key(name: str) -> str:
+    """A card's name without what drivers and makers write differently: vendors, `GPU`, sizes of memory."""
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    idle = {
+        "nvidia",
+        "geforce",
+        "amd",
+        "radeon",
+        "quadro",
+        "tesla",
+        "gpu",
+        "generation",
+        "graphics",
+        "intel",
+        "r",
+        "tm",
+    }
+    return " ".join(word for word in words if word not in idle and not re.fullmatch(r"\d+gb", word))
+
+
+def assumed_card(gpu: GpuInfo) -> tuple[GpuProfile, dict[str, Origin]]:
+    """A card as its data sheet or its driver describes it, and how `flops` and `bytes_per_s` are known.
+
+    The driver's bandwidth comes first: two cards of one name differ in memory.
+    """
+    assert gpu.total_bytes is not None
+    flops, bandwidth = known_cards().get(card_key(gpu.name), (None, None))
+    origins = {"flops": Origin.ASSUMED, "bytes_per_s": Origin.ASSUMED}
+    if gpu.memory_bytes_per_s:
+        bandwidth = gpu.memory_bytes_per_s
+        origins["bytes_per_s"] = Origin.DRIVER
+    bandwidth = bandwidth or gpu.total_bytes * _BYTES_PER_S_OF_VRAM
+    if flops is None and gpu.shader_flops:
+        flops = gpu.shader_flops * _matrix_factor(gpu)
+    return GpuProfile(gpu.name, gpu.total_bytes, flops or bandwidth * _FLOPS_PER_BYTE, bandwidth), origins
+
+
+def assumed_link(gpu: GpuInfo | None) -> LinkProfile:
+    """What copies reach over the fastest link that card and slot can make: an idle card has slowed its own down."""
+    generation, width = (gpu.pcie_generation or 4, gpu.pcie_width or 16) if gpu else (4, 16)
+    if gpu is not None and gpu.pcie_width_now:  # lanes do not rest: fewer are a slot's or a riser's
+        width = min(width, gpu.pcie_width_now)
+    rate = _LANE_BYTES_PER_S[min(max(generation, 1), 6)] * width * _COPY_SHARE
+    return LinkProfile(h2d=rate, d2h=rate, h2d_pageable=min(rate * _PAGEABLE_SHARE, _MOST_PAGEABLE))
+
+
+def assumed_cpu_flops(probe: Probe, cores: int) -> float:
+    """Two multiply-and-adds of the widest vector a cycle and core (32-bit), at what all cores together can hold."""
+    has = set(probe.instructions)
+    per_cycle = 64 if "avx512f" in has else 32 if has & {"avx2", "fma"} else 16
+    fastest_hz = probe.processor.max_hz if probe.processor else None
+    return cores * per_cycle * 0.85 * (fastest_hz or 3.5e9)
+
+
+def assumed_ram_bytes_per_s(probe: Probe) -> float:
+    """Two channels of DDR4 or DDR5, four and more where there are many cores; theoretical."""
+    processor = probe.processor
+    channels = 2 if (probe.physical_cores or 1) <= 16 else 4 if (probe.physical_cores or 1) <= 32 else 8
+    nodes = max(1, (processor.numa_nodes or 1) if processor else 1)
+    has_ddr5 = bool({"avx_vnni", "amx_tile", "avx512_bf16"} & set(probe.instructions))
+    return channels * nodes * (38.4e9 if has_ddr5 else 25.6e9)
+
+
+def assumed_disk_bytes_per_s(disk: DiskInfo | None) -> float:
+    """Reading large pieces."""
+    return _DISK_BYTES_PER_S[disk.kind if disk else DiskKind.UNKNOWN]
+
+
+def _matrix_factor(gpu: GpuInfo) -> float:
+    if gpu.vendor is not Vendor.NVIDIA or not gpu.compute_capability:
+        return 2.0
+    major, _, minor = gpu.compute_capability.partition(".")
+    capability = (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else (0, 0)
+    if capability >= _CONSUMER_BLACKWELL:
+        return 2.0
+    return next(factor for *least, factor in _MATRIX_OVER_SHADER if capability >= tuple(least))

@@ -1,0 +1,156 @@
+"""The disk behind a folder: what kind it is, its name, how much of it is free."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import psutil
+
+from engine.hardware.bounded import BoundedCalls
+from engine.hardware.system_files import number_of, text_of
+
+SYS = Path("/sys")
+_NETWORK_SYSTEMS = frozenset(
+    ("nfs", "nfs4", "cifs", "smb3", "smbfs", "sshfs", "fuse.sshfs", "afpfs", "webdav", "davfs", "ceph", "glusterfs")
+)
+_MEMORY_SYSTEMS = frozenset(("tmpfs", "ramfs"))
+_HOST_SYSTEMS = frozenset(("9p", "drvfs", "virtiofs"))
+"""Folders of the machine that this virtual one runs on; in WSL, of Windows."""
+_TIMEOUT_S = 3.0
+_bounded = BoundedCalls("disk")
+
+
+class DiskKind(StrEnum):
+    """How a disk reads."""
+
+    NVME = "nvme"
+    SSD = "ssd"
+    HDD = "hdd"
+    NETWORK = "network"
+    MEMORY = "memory"
+    HOST = "host"
+    """The folder belongs to the machine around this virtual one: every read goes through both."""
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class DiskInfo:
+    """The disk behind a folder; what is not known is None.
+
+    Attributes:
+        folder: that was asked about, or the nearest above it that exists.
+        model: as its maker calls it.
+        device: the system's name of the whole disk, such as `nvme0n1`.
+        file_system: such as `ext4`.
+    """
+
+    folder: str
+    kind: DiskKind
+    total_bytes: int | None
+    free_bytes: int | None
+    model: str | None = None
+    device: str | None = None
+    file_system: str | None = None
+
+
+def disk_info(folder: Path) -> DiskInfo | None:
+    """The disk that holds `folder`, which need not exist yet; None if it does not answer (a share that is gone)."""
+    try:
+        return _bounded(lambda: look(folder), _TIMEOUT_S)
+    except (TimeoutError, OSError, ValueError):
+        return None
+
+
+def free_disk_bytes(folder: Path) -> int | None:
+    """Free space of the disk that holds `folder`, which need not exist yet."""
+    for existing in (folder, *folder.parents):
+        try:
+            return shutil.disk_usage(existing).free
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return None
+    return None
+
+
+def look(folder: Path, sys_root: Path = SYS) -> DiskInfo:
+    """`disk_info`, however long it takes.
+
+    Raises:
+        OSError: the disk's.
+    """
+    existing = next((path for path in (folder, *folder.parents) if path.exists()), Path(folder.anchor or "."))
+    usage = shutil.disk_usage(existing)
+    mount = _mount(existing)
+    file_system = mount[1] if mount else None
+    device = block_device(existing, sys_root, mount[0] if mount else None)
+    kind, model = _kind(file_system, device)
+    return DiskInfo(
+        str(existing), kind, usage.total, usage.free, model, device.name if device else None, file_system
+    )  # fmt: skip
+
+
+def block_device(folder: Path, sys_root: Path = SYS, source: str | None = None) -> Path | None:
+    """`/sys/block/NAME` of the whole disk that holds an existing folder; through partitions, encryption and LVM.
+
+    Args:
+        source: the mounted device, where the folder's own number tells nothing (btrfs, overlays).
+    """
+    entry: Path | None = None
+    if sys.platform != "win32":
+        number = os.stat(folder).st_dev
+        entry = sys_root / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}"
+    if entry is None or not entry.exists():
+        entry = sys_root / "class" / "block" / Path(source or "").name if (source or "").startswith("/dev/") else None
+    if entry is None or not entry.exists():
+        return None
+    device = entry.resolve()
+    if (device / "partition").exists():
+        device = device.parent
+    for _ in range(8):  # a mapped device stands on others: the first of them will do
+        below = sorted((device / "slaves").iterdir()) if (device / "slaves").is_dir() else []
+        if not below:
+            return device
+        device = below[0].resolve()
+        if (device / "partition").exists():
+            device = device.parent
+    return device
+
+
+def _kind(file_system: str | None, device: Path | None) -> tuple[DiskKind, str | None]:
+    if file_system in _NETWORK_SYSTEMS:
+        return DiskKind.NETWORK, None
+    if file_system in _MEMORY_SYSTEMS:
+        return DiskKind.MEMORY, None
+    if file_system in _HOST_SYSTEMS:
+        return DiskKind.HOST, None
+    if device is None:
+        return DiskKind.UNKNOWN, None
+    model = text_of(device / "device" / "model")
+    if device.name.startswith("nvme"):
+        return DiskKind.NVME, model
+    if device.name.startswith(("vd", "xvd", "zram", "loop", "ram")):
+        return DiskKind.UNKNOWN, model  # what a virtual disk says of itself is not what lies behind it
+    rotates = number_of(device / "queue" / "rotational")
+    if rotates is None:
+        return DiskKind.UNKNOWN, model
+    return (DiskKind.HDD if rotates else DiskKind.SSD), model
+
+
+def _mount(folder: Path) -> tuple[str, str] | None:
+    """(device, file system) of what is mounted where the folder is.
+
+    In Windows a mapped share says `remote` among its options.
+    """
+    place = folder.resolve()
+    best: tuple[int, str, str] | None = None
+    for part in psutil.disk_partitions(all=True):
+        if place.is_relative_to(part.mountpoint) and (best is None or len(part.mountpoint) >= best[0]):
+            system = "smbfs" if sys.platform == "win32" and "remote" in part.opts else part.fstype.lower()
+            best = (len(part.mountpoint), part.device, system)
+    return None if best is None else best[1:]

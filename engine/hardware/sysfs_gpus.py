@@ -1,0 +1,141 @@
+"""AMD's and Intel's cards, as Linux's kernel tells of them in `/sys/class/drm`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.hardware.gpu_info import GpuInfo, Vendor
+from engine.hardware.system_files import number_of, output_of, text_of
+
+DRM = Path("/sys/class/drm")
+_VENDORS = {"0x1002": Vendor.AMD, "0x8086": Vendor.INTEL}
+_NAME_LISTS = (Path("/usr/share/hwdata/pci.ids"), Path("/usr/share/misc/pci.ids"))
+_GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
+"""Of PCIe, by billions of transfers per second."""
+_SMALL_APERTURE = 4 * 2**30
+"""An AMD card without a `mem_busy_percent` file and with less memory than this is part of a processor."""
+
+
+@dataclass(frozen=True, slots=True)
+class SysfsCard:
+    """Where the kernel tells of a card."""
+
+    device: Path
+    vendor: Vendor
+
+    @property
+    def bus(self) -> str:
+        """Its place, such as `0000:03:00.0`."""
+        return self.device.resolve().name
+
+
+def sysfs_cards(root: Path = DRM) -> list[SysfsCard]:
+    """AMD's and Intel's cards in the order of their numbers.  NVIDIA's are asked through their own library."""
+    found = []
+    try:
+        entries = sorted(root.iterdir(), key=lambda path: (len(path.name), path.name))
+    except OSError:
+        return []
+    for entry in entries:
+        vendor = _VENDORS.get((text_of(entry / "device" / "vendor") or "").lower())
+        if re.fullmatch(r"card\d+", entry.name) and vendor is not None:
+            found.append(SysfsCard(entry / "device", vendor))
+    return found
+
+
+def sysfs_gpus(root: Path = DRM) -> tuple[GpuInfo, ...]:
+    """What the kernel says of AMD's and Intel's cards."""
+    return tuple(_described(card) for card in sysfs_cards(root))
+
+
+def _described(card: SysfsCard) -> GpuInfo:
+    device = card.device
+    total, used = number_of(device / "mem_info_vram_total"), number_of(device / "mem_info_vram_used")
+    is_integrated = _is_integrated(card, total)
+    return GpuInfo(
+        name=_name(card),
+        total_bytes=total,
+        free_bytes=None if total is None or used is None else max(0, total - used),
+        driver=_driver(device),
+        compute_capability=None,
+        pcie_generation=None if is_integrated else _generation(device / "max_link_speed"),
+        pcie_width=None if is_integrated else number_of(device / "max_link_width"),
+        pcie_generation_now=None if is_integrated else _generation(device / "current_link_speed"),
+        pcie_width_now=None if is_integrated else number_of(device / "current_link_width"),
+        power_limit_w=_power_limit_w(device),
+        vendor=card.vendor,
+        is_integrated=is_integrated,
+        bus=card.bus,
+    )
+
+
+def _is_integrated(card: SysfsCard, total: int | None) -> bool:
+    if card.vendor is Vendor.INTEL:
+        # Arc cards sit behind bridges of their own; the processor's graphics are on the root bus, at 02.0.
+        return re.fullmatch(r"0000:00:02\.\d", card.bus) is not None
+    return not (card.device / "mem_busy_percent").exists() and (total or 0) < _SMALL_APERTURE
+
+
+def _name(card: SysfsCard) -> str:
+    told = text_of(card.device / "product_name")
+    ids = [text_of(card.device / file) for file in ("vendor", "device")]
+    if told is None and all(ids):
+        told = _listed_name(*(str(number).removeprefix("0x").lower() for number in ids))
+    if told is None and card.vendor is Vendor.AMD:
+        told = _rocm_name(card.bus)
+    maker = {Vendor.AMD: "AMD", Vendor.INTEL: "Intel"}.get(card.vendor, "")
+    if told is None:
+        return f"{maker} graphics {ids[1] or ''}".strip()
+    return told if maker.lower() in told.lower() else f"{maker} {told}"
+
+
+def _listed_name(vendor: str, device: str) -> str | None:
+    """From the list of PCI devices that most distributions have: a vendor's line, then its devices' after a tab."""
+    for path in _NAME_LISTS:
+        block = re.search(rf"^{vendor}  .*\n((?:[\t#].*\n?)*)", text_of(path) or "", re.MULTILINE)
+        line = re.search(rf"^\t{device}  (.+)$", block[1], re.MULTILINE) if block else None
+        if line:
+            # `Navi 31 [Radeon RX 7900 XTX]`: people know the name in brackets.
+            known = re.search(r"\[(.+)\]", line[1])
+            return known[1] if known else line[1]
+    return None
+
+
+def _rocm_name(bus: str) -> str | None:
+    """What AMD's own tool calls the card, where it is installed."""
+    if shutil.which("rocm-smi") is None:
+        return None
+    try:
+        cards = json.loads(output_of("rocm-smi", "--showproductname", "--showbus", "--json") or "{}")
+        for card in cards.values():
+            if str(card.get("PCI Bus", "")).lower() == bus.lower():
+                return str(card.get("Card Series") or card.get("Card series") or "") or None
+    except (ValueError, AttributeError):
+        pass
+    return None
+
+
+def _driver(device: Path) -> str | None:
+    driver = device / "driver"
+    if not driver.exists():
+        return None
+    version = text_of(driver / "module" / "version")
+    name = driver.resolve().name
+    return f"{name} {version}" if version else name
+
+
+def _generation(path: Path) -> int | None:
+    match = re.match(r"([\d.]+) GT/s", text_of(path) or "")
+    return _GENERATIONS.get(float(match[1])) if match else None
+
+
+def _power_limit_w(device: Path) -> float | None:
+    for path in sorted(device.glob("hwmon/hwmon*/power1_cap")):
+        microwatts = number_of(path)
+        if microwatts:
+            return microwatts / 1e6
+    return None
