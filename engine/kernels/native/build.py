@@ -42,9 +42,13 @@ class _Special:
 
 _AVX2 = ("-mavx2", "-mfma")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mfma")
+_PAGED = ("-ffp-contract=fast", "-Wno-psabi")
+"""Vectors wider than the target's, and products that are added to sums in one rounding."""
 _SPECIAL = {
     "kernels_avx2.cpp": _Special("x86", _AVX2, ("/arch:AVX2",)),
     "kernels_avx512.cpp": _Special("x86", _AVX512, ("/arch:AVX512",)),
+    "paged_avx2.cpp": _Special("x86", (*_AVX2, *_PAGED), ("/arch:AVX2",)),
+    "paged_avx512.cpp": _Special("x86", (*_AVX512, *_PAGED), ("/arch:AVX512",)),
     "tiles_avx2.cpp": _Special("x86", _AVX2, ("/arch:AVX2",)),
     "tiles_avxvnni.cpp": _Special("x86", _AVX2, ("/arch:AVX2",), newest=("-mavxvnni",)),
     "tiles_avx512.cpp": _Special("x86", _AVX512, ("/arch:AVX512",)),

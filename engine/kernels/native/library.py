@@ -51,6 +51,7 @@ class NativeKernels:
         library.switchyard_latent_step.argtypes = [*[pointer] * 5, i32, pointer, pointer, i64, pointer]
         library.switchyard_quantise.argtypes = [pointer, pointer, pointer, i32]
         library.switchyard_dequantise.argtypes = [pointer, pointer, i64, i64, pointer]
+        library.switchyard_paged_attention.argtypes = [pointer, pointer, pointer, i32, *[pointer] * 4]
         self._library = library
         self.pool: int = library.switchyard_pool_create(threads)
         self.experts = library.switchyard_experts
@@ -60,6 +61,7 @@ class NativeKernels:
         self.latent_step = library.switchyard_latent_step
         self.quantise = library.switchyard_quantise
         self.dequantise = library.switchyard_dequantise
+        self.paged_attention = library.switchyard_paged_attention
 
     def close(self) -> None:
         """Ends the pool's threads.  No kernel may be called afterwards."""

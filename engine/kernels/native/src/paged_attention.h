@@ -1,0 +1,48 @@
+// Attention over keys and values in pages, for many sequences of different lengths in one call.
+//
+// A page holds kPageTokens tokens of one sequence for one layer, head after head: keys transposed, [key_dim, tokens],
+// so that the scores of a whole page are sums of vectors; values as they come, [tokens, value_dim].
+#pragma once
+#include "switchyard_kernels.h"
+
+enum { SWITCHYARD_KV_BF16 = 0, SWITCHYARD_KV_FP16 = 1, SWITCHYARD_KV_INT8 = 2, SWITCHYARD_KV_FP32 = 3 };
+
+constexpr int64_t kPageTokens = 32;
+
+// One layer's pages.
+typedef struct {
+    void *keys;           // [pages, kv_heads, key_dim, kPageTokens]
+    void *values;         // [pages, kv_heads, kPageTokens, value_dim]
+    float *key_scales;    // int8: [pages, kv_heads, kPageTokens]; null otherwise
+    float *value_scales;  // the same
+    const float *sinks;   // [heads]: logits of attending to nothing, or null
+    float scale;          // of scores
+    float softcap;        // scores become softcap * tanh(score / softcap); 0: they do not
+    int32_t type;
+    int32_t heads, kv_heads, key_dim, value_dim;
+    int32_t window;  // a token sees the last so many tokens, itself among them; 0: all
+    int32_t kept;    // and the first so many, whatever the window (StreamingLLM's attention sinks)
+} SwitchyardPagedLayer;
+
+// The next tokens of one sequence.
+typedef struct {
+    const int32_t *pages;  // those of the sequence, in order, with room for the new tokens
+    int64_t held;          // tokens before the new ones
+    int32_t tokens;        // new ones
+    int32_t first;         // where they begin among all new tokens of the call
+} SwitchyardPiece;
+
+// Where queries, keys or values of all new tokens lie: bf16 or fp32, steps in elements, heads' elements side by side.
+typedef struct {
+    const void *data;
+    int64_t token_step, head_step;
+    int32_t is_fp32;
+} SwitchyardStates;
+
+// Puts the new tokens' keys and values into their pages, then attends: out[token, head] of [tokens, heads, value_dim],
+// of the queries' type.  Each result is the same whatever else is in the call, and whether a sequence's tokens come in
+// one call or several.
+SWITCHYARD_API int32_t switchyard_paged_attention(SwitchyardPool *pool, const SwitchyardPagedLayer *layer,
+                                                  const SwitchyardPiece *pieces, int32_t count,
+                                                  const SwitchyardStates *queries, const SwitchyardStates *keys,
+                                                  const SwitchyardStates *values, void *out);

@@ -1,0 +1,32 @@
+// One call of paged attention: what is to be written, and the items of work that attend.
+#pragma once
+#include <functional>
+#include <vector>
+
+#include "paged_kernels.h"
+#include "thread_pool.h"
+
+struct PagedCall {
+    const SwitchyardPagedLayer &layer;
+    const PagedKernels &kernels;
+    const SwitchyardPiece *pieces;
+    int32_t count;
+    int32_t together;             // tokens of a sequence whose queries go through its pages together
+    int64_t tokens = 0, bytes = 0;
+    std::vector<int64_t> begins;  // [count + 1]: where each piece's items begin
+
+    // Puts the floats of a head of a token's query into the last argument.
+    using HeadQuery = std::function<void(int64_t token, int64_t head, float *q)>;
+    // Takes what a head of a token attends to, [value_dim].
+    using HeadResult = std::function<void(int64_t token, int64_t head, const float *x)>;
+
+    PagedCall(const SwitchyardPagedLayer &layer, const SwitchyardPiece *pieces, int32_t count);
+    int64_t items() const { return begins.back(); }
+    // keys: [kv_heads, key_dim], values: [kv_heads, value_dim] of a token of `piece`.
+    void write(int64_t token, const SwitchyardPiece &piece, const float *keys, const float *values) const;
+    const SwitchyardPiece &piece_of(int64_t token) const;
+    // `room` is the calling thread's.
+    void attend(int64_t item, std::vector<float> &room, const HeadQuery &query, const HeadResult &result) const;
+};
+
+const PagedKernels &paged_kernels_in_use(int32_t type);
