@@ -1,0 +1,117 @@
+"""Answers that must satisfy a JSON schema or be one of given texts: which tokens may come next (llguidance)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.batch_files.request import Constraint
+from engine.errors import EngineError, ErrorCode
+
+
+class ConstrainedAnswers:
+    """Makes the constraints of many answers over one vocabulary.
+
+    Args:
+        tokenizer: transformers' tokenizer of the model.
+        vocabulary: width of the logits.
+        end_ids: tokens that end an answer.
+
+    Raises:
+        EngineError: `MODEL_UNSUPPORTED`, if the tokenizer is of a kind that cannot be constrained.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int, end_ids: frozenset[int]) -> None:
+        import llguidance.hf
+
+        self._vocabulary = vocabulary
+        try:
+            # The widest of both: some models have more logits than tokens, some tokenizers more tokens than logits.
+            width = max(vocabulary, len(tokenizer))
+            self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=width, eos_token=sorted(end_ids))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise EngineError(
+                ErrorCode.MODEL_UNSUPPORTED,
+                f"Answers of this model cannot be held to a schema or to choices, its tokenizer is of a kind that "
+                f"does not allow it ({str(error)[:80]}): ask without.",
+            ) from None
+        self._grammars: dict[Constraint, str] = {}
+
+    def begin(self, constraint: Constraint) -> ConstrainedAnswer:
+        """The state of one answer that has no tokens yet.
+
+        Raises:
+            EngineError: `INVALID_REQUEST`, if the schema cannot be followed.
+        """
+        grammar = self._grammars.get(constraint)
+        if grammar is None:
+            grammar = self._grammars[constraint] = grammar_of(constraint)
+        return ConstrainedAnswer(self._tokenizer, grammar, self._vocabulary)
+
+
+class ConstrainedAnswer:
+    """One answer on its way."""
+
+    def __init__(self, tokenizer: Any, grammar: str, vocabulary: int) -> None:
+        from llguidance import LLMatcher
+        from llguidance.numpy import allocate_token_bitmask
+
+        self._matcher = LLMatcher(tokenizer, grammar)
+        if self._matcher.is_error():
+            raise _unfit(self._matcher.get_error())
+        self._bits = allocate_token_bitmask(1, max(tokenizer.vocab_size, vocabulary))
+        self._vocabulary = vocabulary
+
+    @property
+    def complete(self) -> bool:
+        """Whether what has been accepted satisfies the constraint as it stands."""
+        return bool(self._matcher.is_accepting())
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing but an end may follow."""
+        return bool(self._matcher.is_stopped())
+
+    def restrict(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [1, V] with minus infinity for every token that may not come next."""
+        from llguidance.numpy import fill_next_token_bitmask
+
+        fill_next_token_bitmask(self._matcher, self._bits)
+        allowed = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: self._vocabulary]
+        mask = torch.from_numpy(allowed.view(np.bool_)).to(logits.device)
+        return logits.masked_fill(~mask, float("-inf"))
+
+    def accept(self, token: int) -> None:
+        """Goes on behind a token that was chosen from restricted logits."""
+        self._matcher.consume_token(token)
+
+
+def grammar_of(constraint: Constraint) -> str:
+    """The constraint in llguidance's own form.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`, if the schema cannot be followed.
+    """
+    from llguidance import LLMatcher
+
+    if constraint.choices:
+        alternatives = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in constraint.choices)
+        return str(LLMatcher.grammar_from_lark(f"start: {alternatives}"))
+    try:
+        schema = json.loads(constraint.schema)
+        # Models that begin to indent or to pad may never end: as compact as JSON can be.
+        grammar = str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False}))
+    except (ValueError, TypeError) as error:
+        raise _unfit(str(error)) from None
+    refusal = LLMatcher.validate_grammar(grammar)
+    if refusal:
+        raise _unfit(refusal)
+    return grammar
+
+
+def _unfit(why: str) -> EngineError:
+    first = " ".join(why.split())[:160]
+    return EngineError(ErrorCode.INVALID_REQUEST, f"The schema cannot be followed ({first}): simplify or correct it.")
