@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.bench import mmap_peer
-from engine.bench.disk_rates import forget_cached, read_rate, write_rate
 from engine.bench.forced_text import ForcedText, decode_seconds, random_text
 from engine.bench.memory_group import memory_group
 from engine.bench.opened import opened
@@ -27,6 +26,7 @@ from engine.errors import EngineError, ErrorCode
 from engine.experts.bank import ExpertBank
 from engine.experts.disk_tier import DiskTier
 from engine.experts.load_prepared import load_prepared
+from engine.measure.disk_rates import forget_cached, read_rate, write_rate
 from engine.paths import python_module
 from engine.runtime.bank_source import BankSource
 from engine.runtime.prepare_bank import prepare_bank
@@ -57,7 +57,9 @@ def bench_disk(config: EngineConfig, plan: DiskPlan, report: Report, say: Callab
         EngineError: `INVALID_REQUEST` if the model has no experts; as `prepare_bank` and `load_model`.
     """
     directory = Path(config.model)
-    source = BankSource.open(directory, "bf16" if config.precision == "auto" else config.precision)
+    if config.precision == "auto":  # which would avoid the disk
+        config = replace(config, precision="bf16")
+    source = BankSource.open(directory, config.precision)
     bank = bank_path(directory, source.precision)
     bank.parent.mkdir(parents=True, exist_ok=True)
     with disk_errors_explained(bank.parent), _scratch(bank.parent) as scratch:

@@ -42,7 +42,7 @@ from engine.runtime.library_models import (
     read_library_config,
 )
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.memory import require_ram
+from engine.runtime.memory import require_ram, usable_ram
 from engine.runtime.model_devices import ModelDevices
 from engine.runtime.model_info import devices_note, model_info
 from engine.runtime.native_decoder import speed_up_decoder_layers
@@ -56,6 +56,7 @@ from engine.runtime.placement import (
     set_threads,
 )
 from engine.runtime.popularity import UseCounts, load_popularity
+from engine.runtime.precision_choice import Footprint, choose_precision
 from engine.runtime.prefill_pieces import LONG_TOKENS, activation_bytes, tokens_in_ram
 from engine.runtime.prompt import template_note
 from engine.runtime.tensor_reader import TensorReader
@@ -150,8 +151,7 @@ class _Loading:
         finish_generation_config(model, directory)
         sites = find_sites(model, parameter_dtypes(model, dtype))
         plan = plan_loading(model, sites, tensors, dtype, quantizer, adapter)
-        if self._config.precision in PRECISIONS:
-            sites = quantised(sites, self._config.precision)
+        sites = self._in_precision(profile, sites, plan)
         placement, needs = self._place(profile, sites)
         experts = self._place_experts(profile, sites, placement, needs, working_bytes(plan, sites))
         on_cpu = "cpu" in (placement.dense.type, placement.experts.type)
@@ -173,25 +173,43 @@ class _Loading:
             self._bind_read_ahead(sites, profile)
         dense_parameters = sum(parameter.numel() for parameter in model.parameters())
         if self._kernels is not None:
-            if self._config.precision in PRECISIONS:
-                quantise_linears(model, self._config.precision, self._kernels)
+            if self._precision in PRECISIONS:
+                quantise_linears(model, self._precision, self._kernels)
             speed_up_linears(model, self._kernels)
             speed_up_decoder_layers(model, self._kernels)
         verify(model, sites)
         return self._hand_over(profile, tokenizer, sites, placement, needs, kv_bytes, dense_parameters)
 
-    def _place(self, profile: ModelProfile, sites: list[ExpertsSite]) -> tuple[Placement, ModelNeeds]:
+    def _in_precision(self, profile: ModelProfile, sites: list[ExpertsSite], plan: LoadingPlan) -> list[ExpertsSite]:
+        """The sites with records in the precision asked for, or in that which `auto` turns out to be."""
+        if self._config.precision == "auto" and sites:
+            options = {"bf16": sites, **{each: quantised(sites, each) for each in PRECISIONS}}
+            footprints = []
+            for precision, of_this in options.items():
+                needs = self._needs(profile, of_this)
+                placement = place(self._config, self._devices.devices, needs, self._context_tokens(profile))
+                dense = sum(needs.dense) if placement.dense.type == "cpu" else 0
+                experts = needs.experts if placement.experts.type == "cpu" else 0
+                footprints.append(Footprint(precision, dense + experts + working_bytes(plan, of_this)))
+            self._precision, why = choose_precision(footprints, usable_ram(self._config.ram_bytes))
+            self._notes.append(why)
+        return quantised(sites, self._precision) if self._precision in PRECISIONS else sites
+
+    def _needs(self, profile: ModelProfile, sites: list[ExpertsSite]) -> ModelNeeds:
         model, devices = self._model, self._devices
         devices.layers = split_layers(model, _tensor_sizes(model), [device.memory.total for device in devices.devices])
         dense = [0] * max(len(devices.devices), 1)
         for name, nbytes in _dense_sizes(model, sites).items():
             dense[devices.layers.of(name)] += nbytes
-        needs = ModelNeeds(
+        return ModelNeeds(
             dense=tuple(dense),
             experts=sum(site.nbytes for site in sites),
             kv=profile.kv_elements_per_token * self._dtype.itemsize,
             activations=activation_bytes(profile, self._dtype),
         )
+
+    def _place(self, profile: ModelProfile, sites: list[ExpertsSite]) -> tuple[Placement, ModelNeeds]:
+        devices, needs = self._devices, self._needs(profile, sites)
         placement = place(self._config, devices.devices, needs, self._context_tokens(profile))
         if devices.devices and not placement.devices:
             devices.close()

@@ -211,7 +211,7 @@ def test_more_budget_is_more_slots(mixtral: Path) -> None:
 
 def test_progress_is_one(mixtral: Path) -> None:
     told: list[tuple[int, int]] = []
-    config = EngineConfig(model=str(mixtral), device="cpu", threads=1, ram_bytes=least_budget(mixtral))
+    config = EngineConfig(str(mixtral), device="cpu", precision="bf16", threads=1, ram_bytes=least_budget(mixtral))
     for _ in range(2):  # the second time the bank is there
         told.clear()
         load_model(config, on_progress=lambda *done: told.append(done), cancelled=lambda: False).close()
@@ -222,7 +222,7 @@ def test_progress_is_one(mixtral: Path) -> None:
 @pytest.mark.parametrize("after", [0, 5, 20])
 def test_cancel_while_preparing(mixtral: Path, after: int) -> None:
     asked = iter(range(10**6))
-    config = EngineConfig(model=str(mixtral), device="cpu", threads=1, ram_bytes=least_budget(mixtral))
+    config = EngineConfig(str(mixtral), device="cpu", precision="bf16", threads=1, ram_bytes=least_budget(mixtral))
     with pytest.raises(RequestCancelled):
         load_model(config, on_progress=lambda done, total: None, cancelled=lambda: next(asked) >= after)
     load_model(config, on_progress=lambda done, total: None, cancelled=lambda: False).close()

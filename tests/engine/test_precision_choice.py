@@ -1,0 +1,98 @@
+"""`auto` precision: the best that fits, and what is said about it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.config import EngineConfig
+from engine.errors import EngineError
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.loading import load_model
+from engine.runtime.precision_choice import Footprint, choose_precision
+from tests.engine.tiny_families import tiny_checkpoint
+
+PRECISIONS = ("bf16", "int8", "int4")
+
+
+def load(folder: Path, **options: object) -> LoadedModel:
+    config = EngineConfig(str(folder), device="cpu", threads=1, **options)  # type: ignore[arg-type]
+    return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+
+
+def fits_in_ram(folder: Path, precision: str, budget: int) -> bool:
+    try:
+        model = load(folder, ram_bytes=budget, precision=precision)
+    except EngineError:
+        return False
+    try:
+        return model.disk_backed is None
+    finally:
+        model.close()
+
+
+@given(
+    sizes=st.lists(st.integers(1, 10**12), min_size=3, max_size=3).map(lambda sizes: sorted(sizes, reverse=True)),
+    usable=st.integers(-(10**9), 10**12),
+)
+def test_the_best_that_fits_else_the_smallest(sizes: list[int], usable: int) -> None:
+    footprints = [Footprint(precision, ram) for precision, ram in zip(PRECISIONS, sizes, strict=True)]
+    chosen, why = choose_precision(footprints, usable)
+    fitting = [each.precision for each in footprints if each.ram <= usable]
+    assert chosen == (fitting[0] if fitting else "int4")
+    assert bool(why) == (chosen != "bf16")
+    if why:
+        assert why.startswith(f"Weights are in {chosen}, because bf16 needs ")
+        assert why.endswith(".")
+
+
+def test_both_figures_are_said() -> None:
+    chosen, why = choose_precision([Footprint("bf16", 61 * 10**9), Footprint("int8", 33 * 10**9)], 40 * 10**9)
+    assert chosen == "int8"
+    assert why == "Weights are in int8, because bf16 needs 61.0 GB of RAM and there is room for 40.0 GB."
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_random_budgets(family: str, tmp_path: Path) -> None:
+    """Never more than the budget, never a worse precision than need be, and always said."""
+    folder = tiny_checkpoint(family, tmp_path)
+    rng = random.Random(7)
+    whole = load(folder)
+    dense, experts = whole.info.weights_bytes, whole.info.experts_bytes
+    whole.close()
+    seen = set()
+    for _ in range(10):
+        budget = dense + int(experts * rng.uniform(0.2, 3))
+        try:
+            model = load(folder, ram_bytes=budget)
+        except EngineError as error:
+            assert "budget" in error.message
+            continue
+        try:
+            chosen, note = model.info.precision, model.info.device_note
+            where = "disk" if model.disk_backed is not None else "RAM"
+            seen.add((chosen, where))
+            assert model.info.weights_bytes + model.info.experts_bytes <= budget
+            assert ("because bf16 needs" in note) == (chosen != "bf16")
+            assert where == "RAM" or chosen == "int4"
+            assert ("read from disk" in note) == (where == "disk")
+        finally:
+            model.close()
+        if chosen != "bf16":
+            assert not fits_in_ram(folder, PRECISIONS[PRECISIONS.index(chosen) - 1], budget)
+    assert len(seen) > 2
+    assert ("bf16", "RAM") in seen
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_who_asks_for_a_precision_gets_it(precision: str, tmp_path: Path) -> None:
+    model = load(tiny_checkpoint("mixtral", tmp_path), precision=precision)
+    try:
+        assert model.info.precision == precision
+        assert "because" not in model.info.device_note
+    finally:
+        model.close()
