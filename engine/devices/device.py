@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from types import TracebackType
 from typing import Protocol
 
@@ -135,6 +136,12 @@ class Device:
     copy_log: CopyLog
     on_close: Callable[[], None]
     compute_follows_caller: bool = False
+
+    @cached_property
+    def index(self) -> int:
+        """Which of several, for a timeline: the number that its name ends in."""
+        digits = self.name[len(self.name.rstrip("0123456789")) :]
+        return int(digits) if digits else 0
 
     @property
     def streams(self) -> tuple[Stream, ...]:

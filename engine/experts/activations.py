@@ -10,6 +10,8 @@ import torch
 
 from engine.devices.device import Device, Direction, Event
 from engine.devices.memory_budget import MemoryCategory
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER
 
 _BUNDLES = 16
 """Shapes of which the views are kept: decode steps are alike, prompts are not."""
@@ -56,7 +58,7 @@ class Activations:
         target = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         if device.compute_follows_caller:
             device.small_copy_stream.wait(device.compute_stream.record())
-        device.small_copy_stream.copy(target, tensor, direction=Direction.D2H).wait()
+        self._copy(target, tensor, Direction.D2H, lanes.HIDDEN).wait()
         return target
 
     def bundle_to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -75,7 +77,7 @@ class Activations:
             piece.copy_(tensor)
         if device.compute_follows_caller:
             device.small_copy_stream.wait(device.compute_stream.record())
-        device.small_copy_stream.copy(bundle.landed, bundle.packed, direction=Direction.D2H).wait()
+        self._copy(bundle.landed, bundle.packed, Direction.D2H, lanes.ROUTING).wait()
         return bundle.landed_pieces
 
     def outgoing(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -109,7 +111,7 @@ class Activations:
         if self._read is not None:
             stream.wait(self._read)
             self._read = None
-        self._going_up = stream.copy(landed, outgoing, direction=Direction.H2D)
+        self._going_up = self._copy(landed, outgoing, Direction.H2D, lanes.RESULTS)
         return landed, self._going_up
 
     def read_until(self, event: Event) -> None:
@@ -141,6 +143,12 @@ class Activations:
         self._release_bundles()
         self._release_up()
         self._release_rows()
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, direction: Direction, name: int) -> Event:
+        event = self.device.small_copy_stream.copy(target, source, direction=direction)
+        if RECORDER.on:
+            RECORDER.event(event, lanes.SMALL_COPY, name, nbytes=source.nbytes, device=self.device.index)
+        return event
 
     def _new_bundle(self, tensors: Sequence[torch.Tensor]) -> _Bundle:
         sizes = [_aligned(tensor.nbytes) for tensor in tensors]

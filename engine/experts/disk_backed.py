@@ -6,6 +6,7 @@ depend on what was in RAM already.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -18,12 +19,15 @@ from engine.experts.disk_tier import DiskTier
 from engine.experts.dispatch import BANK_LAYER
 from engine.experts.ram_tier import RamTier
 from engine.experts.read_ahead import ReadAhead
+from engine.experts.recording import FEW_TOKENS
 from engine.experts.sites import ExpertsSite
 from engine.experts.visits import Visits, visits_of
 from engine.kernels import choose_kernel, choose_torch_kernel
 from engine.kernels.interface import ExpertKernel
 from engine.kernels.native.experts import MAX_TOKENS
 from engine.kernels.native.library import NativeKernels
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER
 
 if TYPE_CHECKING:
     from engine.experts.prediction.prefetcher import Prefetcher
@@ -113,6 +117,7 @@ class DiskBackedExperts:
         self._many_tokens = many_tokens
         self._ahead = ahead
         self._prefetcher = prefetcher
+        self.dense_lane = lanes.CPU_ATTENTION
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -136,6 +141,9 @@ class DiskBackedExperts:
             wanted.sort(key=absent.__contains__)  # first those that are there, then the others in the file's order
             capacity = max(capacity // 2, 1)
         now = tier.acquire(layer, wanted[:capacity])
+        if RECORDER.on and RECORDER.uses is not None and step.tokens <= FEW_TOKENS:
+            there = tuple(expert for expert in now.slots if expert not in now.arriving)
+            RECORDER.uses.append((RECORDER.step, RECORDER.layer, list(step.spans), there))
         left = [*now.left, *wanted[capacity:]]
         following = Acquired(layer)
         read = list(now.arriving)
@@ -191,6 +199,15 @@ class DiskBackedExperts:
             missing -= len(batch)
 
     def _run(self, step: Visits, acquired: Acquired, experts: list[int]) -> None:
+        if not RECORDER.on:
+            self._run_now(step, acquired, experts)
+            return
+        begun_ns = time.perf_counter_ns()
+        self._run_now(step, acquired, experts)
+        if experts:
+            RECORDER.span(lanes.CPU_EXPERTS, lanes.EXPERTS, begun_ns, time.perf_counter_ns(), count=len(experts))
+
+    def _run_now(self, step: Visits, acquired: Acquired, experts: list[int]) -> None:
         # Which kernel computes depends on the step alone, not on how many of its experts happen to be there.
         if step.tokens > MAX_TOKENS:
             step.compute(self._many_tokens, acquired.slots, experts)

@@ -18,6 +18,8 @@ from engine.errors import EngineError, ErrorCode
 from engine.experts.bank_file import BankFile
 from engine.experts.bank_header import BankHeader
 from engine.experts.direct_file import bytes_of
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class Read(Future[None]):
 
     Attributes:
         layer, expert, count: which records, `count` of them from `expert` on.
+        begun_ns: when the disk was given the first piece of it; is_urgent: whether somebody waits for it.
     """
 
     def __init__(self, layer: int, expert: int, count: int, target: memoryview) -> None:
@@ -54,6 +57,8 @@ class Read(Future[None]):
         self.pieces = [_Piece(self, begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
         self.pieces_left = len(self.pieces)
         self.error: BaseException | None = None
+        self.begun_ns = 0
+        self.is_urgent = True
         self.set_running_or_notify_cancel()  # it cannot be cancelled: the memory is written to until it is done
 
 
@@ -83,6 +88,7 @@ class DiskTier:
     ) -> None:
         self._bank = BankFile(path, wanted, direct=direct)
         self._repair = repair
+        self._layer_numbers = [lanes.layer_number(layer.name) for layer in self._bank.header.layers]
         self._repairing = threading.Lock()
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
@@ -149,6 +155,7 @@ class DiskTier:
         if odd or expert < 0 or expert + count > self.header.layers[layer].num_experts:
             raise ValueError(f"{len(target)} bytes from expert {expert} on are not experts of layer {layer}")
         read = Read(layer, expert, count, target)
+        read.is_urgent = urgent
         with self._work:
             if self._closed:
                 raise EngineError(ErrorCode.INTERNAL, "An expert was asked for after the model had been closed.")
@@ -166,6 +173,7 @@ class DiskTier:
     def hurry(self, read: Read) -> None:
         """Somebody waits for `read` now: what of it has not begun goes before all that is not urgent."""
         with self._work:
+            read.is_urgent = True
             self._push(_URGENT, [piece for piece in read.pieces if not piece.begun])
 
     def close(self) -> None:
@@ -209,6 +217,7 @@ class DiskTier:
                     if piece.begun:  # it may have been hurried, and so stand in the queue twice
                         continue
                     piece.begun = True
+                    piece.read.begun_ns = piece.read.begun_ns or time.perf_counter_ns()
                     self._later_under_way += urgency == _LATER
                     if not self._under_way:
                         self._busy_since_s = time.perf_counter()
@@ -246,6 +255,10 @@ class DiskTier:
         with self._lock:
             self.records_read += read.count
             self.bytes_read += len(target)
+        if RECORDER.on:
+            name, now_ns = lanes.READ if read.is_urgent else lanes.READ_AHEAD, time.perf_counter_ns()
+            layer, expert = self._layer_numbers[read.layer], read.expert if read.count == 1 else -1
+            RECORDER.span(lanes.DISK, name, read.begun_ns, now_ns, layer, expert, len(target), read.count)
         del target
         read.set_result(None)
 

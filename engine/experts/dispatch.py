@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from engine.errors import EngineError, ErrorCode
+from engine.experts.recording import recorded_experts
+from engine.telemetry.recorder import RECORDER
 
 if TYPE_CHECKING:
     from engine.experts.bank import BankLayer
@@ -37,12 +39,17 @@ def experts_forward(
         EngineError: `INTERNAL`, if the module is not bound.
     """
     layer, kernel = _bound(module)
-    device = layer.device
-    if hidden_states.device == device:
-        return kernel(hidden_states, top_k_index, top_k_weights)
-    # The experts are in RAM, the rest of the model on the GPU: only activations travel.
-    result = kernel(hidden_states.to(device), top_k_index.to(device), top_k_weights.to(device))
-    return result.to(hidden_states.device)
+    device, place = layer.device, hidden_states.device
+    if place != device:
+        # The experts are in RAM, the rest of the model on the GPU: only activations travel.
+        hidden_states, top_k_index, top_k_weights = (
+            tensor.to(device) for tensor in (hidden_states, top_k_index, top_k_weights)
+        )
+    if RECORDER.on:
+        result = recorded_experts(module, kernel, hidden_states, top_k_index, top_k_weights)
+    else:
+        result = kernel(hidden_states, top_k_index, top_k_weights)
+    return result if place == device else result.to(place)
 
 
 def bank_layer(module: Any) -> BankLayer:

@@ -26,9 +26,12 @@ from engine.experts.latency import LatencyModel
 from engine.experts.lookup import Lookup
 from engine.experts.partial_sums import PartialSums, Work
 from engine.experts.record_source import Held, RecordSource
+from engine.experts.recording import NO_LANE
 from engine.experts.routing import Routing
 from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import VramCache
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER, seconds_ns
 
 BUNDLED_BYTES = 2**17
 """Up to this size the hidden states travel with the routing, in case the CPU needs them: a second wait costs more."""
@@ -69,7 +72,7 @@ class _Step:
 
     Attributes:
         only_cpu: after a failure: nothing is fetched, and what is on the device is left there.
-        pending: work for the compute stream that goes with what comes next.
+        pending: work for the compute stream that goes with what comes next; experts that it computes.
     """
 
     hidden: torch.Tensor
@@ -79,6 +82,7 @@ class _Step:
     host_hidden: torch.Tensor | None = None
     held: list[Held] = field(default_factory=list)
     pending: list[Work] = field(default_factory=list)
+    pending_experts: int = 0
     on_cpu: int = 0
     fetched: int = 0
     hits_on_cpu: int = 0
@@ -115,6 +119,8 @@ class HybridExperts:
         self._make_kernel, self._latency, self._activations = make_kernel, latency, activations
         self._prefetcher, self._number = prefetcher, layer if number is None else number
         self._device = cache.device
+        self.dense_lane = NO_LANE if self._device.compute_follows_caller else lanes.GPU
+        """Where a timeline has what the caller's thread computes between expert layers."""
         self._fetching = Fetching(cache, make_kernel, latency)
 
     @property
@@ -198,12 +204,15 @@ class HybridExperts:
         shape = (index.numel(), step.hidden.shape[1])
         sums = PartialSums(step.hidden, weights, routing, self._activations.rows(shape, step.hidden.dtype))
         lookup = step.lookup = self._look_up(step, routing)
+        if RECORDER.on and RECORDER.uses is not None and not step.is_prefill:
+            RECORDER.uses.append((RECORDER.step, RECORDER.layer, routing.experts, tuple(lookup.hits)))
         begun_s = time.perf_counter()
         if lookup.hits and self._cpu_is_sooner(step, routing):
             self._compute_all_here(step, routing, sums)
         else:
             if lookup.hits:
                 step.pending.append(sums.on_device(self.cache.kernel(self._make_kernel), lookup.hits))
+                step.pending_experts = len(lookup.hits)
             if lookup.misses:
                 self._submit(step)
                 self._meet_misses(step, routing, sums)
@@ -326,7 +335,11 @@ class HybridExperts:
         begun_s = time.perf_counter()
         rows = {expert: held.rows[expert] for expert in experts}
         sums.on_host(self._source.kernel, step.host_hidden, rows, out)
-        self._latency.observe_cpu(tokens, time.perf_counter() - begun_s)
+        ended_s = time.perf_counter()
+        self._latency.observe_cpu(tokens, ended_s - begun_s)
+        if RECORDER.on:
+            begun_ns, ended_ns = seconds_ns(begun_s), seconds_ns(ended_s)
+            RECORDER.span(lanes.CPU_EXPERTS, lanes.EXPERTS, begun_ns, ended_ns, count=len(experts))
         added = self._submit(step)
         if added is not None:
             self._activations.read_until(added)
@@ -344,7 +357,12 @@ class HybridExperts:
             for one in works:
                 one()
 
-        return self._device.compute_stream.submit(works[0] if len(works) == 1 else work)
+        end = self._device.compute_stream.submit(works[0] if len(works) == 1 else work)
+        if RECORDER.on:
+            experts, step.pending_experts = step.pending_experts, 0
+            name = lanes.EXPERTS if experts else lanes.FINISH
+            RECORDER.event(end, lanes.GPU, name, count=experts, device=self._device.index)
+        return end
 
     def _tell(self, step: _Step, routing: Routing) -> None:
         if self._prefetcher is not None and not (step.is_told or step.is_prefill or step.only_cpu):

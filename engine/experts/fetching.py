@@ -14,6 +14,8 @@ from engine.experts.record_source import Held
 from engine.experts.routing import Routing
 from engine.experts.slot_segments import KernelMaker, Segment
 from engine.experts.vram_cache import VramCache
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER
 
 
 @dataclass(slots=True)
@@ -109,6 +111,10 @@ class Fetching:
                 h2d.wait(last_use)
             target = staging.segment.records.records[slot]
             copied = h2d.copy(target, held.record(expert), direction=Direction.H2D)
+            if RECORDER.on:
+                RECORDER.event(
+                    copied, lanes.H2D, lanes.FETCH, expert=expert, nbytes=target.nbytes, device=self._device.index
+                )
             held.until(expert, copied)
             fetch = _Fetch(expert, tokens, staging.segment, slot, copied, is_staged=True)
         self._begun.append(fetch)
@@ -119,5 +125,7 @@ class Fetching:
         work = sums.on_device(fetch.segment.kernel(self._make_kernel), {fetch.expert: fetch.row})
         compute.wait(fetch.copied)
         fetch.done = compute.submit(work)
+        if RECORDER.on:
+            RECORDER.event(fetch.done, lanes.GPU, lanes.EXPERTS, expert=fetch.expert, device=self._device.index)
         if fetch.is_staged and staging is not None:
             staging.used(fetch.row, fetch.done)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -15,6 +16,8 @@ from engine.errors import EngineError
 from engine.experts.cache.policies import Key
 from engine.experts.cache.pool import Pool
 from engine.experts.lookup import VramCounters
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER
 
 _log = logging.getLogger(__name__)
 
@@ -22,9 +25,9 @@ _log = logging.getLogger(__name__)
 class Purpose(Enum):
     """Why an expert is copied: it is computed at once, it has been missed, or somebody foretold it."""
 
-    FETCH = "fetch"
-    POST_FETCH = "post-fetch"
-    PREFETCH = "prefetch"
+    FETCH = lanes.FETCH
+    POST_FETCH = lanes.POST_FETCH
+    PREFETCH = lanes.PREFETCH
 
 
 @dataclass(slots=True)
@@ -43,10 +46,14 @@ class Flights:
 
     Attributes:
         foretold: keys that were prefetched and have not been a hit yet.
+        name_of: a key's (layer of the decoder, expert), for a timeline.
     """
 
-    def __init__(self, device: Device, record_nbytes: int, counters: VramCounters) -> None:
+    def __init__(
+        self, device: Device, record_nbytes: int, counters: VramCounters, name_of: Callable[[Key], tuple[int, int]]
+    ) -> None:
         self.foretold: set[Key] = set()
+        self.name_of = name_of
         self._device, self._record_nbytes, self._counters = device, record_nbytes, counters
         self._flights: deque[_Flight] = deque()
         self._last_use: Event | None = None
@@ -74,6 +81,11 @@ class Flights:
             pool.abandon(key)
             raise
         self._flights.append(_Flight(key, pool, event, purpose))
+        if RECORDER.on:
+            layer, expert = self.name_of(key)
+            RECORDER.event(
+                event, lanes.H2D, purpose.value, layer, expert, self._record_nbytes, device=self._device.index
+            )
         if purpose is Purpose.PREFETCH:
             self.foretold.add(key)
             self._counters.prefetched += 1

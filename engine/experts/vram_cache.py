@@ -67,12 +67,14 @@ class VramCache:
         self.most_in_flight = most_in_flight
         self.counters = VramCounters()
         self.note: str | None = None
+        self.layer_numbers = list(range(layers))
+        """Of its layers in the decoder, for a timeline."""
         self._experts = experts
         self._is_adaptive = policy == ADAPTIVE
         self._popularity = popularity
         first = "lru" if self._is_adaptive else policy
         self._pools = SlotPools(device, layout, layers, experts, slots, ways, first, popularity, seed)
-        self._flights = Flights(device, layout.nbytes, self.counters)
+        self._flights = Flights(device, layout.nbytes, self.counters, self._name_of)
         self._lock = threading.RLock()
         self._sampler: PolicySampler | None = None
         self.staging = self._open_staging(staging)
@@ -352,6 +354,10 @@ class VramCache:
             if self.staging is not None:
                 self.staging.segment.release()
                 self.staging = None
+
+    def _name_of(self, key: Key) -> tuple[int, int]:
+        layer, expert = divmod(key, self._experts)
+        return self.layer_numbers[layer], expert
 
     def _settle(self) -> None:
         """Takes note of what has happened since the last step: copies that ended, memory that others took."""

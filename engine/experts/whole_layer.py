@@ -18,7 +18,10 @@ from engine.devices.memory_budget import MemoryCategory
 from engine.errors import EngineError, ErrorCode
 from engine.experts.record import RecordLayout
 from engine.experts.record_source import RecordSource
+from engine.experts.recording import NO_LANE
 from engine.experts.slot_segments import KernelMaker, Segment
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER
 
 
 @dataclass
@@ -49,6 +52,8 @@ class LayerBuffers:
 
     def __init__(self, device: Device, layout: RecordLayout, sources: Sequence[RecordSource]) -> None:
         self.device = device
+        self.layer_numbers = list(range(len(sources)))
+        """Of its layers in the decoder, for a timeline."""
         self._sources = sources
         experts = max(source.num_experts for source in sources)
         self._halves: list[_Half] = []
@@ -100,6 +105,16 @@ class LayerBuffers:
                     event = stream.copy(slots[expert], held.record(expert), direction=Direction.H2D)
                     held.until(expert, event)
                     copied.append(event)
+                    if RECORDER.on:
+                        RECORDER.event(
+                            event,
+                            lanes.H2D,
+                            lanes.WHOLE_LAYER,
+                            self.layer_numbers[layer],
+                            expert,
+                            slots[expert].nbytes,
+                            device=self.device.index,
+                        )
             finally:
                 held.release()
             left = held.left
@@ -144,6 +159,7 @@ class WholeLayerExperts:
         self._buffers, self._layer, self._make_kernel = buffers, layer, make_kernel
         self._experts = buffers.experts_of(layer)
         self._device = buffers.device
+        self.dense_lane = NO_LANE if self._device.compute_follows_caller else lanes.GPU
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -169,6 +185,8 @@ class WholeLayerExperts:
                 result.copy_(kernel(hidden_states, ids, top_k_weights))
 
             half.last_use = end = compute.submit(work)
+            if RECORDER.on:
+                RECORDER.event(end, lanes.GPU, lanes.EXPERTS, count=self._experts, device=self._device.index)
             buffers.load(buffers.next_of(self._layer))
             if not self._device.compute_follows_caller or end.failure is not None:
                 end.wait()

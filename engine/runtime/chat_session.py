@@ -28,6 +28,8 @@ from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.prompt import chat_prompt, check_length, implied_stops
 from engine.runtime.session import Session
 from engine.runtime.stopping import end_token_ids
+from engine.telemetry.lanes import PROMPT
+from engine.telemetry.recorder import RECORDER, seconds_ns
 
 
 class ChatSession:
@@ -133,6 +135,9 @@ class ChatSession:
         reached: FinishReason = "length" if sampling.max_tokens <= room else "context"
         limits = Limits(end_ids, stop, min(sampling.max_tokens, room), reached)
         run = decode_beams if sampling.beams > 1 else decode
+        if RECORDER.on:
+            RECORDER.begin_request(seconds_ns(begun))
+            RECORDER.phase(PROMPT, 0)
         try:
             with torch.inference_mode():
                 logits, reused = self._session.prefill(ids, on_progress, cancelled)
@@ -151,6 +156,8 @@ class ChatSession:
                 f"The memory of this computer did not suffice for a context of {len(ids):,} prompt tokens: shorten the "
                 f"conversation, close other programs or choose a smaller model.",
             ) from error
+        finally:
+            RECORDER.end_request()
         if self._loaded.foresight is not None:
             self._loaded.foresight.learn_while_idle()
         decoding = done.last_s - done.first_s

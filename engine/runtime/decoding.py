@@ -17,6 +17,8 @@ from engine.runtime.generation import CancelCheck, TextCallback
 from engine.runtime.sampling import make_chooser, penalise_repetition
 from engine.runtime.session import Session
 from engine.runtime.stopping import StopStrings
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER, seconds_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,8 @@ def decode(
         last_s = perf_counter()
         if not ids:
             first_s = last_s
+        if RECORDER.on:
+            RECORDER.phase(lanes.DECODE if ids else lanes.SAMPLE, 1, seconds_ns(last_s))
         ids.append(token_id)
         if token_id in end_ids:
             reason: FinishReason = "stop"
@@ -120,6 +124,9 @@ def decode_beams(
 
     def after_step(length: int) -> bool:
         moments.append(perf_counter())
+        if RECORDER.on:
+            first = len(moments) == 1
+            RECORDER.phase(lanes.SAMPLE if first else lanes.DECODE, 1, seconds_ns(moments[-1]))
         on_text("", length)
         return cancelled()
 

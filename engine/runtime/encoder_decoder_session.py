@@ -14,6 +14,8 @@ from engine.runtime.cancellation import RequestCancelled
 from engine.runtime.generation import CancelCheck, ProgressCallback
 from engine.runtime.growing_cache import cache_bytes
 from engine.runtime.loaded_model import LoadedModel
+from engine.telemetry.lanes import PREFILL
+from engine.telemetry.recorder import RECORDER
 
 
 def source_prompt(tokenizer: Any, messages: Sequence[ChatMessage]) -> list[int]:
@@ -86,6 +88,8 @@ class EncoderDecoderSession:
         start = torch.tensor([[self._start]], device=self._device)
         logits = decode_step(self._model, start, source, mask, cache)
         self._source, self._mask, self._cache, self._tokens = source, mask, cache, 1
+        if RECORDER.on:
+            RECORDER.phase(PREFILL, len(prompt))
         on_progress(len(prompt), len(prompt))
         if self._forced_first is not None:
             forced = torch.full_like(logits, -torch.inf)

@@ -18,6 +18,8 @@ from engine.runtime.kv_room import KvRoom
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.prefill_pieces import watched_layers
 from engine.runtime.step_model import StepModel
+from engine.telemetry.lanes import PREFILL
+from engine.telemetry.recorder import RECORDER
 
 SNAPSHOT_TOKENS = 16
 """How far before the end of a prompt a snapshot is taken, for caches that cannot be cropped: behind the common
@@ -101,6 +103,8 @@ class KvSession:
             ids = prompt[start:end]
             with watched_layers(self._model, start, end, total, on_progress, cancelled):
                 logits = self._forward(torch.tensor([ids], device=self._device), ids)
+            if RECORDER.on:
+                RECORDER.phase(PREFILL, end - start)
             on_progress(end, total)
         assert logits is not None  # the last token is never reused
         return logits, reused
@@ -136,6 +140,8 @@ class KvSession:
             self._room.count(self._cache)
             self._ids.extend(ids)
             self._whole = True
+            if RECORDER.on:
+                RECORDER.head()
             return logits
         # Not in the handler, which keeps the tensors of the forward alive.
         return self._compute_again([*self._ids, *ids])
@@ -224,6 +230,8 @@ class BeamCache:
         logits, self._cache = self._step(tokens, self._cache, self._length)
         self._room.count(self._cache)
         self._length += 1
+        if RECORDER.on:
+            RECORDER.head()
         return logits
 
     def reorder(self, sources: torch.Tensor) -> None:

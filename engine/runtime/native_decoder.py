@@ -7,6 +7,7 @@ tests hold it to the library's result.
 
 from __future__ import annotations
 
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from engine.kernels.native.library import NativeKernels
 from engine.runtime.short_way.grouped_attention import GroupedAttention
 from engine.runtime.short_way.latent_attention import LatentAttention
 from engine.runtime.short_way.sparse_block import SparseBlock
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER
 
 _LAYERS = (
     deepseek_v2.DeepseekV2DecoderLayer,
@@ -41,10 +44,12 @@ _LAYERS = (
 def speed_up_decoder_layers(model: Any, kernels: NativeKernels) -> int:
     """Gives every decoder layer that the kernels know its short way for single tokens; returns how many."""
     count = 0
-    for layer in model.modules():
+    for name, layer in model.named_modules():
         kind = _attention_of(layer) if type(layer) in _LAYERS else None
         if kind is not None:
-            layer.forward = _SingleTokenLayer(layer, kind(layer, kernels), SparseBlock.of(layer, kernels))
+            layer.forward = _SingleTokenLayer(
+                layer, kind(layer, kernels), SparseBlock.of(layer, kernels), lanes.layer_number(name)
+            )
             count += 1
     return count
 
@@ -67,13 +72,16 @@ def _attention_of(layer: Any) -> type[GroupedAttention] | type[LatentAttention] 
 class _SingleTokenLayer:
     """The `forward` of one decoder layer."""
 
-    def __init__(self, layer: Any, attention: GroupedAttention | LatentAttention, sparse: SparseBlock | None) -> None:
+    def __init__(
+        self, layer: Any, attention: GroupedAttention | LatentAttention, sparse: SparseBlock | None, number: int
+    ) -> None:
         # Bound before it is replaced: the way for everything that is not a single token.
         self._library_forward = layer.forward
         self._layer = layer
         self._hidden: int = layer.input_layernorm.weight.numel()
         self._attention = attention
         self._sparse = sparse
+        self._number = number
 
     def leave_routing(self) -> None:
         """From now on only attention goes the short way."""
@@ -91,11 +99,36 @@ class _SingleTokenLayer:
             and _hides_nothing(kwargs.get("attention_mask"))
         ):
             hidden_states = hidden_states.contiguous()
+            if RECORDER.on:
+                return self._recorded(hidden_states, cache, positions, *args, **kwargs)
             out = self._attention.step(hidden_states, cache, positions)
         if out is None:
             return self._library_forward(hidden_states, *args, **kwargs)
         if self._sparse is not None:
             return self._sparse.step(out)
+        return self._library_mlp(out)
+
+    def _recorded(self, hidden: torch.Tensor, cache: Any, positions: Any, *args: Any, **kwargs: Any) -> Any:
+        """The same, with its spans."""
+        recorder, begun_ns = RECORDER, perf_counter_ns()
+        out = self._attention.step(hidden, cache, positions)
+        if out is None:
+            return self._library_forward(hidden, *args, **kwargs)
+        attended_ns = perf_counter_ns()
+        recorder.span(lanes.CPU_ATTENTION, lanes.ATTENTION, begun_ns, attended_ns, self._number)
+        recorder.layer_since_ns, recorder.dense_lane = attended_ns, lanes.CPU_ATTENTION
+        if self._sparse is not None:
+            recorder.layer = self._number
+            out = self._sparse.step(out)
+            self._sparse.record(attended_ns)
+            return out
+        out = self._library_mlp(out)
+        if recorder.layer_since_ns == attended_ns:  # no experts, which would have told of themselves
+            recorder.layer_since_ns = ended_ns = perf_counter_ns()
+            recorder.span(lanes.CPU_ATTENTION, lanes.DENSE, attended_ns, ended_ns, self._number)
+        return out
+
+    def _library_mlp(self, out: torch.Tensor) -> Any:
         result = self._layer.mlp(self._layer.post_attention_layernorm(out))
         return out + (result[0] if isinstance(result, tuple) else result)
 

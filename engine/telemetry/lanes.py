@@ -5,6 +5,8 @@ Lanes are those of the simulator, so that a predicted timeline can stand under a
 
 from __future__ import annotations
 
+import re
+
 from engine.planner.simulator.timeline import LANES
 
 PHASE, GPU, H2D, D2H, CPU_EXPERTS, CPU_ATTENTION, DISK, SMALL_COPY = range(len(LANES))
@@ -58,6 +60,15 @@ NAMES = (
 
 FOR_LATER = frozenset((POST_FETCH, PREFETCH, READ_AHEAD))
 """Work that no step waits for."""
+
+
+_NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
+
+
+def layer_number(module: str) -> int:
+    """Number of the decoder layer that the module of this name is part of; -1 if its name has none."""
+    found = _NUMBER.search(module)
+    return int(found[1]) if found is not None else -1
 
 
 def lane_name(lane: int) -> str:

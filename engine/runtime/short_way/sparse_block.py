@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import linear_struct
 from engine.kernels.native.structs import MatrixStruct, RouterStruct, SparseBlockStruct
 from engine.runtime.short_way.weights import address_of, is_plain, is_readable, out_of_memory
+from engine.telemetry.lanes import CPU_EXPERTS, EXPERTS
+from engine.telemetry.recorder import RECORDER
 
 _SOFTMAX, _SIGMOID = 0, 1
 
@@ -34,6 +37,7 @@ class SparseBlock:
         self._kernels = kernels
         self._chosen = torch.zeros(struct.router.top_k, dtype=torch.int64)
         self._shares = torch.zeros(struct.router.top_k)
+        self._top_k = int(struct.router.top_k)
         self._routing = (self._chosen.data_ptr(), self._shares.data_ptr())
 
     @classmethod
@@ -81,6 +85,14 @@ class SparseBlock:
         if kernels.sparse_step(kernels.pool, self._address, hidden_states.data_ptr(), *self._routing, out.data_ptr()):
             raise out_of_memory()
         return out
+
+    def record(self, begun_ns: int) -> None:
+        """The last step, as a span from then until now, and whom it chose."""
+        recorder, ended_ns = RECORDER, perf_counter_ns()
+        recorder.layer_since_ns = ended_ns
+        recorder.span(CPU_EXPERTS, EXPERTS, begun_ns, ended_ns, count=self._top_k)
+        if recorder.uses is not None:
+            recorder.uses.append((recorder.step, recorder.layer, self._chosen.tolist(), ()))
 
 
 def _is_plain_mlp(mlp: Any) -> bool:

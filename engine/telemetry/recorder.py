@@ -1,0 +1,313 @@
+"""The engine's one recorder of spans: every thread appends to a ring of its own, and somebody takes what is there.
+
+There is one for the process, as there is one log: whatever is timed would otherwise have to be handed a recorder
+through every constructor.  While it is off a recording point costs one look at `RECORDER.on`.  Times are nanoseconds
+of `time.perf_counter_ns`, the clock of streams and events.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any, Protocol
+
+import numpy as np
+
+from engine.telemetry.lanes import CPU_ATTENTION, HEAD, PHASE
+from engine.telemetry.records import COUNTERS, SPAN, STEP, Records, no_spans, no_steps
+
+RING_SPANS = 2**16
+"""Of each thread: some seconds of the fastest decode."""
+PENDING_EVENTS = 2**14
+RING_STEPS = 2**13
+
+_SPAN_FIELDS = (
+    "lane",
+    "name",
+    "start_ns",
+    "end_ns",
+    "layer",
+    "expert",
+    "nbytes",
+    "count",
+    "device",
+    "request",
+    "step",
+)
+_STEP_FIELDS = ("request", "step", "name", "start_ns", "end_ns", "tokens", *COUNTERS)
+_NOTHING = (0,) * len(COUNTERS)
+
+CounterSource = Callable[[], tuple[int, ...]]
+"""What has been counted so far, in the order of `COUNTERS`."""
+
+
+class DeviceWork(Protocol):
+    """What the recorder reads of `engine.devices.device.Event`."""
+
+    def done(self) -> bool: ...
+    @property
+    def failure(self) -> Exception | None: ...
+    @property
+    def started_s(self) -> float: ...
+    @property
+    def ended_s(self) -> float: ...
+
+
+class Ring:
+    """What one thread has recorded and nobody has taken yet; the oldest go when it is full, and are counted.
+
+    One thread appends, one takes, and neither waits: a deque's ends are safe to use beside each other.
+    """
+
+    __slots__ = ("appended", "entries", "owner", "taken")
+
+    def __init__(self, capacity: int, owner: threading.Thread | None = None) -> None:
+        self.entries: deque[tuple[Any, ...]] = deque(maxlen=capacity)
+        self.owner = owner
+        self.appended = 0
+        self.taken = 0
+
+    def append(self, entry: tuple[Any, ...]) -> None:
+        """By the owner."""
+        self.entries.append(entry)
+        self.appended += 1
+
+    def take(self) -> list[tuple[Any, ...]]:
+        """By whoever collects: what was there when it began."""
+        entries, taken = self.entries, []
+        for _ in range(len(entries)):
+            try:
+                taken.append(entries.popleft())
+            except IndexError:  # the owner has started anew
+                break
+        self.taken += len(taken)
+        return taken
+
+    @property
+    def dropped(self) -> int:
+        """Entries that nobody took in time; exact while the owner rests."""
+        return max(0, self.appended - self.taken - len(self.entries))
+
+
+class _Mine(threading.local):
+    """The calling thread's ring; made at its first span."""
+
+    def __init__(self, rings: list[Ring], capacity: int) -> None:
+        self.ring = Ring(capacity, threading.current_thread())
+        rings.append(self.ring)
+
+
+class Recorder:
+    """Records while `on`.
+
+    Attributes:
+        on: whether anything is recorded; recording points look at it first.
+        request, step: what is computed now, on the thread of the engine; 0 and -1 while nothing is.
+        layer: of the decoder, that the thread of the engine computes; -1 while it is in none.
+        layer_since_ns: when the experts of the layer before ended, or the phase began.
+        dense_lane: where the caller's thread computes what is between expert layers; -1 if it only queues it.
+        uses: takes (step, layer, experts used, those that were hits) of each layer of decode steps, if somebody wants.
+    """
+
+    def __init__(self, capacity: int = RING_SPANS) -> None:
+        self.on = False
+        self.request = 0
+        self.step = -1
+        self.layer = -1
+        self.layer_since_ns = 0
+        self.dense_lane = CPU_ATTENTION
+        self.uses: deque[tuple[Any, ...]] | None = None
+        self._capacity = capacity
+        self._rings: list[Ring] = []
+        self._mine = _Mine(self._rings, capacity)
+        self._pending = Ring(PENDING_EVENTS)
+        self._waiting: list[tuple[Any, ...]] = []
+        self._steps = Ring(RING_STEPS)
+        self._gone = 0
+        self._requests = 0
+        self._next_step = 0
+        self._since_ns = 0
+        self._counters: CounterSource | None = None
+        self._counted = _NOTHING
+        self._after_phase: Callable[[], None] | None = None
+        self._taking = threading.Lock()
+
+    def start(self) -> None:
+        """Record from now on; what was recorded before is forgotten."""
+        self.take_spans()
+        self.take_steps()
+        self._waiting = []
+        with self._taking:
+            for ring in [*self._rings, self._pending, self._steps]:
+                ring.appended = ring.taken = 0
+        self._gone = 0
+        self._since_ns = self.layer_since_ns = time.perf_counter_ns()
+        self._counted = self._counters() if self._counters is not None else _NOTHING
+        self.on = True
+
+    def stop(self) -> None:
+        """Record nothing more; what is there can still be taken."""
+        self.on = False
+
+    def count_with(self, counters: CounterSource | None, after_phase: Callable[[], None] | None = None) -> None:
+        """Tells where steps read their counters, None for nowhere; `after_phase` is called when each has ended."""
+        self._counters, self._after_phase = counters, after_phase
+        self._counted = counters() if counters is not None else _NOTHING
+
+    @property
+    def next_request(self) -> int:
+        """Number of the request that begins next."""
+        return self._requests + 1
+
+    def begin_request(self, now_ns: int | None = None) -> None:
+        """What is recorded from now on belongs to another request."""
+        self._requests += 1
+        self.request = self._requests
+        self.step = self._next_step
+        self._since_ns = self.layer_since_ns = time.perf_counter_ns() if now_ns is None else now_ns
+        self.layer = -1
+
+    def phase(self, name: int, tokens: int, now_ns: int | None = None) -> None:
+        """The time since the last phase, or since the request began, was this one; with it a step has ended."""
+        now_ns = time.perf_counter_ns() if now_ns is None else now_ns
+        since_ns, request = self._since_ns, self.request
+        step = self._next_step  # not self.step, which is none where recording began in the middle of a request
+        self._mine.ring.append((PHASE, name, since_ns, now_ns, -1, -1, 0, tokens, 0, request, step))
+        counted = self._counted
+        if self._counters is not None:
+            self._counted = self._counters()
+            counted = tuple(map(operator.sub, self._counted, counted))
+        else:
+            counted = _NOTHING
+        self._steps.append((request, step, name, since_ns, now_ns, tokens, *counted))
+        if self._after_phase is not None:
+            self._after_phase()
+        self._next_step = self.step = step + 1
+        self._since_ns = self.layer_since_ns = now_ns
+        self.layer = -1
+
+    def end_request(self) -> None:
+        """What is recorded from now on belongs to nobody."""
+        self.request, self.step, self.layer = 0, -1, -1
+
+    def span(
+        self,
+        lane: int,
+        name: int,
+        start_ns: int,
+        end_ns: int,
+        layer: int | None = None,
+        expert: int = -1,
+        nbytes: int = 0,
+        count: int = 1,
+        device: int = 0,
+    ) -> None:
+        """Something that has ended; `layer` None is the one that the thread of the engine is in."""
+        ring = self._mine.ring
+        # As Ring.append: a call more would cost half as much again.
+        ring.entries.append(
+            (
+                lane,
+                name,
+                start_ns,
+                end_ns,
+                self.layer if layer is None else layer,
+                expert,
+                nbytes,
+                count,
+                device,
+                self.request,
+                self.step,
+            )
+        )
+        ring.appended += 1
+
+    def event(
+        self,
+        work: DeviceWork,
+        lane: int,
+        name: int,
+        layer: int | None = None,
+        expert: int = -1,
+        nbytes: int = 0,
+        count: int = 1,
+        device: int = 0,
+    ) -> None:
+        """Something that a stream of a device has been given: its own clock says when it began and ended.
+
+        By the thread of the engine only.  If it fails, or is cancelled, there is no span.
+        """
+        if layer is None:
+            layer = self.layer
+        # Of a span's tuple the beginning and the end are not known yet.
+        self._pending.append((work, lane, name, layer, expert, nbytes, count, device, self.request, self.step))
+
+    def head(self) -> None:
+        """The forward has ended: what came after the last layer's experts was the model's head."""
+        if self.dense_lane >= 0:
+            self.span(self.dense_lane, HEAD, self.layer_since_ns, time.perf_counter_ns(), -1)
+
+    def take_spans(self) -> Records:
+        """All spans that have ended since the last call, sorted by nothing."""
+        with self._taking:
+            taken = [entry for ring in self._rings for entry in ring.take()]
+            self._forget_ended_threads()
+            self._waiting += self._pending.take()
+            waiting = self._waiting
+        still: list[tuple[Any, ...]] = []
+        for entry in waiting:
+            work = entry[0]
+            if not work.done():
+                still.append(entry)
+            elif work.failure is None:
+                _, lane, name, *rest = entry
+                taken.append((lane, name, round(work.started_s * 1e9), round(work.ended_s * 1e9), *rest))
+        self._waiting = still
+        return as_records(taken, _SPAN_FIELDS, SPAN) if taken else no_spans()
+
+    def take_steps(self) -> Records:
+        """All steps that have ended since the last call, in order."""
+        taken = self._steps.take()
+        return as_records(taken, _STEP_FIELDS, STEP) if taken else no_steps()
+
+    @property
+    def dropped_spans(self) -> int:
+        """Spans that were lost since `start`, because nobody took them in time."""
+        return self._gone + self._pending.dropped + sum(ring.dropped for ring in self._rings)
+
+    @property
+    def dropped_steps(self) -> int:
+        """The same of steps."""
+        return self._steps.dropped
+
+    def _forget_ended_threads(self) -> None:
+        for ring in [ring for ring in self._rings if ring.owner is not None and not ring.owner.is_alive()]:
+            if not ring.entries:
+                self._gone += ring.dropped
+                self._rings.remove(ring)
+
+
+def as_records(entries: Iterable[tuple[int, ...]], fields: tuple[str, ...], dtype: np.dtype[Any]) -> Records:
+    """Tuples of integers, each in the order of `fields`, as records.
+
+    Integers that a field has no room for are brought to the nearest that it has: nonsense costs one number, not all.
+    """
+    columns = np.fromiter(chain.from_iterable(entries), np.int64).reshape(-1, len(fields))
+    records = np.empty(len(columns), dtype)
+    for number, field in enumerate(fields):
+        info = np.iinfo(dtype[field])
+        records[field] = columns[:, number].clip(info.min, info.max)
+    return records
+
+
+def seconds_ns(moment_s: float) -> int:
+    """A moment of `time.perf_counter` as one of `perf_counter_ns`."""
+    return round(moment_s * 1e9)
+
+
+RECORDER = Recorder()
+"""Of this process."""
