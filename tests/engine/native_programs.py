@@ -1,0 +1,46 @@
+"""C++ programs made of the native kernels and a source of `native_sanitizers`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from engine.kernels.native.build import compile_sources
+from engine.kernels.native.compilers import Compiler
+
+FOLDER = Path(__file__).parent / "native_sanitizers"
+HEADERS = Path(__file__).parents[2] / "engine" / "kernels" / "native" / "src"
+
+
+def make_program(
+    name: str,
+    folder: Path,
+    compiler: Compiler,
+    options: tuple[str, ...] = (),
+    *,
+    link: tuple[str, ...] = (),
+    machine: str | None = None,
+) -> Path:
+    """The program of this name, compiled in `folder`.
+
+    Raises:
+        BuildError: the compiler refuses a source.
+    """
+    objects = compile_sources(compiler, folder, options, machine)
+    program = folder / name
+    sources = [str(FOLDER / f"{name}.cpp"), *map(str, objects)]
+    compiler.run("-std=c++17", "-pthread", *options, *link, f"-I{HEADERS}", *sources, "-o", str(program))
+    return program
+
+
+def run_program(*command: str | Path, timeout_s: float, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What came of it; the environment is `environment` besides this process'."""
+    return subprocess.run(
+        [str(word) for word in command],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )

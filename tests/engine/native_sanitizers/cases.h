@@ -1,0 +1,189 @@
+// Calls of everything that the native kernels export, on random shapes.  What they give goes to `record`, which the
+// including file defines: record(name, std::vector<uint16_t>), in bf16.
+#pragma once
+#include "own_memory.h"
+
+namespace {
+
+void expand(SwitchyardPool *pool, Random &random, const OwnMatrix &own) {
+    const auto &matrix = own.matrix;
+    const int64_t blocks = (matrix.rows + 31) / 32, begin = draw(random, 0, blocks - 1);
+    const int64_t end = draw(random, begin + 1, blocks);
+    const bool halves = matrix.pairing == SWITCHYARD_HALVES;
+    const int64_t per_block = halves ? 16 : 32, limit = halves ? matrix.rows / 2 : matrix.rows;
+    const int64_t rows = ((end * per_block < limit ? end * per_block : limit) - begin * per_block) * (halves ? 2 : 1);
+    std::vector<uint16_t> out(static_cast<size_t>(rows * matrix.columns));
+    require(switchyard_dequantise(pool, &matrix, begin, end, out.data()) == 0, "not expanded");
+    record("expanded", out);
+}
+
+void try_linear(SwitchyardPool *pool, Random &random, int32_t precision) {
+    const int64_t rows = draw(random, 1, 200), columns = draw(random, 1, 200);
+    const OwnMatrix own(pool, random, rows, columns, precision, SWITCHYARD_PLAIN);
+    if (precision != SWITCHYARD_BF16) expand(pool, random, own);
+    const auto tokens = static_cast<int32_t>(draw(random, 1, 20));
+    const auto x = draw_row(random, tokens * own.matrix.columns), bias = draw_row(random, own.matrix.rows);
+    std::vector<uint16_t> out(static_cast<size_t>(tokens * own.matrix.rows)), again(out);
+    const uint16_t *added = coin(random) ? bias.data() : nullptr;
+    require(switchyard_linear(pool, &own.matrix, tokens, x.data(), added, out.data()) == 0, "no product");
+    const OwnPool alone(1);
+    require(switchyard_linear(alone.pool, &own.matrix, tokens, x.data(), added, again.data()) == 0, "no product");
+    require(out == again, "a linear layer depends on the number of threads");
+    record("linear", out);
+}
+
+void try_experts(SwitchyardPool *pool, Random &random, int32_t precision) {
+    const OwnExperts own(pool, random, precision);
+    const auto tokens = static_cast<int32_t>(draw(random, 1, 20)), k = static_cast<int32_t>(draw(random, 1, 9));
+    const auto x = draw_row(random, int64_t{tokens} * own.layer.hidden);
+    std::vector<int64_t> index(static_cast<size_t>(tokens) * k);
+    for (auto &id : index) id = draw(random, -1, own.layer.count);  // -1 and count are nobody
+    std::vector<float> weights(index.size(), 0.25f);
+    std::vector<uint16_t> out(x.size()), again(x.size());
+    require(switchyard_experts(pool, &own.layer, tokens, k, x.data(), index.data(), weights.data(), out.data()) == 0,
+            "no experts");
+    const OwnPool alone(1);
+    require(switchyard_experts(alone.pool, &own.layer, tokens, k, x.data(), index.data(), weights.data(),
+                               again.data()) == 0, "no experts");
+    require(out == again, "experts depend on the number of threads");
+    record("experts", out);
+}
+
+void try_sparse(SwitchyardPool *pool, Random &random, int32_t precision) {
+    const OwnExperts own(pool, random, precision);
+    const int32_t experts = own.layer.count, hidden = own.layer.hidden;
+    const int64_t inner = draw(random, 1, 90);
+    const auto norm = draw_row(random, hidden), x = draw_row(random, hidden), shared_gate = draw_row(random, hidden);
+    const auto router = draw_row(random, int64_t{experts} * hidden), bias = draw_row(random, experts);
+    const std::vector<float> correction(static_cast<size_t>(experts), 0.5f);
+    const OwnMatrix gate(pool, random, inner, hidden, precision, SWITCHYARD_PLAIN);
+    const OwnMatrix up(pool, random, inner, hidden, precision, SWITCHYARD_PLAIN);
+    const OwnMatrix down(pool, random, hidden, inner, precision, SWITCHYARD_PLAIN);
+    SwitchyardSparseBlock block{};
+    block.norm = norm.data();
+    block.epsilon = 1e-6f;
+    block.norm_rounds_once = coin(random);
+    block.experts = own.layer;
+    block.router.weight = router.data();
+    if (coin(random)) block.router.bias = bias.data();
+    if (coin(random)) block.router.correction = correction.data();
+    block.router.scoring = coin(random);
+    block.router.groups = experts % 3 == 0 ? 3 : 1;
+    block.router.kept_groups = static_cast<int32_t>(draw(random, 1, block.router.groups));
+    const int32_t choice = experts / block.router.groups * block.router.kept_groups;
+    block.router.top_k = static_cast<int32_t>(draw(random, 1, choice));
+    block.router.bf16_logits = coin(random);
+    block.router.normalise = coin(random);
+    block.router.bf16_shares = coin(random);
+    block.router.scale = 1.5f;
+    if (coin(random)) {
+        block.shared_gate_proj = gate.matrix, block.shared_up_proj = up.matrix, block.shared_down_proj = down.matrix;
+        if (coin(random)) block.shared_gate = shared_gate.data();
+    }
+    std::vector<int64_t> chosen(static_cast<size_t>(block.router.top_k));
+    std::vector<float> shares(chosen.size());
+    std::vector<uint16_t> out(x.size());
+    require(switchyard_sparse_step(pool, &block, x.data(), chosen.data(), shares.data(), out.data()) == 0,
+            "no sparse step");
+    for (const int64_t expert : chosen) require(expert >= 0 && expert < experts, "an expert that is not there");
+    record("chosen", std::vector<uint16_t>(chosen.begin(), chosen.end()));
+    record("sparse", out);
+}
+
+void try_attention(SwitchyardPool *pool, Random &random, int32_t precision) {
+    SwitchyardAttention layer{};
+    layer.kv_heads = static_cast<int32_t>(draw(random, 1, 3));
+    layer.heads = layer.kv_heads * static_cast<int32_t>(draw(random, 1, 3));
+    layer.head_dim = static_cast<int32_t>(2 * draw(random, 1, 40));
+    layer.hidden = static_cast<int32_t>(draw(random, 1, 150));
+    layer.epsilon = 1e-6f;
+    layer.scale = 0.1f;
+    layer.norm_rounds_once = coin(random);
+    layer.norms_span_heads = coin(random);
+    const int64_t dim = layer.head_dim, hidden = layer.hidden;
+    const int64_t queries = layer.heads * dim, keys_width = layer.kv_heads * dim;
+    const OwnMatrix q(pool, random, queries, hidden, precision, SWITCHYARD_PLAIN);
+    const OwnMatrix k(pool, random, keys_width, hidden, precision, SWITCHYARD_PLAIN);
+    const OwnMatrix v(pool, random, keys_width, hidden, precision, SWITCHYARD_PLAIN);
+    const OwnMatrix o(pool, random, hidden, queries, precision, SWITCHYARD_PLAIN);
+    layer.q = q.matrix, layer.k = k.matrix, layer.v = v.matrix, layer.o = o.matrix;
+    const auto norm = draw_row(random, hidden), sinks = draw_row(random, layer.heads);
+    const auto of_q = draw_row(random, layer.norms_span_heads ? queries : dim);
+    const auto of_k = draw_row(random, layer.norms_span_heads ? keys_width : dim);
+    const auto q_bias = draw_row(random, queries), k_bias = draw_row(random, keys_width);
+    const auto v_bias = draw_row(random, keys_width), o_bias = draw_row(random, hidden);
+    layer.norm = norm.data();
+    if (layer.norms_span_heads || coin(random)) layer.q_norm = of_q.data(), layer.k_norm = of_k.data();
+    if (coin(random)) layer.q_bias = q_bias.data(), layer.k_bias = k_bias.data(), layer.v_bias = v_bias.data();
+    if (coin(random)) layer.o_bias = o_bias.data();
+    if (coin(random)) layer.sinks = sinks.data();
+    const int64_t capacity = draw(random, 1, 70), length = draw(random, 0, capacity - 1);
+    auto keys = draw_row(random, layer.kv_heads * capacity * dim), values = keys;
+    const auto x = draw_row(random, hidden), cos = draw_row(random, dim / 2), sin = draw_row(random, dim / 2);
+    std::vector<uint16_t> out(x.size());
+    require(switchyard_attention_step(pool, &layer, x.data(), cos.data(), sin.data(), keys.data(), values.data(),
+                                      capacity, length, out.data()) == 0,
+            "no attention");
+    record("attention", out);
+}
+
+void try_latent(SwitchyardPool *pool, Random &random, int32_t precision) {
+    SwitchyardLatentAttention layer{};
+    layer.hidden = static_cast<int32_t>(draw(random, 1, 150));
+    layer.heads = static_cast<int32_t>(draw(random, 1, 5));
+    layer.nope = static_cast<int32_t>(draw(random, 1, 40));
+    layer.rope = static_cast<int32_t>(2 * draw(random, 1, 20));
+    layer.rank = static_cast<int32_t>(draw(random, 1, 80));
+    layer.value_dim = static_cast<int32_t>(draw(random, 1, 40));
+    layer.rotation = static_cast<int32_t>(draw(random, 0, 2));
+    layer.epsilon = layer.q_a_epsilon = layer.kv_epsilon = 1e-6f;
+    layer.scale = 0.1f;
+    const int64_t of_query = draw(random, 1, 70), hidden = layer.hidden;
+    const bool has_q_latent = draw(random, 0, 1) != 0;
+    const OwnMatrix q_a(pool, random, of_query, hidden, precision, SWITCHYARD_PLAIN);
+    const OwnMatrix q(pool, random, layer.heads * (layer.nope + layer.rope), has_q_latent ? of_query : hidden, precision,
+                      SWITCHYARD_PLAIN);
+    const OwnMatrix kv_a(pool, random, layer.rank + layer.rope, hidden, precision, SWITCHYARD_PLAIN);
+    const OwnMatrix kv_b(pool, random, layer.heads * (layer.nope + layer.value_dim), layer.rank, precision,
+                         SWITCHYARD_PLAIN);
+    const OwnMatrix o(pool, random, hidden, layer.heads * layer.value_dim, precision, SWITCHYARD_PLAIN);
+    layer.q = q.matrix, layer.kv_a = kv_a.matrix, layer.kv_b = kv_b.matrix, layer.o = o.matrix;
+    if (has_q_latent) layer.q_a = q_a.matrix;
+    const auto norm = draw_row(random, hidden), q_norm = draw_row(random, of_query);
+    const auto kv_norm = draw_row(random, layer.rank), kv_bias = draw_row(random, layer.rank + layer.rope);
+    layer.norm = norm.data(), layer.kv_norm = kv_norm.data();
+    if (has_q_latent) layer.q_a_norm = q_norm.data();
+    if (draw(random, 0, 1)) layer.kv_a_bias = kv_bias.data(), layer.o_bias = norm.data();
+    const int64_t capacity = draw(random, 1, 70), length = draw(random, 0, capacity - 1);
+    auto latents = draw_row(random, capacity * layer.rank), keys = draw_row(random, capacity * layer.rope);
+    const auto x = draw_row(random, hidden);
+    const std::vector<float> angles(static_cast<size_t>(layer.rope), 0.5f);
+    std::vector<uint16_t> out(x.size());
+    require(switchyard_latent_step(pool, &layer, x.data(), angles.data(), angles.data() + 1, 2, latents.data(),
+                                   keys.data(), length, out.data()) == 0, "no latent attention");
+    record("latent", out);
+}
+
+// A matrix so large that the pool wakes its workers for long work.
+void try_large(SwitchyardPool *pool, Random &random) {
+    for (const int32_t precision : {SWITCHYARD_INT8, SWITCHYARD_INT4}) {
+        const OwnMatrix own(pool, random, 1024, 640, precision, SWITCHYARD_HALVES);
+        std::vector<uint16_t> out(own.plain.size());
+        require(switchyard_dequantise(pool, &own.matrix, 0, 32, out.data()) == 0, "not expanded");
+    }
+}
+
+void go_through(SwitchyardPool *pool, uint32_t seed, int rounds) {
+    Random random(seed);
+    for (int round = 0; round < rounds; ++round)
+        for (const int32_t precision : {SWITCHYARD_BF16, SWITCHYARD_INT8, SWITCHYARD_INT4}) {
+            try_linear(pool, random, precision);
+            try_experts(pool, random, precision);
+            try_sparse(pool, random, precision);
+            try_attention(pool, random, precision);
+            try_latent(pool, random, precision);
+        }
+    try_large(pool, random);
+}
+
+}  // namespace

@@ -1,0 +1,134 @@
+// What the cases are made of: random numbers, and memory of exactly the size that the interface asks for.
+#pragma once
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <utility>
+#include <vector>
+
+#include "switchyard_kernels.h"
+
+namespace {
+
+using Random = std::mt19937;
+
+int64_t draw(Random &random, int64_t low, int64_t high) {
+    // Not the library's distributions, which differ between libraries: a seed means the same everywhere.
+    return low + static_cast<int64_t>(random()) % (high - low + 1);
+}
+
+int32_t coin(Random &random) { return static_cast<int32_t>(draw(random, 0, 1)); }
+
+// A small number in bf16; rarely a denormal, an infinity or no number.
+uint16_t draw_bf16(Random &random) {
+    static const uint16_t odd[] = {0x0000, 0x8000, 0x0001, 0x7f80, 0xff80, 0x7fc0};
+    if (draw(random, 0, 4095) == 0) return odd[draw(random, 0, 5)];
+    const float value = static_cast<float>(draw(random, -1000000, 1000000)) * 1e-6f;
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return static_cast<uint16_t>(bits >> 16);
+}
+
+std::vector<uint16_t> draw_row(Random &random, int64_t count) {
+    std::vector<uint16_t> row(static_cast<size_t>(count));
+    for (auto &value : row) value = draw_bf16(random);
+    return row;
+}
+
+void require(bool holds, const char *what) {
+    if (holds) return;
+    std::fprintf(stderr, "driver: %s\n", what);
+    std::abort();
+}
+
+struct OwnPool {
+    SwitchyardPool *pool;
+    explicit OwnPool(int32_t threads) : pool(switchyard_pool_create(threads)) { require(pool != nullptr, "no pool"); }
+    ~OwnPool() { switchyard_pool_destroy(pool); }
+    OwnPool(const OwnPool &) = delete;
+    OwnPool &operator=(const OwnPool &) = delete;
+};
+
+// A matrix with memory of its own, quantised from random weights.
+struct OwnMatrix {
+    std::vector<uint16_t> plain, scales;
+    std::vector<uint8_t> tiles, zeros;
+    SwitchyardMatrix matrix{};
+
+    OwnMatrix(SwitchyardPool *pool, Random &random, int64_t rows, int64_t columns, int32_t precision, int32_t pairing)
+        : plain(draw_row(random, rows * columns)) {
+        matrix = {plain.data(), nullptr, nullptr, rows, columns, precision, pairing};
+        if (precision == SWITCHYARD_BF16) return;
+        const auto count = static_cast<size_t>((rows + 31) / 32 * ((columns + 31) / 32));
+        tiles.resize(count * (precision == SWITCHYARD_INT8 ? 1024 : 512));
+        scales.resize(count * 32);
+        if (precision == SWITCHYARD_INT4) zeros.resize(count * 32);
+        matrix.weights = tiles.data();
+        matrix.scales = scales.data();
+        matrix.zeros = zeros.empty() ? nullptr : zeros.data();
+        require(switchyard_quantise(pool, &matrix, plain.data(), static_cast<int32_t>(draw(random, 0, 16))) == 0,
+                "not quantised");
+    }
+};
+
+// The records of a layer's experts: first, down, their scales, zeros and biases, one piece of memory for each expert.
+struct OwnExperts {
+    std::vector<std::vector<uint16_t>> records;  // 2-byte units, so that every part is aligned
+    std::vector<const uint8_t *> beginnings;
+    SwitchyardExperts layer{};
+
+    OwnExperts(SwitchyardPool *pool, Random &random, int32_t precision) {
+        const auto pairing = static_cast<int32_t>(draw(random, 0, 2));
+        const bool gated = pairing != SWITCHYARD_PLAIN;
+        layer.count = static_cast<int32_t>(draw(random, 1, 9));
+        layer.hidden = static_cast<int32_t>(draw(random, 1, 150));
+        layer.inner = static_cast<int32_t>(draw(random, 1, 120));
+        layer.precision = precision;
+        layer.pairing = pairing;
+        layer.activation = static_cast<int32_t>(draw(random, 0, gated ? 5 : 4));
+        layer.limit = coin(random) ? 7.0f : std::numeric_limits<float>::infinity();
+        layer.alpha = 1.702f;
+        const bool biased = coin(random) != 0;
+        for (int32_t expert = 0; expert < layer.count; ++expert) {
+            std::vector<uint16_t> record;
+            const int64_t rows = int64_t{layer.inner} * (gated ? 2 : 1);
+            const OwnMatrix first(pool, random, rows, layer.hidden, precision, pairing);
+            const OwnMatrix down(pool, random, layer.hidden, layer.inner, precision, SWITCHYARD_PLAIN);
+            layer.first = append(record, first, random, biased);
+            layer.down = append(record, down, random, biased);
+            record.shrink_to_fit();
+            records.push_back(std::move(record));
+        }
+        for (const auto &record : records) beginnings.push_back(reinterpret_cast<const uint8_t *>(record.data()));
+        layer.scattered = beginnings.data();
+    }
+
+    static int64_t append(std::vector<uint16_t> &record, const void *from, size_t bytes) {
+        const size_t at = record.size();
+        record.resize(at + (bytes + 1) / 2);
+        std::memcpy(record.data() + at, from, bytes);
+        return static_cast<int64_t>(at * 2);
+    }
+
+    static SwitchyardRecordPart append(std::vector<uint16_t> &record, const OwnMatrix &own, Random &random,
+                                       bool biased) {
+        SwitchyardRecordPart part = {-1, -1, -1, -1};
+        if (own.matrix.precision == SWITCHYARD_BF16) {
+            part.weights = append(record, own.plain.data(), own.plain.size() * 2);
+        } else {
+            part.weights = append(record, own.tiles.data(), own.tiles.size());
+            part.scales = append(record, own.scales.data(), own.scales.size() * 2);
+            if (!own.zeros.empty()) part.zeros = append(record, own.zeros.data(), own.zeros.size());
+        }
+        if (biased) {
+            const auto bias = draw_row(random, own.matrix.rows);
+            part.bias = append(record, bias.data(), bias.size() * 2);
+        }
+        return part;
+    }
+};
+
+}  // namespace
