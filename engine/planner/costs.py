@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from engine.planner.efficiency import EFFICIENCY, Efficiency
 from engine.planner.machine import HardwareProfile
 from engine.planner.model_shape import ModelShape
+from engine.planner.precision import bytes_per_weight, head_precision
 
 LAYER_OPERATORS = 12
 """Operators of an attention block and its router in a framework's eager decode step."""
@@ -15,15 +17,17 @@ EXPERT_OPERATORS = 5
 """Operators of one expert: three products, an activation, a weighted sum."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Costs:
     """Times of a model's parts on a machine.
 
     Attributes:
-        machine, model, precision: `precision` is that of the routed experts; all else is 16-bit.
+        machine, model, precision: `precision` is that of the routed experts.
+        dense_precision: of all else where the CPU computes it; on a card that is 16-bit.
         threads: of the CPU; 0 for all cores.
         efficiency: distance from the data sheet.
         dequantised: experts are unpacked into 16-bit weights in the card's memory before they are used.
+        host_layer_s: seconds of a layer on the CPU beside reading and arithmetic.
     """
 
     machine: HardwareProfile
@@ -32,33 +36,53 @@ class Costs:
     threads: int = 0
     efficiency: Efficiency = field(default=EFFICIENCY)
     dequantised: bool = False
+    dense_precision: str = "bf16"
+    host_layer_s: float = 0.0
 
-    @property
+    @cached_property
     def expert_bytes(self) -> float:
         return self.model.expert_bytes(self.precision)
 
     @property
+    def host_dense_bytes(self) -> float:
+        """Of everything but the routed experts where the CPU computes it; the embedding is never quantised."""
+        model, head = self.model, self.model.vocabulary * self.model.hidden
+        layers = bytes_per_weight(self.dense_precision) * (model.non_expert_weights - model.embedding_weights)
+        untied = self.dense_precision in ("int8", "int4") or not model.tied_embeddings
+        return layers + 2.0 * head + (bytes_per_weight(head_precision(self.dense_precision)) * head if untied else 0.0)
+
+    @cached_property
     def card_bytes_per_s(self) -> float:
         gpu = self.machine.gpu
         assert gpu is not None, "this machine has no graphics card"
         return gpu.bytes_per_s * gpu.count * self.efficiency.card_memory
 
-    @property
+    @cached_property
     def card_flops(self) -> float:
         gpu = self.machine.gpu
         assert gpu is not None, "this machine has no graphics card"
         return gpu.flops * gpu.count * self.efficiency.arithmetic
 
-    @property
+    @cached_property
     def cpu_flops(self) -> float:
         return self.machine.cpu.flops * self.efficiency.arithmetic * self._core_share
+
+    @cached_property
+    def _card_traffic(self) -> float:
+        """Bytes that one expert moves within the card's memory."""
+        return self.expert_bytes + (4.0 * self.model.expert_weights if self.dequantised else 0.0)
+
+    @cached_property
+    def _expert_flops(self) -> float:
+        """Of one row."""
+        return 2.0 * self.model.expert_weights
 
     @property
     def _core_share(self) -> float:
         cores = self.machine.cpu.cores
         return min(self.threads or cores, cores) / cores
 
-    @property
+    @cached_property
     def cpu_bytes_per_s(self) -> float:
         """Bandwidth at which the CPU reads weights: as measured by threads, or else half of the cores saturate it."""
         cpu = self.machine.cpu
@@ -77,9 +101,8 @@ class Costs:
         """
         if tokens <= 0 or experts <= 0:
             return 0.0
-        traffic = self.expert_bytes + (4.0 * self.model.expert_weights if self.dequantised else 0.0)
-        reading = experts * traffic / self.card_bytes_per_s
-        arithmetic = 2.0 * tokens * self.model.expert_weights / self.card_flops
+        reading = experts * self._card_traffic / self.card_bytes_per_s
+        arithmetic = tokens * self._expert_flops / self.card_flops
         launched = EXPERT_OPERATORS * (1.0 if grouped else experts)
         return max(reading, arithmetic) + launched * self.efficiency.operator_s
 
@@ -120,20 +143,21 @@ class Costs:
         if tokens <= 0 or experts <= 0:
             return 0.0
         reading = experts * self.expert_bytes / self.cpu_bytes_per_s
-        return max(reading, 2.0 * tokens * self.model.expert_weights / self.cpu_flops)
+        return max(reading, tokens * self._expert_flops / self.cpu_flops)
 
     def cpu_layer(self, tokens: float, context: float, *, dense: bool = False) -> float:
         """`gpu_layer` on the CPU."""
         model = self.model
         weights = model.dense_layer_weights if dense else model.layer_weights
-        reading = 2.0 * weights + self.kv_read_bytes(tokens, context)
+        reading = bytes_per_weight(self.dense_precision) * weights + self.kv_read_bytes(tokens, context)
         flops = 2.0 * tokens * weights + 4.0 * tokens * context * model.attention.heads * model.attention.head_dim
-        return max(reading / self.cpu_bytes_per_s, flops / self.cpu_flops)
+        return max(reading / self.cpu_bytes_per_s, flops / self.cpu_flops) + self.host_layer_s
 
     def cpu_head(self, rows: float) -> float:
         """`gpu_head` on the CPU."""
         weights = self.model.vocabulary * self.model.hidden
-        return max(2.0 * weights / self.cpu_bytes_per_s, 2.0 * rows * weights / self.cpu_flops)
+        reading = bytes_per_weight(head_precision(self.dense_precision)) * weights
+        return max(reading / self.cpu_bytes_per_s, 2.0 * rows * weights / self.cpu_flops)
 
     def cpu_attention(self, tokens: float, context: float, *, expanded: bool = False) -> float:
         """Softmax attention of one layer over keys and values in RAM.

@@ -16,6 +16,26 @@ RAM_SHARE = 0.85
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryRule:
+    """What of a machine's memory may be used, where it is known better than by `USABLE_SHARE` and `RAM_SHARE`.
+
+    Attributes:
+        card: bytes of all cards together that allocations may take.
+        runtime: bytes of these that are neither weights, nor keys and values, nor experts.
+        ram: bytes of RAM for weights, keys and values.
+    """
+
+    card: float
+    runtime: float
+    ram: float
+
+
+def usual_rule(machine: HardwareProfile) -> MemoryRule:
+    """Shares of what the data sheet says."""
+    return MemoryRule(machine.vram_bytes * USABLE_SHARE, RUNTIME_BYTES, machine.cpu.ram_bytes * RAM_SHARE)
+
+
+@dataclass(frozen=True, slots=True)
 class CardMemory:
     """Bytes on the card, by what they are for.
 
@@ -45,19 +65,28 @@ class CardMemory:
 
 
 def card_memory(
-    machine: HardwareProfile, model: ModelShape, precision: str, *, cached_tokens: float, staging_experts: float = 1.0
+    machine: HardwareProfile,
+    model: ModelShape,
+    precision: str,
+    *,
+    cached_tokens: float,
+    staging_experts: float = 1.0,
+    rule: MemoryRule | None = None,
 ) -> CardMemory:
     """How a card's memory is divided before resident experts.
 
     Args:
         cached_tokens: tokens of context, of all sequences together, whose keys and values are on the card.
         staging_experts: expert records beside the resident ones.
+        rule: if not the usual one.
     """
+    rule = rule or usual_rule(machine)
     return CardMemory(
-        usable=machine.vram_bytes * USABLE_SHARE,
+        usable=rule.card,
         weights=model.non_expert_bytes(),
         kv=model.kv_bytes_per_token() * cached_tokens,
         staging=staging_experts * model.expert_bytes(precision),
+        runtime=rule.runtime,
     )
 
 
@@ -72,7 +101,14 @@ def indexes(slots: int, ways: int, layers: int) -> int:
     return min(slots // ways, layers) if ways > 0 else 0
 
 
-def share_on_disk(machine: HardwareProfile, model: ModelShape, precision: str, *, kv_bytes: float = 0.0) -> float:
-    """Share of the expert bytes that does not fit into RAM."""
-    room = machine.cpu.ram_bytes * RAM_SHARE - kv_bytes
+def share_on_disk(
+    machine: HardwareProfile,
+    model: ModelShape,
+    precision: str,
+    *,
+    kv_bytes: float = 0.0,
+    rule: MemoryRule | None = None,
+) -> float:
+    """Share of the expert bytes that does not fit into RAM beside `kv_bytes`."""
+    room = (rule or usual_rule(machine)).ram - kv_bytes
     return min(1.0, max(0.0, 1.0 - room / model.all_expert_bytes(precision)))

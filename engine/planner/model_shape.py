@@ -57,6 +57,10 @@ class ModelShape:
         context_tokens: longest context it was made for.
         parameters: as published, to be held against `total_weights`.
         tied_embeddings: whether the head shares the embedding's weights.
+        expert_matrices: of a routed expert: gate, up and down, or up and down alone.
+        expert_biases: whether these have biases.
+        other_weights: parameters that are not routed experts', counted in the files' headers; 0 to derive them.
+        kv_numbers: that one token adds to the cache, all layers together, counted; 0 to derive them.
     """
 
     name: str
@@ -77,6 +81,10 @@ class ModelShape:
     context_tokens: int
     parameters: float
     tied_embeddings: bool = False
+    expert_matrices: int = 3
+    expert_biases: bool = False
+    other_weights: int = 0
+    kv_numbers: int = 0
 
     @property
     def moe_layers(self) -> int:
@@ -84,8 +92,8 @@ class ModelShape:
 
     @property
     def expert_weights(self) -> int:
-        """Parameters of one routed expert: gate, up and down."""
-        return 3 * self.hidden * self.expert_width
+        """Parameters of one routed expert's matrices."""
+        return self.expert_matrices * self.hidden * self.expert_width
 
     @property
     def layer_weights(self) -> int:
@@ -105,7 +113,7 @@ class ModelShape:
     @property
     def non_expert_weights(self) -> int:
         """Everything but the routed experts."""
-        return (
+        return self.other_weights or (
             self.moe_layers * self.layer_weights + self.dense_layers * self.dense_layer_weights + self.embedding_weights
         )
 
@@ -129,4 +137,4 @@ class ModelShape:
 
     def kv_bytes_per_token(self) -> float:
         """Bytes of 16-bit cache of one token, all layers."""
-        return 2.0 * self.full_attention_layers * self.attention.kv_elements
+        return 2.0 * (self.kv_numbers or self.full_attention_layers * self.attention.kv_elements)

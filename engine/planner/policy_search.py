@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from engine.planner.machine import HardwareProfile
-from engine.planner.memory import RAM_SHARE, RUNTIME_BYTES, USABLE_SHARE
+from engine.planner.memory import MemoryRule, usual_rule
 from engine.planner.model_shape import ModelShape
 from engine.planner.simulator.batch_costs import distinct_experts
 from engine.planner.workload import Workload
@@ -52,6 +52,11 @@ class PerformanceModel:
     model: ModelShape
     workload: Workload
     bytes_per_weight: float = 2.0
+    memory: MemoryRule | None = None
+
+    @property
+    def rule(self) -> MemoryRule:
+        return self.memory or usual_rule(self.machine)
 
     @property
     def layer_bytes(self) -> float:
@@ -73,7 +78,7 @@ class PerformanceModel:
         """Bytes left on the card beside weights (a share stays, the rest goes through two buffers) and the runtime."""
         moving = 2.0 * self.layer_bytes * (1.0 - share) if share < 1 else 0.0
         staying = self.layer_bytes * self.model.layers * share + 2.0 * self.model.embedding_weights
-        return self.machine.vram_bytes * USABLE_SHARE - RUNTIME_BYTES - staying - moving
+        return self.rule.card - self.rule.runtime - staying - moving
 
     def largest_micro_batch(self, share: float) -> int:
         """mu that a prefill has room for."""
@@ -83,7 +88,7 @@ class PerformanceModel:
     def largest_batch(self, cache_on_card: float) -> int:
         """N whose keys and values fit into RAM beside the weights."""
         weights = self.layer_bytes * self.model.layers
-        room = self.machine.cpu.ram_bytes * RAM_SHARE - weights
+        room = self.rule.ram - weights
         length = self.workload.prompt_tokens + self.workload.generated_tokens
         share = 1.0 - cache_on_card
         return int(room / (self.model.kv_bytes_per_token() * length * share)) if share > 0 else 1 << 20

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 BITS_PER_WEIGHT = {
+    "fp32": 32.0,
     "bf16": 16.0,
     "int8": 8.5,  # blocks of 32 with a 16-bit scale
-    "int4": 4.5,  # blocks of 32 with a 16-bit scale
+    "int4": 4.75,  # blocks of 32 with a 16-bit scale and an 8-bit zero point
     "awq4": 4.0 + 20 / 128,  # groups of 128 with a 16-bit scale and a 4-bit zero point
     "hqq4": 4.0 + 16 / 64 + 16 / 128,  # groups of 64 with 8-bit scale and zero point, themselves in groups of 128
 }
@@ -19,3 +20,8 @@ def bytes_per_weight(precision: str) -> float:
         KeyError: no such precision.
     """
     return BITS_PER_WEIGHT[precision] / 8
+
+
+def head_precision(dense: str) -> str:
+    """That of a model's head on the CPU: never less than int8, its errors come through to the text at once."""
+    return "int8" if dense == "int4" else dense

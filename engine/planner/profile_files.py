@@ -19,6 +19,7 @@ from engine.planner.model_shape import Attention, ModelShape
 
 _GIGA = 1e9
 _OPTIONAL_COUNTS = ("dense_layers", "shared_width", "dense_width")
+_WITH_DEFAULT = {"expert_matrices": 3, "other_weights": 0, "kv_numbers": 0}
 
 
 def machines_dir() -> Path:
@@ -98,8 +99,9 @@ def read_model(name: str, folder: Path | None = None) -> ModelShape:
     values: dict[str, Any] = {
         field.name: file.whole(field.name, 0 if field.name in _OPTIONAL_COUNTS else 1, 10**9)
         for field in fields(ModelShape)
-        if field.type == "int"
+        if field.type == "int" and field.name not in _WITH_DEFAULT
     }
+    values |= {name: file.whole(name, 0, 10**13, default=usual) for name, usual in _WITH_DEFAULT.items()}
     if values["experts_per_token"] > values["experts"] or values["dense_layers"] >= values["layers"]:
         raise _refused(path, "uses more experts per token, or has more dense layers, than there are")
     return ModelShape(
@@ -116,6 +118,7 @@ def read_model(name: str, folder: Path | None = None) -> ModelShape:
         ),
         parameters=file.number("parameters", 1e6, 1e14),
         tied_embeddings=bool(file.content.get("tied_embeddings", False)),
+        expert_biases=bool(file.content.get("expert_biases", False)),
         **values,
     )
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from engine.planner.costs import Costs
 from engine.planner.machine import HardwareProfile
+from engine.planner.plan_parts import RooflinePicture, RooflinePoint
+from engine.planner.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +93,49 @@ def roofline_of(machine: HardwareProfile) -> HierarchicalRoofline:
 def operational_intensity(flops: float, nbytes: float) -> float:
     """Definition 3.1, flops per byte; infinite if nothing is read."""
     return flops / nbytes if nbytes > 0 else math.inf
+
+
+def roofline_picture(costs: Costs, workload: Workload) -> RooflinePicture:
+    """The roofline of a machine with what the experts of a model reach on it: ready to be drawn."""
+    machine, model = costs.machine, costs.model
+    cpu = Level("CPU", machine.cpu.flops, costs.cpu_bytes_per_s)
+    width = 2.0 * model.expert_weights / costs.expert_bytes
+    rows = {
+        "decode": max(1.0, workload.beams * model.experts_per_token / max(model.experts, 1)),
+        "prefill": workload.prompt_tokens * model.experts_per_token / max(model.experts, 1),
+    }
+    if workload.sequences > 1:
+        rows["batch"] = workload.sequences * model.experts_per_token / max(model.experts, 1)
+    if machine.gpu is None:
+        points = tuple(_on_host(name, cpu, max(each, 1.0) * width) for name, each in rows.items())
+        return RooflinePicture(cpu.flops, cpu.bytes_per_s, points=points)
+    found = roofline_of(machine)
+    roofline = HierarchicalRoofline(found.upper, cpu, found.link)
+    points = tuple(
+        RooflinePoint(
+            name,
+            intensity := max(each, 1.0) * width,
+            roofline.attainable(intensity, intensity),
+            roofline.bottleneck(intensity, intensity),
+        )
+        # Left of P1 the host does it itself, at least as fast as the card could be fed.
+        if max(each, 1.0) * width >= roofline.first_turning_point(max(each, 1.0) * width)
+        else _on_host(name, cpu, max(each, 1.0) * width)
+        for name, each in rows.items()
+    )
+    return RooflinePicture(
+        cpu.flops,
+        cpu.bytes_per_s,
+        roofline.upper.flops,
+        roofline.upper.bytes_per_s,
+        roofline.link,
+        first_turning_point=roofline.first_turning_point(width),
+        second_turning_point=roofline.second_turning_point(width),
+        balance=roofline.balance(width),
+        points=points,
+    )
+
+
+def _on_host(name: str, cpu: Level, intensity: float) -> RooflinePoint:
+    reached = cpu.attainable(intensity)
+    return RooflinePoint(name, intensity, reached, "CPU arithmetic" if reached >= cpu.flops else "CPU memory")

@@ -59,6 +59,7 @@ def run_batch(
         ram_bytes=weights + kept * workload.beams,
         utilisation=utilisation(decoding),
         spans=(*timeline.spans, *later),
+        batch=policy,
     )
 
 

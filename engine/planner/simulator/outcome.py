@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.planner.simulator.batch_costs import BatchPolicy
 from engine.planner.simulator.timeline import LANES, Span, Timeline
 
 
@@ -20,6 +21,8 @@ class Outcome:
         vram_bytes, ram_bytes: the most that was held at once.
         hit_rate: share of expert uses that found the expert on the card; None where that means nothing.
         utilisation: share of the simulated time that each lane was busy.
+        slots, ways: of the expert cache.
+        batch: sequences that are run together, if they are.
         spans: of the part that was simulated span by span; repeated layers and steps are drawn once.
     """
 
@@ -33,6 +36,9 @@ class Outcome:
     hit_rate: float | None = None
     utilisation: dict[str, float] = field(default_factory=dict)
     spans: tuple[Span, ...] = ()
+    slots: int = 0
+    ways: int = 0
+    batch: BatchPolicy | None = None
 
     @property
     def tokens_per_s(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from engine.planner.memory import RAM_SHARE, USABLE_SHARE, card_memory, share_on_disk
+from engine.planner.memory import card_memory, share_on_disk, usual_rule
 from engine.planner.policy_search import PerformanceModel
 from engine.planner.precision import bytes_per_weight
 from engine.planner.simulator.batch import run_batch
@@ -88,10 +88,11 @@ def _tries(name: str, setting: Setting, *, record: bool) -> Iterator[Outcome]:
 
 def _ways(setting: Setting) -> list[int]:
     """Slots spread evenly over all layers, and fuller sets for the first layers only (CPU-GPU Collaborative, IV-C)."""
-    if setting.ways:
+    if setting.ways or setting.even_only:
         return [setting.ways]
     model, experts = setting.costs.model, setting.costs.model.experts
-    if card_memory(setting.costs.machine, model, setting.costs.precision, cached_tokens=0).for_experts >= (
+    machine, precision = setting.costs.machine, setting.costs.precision
+    if card_memory(machine, model, precision, cached_tokens=0, rule=setting.rule).for_experts >= (
         model.all_expert_bytes(setting.costs.precision) * 1.5
     ):
         return [0]
@@ -104,7 +105,7 @@ def _batches(name: str, schedule: Schedule, setting: Setting, *, record: bool) -
     if machine.gpu is None:
         return
     width = bytes_per_weight(costs.precision)
-    performance = PerformanceModel(machine, model, work, width)
+    performance = PerformanceModel(machine, model, work, width, setting.rule)
     room = performance.card_room(0.0)
     per_sequence = performance.prefill_bytes_per_token() * work.prompt_tokens * work.beams
     kept_tokens = work.prompt_tokens + work.generated_tokens * work.beams
@@ -113,11 +114,11 @@ def _batches(name: str, schedule: Schedule, setting: Setting, *, record: bool) -
     if largest < 1:
         return
     micro_batch = min(largest, work.sequences)
-    ram = machine.cpu.ram_bytes * RAM_SHARE
+    rule = setting.rule or usual_rule(machine)
     for count in _counts(name, -(-work.sequences // micro_batch)):
         sequences = min(micro_batch * count, work.sequences)
         kv = kept_tokens * model.kv_bytes_per_token() * sequences
-        if kv > ram:
+        if kv > rule.ram:
             continue
         yield run_batch(
             name,
@@ -125,8 +126,8 @@ def _batches(name: str, schedule: Schedule, setting: Setting, *, record: bool) -
             costs,
             work,
             BatchPolicy(sequences, micro_batch),
-            disk_share=share_on_disk(machine, model, costs.precision, kv_bytes=kv),
-            vram_bytes=machine.vram_bytes * USABLE_SHARE - room + micro_batch * (per_sequence + on_card),
+            disk_share=share_on_disk(machine, model, costs.precision, kv_bytes=kv, rule=rule),
+            vram_bytes=rule.card - room + micro_batch * (per_sequence + on_card),
             record=record,
         )
 

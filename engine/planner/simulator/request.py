@@ -43,6 +43,8 @@ class RequestSimulation:
         self._end_of_layer = [0.0, 0.0]
         self.uses = 0
         self.hits = 0
+        self.moe_s = 0.0
+        """Of the last pass: from its first MoE layer to its last."""
 
     def run_pass(
         self,
@@ -68,6 +70,7 @@ class RequestSimulation:
         at = after
         for _ in range(model.dense_layers):
             at = self._dense_layer(rows, seen, at, step)
+        begun = at
         for layer, load in enumerate(loads):
             coming = loads[layer + 1] if layer + 1 < len(loads) else following
             self._prefetch_at_start((layer + 1) % len(loads), coming, at, step)
@@ -77,6 +80,7 @@ class RequestSimulation:
             attended = self._timeline.run("gpu", costs.gpu_layer(rows, seen), "attention", at, layer=layer, step=step)
             at = self._experts(layer, load, attended, step, prefill, coming, len(loads))
             self._end_of_layer = [self._end_of_layer[1], at]
+        self.moe_s = at - begun
         wanted = 1 if prefill else rows
         if self._strategy.host_only:
             return self._timeline.run("cpu_experts", costs.cpu_head(wanted), "head", at, step=step)

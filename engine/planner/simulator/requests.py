@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.planner.costs import Costs
-from engine.planner.memory import card_memory, expert_slots, share_on_disk
+from engine.planner.memory import MemoryRule, card_memory, expert_slots, share_on_disk, usual_rule
 from engine.planner.simulator.outcome import Outcome, utilisation
 from engine.planner.simulator.request import Load, RequestSimulation, loads_of
 from engine.planner.simulator.residents import Residents
@@ -43,6 +43,9 @@ class Setting:
         slots: experts on the card; None for as many as fit.
         ways: of a cache; 0 for slots spread evenly over all layers.
         recorded: routing of consecutive tokens to use instead, int [tokens, layers, k].
+        rule: what of the machine's memory may be used, if not the usual shares.
+        even_only: of a cache's shapes, try only slots spread evenly over the layers.
+        drawn_layers: simulate so many MoE layers and let them stand for all: quicker, and within a few percent.
     """
 
     costs: Costs
@@ -51,6 +54,15 @@ class Setting:
     slots: int | None = None
     ways: int = 0
     recorded: NDArray[np.int16] | None = None
+    rule: MemoryRule | None = None
+    drawn_layers: int | None = None
+    even_only: bool = False
+
+    @property
+    def drawn(self) -> int:
+        """MoE layers that are simulated."""
+        layers = self.costs.model.moe_layers
+        return layers if self.drawn_layers is None else min(self.drawn_layers, layers)
 
 
 def run_requests(strategy: Strategy, setting: Setting, *, record: bool = False) -> Outcome | None:
@@ -66,23 +78,31 @@ def run_requests(strategy: Strategy, setting: Setting, *, record: bool = False) 
     context = workload.prompt_tokens + workload.generated_tokens
     per_sequence = context + (workload.beams - 1) * workload.generated_tokens
     staging = _staging(strategy, model.experts, model.experts_per_token)
-    least = card_memory(machine, model, costs.precision, cached_tokens=per_sequence, staging_experts=staging)
+    rule = setting.rule or usual_rule(machine)
+    least = card_memory(machine, model, costs.precision, cached_tokens=per_sequence, staging_experts=staging, rule=rule)
     if least.for_experts < 0 and not strategy.host_only:
+        return None
+    dense_in_ram = costs.host_dense_bytes if strategy.host_only else 0.0
+    if dense_in_ram > rule.ram:
         return None
     together = 1
     if workload.sequences > 1:
-        room = (machine.cpu.ram_bytes * 0.25) if strategy.host_only else least.for_experts * 0.5
+        room = (rule.ram * 0.3) if strategy.host_only else least.for_experts * 0.5
         together = max(1, min(workload.sequences, int(room // max(least.kv, 1.0)) + 1))
     memory = card_memory(
-        machine, model, costs.precision, cached_tokens=per_sequence * together, staging_experts=staging
+        machine, model, costs.precision, cached_tokens=per_sequence * together, staging_experts=staging, rule=rule
     )
     slots = expert_slots(memory, model, costs.precision) if setting.slots is None else setting.slots
     if strategy.residency is Residency.NONE or strategy.host_only:
         slots = 0
-    shares = popularity(model.moe_layers, model.experts, setting.statistics)
-    ways = setting.ways or min(model.experts, max(1, slots // model.moe_layers))
+    # A few layers may stand for all, with their part of the slots.
+    layers = setting.drawn
+    shares = popularity(model.moe_layers, model.experts, setting.statistics)[:layers]
+    held, slots = slots, slots * layers // model.moe_layers
+    ways = setting.ways or min(model.experts, max(1, slots // layers))
     timeline = Timeline(record=record)
-    disk = share_on_disk(machine, model, costs.precision)
+    in_ram = dense_in_ram + (memory.kv if strategy.host_only else 0.0)
+    disk = share_on_disk(machine, model, costs.precision, kv_bytes=in_ram, rule=rule)
     simulation = RequestSimulation(
         timeline,
         costs,
@@ -99,8 +119,10 @@ def run_requests(strategy: Strategy, setting: Setting, *, record: bool = False) 
         prefill, decode[0][0], rows=prompt, context=workload.prompt_tokens, after=0.0, step=-1, prefill=True
     )
     timeline.mark("prefill", 0.0, first)
+    undrawn = model.moe_layers / layers - 1
+    ttft = first + undrawn * simulation.moe_s
     simulation.uses = simulation.hits = 0
-    ends = [first]
+    ends, in_layers = [first], [0.0]
     for step in range(len(decode) - 1):
         end = simulation.run_pass(
             decode[step],
@@ -113,21 +135,24 @@ def run_requests(strategy: Strategy, setting: Setting, *, record: bool = False) 
         )
         timeline.mark("decode", ends[-1], end, step=step)
         ends.append(end)
+        in_layers.append(simulation.moe_s)
     warm = _WARM_UP_STEPS if rows == 1 else _WARM_UP_STEPS_OF_MANY
-    tpot = (ends[-1] - ends[warm]) / (len(ends) - 1 - warm)
+    measured = len(ends) - 1 - warm
+    tpot = (ends[-1] - ends[warm] + undrawn * sum(in_layers[warm + 1 :])) / measured
     rounds = workload.sequences / together
     return Outcome(
         policy=strategy.name,
-        seconds=rounds * (first + tpot * max(workload.generated_tokens - 1, 0)),
-        ttft_s=first,
+        seconds=rounds * (ttft + tpot * max(workload.generated_tokens - 1, 0)),
+        ttft_s=ttft,
         tpot_s=tpot,
         tokens_out=workload.tokens_out,
-        vram_bytes=0.0 if strategy.host_only else memory.held + slots * costs.expert_bytes,
-        ram_bytes=model.all_expert_bytes(costs.precision) * (1 - disk)
-        + (memory.weights + memory.kv if strategy.host_only else 0.0),
+        vram_bytes=0.0 if strategy.host_only else memory.held + held * costs.expert_bytes,
+        ram_bytes=model.all_expert_bytes(costs.precision) * (1 - disk) + in_ram,
         hit_rate=simulation.hits / max(simulation.uses, 1),
         utilisation=utilisation(timeline),
         spans=tuple(timeline.spans),
+        slots=held,
+        ways=setting.ways,
     )
 
 
@@ -142,7 +167,7 @@ def _prefill_loads(setting: Setting, shares: NDArray[np.float64], tokens: int) -
     model = setting.costs.model
     if tokens * model.experts_per_token >= 4 * model.experts:
         return [expected_counts(layer, tokens, model.experts_per_token) for layer in shares]
-    drawn = routing(model.moe_layers, model.experts, model.experts_per_token, 1, setting.statistics, streams=tokens)
+    drawn = routing(len(shares), model.experts, model.experts_per_token, 1, setting.statistics, streams=tokens)
     return loads_of(drawn[0])
 
 
@@ -157,5 +182,5 @@ def _decode_loads(setting: Setting, shares: NDArray[np.float64], rows: int) -> l
     if rows * model.experts_per_token >= 4 * model.experts:
         loads: list[Load] = [expected_counts(layer, rows, model.experts_per_token) for layer in shares]
         return [loads] * steps
-    drawn = routing(model.moe_layers, model.experts, model.experts_per_token, steps, setting.statistics, streams=rows)
+    drawn = routing(len(shares), model.experts, model.experts_per_token, steps, setting.statistics, streams=rows)
     return [loads_of(token) for token in drawn]

@@ -1,0 +1,90 @@
+"""The batch policy of a plan: the fastest schedule's sizes, and whether they hide what is on its way (Klotski)."""
+
+from __future__ import annotations
+
+from engine.planner.costs import Costs
+from engine.planner.engine_memory import EngineMemory, all_records_nbytes, card_usable, ram_usable, record_nbytes
+from engine.planner.footprint import CARD_HEADROOM_BYTES
+from engine.planner.klotski import BlockTimes, fewest_batches
+from engine.planner.plan_parts import BatchPlan, Limits, TierBytes
+from engine.planner.plan_search import Question
+from engine.planner.simulator.batch_costs import distinct_experts
+from engine.planner.simulator.outcome import Outcome
+from engine.planner.workload import Workload
+
+
+def plan_batch(question: Question, outcomes: list[Outcome]) -> BatchPlan | None:
+    """Of the batch schedules that fit, the fastest; None if none does."""
+    found = max((one for one in outcomes if one.batch is not None), key=lambda one: one.tokens_per_s, default=None)
+    if found is None or found.batch is None:
+        return None
+    policy = found.batch
+    fewest = fewest_batches(block_times(question.setting().costs, question.workload, policy.micro_batch))
+    return BatchPlan(
+        schedule=found.policy,
+        sequences=policy.sequences,
+        micro_batch=policy.micro_batch,
+        attention_on_card=not policy.cpu_attention,
+        experts_on_card=True,
+        weights_on_card=policy.resident,
+        cache_on_card=0.0,
+        batches=policy.micro_batches,
+        hides_transfers=fewest is not None and policy.micro_batches >= fewest,
+        tokens_per_s=found.tokens_per_s,
+    )
+
+
+def batch_memory(costs: Costs, limits: Limits, workload: Workload, outcome: Outcome) -> EngineMemory:
+    """What a batch schedule holds: embeddings and two layers' weights on the card, all weights and the KV in RAM."""
+    model, precision = costs.model, costs.precision
+    gpu, policy = costs.machine.gpu, outcome.batch
+    assert gpu is not None
+    assert policy is not None
+    layer = model.experts * record_nbytes(model, precision) + 2 * model.layer_weights
+    resident = round(policy.resident * model.layers * layer)
+    embedding = 2 * model.embedding_weights
+    working = max(0, round(outcome.vram_bytes) - 2 * layer - embedding)
+    card = TierBytes(
+        total=costs.machine.vram_bytes,
+        weights=embedding + resident,
+        staging=round(2 * layer * (1 - policy.resident)),
+        activations=min(working, card_usable(costs, limits)),
+        headroom=CARD_HEADROOM_BYTES * gpu.count,
+        other_programs=limits.vram_of_others,
+    )
+    total, usable = costs.machine.cpu.ram_bytes, ram_usable(costs, limits)
+    tokens = workload.prompt_tokens + workload.generated_tokens * workload.beams
+    kv = min(round(model.kv_bytes_per_token() * tokens * policy.sequences), usable)
+    dense, experts = 2 * model.non_expert_weights, all_records_nbytes(model, precision)
+    held = min(experts, max(0, usable - dense - kv))
+    ram = TierBytes(
+        total,
+        weights=min(dense, usable - kv),
+        experts=held,
+        kv=kv,
+        headroom=max(0, total - limits.ram_of_others - usable),
+        other_programs=limits.ram_of_others,
+    )
+    return EngineMemory(card, ram, experts if held < experts else 0)
+
+
+def block_times(costs: Costs, workload: Workload, micro_batch: int) -> BlockTimes:
+    """Klotski's times of one MoE block in a decode step, for batches of `micro_batch` sequences; K is top-k."""
+    model, rows = costs.model, micro_batch * workload.beams
+    used = max(1.0, distinct_experts(model.experts, model.experts_per_token, rows))
+    hot = min(model.experts_per_token, round(used))
+    # As popularity is, the hot ones have about twice their share of the rows (Klotski, figure 4).
+    share = min(1.0, 2.0 * hot / used)
+    of_experts = rows * model.experts_per_token
+    gate = model.hidden * model.experts
+    return BlockTimes(
+        attention=costs.gpu_layer(rows, workload.mean_context),
+        gate=2.0 * costs.efficiency.operator_s,
+        hot=costs.gpu_experts(of_experts * share, hot),
+        cold=costs.gpu_experts(of_experts * (1 - share), max(used - hot, 0.0)),
+        load_attention=costs.h2d(2.0 * (model.layer_weights - gate)),
+        load_gate=costs.h2d(2.0 * gate),
+        load_expert=costs.transfer_expert(),
+        prefetched=hot,
+        queued=max(round(used) - hot, 0),
+    )

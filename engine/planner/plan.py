@@ -1,0 +1,217 @@
+"""The plan: how a model is to be run on a machine, what that takes, how fast it will be, and what limits it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import cast
+
+from engine.config import CachePolicy, EngineConfig, Misses, Precision, Prefetch
+from engine.planner.batch_plan import batch_memory, plan_batch
+from engine.planner.engine_memory import EngineMemory, engine_memory
+from engine.planner.fiddler import break_even_rows
+from engine.planner.machine import HardwareProfile
+from engine.planner.memory import indexes
+from engine.planner.model_shape import ModelShape
+from engine.planner.nearest import does_not_fit
+from engine.planner.plan_parts import (
+    Alternative,
+    BatchPlan,
+    CachePlan,
+    Help,
+    Limits,
+    RooflinePicture,
+    Speed,
+    TierBytes,
+)
+from engine.planner.plan_search import (
+    ENGINE_SETTINGS,
+    PRECISIONS,
+    Question,
+    choose_precision,
+    chosen,
+    quick_best,
+    runs_here,
+    search,
+)
+from engine.planner.plan_words import bottleneck_sentence, help_sentence
+from engine.planner.roofline import roofline_picture
+from engine.planner.simulator.outcome import Outcome
+from engine.planner.what_helps import what_helps
+from engine.planner.workload import CHAT, Workload
+
+__all__ = ["Limits", "Plan", "make_plan"]
+
+_MEASURED, _LOOKED_UP = 0.15, 0.4
+"""How far a prediction may be off, as a share, with a machine that was measured and with one from data sheets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to run a model.
+
+    Attributes:
+        machine, model, workload: names of what was planned for.
+        policy: name of the mechanism; see `engine.planner.simulator.plans`.
+        precision: of the experts.
+        threads: of the CPU.
+        context_tokens: longest context.
+        card: bytes on the card(s); None if all is computed on the CPU.
+        ram: bytes in RAM.
+        disk_bytes: of experts that are read from disk as they are needed; 0 if all fit into RAM or on the card.
+        cache: the experts on the card.
+        batch: how many sequences are run together; None for a single one.
+        speed: predicted.
+        bottleneck: what limits it, in one sentence.
+        helps: changes of the machine, the biggest gain first; what_helps: the first, in one sentence.
+        alternatives: other policies and precisions, the fastest first.
+        roofline: the picture.
+    """
+
+    machine: str
+    model: str
+    workload: Workload
+    policy: str
+    precision: str
+    threads: int
+    context_tokens: int
+    card: TierBytes | None
+    ram: TierBytes
+    disk_bytes: int
+    cache: CachePlan
+    batch: BatchPlan | None
+    speed: Speed
+    bottleneck: str
+    helps: tuple[Help, ...]
+    what_helps: str
+    alternatives: tuple[Alternative, ...]
+    roofline: RooflinePicture
+    limits: Limits
+
+    def engine_config(self, model: str, device: str = "auto") -> EngineConfig:
+        """What the engine runs the plan with.
+
+        Args:
+            model: `starter`, a library name or a checkpoint directory.
+            device: that the card is; of no account where the plan leaves it alone.
+        """
+        cache, limits = self.cache, self.limits
+        return EngineConfig(
+            model=model,
+            device=device if self.card is not None else "cpu",
+            precision=cast("Precision", self.precision),
+            vram_bytes=limits.vram_bytes,
+            ram_bytes=limits.ram_bytes,
+            threads=self.threads,
+            context_tokens=limits.context_tokens,
+            # As many as fit is what the engine finds out by itself, and better: what is free changes.
+            cache_slots=0 if self.card is not None and cache.slots == 0 and cache.misses != "layer" else None,
+            cache_ways=cache.ways,
+            cache_policy=cast("CachePolicy", cache.policy),
+            misses=cast("Misses", cache.misses),
+            prefetch=cast("Prefetch", cache.prefetch),
+        )
+
+
+def make_plan(
+    machine: HardwareProfile,
+    model: ModelShape,
+    workload: Workload = CHAT,
+    limits: Limits | None = None,
+    *,
+    measured: bool = False,
+) -> Plan:
+    """The best plan; takes well under a second for any model.
+
+    Args:
+        measured: the machine's numbers were measured, so that the predicted range is narrower.
+
+    Raises:
+        EngineError: `NOT_ENOUGH_MEMORY`, with the nearest that would fit.
+    """
+    limits = limits or Limits()
+    question = Question(machine, model, workload, limits, PRECISIONS[-1])
+    precision = choose_precision(question) if limits.precision == "auto" else limits.precision
+    question = replace(question, precision=precision)
+    outcomes = search(question)
+    best = chosen(outcomes) if outcomes else None
+    memory = _memory(question, best) if best is not None else None
+    if best is None or memory is None:
+        raise does_not_fit(question)
+    costs = question.setting().costs
+    helps = what_helps(question)
+    batch = plan_batch(question, outcomes) if workload.sequences > 1 else None
+    return Plan(
+        machine=machine.name,
+        model=model.name,
+        workload=workload,
+        policy=best.policy,
+        precision=precision,
+        threads=limits.threads or machine.cpu.cores,
+        context_tokens=min(model.context_tokens, limits.context_tokens or model.context_tokens),
+        card=memory.card,
+        ram=memory.ram,
+        disk_bytes=memory.disk,
+        cache=_cache(question, best, memory),
+        batch=batch,
+        speed=_speed(best, measured=measured),
+        bottleneck=bottleneck_sentence(best, costs, memory),
+        helps=helps,
+        what_helps=help_sentence(helps),
+        alternatives=_alternatives(question, best, outcomes, measured=measured),
+        roofline=roofline_picture(costs, workload),
+        limits=limits,
+    )
+
+
+def _memory(question: Question, best: Outcome) -> EngineMemory | None:
+    settings, costs = ENGINE_SETTINGS.get(best.policy, {}), question.setting().costs
+    if best.batch is not None:
+        return batch_memory(costs, question.limits, question.workload, best)
+    return engine_memory(
+        costs,
+        question.limits,
+        on_card=best.vram_bytes > 0,
+        misses=settings.get("misses", "mixed"),
+        cache_slots=settings.get("cache_slots"),
+        ways=best.ways or None,
+    )
+
+
+def _cache(question: Question, best: Outcome, memory: EngineMemory) -> CachePlan:
+    if memory.card is None:
+        return CachePlan()
+    settings, costs = ENGINE_SETTINGS.get(best.policy, {}), question.setting().costs
+    rows = break_even_rows(costs)
+    return CachePlan(
+        slots=memory.slots,
+        ways=best.ways or None,
+        indexes=indexes(memory.slots, best.ways, question.model.moe_layers),
+        policy=settings.get("cache_policy", "auto"),
+        misses=settings.get("misses", "mixed"),
+        prefetch=settings.get("prefetch", "auto"),
+        hit_rate=1.0 if memory.all_experts else best.hit_rate,
+        all_experts=memory.all_experts,
+        prefill_threshold=rows + 1 if rows < 1 << 16 else None,
+    )
+
+
+def _speed(outcome: Outcome, *, measured: bool) -> Speed:
+    decode, off = outcome.decode_tokens_per_s, _MEASURED if measured else _LOOKED_UP
+    return Speed(outcome.tokens_per_s, decode, decode * (1 - off), decode * (1 + off), outcome.ttft_s)
+
+
+def _alternatives(
+    question: Question, best: Outcome, outcomes: list[Outcome], *, measured: bool
+) -> tuple[Alternative, ...]:
+    found = [
+        Alternative(one.policy, question.precision, _speed(one, measured=measured), runs_here(one.policy))
+        for one in outcomes
+        if one is not best
+    ]
+    for precision in PRECISIONS:
+        if precision == question.precision:
+            continue
+        other = quick_best(replace(question, precision=precision))
+        if other is not None:
+            found.append(Alternative(other.policy, precision, _speed(other, measured=measured), runs_here=True))
+    return tuple(sorted(found, key=lambda one: -one.speed.tokens_per_s))

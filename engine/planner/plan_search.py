@@ -1,0 +1,128 @@
+"""The fastest way to run a workload: all policies by a quick simulation, the best of them by a longer one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.planner.engine_costs import engine_costs
+from engine.planner.engine_memory import memory_rule
+from engine.planner.machine import HardwareProfile
+from engine.planner.model_shape import ModelShape
+from engine.planner.plan_parts import Limits
+from engine.planner.simulator.outcome import Outcome
+from engine.planner.simulator.plans import BATCH_SCHEDULES, POLICY_NAMES, SWITCHYARD, run_policy
+from engine.planner.simulator.requests import Setting
+from engine.planner.workload import Workload
+
+PRECISIONS = ("bf16", "int8", "int4")
+"""Best quality first."""
+
+ENGINE_SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "Switchyard mixed": {},
+    "Switchyard, misses on the CPU": {"misses": "cpu"},
+    "Switchyard mixed, static": {"cache_policy": "static"},
+    "Switchyard mixed, predicted": {"cache_policy": "static", "prefetch": "mlp"},
+    "CPU only": {"device": "cpu"},
+    "CPU experts": {"misses": "cpu", "cache_slots": 0},
+    "on-demand": {"misses": "fetch", "cache_slots": 0},
+    "whole-layer prefetch": {"misses": "layer"},
+    "Fiddler": {"cache_policy": "static"},
+    "CPU-GPU collaborative": {"misses": "cpu", "cache_policy": "lru"},
+    "DuoServe-MoE": {"misses": "fetch", "cache_slots": 0, "prefetch": "mlp"},
+}
+"""Policy -> what `EngineConfig` runs it with.  The policies of many sequences are the batch executor's."""
+
+_QUICK, _LONGER = 4, 12
+"""MoE layers that the two simulations draw; of many rows, which use all experts of a layer, fewer."""
+_DRAWN_EXPERTS = 768
+"""Experts of all drawn layers that the longer one draws of many rows; the quick one a third."""
+_CLOSE = 0.85
+"""Of the best by the quick simulation: who is within this is simulated with more layers."""
+_FINALISTS = 3
+_ENOUGH = 0.999
+_BATCH_ORDER = ("MoE-Lightning (CGOPipe)", "Klotski", "FlexGen (S4)", "FlexGen, CPU attention (S3)", "DeepSpeed")
+_SHORTLIST = ("Switchyard mixed, static", "Switchyard mixed", "CPU only")
+_BATCH_SHORTLIST = (*_SHORTLIST, "Klotski", "MoE-Lightning (CGOPipe)")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is to be planned.
+
+    Attributes:
+        machine, model, workload, limits: of the plan.
+        precision: of the experts.
+    """
+
+    machine: HardwareProfile
+    model: ModelShape
+    workload: Workload
+    limits: Limits
+    precision: str
+
+    def setting(self, drawn_layers: int | None = None) -> Setting:
+        """For the simulator, with the engine's own costs and memory; by default all layers are simulated."""
+        if drawn_layers is not None and self.workload.sequences > 1:
+            drawn_layers = max(2, min(drawn_layers, _DRAWN_EXPERTS * drawn_layers // _LONGER // self.model.experts))
+        machine = self.machine if self.limits.use_card else replace(self.machine, gpu=None)
+        costs = engine_costs(machine, self.model, self.precision, self.limits.threads)
+        return Setting(costs, self.workload, rule=memory_rule(costs, self.limits), drawn_layers=drawn_layers)
+
+
+def runs_here(policy: str) -> bool:
+    """Whether the engine has it."""
+    return policy in ENGINE_SETTINGS or policy in BATCH_SCHEDULES
+
+
+def search(question: Question) -> list[Outcome]:
+    """Every policy that fits, the fastest first; those that are close to the best with more layers."""
+    quick = _run([name for name in POLICY_NAMES if name != SWITCHYARD], question.setting(_QUICK))
+    if not quick:
+        return []
+    best = quick[0].tokens_per_s
+    close = [outcome for outcome in quick if outcome.tokens_per_s >= _CLOSE * best][:_FINALISTS]
+    longer = _run([outcome.policy for outcome in close], question.setting(_LONGER))
+    return [*longer, *(outcome for outcome in quick if outcome not in close)]
+
+
+def chosen(outcomes: Iterable[Outcome]) -> Outcome:
+    """The fastest; of equal ones what the engine does without being told, the plainest."""
+    ordered = list(outcomes)
+    best = ordered[0].tokens_per_s
+    equal = [one for one in ordered if one.tokens_per_s >= _ENOUGH * best and runs_here(one.policy)] or ordered[:1]
+    plainest = [*ENGINE_SETTINGS, *_BATCH_ORDER]
+    return min(equal, key=lambda one: plainest.index(one.policy) if one.policy in plainest else len(plainest))
+
+
+def quick_best(question: Question) -> Outcome | None:
+    """The fastest of a few policies, for comparing machines and precisions."""
+    names = _SHORTLIST if question.workload.sequences == 1 else _BATCH_SHORTLIST
+    found = _run(names, replace(question.setting(_QUICK), even_only=True))
+    return found[0] if found else None
+
+
+def choose_precision(question: Question) -> str:
+    """The best quality that is not much slower than less.
+
+    int8 costs next to nothing in quality, so that bf16 has to be nearly as fast; int4 costs some, so that it has to be
+    much faster, or the only one that is not read from disk.
+    """
+    speeds = {}
+    for precision in PRECISIONS:
+        outcome = quick_best(replace(question, precision=precision))
+        if outcome is not None:
+            speeds[precision] = outcome.tokens_per_s
+    if not speeds:
+        return PRECISIONS[-1]
+    taken = next(iter(speeds))
+    for precision, worth in (("int8", 1.15), ("int4", 1.6)):
+        if precision in speeds and speeds[precision] > worth * speeds[taken]:
+            taken = precision
+    return taken
+
+
+def _run(names: Iterable[str], setting: Setting) -> list[Outcome]:
+    outcomes = [run_policy(name, setting) for name in names]
+    return sorted((outcome for outcome in outcomes if outcome), key=lambda outcome: -outcome.tokens_per_s)

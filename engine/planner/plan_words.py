@@ -1,0 +1,51 @@
+"""A plan's findings in sentences for people."""
+
+from __future__ import annotations
+
+from engine.planner.costs import EXPERT_OPERATORS, LAYER_OPERATORS, Costs
+from engine.planner.engine_memory import EngineMemory
+from engine.planner.plan_parts import Help
+from engine.planner.simulator.outcome import Outcome
+
+
+def bottleneck_sentence(outcome: Outcome, costs: Costs, memory: EngineMemory) -> str:
+    """What limits decoding: the lane that is busiest, and why it is."""
+    use = outcome.utilisation
+    lane = max(use, key=lambda name: use[name], default="")
+    if lane in ("cpu_experts", "cpu_attention"):
+        busy = use.get("cpu_experts", 0.0) + use.get("cpu_attention", 0.0)
+        rate = costs.cpu_bytes_per_s / 1e9
+        what = "expert weights" if lane == "cpu_experts" else "the other weights and the KV cache"
+        return f"Reading {what} from RAM limits it: {busy:.0%} of the time the CPU is busy, at {rate:.3g} GB/s."
+    if lane == "h2d":
+        return (
+            f"The link to the card limits it: {use[lane]:.0%} of the time weights are on their way, "
+            f"at {costs.machine.link.h2d / 1e9:.3g} GB/s."
+        )
+    if lane == "disk":
+        return (
+            f"The disk limits it: {use[lane]:.0%} of the time experts are being read, at "
+            f"{costs.machine.disk_bytes_per_s / 1e9:.3g} GB/s, because {memory.disk / 1e9:.3g} GB of experts do not "
+            "fit into RAM."
+        )
+    launches = (LAYER_OPERATORS + EXPERT_OPERATORS) * costs.model.layers * costs.efficiency.operator_s
+    if outcome.batch is None and launches > 0.5 * outcome.tpot_s:
+        return (
+            f"Starting the card's many small operations limits it: {launches * 1e3:.3g} ms of the "
+            f"{outcome.tpot_s * 1e3:.3g} ms of a token."
+        )
+    return (
+        f"The graphics card limits it: {use.get(lane, 0.0):.0%} of the time it is busy, "
+        f"reading at {costs.card_bytes_per_s / 1e9:.3g} GB/s."
+        if costs.machine.gpu is not None
+        else "The processor limits it."
+    )
+
+
+def help_sentence(helps: tuple[Help, ...]) -> str:
+    """The change with the biggest gain."""
+    if not helps:
+        return "No single change of memory, link, disk or precision would make it noticeably faster."
+    best = helps[0]
+    change = best.change[0].upper() + best.change[1:]
+    return f"{change} would help most: about {best.gain:.2g} times as fast, {best.decode_tokens_per_s:.3g} tokens/s."
