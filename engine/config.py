@@ -6,7 +6,7 @@ Plain frozen dataclasses: they travel over the protocol, so their fields are JSO
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.errors import EngineError, ErrorCode
@@ -95,3 +95,45 @@ class SamplingParams:
             value = getattr(self, name)
             if not holds or not math.isfinite(value):
                 raise EngineError(ErrorCode.INVALID_REQUEST, f"{name} is {value}, but must be {allowed}.")
+
+
+BatchStart = Literal["new", "resume", "restart", "retry_failed"]
+BATCH_STARTS: tuple[BatchStart, ...] = ("new", "resume", "restart", "retry_failed")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchJob:
+    """A file of rows to be answered into another file.
+
+    Attributes:
+        input, output: paths; the input may be a folder.
+        template: the question with `{{column}}` in it; empty for the obvious column, or for OpenAI requests.
+        system: prompt of every conversation; none if empty.
+        sampling: of every answer; OpenAI requests may say otherwise.
+        schema: a JSON schema, as JSON text, that answers satisfy; `choices` are texts of which they are one.
+        tries: how often a row is asked whose sampled answer was cut before it satisfied the schema.
+        encoding, separator, whole_files: how text is read; see `engine.batch_files.opening.InputForm`.
+        start: `new` refuses what a job has already answered, `resume` goes on, `restart` discards, `retry_failed` goes
+            on and asks failed rows again.
+    """
+
+    input: str
+    output: str
+    template: str = ""
+    system: str = ""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    schema: str = ""
+    choices: tuple[str, ...] = ()
+    tries: int = 3
+    encoding: str | None = None
+    separator: str | None = None
+    whole_files: bool = False
+    start: BatchStart = "new"
+
+    def __post_init__(self) -> None:
+        if self.schema and self.choices:
+            raise EngineError(ErrorCode.INVALID_REQUEST, "Give a schema or choices, not both.")
+        if not 1 <= self.tries <= 100:
+            raise EngineError(ErrorCode.INVALID_REQUEST, f"tries is {self.tries}, but must be between 1 and 100.")
+        if not all(self.choices):
+            raise EngineError(ErrorCode.INVALID_REQUEST, "A choice is empty: leave it out.")

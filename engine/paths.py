@@ -46,6 +46,11 @@ def models_dir() -> Path:
     return data_dir() / "models"
 
 
+def jobs_dir() -> Path:
+    """Journals of batch jobs: what was answered of each."""
+    return data_dir() / "jobs"
+
+
 def cache_dir() -> Path:
     """What can be made again: downloads, measurements."""
     return _base(platformdirs.user_cache_dir(_APP, appauthor=False), "cache")

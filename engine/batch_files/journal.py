@@ -1,4 +1,4 @@
-"""The answers of a job as they come: one SQLite file beside the output, so that a kill at any moment loses nothing.
+"""The answers of a job as they come: one SQLite file per output, so that a kill at any moment loses nothing.
 
 A row's ending is written once: the row's index is the table's key.  What a transaction holds is on disk when it
 ends (write-ahead log, synchronous), and a second process that would write to the same job is refused by a lock that
@@ -10,17 +10,24 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import xxhash
 
 from engine.batch_files.answer import Answer
 from engine.batch_files.manifest import Manifest, parse_manifest, require_same
 from engine.checkpoint.file_lock import try_lock
 from engine.errors import EngineError, ErrorCode
+from engine.paths import jobs_dir
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS manifest (only_one INTEGER PRIMARY KEY CHECK (only_one = 1), content TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS manifest (
+    only_one INTEGER PRIMARY KEY CHECK (only_one = 1), content TEXT NOT NULL, settings TEXT NOT NULL,
+    begun_s REAL NOT NULL, finished_s REAL
+);
 CREATE TABLE IF NOT EXISTS answers (
     row INTEGER PRIMARY KEY, text TEXT NOT NULL, finish_reason TEXT NOT NULL,
     prompt_tokens INTEGER NOT NULL, generated_tokens INTEGER NOT NULL, problem TEXT NOT NULL
@@ -30,21 +37,26 @@ _COLUMNS = "row, text, finish_reason, prompt_tokens, generated_tokens, problem"
 
 
 def journal_path(output: Path) -> Path:
-    """Where the journal of the job with this output lies."""
-    return output.with_name(output.name + ".switchyard-job")
+    """Where the journal of the job with this output lies: one output, one journal, in the data folder."""
+    place = str(output.resolve())
+    return jobs_dir() / f"{output.stem[:40]}-{xxhash.xxh3_64_hexdigest(place.encode('utf-8', 'surrogatepass'))}.sqlite"
 
 
 class Journal:
-    """The endings of a job's rows.  For one thread; `reading` is for another process that only looks.
+    """The endings of a job's rows, for the one thread that works on it; `job_list` reads it from elsewhere.
+
+    Args:
+        settings: the job as JSON, for lists of jobs.
 
     Raises:
         EngineError: `BUSY` if another process works on this job, `DISK_FULL`, `INVALID_REQUEST` if the file is damaged
             or is of a job that differs.
     """
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: Manifest, settings: str = "{}") -> None:
         self._path = path
         with self._explained():
+            path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(path)
         try:
             with self._explained():
@@ -52,21 +64,23 @@ class Journal:
                 self._connection.execute("PRAGMA journal_mode = WAL")
                 self._connection.execute("PRAGMA synchronous = FULL")
                 self._connection.executescript(_SCHEMA)
-                self._take_over(manifest)
+                self._take_over(manifest, settings)
         except BaseException:
             self._unlock()
             raise
 
-    def _take_over(self, manifest: Manifest) -> None:
+    def _take_over(self, manifest: Manifest, settings: str) -> None:
         row = self._connection.execute("SELECT content FROM manifest").fetchone()
         if row is None:
-            self._connection.execute("INSERT INTO manifest VALUES (1, ?)", (manifest.to_json(),))
-        else:
-            try:
-                require_same(parse_manifest(row[0]), manifest, str(self._path))
-            except EngineError:
-                self._connection.close()
-                raise
+            values = (manifest.to_json(), settings, time.time())
+            self._connection.execute("INSERT INTO manifest VALUES (1, ?, ?, ?, NULL)", values)
+            return
+        try:
+            require_same(parse_manifest(row[0]), manifest)
+        except EngineError:
+            self._connection.close()
+            raise
+        self._connection.execute("UPDATE manifest SET settings = ?, finished_s = NULL", (settings,))
 
     @property
     def path(self) -> Path:
@@ -114,16 +128,16 @@ class Journal:
         with self._explained():
             return self._connection.execute("DELETE FROM answers WHERE problem != ''").rowcount
 
+    def finish(self) -> None:
+        """Every row has had its ending, and the result is written."""
+        with self._explained():
+            self._connection.execute("UPDATE manifest SET finished_s = ?", (time.time(),))
+
     def close(self) -> None:
         """Without effect the second time."""
         if self._lock >= 0:
             self._connection.close()
             self._unlock()
-
-    def delete(self) -> None:
-        """Closes and removes it, once the output holds all there is."""
-        self.close()
-        discard(self._path)
 
     def _unlock(self) -> None:
         os.close(self._lock)
@@ -161,7 +175,7 @@ def _locked(path: Path) -> int:
         if not try_lock(descriptor):
             os.close(descriptor)
             raise EngineError(
-                ErrorCode.BUSY, f"Another run is working on {path}: let it end or stop it, then go on with --resume."
+                ErrorCode.BUSY, f"Another run is working on the job of {path.stem}: let it end or stop it first."
             )
         # Whoever had it may have removed the file since we opened it: a lock on what has no name keeps nobody out.
         with contextlib.suppress(FileNotFoundError):
@@ -174,39 +188,6 @@ def discard(path: Path) -> None:
     """Removes a journal that nobody has open, with what lies beside it."""
     for suffix in ("", "-wal", "-shm", ".lock"):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
-
-
-def read_counts(path: Path) -> tuple[int, int, int] | None:
-    """`Journal.counts` of a job that another process may be working on; None if there is none that can be read."""
-    if not path.exists():
-        return None
-    try:
-        with _read_only(path) as connection:
-            query = "SELECT COUNT(*), COALESCE(SUM(problem != ''), 0), COALESCE(SUM(generated_tokens), 0) FROM answers"
-            done, failed, tokens = connection.execute(query).fetchone()
-    except sqlite3.Error:
-        return None
-    return int(done), int(failed), int(tokens)
-
-
-def read_answers(path: Path, *, after: int = -1, limit: int = 200, failed_only: bool = False) -> list[Answer]:
-    """Some endings of a job that another process may be working on, in the order of the rows, none if unreadable."""
-    chosen = "AND problem != ''" if failed_only else ""
-    query = f"SELECT {_COLUMNS} FROM answers WHERE row > ? {chosen} ORDER BY row LIMIT ?"
-    try:
-        with _read_only(path) as connection:
-            return [Answer(*values) for values in connection.execute(query, (after, limit))]
-    except sqlite3.Error:
-        return []
-
-
-@contextmanager
-def _read_only(path: Path) -> Iterator[sqlite3.Connection]:
-    connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
-    try:
-        yield connection
-    finally:
-        connection.close()
 
 
 def _sound(text: str) -> str:

@@ -58,7 +58,7 @@ def parse_manifest(text: str) -> Manifest | None:
     return manifest if manifest.version == VERSION else None
 
 
-def require_same(begun: Manifest | None, now: Manifest, place: str) -> None:
+def require_same(begun: Manifest | None, now: Manifest) -> None:
     """Refuses to go on with another job's answers.
 
     Raises:
@@ -70,6 +70,6 @@ def require_same(begun: Manifest | None, now: Manifest, place: str) -> None:
         what = " and ".join(_SHOWN[name] for name in differing) if begun is not None else _SHOWN["version"]
         raise EngineError(
             ErrorCode.INVALID_REQUEST,
-            f"{place} holds answers of a job in which {what} differed: name another output, or start anew with "
-            f"--restart, which discards those answers.",
+            f"The job with this output was begun when {what} differed: name another output, or restart it, which "
+            f"discards the answers that it has.",
         )

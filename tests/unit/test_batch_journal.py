@@ -21,7 +21,8 @@ import pytest
 
 from engine.batch_files.answer import Answer, failed
 from engine.batch_files.fingerprint import content_hash, stamp
-from engine.batch_files.journal import Journal, discard, journal_path, read_answers, read_counts
+from engine.batch_files.job_list import known_jobs, read_answers, read_job
+from engine.batch_files.journal import Journal, discard, journal_path
 from engine.batch_files.manifest import Manifest
 from engine.batch_files.openai_responses import errors_path
 from engine.batch_files.opening import open_source
@@ -35,24 +36,40 @@ def _answer(row: int) -> Answer:
     return Answer(row, f"answer {row} \ud800", "stop", 3, row % 7)
 
 
-def test_answers_come_back_in_order_and_are_counted(tmp_path: Path) -> None:
-    path = journal_path(tmp_path / "out.csv")
-    journal = Journal(path, _MANIFEST)
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+def test_answers_come_back_in_order_and_are_counted(home: Path) -> None:
+    path = journal_path(home / "out.csv")
+    assert path != journal_path(home / "other" / "out.csv")
+    journal = Journal(path, _MANIFEST, '{"output": "out.csv"}')
     journal.record([_answer(5), failed(2, "is empty")])
     journal.record([_answer(0)])
     assert [answer.row for answer in journal.answers()] == [0, 2, 5]
-    assert journal.counts() == read_counts(path) == (3, 1, 5)
+    assert journal.counts() == (3, 1, 5)
     assert journal.has(2)
     assert not journal.has(3)
     assert [answer.row for answer in read_answers(path, after=0)] == [2, 5]
     assert [answer.row for answer in read_answers(path, failed_only=True)] == [2]
+    (known,) = known_jobs()
+    assert (known.done, known.failed, known.running, known.finished_s) == (3, 1, True, None)
+    assert known.settings == {"output": "out.csv"}
     assert journal.forget_failed() == 1
+    journal.finish()
     journal.close()
     journal.close()
+    (known,) = known_jobs()
+    assert not known.running
+    assert known.finished_s is not None
     again = Journal(path, _MANIFEST)
     assert [answer.row for answer in again.answers()] == [0, 5]
-    again.delete()
-    assert list(tmp_path.iterdir()) == []
+    again.close()
+    discard(path)
+    assert known_jobs() == []
+    assert list(path.parent.iterdir()) == []
 
 
 def test_no_row_has_two_endings_and_a_refused_write_leaves_none_of_it(tmp_path: Path) -> None:
@@ -83,7 +100,7 @@ def test_a_damaged_journal_is_refused_in_one_sentence(tmp_path: Path) -> None:
         Journal(path, _MANIFEST)
     discard(path)
     assert list(tmp_path.iterdir()) == []
-    assert read_counts(path) is None
+    assert read_job(path) is None
 
 
 def test_a_full_disk_is_said_and_the_journal_goes_on_when_there_is_room(tmp_path: Path) -> None:
@@ -121,7 +138,7 @@ def test_what_was_said_to_be_written_survives_kills(tmp_path: Path) -> None:
     chance = random.Random(3)
     path = tmp_path / "job"
     ended = False
-    for _ in range(40):
+    for _ in range(12):
         process = subprocess.Popen(
             [sys.executable, "-c", _WRITER, str(path)], stdout=subprocess.PIPE, text=True, cwd=os.getcwd()
         )

@@ -1,0 +1,96 @@
+"""What jobs there are, and what they have answered, for whoever does not work on them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.batch_files.answer import Answer
+from engine.checkpoint.file_lock import try_lock, unlock
+from engine.paths import jobs_dir
+
+
+@dataclass(frozen=True, slots=True)
+class KnownJob:
+    """A job as its journal tells.
+
+    Attributes:
+        journal: the file.
+        settings: `BatchJob` and the model, as JSON gave them.
+        begun_s, finished_s: seconds since 1970; None while rows are missing.
+        done, failed, generated_tokens: rows that have ended, those of them that failed, and all tokens.
+        running: whether a process works on it now.
+    """
+
+    journal: Path
+    settings: dict[str, Any]
+    begun_s: float
+    finished_s: float | None
+    done: int
+    failed: int
+    generated_tokens: int
+    running: bool
+
+
+def known_jobs() -> list[KnownJob]:
+    """All jobs, the newest first; unreadable journals are left out."""
+    jobs = [job for path in jobs_dir().glob("*.sqlite") if (job := read_job(path)) is not None]
+    return sorted(jobs, key=lambda job: -job.begun_s)
+
+
+def read_job(journal: Path) -> KnownJob | None:
+    """One job; None if there is none that can be read."""
+    counts = "SELECT COUNT(*), COALESCE(SUM(problem != ''), 0), COALESCE(SUM(generated_tokens), 0) FROM answers"
+    try:
+        with _read_only(journal) as connection:
+            settings, begun, finished = connection.execute(
+                "SELECT settings, begun_s, finished_s FROM manifest"
+            ).fetchone()
+            done, failed, tokens = connection.execute(counts).fetchone()
+            content = json.loads(settings)
+    except (sqlite3.Error, ValueError, TypeError):
+        return None
+    if not isinstance(content, dict):
+        return None
+    return KnownJob(journal, content, begun, finished, int(done), int(failed), int(tokens), _is_running(journal))
+
+
+def read_answers(journal: Path, *, after: int = -1, limit: int = 200, failed_only: bool = False) -> list[Answer]:
+    """Some endings of a job in the order of the rows; none if it cannot be read."""
+    chosen = "AND problem != ''" if failed_only else ""
+    query = f"""SELECT row, text, finish_reason, prompt_tokens, generated_tokens, problem FROM answers
+        WHERE row > ? {chosen} ORDER BY row LIMIT ?"""
+    try:
+        with _read_only(journal) as connection:
+            return [Answer(*values) for values in connection.execute(query, (after, limit))]
+    except sqlite3.Error:
+        return []
+
+
+def _is_running(journal: Path) -> bool:
+    try:
+        descriptor = os.open(journal.with_name(journal.name + ".lock"), os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        if not try_lock(descriptor):
+            return True
+        unlock(descriptor)
+        return False
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _read_only(path: Path) -> Iterator[sqlite3.Connection]:
+    connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+    try:
+        yield connection
+    finally:
+        connection.close()
