@@ -1,7 +1,7 @@
 """What `auto` precision is: the best one whose weights fit, decided from sizes before anything is loaded.
 
-bf16 is what checkpoints are in; int8 costs next to nothing of a model's quality and int4 some of it; reading experts from
-disk for every token costs most of the speed, so it comes after int4.
+bf16 is what checkpoints are in; int8 costs next to nothing of a model's quality and int4 some of it; reading experts
+from disk for every token costs most of the speed, so it comes after int4.
 """
 
 from __future__ import annotations
