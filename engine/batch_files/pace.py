@@ -1,0 +1,86 @@
+"""How fast a job goes and when it will be done."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+_WINDOW_S = 120.0
+_LEAST_S = 3.0
+_PARTS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """A job's progress.
+
+    Attributes:
+        done, failed: rows that have ended, and those of them that failed.
+        total: rows in all; None while nobody knows.
+        tokens_per_s: generated over the last two minutes; 0 while there is nothing to tell by.
+        remaining_low_s, remaining_high_s: seconds until the end, as the fastest and the slowest part of those two
+            minutes went; None while there is nothing to tell by.
+    """
+
+    done: int
+    failed: int
+    total: int | None
+    tokens_per_s: float
+    remaining_low_s: float | None
+    remaining_high_s: float | None
+
+
+class PaceMeter:
+    """Sees rows end; `now` is any clock in seconds that only goes forward.
+
+    Args:
+        done, failed: rows that had ended when this run began, which are no work of this one.
+    """
+
+    def __init__(self, done: int, failed: int, now: float) -> None:
+        self._done, self._failed = done, failed
+        self._tokens = 0
+        self._seen: deque[tuple[float, int, int]] = deque([(now, done, 0)])
+
+    def ended(self, *, failed: bool, generated_tokens: int) -> None:
+        """One more row has had its ending."""
+        self._done += 1
+        self._failed += failed
+        self._tokens += generated_tokens
+
+    def pace(self, total: int | None, now: float, *, under_way_tokens: int = 0) -> Pace:
+        """The progress at `now`.
+
+        Args:
+            total: rows in all, if known.
+            under_way_tokens: generated so far for rows that have not ended.
+        """
+        tokens = self._tokens + under_way_tokens
+        if now - self._seen[-1][0] >= _WINDOW_S / _PARTS / 4 or len(self._seen) == 1:
+            self._seen.append((now, self._done, tokens))
+        while len(self._seen) > 2 and now - self._seen[1][0] > _WINDOW_S:
+            self._seen.popleft()
+        begun, done_then, tokens_then = self._seen[0]
+        elapsed = now - begun
+        if elapsed < _LEAST_S:
+            return Pace(self._done, self._failed, total, 0.0, None, None)
+        rate = max(0.0, (tokens - tokens_then) / elapsed)
+        low, high = self._remaining(total, now, done_then, elapsed)
+        return Pace(self._done, self._failed, total, rate, low, high)
+
+    def _remaining(
+        self, total: int | None, now: float, done_then: int, elapsed: float
+    ) -> tuple[float | None, float | None]:
+        if total is None or self._done == done_then:
+            return None, None
+        left = max(0, total - self._done)
+        mean = elapsed / (self._done - done_then)
+        times = [mean]
+        points = [*self._seen, (now, self._done, 0)]
+        step = max(1, len(points) // _PARTS)
+        for first, last in zip(points[:-step:step], points[step::step], strict=False):
+            if last[1] > first[1]:
+                times.append((last[0] - first[0]) / (last[1] - first[1]))
+        # A part in which hardly a row ended says more about chance than about the machine.
+        low, high = max(min(times), mean / 2), min(max(times), mean * 2)
+        return left * low, left * high

@@ -1,0 +1,96 @@
+"""A job whose settings have been checked against its input and output, before any model is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from engine.batch_files.answer import Answer
+from engine.batch_files.fingerprint import content_hash
+from engine.batch_files.manifest import Manifest
+from engine.batch_files.openai_requests import holds_openai_requests
+from engine.batch_files.opening import InputForm, open_source
+from engine.batch_files.prompts import OpenAiPrompts, Prompts, TemplatePrompts
+from engine.batch_files.request import Constraint, RowRequest
+from engine.batch_files.result_file import check_output
+from engine.batch_files.row import RowSource
+from engine.batch_files.template import parse_template, template_of
+from engine.config import BatchJob
+from engine.errors import EngineError, ErrorCode
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedJob:
+    """What `prepare` found.
+
+    Attributes:
+        job: as asked.
+        source: the input's rows.
+        prompts: from a row to what is asked.
+        output: the result file.
+        openai: whether input and output are in OpenAI's batch format.
+    """
+
+    job: BatchJob
+    source: RowSource
+    prompts: Prompts
+    output: Path
+    openai: bool
+
+    def asked(self) -> Iterator[tuple[float, RowRequest | Answer]]:
+        """For each row the share of the input that has been read, and its prompt or its ending."""
+        for row in self.source.rows():
+            yield row.share, self.prompts(row)
+
+    def manifest(self, model: str, precision: str, cancelled: Callable[[], bool]) -> Manifest:
+        """What the answers depend on; reads the whole input once.
+
+        Args:
+            model: its fingerprint.
+
+        Raises:
+            EngineError: the input cannot be read, or the caller has cancelled.
+        """
+        job = self.job
+        return Manifest(
+            input_hash=content_hash(self.source, cancelled),
+            template=self.prompts.template.text if isinstance(self.prompts, TemplatePrompts) else "",
+            system=job.system,
+            model=model,
+            precision=precision,
+            sampling=json.dumps(asdict(job.sampling)),
+            constraint=json.dumps([job.schema, job.choices, job.tries]),
+            form=json.dumps([job.encoding, job.separator, job.whole_files]),
+        )
+
+
+def prepare(job: BatchJob) -> PreparedJob:
+    """Opens the input and checks everything that can be checked without a model.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`, in one sentence.
+    """
+    source = open_source(Path(job.input), InputForm(job.encoding, job.whole_files, job.separator))
+    output = Path(job.output)
+    check_output(output, source)
+    openai = holds_openai_requests(source)
+    prompts: Prompts
+    if openai:
+        if job.template or job.system or job.schema or job.choices:
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST,
+                f"{source.path} holds OpenAI requests, which say all themselves: leave out template, system prompt, "
+                f"schema and choices.",
+            )
+        if output.suffix.lower() != ".jsonl":
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST, f"Answers to OpenAI requests are jsonl: name {output.with_suffix('.jsonl')}."
+            )
+        prompts = OpenAiPrompts(job.sampling)
+    else:
+        template = parse_template(job.template, source.columns) if job.template else template_of(source.columns)
+        constraint = Constraint(job.schema, job.choices) if job.schema or job.choices else None
+        prompts = TemplatePrompts(template, job.system, job.sampling, constraint)
+    return PreparedJob(job, source, prompts, output, openai)

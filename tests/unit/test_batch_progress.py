@@ -1,0 +1,96 @@
+"""What a job says of its pace, and how answers wait for room on a disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.batch_files.answer import Answer, failed
+from engine.batch_files.journal import Journal
+from engine.batch_files.manifest import Manifest
+from engine.batch_files.pace import PaceMeter
+from engine.batch_files.safe_keeping import SafeKeeping
+from engine.errors import EngineError, ErrorCode
+
+_MANIFEST = Manifest("hash", "{{text}}", "", "model", "bf16", "{}", "", "{}")
+
+
+def test_a_steady_pace_is_told_with_a_range_that_holds_it() -> None:
+    meter = PaceMeter(done=10, failed=1, now=0.0)
+    assert meter.pace(110, 0.0).remaining_low_s is None
+    for second in range(1, 61):
+        meter.ended(failed=False, generated_tokens=20)
+        pace = meter.pace(110, float(second))
+    assert (pace.done, pace.failed, pace.total) == (70, 1, 110)
+    assert pace.tokens_per_s == 20
+    assert pace.remaining_low_s is not None
+    assert pace.remaining_high_s is not None
+    assert pace.remaining_low_s <= 40 <= pace.remaining_high_s
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0.01, 500), st.booleans(), st.integers(0, 500), st.booleans()), min_size=1, max_size=60
+    ),
+    st.integers(0, 1000),
+)
+def test_no_pace_is_negative_and_ranges_are_in_order(steps: list[tuple[float, bool, int, bool]], total: int) -> None:
+    meter, now = PaceMeter(0, 0, 0.0), 0.0
+    for elapsed, ends, tokens, bad in steps:
+        now += elapsed
+        if ends:
+            meter.ended(failed=bad, generated_tokens=tokens)
+        pace = meter.pace(total, now)
+        assert pace.tokens_per_s >= 0
+        if pace.remaining_low_s is not None and pace.remaining_high_s is not None:
+            assert 0 <= pace.remaining_low_s <= pace.remaining_high_s
+
+
+class _FullFor:
+    """A journal on a disk that is full for the first so many writes."""
+
+    def __init__(self, journal: Journal, refusals: int) -> None:
+        self._journal = journal
+        self.refusals = refusals
+
+    def record(self, answers: list[Answer]) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise EngineError(ErrorCode.DISK_FULL, "The disk is full.")
+        self._journal.record(answers)
+
+
+def test_a_full_disk_delays_answers_and_loses_none(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "job", _MANIFEST)
+    told: list[str] = []
+    slept: list[float] = []
+    keeping = SafeKeeping(
+        _FullFor(journal, 3),  # type: ignore[arg-type]
+        on_blocked=told.append,
+        cancelled=lambda: False,
+        sleep=slept.append,
+        clock=lambda: 0.0,
+    )
+    for row in range(100):
+        keeping.keep(Answer(row, "x", "stop") if row % 2 else failed(row, "is odd"))
+    keeping.flush()
+    assert [answer.row for answer in journal.answers()] == list(range(100))
+    assert told == ["The disk is full."] * 3 + [""]
+    assert len(slept) == 3
+    journal.close()
+
+
+def test_waiting_for_room_can_be_cancelled(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "job", _MANIFEST)
+    keeping = SafeKeeping(
+        _FullFor(journal, 10**9),  # type: ignore[arg-type]
+        on_blocked=lambda _reason: None,
+        cancelled=lambda: True,
+        sleep=lambda _seconds: None,
+    )
+    keeping.keep(Answer(0, "x", "stop"))
+    keeping.flush()
+    assert journal.counts() == (0, 0, 0)
+    journal.close()
