@@ -13,7 +13,7 @@ from functools import cache
 import torch
 
 from engine.experts.routing import Routing
-from engine.kernels.interface import ExpertKernel
+from engine.kernels.interface import ExpertKernel, rows_at_once
 
 Work = Callable[[], None]
 
@@ -46,7 +46,8 @@ class PartialSums:
         and a copy from memory that is not pinned would wait with it, and the caller with the copy.
         """
         place = self._hidden.device
-        calls = [(pairs.to(place), ids.to(place)) for pairs, ids in self._calls(slot_of)]
+        most = rows_at_once(kernel) or CALL_ROWS
+        calls = [(pairs.to(place), ids.to(place)) for pairs, ids in self._calls(slot_of, most)]
 
         def work() -> None:
             for pairs, ids in calls:
@@ -95,14 +96,14 @@ class PartialSums:
 
         return work
 
-    def _calls(self, slot_of: Mapping[int, int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(pairs [n], slots [n]) for one call of a kernel after the other."""
+    def _calls(self, slot_of: Mapping[int, int], most: int = CALL_ROWS) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(pairs [n], slots [n]) for one call of a kernel after the other, `most` rows for each if possible."""
         visits = self._routing.visits
         pairs: list[int] = []
         ids: list[int] = []
         for expert, slot in slot_of.items():
             mine = visits[expert]
-            if pairs and len(pairs) + len(mine) > CALL_ROWS:
+            if pairs and len(pairs) + len(mine) > most:
                 yield torch.tensor(pairs), torch.tensor(ids)
                 pairs, ids = [], []
             pairs += mine

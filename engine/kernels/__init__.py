@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine.kernels.gpu.proof import runs_kernels
 from engine.kernels.interface import ExpertKernel, ExpertMath, LayerRecords
 from engine.kernels.native.experts import NativeExperts, can_compute
 from engine.kernels.native.library import NativeKernels
@@ -16,6 +17,11 @@ def choose_kernel(module: Any, layer: LayerRecords, kernels: NativeKernels | Non
     `kernels` are the native ones, where they can be had.
     """
     in_torch = choose_torch_kernel(module, layer, kernels)
+    if in_torch is not None and runs_kernels(layer.device):
+        from engine.kernels.gpu import experts as on_card  # not to be had without Triton
+
+        if on_card.can_compute(layer, in_torch.math):
+            return on_card.CardExperts(layer, in_torch.math)
     if in_torch is None or kernels is None or not can_compute(layer, in_torch.math):
         return in_torch
     return NativeExperts(layer, in_torch.math, kernels, many_tokens=in_torch)

@@ -76,6 +76,17 @@ class ExpertKernel(Protocol):
         """[T, H], [T, k], [T, k], all on the records' device -> [T, H] of the type of `hidden_states`."""
 
 
+def rows_at_once(kernel: ExpertKernel) -> int | None:
+    """How many visits a kernel wants to be given at a time, if it has an opinion."""
+    wanted: int | None = getattr(kernel, "rows_at_once", None)
+    return wanted
+
+
+def is_capturable(kernel: ExpertKernel) -> bool:
+    """Whether a kernel waits for nothing, so that a card can be made to repeat a step with it in it."""
+    return bool(getattr(kernel, "is_capturable", False))
+
+
 @dataclass(frozen=True)
 class ExpertMath:
     """What an expert of a module computes, apart from its weights.

@@ -1,0 +1,106 @@
+"""One layer's experts on a card: two launches for all of a step's visits, whichever slots they go to."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.kernels.gpu.grouping import group
+from engine.kernels.gpu.products import multiply_groups, multiply_visits
+from engine.kernels.gpu.stored import ALIGNMENT, RecordTable, stored_matrix
+from engine.kernels.interface import ExpertMath, LayerRecords, QuantisedFormat
+from engine.kernels.quantised.tiles import Pairing
+
+FEW_VISITS = 32
+"""Up to this many are computed one by one: a token's experts differ, so nothing is gained by sorting."""
+_MANY_VISITS = 1024
+"""From so many on an expert is taken to have enough of them for big blocks."""
+_INNER_BYTES = 64 * 2**20
+"""For what lies between the two matrices; longer steps are cut."""
+_SUMMED_TOKENS = 1024
+_PLAIN = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def can_compute(layer: LayerRecords, math: ExpertMath) -> bool:
+    """Whether the kernels know these experts; `engine.kernels.gpu.proof` says whether a card runs them."""
+    layout, activation = layer.layout, math.activation
+    if any(part.offset % ALIGNMENT for part in layout.parts) or layout.nbytes % ALIGNMENT:
+        return False
+    if isinstance(layout, QuantisedFormat):
+        return activation is not None and (layout.pairing is activation.pairing or activation.pairing is Pairing.PLAIN)
+    dtypes = {part.dtype for part in layout.parts}
+    return len(dtypes) == 1 and dtypes.pop() in _PLAIN
+
+
+class CardExperts:
+    """Computes one layer's experts without waiting for the card anywhere: its steps can be captured in a graph.
+
+    Few visits: every one by itself.  Many: sorted by expert on the card, and computed in blocks by its matrix units.
+    What one expert makes of one token is rounded to the hidden states' type; sums over a token's experts are in fp32.
+    """
+
+    is_capturable = True
+
+    def __init__(self, layer: LayerRecords, math: ExpertMath) -> None:
+        self.math = math
+        known = math.activation
+        self._first = stored_matrix(
+            layer, math.first, math.first_bias, known.pairing if known is not None else Pairing.PLAIN
+        )
+        self._down = stored_matrix(layer, "down_proj", math.down_bias, Pairing.PLAIN)
+        self._table = RecordTable(list(layer.pieces))
+        self._experts = layer.num_experts
+        self._dtype = self._down.dtype
+        widest = max(self._first.rows, self._down.rows) * self._dtype.itemsize
+        self.rows_at_once = max(256, _INNER_BYTES // widest)
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """See `engine.kernels.interface.ExpertKernel`."""
+        hidden = hidden_states.to(self._dtype).contiguous()
+        tokens, width = top_k_index.shape
+        at_once = max(1, self.rows_at_once // max(width, 1))
+        if tokens <= at_once:
+            result = self._compute(hidden, top_k_index, top_k_weights)
+        else:
+            pieces = -(-tokens // at_once)
+            cut = [tensor.tensor_split(pieces) for tensor in (hidden, top_k_index, top_k_weights)]
+            result = torch.cat([self._compute(*piece) for piece in zip(*cut, strict=True)])
+        return result if result.dtype == hidden_states.dtype else result.to(hidden_states.dtype)
+
+    def _compute(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        tokens, width = index.shape
+        ids = index.reshape(-1).long()
+        if not len(ids):
+            return torch.zeros_like(hidden)
+        out = self._few(hidden, ids, width) if len(ids) <= FEW_VISITS else self._many(hidden, ids, width)
+        if self.math.norm is not None:
+            out = self.math.norm(out).masked_fill(self._nobody(ids)[:, None], 0)
+        if width == 1:
+            return torch.mul(out, weights.float(), out=torch.empty_like(out))
+        result = torch.empty_like(hidden)
+        rows, shares = out.view(tokens, width, -1), weights.float()[:, :, None]
+        for begin in range(0, tokens, _SUMMED_TOKENS):
+            some = slice(begin, begin + _SUMMED_TOKENS)
+            result[some] = (rows[some].float() * shares[some]).sum(1)
+        return result
+
+    def _few(self, hidden: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Tensor:
+        inner = multiply_visits(self._first, self._table, hidden, ids, width, self.math.activation)
+        return multiply_visits(self._down, self._table, self._gate(inner), ids, 1)
+
+    def _many(self, hidden: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Tensor:
+        block = 64 if len(ids) >= _MANY_VISITS else 16
+        nobody = self._nobody(ids)
+        groups = group(ids.masked_fill(nobody, self._experts), self._experts, block)
+        count = len(ids)
+        inner = multiply_groups(self._first, self._table, hidden, count, groups, block, width, self.math.activation)
+        out = multiply_groups(self._down, self._table, self._gate(inner), count, groups, block, 1)
+        return out.masked_fill_(nobody[:, None], 0)
+
+    def _gate(self, inner: torch.Tensor) -> torch.Tensor:
+        """What the kernels do not know is left to the module."""
+        return inner if self.math.activation is not None else self.math.gate(inner).contiguous()
+
+    def _nobody(self, ids: torch.Tensor) -> torch.Tensor:
+        return (ids < 0) | (ids >= self._experts)

@@ -1,0 +1,50 @@
+"""Linear layers whose weights are int8 or int4 on a card."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.kernels.gpu.stored import RecordTable, store
+from engine.kernels.quantised.tiles import TiledMatrix, dequantise
+
+_FEW_TOKENS = 16
+"""Up to this many, reading the weights once for each from the card's cache costs less than dequantising them."""
+
+
+class CardLinear:
+    """The `forward` of one linear layer in int8 or int4; takes the place of its weight.
+
+    Few tokens read the tiles as they are, where the card runs the kernels; else they are dequantised for each call.
+
+    Args:
+        matrix: on any device; it is copied to `device`.
+        with_kernels: whether that card runs them.
+    """
+
+    def __init__(
+        self, matrix: TiledMatrix, bias: torch.Tensor | None, device: torch.device, *, with_kernels: bool
+    ) -> None:
+        self.record, self._stored = store(matrix, bias, device)
+        self._table = RecordTable([self.record]) if with_kernels else None
+        self._ids = torch.zeros(_FEW_TOKENS, dtype=torch.int64, device=device)
+        shape, record = matrix.shape, self.record[0]
+
+        def part(at: int, like: torch.Tensor) -> torch.Tensor:
+            return record[at : at + like.nbytes].view(like.dtype).view(like.shape)
+
+        zeros = part(self._stored.zeros_at, matrix.zeros) if matrix.zeros is not None else None
+        self._matrix = TiledMatrix(
+            shape, part(self._stored.weights_at, matrix.weights), part(self._stored.scales_at, matrix.scales), zeros
+        )
+        self._bias = part(self._stored.bias_at, bias) if bias is not None else None
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """[.., columns] -> [.., rows]."""
+        rows = input.reshape(-1, self._stored.columns).to(torch.bfloat16).contiguous()
+        if self._table is not None and 0 < len(rows) <= _FEW_TOKENS:
+            from engine.kernels.gpu.products import multiply_visits
+
+            out = multiply_visits(self._stored, self._table, rows, self._ids[: len(rows)], 1)
+        else:
+            out = torch.nn.functional.linear(rows, dequantise(self._matrix), self._bias)
+        return out.view(*input.shape[:-1], self._stored.rows).to(input.dtype)

@@ -1,0 +1,133 @@
+"""Launches the kernels: products of visits with stored matrices, with what comes behind them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.activation import Activation
+from engine.kernels.gpu.grouping import Groups
+from engine.kernels.gpu.kernels_plain import plain_by_group, plain_by_visit
+from engine.kernels.gpu.kernels_tiled import tiled_by_group, tiled_by_visit
+from engine.kernels.gpu.stored import RecordTable, StoredMatrix
+from engine.kernels.quantised.tiles import Pairing
+
+_ROWS, _COLUMNS = 8, 256
+"""Of a plain matrix, read at a time for one visit."""
+_WORDS = 32
+"""Vectors of a tile read at a time: of both halves, 4 KiB of weights."""
+_GROUP_OUTPUTS = 64
+
+
+def multiply_visits(
+    matrix: StoredMatrix,
+    table: RecordTable,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    width: int,
+    activation: Activation | None = None,
+) -> torch.Tensor:
+    """Each visit by itself: for so few that their experts' weights are what is waited for.
+
+    Args:
+        x: [T, columns], contiguous, of the matrix's type.
+        ids: int64 [visits]: visit v is that of row v // width of x to expert ids[v].
+        activation: applied to the product, where there is one.
+
+    Returns:
+        [visits, outputs], zeros for who is no expert.
+    """
+    visits = len(ids)
+    out = x.new_empty(visits, matrix.outputs)
+    after = _after(matrix, activation)
+    if matrix.precision is None:
+        grid = (visits, triton.cdiv(matrix.outputs, _ROWS))
+        args = (matrix.weights_at, matrix.bias_at, len(table), matrix.columns, matrix.rows, width)
+        _launch(plain_by_visit, grid, (x, ids, table.offsets, table.base, out, *args), after, N=_ROWS, K=_COLUMNS)
+        return out
+    grid = (visits, triton.cdiv(matrix.rows, 32))
+    _launch(
+        tiled_by_visit, grid, (x, ids, table.offsets, table.base, out, *_tiles(matrix, table, width)), after,
+        INT4=matrix.precision == "int4", WORDS=_WORDS,
+    )  # fmt: skip
+    return out
+
+
+def multiply_groups(
+    matrix: StoredMatrix,
+    table: RecordTable,
+    x: torch.Tensor,
+    visits: int,
+    groups: Groups,
+    block: int,
+    width: int,
+    activation: Activation | None = None,
+) -> torch.Tensor:
+    """Visits sorted by expert, `block` of them at a time: for so many that an expert's weights serve several.
+
+    Returns:
+        [visits, outputs], in the order in which visits were given; not written for who visits nobody.
+    """
+    out = x.new_empty(visits, matrix.outputs)
+    after = _after(matrix, activation)
+    places = (x, groups.order, groups.block_expert, groups.block_begin, groups.ends, table.offsets, table.base, out)
+    programs = len(groups.block_expert)
+    after |= {"DOT": operand_type(matrix.dtype), "M": block}
+    if matrix.precision is None:
+        grid = (programs, triton.cdiv(matrix.outputs, _GROUP_OUTPUTS))
+        args = (matrix.weights_at, matrix.bias_at, len(table), matrix.columns, matrix.rows, width)
+        _launch(
+            plain_by_group, grid, (*places, *args), after, N=_GROUP_OUTPUTS, K=64 if matrix.dtype.itemsize == 2 else 32
+        )
+        return out
+    int4 = matrix.precision == "int4"
+    grid = (programs, triton.cdiv(triton.cdiv(matrix.rows, 32), _GROUP_OUTPUTS // 16))
+    _launch(
+        tiled_by_group, grid, (*places, *_tiles(matrix, table, width)), after,
+        INT4=int4, BLOCKS=_GROUP_OUTPUTS // 16, WORDS=16 if int4 else 32,
+    )  # fmt: skip
+    return out
+
+
+def operand_type(dtype: torch.dtype) -> Any:
+    """What the card's matrix units are given; the interpreter, which computes with numpy, has no bf16."""
+    if triton.knobs.runtime.interpret or dtype == torch.float32:
+        return tl.float32
+    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
+
+
+def _tiles(matrix: StoredMatrix, table: RecordTable, width: int) -> tuple[int, ...]:
+    at = (matrix.weights_at, matrix.scales_at, matrix.zeros_at, matrix.bias_at)
+    return (*at, len(table), triton.cdiv(matrix.columns, 32), matrix.columns, matrix.rows, width)
+
+
+def _after(matrix: StoredMatrix, activation: Activation | None) -> dict[str, Any]:
+    limit = activation.limit if activation is not None else math.inf
+    has_limit = math.isfinite(limit)
+    return {
+        "limit": limit if has_limit else 0.0,
+        "alpha": activation.alpha if activation is not None else 1.0,
+        "PAIRING": int(matrix.pairing),
+        "HAS_BIAS": matrix.bias_at >= 0,
+        "KIND": int(activation.kind) if activation is not None else -1,
+        "HAS_LIMIT": has_limit,
+    }
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], after: dict[str, Any], **constants: Any) -> None:
+    place = args[0].device
+    if place.type == "cuda":
+        # Triton launches on the current card, whichever the tensors are on.
+        with torch.cuda.device(place):
+            kernel[grid](*args, **after, **constants)
+    else:
+        kernel[grid](*args, **after, **constants)
+
+
+def is_paired(matrix: StoredMatrix) -> bool:
+    """Whether a product with it has to be followed by an activation."""
+    return matrix.pairing is not Pairing.PLAIN

@@ -1,0 +1,115 @@
+"""Where a card finds the matrices of experts: a table of their records, and what lies where within each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.kernels.quantised.tiles import Pairing, TiledMatrix
+
+if TYPE_CHECKING:
+    from engine.kernels.interface import LayerRecords
+
+ALIGNMENT = 64
+"""Bytes: records and their parts begin at multiples of it, so that a card may load vectors."""
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A matrix that every record has at the same place; `*_at` are bytes from the record's beginning, -1 for none.
+
+    Attributes:
+        rows, columns: of the matrix.
+        dtype: of its elements where it is plain, bf16 where it is in tiles; of biases as well.
+        precision: `int8` or `int4` where it is in tiles, else `None`.
+        pairing: where gate and up rows lie; `PLAIN` for all matrices but those.
+    """
+
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    precision: str | None
+    pairing: Pairing
+    weights_at: int
+    scales_at: int = -1
+    zeros_at: int = -1
+    bias_at: int = -1
+
+    @property
+    def outputs(self) -> int:
+        """How many numbers a product with it leaves, gate and up having become one."""
+        return self.rows if self.pairing is Pairing.PLAIN else self.rows // 2
+
+
+class RecordTable:
+    """The records of a layer as one launch sees them, in however many pieces of memory they lie.
+
+    Args:
+        pieces: uint8 [some, record bytes] each, all on one device.
+
+    Attributes:
+        base: any address near them; `offsets`: int64 [E], bytes from there to each record, on the device.
+
+    Raises:
+        ValueError: records are not aligned.
+    """
+
+    def __init__(self, pieces: list[torch.Tensor]) -> None:
+        self.base = pieces[0]
+        addresses = [piece.data_ptr() + row * piece.stride(0) for piece in pieces for row in range(piece.shape[0])]
+        if any(address % ALIGNMENT for address in addresses):
+            raise ValueError(f"records that do not begin at multiples of {ALIGNMENT} bytes")
+        start = self.base.data_ptr()
+        self.offsets = torch.tensor([address - start for address in addresses], device=self.base.device)
+        self._pieces = pieces  # the table points into them
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+
+def stored_matrix(layer: LayerRecords, name: str, bias: str | None, pairing: Pairing) -> StoredMatrix:
+    """The matrix `name` of a layer's records.
+
+    Args:
+        pairing: of its rows, for a plain matrix; one in tiles has its own.
+    """
+    from engine.kernels.interface import QuantisedFormat
+
+    layout = layer.layout
+    parts = {part.name: part for part in layout.parts}
+    bias_at = parts[bias].offset if bias is not None else -1
+    if isinstance(layout, QuantisedFormat):
+        shape = layout.tiled_shape(name)
+        zeros = parts.get(f"{name}_zeros")
+        return StoredMatrix(
+            shape.rows,
+            shape.columns,
+            torch.bfloat16,
+            shape.precision,
+            shape.pairing,
+            parts[name].offset,
+            parts[f"{name}_scales"].offset,
+            zeros.offset if zeros is not None else -1,
+            bias_at,
+        )
+    rows, columns = parts[name].shape
+    return StoredMatrix(rows, columns, parts[name].dtype, None, pairing, parts[name].offset, bias_at=bias_at)
+
+
+def store(matrix: TiledMatrix, bias: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, StoredMatrix]:
+    """A matrix in tiles, and its bias, as a record by itself: uint8 [1, bytes] on the device, and what lies where."""
+    parts = [matrix.weights, matrix.scales, matrix.zeros, bias]
+    offsets, end = [], 0
+    for part in parts:
+        offsets.append(end if part is not None else -1)
+        end += -(-part.nbytes // ALIGNMENT) * ALIGNMENT if part is not None else 0
+    raw = torch.zeros(end + ALIGNMENT, dtype=torch.uint8, device=device)
+    skip = -raw.data_ptr() % ALIGNMENT
+    record = raw[skip : skip + end].view(1, end)
+    for part, offset in zip(parts, offsets, strict=True):
+        if part is not None:
+            record[0, offset : offset + part.nbytes].copy_(part.detach().contiguous().view(-1).view(torch.uint8))
+    shape = matrix.shape
+    return record, StoredMatrix(shape.rows, shape.columns, torch.bfloat16, shape.precision, shape.pairing, *offsets)
