@@ -30,7 +30,7 @@ class EngineConfig:
         device: `auto`, `cpu`, `cuda` (every card), `cuda:N`, `emulated:NAME` or `emulated:NAMExN` for N of them.
         precision: precision of the weights in memory.
         vram_bytes, ram_bytes: budgets in bytes.
-        threads: CPU threads that compute; `None` is one per physical core.
+        threads: CPU threads that compute; `None` is one per fast physical core.
         context_tokens: longest context to allow; `None` is the model's own limit.
         cache_slots: experts kept in the memory of each device; `None` is as many as fit, 0 keeps none.
         cache_ways: slots of each layer (N indexes of M ways); `None` lets all layers share one pool.

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from engine.config import EngineConfig
 from engine.devices.cuda import cuda_count
 from engine.devices.device import Device
 from engine.devices.opening import open_devices
+from engine.hardware.core_kinds import compute_threads
 from engine.hardware.probe import usable_cpus
 from engine.runtime.memory import gigabytes
 from engine.runtime.prefill_pieces import SHORT_TOKENS, piece_tokens
@@ -108,8 +108,7 @@ def place(config: EngineConfig, devices: Sequence[Device], needs: ModelNeeds, co
 
 
 def set_threads(threads: int | None) -> int:
-    """Lets torch compute with this many threads, or one per physical core; never more than this process may use."""
-    physical = psutil.cpu_count(logical=False) or 1
-    count = max(1, min(threads or physical, usable_cpus()))
+    """Lets torch compute with this many threads, or one per fast core; never more than this process may use."""
+    count = max(1, min(threads or compute_threads(), usable_cpus()))
     torch.set_num_threads(count)
     return count
