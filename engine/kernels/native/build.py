@@ -93,6 +93,9 @@ def build() -> Path:
     for outdated in outdated_libraries():
         with suppress(OSError):  # Windows keeps what a running process has loaded
             outdated.unlink()
+    for verdict in target.parent.glob("*.proven.json"):
+        if not verdict.with_suffix("").with_suffix(_SUFFIX).exists():
+            verdict.unlink(missing_ok=True)
     return target
 
 

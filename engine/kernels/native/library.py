@@ -7,6 +7,7 @@ a child process once; the verdict is kept beside the library.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 import platform
@@ -16,7 +17,7 @@ from enum import IntEnum
 from functools import cache
 from pathlib import Path
 
-from engine.kernels.native.build import library_path
+from engine.kernels.native.build import library_path, outdated_libraries
 
 _ABI = 6
 _SELF_TEST = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).switchyard_self_test(int(sys.argv[2])))"
@@ -90,10 +91,12 @@ def missing_note() -> str:
     """What to tell whoever computes on the CPU without these kernels; nothing if the environment left them out."""
     if os.environ.get("SWITCHYARD_NATIVE") == "0":
         return ""
-    return (
-        "The fast CPU kernels are not there, so PyTorch's operators compute, some times slower: "
-        "install a C++ compiler and run the set-up again."
-    )
+    slower = "so PyTorch's operators compute, some times slower"
+    if library_path().exists():
+        return f"The fast CPU kernels fail their self-test on this processor, {slower}: run the set-up again."
+    if outdated_libraries():
+        return f"The fast CPU kernels were built for another version or machine, {slower}: run the set-up again."
+    return f"The fast CPU kernels are not there, {slower}: install a C++ compiler and run the set-up again."
 
 
 def prove(path: Path) -> Isa | None:
@@ -105,7 +108,7 @@ def prove(path: Path) -> Isa | None:
 def proven(path: Path) -> list[Isa]:
     """The instruction sets that pass their self-test here, best last; tested once per machine and library."""
     verdict_path = path.with_suffix(".proven.json")
-    machine = f"{platform.node()} {_cpu_name()}"
+    machine = f"{platform.node()} {_processor()}"
     try:
         verdict = json.loads(verdict_path.read_text())
         if verdict["machine"] == machine:
@@ -148,11 +151,13 @@ def _open(path: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-def _cpu_name() -> str:
+def _processor() -> str:
+    """What tells this processor from another: a virtual machine that moves may lose instructions."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        pass
-    return platform.processor()
+        return platform.processor()
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    instructions = fields.get("flags") or fields.get("Features") or ""
+    name = fields.get("model name") or fields.get("CPU part") or platform.processor()
+    return f"{name} {hashlib.sha256(instructions.encode()).hexdigest()[:16]}"
