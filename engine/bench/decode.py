@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from engine.bench.bandwidth import read_bandwidth
 from engine.bench.llama_cpp import LlamaCppPeer, PeerError
 from engine.bench.llama_cpp.models import files_beside
 from engine.bench.peers import OFFLOAD, TransformersPeer, accelerate_offload
 from engine.bench.report import Report, row
 from engine.config import EngineConfig, SamplingParams
+from engine.measure.ram import read_bandwidth
 from engine.runtime.chat_session import ChatSession
 from engine.runtime.loading import load_model
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.bench.bandwidth import read_bandwidth
 from engine.bench.report import Report, row
 from engine.experts.bank import BankLayer
 from engine.experts.quantised_layout import QuantisedLayout
@@ -21,6 +20,7 @@ from engine.kernels.native.experts import NativeExperts
 from engine.kernels.native.library import Isa, NativeKernels, load_kernels, proven
 from engine.kernels.quantised.tiles import Pairing
 from engine.kernels.torch_experts import TorchExperts
+from engine.measure.ram import read_bandwidth
 from engine.runtime.placement import set_threads
 
 PRECISIONS = ("bf16", "int8", "int4")

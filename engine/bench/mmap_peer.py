@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.bench.disk_rates import forget_cached
 from engine.bench.forced_text import ForcedText, decode_seconds
 from engine.bench.memory_group import MemoryGroup
 from engine.bench.opened import opened
@@ -24,6 +23,7 @@ from engine.experts.bank import BankLayer
 from engine.experts.bank_file import BankFile
 from engine.experts.dispatch import BANK_LAYER
 from engine.kernels import choose_kernel
+from engine.measure.disk_rates import forget_cached
 
 if TYPE_CHECKING:
     from engine.runtime.loaded_model import LoadedModel

@@ -16,8 +16,11 @@ from engine.experts.disk_tier import DEFAULT_READERS, PIECE_BYTES
 from engine.experts.record import RecordLayout, allocate_records
 
 
-def write_rate(path: Path, nbytes: int) -> float:
+def write_rate(path: Path, nbytes: int, check: Callable[[], None] = lambda: None) -> float:
     """Bytes per second of writing a file of about `nbytes`, until it has reached the disk.
+
+    Args:
+        check: called before each write; what it raises ends the writing.
 
     Raises:
         OSError: the disk's.
@@ -28,34 +31,50 @@ def write_rate(path: Path, nbytes: int) -> float:
     file = DirectFile(path, writable=True)
     try:
         begun_s = time.perf_counter()
-        _in_threads(lambda number: file.write(number * PIECE_BYTES, bytes_of(piece)), count)
+
+        def write(number: int) -> None:
+            check()
+            file.write(number * PIECE_BYTES, bytes_of(piece))
+
+        _in_threads(write, count)
         file.sync()
         return count * PIECE_BYTES / (time.perf_counter() - begun_s)
     finally:
         file.close()
 
 
-def read_rate(path: Path) -> float:
+def read_rate(
+    path: Path,
+    depth: int = DEFAULT_READERS,
+    piece_bytes: int = PIECE_BYTES,
+    check: Callable[[], None] = lambda: None,
+) -> float:
     """Bytes per second of reading a file that is not empty.
+
+    Args:
+        depth: reads under way at a time.
+        piece_bytes: of one read; at most `PIECE_BYTES`.
+        check: called before each read; what it raises ends the reading.
 
     Raises:
         OSError: the disk's.
     """
     forget_cached([path])
     size = path.stat().st_size
-    piece_bytes = min(PIECE_BYTES, size)
+    piece_bytes = min(piece_bytes, size)
     count = size // piece_bytes
-    pieces = [_piece()[:piece_bytes] for _ in range(DEFAULT_READERS)]
+    pieces = [_piece()[:piece_bytes] for _ in range(depth)]
     file = DirectFile(path)
     try:
         begun_s = time.perf_counter()
 
         def read(number: int) -> None:
+            check()
             piece = pieces.pop()
             file.read_into(number * piece_bytes, bytes_of(piece))
             pieces.append(piece)
 
-        _in_threads(read, count)
+        _in_threads(read, count, depth)
         return count * piece_bytes / (time.perf_counter() - begun_s)
     finally:
         file.close()
@@ -78,7 +97,12 @@ def _piece() -> torch.Tensor:
     return allocate_records(1, RecordLayout((), PIECE_BYTES), torch.device("cpu"))[0]
 
 
-def _in_threads(work: Callable[[int], None], count: int) -> None:
-    with ThreadPoolExecutor(DEFAULT_READERS, "disk-rate") as pool:
-        for done in [pool.submit(work, number) for number in range(count)]:
-            done.result()
+def _in_threads(work: Callable[[int], None], count: int, threads: int = DEFAULT_READERS) -> None:
+    with ThreadPoolExecutor(threads, "disk-rate") as pool:
+        submitted = [pool.submit(work, number) for number in range(count)]
+        try:
+            for done in submitted:
+                done.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise

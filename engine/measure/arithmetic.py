@@ -1,0 +1,110 @@
+"""What large matrix products and large reads reach, on the CPU and on the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.devices.device import Device
+from engine.devices.memory_budget import MemoryCategory
+from engine.hardware.measured import Arithmetic
+from engine.measure.ram import torch_threads
+from engine.measure.run import NotMeasuredError, Run
+
+_CPU = torch.device("cpu")
+_WIDTHS = (512, 1024, 2048, 4096, 8192)
+_LONG_ENOUGH_S = 0.03
+"""A product that takes so long keeps every core busy, and its launch no longer counts."""
+_READ_BYTES = (2**24, 2**29)
+
+
+@dataclass(frozen=True)
+class CpuArithmetic:
+    """16-bit matrix products on all cores."""
+
+    repeats: int
+    estimated_s: float
+    name: str = "processor"
+
+    def __call__(self, run: Run) -> None:
+        """See `Measurement`."""
+        with torch_threads(run.threads):
+            flops = matrix_rate(run, "processor", _CPU, _timed_here, self.repeats)
+        run.found(Arithmetic("cpu", run.threads, flops, 0.0))
+
+
+@dataclass(frozen=True)
+class DeviceArithmetic:
+    """16-bit matrix products on the device, and how fast it reads its own memory."""
+
+    repeats: int
+    estimated_s: float
+    name: str = "graphics card"
+
+    def __call__(self, run: Run) -> None:
+        """See `Measurement`."""
+        device = run.needed_device()
+
+        def timed(work: Callable[[], object]) -> float:
+            return seconds_on(device, work)
+
+        flops = matrix_rate(run, "graphics card", device.torch_device, timed, self.repeats)
+        low, high = _READ_BYTES
+        nbytes = min(high, device.memory.free // 2)
+        if nbytes < low:
+            raise NotMeasuredError(f"{device.name} has too little free memory")
+        memory = device.memory.allocate(nbytes, MemoryCategory.STAGING)
+        try:
+            memory.fill_(1)  # memory that nobody has written to is not there yet
+            block = memory[: nbytes // 8 * 8].view(torch.int64)
+            read = run.steady("memory of the graphics card", lambda: timed(block.sum), self.repeats)
+            run.found(Arithmetic(device.name.partition("#")[0], 0, flops, block.nbytes / read))
+        finally:
+            device.memory.release(memory)
+
+
+def matrix_rate(
+    run: Run, name: str, place: torch.device, timed: Callable[[Callable[[], object]], float], repeats: int
+) -> float:
+    """16-bit operations per second of square products, as wide as it takes to keep the device busy."""
+    width, seconds = 0, 0.0
+    for width in _WIDTHS:
+        run.check()
+        left = torch.full((width, width), 0.01, dtype=torch.bfloat16, device=place)
+        out = torch.empty_like(left)
+
+        def product(left: torch.Tensor = left, out: torch.Tensor = out) -> object:
+            return torch.mm(left, left, out=out)
+
+        timed(product)
+        seconds = timed(product)
+        if seconds >= _LONG_ENOUGH_S:
+            break
+    seconds = run.steady(f"matrix products, {name}", lambda: timed(product), repeats)
+    return float(2 * width**3 / seconds)
+
+
+def seconds_on(device: Device, work: Callable[[], object]) -> float:
+    """How long the device is busy with `work`.
+
+    Raises:
+        EngineError: the device failed.
+    """
+
+    def without_gradients() -> None:
+        with torch.inference_mode():
+            work()
+
+    event = device.compute_stream.submit(without_gradients)
+    event.wait()
+    return max(event.ended_s - event.started_s, 1e-9)
+
+
+def _timed_here(work: Callable[[], object]) -> float:
+    started_s = time.perf_counter()
+    with torch.inference_mode():
+        work()
+    return max(time.perf_counter() - started_s, 1e-9)

@@ -1,0 +1,74 @@
+"""Reading the disk that models are on: a file of our own, past the page cache, with several reads under way."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.experts.direct_file import DirectFile
+from engine.hardware.measured import DiskRead
+from engine.measure.disk_rates import read_rate, write_rate
+from engine.measure.run import NotMeasuredError, Run
+
+_PREFIX = ".switchyard-measuring-"
+_STALE_S = 3600.0
+_ROOM = 4
+"""Times the file's size that must be free: measuring may not be what fills a disk."""
+
+
+@dataclass(frozen=True)
+class DiskReads:
+    """At every queue depth with every size of read, of `disk_rates.read_rate`'s at most."""
+
+    file_bytes: int
+    depths: tuple[int, ...]
+    sizes: tuple[int, ...]
+    estimated_s: float
+    name: str = "disk"
+
+    def __call__(self, run: Run) -> None:
+        """See `Measurement`."""
+        with scratch_file(run.folder) as path:
+            free = shutil.disk_usage(path.parent).free
+            if free < _ROOM * self.file_bytes:
+                raise NotMeasuredError(f"the disk of {run.folder} is nearly full")
+            # A disk that takes minutes to write what others write in seconds is not filled to the end.
+            write_rate(path, self.file_bytes, run.check)
+            file = DirectFile(path)
+            is_direct = file.is_direct
+            file.close()
+            # Large reads come first: it is how experts are read.
+            for size, depth in sorted(itertools.product(self.sizes, self.depths), key=lambda each: -each[0]):
+                run.found(DiskRead(depth, size, is_direct, read_rate(path, depth, size, run.check)))
+
+
+@contextmanager
+def scratch_file(folder: Path) -> Iterator[Path]:
+    """An empty file in the folder, which is made if need be; what a killed process left there goes too.
+
+    Raises:
+        OSError: the disk's.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - old.stat().st_mtime > _STALE_S:
+                old.unlink()
+    handle, name = tempfile.mkstemp(prefix=_PREFIX, dir=folder)
+    os.close(handle)
+    try:
+        yield Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()

@@ -1,0 +1,176 @@
+"""Expert times with the kernels that a model would run with, on weights that are in no cache."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from engine.devices.memory_budget import MemoryCategory
+from engine.experts.bank import BankLayer
+from engine.experts.quantised_layout import QuantisedLayout
+from engine.experts.record import RecordLayout, allocate_records
+from engine.experts.standard_module import StandardExperts
+from engine.hardware.measured import ExpertTime
+from engine.kernels import choose_kernel
+from engine.kernels.interface import ExpertKernel
+from engine.kernels.native.library import NativeKernels, load_kernels
+from engine.kernels.quantised.tiles import Pairing
+from engine.measure.arithmetic import seconds_on
+from engine.measure.ram import torch_threads
+from engine.measure.run import NotMeasuredError, Run
+
+_AT_ONCE = 8
+"""Experts of one call: most models route a token to about so many."""
+_DEVICE_BYTES = 2**29
+"""Of weights on a device: more than its caches hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """Widths of an expert with a gate."""
+
+    hidden: int
+    inner: int
+
+
+@dataclass(frozen=True)
+class CpuExperts:
+    """On the CPU: every number of tokens with all threads, one token by threads."""
+
+    shapes: tuple[ExpertShape, ...]
+    precisions: tuple[str, ...]
+    tokens: tuple[int, ...]
+    threads_of: Callable[[int], tuple[int, ...]]
+    repeats: int
+    estimated_s: float
+    name: str = "experts on the processor"
+
+    def __call__(self, run: Run) -> None:
+        """See `Measurement`."""
+        biggest = max(_layout(shape, precision).nbytes for shape in self.shapes for precision in self.precisions)
+        room = allocate_records(max(1, run.cold_bytes // 4096), RecordLayout((), 4096), torch.device("cpu")).view(-1)
+        if biggest > room.nbytes:
+            raise NotMeasuredError("there is too little free RAM for one expert")
+        room.fill_(60)  # as weights and as scales: small numbers
+        for threads in self.threads_of(run.threads):
+            native = load_kernels(threads)
+            try:
+                with torch_threads(threads):
+                    self._measure(run, room, native, threads, self.tokens if threads == run.threads else (1,))
+            finally:
+                if native is not None:
+                    native.close()
+
+    def _measure(
+        self, run: Run, room: torch.Tensor, native: NativeKernels | None, threads: int, all_tokens: tuple[int, ...]
+    ) -> None:
+        kinds = [
+            (shape, precision, _layer(shape, precision, room))
+            for shape, precision in itertools.product(self.shapes, self.precisions)
+        ]
+        kernels = [choose_kernel(_module(shape), layer, native) for shape, _, layer in kinds]
+        # One token of everything first: it is what plans need most, if the time does not suffice for more.
+        for tokens, ((shape, precision, layer), kernel) in itertools.product(
+            all_tokens, list(zip(kinds, kernels, strict=True))
+        ):
+            assert kernel is not None
+            calls = _Calls(kernel, shape, layer.num_experts, tokens, layer.device)
+            name = f"{shape.hidden} x {shape.inner} {precision}, {tokens} tokens, {threads} threads"
+            seconds = run.steady(name, partial(_timed, calls), self.repeats) / calls.experts
+            nbytes = layer.layout.nbytes
+            run.found(ExpertTime("cpu", shape.hidden, shape.inner, precision, tokens, threads, nbytes, seconds))
+
+
+@dataclass(frozen=True)
+class DeviceExperts:
+    """On the device, once they are there."""
+
+    shapes: tuple[ExpertShape, ...]
+    precisions: tuple[str, ...]
+    tokens: tuple[int, ...]
+    repeats: int
+    estimated_s: float
+    name: str = "experts on the graphics card"
+
+    def __call__(self, run: Run) -> None:
+        """See `Measurement`."""
+        device = run.needed_device()
+        nbytes = min(_DEVICE_BYTES, device.memory.free // 2)
+        memory = device.memory.allocate(nbytes, MemoryCategory.STAGING)
+        try:
+            memory.fill_(60)
+            for shape, precision in itertools.product(self.shapes, self.precisions):
+                if _layout(shape, precision).nbytes > nbytes:
+                    continue
+                layer = _layer(shape, precision, memory)
+                kernel = choose_kernel(_module(shape), layer, None)
+                assert kernel is not None
+                for tokens in self.tokens:
+                    calls = _Calls(kernel, shape, layer.num_experts, tokens, device.torch_device)
+                    name = f"{shape.hidden} x {shape.inner} {precision}, {tokens} tokens, graphics card"
+                    seconds = run.steady(name, partial(seconds_on, device, calls), self.repeats)
+                    run.found(
+                        ExpertTime(
+                            device.name.partition("#")[0],
+                            shape.hidden,
+                            shape.inner,
+                            precision,
+                            tokens,
+                            0,
+                            layer.layout.nbytes,
+                            seconds / calls.experts,
+                        )
+                    )
+        finally:
+            device.memory.release(memory)
+
+
+class _Calls:
+    """Calls a kernel with ever other experts, each wanted by all tokens."""
+
+    def __init__(self, kernel: ExpertKernel, shape: ExpertShape, held: int, tokens: int, place: torch.device) -> None:
+        self.experts = min(_AT_ONCE, held)
+        self._kernel = kernel
+        self._x = torch.full((tokens, shape.hidden), 0.01, dtype=torch.bfloat16, device=place)
+        self._weights = torch.full((tokens, self.experts), 1 / self.experts, device=place)
+        order = torch.randperm(held, generator=torch.Generator().manual_seed(1)).repeat(2)
+        self._indices = itertools.cycle(
+            [
+                order[begin : begin + self.experts].expand(tokens, -1).contiguous().to(place)
+                for begin in range(0, held, self.experts)
+            ]
+        )
+
+    def __call__(self) -> None:
+        self._kernel(self._x, next(self._indices), self._weights)
+
+
+def _timed(calls: _Calls) -> float:
+    started_s = time.perf_counter()
+    with torch.inference_mode():
+        calls()
+    return max(time.perf_counter() - started_s, 1e-9)
+
+
+def _module(shape: ExpertShape) -> StandardExperts:
+    """Only to say what the mathematics are: it holds no weights."""
+    with torch.device("meta"):
+        return StandardExperts(1, shape.hidden, shape.inner, torch.nn.SiLU())
+
+
+def _layout(shape: ExpertShape, precision: str) -> RecordLayout:
+    shapes = {name: (tuple(p.shape[1:]), torch.bfloat16) for name, p in _module(shape).named_parameters()}
+    plain = RecordLayout.of(shapes, transposed=False)
+    return plain if precision == "bf16" else QuantisedLayout.quantising(plain, precision, Pairing.HALVES)
+
+
+def _layer(shape: ExpertShape, precision: str, room: torch.Tensor) -> BankLayer:
+    """As many experts as the room holds."""
+    layout = _layout(shape, precision)
+    count = room.nbytes // layout.nbytes
+    return BankLayer("measured", layout, room[: count * layout.nbytes].view(count, layout.nbytes))

@@ -1,0 +1,38 @@
+"""The same small piece of work at the beginning and at the end: a laptop that became too hot takes longer for it."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import torch
+
+from engine.measure.ram import torch_threads
+
+_WIDTH = 1024
+_REPEATS = 9
+
+
+class Throttling(Protocol):
+    """Something that takes longer when the machine slows down."""
+
+    def speed(self) -> float:
+        """Seconds that it takes now."""
+
+
+class WholeMachine:
+    """A matrix product on all cores, some milliseconds of it."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+
+    def speed(self) -> float:
+        """See `Throttling`."""
+        left = torch.full((_WIDTH, _WIDTH), 0.01)
+        seconds = []
+        with torch_threads(self._threads), torch.inference_mode():
+            for _ in range(_REPEATS + 1):
+                started_s = time.perf_counter()
+                torch.mm(left, left)
+                seconds.append(time.perf_counter() - started_s)
+        return min(seconds[1:])  # the others were disturbed: that is no slower processor
