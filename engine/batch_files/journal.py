@@ -185,9 +185,19 @@ def _locked(path: Path) -> int:
 
 
 def discard(path: Path) -> None:
-    """Removes a journal that nobody has open, with what lies beside it."""
-    for suffix in ("", "-wal", "-shm", ".lock"):
-        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    """Removes a journal with what lies beside it; without effect if there is none.
+
+    Raises:
+        EngineError: `BUSY` if a process works on the job.
+    """
+    if not path.exists():
+        return
+    lock = _locked(path)
+    try:
+        for suffix in ("", "-wal", "-shm", ".lock"):
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
+    finally:
+        os.close(lock)
 
 
 def _sound(text: str) -> str:

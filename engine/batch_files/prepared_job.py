@@ -9,6 +9,7 @@ from pathlib import Path
 
 from engine.batch_files.answer import Answer
 from engine.batch_files.fingerprint import content_hash
+from engine.batch_files.journal import Journal, discard, journal_path
 from engine.batch_files.manifest import Manifest
 from engine.batch_files.openai_requests import holds_openai_requests
 from engine.batch_files.opening import InputForm, open_source
@@ -65,6 +66,24 @@ class PreparedJob:
             form=json.dumps([job.encoding, job.separator, job.whole_files]),
         )
 
+    def open_journal(self, manifest: Manifest, model: str) -> Journal:
+        """The journal of this job, as its `start` says.
+
+        Args:
+            model: its name, for lists of jobs.
+
+        Raises:
+            EngineError: `BUSY`, `DISK_FULL`, `INVALID_REQUEST`: what is there is of another job.
+        """
+        path = journal_path(self.output)
+        if self.job.start == "restart":
+            discard(path)
+        settings = json.dumps({"model": model, "job": asdict(self.job)}, ensure_ascii=False)
+        journal = Journal(path, manifest, settings)
+        if self.job.start == "retry_failed":
+            journal.forget_failed()
+        return journal
+
 
 def prepare(job: BatchJob) -> PreparedJob:
     """Opens the input and checks everything that can be checked without a model.
@@ -75,6 +94,7 @@ def prepare(job: BatchJob) -> PreparedJob:
     source = open_source(Path(job.input), InputForm(job.encoding, job.whole_files, job.separator))
     output = Path(job.output)
     check_output(output, source)
+    _check_start(job, output)
     openai = holds_openai_requests(source)
     prompts: Prompts
     if openai:
@@ -94,3 +114,18 @@ def prepare(job: BatchJob) -> PreparedJob:
         constraint = Constraint(job.schema, job.choices) if job.schema or job.choices else None
         prompts = TemplatePrompts(template, job.system, job.sampling, constraint)
     return PreparedJob(job, source, prompts, output, openai)
+
+
+def _check_start(job: BatchJob, output: Path) -> None:
+    if job.start != "new":
+        return
+    if journal_path(output).exists():
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"A job with the output {output} was begun before: resume it (--resume), or restart it (--restart), which "
+            f"discards its answers.",
+        )
+    if output.exists():
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST, f"{output} exists already: name another output, or --restart to replace it."
+        )

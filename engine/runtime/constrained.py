@@ -70,13 +70,8 @@ class ConstrainedAnswer:
         """Whether what has been accepted satisfies the constraint as it stands."""
         return bool(self._matcher.is_accepting())
 
-    @property
-    def ended(self) -> bool:
-        """Whether nothing but an end may follow."""
-        return bool(self._matcher.is_stopped())
-
     def restrict(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [1, V] with minus infinity for every token that may not come next."""
+        """Logits [V] with minus infinity for every token that may not come next."""
         from llguidance.numpy import fill_next_token_bitmask
 
         fill_next_token_bitmask(self._matcher, self._bits)
@@ -84,9 +79,10 @@ class ConstrainedAnswer:
         mask = torch.from_numpy(allowed.view(np.bool_)).to(logits.device)
         return logits.masked_fill(~mask, float("-inf"))
 
-    def accept(self, token: int) -> None:
-        """Goes on behind a token that was chosen from restricted logits."""
-        self._matcher.consume_token(token)
+    def accept(self, token_id: int) -> bool:
+        """Goes on behind a token that was chosen from restricted logits; whether nothing but an end may follow."""
+        self._matcher.consume_token(token_id)
+        return bool(self._matcher.is_stopped())
 
 
 def grammar_of(constraint: Constraint) -> str:

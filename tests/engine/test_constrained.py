@@ -43,12 +43,12 @@ def _random_answer(answers: ConstrainedAnswers, constraint: Constraint, seed: in
     generator = torch.Generator().manual_seed(seed)
     answer, tokens = answers.begin(constraint), []
     while len(tokens) < 200:
-        token = int(answer.restrict(torch.randn(1, _WIDTH, generator=generator)).argmax())
-        if token == EOS:
+        token = int(answer.restrict(torch.randn(_WIDTH, generator=generator)).argmax())
+        if token != EOS:
+            tokens.append(token)
+        if token == EOS or answer.accept(token):
             assert answer.complete
             return tokens
-        answer.accept(token)
-        tokens.append(token)
     raise AssertionError("the answer did not end")
 
 
@@ -84,7 +84,7 @@ def test_an_answer_knows_when_it_may_end_and_when_it_must(answers: ConstrainedAn
     assert not answer.complete
     answer.accept(tokenizer.convert_tokens_to_ids("a"))
     assert answer.complete
-    allowed = answer.restrict(torch.zeros(1, _WIDTH)).isfinite().nonzero()[:, 1].tolist()
+    allowed = answer.restrict(torch.zeros(_WIDTH)).isfinite().nonzero()[:, 0].tolist()
     assert set(allowed) == {EOS, tokenizer.convert_tokens_to_ids("b")}
 
 

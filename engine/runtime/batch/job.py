@@ -1,0 +1,244 @@
+"""One job with one loaded model: rows from the input to the executor, answers from it to the journal and the result."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from engine.batch_files.answer import Answer, failed
+from engine.batch_files.fingerprint import content_hash, stamp
+from engine.batch_files.journal import Journal
+from engine.batch_files.manifest import Manifest
+from engine.batch_files.pace import Pace, PaceMeter
+from engine.batch_files.prepared_job import PreparedJob
+from engine.batch_files.request import RowRequest
+from engine.batch_files.result_file import write_result
+from engine.batch_files.row_count import RowCount
+from engine.batch_files.safe_keeping import SafeKeeping
+from engine.errors import EngineError, ErrorCode
+from engine.runtime.batch.request import AnswerCallback, BatchAnswer, BatchRequest, Check, Outcome
+from engine.runtime.constrained import ConstrainedAnswer, ConstrainedAnswers
+
+_WATCH_S = 5.0
+"""How often the input is asked whether it has changed."""
+_TELL_S = 0.5
+
+
+class RowExecutor(Protocol):
+    """Answers rows in any order, many at once; `BatchExecutor` is the real one."""
+
+    def run(
+        self, rows: Iterator[BatchRequest], on_answer: AnswerCallback, *, should_yield: Check, cancelled: Check
+    ) -> Outcome:
+        """See `BatchExecutor.run`."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobWatcher:
+    """Who is told, and who is asked, while a job runs.
+
+    Attributes:
+        on_pace: told the progress, and why nothing goes on, if so.
+        on_answer: told each answer, with the last message that was asked (empty if the row could not be asked).
+        should_yield: whether somebody else has priority; `give_way` then returns when they are done.
+        cancelled: whether to stop.
+    """
+
+    on_pace: Callable[[Pace, str], None]
+    on_answer: Callable[[Answer, str], None]
+    should_yield: Check
+    give_way: Callable[[], None]
+    cancelled: Check
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnding:
+    """What has been done.
+
+    Attributes:
+        finished: every row has had its ending; else the job was cancelled and can be resumed.
+        written: rows in the result file.
+    """
+
+    finished: bool
+    pace: Pace
+    written: int
+
+
+class JobRun:
+    """Runs one job to its end or to its cancellation; what it has answered is kept either way.
+
+    Args:
+        journal: of this job and `manifest`; the caller closes it.
+        make_constrained: what holds answers to schemas; called once, if a row needs it.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedJob,
+        manifest: Manifest,
+        journal: Journal,
+        executor: RowExecutor,
+        make_constrained: Callable[[], ConstrainedAnswers],
+        watcher: JobWatcher,
+    ) -> None:
+        self._prepared, self._manifest, self._journal = prepared, manifest, journal
+        self._executor, self._watcher = executor, watcher
+        self._make_constrained = make_constrained
+        self._constrained: ConstrainedAnswers | None = None
+        self._stamp = stamp(prepared.source)
+        self._watched_s = self._told_s = time.monotonic()
+        done, bad, _tokens = journal.counts()
+        self._meter = PaceMeter(done, bad, self._watched_s)
+        self._keeping = SafeKeeping(journal, on_blocked=self._blocked, cancelled=watcher.cancelled)
+        self._under_way: dict[int, tuple[RowRequest, int, ConstrainedAnswer | None]] = {}
+        self._again: deque[tuple[RowRequest, int]] = deque()
+        self._count = RowCount(prepared.source, watcher.cancelled)
+
+    def run(self) -> JobEnding:
+        """Answers every row that has no ending yet, and writes the result.
+
+        Raises:
+            EngineError: the input changed, the journal or the result cannot be written, or the model gave up.
+        """
+        self._tell()
+        try:
+            finished = self._answer_all()
+        finally:
+            self._keeping.flush()
+        self._require_same_input()
+        source, output = self._prepared.source, self._prepared.output
+        if finished:
+            self._require_all_rows()
+        written = write_result(output, source, self._journal.answers(), openai=self._prepared.openai)
+        if finished:
+            self._journal.finish()
+        return JobEnding(finished, self._pace(), written)
+
+    def _answer_all(self) -> bool:
+        rows = self._requests()
+        while True:
+            outcome = self._executor.run(
+                rows,
+                self._answered,
+                should_yield=self._watcher.should_yield,
+                cancelled=self._watcher.cancelled,
+            )
+            if outcome is Outcome.CANCELLED:
+                return False
+            if outcome is Outcome.YIELDED:
+                self._keeping.flush()
+                self._watcher.give_way()
+            elif self._again:  # rows that are asked once more, after the last one had been handed out
+                rows = self._asked_again()
+            else:
+                return not self._watcher.cancelled()
+
+    def _requests(self) -> Iterator[BatchRequest]:
+        """Every row without an ending, read from the input as the executor has room for it."""
+        count = 0
+        for share, asked in self._prepared.asked():
+            yield from self._asked_again()
+            count += 1
+            self._count.read(count, share)
+            if self._watcher.cancelled():
+                return
+            self._watch_input()
+            if self._journal.has(asked.row):
+                continue
+            if isinstance(asked, Answer):
+                self._keep(asked, "")
+            elif (request := self._request(asked, tried=0)) is not None:
+                yield request
+        self._count.ended(count)
+
+    def _asked_again(self) -> Iterator[BatchRequest]:
+        while self._again:
+            request = self._request(*self._again.popleft())
+            if request is not None:
+                yield request
+
+    def _request(self, asked: RowRequest, tried: int) -> BatchRequest | None:
+        constraint = None
+        if asked.constraint is not None:
+            if self._constrained is None:
+                self._constrained = self._make_constrained()
+            try:
+                constraint = self._constrained.begin(asked.constraint)
+            except EngineError as error:
+                self._keep(failed(asked.row, f"cannot be answered: {error.message}"), _question(asked))
+                return None
+        self._under_way[asked.row] = (asked, tried + 1, constraint)
+        return BatchRequest(asked.row, asked.messages, sampling=asked.sampling, constraint=constraint)
+
+    def _answered(self, answer: BatchAnswer) -> None:
+        if answer.finish_reason == "cancelled":
+            return
+        asked, tries, constraint = self._under_way.pop(answer.row)
+        problem = ""
+        if answer.error is not None:
+            problem = f"could not be answered: {answer.error.message}"
+        elif constraint is not None and not constraint.complete:
+            if asked.sampling.temperature > 0 and tries < self._prepared.job.tries:
+                # Another seed, or the same tokens would be drawn again.
+                seed = None if asked.sampling.seed is None else asked.sampling.seed + tries
+                self._again.append((replace(asked, sampling=replace(asked.sampling, seed=seed)), tries))
+                return
+            problem = (
+                f"has an answer that was cut after {answer.generated_tokens:,} tokens, before it was what was asked for"
+            )
+        kept = Answer(
+            answer.row, answer.text, answer.finish_reason, answer.prompt_tokens, answer.generated_tokens, problem
+        )
+        self._keep(kept, _question(asked))
+
+    def _keep(self, answer: Answer, question: str) -> None:
+        self._keeping.keep(answer)
+        self._meter.ended(failed=answer.failed, generated_tokens=answer.generated_tokens)
+        self._watcher.on_answer(answer, question)
+        if time.monotonic() - self._told_s >= _TELL_S:
+            self._tell()
+
+    def _tell(self, blocked: str = "") -> None:
+        self._told_s = time.monotonic()
+        self._watcher.on_pace(self._pace(), blocked)
+
+    def _blocked(self, reason: str) -> None:
+        self._tell(f"Waiting: {reason}" if reason else "")
+
+    def _pace(self) -> Pace:
+        return self._meter.pace(self._count.total, time.monotonic())
+
+    def _watch_input(self) -> None:
+        now = time.monotonic()
+        if now - self._watched_s >= _WATCH_S:
+            self._watched_s = now
+            self._require_same_input()
+
+    def _require_same_input(self) -> None:
+        signs = stamp(self._prepared.source)
+        if signs == self._stamp:
+            return
+        # Touched, or copied back: what counts is what is in it.
+        if content_hash(self._prepared.source) != self._manifest.input_hash:
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST,
+                f"{self._prepared.source.path} was changed while the job ran: put the old file back and resume, or "
+                f"restart the job with the new one; the answers so far are kept.",
+            )
+        self._stamp = signs
+
+    def _require_all_rows(self) -> None:
+        """Every row has had its ending: what says otherwise is a fault of ours, and better said than written."""
+        done = self._journal.counts()[0]
+        if self._under_way or self._count.total != done:
+            raise EngineError(
+                ErrorCode.INTERNAL, f"Of {self._count.total} rows {done} were answered: resume the job and report this."
+            )
+
+
+def _question(asked: RowRequest) -> str:
+    return asked.messages[-1].content if asked.messages else ""
