@@ -22,6 +22,7 @@ from engine.process.failures import as_engine_error, log_failure
 from engine.process.lifetime import end_process, set_up_process, trim_stderr
 from engine.process.requests import Request, RequestQueue, cancelled_event
 from engine.process.streams import EventWriter, claim_pipes
+from engine.process.telemetry import TelemetryService, TelemetrySource
 from engine.protocol import (
     PROTOCOL_VERSION,
     Cancel,
@@ -47,6 +48,7 @@ from engine.protocol import (
     request_id_of,
 )
 from engine.runtime.cancellation import RequestCancelled
+from engine.telemetry.messages import ResizeCache, WatchTelemetry
 
 WINDOW_GONE_GRACE_S = 0.5
 SHUTDOWN_GRACE_S = 1.5
@@ -83,6 +85,8 @@ class WorkerEngine(Protocol):
     def kv_bytes(self) -> int: ...
     @property
     def device_memory(self) -> tuple[int, int, int]: ...
+    @property
+    def telemetry(self) -> TelemetrySource | None: ...
 
     def load(
         self, config: EngineConfig, *, on_progress: Callable[[int, int], None], cancelled: Callable[[], bool]
@@ -104,9 +108,10 @@ class WorkerEngine(Protocol):
 class Worker:
     """Performs requests with one engine and reports what happens."""
 
-    def __init__(self, requests: RequestQueue, writer: EventWriter) -> None:
+    def __init__(self, requests: RequestQueue, writer: EventWriter, telemetry: TelemetryService) -> None:
         self._requests = requests
         self._writer = writer
+        self._telemetry = telemetry
         self._process = psutil.Process()
         self._sampled_s = time.monotonic()
         self._sampled_tokens = 0
@@ -136,6 +141,7 @@ class Worker:
                 return self._load(engine, request)
             if isinstance(request, Generate):
                 return self._generate(engine, request)
+            self._telemetry.model_is(None)
             engine.unload()
             return ModelUnloaded(request.request_id)
         except RequestCancelled:
@@ -147,15 +153,18 @@ class Worker:
 
     def _load(self, engine: WorkerEngine, request: LoadModel) -> TerminalEvent:
         started = time.monotonic()
+        self._telemetry.model_is(None)
         info = engine.load(
             request.config,
             on_progress=lambda done, total: self._progress(request.request_id, "loading", done, total),
             cancelled=lambda: self._requests.is_cancelled(request.request_id),
         )
+        self._telemetry.model_is(engine.telemetry)
         return ModelLoaded(request.request_id, info, time.monotonic() - started)
 
     def _generate(self, engine: WorkerEngine, request: Generate) -> TerminalEvent:
         self._sampled_s, self._sampled_tokens = time.monotonic(), 0
+        self._telemetry.request_begins(request.request_id)
 
         def on_text(text: str, generated_tokens: int) -> None:
             self._writer.send(Token(request.request_id, text, generated_tokens))
@@ -210,7 +219,7 @@ class Worker:
         trim_stderr()
 
 
-def read_commands(fd: int, requests: RequestQueue, writer: EventWriter) -> bool:
+def read_commands(fd: int, requests: RequestQueue, writer: EventWriter, telemetry: TelemetryService) -> bool:
     """Act on commands until the stream ends; whether it ended with a `Shutdown`."""
     lines = LineReader()
     while True:
@@ -235,6 +244,10 @@ def read_commands(fd: int, requests: RequestQueue, writer: EventWriter) -> bool:
                 requests.cancel(command.request_id)
             elif isinstance(command, LoadModel | UnloadModel | Generate):
                 requests.accept(command)
+            elif isinstance(command, WatchTelemetry):
+                telemetry.watch(command)
+            elif isinstance(command, ResizeCache):
+                telemetry.resize(command)
 
 
 def serve(make_engine: Callable[[], WorkerEngine]) -> None:
@@ -244,9 +257,10 @@ def serve(make_engine: Callable[[], WorkerEngine]) -> None:
     writer.start()
     writer.send(Ready(PROTOCOL_VERSION, os.getpid()))
     requests = RequestQueue(writer.send)
+    telemetry = TelemetryService(writer.offer, writer.publish, writer.send)
 
     def read() -> None:
-        asked = read_commands(commands_fd, requests, writer)
+        asked = read_commands(commands_fd, requests, writer, telemetry)
         requests.close()
         # The engine thread ends us sooner if it can; if it computes, nobody waits for the result.
         time.sleep(SHUTDOWN_GRACE_S if asked else WINDOW_GONE_GRACE_S)
@@ -254,7 +268,7 @@ def serve(make_engine: Callable[[], WorkerEngine]) -> None:
 
     threading.Thread(target=read, name="command-reader", daemon=True).start()
     set_up_process()
-    Worker(requests, writer).run(make_engine)
+    Worker(requests, writer, telemetry).run(make_engine)
     writer.flush(SHUTDOWN_GRACE_S)
     end_process(0)
 

@@ -41,6 +41,16 @@ from engine.protocol import (
     Token,
     UnloadModel,
 )
+from engine.telemetry.messages import (
+    CacheReport,
+    CacheTier,
+    ExpertMap,
+    ResizeCache,
+    TelemetryCounters,
+    TelemetryRequest,
+    TelemetrySpans,
+    WatchTelemetry,
+)
 
 NOT_RESPONDING_S = 10.0
 
@@ -62,6 +72,7 @@ class EngineClient(QObject):
     Signals:
         state_changed(EngineState), responding_changed(bool), model_loaded(ModelInfo),
         progress(Progress), token(Token), telemetry(Telemetry),
+        recorded(TelemetrySpans | TelemetryCounters | TelemetryRequest | ExpertMap | CacheReport): while watched,
         finished(ModelLoaded | ModelUnloaded | Finished | Cancelled | Failed): one for every request.
     """
 
@@ -71,6 +82,7 @@ class EngineClient(QObject):
     progress = Signal(object)
     token = Signal(object)
     telemetry = Signal(object)
+    recorded = Signal(object)
     finished = Signal(object)
 
     def __init__(
@@ -94,6 +106,7 @@ class EngineClient(QObject):
         self._model: ModelInfo | None = None
         self._last_config: EngineConfig | None = None
         self._last_error = ""
+        self._watched = WatchTelemetry(on=False)
         application = QCoreApplication.instance()
         if application is not None:
             application.aboutToQuit.connect(self.close_now)
@@ -182,6 +195,19 @@ class EngineClient(QObject):
         if request_id in self._open:
             self._send(Cancel(request_id))
 
+    # --- telemetry --------------------------------------------------------------------------------
+
+    def watch_telemetry(self, *, on: bool, expert_map: bool = False) -> None:
+        """Let the engine record and tell of it through `recorded`, or no longer; holds for the next workers, too."""
+        self._watched = WatchTelemetry(on, expert_map)
+        if self._ready:
+            self._send(self._watched)
+
+    def resize_cache(self, tier: CacheTier, slots: int) -> None:
+        """Keep so many experts in a tier from now on; the next `CacheReport` says how many there is room for."""
+        if self._ready:
+            self._send(ResizeCache(tier, slots))
+
     def _request(self, command: LoadModel | UnloadModel | Generate) -> str:
         self._open[command.request_id] = command
         if self._worker is None or self._worker.is_stopping:
@@ -212,6 +238,8 @@ class EngineClient(QObject):
             self._finish(message)
         elif isinstance(message, Telemetry):
             self.telemetry.emit(message)
+        elif isinstance(message, TelemetrySpans | TelemetryCounters | TelemetryRequest | ExpertMap | CacheReport):
+            self.recorded.emit(message)
         elif isinstance(message, Ready):
             self._on_ready(message)
 
@@ -224,6 +252,8 @@ class EngineClient(QObject):
             self._drop_worker(sentence, sentence)
             return
         self._ready = True
+        if self._watched.on:
+            self._send(self._watched)
         while self._outbox:
             self._send(self._outbox.popleft())
         self._update_state()

@@ -141,6 +141,8 @@ class DiskBackedExperts:
             wanted.sort(key=absent.__contains__)  # first those that are there, then the others in the file's order
             capacity = max(capacity // 2, 1)
         now = tier.acquire(layer, wanted[:capacity])
+        if RECORDER.on and step.tokens <= FEW_TOKENS:
+            RECORDER.on_cpu += len(step.spans)
         if RECORDER.on and RECORDER.uses is not None and step.tokens <= FEW_TOKENS:
             there = tuple(expert for expert in now.slots if expert not in now.arriving)
             RECORDER.uses.append((RECORDER.step, RECORDER.layer, list(step.spans), there))

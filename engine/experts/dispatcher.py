@@ -123,6 +123,10 @@ class HybridExperts:
         """Where a timeline has what the caller's thread computes between expert layers."""
         self._fetching = Fetching(cache, make_kernel, latency)
 
+    def number_in_model(self, number: int) -> None:
+        """Number of its decoder layer, for a timeline."""
+        self.cache.layer_numbers[self._layer] = number
+
     @property
     def latency(self) -> LatencyModel:
         """What is known of how long an expert takes, on either side."""

@@ -69,6 +69,11 @@ class PolicySampler:
         """Whether this is a burst, not the pause between two."""
         return self._is_watching
 
+    def hit_rates(self) -> dict[str, float]:
+        """Recent hit rate of every candidate, had it decided alone; the mean of layers with slots of their own."""
+        rates = [selector.hit_rates() for selector in dict.fromkeys(self._selectors.values())]
+        return {name: sum(rate[name] for rate in rates) / len(rates) for name in rates[0]} if rates else {}
+
     def observe(self, layer: int, keys: Sequence[Key]) -> str | None:
         """One layer's step; the name of the policy to adopt now, if that changes."""
         selector = self._selectors.get(layer)

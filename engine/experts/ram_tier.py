@@ -14,6 +14,7 @@ from engine.experts.acquired import Acquired, RamCounters
 from engine.experts.bank import BankLayer
 from engine.experts.cache.policies import Key
 from engine.experts.cache.pool import Slot
+from engine.experts.cache.snapshot import CacheSnapshot
 from engine.experts.disk_tier import DiskTier, Read
 from engine.experts.ram_pressure import RamPressure
 from engine.experts.record_memory import CAN_GIVE_BACK
@@ -124,6 +125,17 @@ class RamTier:
                 for expert in range(self._disk.header.layers[layer].num_experts)
                 if first + expert in residents
             }
+
+    @property
+    def filled_nbytes(self) -> int:
+        """Bytes of the slots with somebody in them or on the way to them."""
+        with self._lock:
+            return sum(group.filled_nbytes for group in self._distinct)
+
+    def snapshots(self) -> list[CacheSnapshot]:
+        """Everything in the slots of each layout, at one moment."""
+        with self._lock:
+            return [group.snapshot() for group in self._distinct]
 
     def absent(self, layer: int, experts: Iterable[int]) -> list[int]:
         """Those that are neither there nor on their way, in the same order.  Counts as no use."""
@@ -248,7 +260,7 @@ class RamTier:
         if self._pressure is None or not CAN_GIVE_BACK:
             return
         before = self.nbytes
-        wanted = self._pressure.advise(before, sum(group.filled_nbytes for group in self._distinct))
+        wanted = self._pressure.advise(before, self.filled_nbytes)
         if wanted is None:
             return
         now, budget = self.resize(wanted), self._pressure.budget

@@ -53,5 +53,6 @@ def record_cpu_experts(begun_ns: int, index: torch.Tensor) -> None:
     few = len(index) <= FEW_TOKENS
     chosen = index.flatten().tolist() if few else []
     recorder.span(CPU_EXPERTS, EXPERTS, begun_ns, perf_counter_ns(), count=len(chosen) if few else index.numel())
+    recorder.on_cpu += len(chosen)
     if few and recorder.uses is not None:
         recorder.uses.append((recorder.step, recorder.layer, chosen, ()))

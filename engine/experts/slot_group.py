@@ -11,6 +11,7 @@ from engine.experts.bank_header import BankHeader
 from engine.experts.cache.policies import Key, make_policy
 from engine.experts.cache.pool import Pool, Slot
 from engine.experts.cache.selection import CANDIDATES
+from engine.experts.cache.snapshot import CacheSnapshot
 from engine.experts.policy_sampling import PolicySampler
 from engine.experts.record import RecordLayout
 from engine.experts.record_memory import CAN_GIVE_BACK, RecordMemory
@@ -65,6 +66,14 @@ class SlotGroup:
     def filled_nbytes(self) -> int:
         """Bytes of the slots with somebody in them or on the way to them: a slot takes no memory before that."""
         return (len(self.pool.residents) + len(self.pool.arriving)) * self.slots.layout.nbytes
+
+    def snapshot(self) -> CacheSnapshot:
+        """Everything in it, at one moment."""
+        shadows = self._sampler.hit_rates() if self._sampler is not None else {}
+        pool = self.pool
+        return CacheSnapshot(
+            list(pool.residents), list(pool.arriving), pool.capacity, self.policy, self._is_adaptive, shadows
+        )
 
     def observe(self, layer: int, keys: Sequence[Key]) -> None:
         """One layer's experts of one step, for the choice of the policy."""

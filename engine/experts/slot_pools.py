@@ -73,6 +73,12 @@ class SlotPools:
             return self._pools[0]
         return self._pools[layer] if layer < len(self._pools) else _NO_SLOTS
 
+    @property
+    def keys(self) -> tuple[list[Key], list[Key]]:
+        """Who is there, and who is on the way."""
+        there = [key for pool in self._pools for key in pool.residents]
+        return there, [key for pool in self._pools for key in pool.arriving]
+
     def locate(self, slot: Slot) -> tuple[Segment, int]:
         """The segment of a slot, and which of its records it is."""
         return self.segments[slot // self.segment_slots], slot % self.segment_slots

@@ -17,6 +17,7 @@ from engine.devices.memory_budget import DeviceMemoryError
 from engine.errors import EngineError
 from engine.experts.cache.policies import Key
 from engine.experts.cache.pool import Pool, Slot
+from engine.experts.cache.snapshot import CacheSnapshot
 from engine.experts.flights import Flights, Purpose
 from engine.experts.lookup import Lookup, VramCounters
 from engine.experts.policy_sampling import PolicySampler
@@ -117,6 +118,13 @@ class VramCache:
             self._flights.settle()
             pool = self._pools.of(layer)
             return {key - first: slot for key, slot in pool.residents.items() if 0 <= key - first < self._experts}
+
+    def snapshot(self) -> CacheSnapshot:
+        """Everything in it, at one moment."""
+        with self._lock:
+            self._flights.settle()
+            shadows = self._sampler.hit_rates() if self._sampler is not None else {}
+            return CacheSnapshot(*self._pools.keys, self.slots, self.policy, self._is_adaptive, shadows)
 
     def free_slots(self, layer: int) -> int:
         """Slots for a layer's experts with nobody in them or on the way to them."""

@@ -161,6 +161,10 @@ class WholeLayerExperts:
         self._device = buffers.device
         self.dense_lane = NO_LANE if self._device.compute_follows_caller else lanes.GPU
 
+    def number_in_model(self, number: int) -> None:
+        """Number of its decoder layer, for a timeline."""
+        self._buffers.layer_numbers[self._layer] = number
+
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:

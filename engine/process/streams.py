@@ -9,9 +9,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from engine.protocol import HEARTBEAT_S, Event, Heartbeat, Telemetry, encode
+from engine.protocol import DROPPABLE, HEARTBEAT_S, Droppable, Event, Heartbeat, Sample, encode
 
 _BATCH = 256
+MOST_OFFERED = 64
+"""Droppable events that wait at most: some seconds of recording, a megabyte or so."""
 
 
 def claim_pipes() -> tuple[int, int]:
@@ -42,8 +44,9 @@ def claim_pipes() -> tuple[int, int]:
 class EventWriter:
     """Writes events from a thread of its own, so that a window slow to read never holds up a token.
 
-    Everything but `Telemetry` waits in an unbounded queue and arrives in order; of `Telemetry` only the latest
-    sample is kept, and it is sent when nothing else waits.  A `Heartbeat` goes out every `HEARTBEAT_S`.
+    Events wait in an unbounded queue and arrive in order, those that were only offered among them as long as not too
+    many wait; of each kind of sample only the latest is kept, and it is sent when nothing else waits.  A `Heartbeat`
+    goes out every `HEARTBEAT_S`.
     """
 
     def __init__(self, fd: int, on_broken: Callable[[], None]) -> None:
@@ -52,7 +55,8 @@ class EventWriter:
         self._on_broken = on_broken
         self._changed = threading.Condition()
         self._queue: deque[Event] = deque()
-        self._telemetry: Telemetry | None = None
+        self._offered = 0
+        self._samples: dict[type, Sample] = {}
         self._idle = True
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="event-writer", daemon=True)
@@ -66,10 +70,20 @@ class EventWriter:
             self._queue.append(event)
             self._changed.notify_all()
 
-    def publish(self, sample: Telemetry) -> None:
-        """Offer a sample, in place of one not yet sent."""
+    def offer(self, event: Droppable) -> bool:
+        """Queue an event unless too many such wait already; whether it was."""
         with self._changed:
-            self._telemetry = sample
+            if self._offered >= MOST_OFFERED:
+                return False
+            self._offered += 1
+            self._queue.append(event)
+            self._changed.notify_all()
+            return True
+
+    def publish(self, sample: Sample) -> None:
+        """Offer a sample, in place of one of its kind not yet sent."""
+        with self._changed:
+            self._samples[type(sample)] = sample
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
@@ -94,9 +108,10 @@ class EventWriter:
                 if self._closed and not self._queue:
                     return
                 batch: list[Event] = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
-                if not self._queue and self._telemetry is not None:
-                    batch.append(self._telemetry)
-                    self._telemetry = None
+                self._offered -= sum(isinstance(event, DROPPABLE) for event in batch)
+                if not self._queue and self._samples:
+                    batch += self._samples.values()
+                    self._samples = {}
                 self._idle = False
             if time.monotonic() >= next_beat:
                 batch.append(Heartbeat(time.monotonic()))
@@ -108,7 +123,7 @@ class EventWriter:
                 return
 
     def _has_work(self) -> bool:
-        return bool(self._queue) or self._telemetry is not None or self._closed
+        return bool(self._queue) or bool(self._samples) or self._closed
 
 
 def _write_all(fd: int, data: bytes) -> None:

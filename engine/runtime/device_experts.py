@@ -69,6 +69,18 @@ class DeviceExperts:
             freed += before - cache.nbytes
         return freed
 
+    def resize(self, slots: int) -> int:
+        """So many slots on all devices from now on, shared as they are now, as far as there is memory; how many.
+
+        Raises:
+            EngineError: a device has failed.
+        """
+        caches = [cache for caches in self.caches for cache in caches] if not self.layer_buffers else []
+        shares = [cache.slots for cache in caches] if self.slots else [1] * len(caches)
+        for cache, share in zip(caches, shares, strict=True):
+            self._wanted[id(cache)] = cache.resize(round(slots * share / sum(shares)))
+        return self.slots
+
     def take_back(self) -> None:
         """Lets caches that had to give memory back have it again, as far as it is free."""
         for device, caches in zip(self.devices, self.caches, strict=True):

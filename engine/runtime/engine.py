@@ -15,6 +15,7 @@ from engine.runtime.generation import GenerationResult
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.loading import load_model
 from engine.runtime.routing_recorder import RoutingRecorder
+from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 
 
 class Engine:
@@ -23,6 +24,12 @@ class Engine:
     def __init__(self) -> None:
         self._loaded: LoadedModel | None = None
         self._session: ChatSession | None = None
+        self._telemetry: ModelTelemetry | None = None
+
+    @property
+    def telemetry(self) -> ModelTelemetry | None:
+        """What can be told of the loaded model while it runs; None while none is loaded."""
+        return self._telemetry
 
     @property
     def info(self) -> ModelInfo | None:
@@ -58,6 +65,7 @@ class Engine:
         path = resolve(config.model)
         self._loaded = load_model(replace(config, model=str(path)), on_progress=on_progress, cancelled=cancelled)
         self._session = ChatSession(self._loaded)
+        self._telemetry = ModelTelemetry(self._loaded, lambda: self.kv_bytes)
         return self._loaded.info
 
     def record_routing(self) -> RoutingRecorder:
@@ -71,6 +79,9 @@ class Engine:
     def unload(self) -> None:
         """Free the model's memory; without effect if none is loaded."""
         self._drop_session()
+        if self._telemetry is not None:
+            self._telemetry.stop()
+            self._telemetry = None
         if self._loaded is not None:
             self._loaded.close()
             self._loaded = None

@@ -109,6 +109,7 @@ class Recorder:
         request, step: what is computed now, on the thread of the engine; 0 and -1 while nothing is.
         layer: of the decoder, that the thread of the engine computes; -1 while it is in none.
         layer_since_ns: when the experts of the layer before ended, or the phase began.
+        on_cpu: experts that decode steps have had computed by the CPU where no cache of a device counts them.
         dense_lane: where the caller's thread computes what is between expert layers; -1 if it only queues it.
         uses: takes (step, layer, experts used, those that were hits) of each layer of decode steps, if somebody wants.
     """
@@ -119,6 +120,7 @@ class Recorder:
         self.step = -1
         self.layer = -1
         self.layer_since_ns = 0
+        self.on_cpu = 0
         self.dense_lane = CPU_ATTENTION
         self.uses: deque[tuple[Any, ...]] | None = None
         self._capacity = capacity

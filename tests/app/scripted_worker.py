@@ -24,6 +24,7 @@ class ScriptedEngine:
     kv_tokens = 7
     kv_bytes = 70
     device_memory = (0, 0, 0)
+    telemetry = None
 
     def load(self, config, *, on_progress, cancelled):
         self.info = None

@@ -15,6 +15,7 @@ from engine.errors import EngineError, ErrorCode
 from engine.process.failures import as_engine_error, log_failure
 from engine.process.requests import RequestQueue
 from engine.process.streams import EventWriter
+from engine.process.telemetry import TelemetryService
 from engine.protocol import (
     Cancel,
     Cancelled,
@@ -35,6 +36,7 @@ from engine.protocol import (
     decode,
     encode,
 )
+from engine.telemetry.recorder import Recorder
 from engine.worker import read_commands
 
 
@@ -217,7 +219,8 @@ def read_all(stream: bytes, requests: RequestQueue, sink: Sink, pipe: tuple[int,
     read_end, write_end = pipe
     os.write(write_end, stream)
     os.close(write_end)
-    return read_commands(read_end, requests, sink)  # type: ignore[arg-type]
+    telemetry = TelemetryService(lambda _event: True, sink.send, sink.send, Recorder())
+    return read_commands(read_end, requests, sink, telemetry)  # type: ignore[arg-type]
 
 
 def test_commands_until_shutdown(requests: RequestQueue, sent: list[TerminalEvent], pipe: tuple[int, int]) -> None:

@@ -90,6 +90,7 @@ class SparseBlock:
         """The last step, as a span from then until now, and whom it chose."""
         recorder, ended_ns = RECORDER, perf_counter_ns()
         recorder.layer_since_ns = ended_ns
+        recorder.on_cpu += self._top_k
         recorder.span(CPU_EXPERTS, EXPERTS, begun_ns, ended_ns, count=self._top_k)
         if recorder.uses is not None:
             recorder.uses.append((recorder.step, recorder.layer, self._chosen.tolist(), ()))

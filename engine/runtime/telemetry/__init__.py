@@ -1,0 +1,1 @@
+"""What telemetry reads of a loaded model: its counters, its experts' uses and places, its caches and its memory."""

@@ -1,0 +1,105 @@
+"""Who was used how often, and how well a cache of any size would have done on what was used of late."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.experts.replay.bounds import hit_ratio_curve, stack_distances
+from engine.experts.replay.trace_file import RoutingTrace
+
+HALF_LIFE_STEPS = 128.0
+"""Of the heat of an expert."""
+SAMPLED_LAYERS = 4
+"""Layers that the curve is made from: a sample of the keys, in a cache of that fraction (SHARDS, Waldspurger 2015)."""
+CURVE_STEPS = 512
+CURVE_POINTS = 48
+_FEWEST_STEPS = 32
+
+
+class ExpertUses:
+    """Counts of all experts of a model.
+
+    Args:
+        layers: number in the model of each layer with experts.
+        experts: of each of them.
+
+    Attributes:
+        entries: what recording points append to: (step, layer, experts used, those of them that were hits).
+        uses, hits, last_step: uint32 [layers, experts]; a step counts from 1, 0 is never.
+        heat: float32 [layers, experts], decayed uses.
+        step: the last one seen, from 1.
+    """
+
+    def __init__(self, layers: Sequence[int], experts: Sequence[int]) -> None:
+        self.entries: deque[tuple[Any, ...]] = deque(maxlen=2**16)
+        self.layers, self.widths = tuple(layers), tuple(experts)
+        shape = len(layers), max(experts, default=0)
+        self.uses, self.hits, self.last_step = (np.zeros(shape, np.uint32) for _ in range(3))
+        self.heat = np.zeros(shape, np.float32)
+        self.step = 0
+        self._row_of = np.full(max(layers, default=0) + 2, -1)  # the last place is that of -1, which is no layer
+        self._row_of[list(layers)] = np.arange(len(layers))
+        parts = min(SAMPLED_LAYERS, len(layers))
+        # Spread from the middle of each part: first and last layers route unlike the others.
+        self._sampled = {layers[(2 * part + 1) * len(layers) // (2 * parts)]: part for part in range(parts)}
+        self._recent: deque[dict[int, Sequence[int]]] = deque(maxlen=CURVE_STEPS)
+        self._recent_step = -1
+
+    def settle(self) -> None:
+        """Counts what has been appended since the last call."""
+        entries = self.entries
+        taken = [entries.popleft() for _ in range(len(entries))]
+        if not taken:
+            return
+        for step, layer, experts, _ in taken:
+            if layer in self._sampled:
+                self._remember(step, layer, experts)
+        steps = np.fromiter((entry[0] for entry in taken), np.int64, len(taken)) + 1
+        rows = self._row_of[np.clip([entry[1] for entry in taken], -1, len(self._row_of) - 1)]
+        newest = int(steps.max())
+        self.heat *= 0.5 ** (max(0, newest - self.step) / HALF_LIFE_STEPS)
+        self.step = max(self.step, newest)
+        mine, of_entry = self._cells(rows, [entry[2] for entry in taken])
+        np.add.at(self.uses, mine, 1)
+        np.add.at(self.heat, mine, 1)
+        np.maximum.at(self.last_step, mine, steps[of_entry].clip(0).astype(np.uint32))
+        hits, _ = self._cells(rows, [entry[3] for entry in taken])
+        np.add.at(self.hits, hits, 1)
+
+    def curve(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """(slots for the whole model, LRU hit rate), both [n]; empty until enough steps have been seen."""
+        if len(self._recent) < _FEWEST_STEPS or not self._sampled:
+            return np.empty(0, np.int64), np.empty(0)
+        width = max((len(experts) for step in self._recent for experts in step.values()), default=0)
+        routing = np.full((len(self._recent), len(self._sampled), max(width, 1)), -1, np.int16)
+        for number, step in enumerate(self._recent):
+            for part, experts in step.items():
+                routing[number, part, : len(experts)] = experts
+        universe = self.heat.shape[1]
+        starts = np.array([0, len(routing)])
+        trace = RoutingTrace(routing, np.zeros(routing.shape, np.float16), starts, universe)
+        rates = hit_ratio_curve(stack_distances(trace, per_layer=False))
+        chosen = np.unique(np.linspace(0, len(rates) - 1, CURVE_POINTS).round().astype(np.int64))
+        return np.round(chosen * len(self.layers) / len(self._sampled)).astype(np.int64), rates[chosen]
+
+    def _remember(self, step: int, layer: int, experts: Sequence[int]) -> None:
+        if step != self._recent_step or not self._recent:
+            self._recent.append({})
+            self._recent_step = step
+        self._recent[-1][self._sampled[layer]] = [expert for expert in experts if 0 <= expert < self.heat.shape[1]]
+
+    def _cells(
+        self, rows: NDArray[np.int64], experts: list[Sequence[int]]
+    ) -> tuple[tuple[NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]:
+        """((row, column) of each use, the entry that it is of); ids that are no expert are left out."""
+        of_entry = np.repeat(np.arange(len(experts)), [len(one) for one in experts])
+        columns = np.fromiter(chain.from_iterable(experts), np.int64)
+        cells = rows[of_entry]
+        valid = (cells >= 0) & (columns >= 0) & (columns < self.heat.shape[1])
+        return (cells[valid], columns[valid]), of_entry[valid]
