@@ -54,7 +54,8 @@ class NvmlUnavailableError(Exception):
 class Card:
     """One card while it is being looked at: `read` gives a value, or None where the driver has none."""
 
-    def __init__(self, library: Any, handle: Any) -> None:
+    def __init__(self, library: Any, handle: Any, index: int) -> None:
+        self.index = index
         self._library = library
         self._handle = handle
         self.lost = False
@@ -122,7 +123,7 @@ class Nvml:
         try:
             for index in range(self._library.nvmlDeviceGetCount()):
                 try:
-                    card = Card(self._library, self._library.nvmlDeviceGetHandleByIndex(index))
+                    card = Card(self._library, self._library.nvmlDeviceGetHandleByIndex(index), index)
                 except self._library.NVMLError as error:
                     if error.value in (pynvml.NVML_ERROR_UNINITIALIZED, pynvml.NVML_ERROR_DRIVER_NOT_LOADED):
                         raise

@@ -142,9 +142,9 @@ def _measured(measurements: tuple[Measurement, ...], run: Run, state: _State) ->
     """Makes the measurements; why some were not made, by name."""
     skipped: dict[str, str] = {}
     for measurement in measurements:
+        run.allow(measurement.estimated_s)
         run.check()
         state.begin(measurement)
-        run.allow(measurement.estimated_s)
         try:
             measurement(run)
         except NotMeasuredError as reason:
