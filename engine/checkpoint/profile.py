@@ -81,7 +81,7 @@ def profile_of(config: dict[str, Any], tensors: Iterable[TensorEntry]) -> ModelP
     """The profile of a model with this configuration and these tensors."""
     text = text_part(config)
     tensors = list(tensors)
-    experts = [entry for entry in tensors if _EXPERT_KEY.search(entry.key) and not _SHARED_KEY.search(entry.key)]
+    experts = [entry for entry in tensors if is_expert_key(entry.key)]
     count = _number(text, _EXPERTS)
     per_token = _number(text, _PER_TOKEN) or _PER_TOKEN_BY_FAMILY.get(str(config["model_type"]), 0)
     quantization = config.get("quantization_config") or text.get("quantization_config") or {}
@@ -91,8 +91,8 @@ def profile_of(config: dict[str, Any], tensors: Iterable[TensorEntry]) -> ModelP
         hidden=_number(text, _HIDDEN),
         experts=count if count > 1 else 0,
         experts_per_token=per_token if count > 1 else 0,
-        parameters=sum(map(_parameters, tensors)),
-        expert_parameters=sum(map(_parameters, experts)) if count > 1 else 0,
+        parameters=sum(map(parameters_of, tensors)),
+        expert_parameters=sum(map(parameters_of, experts)) if count > 1 else 0,
         bytes=sum(entry.nbytes for entry in tensors),
         expert_bytes=sum(entry.nbytes for entry in experts) if count > 1 else 0,
         context_tokens=_number(text, _CONTEXT),
@@ -107,17 +107,19 @@ def profile_of(config: dict[str, Any], tensors: Iterable[TensorEntry]) -> ModelP
 def kv_elements_per_token(text: dict[str, Any]) -> int:
     """Numbers of KV cache per token, all layers together, as transformers keeps them.
 
-    Multi-head latent attention is cached decompressed there: keys of qk_nope + qk_rope, values of v_head_dim for each
-    head.  Layers of linear attention keep no growing cache; `layer_types` tells them apart where it is given.
+    Multi-head latent attention is cached as latents with the rotary part of the keys, and with the keys of the index of
+    important tokens where there is one.  Layers of linear attention keep no growing cache; `layer_types` tells them
+    apart where it is given.
     """
     heads = _number(text, ("num_attention_heads", "n_heads", "n_head", "decoder_attention_heads", "num_heads"))
     layers = _number(text, (*_DECODER_LAYERS, *_LAYERS))
     types = text.get("layer_types")
     if isinstance(types, list) and types:
         layers = sum(1 for kind in types if "attention" in str(kind) and "linear" not in str(kind)) or layers
-    if _number(text, ("kv_lora_rank",)) and _number(text, ("v_head_dim",)):
-        keys = _number(text, ("qk_nope_head_dim",)) + _number(text, ("qk_rope_head_dim",))
-        return layers * heads * (keys + _number(text, ("v_head_dim",)))
+    latent = _number(text, ("kv_lora_rank",))
+    if latent:
+        index = _number(text, ("index_head_dim",)) if _number(text, ("index_topk",)) else 0
+        return layers * (latent + _number(text, ("qk_rope_head_dim",)) + index)
     kv_heads = _number(text, ("num_key_value_heads", "kv_n_heads")) or heads
     head = _number(text, ("head_dim", "kv_channels", "d_kv")) or (_number(text, _HIDDEN) // heads if heads else 0)
     return layers * 2 * kv_heads * head
@@ -142,7 +144,13 @@ def _number(config: dict[str, Any], names: Iterable[str]) -> int:
     return 0
 
 
-def _parameters(entry: TensorEntry) -> int:
+def is_expert_key(key: str) -> bool:
+    """Whether a tensor of this name belongs to routed experts."""
+    return _EXPERT_KEY.search(key) is not None and _SHARED_KEY.search(key) is None
+
+
+def parameters_of(entry: TensorEntry) -> int:
+    """Elements of a tensor, unpacked; none if it only holds the scales of another."""
     if _SCALE_KEY.search(entry.key):
         return 0
     packed = entry.dtype in ("U8", "I8") and entry.key.endswith("_blocks")

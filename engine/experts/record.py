@@ -13,13 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from engine.experts.record_memory import RecordMemory
-
-PART_ALIGNMENT = 64
-"""Bytes: a cache line, and the widest vector load."""
-
-RECORD_ALIGNMENT = 4096
-"""Bytes: a page, so that a record can be read from disk directly and pinned by itself."""
-
+from engine.planner.footprint import PART_ALIGNMENT as PART_ALIGNMENT
+from engine.planner.footprint import RECORD_ALIGNMENT as RECORD_ALIGNMENT
+from engine.planner.footprint import record_bytes, round_up
 
 _IN_HUGE_PAGES = 4 * 2**20
 """Bytes of records from which on huge pages are worth a mapping of their own."""
@@ -65,8 +61,8 @@ class RecordLayout:
             stored = (shape[1], shape[0]) if turned else shape
             part = PartSpec(name, stored, dtype, turned, offset)
             parts.append(part)
-            offset = _round_up(offset + part.nbytes, PART_ALIGNMENT)
-        return cls(tuple(parts), _round_up(offset, RECORD_ALIGNMENT))
+            offset = round_up(offset + part.nbytes, PART_ALIGNMENT)
+        return cls(tuple(parts), record_bytes(part.nbytes for part in parts))
 
     @property
     def unquantised(self) -> RecordLayout:
@@ -95,7 +91,3 @@ def allocate_records(count: int, layout: RecordLayout, device: torch.device) -> 
     raw = torch.empty(count * layout.nbytes + RECORD_ALIGNMENT, dtype=torch.uint8, device=device)
     skip = -raw.data_ptr() % RECORD_ALIGNMENT
     return raw[skip : skip + count * layout.nbytes].view(count, layout.nbytes)
-
-
-def _round_up(value: int, to: int) -> int:
-    return -(-value // to) * to

@@ -132,7 +132,7 @@ def engine_memory(
     dense = round(model.non_expert_bytes()) * (2 if precision == "fp32" else 1)
     kv = round(model.kv_bytes_per_token()) * _width(precision) // 2
     working = activations(costs, limits)[1]
-    if dense + working + min(context, footprint.FEWEST_KV_TOKENS) * kv > usable:
+    if footprint.device_needs(dense, 1, working, kv, context) > usable:
         return None
     roomy = context if limits.context_tokens else min(context, footprint.ROOMY_KV_TOKENS)
     as_usual = cache_slots is None and misses == "mixed" and gpu.count == 1

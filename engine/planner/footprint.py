@@ -32,7 +32,6 @@ ROOMY_KV_TOKENS = 8192
 """The same where all experts are on the device: they do not give way, unless a longer context was asked for."""
 FEWEST_KV_TOKENS = 256
 """A device without room for so much context is of no use."""
-_FIRST_CAPACITY = 256
 
 SHORT_TOKENS = 256
 """A piece of a prompt where all weights are at hand: bounds the memory of activations."""
@@ -118,12 +117,6 @@ def piece_tokens_in_ram(experts: int, experts_per_token: int) -> int:
 def device_needs(dense: int, piece: int, activations: int, kv_per_token: int, context_tokens: int) -> int:
     """Bytes without which a device is of no use: dense weights, a piece of a prompt and the shortest context."""
     return dense + piece * activations + min(context_tokens, FEWEST_KV_TOKENS) * kv_per_token
-
-
-def grown_capacity(held: int, tokens: int, most_tokens: int | None = None) -> int:
-    """Tokens that there is room for once a KV layer that was full with `held` has been made to hold `tokens`."""
-    capacity = max(_FIRST_CAPACITY, 2 * held, tokens)
-    return capacity if most_tokens is None else max(tokens, min(capacity, most_tokens))
 
 
 def without_headroom(free: int) -> int:

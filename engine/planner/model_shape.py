@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.planner.precision import bytes_per_weight
+from engine.planner.precision import bytes_per_weight, careful_precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +98,22 @@ class ModelShape:
     @property
     def layer_weights(self) -> int:
         """Parameters of one MoE layer without its routed experts: attention, router, shared experts."""
+        if self.other_weights:
+            return self._mean_layer_weights
         shared = 3 * self.hidden * self.shared_width
         return self.attention.weights(self.hidden) + self.hidden * self.experts + shared
 
     @property
     def dense_layer_weights(self) -> int:
         """Parameters of one dense layer."""
+        if self.other_weights:
+            return self._mean_layer_weights
         return self.attention.weights(self.hidden) + 3 * self.hidden * self.dense_width
+
+    @property
+    def _mean_layer_weights(self) -> int:
+        """Where only the sum was counted, all layers are taken to be alike."""
+        return max(self.other_weights - self.embedding_weights, 0) // self.layers
 
     @property
     def embedding_weights(self) -> int:
@@ -126,10 +135,14 @@ class ModelShape:
         return self.non_expert_weights + self.all_expert_weights
 
     def expert_bytes(self, precision: str) -> float:
-        return self.expert_weights * bytes_per_weight(precision)
+        careful = careful_precision(precision, self.total_weights)
+        if careful == precision:
+            return self.expert_weights * bytes_per_weight(precision)
+        down = self.expert_weights / self.expert_matrices
+        return (self.expert_weights - down) * bytes_per_weight(precision) + down * bytes_per_weight(careful)
 
     def all_expert_bytes(self, precision: str) -> float:
-        return self.all_expert_weights * bytes_per_weight(precision)
+        return self.moe_layers * self.experts * self.expert_bytes(precision)
 
     def non_expert_bytes(self) -> float:
         """Bytes of what is not a routed expert, kept in 16 bits."""

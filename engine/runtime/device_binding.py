@@ -28,14 +28,12 @@ from engine.experts.whole_layer import LayerBuffers, WholeLayerExperts
 from engine.kernels import choose_kernel
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.native.library import NativeKernels
+from engine.planner.footprint import staging_slots
 from engine.runtime.device_experts import DeviceExperts
 from engine.runtime.layer_devices import LayerDevices
 from engine.runtime.popularity import Popularity
 
 _log = logging.getLogger(__name__)
-
-STAGED = 3
-"""Slots for experts that are fetched to be computed at once: one computes, one arrives, one waits."""
 
 
 @dataclass(frozen=True)
@@ -203,9 +201,7 @@ def _open_cache(
     """As many slots as the budget allows, or as are wanted."""
     layout, layers = group[0].layout, len(group)
     experts = max(site.num_experts for site in group)
-    staging = min(STAGED, budget // layout.nbytes)
-    if config.misses == "layer" or (config.misses == "cpu" and config.cache_slots == 0):
-        staging = 0
+    staging = staging_slots(budget, layout.nbytes, config.misses, config.cache_slots)
     most = max(0, budget // layout.nbytes - staging) if config.misses != "layer" else 0
     every = layers * experts
     wanted = every if config.cache_slots is None else min(round(config.cache_slots * share), every)

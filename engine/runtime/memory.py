@@ -6,9 +6,7 @@ import psutil
 
 from engine.errors import EngineError, ErrorCode
 from engine.hardware.cgroup import memory_limits
-
-_HEADROOM = 512 * 2**20
-"""For activations, the KV of a first conversation, and the rest of the program."""
+from engine.planner.footprint import without_headroom
 
 
 def available_ram(budget: int | None = None) -> int:
@@ -22,7 +20,7 @@ def available_ram(budget: int | None = None) -> int:
 
 def usable_ram(budget: int | None = None) -> int:
     """Bytes of weights and of working memory that `require_ram` would let pass."""
-    usable = _without_headroom(available_ram())
+    usable = without_headroom(available_ram())
     return usable if budget is None else min(usable, budget)
 
 
@@ -39,7 +37,7 @@ def require_ram(name: str, needed: int, budget: int | None = None, *, even: str 
         EngineError: `NOT_ENOUGH_MEMORY`, with both figures.
     """
     free = available_ram()
-    headroom = free - _without_headroom(free)
+    headroom = free - without_headroom(free)
     if needed > free - headroom:
         raise EngineError(
             ErrorCode.NOT_ENOUGH_MEMORY,
@@ -52,10 +50,6 @@ def require_ram(name: str, needed: int, budget: int | None = None, *, even: str 
             f"{name} needs {gigabytes(needed)} of RAM{even}, more than the {gigabytes(budget)} that the RAM budget "
             "allows: raise the budget or choose a smaller model.",
         )
-
-
-def _without_headroom(free: int) -> int:
-    return free - min(_HEADROOM, free // 10)
 
 
 def gigabytes(count: int) -> str:

@@ -13,16 +13,12 @@ from engine.devices.device import Device
 from engine.devices.opening import open_devices
 from engine.hardware.core_kinds import compute_threads
 from engine.hardware.probe import usable_cpus
+from engine.planner.footprint import FEWEST_KV_TOKENS as FEWEST_KV_TOKENS
+from engine.planner.footprint import KV_TOKENS as KV_TOKENS
+from engine.planner.footprint import ROOMY_KV_TOKENS, SHORT_TOKENS, device_needs, piece_tokens
 from engine.runtime.memory import gigabytes
-from engine.runtime.prefill_pieces import SHORT_TOKENS, piece_tokens
 
 _CPU = torch.device("cpu")
-KV_TOKENS = 1024
-"""Context for which there is room from the start.  A longer one takes its memory from the expert cache."""
-_ROOMY_KV_TOKENS = 8192
-"""The same where all experts are on the device: they do not give way, unless a longer context was asked for."""
-FEWEST_KV_TOKENS = 256
-"""A device without room for so much context is of no use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +86,7 @@ def place(config: EngineConfig, devices: Sequence[Device], needs: ModelNeeds, co
     pieces = []
     for device, dense in zip(devices, needs.dense, strict=True):
         piece = piece_tokens(device.memory.free - dense, needs.activations, context_tokens)
-        least = dense + piece * needs.activations + min(context_tokens, FEWEST_KV_TOKENS) * needs.kv // len(devices)
+        least = device_needs(dense, piece, needs.activations, -(-needs.kv // len(devices)), context_tokens)
         if least > device.memory.free:
             return Placement(
                 note=f"Runs on the CPU: even without its experts the model needs {gigabytes(least)} of {device.name}, "
@@ -98,7 +94,7 @@ def place(config: EngineConfig, devices: Sequence[Device], needs: ModelNeeds, co
             )
         pieces.append(piece)
     as_usual = config.cache_slots is None and config.misses == "mixed" and len(devices) == 1
-    context = (context_tokens if config.context_tokens else min(context_tokens, _ROOMY_KV_TOKENS)) * needs.kv
+    context = (context_tokens if config.context_tokens else min(context_tokens, ROOMY_KV_TOKENS)) * needs.kv
     needed = needs.dense[0] + needs.experts + min(pieces) * needs.activations + context
     return Placement(
         tuple(devices),

@@ -9,39 +9,21 @@ from typing import Any
 import torch
 
 from engine.checkpoint.profile import ModelProfile
+from engine.planner.footprint import LONG_TOKENS as LONG_TOKENS
+from engine.planner.footprint import SHORT_TOKENS as SHORT_TOKENS
+from engine.planner.footprint import activation_token_bytes, piece_tokens_in_ram
 from engine.runtime.cancellation import RequestCancelled
 from engine.runtime.generation import CancelCheck, ProgressCallback
 
-SHORT_TOKENS = 256
-"""Where all weights are at hand: bounds the memory of activations."""
-LONG_TOKENS = 2048
-"""Where experts come over a link or from disk: each piece brings them once."""
-_TOKENS_PER_EXPERT = 64
-"""From about so many on, a matrix product is bound by arithmetic and no longer by reading the weights."""
-_SHORTEST = 32
-_SHARE = 4
-"""A piece's activations may take one part in so many of what a device has left beside the dense weights."""
-
 
 def activation_bytes(profile: ModelProfile, dtype: torch.dtype) -> int:
-    """Bytes that a token of a piece takes at the most, by a rough count of the tensors that live at once.
-
-    Residual, norms and projections are some ten of the hidden width; experts have a row of fp32 for each choice.
-    """
-    return profile.hidden * (10 * dtype.itemsize + 4 * max(profile.experts_per_token, 1))
+    """Bytes that a token of a piece takes at the most."""
+    return activation_token_bytes(profile.hidden, profile.experts_per_token, dtype.itemsize)
 
 
 def tokens_in_ram(profile: ModelProfile) -> int:
-    """The length of a piece whose weights all lie in RAM: each expert gets enough tokens for its weights' way."""
-    if not profile.experts_per_token:
-        return SHORT_TOKENS
-    return max(SHORT_TOKENS, min(LONG_TOKENS, _TOKENS_PER_EXPERT * profile.experts // profile.experts_per_token))
-
-
-def piece_tokens(room: int, per_token: int, context_tokens: int) -> int:
-    """The longest piece whose activations leave most of `room` bytes to others."""
-    fitting = room // (_SHARE * max(per_token, 1))
-    return max(_SHORTEST, min(LONG_TOKENS, fitting, context_tokens))
+    """The length of a piece whose weights all lie in RAM."""
+    return piece_tokens_in_ram(profile.experts, profile.experts_per_token)
 
 
 @contextmanager

@@ -76,7 +76,7 @@ def test_kv_of_latent_attention_and_of_linear_layers() -> None:
         "qk_rope_head_dim": 4,
         "v_head_dim": 8,
     }
-    assert kv_elements_per_token(latent) == 3 * 4 * (12 + 8)
+    assert kv_elements_per_token(latent) == 3 * (16 + 4)
     hybrid = {**MIXTRAL, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
     assert kv_elements_per_token(hybrid) == 2 * 4
 

@@ -18,9 +18,8 @@ from enum import IntEnum
 
 import torch
 
-TILE_ROWS = 32
-GROUP = 32
-"""Weights of a row that share a scale."""
+from engine.planner.footprint import GROUP as GROUP
+from engine.planner.footprint import TILE_ROWS as TILE_ROWS
 
 PRECISIONS = ("int8", "int4")
 
