@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
-from engine.batch_files.answer import Answer, failed
+from engine.batch_files.answer import Answer
 from engine.batch_files.fingerprint import content_hash, stamp
 from engine.batch_files.journal import Journal
 from engine.batch_files.manifest import Manifest
 from engine.batch_files.pace import Pace, PaceMeter
 from engine.batch_files.prepared_job import PreparedJob
-from engine.batch_files.request import RowRequest
 from engine.batch_files.result_file import write_result
 from engine.batch_files.row_count import RowCount
 from engine.batch_files.safe_keeping import SafeKeeping
 from engine.errors import EngineError, ErrorCode
+from engine.runtime.batch.asking import Asking, question_of
 from engine.runtime.batch.request import AnswerCallback, BatchAnswer, BatchRequest, Check, Outcome
-from engine.runtime.constrained import ConstrainedAnswer, ConstrainedAnswers
+from engine.runtime.constrained import ConstrainedAnswers
 
 _WATCH_S = 5.0
 """How often the input is asked whether it has changed."""
@@ -31,7 +30,7 @@ class RowExecutor(Protocol):
     """Answers rows in any order, many at once; `BatchExecutor` is the real one."""
 
     def run(
-        self, rows: Iterator[BatchRequest], on_answer: AnswerCallback, *, should_yield: Check, cancelled: Check
+        self, rows: Iterator[BatchRequest], on_row: AnswerCallback, should_yield: Check, cancelled: Check
     ) -> Outcome:
         """See `BatchExecutor.run`."""
 
@@ -61,11 +60,15 @@ class JobEnding:
     Attributes:
         finished: every row has had its ending; else the job was cancelled and can be resumed.
         written: rows in the result file.
+        tokens: generated in this run, those of answers that were tried again left out.
+        note: a word about how rows were run, if there is one.
     """
 
     finished: bool
     pace: Pace
     written: int
+    tokens: int = 0
+    note: str = ""
 
 
 class JobRun:
@@ -73,7 +76,7 @@ class JobRun:
 
     Args:
         journal: of this job and `manifest`; the caller closes it.
-        make_constrained: what holds answers to schemas; called once, if a row needs it.
+        make_constrained: see `Asking`.
     """
 
     def __init__(
@@ -87,15 +90,12 @@ class JobRun:
     ) -> None:
         self._prepared, self._manifest, self._journal = prepared, manifest, journal
         self._executor, self._watcher = executor, watcher
-        self._make_constrained = make_constrained
-        self._constrained: ConstrainedAnswers | None = None
         self._stamp = stamp(prepared.source)
         self._watched_s = self._told_s = time.monotonic()
         done, bad, _tokens = journal.counts()
         self._meter = PaceMeter(done, bad, self._watched_s)
         self._keeping = SafeKeeping(journal, on_blocked=self._blocked, cancelled=watcher.cancelled)
-        self._under_way: dict[int, tuple[RowRequest, int, ConstrainedAnswer | None]] = {}
-        self._again: deque[tuple[RowRequest, int]] = deque()
+        self._asking = Asking(prepared.job.tries, make_constrained)
         self._count = RowCount(prepared.source, watcher.cancelled)
 
     def run(self) -> JobEnding:
@@ -116,23 +116,18 @@ class JobRun:
         written = write_result(output, source, self._journal.answers(), openai=self._prepared.openai)
         if finished:
             self._journal.finish()
-        return JobEnding(finished, self._pace(), written)
+        return JobEnding(finished, self._pace(), written, self._meter.tokens)
 
     def _answer_all(self) -> bool:
         rows = self._requests()
         while True:
-            outcome = self._executor.run(
-                rows,
-                self._answered,
-                should_yield=self._watcher.should_yield,
-                cancelled=self._watcher.cancelled,
-            )
+            outcome = self._executor.run(rows, self._answered, self._watcher.should_yield, self._watcher.cancelled)
             if outcome is Outcome.CANCELLED:
                 return False
             if outcome is Outcome.YIELDED:
                 self._keeping.flush()
                 self._watcher.give_way()
-            elif self._again:  # rows that are asked once more, after the last one had been handed out
+            elif self._asking.waiting:  # rows that are asked once more, after the last one had been handed out
                 rows = self._asked_again()
             else:
                 return not self._watcher.cancelled()
@@ -151,49 +146,24 @@ class JobRun:
                 continue
             if isinstance(asked, Answer):
                 self._keep(asked, "")
-            elif (request := self._request(asked, tried=0)) is not None:
-                yield request
+            else:
+                yield from self._runnable(self._asking.ask(asked), question_of(asked))
         self._count.ended(count)
 
     def _asked_again(self) -> Iterator[BatchRequest]:
-        while self._again:
-            request = self._request(*self._again.popleft())
-            if request is not None:
-                yield request
+        for request in self._asking.again():
+            yield from self._runnable(request, "")
 
-    def _request(self, asked: RowRequest, tried: int) -> BatchRequest | None:
-        constraint = None
-        if asked.constraint is not None:
-            if self._constrained is None:
-                self._constrained = self._make_constrained()
-            try:
-                constraint = self._constrained.begin(asked.constraint)
-            except EngineError as error:
-                self._keep(failed(asked.row, f"cannot be answered: {error.message}"), _question(asked))
-                return None
-        self._under_way[asked.row] = (asked, tried + 1, constraint)
-        return BatchRequest(asked.row, asked.messages, sampling=asked.sampling, constraint=constraint)
+    def _runnable(self, request: BatchRequest | Answer, question: str) -> Iterator[BatchRequest]:
+        if isinstance(request, Answer):
+            self._keep(request, question)
+        else:
+            yield request
 
     def _answered(self, answer: BatchAnswer) -> None:
-        if answer.finish_reason == "cancelled":
-            return
-        asked, tries, constraint = self._under_way.pop(answer.row)
-        problem = ""
-        if answer.error is not None:
-            problem = f"could not be answered: {answer.error.message}"
-        elif constraint is not None and not constraint.complete:
-            if asked.sampling.temperature > 0 and tries < self._prepared.job.tries:
-                # Another seed, or the same tokens would be drawn again.
-                seed = None if asked.sampling.seed is None else asked.sampling.seed + tries
-                self._again.append((replace(asked, sampling=replace(asked.sampling, seed=seed)), tries))
-                return
-            problem = (
-                f"has an answer that was cut after {answer.generated_tokens:,} tokens, before it was what was asked for"
-            )
-        kept = Answer(
-            answer.row, answer.text, answer.finish_reason, answer.prompt_tokens, answer.generated_tokens, problem
-        )
-        self._keep(kept, _question(asked))
+        ended = self._asking.ended(answer)
+        if ended is not None:
+            self._keep(*ended)
 
     def _keep(self, answer: Answer, question: str) -> None:
         self._keeping.keep(answer)
@@ -234,11 +204,7 @@ class JobRun:
     def _require_all_rows(self) -> None:
         """Every row has had its ending: what says otherwise is a fault of ours, and better said than written."""
         done = self._journal.counts()[0]
-        if self._under_way or self._count.total != done:
+        if self._asking.under_way or self._count.total != done:
             raise EngineError(
                 ErrorCode.INTERNAL, f"Of {self._count.total} rows {done} were answered: resume the job and report this."
             )
-
-
-def _question(asked: RowRequest) -> str:
-    return asked.messages[-1].content if asked.messages else ""

@@ -1,0 +1,148 @@
+"""Continuous batching: rows join between sweeps through the layers, and leave as soon as they are answered."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+
+import torch
+
+from engine.errors import EngineError, ErrorCode
+from engine.runtime.batch.packed_sweep import PackedModel, Work
+from engine.runtime.batch.page_pool import PagePool
+from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.batch.preparation import Prepared
+from engine.runtime.batch.request import AnswerCallback, Check, Outcome
+from engine.runtime.batch.row import PagedRow
+
+
+class ContinuousBatch:
+    """Rows under way in one model; kept while somebody else has priority.
+
+    Args:
+        most_pages: for tests, fewer pages than the policy's bytes have room for.
+    """
+
+    def __init__(self, model: PackedModel, policy: BatchPolicy, most_pages: int | None = None) -> None:
+        self._model, self._policy = model, policy
+        pages = min(model.pages, most_pages or model.pages)
+        model.allocate(pages)
+        self.pool = PagePool(pages)
+        self.rows: list[PagedRow] = []
+        self._waiting: Prepared | None = None
+        self._sweep: Generator[None, None, torch.Tensor] | None = None
+        self._work: list[Work] = []
+        self.most_rows = 0
+        """Rows that have been under way together at most."""
+
+    def run(
+        self, prepared: Iterator[Prepared], on_row: AnswerCallback, should_yield: Check, cancelled: Check
+    ) -> Outcome:
+        """Answers rows until there are no more; see `BatchExecutor.run`."""
+        while True:
+            if self._sweep is None:
+                self._admit(prepared, on_row)
+                if not self.rows:
+                    return Outcome.FINISHED
+                self._work = self._next_work()
+                self._sweep = self._model.sweep(self._work)
+            outcome = self._go_on(on_row, should_yield, cancelled)
+            if outcome is not None:
+                return outcome
+
+    def close(self) -> None:
+        """Lets go of all rows and their pages."""
+        if self._sweep is not None:
+            self._sweep.close()
+            self._sweep = None
+        for row in self.rows:
+            row.close()
+        self.rows = []
+        self._waiting = None
+
+    def _go_on(self, on_row: AnswerCallback, should_yield: Check, cancelled: Check) -> Outcome | None:
+        """The sweep under way, to its end unless somebody wants it to stop between two layers."""
+        assert self._sweep is not None
+        while True:
+            if cancelled():
+                self.close()
+                return Outcome.CANCELLED
+            if should_yield():
+                return Outcome.YIELDED
+            try:
+                next(self._sweep)
+            except StopIteration as end:
+                self._sweep = None
+                self._take(end.value, on_row)
+                return None
+            except BaseException:
+                # What was computed lies where the next try will write it again: no row has moved on.
+                self._sweep = None
+                raise
+
+    def _admit(self, prepared: Iterator[Prepared], on_row: AnswerCallback) -> None:
+        """New rows, in order, while there are pages for all that they may need."""
+        while len(self.rows) < self._policy.rows:
+            new = self._waiting or next(prepared, None)
+            self._waiting = None
+            if new is None:
+                return
+            needed = PagedRow.pages_needed(len(new.prompt), new.limits.max_tokens)
+            if needed > self.pool.capacity:
+                on_row(new.refused(_too_long(new, self.pool.capacity)))
+            elif self.pool.reserve(needed):
+                row = PagedRow(new.request, new.prompt, new.text(), new.limits.max_tokens, self.pool)
+                self.rows.append(row)
+                self.most_rows = max(self.most_rows, len(self.rows))
+            else:
+                self._waiting = new
+                return
+
+    def _next_work(self) -> list[Work]:
+        """Every row that decodes, and of those that read their prompts as many tokens as a sweep takes."""
+        work, left = list[Work](), self._policy.sweep_tokens
+        being_read: set[bytes] = set()
+        for row in self.rows:
+            if not row.is_reading:
+                work.append(Work(row, 1))
+                continue
+            row.share_pages()
+            if left <= 0 or row.following in being_read:
+                continue  # another row is computing the very page that this one will share
+            if row.following is not None:
+                being_read.add(row.following)
+            tokens = min(left, len(row.prompt) - row.held)
+            work.append(Work(row, tokens))
+            left -= tokens
+        return work
+
+    def _take(self, logits: torch.Tensor, on_row: AnswerCallback) -> None:
+        """The sweep is over: each row that wants a token chooses it, and leaves if it was the last."""
+        work, self._work = self._work, []
+        choosing = [each.row for each in work if each.wants_logits]
+        for each in work:
+            each.row.has_read(each.tokens)
+        tokens = _choose(choosing, logits)
+        for row, token in zip(choosing, tokens, strict=True):
+            reason = row.text.take(token)
+            if reason is not None:
+                self.rows.remove(row)
+                row.close()
+                on_row(row.answer(reason))
+
+
+def _choose(rows: list[PagedRow], logits: torch.Tensor) -> list[int]:
+    """The next token of each row, from logits [R, V]."""
+    return [
+        int(row_logits.float().numpy().argmax()) if row.text.is_plainly_greedy else row.text.choose(row_logits)
+        for row, row_logits in zip(rows, logits, strict=True)
+    ]
+
+
+def _too_long(new: Prepared, pages: int) -> EngineError:
+    from engine.kernels.native.paged_attention import PAGE_TOKENS
+
+    return EngineError(
+        ErrorCode.PROMPT_TOO_LONG,
+        f"The row needs room for {len(new.prompt) + new.limits.max_tokens:,} tokens, but the batch has memory for "
+        f"{pages * PAGE_TOKENS:,}: shorten it, lower the limit of tokens or allow more memory with --ram.",
+    )

@@ -1,0 +1,74 @@
+"""Answers thousands of rows with one loaded model: what the job files and the worker call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.runtime.batch.continuous import ContinuousBatch
+from engine.runtime.batch.families import can_pack
+from engine.runtime.batch.one_by_one import OneByOne
+from engine.runtime.batch.packed_sweep import PackedModel
+from engine.runtime.batch.policy import BatchPolicy, policy_for
+from engine.runtime.batch.preparation import Preparation, Prepared
+from engine.runtime.batch.request import AnswerCallback, BatchRequest, Check, Outcome, never
+from engine.runtime.loaded_model import LoadedModel
+
+
+class BatchExecutor:
+    """The rows of one job.  Not for several threads; the model may answer chats while no `run` is going on.
+
+    Rows are answered greedily or by sampling as if each were alone: in fp32 a greedy answer is that of a chat, token
+    for token; in bf16 two tokens whose logits differ by a few roundings (about 0.03 of the spread that bf16 gives
+    logits of 10) may change places, because products over many rows are rounded in another order.
+
+    Args:
+        policy: how many rows at once and the like; `None` is what fits this machine.
+
+    Attributes:
+        note: a word about it if rows cannot go through this model's layers together; empty if they can.
+    """
+
+    def __init__(self, loaded: LoadedModel, policy: BatchPolicy | None = None) -> None:
+        self.policy = policy or policy_for(loaded)
+        self.note = ""
+        self._preparation = Preparation(loaded)
+        self._batch: ContinuousBatch | OneByOne | None = None
+        self._prepared: Iterator[Prepared] | None = None
+        if can_pack(loaded.model):
+            try:
+                self._batch = ContinuousBatch(PackedModel(loaded, self.policy), self.policy)
+            except LookupError as error:
+                self.note = f"Rows are answered one by one: {error}."
+        else:
+            family = loaded.info.family
+            self.note = f"Rows are answered one by one: layers of the {family} family do not take several at once."
+        if self._batch is None:
+            self._batch = OneByOne(loaded)
+
+    def run(
+        self,
+        rows: Iterator[BatchRequest],
+        on_row: AnswerCallback,
+        should_yield: Check = never,
+        cancelled: Check = never,
+    ) -> Outcome:
+        """Answers rows, which are asked for as places come free; answers come in any order.
+
+        Args:
+            rows: the rest of them, if an earlier call has yielded: the rows under way come first.
+            on_row: called once for each row, also for those that cannot be answered.
+            should_yield: whether somebody else needs the machine: then it comes back within one layer, all rows kept.
+            cancelled: whether to stop: as soon, with nothing kept.
+
+        Raises:
+            EngineError: the model cannot be run; the rows under way are kept for another try.
+        """
+        assert self._batch is not None
+        prepared = self._preparation.prepared(rows, on_row)
+        return self._batch.run(prepared, on_row, should_yield, cancelled)
+
+    def close(self) -> None:
+        """Frees keys and values.  Harmless if repeated."""
+        if self._batch is not None:
+            self._batch.close()
+            self._batch = None

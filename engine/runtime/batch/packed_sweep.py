@@ -1,0 +1,148 @@
+"""One sweep of many rows through the library's layers, packed: no padding, whatever their lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.kernels.native.paged_attention import KvType, Pieces
+from engine.runtime.batch.balance import balanced
+from engine.runtime.batch.layers import DecoderLayers, Recording
+from engine.runtime.batch.packed_attention import PagedStates, configs_of, paged
+from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.batch.row import PagedRow
+from engine.runtime.loaded_model import LoadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A row and how many of its tokens come next."""
+
+    row: PagedRow
+    tokens: int
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether a token is to be chosen after these."""
+        return self.row.held + self.tokens >= len(self.row.prompt)
+
+
+@dataclass
+class _MicroBatch:
+    """Rows that go through a layer at once.
+
+    Attributes:
+        wanted: places of the tokens [T] after which logits are wanted.
+    """
+
+    pieces: Pieces
+    recording: Recording
+    hidden: torch.Tensor
+    wanted: list[int]
+
+
+class PackedModel:
+    """A model whose layers take tokens of many rows as one sequence.
+
+    Args:
+        loaded: of a family that can (see `can_pack`).
+
+    Raises:
+        LookupError: its layers or its attention are not where they are expected.
+    """
+
+    def __init__(self, loaded: LoadedModel, policy: BatchPolicy) -> None:
+        self._loaded, self._policy = loaded, policy
+        self._layers = DecoderLayers(loaded.model)
+        self._configs = configs_of(loaded.model)
+        self._states = PagedStates(loaded.kernels, policy.window, policy.kept)
+        self._kv_type = policy.kv_type or (KvType.BF16 if loaded.model.dtype == torch.bfloat16 else KvType.FP32)
+        self._meet_attention()
+        if not self._states.shapes:
+            raise LookupError("its attention does not go through the library's attention interface")
+        page_bytes = self._states.page_bytes(self._kv_type)
+        self.pages = max(1, policy.kv_bytes // page_bytes)
+        """Pages that the budget has room for."""
+
+    def allocate(self, pages: int) -> None:
+        """Makes that many pages of every layer."""
+        self.pages = pages
+        self._states.allocate(self._kv_type, pages)
+
+    def sweep(self, work: list[Work]) -> Generator[None, None, torch.Tensor]:
+        """Takes the tokens of `work` through all layers; gives way after each layer of each micro-batch.
+
+        Returns:
+            logits [R, V] on the CPU, for those that want them, in the order of `work`.
+        """
+        micro_batches = [self._prepare(part) for part in self._parts(work)]
+        for index in range(len(self._layers)):
+            for batch in micro_batches:
+                with self._attending(batch.pieces):
+                    batch.hidden = self._layers.run(index, batch.hidden, batch.recording)
+                yield
+        return self._logits(work, micro_batches)
+
+    def _parts(self, work: list[Work]) -> list[list[Work]]:
+        lengths = [each.tokens for each in work]
+        count = -(-sum(lengths) // self._policy.micro_batch_tokens)
+        parts, _ = balanced(lengths, max(count, 1), most_rows=len(work))
+        return [[work[place] for place in part] for part in parts]
+
+    def _prepare(self, work: list[Work]) -> _MicroBatch:
+        device = self._loaded.device
+        pieces = Pieces([each.row.piece(each.tokens) for each in work])
+        ids, positions, wanted = list[int](), list[int](), list[int]()
+        for each in work:
+            ids += each.row.next_ids(each.tokens)
+            positions += range(each.row.held, each.row.held + each.tokens)
+            if each.wants_logits:
+                wanted.append(len(ids) - 1)
+        with self._attending(pieces):
+            recording = self._layers.record(
+                torch.tensor([ids], device=device), torch.tensor([positions], device=device)
+            )
+        return _MicroBatch(pieces, recording, recording.hidden, wanted)
+
+    def _logits(self, work: list[Work], micro_batches: list[_MicroBatch]) -> torch.Tensor:
+        rows = [batch.hidden[:, batch.wanted] for batch in micro_batches]
+        hidden = torch.cat([part.to(rows[0].device) for part in rows], dim=1)
+        if not hidden.shape[1]:
+            return torch.empty(0)
+        with self._attending(None):
+            logits = self._layers.logits(hidden).cpu()
+        # Micro-batches are not in the order of the rows.
+        order = [each for part in self._parts(work) for each in part if each.wants_logits]
+        wanted = [each for each in work if each.wants_logits]
+        places = {id(each.row): place for place, each in enumerate(order)}
+        return logits[[places[id(each.row)] for each in wanted]] if len(micro_batches) > 1 else logits
+
+    def _meet_attention(self) -> None:
+        token = torch.zeros(1, 1, dtype=torch.long, device=self._loaded.device)
+        with self._attending(None):
+            recording = self._layers.record(token, token)
+            hidden = recording.hidden
+            for index in range(len(self._layers)):
+                hidden = self._layers.run(index, hidden, recording)
+
+    def _attending(self, pieces: Pieces | None) -> Any:
+        self._states.pieces = pieces
+        return _Attending(self._states, self._configs)
+
+
+class _Attending:
+    """Attention over pages, and no gradients, while a part of the model runs."""
+
+    def __init__(self, states: PagedStates, configs: list[Any]) -> None:
+        self._contexts = (paged(states, configs), torch.inference_mode())
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for context in reversed(self._contexts):
+            context.__exit__(*error)

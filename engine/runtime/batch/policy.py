@@ -1,0 +1,50 @@
+"""How large a batch is made, and how its keys and values are held."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+
+from engine.kernels.native.paged_attention import KvType
+from engine.runtime.loaded_model import LoadedModel
+
+_ROWS = 256
+_KV_SHARE = 0.5
+"""Of the RAM that is free: the rest is for activations, for the page cache of an input file, and for others."""
+_LEAST_KV_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPolicy:
+    """MoE-Lightning's N and mu, and the memory of keys and values.
+
+    Attributes:
+        rows: N, rows that are under way together at most.
+        kv_bytes: of all pages; rows wait while none are left.
+        sweep_tokens: of prompts, read in one sweep through the layers beside the rows that decode.
+        micro_batch_tokens: mu, here in tokens: what goes through a layer at once, and so the size of activations.
+        kv_type: how keys and values are held; `None` is the model's own precision.
+        window, kept: if not 0, tokens see only the last `window` tokens and the first `kept` (StreamingLLM, Xiao et al.
+            2024): for long rows, an approximation.
+    """
+
+    rows: int = _ROWS
+    kv_bytes: int = 2**30
+    sweep_tokens: int = 1024
+    micro_batch_tokens: int = 2048
+    kv_type: KvType | None = None
+    window: int = 0
+    kept: int = 0
+
+
+def policy_for(loaded: LoadedModel, ram_bytes: int | None = None) -> BatchPolicy:
+    """What fits this machine: keys and values get half of the RAM that is free.
+
+    Args:
+        ram_bytes: of keys and values at most, if somebody has planned it.
+    """
+    free = int(psutil.virtual_memory().available * _KV_SHARE)
+    kv_bytes = max(_LEAST_KV_BYTES, min(free, ram_bytes or free))
+    # Where weights come from disk or over a link, a prompt is read in long pieces: each brings them once.
+    return BatchPolicy(kv_bytes=kv_bytes, sweep_tokens=max(1024, loaded.piece_tokens))

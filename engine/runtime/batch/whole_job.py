@@ -1,0 +1,89 @@
+"""From a job's settings and a loaded model to its result: what the command line and the worker call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from engine.batch_files.answer import Answer
+from engine.batch_files.prepared_job import PreparedJob
+from engine.checkpoint.fingerprint import fingerprint
+from engine.checkpoint.shards import read_tensors
+from engine.runtime.batch.asking import Asking, question_of
+from engine.runtime.batch.executor import BatchExecutor
+from engine.runtime.batch.job import JobEnding, JobRun, JobWatcher
+from engine.runtime.batch.request import BatchAnswer, BatchRequest, Check
+from engine.runtime.constrained import ConstrainedAnswers
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.stopping import end_token_ids
+
+
+def run_whole_job(prepared: PreparedJob, loaded: LoadedModel, watcher: JobWatcher) -> JobEnding:
+    """Answers the rows of a job and writes its result.
+
+    Raises:
+        EngineError: the job cannot be begun or gone on with; what was answered is kept.
+    """
+    directory = Path(loaded.info.path)
+    digest = str(fingerprint(directory, read_tensors(directory).values())["headers"])
+    manifest = prepared.manifest(digest, loaded.info.precision, watcher.cancelled)
+    journal = prepared.open_journal(manifest, loaded.info.path)
+    executor = BatchExecutor(loaded)
+    try:
+        ending = JobRun(prepared, manifest, journal, executor, lambda: _constrained(loaded), watcher).run()
+        return replace(ending, note=executor.note)
+    finally:
+        executor.close()
+        journal.close()
+
+
+def run_sample(
+    prepared: PreparedJob,
+    loaded: LoadedModel,
+    rows: int,
+    on_answer: Callable[[Answer, str], None],
+    cancelled: Check,
+) -> None:
+    """Answers the first rows of a job, and keeps nothing.
+
+    Args:
+        on_answer: told each answer with the message that it answers, in any order.
+    """
+    asking = Asking(prepared.job.tries, lambda: _constrained(loaded))
+
+    def runnable(request: BatchRequest | Answer, question: str) -> Iterator[BatchRequest]:
+        if isinstance(request, Answer):
+            on_answer(request, question)
+        else:
+            yield request
+
+    def requests() -> Iterator[BatchRequest]:
+        for _share, asked in islice(prepared.asked(), rows):
+            if isinstance(asked, Answer):
+                on_answer(asked, "")
+            else:
+                yield from runnable(asking.ask(asked), question_of(asked))
+
+    def again() -> Iterator[BatchRequest]:
+        for request in asking.again():
+            yield from runnable(request, "")
+
+    def answered(answer: BatchAnswer) -> None:
+        ended = asking.ended(answer)
+        if ended is not None:
+            on_answer(*ended)
+
+    executor = BatchExecutor(loaded)
+    try:
+        executor.run(requests(), answered, cancelled=cancelled)
+        while asking.waiting and not cancelled():
+            executor.run(again(), answered, cancelled=cancelled)
+    finally:
+        executor.close()
+
+
+def _constrained(loaded: LoadedModel) -> ConstrainedAnswers:
+    vocabulary = loaded.model.config.get_text_config(decoder=True).vocab_size
+    return ConstrainedAnswers(loaded.tokenizer, vocabulary, end_token_ids(loaded.model, loaded.tokenizer))

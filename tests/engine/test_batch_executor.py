@@ -1,0 +1,289 @@
+"""Batches: every row's answer is that of the row alone, whatever else is in the batch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.config import SamplingParams
+from engine.errors import ErrorCode
+from engine.protocol import ChatMessage
+from engine.runtime.batch.balance import balanced
+from engine.runtime.batch.continuous import ContinuousBatch
+from engine.runtime.batch.executor import BatchExecutor
+from engine.runtime.batch.families import PACKED, can_pack
+from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.batch.request import BatchAnswer, BatchRequest, Outcome
+from engine.runtime.chat_session import ChatSession
+from engine.runtime.loaded_model import LoadedModel
+from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
+from tests.engine.tiny_configs import ADAPTED, FAMILIES
+
+POLICY = BatchPolicy(rows=4, kv_bytes=2**22, sweep_tokens=30, micro_batch_tokens=25)
+_NOT_PACKED = {"llama4", "gemma4_text", "deepseek_v4", "minimax_m3_vl", "minimax_m3_vl_text"}
+
+
+@pytest.fixture(scope="module")
+def mixtral() -> LoadedModel:
+    return tiny_loaded("mixtral")
+
+
+def _rows(lengths: list[int], sampling: SamplingParams) -> list[BatchRequest]:
+    return [
+        BatchRequest(row, ids=tuple(random_prompt(length, seed=row)), sampling=sampling, end_ids=NO_END)
+        for row, length in enumerate(lengths)
+    ]
+
+
+def _answers(loaded: LoadedModel, rows: list[BatchRequest], policy: BatchPolicy = POLICY) -> dict[int, BatchAnswer]:
+    answers: dict[int, BatchAnswer] = {}
+
+    def take(answer: BatchAnswer) -> None:
+        assert answer.row not in answers
+        answers[answer.row] = answer
+
+    executor = BatchExecutor(loaded, policy)
+    try:
+        assert executor.run(iter(rows), take) is Outcome.FINISHED
+        batch = executor._batch
+        if isinstance(batch, ContinuousBatch):
+            assert batch.pool.held == 0
+            assert batch.pool.reserve(batch.pool.capacity)  # nothing is lost
+    finally:
+        executor.close()
+    return answers
+
+
+def _alone(loaded: LoadedModel, row: BatchRequest) -> tuple[int, ...]:
+    return ChatSession(loaded).generate_from_ids(row.ids, row.sampling, end_ids=row.end_ids).token_ids
+
+
+@pytest.mark.parametrize("family", sorted({*FAMILIES, *ADAPTED} - {"switch_transformers", "nllb-moe"}))
+def test_greedy_answers_are_those_of_each_row_alone(family: str) -> None:
+    loaded = tiny_loaded(family)
+    if not can_pack(loaded.model):
+        pytest.skip("its rows are answered one by one")
+    rows = _rows([1, 5, 40, 17, 33, 70, 3], SamplingParams(max_tokens=6))
+    answers = _answers(loaded, rows)
+    assert {row: answer.token_ids for row, answer in answers.items()} == {row.row: _alone(loaded, row) for row in rows}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_logits_are_those_of_the_library(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = tiny_loaded(family)
+    if not can_pack(loaded.model):
+        pytest.skip("its rows are answered one by one")
+    seen: dict[int, list[torch.Tensor]] = {}
+
+    def choose(rows: list[object], logits: torch.Tensor) -> list[int]:
+        for row, of_row in zip(rows, logits, strict=True):
+            seen.setdefault(row.request.row, []).append(of_row.clone())  # type: ignore[attr-defined]
+        return [int(of_row.argmax()) for of_row in logits]
+
+    monkeypatch.setattr("engine.runtime.batch.continuous._choose", choose)
+    rows = _rows([9, 45], SamplingParams(max_tokens=4))
+    for row, answer in _answers(loaded, rows).items():
+        ids = torch.tensor([[*rows[row].ids, *answer.token_ids[:-1]]])
+        with torch.inference_mode():
+            wanted = loaded.model(input_ids=ids, use_cache=False).logits[0, len(rows[row].ids) - 1 :]
+        assert (torch.stack(seen[row]) - wanted).abs().max() < 2e-3 * wanted.std()
+
+
+def test_every_family_that_packs_is_tested() -> None:
+    tested = {
+        model.config.get_text_config(decoder=True).model_type
+        for family in {*FAMILIES, *ADAPTED} - {"switch_transformers", "nllb-moe"}
+        if can_pack(model := tiny_loaded(family).model)
+    }
+    assert tested == PACKED
+
+
+def test_rows_with_a_common_beginning_share_its_pages(mixtral: LoadedModel) -> None:
+    common = random_prompt(80)
+    rows = [
+        BatchRequest(
+            row, ids=(*common, *random_prompt(1 + row, seed=row)), sampling=SamplingParams(max_tokens=5), end_ids=NO_END
+        )
+        for row in range(9)
+    ]
+    answers = _answers(mixtral, rows)
+    assert {row: answer.token_ids for row, answer in answers.items()} == {row.row: _alone(mixtral, row) for row in rows}
+    assert sorted(answer.shared_tokens for answer in answers.values()) == [0, *[64] * 8]
+
+
+def test_a_seed_gives_the_same_answer_in_every_batch(mixtral: LoadedModel) -> None:
+    lengths = [random.randint(1, 60) for _ in range(12)]
+    rows = [
+        BatchRequest(
+            row.row, ids=row.ids, end_ids=NO_END, sampling=SamplingParams(0.9, top_k=20, seed=row.row, max_tokens=12)
+        )
+        for row in _rows(lengths, SamplingParams())
+    ]
+    tokens = {row: answer.token_ids for row, answer in _answers(mixtral, rows).items()}
+    shuffled = random.sample(rows, len(rows))
+    other = _answers(mixtral, shuffled, BatchPolicy(rows=12, kv_bytes=2**22, sweep_tokens=200))
+    assert {row: answer.token_ids for row, answer in other.items()} == tokens
+    assert tokens == {row.row: _alone(mixtral, row) for row in rows}
+
+
+def test_a_batch_gives_way_within_a_layer_and_goes_on(mixtral: LoadedModel) -> None:
+    rows = _rows([20, 35, 3, 50, 8], SamplingParams(max_tokens=9))
+    wanted = {row: answer.token_ids for row, answer in _answers(mixtral, rows).items()}
+    executor = BatchExecutor(mixtral, POLICY)
+    answers: dict[int, tuple[int, ...]] = {}
+    source, chat = iter(rows), ChatSession(mixtral)
+    asked = 0
+
+    def every_third() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked % 3 == 0
+
+    rounds = 0
+    while (
+        outcome := executor.run(source, lambda a: answers.__setitem__(a.row, a.token_ids), every_third)
+    ) is not Outcome.FINISHED:
+        assert outcome is Outcome.YIELDED
+        assert asked % 3 == 0  # at once
+        rounds += 1
+        chat.generate_from_ids(random_prompt(4), SamplingParams(max_tokens=2))
+    executor.close()
+    assert rounds > 20
+    assert answers == wanted
+
+
+def test_a_cancelled_batch_stops_at_once_and_lets_go_of_its_pages(mixtral: LoadedModel) -> None:
+    executor = BatchExecutor(mixtral, POLICY)
+    asked: list[int] = []
+    outcome = executor.run(
+        iter(_rows([20] * 10, SamplingParams(max_tokens=50))),
+        pytest.fail,
+        cancelled=lambda: len(asked) >= 7 or asked.append(0) is not None,
+    )
+    assert outcome is Outcome.CANCELLED
+    assert len(asked) == 7
+    batch = executor._batch
+    assert isinstance(batch, ContinuousBatch)
+    assert (batch.pool.held, batch.rows) == (0, [])
+    executor.close()
+
+
+def test_thousands_of_queued_rows_are_asked_for_as_places_come_free(mixtral: LoadedModel) -> None:
+    given_out = answered = 0
+    ahead: list[int] = []
+
+    def stream() -> Iterator[BatchRequest]:
+        nonlocal given_out
+        for row in _rows([3] * 10_000, SamplingParams(max_tokens=1)):
+            given_out += 1
+            ahead.append(given_out - answered)
+            yield row
+
+    def take(_: BatchAnswer) -> None:
+        nonlocal answered
+        answered += 1
+
+    executor = BatchExecutor(mixtral, BatchPolicy(rows=64, kv_bytes=2**20, sweep_tokens=512))
+    executor.run(stream(), take)
+    batch = executor._batch
+    assert isinstance(batch, ContinuousBatch)
+    assert answered == 10_000
+    assert max(ahead) <= 65
+    executor.close()
+
+
+def test_rows_wait_for_pages_and_one_that_never_fits_is_told(mixtral: LoadedModel) -> None:
+    rows = _rows([40, 200, 40, 40, 40], SamplingParams(max_tokens=6))
+    executor = BatchExecutor(mixtral, POLICY)
+    model = executor._batch._model  # type: ignore[union-attr]
+    executor._batch = batch = ContinuousBatch(model, POLICY, most_pages=5)
+    answers: dict[int, BatchAnswer] = {}
+    executor.run(iter(rows), lambda answer: answers.__setitem__(answer.row, answer))
+    executor.close()
+    assert batch.most_rows == 2
+    failed = answers.pop(1)
+    assert failed.error is not None
+    assert failed.error.code is ErrorCode.PROMPT_TOO_LONG
+    assert {row: answer.token_ids for row, answer in answers.items()} == {
+        row.row: _alone(mixtral, row) for row in rows if row.row != 1
+    }
+
+
+def test_what_is_wrong_with_a_row_is_its_own_answer(mixtral: LoadedModel) -> None:
+    messages = (ChatMessage("user", "Hello"),)
+    rows = [
+        BatchRequest(0, sampling=SamplingParams(max_tokens=2)),
+        BatchRequest(1, ids=tuple(random_prompt(256))),
+        BatchRequest(2, messages, sampling=SamplingParams(beams=2)),
+        BatchRequest(3, messages, sampling=SamplingParams(max_tokens=3)),
+        BatchRequest(4, ids=tuple(random_prompt(250)), end_ids=NO_END),
+    ]
+    answers = _answers(mixtral, rows)
+    codes = {row: answer.error.code for row, answer in answers.items() if answer.error is not None}
+    assert codes == {0: ErrorCode.INVALID_REQUEST, 1: ErrorCode.PROMPT_TOO_LONG, 2: ErrorCode.INVALID_REQUEST}
+    assert answers[3].text == ChatSession(mixtral).generate(messages, SamplingParams(max_tokens=3)).text
+    assert (answers[4].finish_reason, answers[4].generated_tokens) == ("context", 6)
+
+
+def test_repetition_penalties_stop_strings_and_constraints_are_each_rows_own(mixtral: LoadedModel) -> None:
+    class OnlyEven:
+        def restrict(self, logits: torch.Tensor) -> torch.Tensor:
+            return logits.index_fill(0, torch.arange(1, logits.shape[0], 2), float("-inf"))
+
+        def accept(self, token_id: int) -> bool:
+            return token_id % 10 == 0
+
+    plain = _rows([20], SamplingParams(max_tokens=30))[0]
+    text = _answers(mixtral, [plain])[0].text
+    rows = [
+        plain,
+        BatchRequest(1, ids=plain.ids, end_ids=NO_END, sampling=SamplingParams(max_tokens=30, repetition_penalty=1.8)),
+        BatchRequest(2, ids=plain.ids, end_ids=NO_END, sampling=SamplingParams(max_tokens=30, stop=(text[3:5],))),
+        BatchRequest(3, ids=plain.ids, end_ids=NO_END, sampling=SamplingParams(max_tokens=30), constraint=OnlyEven()),
+    ]
+    answers = _answers(mixtral, rows)
+    for row in rows[:3]:
+        assert answers[row.row].token_ids == _alone(mixtral, row)
+    assert answers[2].finish_reason == "stop_string"
+    assert answers[2].text == text[: text.index(text[3:5])]
+    even = answers[3].token_ids
+    assert not any(token % 2 for token in even)
+    assert len(even) == 30 or even[-1] % 10 == 0
+
+
+def test_other_families_are_answered_one_by_one_with_a_word_about_it() -> None:
+    loaded = tiny_loaded("qwen3_next")
+    rows = _rows([5, 12], SamplingParams(max_tokens=4))
+    executor = BatchExecutor(loaded)
+    assert "one by one" in executor.note
+    executor.close()
+    answers = _answers(loaded, rows)
+    assert {row: answer.token_ids for row, answer in answers.items()} == {row.row: _alone(loaded, row) for row in rows}
+
+
+@given(
+    st.lists(st.integers(1, 500), max_size=60),
+    st.integers(1, 8),
+    st.integers(1, 10),
+    st.integers(0, 20),
+    st.none() | st.integers(1, 2000),
+)
+@settings(max_examples=100)
+def test_balanced_micro_batches(lengths: list[int], count: int, rows: int, growth: int, most: int | None) -> None:
+    parts, left = balanced(lengths, count, most_rows=rows, growth=growth, most_tokens=most)
+    assert sorted([*left, *(row for part in parts for row in part)]) == list(range(len(lengths)))
+    assert len(parts) <= count
+    for part in parts:
+        assert 0 < len(part) <= rows
+        assert most is None or sum(lengths[row] + growth for row in part) <= most
+    if most is None and len(lengths) <= rows * count:
+        assert not left
+    if most is None and len(lengths) <= rows and len(parts) == count:
+        # The longest one goes first, so no other is ahead of it by more than one row.
+        sums = [sum(lengths[row] for row in part) for part in parts]
+        assert max(sums) - min(sums) <= max(lengths)
