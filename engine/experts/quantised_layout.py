@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 GROUP_SIZE = GROUP
 _PAIRED = "gate_up_proj"
+_DOWN = "down_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class QuantisedLayout(RecordLayout):
 
     Attributes:
         precision: `int8` or `int4`.
+        down_precision: the same, of `down_proj`, in which an error weighs more.
         plain: the layout of the same expert before it was quantised, which is how checkpoints are read.
         pairing: of the rows of `gate_up_proj`.
     """
@@ -36,19 +38,24 @@ class QuantisedLayout(RecordLayout):
     precision: str
     plain: RecordLayout
     pairing: Pairing
+    down_precision: str
 
     @classmethod
-    def quantising(cls, plain: RecordLayout, precision: str, pairing: Pairing) -> QuantisedLayout:
-        """The layout in `precision` of an expert with the parts of `plain`."""
+    def quantising(
+        cls, plain: RecordLayout, precision: str, pairing: Pairing, down_precision: str | None = None
+    ) -> QuantisedLayout:
+        """The layout in `precision` of an expert with the parts of `plain`; `down_proj` in one of its own if given."""
+        down = down_precision or precision
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for part in plain.parts:
             if len(part.shape) == 2:
-                shape = TiledShape(*part.shape, precision, pairing if part.name == _PAIRED else Pairing.PLAIN)
+                of_part = down if part.name == _DOWN else precision
+                shape = TiledShape(*part.shape, of_part, pairing if part.name == _PAIRED else Pairing.PLAIN)
                 shapes |= {f"{part.name}{suffix}": size for suffix, size in shape.parts.items()}
             else:
                 shapes[part.name] = (part.shape, part.dtype)
         layout = RecordLayout.of(shapes, transposed=False)
-        return cls(layout.parts, layout.nbytes, precision, plain, pairing)
+        return cls(layout.parts, layout.nbytes, precision, plain, pairing, down)
 
     @property
     def unquantised(self) -> RecordLayout:
@@ -58,7 +65,8 @@ class QuantisedLayout(RecordLayout):
     def tiled_shape(self, name: str) -> TiledShape:
         """Of the matrix `name`."""
         rows, columns = next(part.shape for part in self.plain.parts if part.name == name)
-        return TiledShape(rows, columns, self.precision, self.pairing if name == _PAIRED else Pairing.PLAIN)
+        precision = self.down_precision if name == _DOWN else self.precision
+        return TiledShape(rows, columns, precision, self.pairing if name == _PAIRED else Pairing.PLAIN)
 
     def matrix(self, rows: Mapping[str, Sequence[torch.Tensor]], name: str, expert: int) -> TiledMatrix:
         """The matrix `name` of one expert, as views of its record.

@@ -16,6 +16,7 @@ from engine.kernels import choose_kernel
 from engine.kernels.activation import activation_of
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.quantised.tiles import Pairing
+from engine.planner.precision import careful_precision
 
 _INTERFACE = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
 _STANDARD_PARTS = ("gate_up_proj", "up_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj", "down_proj_bias")
@@ -74,10 +75,14 @@ def find_sites(model: Any, dtype_of: Any) -> list[ExpertsSite]:
     return sites
 
 
-def quantised(sites: list[ExpertsSite], precision: str) -> list[ExpertsSite]:
-    """The same sites with records in `precision`, apart from modules that compute by themselves."""
+def quantised(sites: list[ExpertsSite], precision: str, weights: int) -> list[ExpertsSite]:
+    """The same sites with records in `precision`, apart from modules that compute by themselves.
+
+    `weights` are the whole model's: `down_proj` is more precise in a small one.
+    """
+    down = careful_precision(precision, weights)
     return [
-        replace(site, layout=QuantisedLayout.quantising(site.layout, precision, _pairing(site.module)))
+        replace(site, layout=QuantisedLayout.quantising(site.layout, precision, _pairing(site.module), down))
         if hasattr(site.module, "has_gate") and {part.dtype for part in site.layout.parts} == {torch.bfloat16}
         else site
         for site in sites

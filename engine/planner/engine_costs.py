@@ -6,6 +6,7 @@ from engine.planner.costs import Costs
 from engine.planner.efficiency import Efficiency
 from engine.planner.machine import HardwareProfile
 from engine.planner.model_shape import ModelShape
+from engine.planner.precision import careful_precision
 
 ENGINE = Efficiency(arithmetic=0.35, card_memory=0.6, host_memory=0.67, operator_s=15e-6)
 """On a card as the library launches its operators; on the CPU as the native kernels read weights (`bench decode`)."""
@@ -23,6 +24,6 @@ def engine_costs(machine: HardwareProfile, model: ModelShape, precision: str, th
         precision,
         threads=threads or 0,
         efficiency=ENGINE,
-        dense_precision=precision,
+        dense_precision=careful_precision(precision, model.total_weights),
         host_layer_s=HOST_LAYER_S,
     )

@@ -29,6 +29,7 @@ from engine.runtime.fill_bank import fill_bank
 from engine.runtime.library_conversion import LoadingPlan, parameter_dtypes, plan_loading
 from engine.runtime.library_models import (
     build_skeleton,
+    count_weights,
     model_class_for,
     quantizer_for,
     quiet_library,
@@ -84,7 +85,7 @@ class BankSource:
                 )
             plan = plan_loading(model, sites, tensors, dtype, quantizer, adapter)
         if precision in PRECISIONS:
-            sites = quantised(sites, precision)
+            sites = quantised(sites, precision, count_weights(model))
         return cls(directory, model, sites, plan, precision, kernels)
 
     def only(self, names: Collection[str]) -> BankSource:

@@ -187,3 +187,9 @@ def finish_generation_config(model: Any, directory: Path) -> None:
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return (lines[0] if lines else type(error).__name__).rstrip(".")[:300]
+
+
+def count_weights(model: Any) -> int:
+    """Parameters of a skeleton, experts included as long as they are in their modules; tied ones count once."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    return sum(parameter.numel() for name, parameter in model.named_parameters() if name not in tied)

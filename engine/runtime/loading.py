@@ -16,6 +16,7 @@ from engine.checkpoint.expert_index import ExpertIndex
 from engine.checkpoint.profile import ModelProfile, profile_of
 from engine.checkpoint.shards import read_tensors
 from engine.config import EngineConfig
+from engine.devices.device import Device
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.experts.activations import Activations
 from engine.experts.bank import ExpertBank
@@ -24,6 +25,7 @@ from engine.experts.sites import ExpertsSite, bind, empty_modules, find_sites, q
 from engine.kernels.native.library import NativeKernels, load_kernels, missing_note
 from engine.kernels.native.linear import quantise_linears, speed_up_linears
 from engine.kernels.quantised.tiles import PRECISIONS
+from engine.planner.precision import careful_precision
 from engine.runtime.adapters import adapter_for
 from engine.runtime.bank_source import BankSource
 from engine.runtime.device_binding import RecordsInRam, bind_to_devices, bind_whole_layers, fill_caches, open_caches
@@ -35,6 +37,7 @@ from engine.runtime.layer_devices import move_between, split_layers
 from engine.runtime.library_conversion import LoadingPlan, load_rest, parameter_dtypes, plan_loading
 from engine.runtime.library_models import (
     build_skeleton,
+    count_weights,
     finish_generation_config,
     model_class_for,
     quantizer_for,
@@ -112,6 +115,7 @@ class _Loading:
         self._directory = Path(config.model)
         self._dtype = _compute_dtype(config)
         self._precision = "bf16" if config.precision == "auto" else config.precision
+        self._weights = 0
         self._threads = torch.get_num_threads()
         self._devices = devices
         self._on_progress, self._cancelled = on_progress, cancelled
@@ -150,6 +154,7 @@ class _Loading:
         model = self._model = build_skeleton(model_class, part, dtype, adapter)
         finish_generation_config(model, directory)
         sites = find_sites(model, parameter_dtypes(model, dtype))
+        self._weights = count_weights(model)
         plan = plan_loading(model, sites, tensors, dtype, quantizer, adapter)
         sites = self._in_precision(profile, sites, plan)
         placement, needs = self._place(profile, sites)
@@ -174,7 +179,7 @@ class _Loading:
         dense_parameters = sum(parameter.numel() for parameter in model.parameters())
         if self._kernels is not None:
             if self._precision in PRECISIONS:
-                quantise_linears(model, self._precision, self._kernels)
+                quantise_linears(model, careful_precision(self._precision, self._weights), self._kernels)
             speed_up_linears(model, self._kernels)
             speed_up_decoder_layers(model, self._kernels)
         verify(model, sites)
@@ -183,7 +188,7 @@ class _Loading:
     def _in_precision(self, profile: ModelProfile, sites: list[ExpertsSite], plan: LoadingPlan) -> list[ExpertsSite]:
         """The sites with records in the precision asked for, or in that which `auto` turns out to be."""
         if self._config.precision == "auto" and sites:
-            options = {"bf16": sites, **{each: quantised(sites, each) for each in PRECISIONS}}
+            options = {"bf16": sites, **{each: quantised(sites, each, self._weights) for each in PRECISIONS}}
             footprints = []
             for precision, of_this in options.items():
                 needs = self._needs(profile, of_this)
@@ -193,7 +198,7 @@ class _Loading:
                 footprints.append(Footprint(precision, dense + experts + working_bytes(plan, of_this)))
             self._precision, why = choose_precision(footprints, usable_ram(self._config.ram_bytes))
             self._notes.append(why)
-        return quantised(sites, self._precision) if self._precision in PRECISIONS else sites
+        return quantised(sites, self._precision, self._weights) if self._precision in PRECISIONS else sites
 
     def _needs(self, profile: ModelProfile, sites: list[ExpertsSite]) -> ModelNeeds:
         model, devices = self._model, self._devices
@@ -355,7 +360,19 @@ class _Loading:
             devices if placement.devices else None,
             self._piece_tokens(profile, placement),
             self._foresight,
+            self._graph_device(),
         )
+
+    def _graph_device(self) -> Device | None:
+        """Where decode steps are captured: on one card that has all of the model, without native kernels on the CPU
+        beside, which no card could repeat."""
+        opened = self._devices.devices
+        wanted = self._config.graphs
+        if len(opened) != 1 or wanted == "off" or opened[0].new_capture is None:
+            return None
+        on_host = opened[0].torch_device.type == "cpu" and self._kernels is not None
+        is_card = opened[0].compute_follows_caller
+        return opened[0] if (wanted == "on" or is_card) and not on_host else None
 
 
 def _compute_dtype(config: EngineConfig) -> torch.dtype:

@@ -52,7 +52,9 @@ _gpt_oss_gate.__module__ = "transformers.models.gpt_oss.modeling_gpt_oss"
 ClampedExperts._apply_gate = _gpt_oss_gate
 
 KINDS = ["silu", "gelu", "gelu_pytorch_tanh", "relu2 without gate", "silu without gate", "clamped"]
-PRECISIONS = ["bf16", "int8", "int4"]
+MIXED = "int4 and int8"
+"""Of the first matrix and of `down_proj`."""
+PRECISIONS = ["bf16", "int8", "int4", MIXED]
 
 
 def _module(kind: str, experts: int, hidden: int, inner: int, bias: bool) -> StandardExperts:
@@ -74,7 +76,8 @@ def _layer(module: StandardExperts, precision: str) -> tuple[BankLayer, dict[str
         return source, {name: tensor.float() for name, tensor in source.stacked.items()}
     activation = activation_of(module)
     pairing = activation.pairing if activation is not None and module.has_gate else Pairing.HALVES
-    layout = QuantisedLayout.quantising(plain, precision, pairing)
+    first, _, down = precision.partition(" and ")
+    layout = QuantisedLayout.quantising(plain, first, pairing, down or None)
     layer = BankLayer("experts", layout, allocate_records(module.num_experts, layout, CPU))
     for expert in range(module.num_experts):
         layout.quantise_record(source.records[expert], layer.records[expert])
@@ -185,7 +188,7 @@ def test_native_experts_are_near_the_exact_result(
     _assert_near(in_torch(x, index, share), wanted, meant, summed)
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("precision", ["int8", "int4", MIXED])
 def test_experts_that_many_tokens_want_are_dequantised(kernels: NativeKernels, precision: str) -> None:
     torch.manual_seed(8)
     module = _module("silu", 6, 70, 40, bias=True)
@@ -269,3 +272,18 @@ def test_equal_experts_are_equal_bytes() -> None:
     layout.quantise_record(record, first)
     layout.quantise_record(record, second)
     assert torch.equal(first, second)
+
+
+def test_a_more_precise_down_projection_has_no_zeros_and_less_error() -> None:
+    torch.manual_seed(6)
+    module = _module("silu", 2, 70, 40, bias=True)
+    layer, _ = _layer(module, MIXED)
+    layout = cast("QuantisedLayout", layer.layout)
+    names = [part.name for part in layout.parts]
+    assert "gate_up_proj_zeros" in names
+    assert "down_proj_zeros" not in names
+    assert (layout.tiled_shape("gate_up_proj").precision, layout.tiled_shape("down_proj").precision) == ("int4", "int8")
+    plain = QuantisedLayout.quantising(layout.plain, "int4", layout.pairing)
+    eight = QuantisedLayout.quantising(layout.plain, "int8", layout.pairing)
+    assert plain.nbytes <= layout.nbytes <= eight.nbytes
+    assert layout != plain

@@ -46,7 +46,10 @@ def test_a_quantised_model_is_near_the_model(family: str, precision: str, tmp_pa
         assert near.info.precision == precision
         assert near.info.parameters == exact.info.parameters
         assert near.bank is not None
-        assert any(isinstance(layer.layout, QuantisedLayout) for layer in near.bank.layers.values())
+        layouts = [layer.layout for layer in near.bank.layers.values()]
+        quantised = [layout for layout in layouts if isinstance(layout, QuantisedLayout)]
+        assert quantised
+        assert {(layout.precision, layout.down_precision) for layout in quantised} == {(precision, "int8")}
         for tokens in (torch.arange(5, 12)[None], torch.arange(3, 90)[None] % 60 + 3):
             wanted, got = _log_probs(exact, tokens), _log_probs(near, tokens)
             assert got.isfinite().all()

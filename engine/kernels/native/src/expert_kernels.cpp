@@ -18,7 +18,12 @@ SwitchyardMatrix matrix(const SwitchyardExperts &layer, int32_t expert, const Sw
     const uint8_t *record = record_of(layer, expert);
     SwitchyardMatrix found = {record + part.weights, nullptr, nullptr, rows, columns, layer.precision, pairing};
     if (layer.precision != SWITCHYARD_BF16) found.scales = reinterpret_cast<const uint16_t *>(record + part.scales);
-    if (layer.precision == SWITCHYARD_INT4) found.zeros = record + part.zeros;
+    if (layer.precision == SWITCHYARD_INT4) {
+        if (part.zeros < 0)
+            found.precision = SWITCHYARD_INT8;
+        else
+            found.zeros = record + part.zeros;
+    }
     return found;
 }
 

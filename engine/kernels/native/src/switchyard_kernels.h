@@ -37,7 +37,8 @@ typedef struct {
     int32_t pairing;
 } SwitchyardMatrix;
 
-// Where the pieces of a matrix lie in an expert's record, in bytes; bias (bf16 [rows]) is -1 where there is none.
+// Where the pieces of a matrix lie in an expert's record, in bytes; bias (bf16 [rows]) is -1 where there is none, and so
+// is zeros: such a matrix of an int4 expert is int8.
 typedef struct {
     int64_t weights, scales, zeros, bias;
 } SwitchyardRecordPart;
