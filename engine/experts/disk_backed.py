@@ -117,7 +117,8 @@ class DiskBackedExperts:
         self._many_tokens = many_tokens
         self._ahead = ahead
         self._prefetcher = prefetcher
-        self.dense_lane = lanes.CPU_ATTENTION
+
+    records_itself = True
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

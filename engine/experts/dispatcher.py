@@ -26,7 +26,6 @@ from engine.experts.latency import LatencyModel
 from engine.experts.lookup import Lookup
 from engine.experts.partial_sums import PartialSums, Work
 from engine.experts.record_source import Held, RecordSource
-from engine.experts.recording import NO_LANE
 from engine.experts.routing import Routing
 from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import VramCache
@@ -119,9 +118,9 @@ class HybridExperts:
         self._make_kernel, self._latency, self._activations = make_kernel, latency, activations
         self._prefetcher, self._number = prefetcher, layer if number is None else number
         self._device = cache.device
-        self.dense_lane = NO_LANE if self._device.compute_follows_caller else lanes.GPU
-        """Where a timeline has what the caller's thread computes between expert layers."""
         self._fetching = Fetching(cache, make_kernel, latency)
+
+    records_itself = True
 
     def number_in_model(self, number: int) -> None:
         """Number of its decoder layer, for a timeline."""

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from engine.kernels.interface import ExpertKernel
-from engine.telemetry.lanes import CPU_ATTENTION, CPU_EXPERTS, DENSE, EXPERTS
+from engine.telemetry.lanes import CPU_EXPERTS, DENSE, EXPERTS
 from engine.telemetry.recorder import RECORDER
 
 LAYER_NUMBER = "_switchyard_layer_number"
 """Attribute of an experts module: the number of its decoder layer, for a timeline."""
 
-NO_LANE = -1
 FEW_TOKENS = 8
 """Steps of more want nearly all experts, which says nothing about which are wanted often."""
 
@@ -24,23 +23,15 @@ def recorded_experts(
 ) -> torch.Tensor:
     """What `kernel` makes of it, with its spans.
 
-    What lies between the experts of one layer and the next runs on the caller's thread: it is recorded in
-    `kernel.dense_lane` if it has one (`NO_LANE`: a device is given that work and nobody here knows when it is done),
-    and such a kernel also records what it does itself.
+    A kernel with `records_itself` also has spans of its own for what it does where.
     """
     recorder = RECORDER
     begun_ns = perf_counter_ns()
     recorder.layer = module.__dict__.get(LAYER_NUMBER, -1)
-    lane = getattr(kernel, "dense_lane", None)
-    records_itself = lane is not None
-    if lane is None:
-        lane = CPU_ATTENTION if hidden.device.type == "cpu" else NO_LANE
-    recorder.dense_lane = lane
-    if lane != NO_LANE:
-        recorder.span(lane, DENSE, recorder.layer_since_ns, begun_ns, count=len(hidden))
+    recorder.dense(DENSE, recorder.layer_since_ns, begun_ns, recorder.layer)
     try:
         result = kernel(hidden, index, weights)
-        if not records_itself:
+        if not getattr(kernel, "records_itself", False):
             record_cpu_experts(begun_ns, index)
     finally:
         recorder.layer_since_ns = perf_counter_ns()

@@ -18,7 +18,6 @@ from engine.devices.memory_budget import MemoryCategory
 from engine.errors import EngineError, ErrorCode
 from engine.experts.record import RecordLayout
 from engine.experts.record_source import RecordSource
-from engine.experts.recording import NO_LANE
 from engine.experts.slot_segments import KernelMaker, Segment
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
@@ -159,7 +158,8 @@ class WholeLayerExperts:
         self._buffers, self._layer, self._make_kernel = buffers, layer, make_kernel
         self._experts = buffers.experts_of(layer)
         self._device = buffers.device
-        self.dense_lane = NO_LANE if self._device.compute_follows_caller else lanes.GPU
+
+    records_itself = True
 
     def number_in_model(self, number: int) -> None:
         """Number of its decoder layer, for a timeline."""

@@ -74,7 +74,7 @@ class TelemetryService:
         self._spans: list[Records] = []
         self._steps: list[Records] = []
         self._map_due_s = self._report_due_s = 0.0
-        self._report_is_asked = False
+        self._report_is_asked = self._map_is_news = self._map_is_sent = False
 
     def watch(self, command: WatchTelemetry) -> None:
         """From now on as `command` says."""
@@ -141,12 +141,15 @@ class TelemetryService:
             self._set_recording(on=wanted.on)
         for command in resizes:
             self._resize(command)
+        self._map_is_sent &= wanted.expert_map
         if not wanted.on:
             return
         self._send_records()
         now_s = time.monotonic()
-        if wanted.expert_map and now_s >= self._map_due_s:
+        self._map_is_news |= bool(self._steps) or self._report_is_asked
+        if wanted.expert_map and now_s >= self._map_due_s and (self._map_is_news or not self._map_is_sent):
             self._map_due_s = now_s + MAP_S
+            self._map_is_news, self._map_is_sent = False, True
             with self._using:
                 expert_map = self._source.expert_map() if self._source is not None else None
             if expert_map is not None:

@@ -115,8 +115,8 @@ class _SingleTokenLayer:
         if out is None:
             return self._library_forward(hidden, *args, **kwargs)
         attended_ns = perf_counter_ns()
-        recorder.span(lanes.CPU_ATTENTION, lanes.ATTENTION, begun_ns, attended_ns, self._number)
-        recorder.layer_since_ns, recorder.dense_lane = attended_ns, lanes.CPU_ATTENTION
+        recorder.dense(lanes.ATTENTION, begun_ns, attended_ns, self._number)
+        recorder.layer_since_ns = attended_ns
         if self._sparse is not None:
             recorder.layer = self._number
             out = self._sparse.step(out)
@@ -125,7 +125,7 @@ class _SingleTokenLayer:
         out = self._library_mlp(out)
         if recorder.layer_since_ns == attended_ns:  # no experts, which would have told of themselves
             recorder.layer_since_ns = ended_ns = perf_counter_ns()
-            recorder.span(lanes.CPU_ATTENTION, lanes.DENSE, attended_ns, ended_ns, self._number)
+            recorder.dense(lanes.DENSE, attended_ns, ended_ns, self._number)
         return out
 
     def _library_mlp(self, out: torch.Tensor) -> Any:

@@ -110,7 +110,8 @@ class Recorder:
         layer: of the decoder, that the thread of the engine computes; -1 while it is in none.
         layer_since_ns: when the experts of the layer before ended, or the phase began.
         on_cpu: experts that decode steps have had computed by the CPU where no cache of a device counts them.
-        dense_lane: where the caller's thread computes what is between expert layers; -1 if it only queues it.
+        dense_lane: where the caller's thread computes what is between expert layers; None if it only queues it, so
+            that nobody here knows when it is done.
         uses: takes (step, layer, experts used, those that were hits) of each layer of decode steps, if somebody wants.
     """
 
@@ -121,7 +122,7 @@ class Recorder:
         self.layer = -1
         self.layer_since_ns = 0
         self.on_cpu = 0
-        self.dense_lane = CPU_ATTENTION
+        self.dense_lane: int | None = CPU_ATTENTION
         self.uses: deque[tuple[Any, ...]] | None = None
         self._capacity = capacity
         self._rings: list[Ring] = []
@@ -250,8 +251,12 @@ class Recorder:
 
     def head(self) -> None:
         """The forward has ended: what came after the last layer's experts was the model's head."""
-        if self.dense_lane >= 0:
-            self.span(self.dense_lane, HEAD, self.layer_since_ns, time.perf_counter_ns(), -1)
+        self.dense(HEAD, self.layer_since_ns, time.perf_counter_ns(), -1)
+
+    def dense(self, name: int, start_ns: int, end_ns: int, layer: int) -> None:
+        """What the caller's thread has computed of everything but experts."""
+        if self.dense_lane is not None:
+            self.span(self.dense_lane, name, start_ns, end_ns, layer)
 
     def take_spans(self) -> Records:
         """All spans that have ended since the last call, sorted by nothing."""

@@ -14,6 +14,7 @@ from engine.runtime.telemetry.counters import LinkBytes, counted
 from engine.runtime.telemetry.expert_map import expert_map
 from engine.runtime.telemetry.expert_uses import ExpertUses
 from engine.runtime.telemetry.layers import number_layers
+from engine.telemetry.lanes import CPU_ATTENTION, GPU
 from engine.telemetry.messages import CacheReport, CacheTier, ExpertMap
 from engine.telemetry.recorder import RECORDER, Recorder
 from engine.telemetry.records import Records
@@ -40,6 +41,7 @@ class ModelTelemetry:
         """Counts for the recorder from now on."""
         self._link.listen(self._devices)
         self._recorder.uses = self.uses.entries
+        self._recorder.dense_lane = self._dense_lane()
         self._recorder.count_with(self._counted)
 
     def stop(self) -> None:
@@ -74,6 +76,11 @@ class ModelTelemetry:
         elif tier == "ram" and self._loaded.disk_backed is not None:
             ram = self._loaded.disk_backed.ram
             ram.resize(slots * self._reporter.ram_record_bytes)
+
+    def _dense_lane(self) -> int | None:
+        if self._loaded.device.type != "cpu":
+            return None
+        return GPU if self._devices else CPU_ATTENTION
 
     def _caches(self) -> list[VramCache]:
         devices = self._loaded.devices
