@@ -114,7 +114,7 @@ class _Loading:
         self._config = config
         self._directory = Path(config.model)
         self._dtype = _compute_dtype(config)
-        self._precision = "bf16" if config.precision == "auto" else config.precision
+        self._precision: str = "bf16" if config.precision == "auto" else config.precision
         self._weights = 0
         self._threads = torch.get_num_threads()
         self._devices = devices
