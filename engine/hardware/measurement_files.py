@@ -116,7 +116,7 @@ def read_measurements(path: Path) -> Measurements | None:
         if not (sound and all(type(text) is str for text in texts) and all(type(table) is dict for table in tables)):
             return None
         measurements = Measurements(**content)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (OSError, ValueError, ArithmeticError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return measurements
 
