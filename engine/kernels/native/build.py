@@ -30,13 +30,12 @@ class _Special:
     """A source for one kind of processor.
 
     Attributes:
-        gcc, msvc: options for instructions that not every processor of the kind has.
-        newest: of `gcc`'s kind, unknown to compilers of some years ago: the source has no kernels without them.
+        options: for instructions that not every processor of the kind has.
+        newest: options unknown to compilers of some years ago: the source has no kernels without them.
     """
 
     architecture: str
-    gcc: tuple[str, ...] = ()
-    msvc: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
     newest: tuple[str, ...] = ()
 
 
@@ -45,15 +44,16 @@ _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mfma")
 _PAGED = ("-ffp-contract=fast", "-Wno-psabi")
 """Vectors wider than the target's, and products that are added to sums in one rounding."""
 _SPECIAL = {
-    "kernels_avx2.cpp": _Special("x86", _AVX2, ("/arch:AVX2",)),
-    "kernels_avx512.cpp": _Special("x86", _AVX512, ("/arch:AVX512",)),
-    "paged_avx2.cpp": _Special("x86", (*_AVX2, *_PAGED), ("/arch:AVX2",)),
-    "paged_avx512.cpp": _Special("x86", (*_AVX512, *_PAGED), ("/arch:AVX512",)),
-    "tiles_avx2.cpp": _Special("x86", _AVX2, ("/arch:AVX2",)),
-    "tiles_avxvnni.cpp": _Special("x86", _AVX2, ("/arch:AVX2",), newest=("-mavxvnni",)),
-    "tiles_avx512.cpp": _Special("x86", _AVX512, ("/arch:AVX512",)),
-    "tiles_avx512vnni.cpp": _Special("x86", (*_AVX512, "-mavx512vnni"), ("/arch:AVX512",)),
+    "kernels_avx2.cpp": _Special("x86", _AVX2),
+    "kernels_avx512.cpp": _Special("x86", _AVX512),
+    "paged_avx2.cpp": _Special("x86", (*_AVX2, *_PAGED)),
+    "paged_avx512.cpp": _Special("x86", (*_AVX512, *_PAGED)),
+    "tiles_avx2.cpp": _Special("x86", _AVX2),
+    "tiles_avxvnni.cpp": _Special("x86", _AVX2, newest=("-mavxvnni",)),
+    "tiles_avx512.cpp": _Special("x86", _AVX512),
+    "tiles_avx512vnni.cpp": _Special("x86", (*_AVX512, "-mavx512vnni")),
     "kernels_neon.cpp": _Special("arm"),
+    "paged_neon.cpp": _Special("arm", _PAGED),
     "tiles_neon.cpp": _Special("arm"),
     "tiles_neondot.cpp": _Special("arm", ("-march=armv8.2-a+dotprod",)),
 }
@@ -123,12 +123,10 @@ def compile_sources(
 def _compile(compiler: Compiler, source: Path, folder: Path, more: tuple[str, ...]) -> Path:
     compiled = folder / f"{source.stem}.o"
     special = _SPECIAL.get(source.name, _Special("any"))
-    options = special.msvc if compiler.is_msvc else special.gcc
-    newest = () if compiler.is_msvc else special.newest
     try:
-        compiler.compile(source, compiled, (*options, *newest, *more))
+        compiler.compile(source, compiled, (*special.options, *special.newest, *more))
     except BuildError:
-        if not newest:
+        if not special.newest:
             raise
-        compiler.compile(source, compiled, (*options, *more))  # the source then has no kernels
+        compiler.compile(source, compiled, (*special.options, *more))  # the source then has no kernels
     return compiled

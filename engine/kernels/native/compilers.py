@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-_GCC_OPTIONS = (
+_OPTIONS = (
     *("-std=c++17", "-O3", "-fvisibility=hidden", "-pthread"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
-_MSVC_OPTIONS = ("/nologo", "/std:c++17", "/O2", "/EHsc", "/MT", "/fp:precise")
+_WINDOWS_OPTIONS = ("/nologo", "/EHsc", "/MT")
 _TIMEOUT_S = 300
 _X86 = ("x86_64", "amd64")
 _ARM = ("aarch64", "arm64")
@@ -27,33 +27,39 @@ class BuildError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """A C++ compiler.
+    """GCC or Clang, under one of their names.
 
     Attributes:
         command: its program.
-        is_msvc: whether it is told things Microsoft's way, not that of GCC and Clang.
         environment: what it needs beyond this process' environment.
+        for_windows: whether it makes Windows' kind of library.
     """
 
     command: str
-    is_msvc: bool = False
     environment: Mapping[str, str] | None = None
+    for_windows: bool = sys.platform == "win32"
+
+    @property
+    def is_clang_cl(self) -> bool:
+        """Whether it is the Clang that takes Microsoft's options, and its own only when they are marked."""
+        return Path(self.command.replace("\\", "/")).stem.lower().startswith("clang-cl")
 
     def compile(self, source: Path, target: Path, options: tuple[str, ...]) -> None:
         """Makes an object file.  Raises `BuildError` where the compiler refuses the source."""
-        if self.is_msvc:
-            self.run(*_MSVC_OPTIONS, *options, "/c", str(source), f"/Fo{target}")
+        if self.is_clang_cl:
+            marked = (f"/clang:{option}" for option in (*_OPTIONS, *options) if option != "-pthread")
+            self.run(*_WINDOWS_OPTIONS, *marked, "/c", str(source), f"/Fo{target}")
         else:
-            everywhere_else = () if sys.platform == "win32" else ("-fPIC",)  # all code is so there
-            self.run(*_GCC_OPTIONS, *everywhere_else, *options, "-c", str(source), "-o", str(target))
+            anywhere = () if self.for_windows else ("-fPIC",)  # all code is so there
+            self.run(*_OPTIONS, *anywhere, *options, "-c", str(source), "-o", str(target))
 
     def link(self, objects: list[Path], target: Path) -> None:
         """Makes a shared library.  Raises `BuildError` where that fails."""
-        if self.is_msvc:
+        if self.is_clang_cl:
             self.run("/nologo", "/LD", "/MT", *map(str, objects), f"/Fe{target}")
         else:
             # Windows has no C++ library of this compiler that Python would find.
-            alone = ("-static",) if sys.platform == "win32" else ()
+            alone = ("-static",) if self.for_windows else ()
             self.run("-shared", "-pthread", *alone, *map(str, objects), "-o", str(target))
 
     def run(self, *arguments: str) -> None:
@@ -86,23 +92,19 @@ def find_compiler() -> Compiler:
     """
     command = os.environ.get("CXX")
     if not command:
-        command = next(filter(None, map(shutil.which, ("c++", "g++", "clang++", "cl"))), None)
+        command = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if command:
-        return Compiler(command, is_msvc=is_msvc(command))
+        return Compiler(command)
     if sys.platform == "win32" and (found := _visual_studio()) is not None:
         return found
     raise BuildError(f"no C++ compiler was found ({_ADVICE.get(sys.platform, 'on Debian: apt-get install g++')})")
 
 
 _ADVICE = {
-    "win32": "install the Build Tools for Visual Studio with its C++ workload",
+    "win32": "install the Build Tools for Visual Studio with 'C++ Clang Compiler for Windows': "
+    "Microsoft's own does not know the vector types that the kernels use",
     "darwin": "run xcode-select --install",
 }
-
-
-def is_msvc(command: str) -> bool:
-    """Whether a program of this name takes Microsoft's options (`clang-cl` does)."""
-    return Path(command.replace("\\", "/")).stem.lower() in ("cl", "clang-cl")
 
 
 def architecture(machine: str | None = None) -> str:
@@ -118,11 +120,11 @@ def architecture(machine: str | None = None) -> str:
 
 
 def _visual_studio() -> Compiler | None:
-    """Microsoft's compiler with the variables that its own prompt sets, or `None`."""
+    """The Clang of Visual Studio, with the variables that its own prompt sets, or `None`."""
     programs = Path(os.environ.get("PROGRAMFILES(X86)", r"C:\Program Files (x86)"))
     finder = programs / "Microsoft Visual Studio" / "Installer" / "vswhere.exe"
-    kind, tools = ("arm64", "ARM64") if architecture() == "arm" else ("x64", "x86.x64")
-    wanted = f"Microsoft.VisualStudio.Component.VC.Tools.{tools}"
+    kind, folder = ("arm64", "ARM64") if architecture() == "arm" else ("x64", "x64")
+    wanted = "Microsoft.VisualStudio.Component.VC.Llvm.Clang"
     try:
         found = subprocess.run(
             [finder, "-latest", "-products", "*", "-requires", wanted, "-property", "installationPath"],
@@ -132,16 +134,15 @@ def _visual_studio() -> Compiler | None:
             check=True,
         ).stdout.strip()
         prompt = Path(found) / "VC" / "Auxiliary" / "Build" / "vcvarsall.bat"
-        if not found or not prompt.exists():
+        command = Path(found) / "VC" / "Tools" / "Llvm" / folder / "bin" / "clang-cl.exe"
+        if not found or not prompt.exists() or not command.exists():
             return None
         listing = subprocess.run(
             f'call "{prompt}" {kind} >nul && set', shell=True, capture_output=True, text=True, timeout=120, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    variables = parse_variables(listing)
-    command = shutil.which("cl", path=variables.get("PATH"))
-    return Compiler(command, is_msvc=True, environment=variables) if command else None
+    return Compiler(str(command), environment=parse_variables(listing))
 
 
 def parse_variables(listing: str) -> dict[str, str]:

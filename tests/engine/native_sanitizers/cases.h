@@ -2,6 +2,7 @@
 // including file defines: record(name, std::vector<uint16_t>), in bf16.
 #pragma once
 #include "own_memory.h"
+#include "paged_attention.h"
 
 namespace {
 
@@ -164,6 +165,56 @@ void try_latent(SwitchyardPool *pool, Random &random, int32_t precision) {
     record("latent", out);
 }
 
+// Two sequences whose tokens come in one call and in several; pages in any order.
+void try_paged(SwitchyardPool *pool, Random &random) {
+    SwitchyardPagedLayer layer{};
+    layer.kv_heads = static_cast<int32_t>(draw(random, 1, 3));
+    layer.heads = layer.kv_heads * static_cast<int32_t>(draw(random, 1, 5));
+    layer.key_dim = static_cast<int32_t>(draw(random, 1, 70));
+    layer.value_dim = static_cast<int32_t>(draw(random, 1, 70));
+    layer.type = static_cast<int32_t>(draw(random, 0, 3));
+    layer.scale = 0.2f;
+    if (coin(random)) layer.softcap = 5.0f;
+    if (coin(random)) layer.window = static_cast<int32_t>(draw(random, 1, 90));
+    if (coin(random)) layer.kept = static_cast<int32_t>(draw(random, 1, 40));
+    const std::vector<float> sinks(static_cast<size_t>(layer.heads), 0.3f);
+    if (coin(random)) layer.sinks = sinks.data();
+    const size_t element = layer.type == SWITCHYARD_KV_FP32 ? 4 : layer.type == SWITCHYARD_KV_INT8 ? 1 : 2;
+    const int32_t order[2][4] = {{5, 0, 3, 6}, {7, 2, 1, 4}};
+    const auto slots = static_cast<size_t>(8 * kPageTokens * layer.kv_heads);
+    std::vector<uint8_t> keys(slots * layer.key_dim * element), values(slots * layer.value_dim * element);
+    std::vector<float> key_scales(slots), value_scales(slots);
+    layer.keys = keys.data(), layer.values = values.data();
+    if (layer.type == SWITCHYARD_KV_INT8) layer.key_scales = key_scales.data(), layer.value_scales = value_scales.data();
+    int64_t held[2] = {0, 0};
+    for (int call = 0; call < 3; ++call) {
+        const auto first = static_cast<int32_t>(draw(random, 1, 40)), second = static_cast<int32_t>(draw(random, 1, 40));
+        const SwitchyardPiece pieces[2] = {{order[0], held[0], first, 0}, {order[1], held[1], second, first}};
+        const int64_t tokens = first + second, width = int64_t{layer.kv_heads} * layer.key_dim;
+        const auto draw_finite = [&](int64_t count) {
+            std::vector<float> row(static_cast<size_t>(count));
+            for (auto &value : row) value = static_cast<float>(draw(random, -1000, 1000)) * 1e-3f;
+            return row;
+        };
+        const auto q = draw_finite(tokens * layer.heads * layer.key_dim), k = draw_finite(tokens * width);
+        const auto v = draw_finite(tokens * layer.kv_heads * layer.value_dim);
+        const SwitchyardStates of_q = {q.data(), int64_t{layer.heads} * layer.key_dim, layer.key_dim, 1};
+        const SwitchyardStates of_k = {k.data(), width, layer.key_dim, 1};
+        const SwitchyardStates of_v = {v.data(), int64_t{layer.kv_heads} * layer.value_dim, layer.value_dim, 1};
+        std::vector<float> out(static_cast<size_t>(tokens * layer.heads * layer.value_dim));
+        require(switchyard_paged_attention(pool, &layer, pieces, 2, &of_q, &of_k, &of_v, out.data()) == 0,
+                "no paged attention");
+        std::vector<uint16_t> halves;
+        for (const float number : out) {
+            uint32_t bits;
+            std::memcpy(&bits, &number, sizeof bits);
+            halves.push_back(static_cast<uint16_t>(bits >> 16));
+        }
+        record("paged", halves);
+        held[0] += first, held[1] += second;
+    }
+}
+
 // A matrix so large that the pool wakes its workers for long work.
 void try_large(SwitchyardPool *pool, Random &random) {
     for (const int32_t precision : {SWITCHYARD_INT8, SWITCHYARD_INT4}) {
@@ -182,6 +233,7 @@ void go_through(SwitchyardPool *pool, uint32_t seed, int rounds) {
             try_sparse(pool, random, precision);
             try_attention(pool, random, precision);
             try_latent(pool, random, precision);
+            try_paged(pool, random);
         }
     try_large(pool, random);
 }

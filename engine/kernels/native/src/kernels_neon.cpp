@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "kernel_set.h"
-#include "prefetch.h"
 
 namespace {
 
@@ -53,8 +52,8 @@ void dot_pair(const uint16_t *a, const uint16_t *b, const float *x, int64_t n, f
     };
     int64_t i = 0;
     for (; i + kStep <= n; i += kStep) {
-        prefetch(reinterpret_cast<const uint8_t *>(a + i) + 1024);
-        prefetch(reinterpret_cast<const uint8_t *>(b + i) + 1024);
+        __builtin_prefetch(a + i + 512);
+        __builtin_prefetch(b + i + 512);
         step(a + i, b + i, i);
     }
     if (i < n) {

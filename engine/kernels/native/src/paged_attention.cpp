@@ -12,6 +12,8 @@ const PagedKernels &paged_kernels_in_use(int32_t type) {
     const KernelSet *rows = kernels_in_use().rows;
     if (rows == &kAvx512Kernels) return kAvx512Paged[type];
     if (rows == &kAvx2Kernels) return kAvx2Paged[type];
+#elif defined(__aarch64__) || defined(_M_ARM64)
+    if (kernels_in_use().rows == &kNeonKernels) return kNeonPaged[type];
 #endif
     return kPortablePaged[type];
 }

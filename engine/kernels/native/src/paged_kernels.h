@@ -28,4 +28,6 @@ extern const PagedKernels kPortablePaged[4];
 #if defined(__x86_64__) || defined(_M_X64)
 extern const PagedKernels kAvx2Paged[4];
 extern const PagedKernels kAvx512Paged[4];
+#elif defined(__aarch64__) || defined(_M_ARM64)
+extern const PagedKernels kNeonPaged[4];
 #endif

@@ -4,12 +4,7 @@
 
 #if defined(__x86_64__) || defined(_M_X64)
 
-#if defined(_MSC_VER)
-#include <immintrin.h>
-#include <intrin.h>
-#else
 #include <cpuid.h>
-#endif
 
 namespace {
 
@@ -19,29 +14,16 @@ struct Registers {
 
 // All zeros for a leaf that the processor does not have.
 Registers leaf(uint32_t number, uint32_t part) {
-#if defined(_MSC_VER)
-    int most[4], found[4];
-    __cpuid(most, 0);
-    if (number > static_cast<uint32_t>(most[0])) return {};
-    __cpuidex(found, static_cast<int>(number), static_cast<int>(part));
-    return {static_cast<uint32_t>(found[0]), static_cast<uint32_t>(found[1]), static_cast<uint32_t>(found[2]),
-            static_cast<uint32_t>(found[3])};
-#else
     Registers found = {};
     __get_cpuid_count(number, part, &found.a, &found.b, &found.c, &found.d);
     return found;
-#endif
 }
 
 // Which registers the operating system keeps for each thread.
 uint32_t kept_registers() {
-#if defined(_MSC_VER)
-    return static_cast<uint32_t>(_xgetbv(0));
-#else
     uint32_t low, high;
     __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     return low;
-#endif
 }
 
 bool has(uint32_t bits, int bit) { return (bits >> bit & 1) != 0; }

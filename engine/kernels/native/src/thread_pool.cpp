@@ -5,9 +5,6 @@
 #if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
 void relax_cpu() { _mm_pause(); }
-#elif defined(_M_ARM64)
-#include <intrin.h>
-void relax_cpu() { __yield(); }
 #elif defined(__aarch64__)
 void relax_cpu() { asm volatile("yield"); }
 #else

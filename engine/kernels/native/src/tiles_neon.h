@@ -6,14 +6,13 @@
 #include <arm_neon.h>
 
 #include "fit_group.h"
-#include "prefetch.h"
 
 namespace {
 
 constexpr int64_t kAhead = 2048;  // bytes that weights are fetched ahead of their use
 
 static inline void fetch(const uint8_t *from, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += 64) prefetch(from + at + kAhead);
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at + kAhead);
 }
 
 static inline float32x4_t scales_of(const uint16_t *scales) {
