@@ -19,6 +19,8 @@ Prefetch = Literal["auto", "off", "previous", "gate", "correlation", "mlp"]
 PREFETCHES: tuple[Prefetch, ...] = ("auto", "off", "previous", "gate", "correlation", "mlp")
 CachePolicy = Literal["auto", "lru", "fifo", "lfu", "lfru", "random", "static"]
 CACHE_POLICIES: tuple[CachePolicy, ...] = ("auto", "lru", "fifo", "lfu", "lfru", "random", "static")
+Graphs = Literal["auto", "on", "off"]
+GRAPHS: tuple[Graphs, ...] = ("auto", "on", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ class EngineConfig:
             the others are for measurements: `cpu`, `fetch`, `off` (as mixed, but nothing is kept) and `layer` (every
             layer is fetched whole, one ahead).
         prefetch: who foretells the experts of coming layers; `auto` is whoever gains, if any does.
+        graphs: whether decode steps are captured and repeated as graphs; `auto` is on graphics cards, not on emulated
+            ones, which gain nothing by it.
     """
 
     model: str
@@ -53,6 +57,7 @@ class EngineConfig:
     cache_policy: CachePolicy = "auto"
     misses: Misses = "mixed"
     prefetch: Prefetch = "auto"
+    graphs: Graphs = "auto"
 
 
 @dataclass(frozen=True, slots=True)

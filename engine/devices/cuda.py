@@ -6,6 +6,7 @@ import torch
 
 from engine.devices.copy_log import CopyLog
 from engine.devices.cuda_clock import CudaClock, new_stream
+from engine.devices.cuda_graphs import CudaCapture
 from engine.devices.cuda_stream import CudaStream
 from engine.devices.device import Device
 from engine.devices.host_memory import aligned
@@ -86,4 +87,5 @@ def open_cuda(index: int = 0, vram_bytes: int | None = None) -> Device:
         copy_log=log,
         on_close=close,
         compute_follows_caller=True,
+        new_capture=lambda: CudaCapture(place),
     )

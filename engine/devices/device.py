@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from engine.devices.copy_log import CopyLog
+from engine.devices.graphs import Capture
 from engine.devices.host_memory import HostMemory
 from engine.devices.memory_budget import MemoryBudget
 from engine.errors import EngineError
@@ -123,6 +124,7 @@ class Device:
         copy_log: tells its listeners of every copy that has ended.
         compute_follows_caller: whether the caller's own torch operators are queued on `compute_stream`, in order with
             what is submitted to it.  If not, they have ended when they return, and submitted work is to be waited for.
+        new_capture: begins to capture work that is to be repeated; None where that is not possible.
     """
 
     name: str
@@ -136,6 +138,7 @@ class Device:
     copy_log: CopyLog
     on_close: Callable[[], None]
     compute_follows_caller: bool = False
+    new_capture: Callable[[], Capture] | None = None
 
     @cached_property
     def index(self) -> int:

@@ -17,6 +17,7 @@ from engine.devices.device import Device, Direction
 from engine.devices.host_memory import PageableMemory, allocate_host
 from engine.devices.link import Link
 from engine.devices.memory_budget import MemoryBudget
+from engine.devices.recorded_graphs import RecordedCapture
 from engine.devices.threaded_stream import Carrier, Span, ThreadedStream
 from engine.hardware.profiles import DeviceProfile
 
@@ -58,6 +59,7 @@ def open_emulated(profile: DeviceProfile, index: int = 0, vram_bytes: int | None
         small_copy_stream=small,
         copy_log=log,
         on_close=lambda: _close(closing, (compute, h2d, d2h, small)),
+        new_capture=RecordedCapture,
     )
     # For whoever forgets to close it: threads that compute while the interpreter ends would crash it.
     weakref.finalize(device, _close, closing, (compute, h2d, d2h, small))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,6 +19,16 @@ if TYPE_CHECKING:
 
 IMPLEMENTATION = "switchyard"
 """Our name among the library's experts implementations."""
+
+ExpertsForward = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""As `experts_forward`."""
+
+
+class _Interruption(threading.local):
+    handler: ExpertsForward | None = None
+
+
+_interruption = _Interruption()
 
 BANK_LAYER = "_switchyard_bank_layer"
 """Attribute of an experts module: its (BankLayer, kernel)."""
@@ -38,6 +51,15 @@ def experts_forward(
     Raises:
         EngineError: `INTERNAL`, if the module is not bound.
     """
+    if _interruption.handler is not None:
+        return _interruption.handler(module, hidden_states, top_k_index, top_k_weights)
+    return compute_experts(module, hidden_states, top_k_index, top_k_weights)
+
+
+def compute_experts(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """`experts_forward`, whoever is interrupted by experts."""
     layer, kernel = _bound(module)
     device, place = layer.device, hidden_states.device
     if place != device:
@@ -50,6 +72,26 @@ def experts_forward(
     else:
         result = kernel(hidden_states, top_k_index, top_k_weights)
     return result if place == device else result.to(place)
+
+
+@contextmanager
+def interrupted_by_experts(handler: ExpertsForward) -> Iterator[None]:
+    """While this thread is in it, `handler` is called in place of `experts_forward`: whoever captures a model's steps
+    has to stop there, for which experts are wanted decides what is done."""
+    before, _interruption.handler = _interruption.handler, handler
+    try:
+        yield
+    finally:
+        _interruption.handler = before
+
+
+def bound_kernel(module: Any) -> tuple[BankLayer, ExpertKernel]:
+    """The records and the kernel of an experts module, as they are bound now.
+
+    Raises:
+        EngineError: `INTERNAL`, if there are none.
+    """
+    return _bound(module)
 
 
 def bank_layer(module: Any) -> BankLayer:

@@ -57,6 +57,26 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
         self.values = values.narrow(-2, 0, end)
         return self.keys, self.values
 
+    def room_for(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Buffers [1, H, capacity, D] that hold at least so many tokens, and what they hold so far.
+
+        Returns:
+            `None` if the cache is empty or holds several sequences.
+        """
+        if self._key_buffer is None or self._value_buffer is None or self._key_buffer.shape[0] != 1:
+            return None
+        if tokens > self._key_buffer.shape[-2]:
+            return self._grow(self.keys, self.values, tokens)
+        return self._key_buffer, self._value_buffer
+
+    def wrote(self, tokens: int) -> None:
+        """Somebody has written rows into the buffers: they hold so many tokens now."""
+        assert self._key_buffer is not None
+        assert self._value_buffer is not None
+        self._length = tokens
+        self.keys = self._key_buffer.narrow(-2, 0, tokens)
+        self.values = self._value_buffer.narrow(-2, 0, tokens)
+
     def claim_row(self) -> tuple[torch.Tensor, torch.Tensor, int] | None:
         """One more token whose states the caller writes itself, into row n of the buffers returned.
 

@@ -13,6 +13,7 @@ from engine.runtime.cache_reuse import can_continue, can_take_back, long_rope_bo
 from engine.runtime.cache_snapshot import CacheSnapshot
 from engine.runtime.cancellation import RequestCancelled
 from engine.runtime.generation import CancelCheck, ProgressCallback
+from engine.runtime.graphs import GraphedSteps
 from engine.runtime.growing_cache import cache_bytes, new_cache
 from engine.runtime.kv_room import KvRoom
 from engine.runtime.loaded_model import LoadedModel
@@ -39,6 +40,8 @@ class KvSession:
         self._step = StepModel(loaded.model, loaded.context_tokens)
         self._device = loaded.device
         self._devices = loaded.devices
+        captures = loaded.graph_device
+        self.graphs = GraphedSteps(self._step, captures) if captures is not None else None
         self._room = KvRoom(loaded.devices, loaded.context_tokens)
         self._beam_room = KvRoom(loaded.devices, loaded.context_tokens)
         self._piece_tokens = loaded.piece_tokens
@@ -62,6 +65,8 @@ class KvSession:
 
     def clear(self) -> None:
         """Frees the cache."""
+        if self.graphs is not None:
+            self.graphs.forget()
         self._cache = None
         self._ids = []
         self._snapshot = None
@@ -89,6 +94,7 @@ class KvSession:
             RequestCancelled: asked for between two pieces; what was computed so far serves the next prompt.
         """
         self._beam_room.release()
+        self._leave_graphs()
         reused = self._reuse(prompt)
         total = len(prompt)
         on_progress(reused, total)
@@ -123,6 +129,7 @@ class KvSession:
         """A copy of the cache for `width` sequences that start with what is held; this one stays as it is."""
         assert self._cache is not None
         assert self._whole
+        self._leave_graphs()
         return BeamCache(self._step, self._cache, len(self._ids), width, self._device, self._beam_room)
 
     def _forward(self, tokens: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
@@ -130,7 +137,11 @@ class KvSession:
         held = len(self._ids)
         self._room.make(self._cache, held + len(ids))
         try:
-            logits, self._cache = self._step(tokens, self._cache, held)
+            again = self.graphs.step(tokens, self._cache, held) if self.graphs is not None and len(ids) == 1 else None
+            if again is not None:
+                logits = again
+            else:
+                logits, self._cache = self._step(tokens, self._cache, held)
         except (EngineError, torch.OutOfMemoryError) as error:
             if isinstance(error, EngineError) and error.code != ErrorCode.NOT_ENOUGH_MEMORY:
                 raise
@@ -145,6 +156,10 @@ class KvSession:
             return logits
         # Not in the handler, which keeps the tensors of the forward alive.
         return self._compute_again([*self._ids, *ids])
+
+    def _leave_graphs(self) -> None:
+        if self.graphs is not None:
+            self.graphs.leave()
 
     def _compute_again(self, ids: list[int]) -> torch.Tensor:
         """With the experts in less memory than before; logits after the last of `ids`."""

@@ -15,6 +15,7 @@ from engine.protocol import ModelInfo
 from engine.runtime.prefill_pieces import SHORT_TOKENS
 
 if TYPE_CHECKING:
+    from engine.devices.device import Device
     from engine.experts.bank import ExpertBank
     from engine.experts.disk_backed import DiskBackedBank
     from engine.kernels.native.library import NativeKernels
@@ -38,6 +39,7 @@ class LoadedModel:
         devices: what it runs on beside the CPU, if anything.
         piece_tokens: how much of a prompt is computed at once.
         foresight: who foretells the experts of coming layers, and what is learnt for later sessions.
+        graph_device: the one device that all of it is on, if decode steps are to be captured there.
     """
 
     model: Any
@@ -51,6 +53,7 @@ class LoadedModel:
     devices: ModelDevices | None = None
     piece_tokens: int = SHORT_TOKENS
     foresight: Foresight | None = None
+    graph_device: Device | None = None
 
     @contextmanager
     def token_by_token(self) -> Iterator[None]:

@@ -28,6 +28,12 @@ class StepModel:
         self._wants_positions = "position_ids" in parameters
         self._positions = self._lay_out(context_tokens)
 
+    @property
+    def attends_in_chunks(self) -> bool:
+        """Whether some layers attend to the tokens since the last multiple of a length (Llama 4)."""
+        config = self._model.config.get_text_config(decoder=True)
+        return "chunked_attention" in (getattr(config, "layer_types", None) or ())
+
     def _lay_out(self, tokens: int) -> torch.Tensor:
         return torch.arange(tokens, device=self._device).unsqueeze(0)
 
@@ -38,15 +44,17 @@ class StepModel:
             logits [B, V] of the last position in the model's precision, and the cache (the model's own, if `cache` was
             `None`).
         """
-        extra = self._last_only
-        if self._wants_positions:
-            end = start + tokens.shape[1]
-            if end > self._positions.shape[1]:
-                self._positions = self._lay_out(2 * end)
-            positions = self._positions[:, start:end]
-            if tokens.shape[0] > 1:
-                # One row per sequence, as `generate` passes them: some families keep them beside the cache.
-                positions = positions.expand(tokens.shape[0], -1)
-            extra = {**extra, "position_ids": positions}
+        end = start + tokens.shape[1]
+        if end > self._positions.shape[1]:
+            self._positions = self._lay_out(2 * end)
+        positions = self._positions[:, start:end]
+        if tokens.shape[0] > 1:
+            # One row per sequence, as `generate` passes them: some families keep them beside the cache.
+            positions = positions.expand(tokens.shape[0], -1)
+        return self.at(positions, tokens, cache)
+
+    def at(self, positions: torch.Tensor, tokens: torch.Tensor, cache: Cache | None) -> tuple[torch.Tensor, Cache]:
+        """The same at positions [B, q] that are in a tensor."""
+        extra = {**self._last_only, "position_ids": positions} if self._wants_positions else self._last_only
         output = self._model(input_ids=tokens, past_key_values=cache, use_cache=True, return_dict=True, **extra)
         return output.logits[:, -1], output.past_key_values

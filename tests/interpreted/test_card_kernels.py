@@ -53,6 +53,7 @@ def test_norms_and_gates_that_only_the_module_knows(tokens: int) -> None:
     check(CPU, "own", "bf16", tokens=tokens, width=2)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, in the interpreter
 @pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
 def test_what_is_no_number_and_who_is_no_expert(precision: str) -> None:
     check_not_numbers(CPU, precision)

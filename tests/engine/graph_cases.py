@@ -1,0 +1,51 @@
+"""Conversations by graphs, for any device that captures: a card, or the emulated one's stand-in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from engine.runtime.chat_session import ChatSession
+from engine.runtime.graphs import GraphedSteps
+from engine.runtime.kv_session import KvSession
+from engine.runtime.loaded_model import LoadedModel
+from tests.engine.on_devices import BEAMS, PROMPT, answer, chatting, opened, reference
+
+FAMILIES = (
+    "mixtral",
+    "qwen3_moe",
+    "olmoe",
+    "gpt_oss",
+    "deepseek_v3",
+    "phimoe",
+    "granitemoe",
+    "qwen2_moe",
+)
+
+
+def graphs_of(session: ChatSession) -> GraphedSteps:
+    """Of a session that repeats its steps."""
+    kv = session._session
+    assert isinstance(kv, KvSession)
+    assert kv.graphs is not None
+    return kv.graphs
+
+
+def check_conversation(family: str, folder: Path, **config: Any) -> LoadedModel:
+    """Two turns, beams between them, and the first again."""
+    expected = reference(family, folder)
+    with opened(expected.folder, **config) as model, chatting(model) as session:
+        assert model.devices is not None, model.info.device_note
+        graphs = graphs_of(session)
+        assert list(answer(session, PROMPT).token_ids) == expected.first
+        assert graphs.refused is None, graphs.refused
+        assert graphs.counters.replays > 0
+        before = graphs.counters.replays
+        again = answer(session, expected.second_prompt)
+        assert list(again.token_ids) == expected.second
+        assert again.reused_tokens > 0
+        assert graphs.counters.replays > before
+        assert list(answer(session, PROMPT, beams=BEAMS).token_ids) == expected.beams
+        assert list(answer(session, PROMPT).token_ids) == expected.first
+        assert graphs.counters.eager == 0
+    return model
