@@ -1,0 +1,156 @@
+"""Recorded spans as a trace for Perfetto and Chrome, and as tables.
+
+The trace event format: one process, a track for each lane and device.  Spans that nest strictly are complete events
+(`X`); where work of one lane overlaps, as reads from disk and copies beside each other do, they are asynchronous ones
+(`b`, `e`), which a viewer stacks.  Counters (`C`) stand for each step.  Nothing of what was said is in it.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from engine.planner.simulator.timeline import LANES
+from engine.telemetry.lanes import PHASE, lane_name, span_name
+from engine.telemetry.records import COUNTERS, Records
+
+_PID = 1
+_COUNTED = {
+    "experts": ("hits", "fetched", "on_cpu"),
+    "experts in RAM": ("ram_hits", "ram_late", "ram_misses"),
+    "bytes": ("h2d_bytes", "d2h_bytes", "disk_bytes"),
+}
+
+
+def write_trace(spans: Records, steps: Records, path: Path, about: dict[str, str] | None = None) -> None:
+    """Writes a trace as JSON, whole or not at all.
+
+    Args:
+        about: what the viewer shows beside it: the model, the machine.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    temporary = path.with_name(path.name + ".part")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write('{"displayTimeUnit":"ms","otherData":')
+            json.dump(about or {}, file)
+            file.write(',"traceEvents":[\n')
+            separator = ""
+            for event in trace_events(spans, steps):
+                file.write(separator + json.dumps(event, separators=(",", ":")))
+                separator = ",\n"
+            file.write("\n]}\n")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def trace_events(spans: Records, steps: Records) -> Iterator[dict[str, Any]]:
+    """The events, names of tracks first; times are microseconds since the first span."""
+    yield {"ph": "M", "pid": _PID, "tid": 0, "name": "process_name", "args": {"name": "Switchyard"}}
+    firsts = [int(each["start_ns"].min()) for each in (spans, steps) if len(each)]
+    if not firsts:
+        return
+    begin_ns = min(firsts)
+    # Marks of tokens stand on the track of phases, whether that has spans or not.
+    for lane, device in sorted({(PHASE, 0), *np.unique(spans[["lane", "device"]]).tolist()}):
+        track = spans[(spans["lane"] == lane) & (spans["device"] == device)]
+        tid = _tid(lane, device)
+        name = lane_name(lane) if device == 0 else f"{lane_name(lane)} {device}"
+        yield {"ph": "M", "pid": _PID, "tid": tid, "name": "thread_name", "args": {"name": name}}
+        yield {"ph": "M", "pid": _PID, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
+        yield from _track(track, tid, name, begin_ns)
+    yield from _token_marks(steps, begin_ns)
+    yield from _counters(steps, begin_ns)
+
+
+def write_spans(spans: Records, file: TextIO) -> None:
+    """One row for each span, sorted by when it began; times in nanoseconds of the engine's clock."""
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(
+        ("lane", "device", "name", "start_ns", "end_ns", "request", "step", "layer", "expert", "count", "nbytes")
+    )
+    for span in np.sort(spans, order=("start_ns", "end_ns")):
+        numbers = (int(span[field]) for field in ("request", "step", "layer", "expert", "count", "nbytes"))
+        name = lane_name(int(span["lane"])), int(span["device"]), span_name(int(span["name"]))
+        writer.writerow((*name, int(span["start_ns"]), int(span["end_ns"]), *numbers))
+
+
+def write_steps(steps: Records, file: TextIO) -> None:
+    """One row for each step: its phase, its times and all that was counted in it."""
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(("request", "step", "phase", "start_ns", "end_ns", "tokens", *COUNTERS))
+    for step in steps:
+        counted = (int(step[name]) for name in COUNTERS)
+        times = int(step["start_ns"]), int(step["end_ns"]), int(step["tokens"])
+        writer.writerow((int(step["request"]), int(step["step"]), span_name(int(step["name"])), *times, *counted))
+
+
+def _tid(lane: int, device: int) -> int:
+    return 1 + device * len(LANES) + lane
+
+
+def _track(track: Records, tid: int, name: str, begin_ns: int) -> Iterator[dict[str, Any]]:
+    # What lasts longest comes first among those that begin together: it contains the others.
+    order = np.lexsort((-track["end_ns"], track["start_ns"]))
+    open_until: list[int] = []
+    for number, span in enumerate(track[order]):
+        start_ns, end_ns = int(span["start_ns"]), max(int(span["end_ns"]), int(span["start_ns"]))
+        while open_until and open_until[-1] <= start_ns:
+            open_until.pop()
+        event: dict[str, Any] = {"pid": _PID, "tid": tid, "cat": name, "name": span_name(int(span["name"]))}
+        start, args = _micros(start_ns - begin_ns), {"args": _args(span)}
+        if open_until and end_ns > open_until[-1]:
+            both = {**event, "id": f"{tid}.{number}"}
+            yield {**both, "ph": "b", "ts": start, **args}
+            yield {**both, "ph": "e", "ts": _micros(end_ns - begin_ns)}
+            continue
+        open_until.append(end_ns)
+        yield {**event, "ph": "X", "ts": start, "dur": _micros(end_ns - start_ns), **args}
+
+
+def _args(span: np.void) -> dict[str, int]:
+    fields = ("request", "step", "layer", "expert")
+    shown = {field: int(span[field]) for field in fields if span[field] >= 0}
+    amount = "tokens" if span["lane"] == PHASE else "experts"
+    shown |= {amount: int(span["count"])} if span["count"] > 1 else {}
+    return shown | ({"bytes": int(span["nbytes"])} if span["nbytes"] else {})
+
+
+def _token_marks(steps: Records, begin_ns: int) -> Iterator[dict[str, Any]]:
+    for step in steps:
+        if step["tokens"] > 0 and span_name(int(step["name"])) in ("sample", "decode"):
+            ts = _micros(int(step["end_ns"]) - begin_ns)
+            yield {"ph": "i", "s": "t", "pid": _PID, "tid": _tid(PHASE, 0), "name": "token", "ts": ts}
+
+
+def _counters(steps: Records, begin_ns: int) -> Iterator[dict[str, Any]]:
+    shown = {title: names for title, names in _COUNTED.items() if any(steps[name].any() for name in names)}
+    for step in steps:
+        ts = _micros(int(step["end_ns"]) - begin_ns)
+        for title, names in shown.items():
+            yield {
+                "ph": "C",
+                "pid": _PID,
+                "tid": 0,
+                "name": title,
+                "ts": ts,
+                "args": {name: int(step[name]) for name in names},
+            }
+
+
+def _micros(nanoseconds: int) -> float:
+    return nanoseconds / 1000
+
+
+def joined(parts: Iterable[Records], empty: Records) -> Records:
+    """Records that came in pieces."""
+    pieces = list(parts)
+    return np.concatenate(pieces) if pieces else empty

@@ -1,0 +1,158 @@
+"""Recording: nothing is lost silently, whichever threads record and whenever somebody takes."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import EngineError
+from engine.telemetry.lanes import CPU_EXPERTS, DECODE, EXPERTS, GPU, H2D, PHASE, PREFILL, layer_number
+from engine.telemetry.recorder import Recorder, Ring
+from engine.telemetry.records import COUNTERS, SPAN, STEP, pack, unpack
+from tests.unit.recorded import spans, steps
+
+
+@given(st.integers(1, 8), st.lists(st.integers(-1, 30), max_size=30))
+def test_a_ring_keeps_the_newest_and_counts_what_it_drops(capacity: int, actions: list[int]) -> None:
+    ring, number, seen = Ring(capacity), 0, []
+    for action in actions:
+        if action < 0:
+            seen += ring.take()
+            continue
+        for _ in range(action):
+            ring.append((number,))
+            number += 1
+    seen += ring.take()
+    kept = [entry for (entry,) in seen]
+    assert kept == sorted(set(kept))
+    assert len(kept) + ring.dropped == number
+    if number:
+        assert kept[-1] == number - 1
+
+
+def test_spans_of_all_threads_are_taken_once() -> None:
+    recorder = Recorder()
+    recorder.start()
+
+    def record(lane: int) -> None:
+        for moment in range(100):
+            recorder.span(lane, EXPERTS, moment, moment + 1, layer=3, nbytes=7)
+
+    threads = [threading.Thread(target=record, args=(lane,)) for lane in (GPU, H2D)]
+    for thread in threads:
+        thread.start()
+    record(CPU_EXPERTS)
+    for thread in threads:
+        thread.join()
+    taken = recorder.take_spans()
+    assert len(taken) == 300
+    assert {
+        int(lane): int(count) for lane, count in zip(*np.unique(taken["lane"], return_counts=True), strict=True)
+    } == {
+        GPU: 100,
+        H2D: 100,
+        CPU_EXPERTS: 100,
+    }
+    assert taken["nbytes"].sum() == 2100
+    assert len(recorder.take_spans()) == 0
+    assert recorder.dropped_spans == 0
+
+
+def test_a_full_ring_is_counted_once_its_thread_has_ended() -> None:
+    recorder = Recorder(capacity=10)
+    recorder.start()
+    thread = threading.Thread(target=lambda: [recorder.span(GPU, EXPERTS, 0, 1) for _ in range(25)])
+    thread.start()
+    thread.join()
+    assert len(recorder.take_spans()) == 10
+    assert recorder.dropped_spans == 15
+    recorder.start()
+    assert recorder.dropped_spans == 0
+
+
+def test_phases_tile_the_time_of_a_request() -> None:
+    recorder = Recorder()
+    counted = [0] * len(COUNTERS)
+    recorder.count_with(lambda: tuple(counted))
+    recorder.start()
+    recorder.begin_request(1000)
+    counted[0] = 5
+    recorder.phase(PREFILL, 12, 3000)
+    recorder.span(GPU, EXPERTS, 3001, 3002)
+    counted[0], counted[-1] = 7, 100
+    recorder.phase(DECODE, 1, 3500)
+    recorder.end_request()
+    taken, ended = recorder.take_spans(), recorder.take_steps()
+    assert ended["start_ns"].tolist() == [1000, 3000]
+    assert ended["end_ns"].tolist() == [3000, 3500]
+    assert ended["hits"].tolist() == [5, 2]
+    assert ended["disk_bytes"].tolist() == [0, 100]
+    assert ended["tokens"].tolist() == [12, 1]
+    phases = taken[taken["lane"] == PHASE]
+    assert phases["end_ns"].tolist() == [3000, 3500]
+    assert taken[taken["lane"] == GPU]["step"].tolist() == [int(ended["step"][1])]
+    assert (recorder.request, recorder.step) == (0, -1)
+
+
+def test_steps_go_on_where_recording_begins_in_the_middle_of_a_request() -> None:
+    recorder = Recorder()
+    recorder.start()
+    for _ in range(3):
+        recorder.phase(DECODE, 1)
+    assert recorder.take_steps()["step"].tolist() == [0, 1, 2]
+
+
+class _Work:
+    """What a stream was given."""
+
+    def __init__(self) -> None:
+        self.ended: bool = False
+        self.failure: Exception | None = None
+        self.started_s, self.ended_s = 1.5, 2.5
+
+    def done(self) -> bool:
+        return self.ended
+
+
+def test_a_streams_work_is_a_span_once_it_has_ended_well() -> None:
+    recorder, works = Recorder(), [_Work(), _Work(), _Work()]
+    recorder.start()
+    for number, work in enumerate(works):
+        recorder.event(work, H2D, EXPERTS, layer=number, nbytes=9)
+    works[0].ended = True
+    works[2].ended, works[2].failure = True, ValueError()
+    first = recorder.take_spans()
+    assert first["layer"].tolist() == [0]
+    assert (int(first["start_ns"][0]), int(first["end_ns"][0])) == (1_500_000_000, 2_500_000_000)
+    works[1].ended = True
+    assert recorder.take_spans()["layer"].tolist() == [1]
+
+
+@given(spans())
+def test_packed_spans_come_out_as_they_went_in(records: np.ndarray) -> None:
+    np.testing.assert_array_equal(unpack(pack(records), SPAN), records)
+
+
+@given(st.text(max_size=60) | st.binary(max_size=60).map(lambda data: pack(np.frombuffer(data, np.uint8))))
+def test_what_is_not_records_is_refused(text: str) -> None:
+    try:
+        assert len(unpack(text, STEP)) == 0
+    except EngineError as error:
+        assert "telemetry" in error.message
+
+
+def test_more_records_than_allowed_are_refused() -> None:
+    with pytest.raises(EngineError):
+        unpack(pack(steps((0, 1), (1, 2), (2, 3))), STEP, most=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("model.layers.12.mlp.experts", 12), ("model.norm", -1), ("layers.3", 3), ("transformer.blocks.7.ffn", 7)],
+)
+def test_layers_are_numbered_by_their_name(name: str, number: int) -> None:
+    assert layer_number(name) == number
