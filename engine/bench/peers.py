@@ -61,13 +61,24 @@ class TransformersPeer:
         self._time(prompt[: min(len(prompt), 80)], 1)
         return len(prompt) / self._time(prompt, 1)
 
+    def batch_rate(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
+        """Generated tokens per second of one padded batch, its prompts included in the time."""
+        longest = max(len(prompt) for prompt in prompts)
+        ids = torch.tensor([[*[0] * (longest - len(prompt)), *prompt] for prompt in prompts])
+        mask = torch.tensor([[*[0] * (longest - len(prompt)), *[1] * len(prompt)] for prompt in prompts])
+        return len(prompts) * tokens / self._seconds(ids, mask, tokens)
+
     def _time(self, prompt: Sequence[int], new_tokens: int) -> float:
-        ids = torch.tensor([list(prompt)], device=self._model.device)
+        ids = torch.tensor([list(prompt)])
+        return self._seconds(ids, torch.ones_like(ids), new_tokens)
+
+    def _seconds(self, ids: torch.Tensor, mask: torch.Tensor, new_tokens: int) -> float:
+        ids, mask = ids.to(self._model.device), mask.to(self._model.device)
         started = time.perf_counter()
         with torch.inference_mode():
             self._model.generate(
                 ids,
-                attention_mask=torch.ones_like(ids),
+                attention_mask=mask,
                 do_sample=False,
                 repetition_penalty=1.0,
                 min_new_tokens=new_tokens,

@@ -19,7 +19,7 @@ def add_parser(subparsers: Any) -> None:
     """Mount the verb and its kinds."""
     parser = subparsers.add_parser("bench", help="measure this machine, with peers in the same run")
     kinds = parser.add_subparsers(
-        dest="kind", required=True, metavar="{startup,decode,prefill,cache,disk,kernels,quality}"
+        dest="kind", required=True, metavar="{startup,decode,prefill,batch,cache,disk,kernels,quality}"
     )
 
     startup = kinds.add_parser(
@@ -52,6 +52,15 @@ def add_parser(subparsers: Any) -> None:
     _add_common(prefill, repeats=3)
     add_engine_options(prefill)
     prefill.set_defaults(run=_run_prefill)
+
+    batch = kinds.add_parser("batch", help="tokens per second of many rows together")
+    _add_model(batch)
+    batch.add_argument("--rows", type=positive_int, default=64, metavar="N", help="prompts")
+    batch.add_argument("--tokens", type=positive_int, default=32, metavar="N", help="generated for each")
+    batch.add_argument("--peers", action="store_true", help="run transformers and llama.cpp beside us, in turn")
+    _add_common(batch, repeats=3)
+    add_engine_options(batch)
+    batch.set_defaults(run=_run_batch)
 
     cache = kinds.add_parser("cache", help="the adopted cache policy on recorded routing; cost of the bookkeeping")
     cache.add_argument(
@@ -132,6 +141,14 @@ def _run_prefill(args: argparse.Namespace) -> int:
     report = _report()
     plan = PrefillPlan(args.prompt_tokens, args.tokens, args.repeats, args.strategies, args.peers)
     bench_prefill(_config(args), plan, report, note)
+    return _emit(report, args)
+
+
+def _run_batch(args: argparse.Namespace) -> int:
+    from engine.bench.batch import BatchBenchPlan, bench_batch
+
+    config, report = _config(args), _report()
+    bench_batch(config, BatchBenchPlan(args.rows, args.tokens, args.repeats, args.peers), report, note)
     return _emit(report, args)
 
 

@@ -1,8 +1,9 @@
 """Runs llama.cpp in the Python that has its binding: one JSON object a line on stdin, one answer a line on stdout.
 
-    {"do": "load", "path", "threads", "context"} -> {"seconds"}
+    {"do": "load", "path", "threads", "context", "sequences"} -> {"seconds"}
     {"do": "prefill", "ids"}                     -> {"seconds"}
     {"do": "decode", "ids", "tokens"}            -> {"seconds", "ids"}   greedy; the time of the steps after the prompt
+    {"do": "parallel", "prompts", "tokens"}      -> {"seconds"}          greedy, all together, prompts included
     {"do": "logits", "ids", "path"}              -> {"vocabulary"}       path receives float32 [ids, vocabulary]
 
 Every answer may be {"error": sentence} instead.  This file is executed by itself: it imports nothing of ours.
@@ -24,7 +25,7 @@ import numpy as np
 class Model:
     """One model with one context, on the CPU; all else as llama.cpp has it by default, repacked weights for one."""
 
-    def __init__(self, path: str, threads: int, context: int) -> None:
+    def __init__(self, path: str, threads: int, context: int, sequences: int = 1) -> None:
         llama_cpp.llama_backend_init()
         options = llama_cpp.llama_model_default_params()
         options.n_gpu_layers = 0
@@ -33,6 +34,8 @@ class Model:
             raise RuntimeError("llama.cpp cannot load the file (its own words are on stderr)")
         settings = llama_cpp.llama_context_default_params()
         settings.n_ctx = context
+        settings.n_seq_max = sequences
+        settings.kv_unified = True  # sequences of different lengths share the context
         settings.n_threads = settings.n_threads_batch = threads
         self._context = llama_cpp.llama_init_from_model(self._model, settings)
         if not self._context:
@@ -57,6 +60,43 @@ class Model:
             self._run(chosen[-1:])
             chosen.append(self._best())
         return time.perf_counter() - started, chosen
+
+    def parallel(self, prompts: list[list[int]], tokens: int) -> float:
+        """Seconds of all prompts and of `tokens` greedy tokens after each, as in llama.cpp's own `llama-batched`."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
+        started = time.perf_counter()
+        last: list[int] = []
+        limit = llama_cpp.llama_n_batch(self._context)
+        # Prompts are packed one after the other; whichever ends in a batch gets its first token from it.
+        flat = [
+            (token, place, sequence, place + 1 == len(prompt))
+            for sequence, prompt in enumerate(prompts)
+            for place, token in enumerate(prompt)
+        ]
+        for begin in range(0, len(flat), limit):
+            last += self._run_parallel(flat[begin : begin + limit])
+        for step in range(tokens - 1):
+            last = self._run_parallel(
+                [(token, len(prompts[sequence]) + step, sequence, True) for sequence, token in enumerate(last)]
+            )
+        return time.perf_counter() - started
+
+    def _run_parallel(self, tokens: list[tuple[int, int, int, bool]]) -> list[int]:
+        """(token, position, sequence, whether the next one is wanted) -> the likeliest next ones."""
+        batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
+        try:
+            batch.n_tokens = len(tokens)
+            for at, (token, place, sequence, is_wanted) in enumerate(tokens):
+                batch.token[at], batch.pos[at] = token, place
+                batch.n_seq_id[at], batch.seq_id[at][0] = 1, sequence
+                batch.logits[at] = int(is_wanted)
+            status = llama_cpp.llama_decode(self._context, batch)
+            llama_cpp.llama_synchronize(self._context)
+        finally:
+            llama_cpp.llama_batch_free(batch)
+        if status:
+            raise RuntimeError(f"llama_decode returned {status}")
+        return [self._best(at) for at, token in enumerate(tokens) if token[3]]
 
     def logits(self, ids: list[int], path: str) -> int:
         """Writes the logits after every id, from an empty context; how many ids there are."""
@@ -93,8 +133,8 @@ class Model:
         if status:
             raise RuntimeError(f"llama_decode returned {status}")
 
-    def _best(self) -> int:
-        logits = llama_cpp.llama_get_logits_ith(self._context, -1)
+    def _best(self, place: int = -1) -> int:
+        logits = llama_cpp.llama_get_logits_ith(self._context, place)
         return int(np.ctypeslib.as_array(logits, (self._vocabulary,)).argmax())
 
 
@@ -117,6 +157,8 @@ def main() -> None:
                 answer = {"error": "no model is loaded"}
             elif kind == "prefill":
                 answer = {"seconds": model.prefill(**request)}
+            elif kind == "parallel":
+                answer = {"seconds": model.parallel(**request)}
             elif kind == "logits":
                 answer = {"vocabulary": model.logits(**request)}
             else:

@@ -32,14 +32,17 @@ class LlamaCppPeer:
         name: what the report calls it.
         gguf: the file.
         threads: of prefill and decode.
-        context: tokens that prompt and answer may have together.
+        context: tokens that prompt and answer may have together, of all sequences.
+        sequences: that are decoded in parallel.
         python: an interpreter that can import `llama_cpp`; by default the one that was built.
 
     Raises:
         PeerError: if there is no such interpreter, or the file cannot be loaded.
     """
 
-    def __init__(self, name: str, gguf: Path, threads: int, context: int, *, python: Path | None = None) -> None:
+    def __init__(
+        self, name: str, gguf: Path, threads: int, context: int, *, sequences: int = 1, python: Path | None = None
+    ) -> None:
         self.name = name
         python = python or peer_python()
         if python is None:
@@ -59,7 +62,7 @@ class LlamaCppPeer:
             self._words.close()
             raise PeerError(f"{python} cannot be started ({error.strerror})") from error
         try:
-            self._ask(do="load", path=str(gguf), threads=threads, context=context)
+            self._ask(do="load", path=str(gguf), threads=threads, context=context, sequences=sequences)
         except BaseException:
             self.close()
             raise
@@ -76,6 +79,11 @@ class LlamaCppPeer:
         """Prompt tokens per second, from an empty context; a short prompt goes first to warm up."""
         self._ask(do="prefill", ids=list(prompt[:80]))
         return len(prompt) / float(self._ask(do="prefill", ids=list(prompt))["seconds"])
+
+    def parallel_rate(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
+        """Tokens per second of all prompts together, each continued greedily by `tokens`; the prompts' time counts."""
+        ids = [list(prompt) for prompt in prompts]
+        return len(ids) * tokens / float(self._ask(do="parallel", prompts=ids, tokens=tokens)["seconds"])
 
     def greedy(self, prompt: Sequence[int], tokens: int) -> list[int]:
         """The `tokens` most probable ids after the prompt, one after the other."""

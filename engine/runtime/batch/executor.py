@@ -67,6 +67,11 @@ class BatchExecutor:
         prepared = self._preparation.prepared(rows, on_row)
         return self._batch.run(prepared, on_row, should_yield, cancelled)
 
+    def forget_prefixes(self) -> None:
+        """Beginnings of prompts are not shared with later rows: for measurements."""
+        if isinstance(self._batch, ContinuousBatch):
+            self._batch.pool.forget_prefixes()
+
     def close(self) -> None:
         """Frees keys and values.  Harmless if repeated."""
         if self._batch is not None:

@@ -89,6 +89,13 @@ class PagePool:
             self._page_of[prefix] = page
             self._prefix_of[page] = prefix
 
+    def forget_prefixes(self) -> None:
+        """Nothing that is there now is shared with those to come."""
+        self._free += self._idle
+        self._idle.clear()
+        self._page_of.clear()
+        self._prefix_of.clear()
+
     def release(self, page: int) -> None:
         """One holder less."""
         self._holders[page] -= 1

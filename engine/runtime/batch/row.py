@@ -98,6 +98,7 @@ class PagedRow:
         self._prefix = NO_PREFIX
         self.following: bytes | None = None
         """The prefix that the next page will end with, if the prompt fills that page and goes on behind it."""
+        self._following_end = 0
         self._look_ahead()
 
     @staticmethod
