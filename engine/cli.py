@@ -24,9 +24,11 @@ from engine.verbs.output import note, report_error
 
 VERBS = {
     "chat": "answer once, or converse in the terminal",
+    "batch": "rows in, rows out: a file of prompts answered into a file",
     "models": "the model library",
     "bench": "measure this machine, with peers in the same run",
     "cache": "replay recorded routing: hit rates of expert caches, by policy and size",
+    "plan": "how a model would be run on a machine, what it would take and how fast it would be",
     "simulate": "predicted timeline and speed of a model on a machine; the papers' figures beside the predictions",
     "doctor": "what was detected, what is missing, what to do",
 }

@@ -48,6 +48,11 @@ class PaceMeter:
         self._failed += failed
         self._tokens += generated_tokens
 
+    @property
+    def tokens(self) -> int:
+        """Generated for rows that ended in this run."""
+        return self._tokens
+
     def pace(self, total: int | None, now: float, *, under_way_tokens: int = 0) -> Pace:
         """The progress at `now`.
 

@@ -6,10 +6,14 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from engine.batch_files.answer import Answer
+from engine.batch_files.prepared_job import PreparedJob
 from engine.checkpoint.library import resolve
 from engine.config import EngineConfig, SamplingParams
 from engine.errors import EngineError, ErrorCode
 from engine.protocol import ChatMessage, ModelInfo
+from engine.runtime.batch.job import JobEnding, JobWatcher
+from engine.runtime.batch.whole_job import run_sample, run_whole_job
 from engine.runtime.chat_session import ChatSession
 from engine.runtime.generation import GenerationResult
 from engine.runtime.loaded_model import LoadedModel
@@ -136,6 +140,20 @@ class Engine:
             # Its KV may be half written, or be what filled the memory: the next answer starts from nothing.
             self._drop_session()
             raise
+
+    def run_batch(self, prepared: PreparedJob, watcher: JobWatcher) -> JobEnding:
+        """Answers a job's rows with the loaded model; chats may be answered while the watcher gives way.
+
+        Raises:
+            EngineError: `INVALID_REQUEST` without a model, and see `run_whole_job`.
+        """
+        return run_whole_job(prepared, self._ready(), watcher)
+
+    def sample_batch(
+        self, prepared: PreparedJob, rows: int, on_answer: Callable[[Answer, str], None], cancelled: Callable[[], bool]
+    ) -> None:
+        """Answers the first rows of a job and keeps nothing; see `run_sample`."""
+        run_sample(prepared, self._ready(), rows, on_answer, cancelled)
 
     def _drop_session(self) -> None:
         if self._session is not None:

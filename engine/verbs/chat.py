@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from engine.verbs.output import emit, note, write_text
 if TYPE_CHECKING:
     from engine.runtime.engine import Engine
 
-_SAMPLING_OPTIONS = (
+SAMPLING_OPTIONS: tuple[tuple[str, Callable[[str], Any], str, str], ...] = (
     ("--temperature", float, "X", "0 always takes the likeliest token"),
     ("--top-k", int, "K", "choose among the K likeliest tokens; 0 is all"),
     ("--top-p", float, "P", "choose among the likeliest tokens that make up P; 1 is all"),
@@ -42,7 +42,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--prompt", metavar="T", help="the question; what is piped in is then not read")
     parser.add_argument("--system", metavar="S", help="what the model is told before the conversation")
     parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="longest answer (default 512)")
-    for name, kind, metavar, text in _SAMPLING_OPTIONS:
+    for name, kind, metavar, text in SAMPLING_OPTIONS:
         parser.add_argument(name, type=kind, metavar=metavar, help=text)
     parser.add_argument(
         "--stop", type=stop_string, action="append", metavar="S", help="end the answer before S; may be repeated"
@@ -74,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
 
 def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of `SamplingParams` that were given as options."""
-    names = [name.removeprefix("--").replace("-", "_") for name, *_ in _SAMPLING_OPTIONS]
-    given = {name: getattr(args, name) for name in [*names, "max_tokens"] if getattr(args, name) is not None}
+    names = [name.removeprefix("--").replace("-", "_") for name, *_ in SAMPLING_OPTIONS]
+    given = {name: value for name in [*names, "max_tokens"] if (value := getattr(args, name, None)) is not None}
     if args.stop:
         given["stop"] = tuple(args.stop)
     return given

@@ -41,7 +41,7 @@ class ShuffledExecutor:
         self.asked: list[tuple[int, int | None]] = []
 
     def run(
-        self, rows: Iterator[BatchRequest], on_answer: AnswerCallback, *, should_yield: Check, cancelled: Check
+        self, rows: Iterator[BatchRequest], on_row: AnswerCallback, should_yield: Check, cancelled: Check
     ) -> Outcome:
         while True:
             while len(self._held) < self._room and (request := next(rows, None)) is not None:
@@ -51,12 +51,12 @@ class ShuffledExecutor:
                 return Outcome.FINISHED
             if cancelled():
                 for request in self._held:
-                    on_answer(BatchAnswer(request.row, "", "cancelled"))
+                    on_row(BatchAnswer(request.row, "", "cancelled"))
                 return Outcome.CANCELLED
             if should_yield():
                 return Outcome.YIELDED
             request = self._held.pop(self._chance.randrange(len(self._held)))
-            on_answer(self._answer(request))
+            on_row(self._answer(request))
 
     def _answer(self, request: BatchRequest) -> BatchAnswer:
         question = request.messages[-1].content

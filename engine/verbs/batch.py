@@ -1,0 +1,248 @@
+"""`switchyard batch`: rows in, rows out, the input's columns kept."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.config import BatchJob, BatchStart, SamplingParams
+from engine.errors import EngineError, ErrorCode
+from engine.verbs.chat import SAMPLING_OPTIONS, given_sampling, load_engine
+from engine.verbs.options import add_engine_options, positive_int, stop_string
+from engine.verbs.output import emit, note
+
+if TYPE_CHECKING:
+    from engine.batch_files.answer import Answer
+    from engine.batch_files.pace import Pace
+    from engine.batch_files.prepared_job import PreparedJob
+    from engine.runtime.batch.job import JobEnding
+    from engine.runtime.engine import Engine
+
+_INTERRUPTED = 130
+_PLAIN_TELL_S = 30.0
+"""How often progress is a line of its own where nobody watches a terminal."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Mount the verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "batch",
+        help="rows in, rows out: a file of prompts answered into a file",
+        description="Answers every row of a txt, csv, tsv, jsonl, parquet, xlsx, md or pdf file, of a folder of such "
+        "files, or of an OpenAI batch file, many at once.  Answers are greedy without --temperature.  A run that "
+        "was stopped or killed goes on with --resume.",
+    )
+    parser.add_argument("input", metavar="INPUT", help="a file, or a folder of files")
+    parser.add_argument(
+        "-o", "--output", metavar="OUTPUT", help="csv, tsv, jsonl, parquet or xlsx (default: INPUT.answers.jsonl)"
+    )
+    parser.add_argument("--model", default="starter", metavar="M", help="starter, a library name or a folder")
+    parser.add_argument("--template", default="", metavar="T", help="the question, such as 'Summarise: {{text}}'")
+    parser.add_argument("--system", default="", metavar="S", help="what the model is told before each row")
+    parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="longest answer (default 512)")
+    for name, kind, metavar, text in SAMPLING_OPTIONS:
+        if name != "--beams":
+            parser.add_argument(name, type=kind, metavar=metavar, help=text)
+    parser.add_argument(
+        "--stop", type=stop_string, action="append", metavar="S", help="end an answer before S; may be repeated"
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--schema", metavar="FILE", help="a JSON schema that every answer satisfies")
+    what.add_argument("--choice", action="append", metavar="C", help="an answer is one of these; repeat for each")
+    parser.add_argument("--tries", type=positive_int, default=3, metavar="N", help="for sampled answers cut too soon")
+    start = parser.add_mutually_exclusive_group()
+    for option, text in (
+        ("--resume", "go on where an earlier run stopped"),
+        ("--restart", "discard earlier answers and replace OUTPUT"),
+        ("--retry-failed", "go on, and ask the failed rows again"),
+    ):
+        name = option.removeprefix("--").replace("-", "_")
+        start.add_argument(option, dest="start", action="store_const", const=name, default="new", help=text)
+    parser.add_argument("--sample", type=positive_int, metavar="N", help="answer only the first N rows, and show them")
+    form = parser.add_argument_group("how text is read")
+    form.add_argument("--encoding", metavar="E", help="such as cp1252, where it is not UTF-8")
+    form.add_argument("--separator", metavar="C", help="of a csv; found out if not given")
+    form.add_argument("--whole-files", action="store_true", help="a txt file is one row, not a row a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer the rows; the exit code."""
+    from engine.batch_files.prepared_job import prepare
+
+    job = _job(args)
+    if args.sample:  # nothing is written: what is there is in nobody's way
+        job = replace(job, start="resume")
+    prepared = prepare(job)
+    engine, _info = load_engine(args)
+    try:
+        if args.sample:
+            return _sample(args, prepared, engine)
+        return _whole(args, prepared, engine)
+    finally:
+        engine.unload()
+
+
+def _job(args: argparse.Namespace) -> BatchJob:
+    source = Path(args.input)
+    output = args.output or str(source.with_name(f"{source.name}.answers.jsonl"))
+    start: BatchStart = args.start
+    return BatchJob(
+        input=str(source),
+        output=output,
+        template=args.template,
+        system=args.system,
+        sampling=replace(SamplingParams(), **given_sampling(args)),
+        schema=_schema(args.schema),
+        choices=tuple(args.choice or ()),
+        tries=args.tries,
+        encoding=args.encoding,
+        separator=args.separator,
+        whole_files=args.whole_files,
+        start=start,
+    )
+
+
+def _schema(file: str | None) -> str:
+    if file is None:
+        return ""
+    try:
+        return json.dumps(json.loads(Path(file).read_text(encoding="utf-8")))
+    except OSError as error:
+        why = error.strerror or str(error)
+    except ValueError as error:
+        why = f"it is not JSON: {error}"
+    raise EngineError(ErrorCode.INVALID_REQUEST, f"The schema {file} cannot be read ({why}): check the file.")
+
+
+def _sample(args: argparse.Namespace, prepared: PreparedJob, engine: Engine) -> int:
+    answers: list[tuple[Answer, str]] = []
+    engine.sample_batch(
+        prepared, args.sample, lambda answer, question: answers.append((answer, question)), lambda: False
+    )
+    answers.sort(key=lambda pair: pair[0].row)
+    rows = [{**asdict(answer), "prompt": question} for answer, question in answers]
+    emit(
+        {"columns": prepared.source.columns, "rows": rows},
+        as_json=args.json,
+        human=lambda: "\n\n".join(_sampled(row) for row in rows),
+    )
+    return 0
+
+
+def _sampled(row: dict[str, Any]) -> str:
+    answer = f"The row {row['problem']}." if row["problem"] else row["text"]
+    return f"Row {row['row']}: {row['prompt']}\n{answer}"
+
+
+def _whole(args: argparse.Namespace, prepared: PreparedJob, engine: Engine) -> int:
+    from engine.runtime.batch.job import JobWatcher
+
+    begun = time.monotonic()
+    with _Interrupts() as interrupts:
+        shown = _Shown()
+        watcher = JobWatcher(
+            on_pace=shown.pace,
+            on_answer=lambda _answer, _question: None,
+            should_yield=lambda: False,
+            give_way=lambda: None,
+            cancelled=lambda: interrupts.count > 0,
+        )
+        try:
+            ending = engine.run_batch(prepared, watcher)
+        finally:
+            shown.clear()
+    document = _document(prepared, ending, time.monotonic() - begun)
+    emit(document, as_json=args.json, human=lambda: _summary(document))
+    if not ending.finished:
+        note("switchyard: stopped; the same command with --resume goes on.")
+        return _INTERRUPTED
+    return 0
+
+
+def _document(prepared: PreparedJob, ending: JobEnding, seconds: float) -> dict[str, Any]:
+    pace = ending.pace
+    return {
+        "input": str(prepared.source.path),
+        "output": str(prepared.output),
+        "finished": ending.finished,
+        "rows": pace.total,
+        "done": pace.done,
+        "failed": pace.failed,
+        "written": ending.written,
+        "seconds": round(seconds, 3),
+        "tokens_per_s": round(ending.tokens / seconds, 2) if seconds > 0 else 0.0,
+        "note": ending.note,
+    }
+
+
+def _summary(document: dict[str, Any]) -> str:
+    failed = f", {document['failed']:,} of them failed (column `problem` says why)" if document["failed"] else ""
+    return (
+        f"{document['written']:,} rows are in {document['output']}{failed}; "
+        f"{document['tokens_per_s']:,} tokens/s over {document['seconds']:.0f} s."
+    )
+
+
+class _Interrupts:
+    """Ctrl-C stops a job at the next layer, everything kept; the second time it ends the program."""
+
+    def __enter__(self) -> _Interrupts:
+        self.count = 0
+        self._before = signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _interrupt(self, *_: object) -> None:
+        self.count += 1
+        if self.count > 1:
+            raise KeyboardInterrupt
+
+
+class _Shown:
+    """Progress on stderr: one line that changes on a terminal, else a line now and then."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._told_s = time.monotonic()
+
+    def pace(self, pace: Pace, blocked: str) -> None:
+        if self._terminal:
+            sys.stderr.write(f"\r{blocked or pace_text(pace)}\x1b[K")
+            sys.stderr.flush()
+        elif blocked or time.monotonic() - self._told_s >= _PLAIN_TELL_S:
+            self._told_s = time.monotonic()
+            note(f"switchyard: {blocked or pace_text(pace)}")
+
+    def clear(self) -> None:
+        if self._terminal:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+def pace_text(pace: Pace) -> str:
+    """A job's progress in one line."""
+    total = f" of {pace.total:,}" if pace.total is not None else ""
+    failed = f", {pace.failed:,} failed" if pace.failed else ""
+    rate = f", {pace.tokens_per_s:,.0f} tokens/s" if pace.tokens_per_s else ""
+    left = ""
+    if pace.remaining_low_s is not None and pace.remaining_high_s is not None:
+        left = f", done in {_span(pace.remaining_low_s)} to {_span(pace.remaining_high_s)}"
+    return f"{pace.done:,}{total} rows{failed}{rate}{left}"
+
+
+def _span(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
