@@ -26,6 +26,7 @@ from engine.measure.run import NotMeasuredError, Run
 
 _AT_ONCE = 8
 """Experts of one call: most models route a token to about so many."""
+_MOST_EXPERTS = 2048
 _DEVICE_BYTES = 2**29
 """Of weights on a device: more than its caches hold."""
 
@@ -170,7 +171,7 @@ def _layout(shape: ExpertShape, precision: str) -> RecordLayout:
 
 
 def _layer(shape: ExpertShape, precision: str, room: torch.Tensor) -> BankLayer:
-    """As many experts as the room holds."""
+    """As many experts as the room holds, if that is not thousands."""
     layout = _layout(shape, precision)
-    count = room.nbytes // layout.nbytes
+    count = min(room.nbytes // layout.nbytes, _MOST_EXPERTS)
     return BankLayer("measured", layout, room[: count * layout.nbytes].view(count, layout.nbytes))

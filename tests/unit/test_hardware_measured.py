@@ -1,4 +1,4 @@
-"""What was measured is kept whole or not at all, noticed to be of another machine, and becomes the planner's numbers."""
+"""What was measured is kept whole, noticed to be of another machine, and becomes the planner's numbers."""
 
 from __future__ import annotations
 
