@@ -86,8 +86,10 @@ def _read(
     def fetch(name: str) -> Path:
         return Path(api.hf_hub_download(hub_id, name, revision=revision, cache_dir=scratch, etag_timeout=_TIMEOUT_S))
 
+    # First: it is not repeated for half a minute where there is no network, as downloads are.
+    names = {file.rfilename for file in api.model_info(hub_id, revision=revision, timeout=_TIMEOUT_S).siblings or ()}
     config = read_config(fetch(CONFIG_NAME).parent)
-    if api.file_exists(hub_id, INDEX_NAME, revision=revision):
+    if INDEX_NAME in names:
         weight_map = read_json(fetch(INDEX_NAME), _MAX_INDEX_BYTES).get("weight_map")
         files = sorted({str(name) for name in weight_map.values()}) if isinstance(weight_map, dict) else []
     else:

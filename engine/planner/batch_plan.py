@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from engine.planner.costs import Costs
-from engine.planner.engine_memory import EngineMemory, all_records_nbytes, card_usable, ram_usable, record_nbytes
-from engine.planner.footprint import CARD_HEADROOM_BYTES
+from engine.planner.engine_memory import (
+    EngineMemory,
+    all_records_nbytes,
+    card_usable,
+    headroom_bytes,
+    ram_usable,
+    record_nbytes,
+)
 from engine.planner.klotski import BlockTimes, fewest_batches
 from engine.planner.plan_parts import BatchPlan, Limits, TierBytes
 from engine.planner.plan_search import Question
@@ -49,7 +55,7 @@ def batch_memory(costs: Costs, limits: Limits, workload: Workload, outcome: Outc
         weights=embedding + resident,
         staging=round(2 * layer * (1 - policy.resident)),
         activations=min(working, card_usable(costs, limits)),
-        headroom=CARD_HEADROOM_BYTES * gpu.count,
+        headroom=headroom_bytes(gpu),
         other_programs=limits.vram_of_others,
     )
     total, usable = costs.machine.cpu.ram_bytes, ram_usable(costs, limits)

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from engine.planner import footprint
 from engine.planner.costs import Costs
+from engine.planner.machine import GpuProfile
 from engine.planner.memory import MemoryRule
 from engine.planner.model_shape import ModelShape
 from engine.planner.plan_parts import Limits, TierBytes
-from engine.planner.precision import head_precision
+from engine.planner.precision import careful_precision, head_precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +34,11 @@ class EngineMemory:
 
 def record_nbytes(model: ModelShape, precision: str) -> int:
     """Bytes of one expert's record, scales and padding counted."""
+    down = careful_precision(precision, model.total_weights)
     up = (model.expert_matrices - 1) * model.expert_width
     parts = [
         *footprint.matrix_part_bytes(up, model.hidden, precision),
-        *footprint.matrix_part_bytes(model.hidden, model.expert_width, precision),
+        *footprint.matrix_part_bytes(model.hidden, model.expert_width, down),
     ]
     if model.expert_biases:
         width = 4 if precision == "fp32" else 2
@@ -58,11 +60,12 @@ def dense_in_ram(model: ModelShape, precision: str) -> int:
     width = 4 if precision == "fp32" else 2
     if precision not in ("int8", "int4"):
         return width * model.non_expert_weights
+    careful = careful_precision(precision, model.total_weights)
     head = model.vocabulary * model.hidden
     routers = model.moe_layers * model.hidden * model.experts
     linear = model.non_expert_weights - model.embedding_weights - routers
     return (
-        sum(footprint.matrix_part_bytes(1 + linear // model.hidden, model.hidden, precision))
+        sum(footprint.matrix_part_bytes(1 + linear // model.hidden, model.hidden, careful))
         + sum(footprint.matrix_part_bytes(model.vocabulary, model.hidden, head_precision(precision)))
         + 2 * (routers + head)
     )
@@ -78,8 +81,13 @@ def card_usable(costs: Costs, limits: Limits) -> int:
     gpu = costs.machine.gpu
     if gpu is None or not limits.use_card:
         return 0
-    usable = max(0, costs.machine.vram_bytes - limits.vram_of_others - footprint.CARD_HEADROOM_BYTES * gpu.count)
+    usable = max(0, costs.machine.vram_bytes - limits.vram_of_others - headroom_bytes(gpu))
     return usable if limits.vram_bytes is None else min(usable, limits.vram_bytes * gpu.count)
+
+
+def headroom_bytes(gpu: GpuProfile) -> int:
+    """Of all cards together; an emulated one has neither driver nor desktop."""
+    return 0 if gpu.name.startswith("emulated") else footprint.CARD_HEADROOM_BYTES * gpu.count
 
 
 def ram_usable(costs: Costs, limits: Limits) -> int:
@@ -137,7 +145,7 @@ def engine_memory(
     roomy = context if limits.context_tokens else min(context, footprint.ROOMY_KV_TOKENS)
     as_usual = cache_slots is None and misses == "mixed" and gpu.count == 1
     held_kv = min(context, footprint.KV_TOKENS) * kv
-    headroom = footprint.CARD_HEADROOM_BYTES * gpu.count
+    headroom = headroom_bytes(gpu)
     total = costs.machine.vram_bytes
     others = limits.vram_of_others
     if as_usual and dense + every * record + working + roomy * kv <= usable:

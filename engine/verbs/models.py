@@ -27,6 +27,7 @@ from engine.checkpoint.names import STARTER_NAME
 from engine.errors import EngineError, ErrorCode
 from engine.paths import models_dir
 from engine.verbs.output import emit, note
+from engine.verbs.planning import add_plan_options, machine_of, workload_of
 
 _REDRAW_S = 0.1
 _LINE_S = 1.0
@@ -37,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("models", help="the model library")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=run, action=_list)
-    actions = parser.add_subparsers(metavar="{list,show,import,verify,remove,pull}")
+    actions = parser.add_subparsers(metavar="{list,show,fit,import,verify,remove,pull}")
 
     def action(name: str, help_text: str, function: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
         sub: argparse.ArgumentParser = actions.add_parser(name, help=help_text)
@@ -49,6 +50,9 @@ def add_parser(subparsers: Any) -> None:
     action("list", "what is in the library (also without an action)", _list)
     what = "`starter`, a library name or a checkpoint directory"
     action("show", "one model, in full", _show).add_argument("model", metavar="M", help=what)
+    fitting = action("fit", "whether a model can run on a machine, and how fast: before it is downloaded", _fit)
+    fitting.add_argument("model", metavar="M", help=f"{what}, a profile in resources/models, or a hub id")
+    add_plan_options(fitting)
     importing = action("import", "add a checkpoint directory", _import)
     importing.add_argument("path", type=Path, metavar="PATH", help="folder with config.json and safetensors files")
     importing.add_argument("--name", metavar="NAME", help="what to call it (default: the folder's name)")
@@ -80,6 +84,48 @@ def _list(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     entry = show(args.model)
     emit(entry, as_json=args.json, human=lambda: _details(entry))
+    return 0
+
+
+def _fit(args: argparse.Namespace) -> int:
+    from engine.checkpoint.model_shapes import find_shape  # numpy, which no other action needs
+    from engine.planner.plan import make_plan
+
+    workload = workload_of(args)
+    machine, limits, measured = machine_of(args)
+    shape = find_shape(args.model)
+    document: dict[str, Any] = {"model": shape.name, "machine": machine.name, "parameters": shape.total_weights}
+    try:
+        plan = make_plan(machine, shape, workload, limits, measured=measured)
+    except EngineError as error:
+        if error.code is not ErrorCode.NOT_ENOUGH_MEMORY:
+            raise
+        document |= {"fits": False, "why": error.message}
+        emit(document, as_json=args.json, human=f"No. {error.message}")
+        return 2
+    speed = plan.speed
+    document |= {
+        "fits": True,
+        "why": plan.bottleneck,
+        "precision": plan.precision,
+        "policy": plan.policy,
+        "decode_tokens_per_s": speed.decode_tokens_per_s,
+        "low": speed.low,
+        "high": speed.high,
+        "ttft_s": speed.ttft_s,
+        "card_bytes": plan.card.held if plan.card is not None else 0,
+        "ram_bytes": plan.ram.held,
+        "disk_bytes": plan.disk_bytes,
+        "what_helps": plan.what_helps,
+    }
+    emit(
+        document,
+        as_json=args.json,
+        human=lambda: (
+            f"Yes: about {speed.decode_tokens_per_s:.3g} tokens/s ({speed.low:.3g} to {speed.high:.3g}) at "
+            f"{plan.precision}, first token after {speed.ttft_s:.2g} s.\n{plan.bottleneck}\n{plan.what_helps}"
+        ),
+    )
     return 0
 
 

@@ -1,0 +1,37 @@
+"""The shape of whatever a user calls a model: a profile that comes with the program, a folder, or a name on the hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from engine.checkpoint.config_file import read_config
+from engine.checkpoint.hub import read_hub_model
+from engine.checkpoint.names import in_library, is_path_like, resolve
+from engine.checkpoint.shards import read_tensors
+from engine.planner.checkpoint_shape import shape_of
+from engine.planner.model_shape import ModelShape
+from engine.planner.profile_files import model_names, read_model
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
+def find_shape(model: str) -> ModelShape:
+    """The shape of a model, from headers alone.
+
+    Args:
+        model: `starter`, a library name, a checkpoint directory, a profile's name or file (`.json`), or a hub id
+            (`ORG/NAME`), of which the configuration and the headers are read over the network unless a profile has it.
+
+    Raises:
+        EngineError: there is none, or it cannot be understood; the message says why.
+    """
+    if model.endswith(".json") or (model in model_names() and in_library(model) is None):
+        return read_model(model)
+    if _HUB_ID.fullmatch(model) and not Path(model).exists():
+        known = next((shape for shape in map(read_model, model_names()) if shape.hub_id == model), None)
+        return known or shape_of(model.rpartition("/")[2], *read_hub_model(model), hub_id=model)
+    if not is_path_like(model) and in_library(model) is None and model != "starter":
+        return read_model(model)  # which says what names there are
+    folder = resolve(model)
+    return shape_of(folder.name, read_config(folder), read_tensors(folder).values())

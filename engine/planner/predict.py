@@ -1,0 +1,120 @@
+"""How fast the engine itself will decode, with exactly these settings: held against `bench decode`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from engine.config import EngineConfig
+from engine.errors import EngineError, ErrorCode
+from engine.planner.engine_costs import engine_costs
+from engine.planner.engine_memory import EngineMemory, engine_memory, memory_rule
+from engine.planner.machine import HardwareProfile, Origin
+from engine.planner.model_shape import ModelShape
+from engine.planner.plan_parts import Limits
+from engine.planner.simulator.requests import Setting, run_requests
+from engine.planner.simulator.strategy import HOST_ONLY, Miss, Prefetch, Residency, Strategy
+from engine.planner.workload import Workload
+
+_MEASURED, _LOOKED_UP = 0.2, 0.4
+_PRECISION_OF_AUTO = ("bf16", "int8", "int4")
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePrediction:
+    """Decoding at batch 1.
+
+    Attributes:
+        tokens_per_s: predicted; low, high: range.
+        ttft_s: until the first token.
+        hit_rate: of the expert cache; None without one.
+        memory: that will be held.
+        precision: of the experts, `auto` resolved.
+    """
+
+    tokens_per_s: float
+    low: float
+    high: float
+    ttft_s: float
+    hit_rate: float | None
+    memory: EngineMemory
+    precision: str
+
+
+def predict_decode(
+    machine: HardwareProfile,
+    model: ModelShape,
+    config: EngineConfig,
+    *,
+    prompt_tokens: int = 32,
+    tokens: int = 128,
+) -> DecodePrediction:
+    """Decode speed of the engine with this configuration.
+
+    Args:
+        machine: with a card if one is used, measured or not; an emulated one too.
+
+    Raises:
+        EngineError: `NOT_ENOUGH_MEMORY`, the model does not fit so.
+    """
+    limits = limits_of(config)
+    on_card = config.device != "cpu" and machine.gpu is not None
+    precisions = _PRECISION_OF_AUTO if config.precision == "auto" else (config.precision,)
+    fitting = []
+    for precision in precisions:
+        costs = engine_costs(machine, model, precision, config.threads)
+        memory = engine_memory(
+            costs, limits, on_card=on_card, misses=config.misses, cache_slots=config.cache_slots, ways=config.cache_ways
+        ) or engine_memory(costs, limits, on_card=False)
+        if memory is not None:
+            fitting.append((costs, memory))
+    if not fitting:
+        raise EngineError(
+            ErrorCode.NOT_ENOUGH_MEMORY, f"{model.name} does not fit on {machine.name} with these settings."
+        )
+    costs, memory = next((found for found in fitting if not found[1].disk), fitting[-1])
+    setting = Setting(
+        costs,
+        Workload("decode", prompt_tokens, tokens),
+        slots=memory.slots,
+        ways=config.cache_ways or 0,
+        rule=memory_rule(costs, limits),
+    )
+    outcome = run_requests(_strategy(config, memory), setting)
+    if outcome is None:
+        raise EngineError(
+            ErrorCode.NOT_ENOUGH_MEMORY, f"{model.name} does not fit on {machine.name} with these settings."
+        )
+    speed = outcome.decode_tokens_per_s
+    off = _MEASURED if machine.origins.get("cpu.ram_bytes_per_s") is Origin.MEASURED else _LOOKED_UP
+    return DecodePrediction(
+        speed,
+        speed * (1 - off),
+        speed * (1 + off),
+        outcome.ttft_s,
+        outcome.hit_rate if memory.slots else None,
+        memory,
+        costs.precision,
+    )
+
+
+def limits_of(config: EngineConfig) -> Limits:
+    """The limits that a configuration sets."""
+    return Limits(
+        vram_bytes=config.vram_bytes,
+        ram_bytes=config.ram_bytes,
+        threads=config.threads,
+        context_tokens=config.context_tokens,
+        precision=config.precision,
+        use_card=config.device != "cpu",
+    )
+
+
+def _strategy(config: EngineConfig, memory: EngineMemory) -> Strategy:
+    if memory.card is None:
+        return HOST_ONLY
+    if config.misses == "layer":
+        return Strategy("whole layers", prefetch=Prefetch.LAYER, grouped=True)
+    miss = {"cpu": Miss.CPU, "fetch": Miss.FETCH}.get(config.misses, Miss.MIXED)
+    kept = Residency.STATIC if config.cache_policy == "static" or memory.all_experts else Residency.CACHE
+    mixed = Strategy("as configured", Residency.NONE if config.misses == "off" else kept, miss, grouped=True)
+    return replace(mixed, prefetch=Prefetch.PREDICTED, prefetch_accuracy=0.85) if config.prefetch == "mlp" else mixed

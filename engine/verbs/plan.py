@@ -1,0 +1,35 @@
+"""`switchyard plan`: how a model would be run on a machine, what it would take, how fast it would be."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from engine.verbs.output import emit
+from engine.verbs.planning import add_plan_options, machine_of, plan_document, plan_text, workload_of
+
+
+def add_parser(subparsers: Any) -> None:
+    """Mount the verb."""
+    parser = subparsers.add_parser("plan", help="how a model would be run here, and how fast")
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="M",
+        help="starter, a library name, a folder, a profile in resources/models, or a hub id such as Qwen/Qwen3-30B-A3B",
+    )
+    add_plan_options(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan and tell; see `add_parser`."""
+    from engine.checkpoint.model_shapes import find_shape
+    from engine.planner.plan import make_plan
+
+    workload = workload_of(args)
+    machine, limits, measured = machine_of(args)
+    plan = make_plan(machine, find_shape(args.model), workload, limits, measured=measured)
+    emit(plan_document(plan), as_json=args.json, human=lambda: plan_text(plan))
+    return 0

@@ -1,0 +1,141 @@
+"""What `plan` and `models fit` share: the machine and the workload that are meant, and a plan in words."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import EngineError, ErrorCode
+from engine.verbs.options import parse_size, positive_int
+
+if TYPE_CHECKING:
+    from engine.planner.machine import HardwareProfile
+    from engine.planner.plan import Limits, Plan
+    from engine.planner.plan_parts import TierBytes
+    from engine.planner.workload import Workload
+
+
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--hardware`, `--workload` and the limits."""
+    parser.add_argument(
+        "--hardware", metavar="P", help="a machine: a name in resources/machines, or a JSON file (default: this one)"
+    )
+    parser.add_argument(
+        "--workload",
+        default="chat",
+        metavar="W",
+        help="chat, long-prefill, beam, batch, or PROMPTxGENERATED[xSEQUENCES[xBEAMS]] (default: chat)",
+    )
+    parser.add_argument("--device", choices=["auto", "cpu"], default="auto", help="cpu: leave the graphics card alone")
+    parser.add_argument("--precision", choices=["auto", "bf16", "int8", "int4"], default="auto", help="of the experts")
+    parser.add_argument("--vram", type=parse_size, metavar="SIZE", help="most video memory to use, such as 8GB")
+    parser.add_argument("--ram", type=parse_size, metavar="SIZE", help="most memory to use, such as 16GB")
+    parser.add_argument("--threads", type=positive_int, metavar="N", help="CPU threads that compute")
+    parser.add_argument("--context", type=positive_int, metavar="N", help="longest context to have room for")
+
+
+def machine_of(args: argparse.Namespace) -> tuple[HardwareProfile, Limits, bool]:
+    """(the machine meant, what may be used of it, whether it was measured)."""
+    from engine.planner.plan import Limits
+    from engine.planner.profile_files import read_machine
+
+    limits = Limits(
+        vram_bytes=args.vram,
+        ram_bytes=args.ram,
+        threads=args.threads,
+        context_tokens=args.context,
+        precision=args.precision,
+        use_card=args.device != "cpu",
+    )
+    if args.hardware:
+        return read_machine(args.hardware), limits, False
+    from engine.hardware.measured import machine_profile
+    from engine.hardware.measurement_files import load_measurements
+    from engine.hardware.probe import probe
+
+    found = probe()
+    gpu = found.compute_gpu
+    card = "" if gpu is None or not limits.use_card else "cuda:0"
+    measured = load_measurements(found, card)
+    others = (gpu.total_bytes or 0) - gpu.free_bytes if gpu is not None and gpu.free_bytes is not None else 0
+    limits = replace(
+        limits,
+        vram_of_others=max(0, others),
+        ram_of_others=max(0, found.ram_bytes - found.ram_available_bytes),
+    )
+    return machine_profile(found, measured), limits, measured is not None
+
+
+def workload_of(args: argparse.Namespace) -> Workload:
+    """The workload meant.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`.
+    """
+    from engine.planner.workload import parse_workload
+
+    try:
+        return parse_workload(args.workload)
+    except ValueError as error:
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"{error}.") from None
+
+
+def plan_text(plan: Plan) -> str:
+    """A plan for a terminal."""
+    work, speed, cache = plan.workload, plan.speed, plan.cache
+    lines = [
+        f"{plan.model} on {plan.machine}, {work.name}: {work.sequences} x {work.prompt_tokens} tokens read, "
+        f"{work.generated_tokens} written" + (f", {work.beams} beams" if work.beams > 1 else ""),
+        f"{plan.policy}, {plan.precision}, {plan.threads} threads: {speed.decode_tokens_per_s:.3g} steps/s "
+        f"({speed.low:.3g} to {speed.high:.3g}), first token after {speed.ttft_s:.3g} s, "
+        f"{speed.tokens_per_s:.3g} tokens/s in all",
+        plan.bottleneck,
+        plan.what_helps,
+        "",
+    ]
+    if plan.card is not None:
+        lines.append(_tier("graphics card", plan.card))
+    lines.append(_tier("RAM", plan.ram))
+    if plan.disk_bytes:
+        lines.append(f"{'disk':<14}{plan.disk_bytes / 1e9:.1f} GB of experts, read as they are needed")
+    if plan.card is not None and cache.all_experts:
+        lines.append("All experts are on the card.")
+    elif cache.slots:
+        shape = f"{cache.indexes} indexes x {cache.ways} ways" if cache.ways else "one pool"
+        hits = f", about {cache.hit_rate:.0%} hits" if cache.hit_rate is not None else ""
+        lines.append(f"expert cache  {cache.slots} slots, {shape}, {cache.policy}{hits}; misses: {cache.misses}")
+    if cache.prefill_threshold is not None and not cache.all_experts:
+        lines.append(f"An expert of {cache.prefill_threshold} rows or more is fetched rather than computed by the CPU.")
+    if plan.batch is not None:
+        batch = plan.batch
+        lines.append(
+            f"batches       {batch.schedule}: N = {batch.sequences}, mu = {batch.micro_batch}, n = {batch.batches}, "
+            f"A_g = {batch.attention_on_card:d}, F_g = {batch.experts_on_card:d}, r_w = {batch.weights_on_card:g}, "
+            f"r_c = {batch.cache_on_card:g}"
+        )
+    lines += ["", f"{'tokens/s':>10} {'steps/s':>9} {'TTFT, s':>9}  other ways"]
+    lines += [
+        f"{other.speed.tokens_per_s:>10.3g} {other.speed.decode_tokens_per_s:>9.3g} {other.speed.ttft_s:>9.3g}  "
+        f"{other.policy}, {other.precision}" + ("" if other.runs_here else " (to compare with)")
+        for other in plan.alternatives[:12]
+    ]
+    return "\n".join(lines)
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    """A plan as JSON-like values."""
+    from dataclasses import asdict
+
+    return asdict(plan)
+
+
+def _tier(name: str, tier: TierBytes) -> str:
+    from engine.planner.plan_parts import total_held
+
+    parts = ", ".join(f"{purpose.replace('_', ' ')} {_gb(nbytes)}" for purpose, nbytes in total_held(tier).items())
+    return f"{name:<14}{_gb(tier.total)}: {parts}, free {_gb(tier.free)}"
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.0f} MB"

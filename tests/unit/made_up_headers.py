@@ -1,0 +1,19 @@
+"""Tensor entries of checkpoints that are nowhere: what headers say, without files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+from engine.bench.synthetic.shapes import TensorSpec
+from engine.checkpoint.headers import TensorEntry
+
+
+def entries_of(files: Iterable[list[TensorSpec]]) -> list[TensorEntry]:
+    """The entries of all files' tensors, in bf16."""
+    return [
+        TensorEntry(Path(f"{number}.safetensors"), spec.name, "BF16", tuple(spec.shape), 0, 2 * math.prod(spec.shape))
+        for number, specs in enumerate(files)
+        for spec in specs
+    ]
