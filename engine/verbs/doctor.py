@@ -11,7 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.hardware.probe import HardwareProfile, probe
-from engine.verbs.doctor_checks import Finding, Status, folder_findings, gpu_findings, software_findings
+from engine.verbs.doctor_checks import (
+    Finding,
+    Status,
+    folder_findings,
+    gpu_findings,
+    measurement_findings,
+    software_findings,
+)
 from engine.verbs.doctor_display import display_findings
 from engine.verbs.output import emit
 
@@ -34,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
         *hardware_findings(hardware),
         *software_findings(),
         *gpu_findings(hardware),
+        *measurement_findings(hardware),
         *display_findings(),
         *folder_findings(hardware),
     ]

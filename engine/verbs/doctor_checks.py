@@ -13,6 +13,7 @@ from pathlib import Path
 
 from engine.checkpoint.library import starter_is_built
 from engine.hardware.disk import DiskKind
+from engine.hardware.measurement_files import changes, load_measurements
 from engine.hardware.probe import GpuInfo, HardwareProfile, Vendor, free_disk_bytes
 from engine.paths import cache_dir, config_dir, data_dir, log_dir, models_dir
 
@@ -138,6 +139,17 @@ def folder_findings(hardware: HardwareProfile) -> list[Finding]:
         action = "Run `switchyard models pull starter`."
         findings.append(Finding("starter model", Status.ADVICE, "It is not on this machine yet.", action))
     return findings
+
+
+def measurement_findings(hardware: HardwareProfile) -> list[Finding]:
+    """Whether this machine was measured, and whether it is still the one that was; nothing if it never was."""
+    device = "" if hardware.compute_gpu is None else "cuda:0"
+    if (known := load_measurements(hardware, device)) is not None:
+        detail = " ".join((f"{known.kind}, on {known.taken_at[:10]}.", *known.notes))
+        return [Finding("measurements", Status.OK, detail)]
+    if changed := changes(hardware, device):
+        return [Finding("measurements", Status.ADVICE, " ".join(changed), "Run `switchyard tune` again.")]
+    return []
 
 
 def torch_cuda_version() -> str | None:

@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from engine import cli
-from engine.hardware.probe import GpuInfo, HardwareProfile, probe
+from engine.hardware.cpu import CpuInfo
+from engine.hardware.measured import Measurements
+from engine.hardware.measurement_files import described, save_measurements
+from engine.hardware.probe import GpuInfo, HardwareProfile, Vendor, probe
+from engine.hardware.surroundings import Surroundings
 from engine.verbs import doctor, doctor_checks, doctor_display
 from engine.verbs.doctor_checks import Status
 
@@ -84,6 +88,64 @@ def test_a_graphics_card_and_the_torch_beside_it(
     assert finding.status == status
     assert words in finding.detail
     assert bool(finding.action) == (status != Status.OK)
+
+
+RADEON = replace(GPU, name="AMD Radeon RX 7900 XTX", vendor=Vendor.AMD, driver="amdgpu", compute_capability=None)
+GRAPHICS = GpuInfo("Intel UHD Graphics", None, None, "i915", None, None, vendor=Vendor.INTEL, is_integrated=True)
+
+
+@pytest.mark.parametrize(("hip", "status", "words"), [("7.2", Status.OK, "for ROCm"), (None, Status.ADVICE, "without")])
+def test_an_amd_card(
+    monkeypatch: pytest.MonkeyPatch, machine: HardwareProfile, hip: str | None, status: Status, words: str
+) -> None:
+    monkeypatch.setattr(doctor_checks, "torch_hip_version", lambda: hip)
+    (finding,) = doctor_checks.gpu_findings(replace(machine, gpus=(RADEON,), gpu_note=""))
+    assert (finding.status, words in finding.detail) == (status, True)
+
+
+def test_graphics_of_the_processor_are_no_card(machine: HardwareProfile) -> None:
+    first, second = doctor_checks.gpu_findings(replace(machine, gpus=(GRAPHICS,), gpu_note=""))
+    assert "do not run on it" in first.detail
+    assert "Models run on the processor." in second.detail
+    assert first.status == second.status == Status.OK
+
+
+def test_a_broken_driver_beside_another_card_is_worth_advice(
+    monkeypatch: pytest.MonkeyPatch, machine: HardwareProfile
+) -> None:
+    monkeypatch.setattr(doctor_checks, "torch_hip_version", lambda: "7.2")
+    _, second = doctor_checks.gpu_findings(replace(machine, gpus=(RADEON,), gpu_note="Restart."))
+    assert (second.status, second.detail) == (Status.ADVICE, "Restart.")
+
+
+def test_a_card_in_few_words(monkeypatch: pytest.MonkeyPatch, machine: HardwareProfile) -> None:
+    monkeypatch.setattr(doctor_checks, "torch_cuda_version", lambda: "13.0")
+    gpu = replace(GPU, pcie_width=16, pcie_width_now=8, used_by_others_bytes=3 * 2**30)
+    (finding,) = doctor_checks.gpu_findings(replace(machine, gpus=(gpu,), gpu_note=""))
+    assert "140 GiB (3.0 GiB taken by other programs), PCIe 5.0 x8, driver 580.65" in finding.detail
+
+
+def test_two_kinds_of_cores_and_limits(machine: HardwareProfile) -> None:
+    limited = replace(
+        machine,
+        processor=CpuInfo("i9", 24, 32, performance_cores=8, efficiency_cores=16),
+        where=Surroundings(None, True, 2**33, 2.0),
+    )
+    found = {finding.name: finding.detail for finding in doctor.hardware_findings(limited)}
+    assert "8 performance and 16 efficiency cores" in found["processor"]
+    assert "container" in found["memory"]
+    inside = replace(machine, where=Surroundings(2, True, None, None))
+    assert "WSL" in {finding.name: finding.detail for finding in doctor.hardware_findings(inside)}["memory"]
+
+
+def test_measurements_are_said_and_so_is_a_changed_machine(machine: HardwareProfile) -> None:
+    assert doctor_checks.measurement_findings(machine) == []
+    save_measurements(Measurements("quick", "", 0, described(machine), "2026-11-21T06:00:00+00:00", notes=("Hot.",)))
+    (finding,) = doctor_checks.measurement_findings(machine)
+    assert (finding.status, finding.detail) == (Status.OK, "quick, on 2026-11-21. Hot.")
+    (finding,) = doctor_checks.measurement_findings(replace(machine, ram_bytes=2**40))
+    assert finding.status == Status.ADVICE
+    assert "The RAM was" in finding.detail
 
 
 def test_without_a_card_it_says_why(machine: HardwareProfile) -> None:
