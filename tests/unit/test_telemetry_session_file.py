@@ -60,9 +60,8 @@ def test_a_file_cut_short_is_read_up_to_the_cut(tmp_path: Path, cut: float) -> N
     path.write_bytes(whole[: int(cut * len(whole))])
     try:
         session = read_session([path])
-    except EngineError as error:
-        assert "not a recorded session" in error.message
-        return
+    except EngineError:
+        return  # not even its first chunk is there
     assert session.spans["start_ns"].tolist() == list(range(len(session.spans)))
     assert session.is_whole or len(session.spans) < 5
 

@@ -1,0 +1,240 @@
+"""Timelines of real runs: complete, true to the byte, and physically possible."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.devices.copy_log import CopyRecord
+from engine.experts.vram_cache import VramCache
+from engine.runtime.telemetry.model_telemetry import ModelTelemetry
+from engine.telemetry.analysis import waiting
+from engine.telemetry.collecting import Collection, collected
+from engine.telemetry.lanes import (
+    CPU_ATTENTION,
+    CPU_EXPERTS,
+    DECODE,
+    DISK,
+    GPU,
+    H2D,
+    PHASE,
+    PREFILL,
+    SAMPLE,
+    SMALL_COPY,
+)
+from engine.telemetry.messages import IN_RAM, IN_VRAM, ON_DISK
+from engine.telemetry.recorder import RECORDER
+from engine.telemetry.records import Records, unpack
+from engine.telemetry.trace_export import trace_events
+from tests.engine.loaded_tiny import random_prompt
+from tests.engine.on_devices import NEW_TOKENS, PROMPT, answer, chatting, opened, share_misses
+from tests.engine.test_disk_backed import least_budget, loaded
+from tests.engine.tiny_families import tiny_checkpoint
+from tests.unit.trace_format import check_trace
+
+U32 = np.dtype("<u4")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("telemetry") / "model")
+    gc.collect()
+
+
+def run(model: Any, prompt: list[int] = PROMPT, tokens: int = NEW_TOKENS) -> tuple[Collection, list[CopyRecord]]:
+    """An answer recorded, and every copy that the devices themselves tell of."""
+    heard: list[CopyRecord] = []
+    devices = model.devices.devices if model.devices is not None else ()
+    telemetry = ModelTelemetry(model)
+    telemetry.start()
+    stops = [device.copy_log.listen(heard.append) for device in devices]
+    try:
+        with chatting(model) as session, collected() as collection:
+            answer(session, prompt, tokens)
+            for cache in caches_of(model):  # copies for later, which the last step has begun
+                cache.wait()
+            for device in devices:
+                device.synchronize()
+            RECORDER.phase(DECODE, 0)
+    finally:
+        telemetry.stop()
+        for stop in stops:
+            stop()
+    assert collection.dropped == 0
+    return collection, heard
+
+
+def caches_of(model: Any) -> list[VramCache]:
+    return [cache for caches in model.devices.experts.caches for cache in caches] if model.devices is not None else []
+
+
+def total(steps: Records, name: str) -> int:
+    return int(steps[name].sum())
+
+
+def of_lane(spans: Records, lane: int) -> Records:
+    return np.sort(spans[spans["lane"] == lane], order="start_ns")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"misses": "mixed"},
+        {"misses": "fetch"},
+        {"misses": "cpu", "prefetch": "previous"},
+        {"misses": "layer"},
+        {"devices": 2, "cache_ways": 1},
+    ],
+    ids=str,
+)
+def test_bytes_are_those_of_the_link_and_of_the_cache(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], seed: int
+) -> None:
+    share_misses(monkeypatch)
+    rng = np.random.default_rng(seed)
+    prompt = random_prompt(int(rng.integers(2, 90)), seed)
+    with opened(checkpoint, **{"devices": 1, "cache_slots": int(rng.integers(0, 9)), **options}) as model:
+        for cache in caches_of(model):
+            cache.wait()  # what is known to be used much was sent for when the model was loaded
+        before = [replace(cache.counters) for cache in caches_of(model)]
+        collection, heard = run(model, prompt, int(rng.integers(2, 16)))
+        after = [cache.counters for cache in caches_of(model)]
+
+        def counted(name: str) -> int:
+            return sum(getattr(each, name) for each in after) - sum(getattr(each, name) for each in before)
+
+        spans, steps = collection.spans, collection.steps
+        told = Counter({"h2d": 0, "d2h": 0})
+        for copy in heard:
+            told[copy.direction] += copy.nbytes
+        assert total(steps, "h2d_bytes") == told["h2d"]
+        assert total(steps, "d2h_bytes") == told["d2h"]
+        weights, small = of_lane(spans, H2D), of_lane(spans, SMALL_COPY)
+        assert int(small["nbytes"].sum()) == total(steps, "small_copy_bytes")
+        assert int(weights["nbytes"].sum() + small["nbytes"].sum()) == told["h2d"] + told["d2h"]
+        assert len(weights) + len(small) == len(heard)
+        if options.get("misses") != "layer":
+            moved = [counted(name) for name in ("fetched_bytes", "post_fetched_bytes", "prefetched_bytes")]
+            assert int(weights["nbytes"].sum()) == sum(moved)
+        for name in ("hits", "late", "fetched", "evictions", "post_fetches", "prefetched", "prefetches_used"):
+            assert total(steps, name) == counted(name), name
+        assert total(steps, "on_cpu") == counted("on_cpu")
+        check_trace({"displayTimeUnit": "ms", "traceEvents": list(trace_events(spans, steps))})
+
+
+def test_copies_and_computations_overlap_and_no_engine_copies_twice_at_once(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share_misses(monkeypatch)
+    with opened(checkpoint, cache_slots=6) as model:
+        collection, _ = run(model, tokens=24)
+    spans = collection.spans
+    weights = of_lane(spans, H2D)
+    assert (weights["start_ns"][1:] >= weights["end_ns"][:-1]).all()
+    overlapping = 0
+    for lane in (GPU, CPU_EXPERTS):
+        for busy in of_lane(spans, lane):
+            overlapping += int(((weights["start_ns"] < busy["end_ns"]) & (weights["end_ns"] > busy["start_ns"])).sum())
+    assert overlapping
+
+
+@pytest.mark.parametrize("devices", [0, 1])
+def test_phases_tile_a_request_and_every_moment_of_a_step_is_accounted_for(checkpoint: Path, devices: int) -> None:
+    with opened(checkpoint, devices) as model:
+        collection, _ = run(model)
+    steps, spans = collection.steps[:-1], collection.spans
+    assert (steps["start_ns"][1:] == steps["end_ns"][:-1]).all()
+    assert [int(name) for name in steps["name"][1:]] == [PREFILL, SAMPLE, *[DECODE] * (NEW_TOKENS - 1)]
+    assert total(steps[1:2], "tokens") == len(PROMPT)
+    wall_s = int(steps["end_ns"][-1] - steps["start_ns"][0]) / 1e9
+    waited = waiting(spans, steps)
+    assert waited.seconds == pytest.approx(wall_s, rel=0.02)
+    assert sum(waited.share.values()) == pytest.approx(1)
+    assert {int(number) for number in spans["step"]} <= {-1, *collection.steps["step"].tolist()}
+    assert len(of_lane(spans, PHASE)) == len(collection.steps)
+
+
+def test_layers_on_the_cpu_are_recorded_by_number_with_their_experts(checkpoint: Path) -> None:
+    with opened(checkpoint, 0) as model:
+        telemetry = ModelTelemetry(model)
+        collection, _ = run(model)
+        layers = [layer.number for layer in telemetry._layers]
+        per_token = model.info.experts_per_token
+    decoded = collection.steps[collection.steps["name"] == DECODE][:-1]
+    experts = of_lane(collection.spans, CPU_EXPERTS)
+    for step in decoded["step"]:
+        mine = experts[experts["step"] == step]
+        assert mine["layer"].tolist() == layers
+        assert mine["count"].tolist() == [per_token] * len(layers)
+    assert decoded["on_cpu"].tolist() == [per_token * len(layers)] * len(decoded)
+    assert len(of_lane(collection.spans, CPU_ATTENTION))
+    assert not len(of_lane(collection.spans, GPU))
+
+
+def test_the_map_knows_uses_hits_and_whereabouts(checkpoint: Path) -> None:
+    with opened(checkpoint, cache_slots=6) as model:
+        telemetry = ModelTelemetry(model)
+        telemetry.start()
+        with chatting(model) as session, collected() as collection:
+            answer(session, PROMPT, 20)
+        model.devices.devices[0].synchronize()
+        found, report = telemetry.expert_map(), telemetry.cache_report(collection.spans, collection.steps)
+        telemetry.stop()
+        assert found is not None
+        cache = model.devices.experts.caches[0][0]
+        shape = len(found.layers), found.experts
+        uses, hits = unpack(found.uses, U32).reshape(shape), unpack(found.hits, U32).reshape(shape)
+        places = unpack(found.places, np.dtype("u1")).reshape(shape)
+        assert int(uses.sum()) == cache.counters.lookups
+        assert int(hits.sum()) == cache.counters.hits
+        assert (places & IN_RAM).all()
+        for layer in range(shape[0]):
+            assert set(np.flatnonzero(places[layer] & IN_VRAM)) == set(cache.residents(layer))
+        assert unpack(found.heat, np.dtype("u1")).max() == 255
+        assert report.tiers[0].slots == cache.slots
+        assert report.lookups_per_step == pytest.approx(uses.sum() / 19)
+        for place in {part.place for part in report.memory}:
+            parts = {part.purpose: part.nbytes for part in report.memory if part.place == place}
+            assert parts.pop("total") == sum(parts.values())
+        telemetry.resize("vram", 2)
+        assert cache.slots <= 2
+        telemetry.resize("vram", 10**9)
+        assert cache.slots >= shape[0] * shape[1]
+
+
+def test_reads_from_disk_are_the_banks_to_the_byte(checkpoint: Path) -> None:
+    with loaded(checkpoint, "fp32", ram_bytes=least_budget(checkpoint, "fp32")) as model:
+        read_before = model.disk_backed.disk.bytes_read
+        collection, _ = run(model, tokens=20)
+        disk, ram = model.disk_backed.disk, model.disk_backed.ram.counters
+        reads = of_lane(collection.spans, DISK)
+        assert int(reads["nbytes"].sum()) == disk.bytes_read - read_before == total(collection.steps, "disk_bytes")
+        assert len(reads)
+        assert total(collection.steps, "ram_hits") == ram.hits
+        telemetry = ModelTelemetry(model)
+        found = telemetry.expert_map()
+        assert found is not None
+        places = unpack(found.places, np.dtype("u1"))
+        assert (places & ON_DISK).all()
+        assert 0 < np.count_nonzero(places & IN_RAM) < len(places)
+        assert telemetry.cache_report(collection.spans, collection.steps).tiers[0].tier == "ram"
+
+
+def test_recording_changes_no_token(checkpoint: Path) -> None:
+    answers = []
+    for on in (False, True):
+        with opened(checkpoint, cache_slots=4) as model, chatting(model) as session:
+            if on:
+                with collected():
+                    answers.append(answer(session, PROMPT).token_ids)
+            else:
+                answers.append(answer(session, PROMPT).token_ids)
+    assert answers[0] == answers[1]
