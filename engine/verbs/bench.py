@@ -19,8 +19,15 @@ def add_parser(subparsers: Any) -> None:
     """Mount the verb and its kinds."""
     parser = subparsers.add_parser("bench", help="measure this machine, with peers in the same run")
     kinds = parser.add_subparsers(
-        dest="kind", required=True, metavar="{startup,decode,prefill,batch,cache,disk,kernels,quality}"
+        dest="kind", required=True, metavar="{startup,decode,prefill,batch,cache,disk,kernels,quality,telemetry}"
     )
+
+    telemetry = kinds.add_parser("telemetry", help="decode with all telemetry on against off")
+    _add_model(telemetry)
+    telemetry.add_argument("--tokens", type=positive_int, default=64, metavar="N", help="tokens decoded per run")
+    _add_common(telemetry, repeats=11)
+    add_engine_options(telemetry)
+    telemetry.set_defaults(run=_run_telemetry)
 
     startup = kinds.add_parser(
         "startup", help="seconds to a usable window and to the first token; longest wait of the GUI"
@@ -187,6 +194,14 @@ def _run_quality(args: argparse.Namespace) -> int:
 
     report = _report()
     bench_quality(_config(args), QualityPlan(args.text, args.tokens, args.peers), report, note)
+    return _emit(report, args)
+
+
+def _run_telemetry(args: argparse.Namespace) -> int:
+    config, report = _config(args), _report()
+    from engine.bench.telemetry import TelemetryPlan, bench_telemetry
+
+    bench_telemetry(config, TelemetryPlan(args.tokens, args.repeats), report, note)
     return _emit(report, args)
 
 

@@ -15,6 +15,7 @@ from engine.errors import EngineError, ErrorCode
 from engine.protocol import ChatMessage, ModelInfo
 from engine.verbs.options import add_engine_options, engine_config, positive_int, seed, stop_string
 from engine.verbs.output import emit, note, write_text
+from engine.verbs.tracing import traced
 
 if TYPE_CHECKING:
     from engine.runtime.engine import Engine
@@ -50,6 +51,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--record-routing", type=_trace_file, metavar="FILE", help="write which experts were chosen, for the verb cache"
     )
+    parser.add_argument(
+        "--trace", type=_trace_file, metavar="FILE", help="write a timeline, for a trace viewer (.csv: a table)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     add_engine_options(parser)
 
@@ -65,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
         engine, info = load_engine(args)
         try:
-            with _recorded_routing(engine, args.record_routing):
+            with _recorded_routing(engine, args.record_routing), traced(engine, args.trace):
                 return converse(engine, info, replace(engine.default_sampling(), **given), args.system)
         finally:
             engine.unload()
@@ -141,7 +145,7 @@ def _answer_once(args: argparse.Namespace, given: dict[str, Any], question: str)
     system = [ChatMessage("system", args.system)] if args.system else []
     engine, info = load_engine(args)
     try:
-        with _recorded_routing(engine, args.record_routing):
+        with _recorded_routing(engine, args.record_routing), traced(engine, args.trace):
             result = engine.generate(
                 [*system, ChatMessage("user", question)],
                 replace(engine.default_sampling(), **given),

@@ -1,0 +1,58 @@
+"""`--trace FILE`: a timeline of what a command did, for a trace viewer or a spreadsheet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.errors import EngineError, ErrorCode
+from engine.verbs.output import note
+
+if TYPE_CHECKING:
+    from engine.runtime.engine import Engine
+    from engine.telemetry.collecting import Collection
+
+
+@contextmanager
+def traced(engine: Engine, path: Path | None) -> Iterator[None]:
+    """Records what runs inside, if `path` is given, and writes it there: `.csv` is a table of spans, else a trace.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`, if it cannot be written.
+    """
+    if path is None:
+        yield
+        return
+    from engine.telemetry.collecting import collected
+
+    telemetry, info = engine.telemetry, engine.info
+    if telemetry is not None:
+        telemetry.start()
+    try:
+        with collected() as collection:
+            yield
+    finally:
+        if telemetry is not None:
+            telemetry.stop()
+    about = {"model": info.name, "device": info.device, "precision": info.precision} if info is not None else {}
+    try:
+        _write(collection, path, about)
+    except OSError as error:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST, f"The trace cannot be written to {path}: {error.strerror or error}."
+        ) from error
+    lost = f"; {collection.dropped:,} more were lost" if collection.dropped else ""
+    viewer = "" if path.suffix == ".csv" else ", for ui.perfetto.dev or chrome://tracing"
+    note(f"switchyard: {len(collection.spans):,} spans are in {path}{viewer}{lost}")
+
+
+def _write(collection: Collection, path: Path, about: dict[str, str]) -> None:
+    from engine.telemetry.trace_export import write_spans, write_trace
+
+    if path.suffix.lower() == ".csv":
+        with path.open("w", encoding="utf-8", newline="") as file:
+            write_spans(collection.spans, file)
+    else:
+        write_trace(collection.spans, collection.steps, path, about)
