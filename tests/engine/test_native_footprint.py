@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from engine.kernels.native.library import load_kernels
 from engine.kernels.native.linear import QuantisedLinear, quantise_linears
 from engine.runtime.chat_session import ChatSession
 from tests.engine.native_isas import isas
+from tests.engine.native_programs import FOLDER, HEADERS, run_program
 
 _ISAS = isas()
 _IDLE_S = 1.0
@@ -63,6 +65,41 @@ def test_no_core_is_busy_after_an_answer(precision: str) -> None:
             end_ids=frozenset(),
         )
         assert busy_while_idle() < _MOST_BUSY
+
+
+def test_idle_threads_wait_in_the_kernel() -> None:
+    tasks = Path("/proc/self/task")
+    if not tasks.is_dir():
+        pytest.skip("states of threads are in /proc")
+    before = set(os.listdir(tasks))
+    kernels = load_kernels(threads=4)
+    assert kernels is not None
+    workers = [tasks / name / "stat" for name in os.listdir(tasks) if name not in before]
+
+    def all_asleep() -> bool:
+        return all(stat.read_text().rpartition(")")[2].split()[0] == "S" for stat in workers)
+
+    try:
+        model = torch.nn.Sequential(torch.nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16))
+        quantise_linears(model, "int8", kernels)
+        for tokens in (1, 1, 1, 40):
+            model(torch.randn(tokens, 1024).bfloat16())
+            assert len(workers) == 3
+            while not all_asleep():  # the test's own limit ends this if one never sleeps
+                time.sleep(0.001)
+            for _ in range(100):
+                time.sleep(0.002)
+                assert all_asleep()
+    finally:
+        kernels.close()
+
+
+def test_a_busy_machine_gets_fewer_threads_while_they_are_faster(tmp_path: Path) -> None:
+    program = tmp_path / "busy_machine"
+    source = str(FOLDER / "busy_machine.cpp")
+    build.find_compiler().run("-std=c++17", "-O1", f"-I{HEADERS}", source, "-o", str(program))
+    done = run_program(program, timeout_s=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_library_is_small() -> None:

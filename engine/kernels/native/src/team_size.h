@@ -7,9 +7,9 @@
 #include <chrono>
 #include <cstdint>
 
-class TeamSize {
+template <class Clock> class TeamSizeBy {
   public:
-    explicit TeamSize(bool team_possible) : team_(team_possible), possible_(team_possible) {}
+    explicit TeamSizeBy(bool team_possible) : team_(team_possible), possible_(team_possible) {}
 
     // Before a call that reads `bytes` of weights: whether the team should take part.
     bool use_team(int64_t bytes) {
@@ -27,13 +27,12 @@ class TeamSize {
     }
 
   private:
-    using Clock = std::chrono::steady_clock;
     static constexpr auto kGap = std::chrono::milliseconds(200);
     static constexpr int kBurst = 64;  // calls: about a dozen layers
     static constexpr int kFewestBursts = 8, kMostBursts = 128;  // between two tries of the other way
     static constexpr double kBetter = 1.05;
 
-    void restart(Clock::time_point now) {
+    void restart(typename Clock::time_point now) {
         begun_ = now;
         calls_ = 0;
         bytes_ = 0;
@@ -66,5 +65,7 @@ class TeamSize {
     int calls_ = 0;
     int64_t bytes_ = 0;
     double rate_[2] = {0, 0};
-    Clock::time_point begun_{}, last_call_{};
+    typename Clock::time_point begun_{}, last_call_{};
 };
+
+using TeamSize = TeamSizeBy<std::chrono::steady_clock>;
