@@ -97,6 +97,11 @@ class Run:
         self._due_s = self.clock() + seconds
         self._over_s = self.clock() + _PATIENCE * seconds + _GRACE_S
 
+    @property
+    def is_late(self) -> bool:
+        """Whether the time that was estimated is over, so that nothing more is to be repeated."""
+        return self.clock() > self._due_s
+
     def check(self) -> None:
         """Called between any two steps of some milliseconds.
 
@@ -133,7 +138,7 @@ class Run:
             for _ in range(max(2, repeats)):
                 self.check()
                 values.append(once())
-                if self.clock() > self._due_s:
+                if self.is_late:
                     return statistics.median(values)
             drift = drift_of(values)
             if abs(drift) <= DRIFT:

@@ -52,7 +52,7 @@ QUICK = MeasurementSet(
         DeviceArithmetic(3, 0.6),
         DeviceExperts((_FINE,), _PRECISIONS, (1, 128), 3, 1.0),
         Copies((64 * _KIB, 4 * _MIB, 32 * _MIB), 3, 1.5),
-        DiskReads(256 * _MIB, (1, 4, 8), (2 * _MIB,), 2.0),
+        DiskReads(256 * _MIB, (1, 4, 8), (2 * _MIB,), 3, 2.0),
     ),
 )
 """Enough to plan with: about ten seconds."""
@@ -69,7 +69,7 @@ THOROUGH = MeasurementSet(
         DeviceExperts((_FINE, _SQUARE, _WIDE), _PRECISIONS, (1, 2, 4, 8, 16, 64, 256), 5, 20.0),
         Copies((4 * _KIB, 64 * _KIB, _MIB, 4 * _MIB, 32 * _MIB, 256 * _MIB), 5, 6.0),
         PinnedLimit(256 * _GIB, 10.0),
-        DiskReads(_GIB, (1, 2, 4, 8, 16, 32), (256 * _KIB, 2 * _MIB), 20.0),
+        DiskReads(_GIB, (1, 2, 4, 8, 16, 32), (256 * _KIB, 2 * _MIB), 3, 20.0),
     ),
 )
 """By threads, shapes, sizes and depths: about two minutes."""

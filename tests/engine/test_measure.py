@@ -155,7 +155,7 @@ def test_everything_is_measured_on_the_cpu_and_a_device(
         CpuExperts((SMALL,), PRECISIONS, (1, 4), lambda most: (most,), 2, 60.0),
         DeviceArithmetic(2, 60.0),
         DeviceExperts((SMALL,), PRECISIONS, (1, 4), 2, 60.0),
-        DiskReads(4 * MIB, (1, 3), (MIB, 2 * MIB), 60.0),
+        DiskReads(4 * MIB, (1, 3), (MIB, 2 * MIB), 3, 60.0),
         PinnedLimit(2**30, 1.0),
         device=slow_link,
         on_progress=told.append,
@@ -224,7 +224,7 @@ def test_cancelling_leaves_nothing(
         measure(
             machine,
             tmp_path / "models",
-            DiskReads(8 * MIB, (1, 2), (MIB,), 60.0),
+            DiskReads(8 * MIB, (1, 2), (MIB,), 2, 60.0),
             Copies((2**16, MIB), 2, 60.0),
             DeviceExperts((SMALL,), ("bf16",), (1,), 2, 60.0),
             *(Made(str(number), lambda run: run.check()) for number in range(60)),
@@ -328,7 +328,7 @@ def test_a_scratch_file_goes_whatever_happens(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_nearly_full_is_left_alone(machine: HardwareProfile, tmp_path: Path) -> None:
-    found = measure(machine, tmp_path, DiskReads(2**60, (1,), (MIB,), 1.0))
+    found = measure(machine, tmp_path, DiskReads(2**60, (1,), (MIB,), 2, 1.0))
     assert "nearly full" in found.skipped["disk"]
     assert list(tmp_path.iterdir()) == []
 
