@@ -20,6 +20,7 @@ from engine.verbs.doctor_checks import (
     software_findings,
 )
 from engine.verbs.doctor_display import display_findings
+from engine.verbs.doctor_kernels import kernel_findings
 from engine.verbs.output import emit
 
 _MARKS = {Status.OK: "ok", Status.ADVICE: "note", Status.PROBLEM: "PROBLEM"}
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     findings = [
         *hardware_findings(hardware),
         *software_findings(),
+        *kernel_findings(hardware),
         *gpu_findings(hardware),
         *measurement_findings(hardware),
         *display_findings(),

@@ -1,13 +1,21 @@
-"""`python -m engine.kernels.native`: build the kernels, prove them on this machine, and say what came of it."""
+"""`python -m engine.kernels.native`: build the kernels, prove them on this machine, and say what came of it.
 
+With `--status` nothing is built; what there is is told in JSON: `isa` (a name, or null) and `note` (why there is none).
+"""
+
+import json
 import sys
 
 from engine.kernels.native.build import BuildError, build
-from engine.kernels.native.library import prove
+from engine.kernels.native.library import missing_note, prove, usable_isa
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     """0 if the kernels can be used here, 1 if PyTorch's operators have to do."""
+    if arguments == ["--status"]:
+        isa = usable_isa()
+        sys.stdout.write(json.dumps({"isa": isa.name if isa else None, "note": "" if isa else missing_note()}))
+        return 0
     try:
         path = build()
     except BuildError as failure:
@@ -19,4 +27,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

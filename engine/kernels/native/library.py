@@ -53,6 +53,9 @@ class NativeKernels:
         library.switchyard_quantise.argtypes = [pointer, pointer, pointer, i32]
         library.switchyard_dequantise.argtypes = [pointer, pointer, i64, i64, pointer]
         library.switchyard_paged_attention.argtypes = [pointer, pointer, pointer, i32, *[pointer] * 4]
+        library.switchyard_attention_rows.argtypes = [*[pointer] * 4, i32, pointer, pointer, pointer, i64, pointer]
+        library.switchyard_linear_rows.argtypes = [pointer, pointer, i32, *[pointer] * 3]
+        library.switchyard_route_rows.argtypes = [pointer, pointer, i32, *[pointer] * 4]
         self._library = library
         self.pool: int = library.switchyard_pool_create(threads)
         self.experts = library.switchyard_experts
@@ -63,6 +66,9 @@ class NativeKernels:
         self.quantise = library.switchyard_quantise
         self.dequantise = library.switchyard_dequantise
         self.paged_attention = library.switchyard_paged_attention
+        self.attention_rows = library.switchyard_attention_rows
+        self.linear_rows = library.switchyard_linear_rows
+        self.route_rows = library.switchyard_route_rows
 
     def close(self) -> None:
         """Ends the pool's threads.  No kernel may be called afterwards."""
@@ -77,6 +83,12 @@ def load_kernels(threads: int) -> NativeKernels | None:
     `SWITCHYARD_NATIVE=0` in the environment leaves them out; `SWITCHYARD_ISA=avx2` (or another of `Isa`'s names)
     holds them back.
     """
+    isa = usable_isa()
+    return NativeKernels(_open(library_path()), isa, threads) if isa is not None else None
+
+
+def usable_isa() -> Isa | None:
+    """The instruction set that `load_kernels` would use."""
     path = library_path()
     if os.environ.get("SWITCHYARD_NATIVE") == "0" or not path.exists():
         return None
@@ -84,7 +96,7 @@ def load_kernels(threads: int) -> NativeKernels | None:
     wanted = os.environ.get("SWITCHYARD_ISA", "").upper()
     if wanted in Isa.__members__:
         isas = [isa for isa in isas if isa <= Isa[wanted]]
-    return NativeKernels(_open(path), isas[-1], threads) if isas else None
+    return isas[-1] if isas else None
 
 
 def missing_note() -> str:

@@ -1,0 +1,45 @@
+"""What `doctor` says of the native kernels, found out by a child process: they come with torch, doctor without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+
+from engine.hardware.probe import HardwareProfile
+from engine.paths import python_module
+from engine.verbs.doctor_checks import Finding, Status
+
+_NAME = "CPU kernels"
+_SECONDS = 120.0
+"""Proving them on a machine that they have not run on, with torch read from a slow disk."""
+_CALLED = {
+    "PORTABLE": "plain C++ without vector instructions of their own",
+    "AVX2": "AVX2",
+    "AVX_VNNI": "AVX2 and AVX-VNNI",
+    "AVX512": "AVX-512",
+    "AVX512_VNNI": "AVX-512 with VNNI",
+    "NEON": "NEON",
+    "NEON_DOT": "NEON with dot products",
+}
+
+
+def kernel_findings(hardware: HardwareProfile) -> list[Finding]:
+    """Which instructions the native kernels use here and on how many threads, or why there are none."""
+    command, variables = python_module("engine.kernels.native")
+    try:
+        child = subprocess.run(
+            [*command, "--status"], capture_output=True, timeout=_SECONDS, check=True, env=os.environ | variables
+        )
+        found = json.loads(child.stdout)
+        isa, note = found["isa"], str(found["note"])
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
+        detail = "Whether the fast CPU kernels work could not be found out."
+        return [Finding(_NAME, Status.ADVICE, detail, "Run `python3 installers/start.py` in the checkout again.")]
+    if isa is None:
+        detail, _, action = note.rpartition(": ")
+        detail = f"{detail}." if detail else "Left out by SWITCHYARD_NATIVE=0; PyTorch's operators compute."
+        return [Finding(_NAME, Status.ADVICE, detail, f"{action[:1].upper()}{action[1:]}")]
+    threads = max(1, min(hardware.physical_cores or 1, hardware.usable_cpus))
+    on = f"{threads} threads" if threads > 1 else "1 thread"
+    return [Finding(_NAME, Status.OK, f"{_CALLED.get(isa, isa)}, on {on}; tested on this processor.")]

@@ -1,0 +1,61 @@
+"""What `doctor` says of the native kernels."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from engine.hardware.probe import probe
+from engine.paths import python_module
+from engine.verbs import doctor_kernels
+from engine.verbs.doctor_checks import Finding, Status
+
+
+def told(monkeypatch: pytest.MonkeyPatch, script: str) -> Finding:
+    """The finding, where the child is this script."""
+    command = [sys.executable, "-I", "-S", "-c", script]
+    monkeypatch.setattr(doctor_kernels, "python_module", lambda _module: (command, {}))
+    (finding,) = doctor_kernels.kernel_findings(probe())
+    return finding
+
+
+def saying(**document: Any) -> str:
+    return f"print({json.dumps(document)!r})"
+
+
+def test_the_instructions_and_threads_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = told(monkeypatch, saying(isa="AVX512_VNNI", note=""))
+    assert finding.status is Status.OK
+    assert finding.detail.startswith("AVX-512 with VNNI, on ")
+    assert "thread" in finding.detail
+    assert not finding.action
+
+
+def test_why_there_are_none_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    note = "The fast CPU kernels are not there, so it is slower: install a C++ compiler and run the set-up again."
+    finding = told(monkeypatch, saying(isa=None, note=note))
+    assert finding.status is Status.ADVICE
+    assert finding.detail == "The fast CPU kernels are not there, so it is slower."
+    assert finding.action == "Install a C++ compiler and run the set-up again."
+    assert "SWITCHYARD_NATIVE" in told(monkeypatch, saying(isa=None, note="")).detail
+
+
+@pytest.mark.parametrize("script", ["", "print('nonsense')", "print('[]')", "raise SystemExit(3)", "print('{}')"])
+def test_a_child_that_fails_is_advice(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    finding = told(monkeypatch, script)
+    assert finding.status is Status.ADVICE
+    assert finding.action
+
+
+def test_what_the_kernels_say_themselves() -> None:
+    command, variables = python_module("engine.kernels.native")
+    said = subprocess.run(
+        [*command, "--status"], capture_output=True, check=True, timeout=120, env=os.environ | variables
+    )
+    document = json.loads(said.stdout)
+    assert bool(document["isa"]) != bool(document["note"])
