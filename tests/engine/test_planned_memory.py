@@ -1,0 +1,81 @@
+"""What a plan says is held of each tier, against what the running engine holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.bench.synthetic import make_synthetic
+from engine.checkpoint.model_shapes import find_shape
+from engine.config import EngineConfig, Precision
+from engine.planner.engine_costs import engine_costs
+from engine.planner.engine_memory import engine_memory
+from engine.planner.machine import CpuProfile, GpuProfile, HardwareProfile, LinkProfile
+from engine.planner.predict import limits_of
+from engine.runtime.loading import load_model
+from tests.engine.on_devices import memory_use
+
+MODEL = "synthetic:qwen3-moe-small?layers=2&experts=32&vocab=2048"
+MIB = 2**20
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path))
+    return make_synthetic(MODEL)
+
+
+@pytest.mark.parametrize("vram", [64, 40, 24])
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
+def test_on_an_emulated_card(folder: Path, vram: int, precision: Precision) -> None:
+    config = EngineConfig(
+        str(folder),
+        device="emulated:slow-link",
+        vram_bytes=vram * MIB,
+        precision=precision,
+        context_tokens=512,
+        threads=1,
+    )
+    loaded = load_model(config, on_progress=lambda _done, _all: None, cancelled=lambda: False)
+    try:
+        used = memory_use(loaded)[0].by_category
+        in_ram = loaded.bank.nbytes if loaded.bank is not None else 0
+        is_on_device = loaded.bank is None or not loaded.devices.experts.caches[0]
+    finally:
+        loaded.close()
+    planned = engine_memory(
+        engine_costs(machine(vram), find_shape(str(folder)), precision, 1), limits_of(config), on_card=True
+    )
+    assert planned is not None
+    assert planned.card is not None
+    assert planned.card.weights == pytest.approx(used["weights"], rel=0.05)
+    assert planned.card.experts + planned.card.staging == pytest.approx(used["experts"] + used["staging"], rel=0.05)
+    assert planned.all_experts == is_on_device
+    if not planned.all_experts:
+        assert planned.ram.experts == pytest.approx(in_ram, rel=0.05)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
+def test_on_the_cpu(folder: Path, precision: Precision) -> None:
+    config = EngineConfig(str(folder), device="cpu", precision=precision, threads=1)
+    loaded = load_model(config, on_progress=lambda _done, _all: None, cancelled=lambda: False)
+    try:
+        weights, experts = loaded.info.weights_bytes, loaded.info.experts_bytes
+    finally:
+        loaded.close()
+    planned = engine_memory(
+        engine_costs(machine(0), find_shape(str(folder)), precision, 1), limits_of(config), on_card=False
+    )
+    assert planned is not None
+    assert planned.card is None
+    assert planned.ram.experts == pytest.approx(experts, rel=0.05)
+    assert planned.ram.weights == pytest.approx(weights, rel=0.05)
+
+
+def machine(vram: int) -> HardwareProfile:
+    found = HardwareProfile(
+        "test", "", "", None, LinkProfile(2e9, 2e9, 2e9), CpuProfile("", 2, 1e11, 3e10, 24 * 2**30), 1e9
+    )
+    return replace(found, gpu=GpuProfile("emulated:slow-link", vram * MIB, 1e11, 1e10)) if vram else found

@@ -1,0 +1,165 @@
+"""Plans: bytes that add up, settings that the engine can be run with, and refusals that name what would do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import EngineError, ErrorCode
+from engine.planner.machine import HardwareProfile
+from engine.planner.plan import Limits, Plan, make_plan
+from engine.planner.plan_parts import TierBytes
+from engine.planner.plan_search import PRECISIONS, Question
+from engine.planner.profile_files import machine_names, model_names, read_machine, read_model
+from engine.planner.what_helps import Change, what_helps, what_if
+from engine.planner.workload import BATCH, CHAT, WORKLOADS
+
+_GIB = 2**30
+QWEN, DEEPSEEK, MIXTRAL = read_model("qwen3-30b-a3b"), read_model("deepseek-v3"), read_model("mixtral-8x7b")
+GAMER, BARE, LARGE = (
+    read_machine(name) for name in ("desktop-rtx-3060-12gb", "desktop-no-gpu-64gb", "desktop-rtx-5090-32gb")
+)
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    machine=st.sampled_from(machine_names()),
+    model=st.sampled_from(model_names()),
+    workload=st.sampled_from(sorted(WORKLOADS)),
+    vram=st.none() | st.integers(_GIB, 32 * _GIB),
+    ram=st.none() | st.integers(2 * _GIB, 128 * _GIB),
+    context=st.none() | st.integers(1, 200_000),
+)
+def test_any_plan_stays_within_its_limits(
+    machine: str, model: str, workload: str, vram: int | None, ram: int | None, context: int | None
+) -> None:
+    limits = Limits(vram_bytes=vram, ram_bytes=ram, context_tokens=context)
+    try:
+        plan = make_plan(read_machine(machine), read_model(model), WORKLOADS[workload], limits)
+    except EngineError as error:
+        refused = error
+    else:
+        assert_sound(plan)
+        return
+    assert refused.code is ErrorCode.NOT_ENOUGH_MEMORY
+    assert refused.message.endswith(".")
+
+
+def assert_sound(plan: Plan) -> None:
+    for tier in (plan.card, plan.ram):
+        if tier is None:
+            continue
+        assert all(getattr(tier, part.name) >= 0 for part in fields(tier))
+        assert tier.held + tier.headroom + tier.other_programs <= tier.total * 1.0001
+    if plan.card is not None and plan.limits.vram_bytes is not None:
+        assert plan.card.held <= plan.limits.vram_bytes * read_machine(plan.machine).gpu.count  # type: ignore[union-attr]
+    if plan.limits.ram_bytes is not None:
+        # As in the engine, the budget is for weights: the KV of a conversation is part of the headroom.
+        assert plan.ram.held - plan.ram.kv <= plan.limits.ram_bytes * 1.0001
+    assert plan.precision in PRECISIONS
+    assert 0 < plan.speed.low < plan.speed.decode_tokens_per_s < plan.speed.high
+    assert plan.speed.ttft_s > 0
+    for sentence in (plan.bottleneck, plan.what_helps):
+        assert sentence.endswith(".")
+    config = plan.engine_config("folder")
+    assert (config.device == "cpu") == (plan.card is None)
+    assert config.precision == plan.precision
+    json.dumps(asdict(plan), default=str)
+
+
+def test_what_others_hold_and_what_is_left_free_is_not_planned_with() -> None:
+    alone = make_plan(GAMER, QWEN)
+    shared = make_plan(GAMER, QWEN, limits=Limits(vram_of_others=4 * _GIB, precision=alone.precision))
+    assert alone.card is not None
+    assert shared.card is not None
+    assert shared.card.other_programs == 4 * _GIB
+    assert shared.cache.slots < alone.cache.slots
+    assert shared.card.experts < alone.card.experts
+
+
+def test_all_experts_on_a_card_that_holds_them() -> None:
+    plan = make_plan(LARGE, QWEN, limits=Limits(precision="int4"))
+    assert plan.card is not None
+    if plan.cache.all_experts:
+        assert plan.cache.slots == QWEN.moe_layers * QWEN.experts
+        assert plan.cache.hit_rate == 1.0
+        assert plan.ram.experts == 0
+
+
+def test_without_a_card_everything_is_in_ram() -> None:
+    plan = make_plan(BARE, QWEN, limits=Limits(threads=4))
+    assert plan.card is None
+    assert plan.policy == "CPU only"
+    assert plan.threads == 4
+    assert plan.engine_config("m").threads == 4
+    assert plan.roofline.gpu_flops == 0
+    assert "RAM" in plan.bottleneck
+
+
+def test_experts_that_do_not_fit_are_on_disk_and_more_ram_or_a_faster_disk_helps() -> None:
+    plan = make_plan(BARE, DEEPSEEK)
+    assert plan.disk_bytes > 300e9
+    assert "disk" in plan.bottleneck
+    assert plan.helps[0].gain >= plan.helps[-1].gain > 1
+    assert {"RAM", "disk"} & set(plan.what_helps.split())
+
+
+def test_the_precision_asked_for_is_kept_and_others_are_alternatives() -> None:
+    plan = make_plan(GAMER, QWEN, limits=Limits(precision="bf16"))
+    assert plan.precision == "bf16"
+    assert {other.precision for other in plan.alternatives} >= {"int8", "int4"}
+    speeds = [other.speed.tokens_per_s for other in plan.alternatives]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_a_batch_is_planned_with_its_sizes() -> None:
+    plan = make_plan(read_machine("klotski-rtx-3090"), MIXTRAL, BATCH)
+    assert plan.batch is not None
+    assert plan.batch.sequences == min(plan.batch.micro_batch * plan.batch.batches, BATCH.sequences)
+    assert [point.name for point in plan.roofline.points] == ["decode", "prefill", "batch"]
+
+
+def test_a_model_that_fits_nowhere_is_told_the_nearest() -> None:
+    tiny = BARE.with_memory(ram_bytes=4 * _GIB)
+    with pytest.raises(EngineError, match=r"nearest would be .* GB of RAM") as refused:
+        make_plan(tiny, DEEPSEEK)
+    assert refused.value.code is ErrorCode.NOT_ENOUGH_MEMORY
+    small = BARE.with_memory(ram_bytes=3 * _GIB)
+    with pytest.raises(EngineError, match="the nearest that fits is int"):
+        make_plan(small, QWEN, limits=Limits(precision="bf16"))
+
+
+def test_what_if_changes_only_what_is_said() -> None:
+    assert what_if(GAMER, Change()) == GAMER
+    richer = what_if(GAMER, Change(vram_bytes=24 * _GIB, ram_bytes=128 * _GIB, disk_bytes_per_s=1e10))
+    assert (richer.vram_bytes, richer.cpu.ram_bytes, richer.disk_bytes_per_s) == (24 * _GIB, 128 * _GIB, 1e10)
+    linked = what_if(GAMER, Change(link_bytes_per_s=50e9))
+    assert linked.link.h2d == 50e9
+    assert linked.link.h2d_pageable == pytest.approx(2 * GAMER.link.h2d_pageable)
+    with_card = what_if(BARE, Change(gpu=GAMER))
+    assert with_card.gpu == GAMER.gpu
+    with pytest.raises(EngineError, match="has no graphics card"):
+        what_if(BARE, Change(vram_bytes=8 * _GIB))
+
+
+@pytest.mark.parametrize("machine", [GAMER, BARE])
+def test_each_help_is_a_gain(machine: HardwareProfile) -> None:
+    for found in what_helps(Question(machine, QWEN, CHAT, Limits(), "int8")):
+        assert found.gain > 1
+        assert found.tokens_per_s > 0
+
+
+def test_more_memory_is_never_slower() -> None:
+    before = make_plan(GAMER, QWEN, limits=Limits(precision="int8")).speed.tokens_per_s
+    after = make_plan(what_if(GAMER, Change(vram_bytes=24 * _GIB)), QWEN, limits=Limits(precision="int8"))
+    assert after.speed.tokens_per_s >= 0.99 * before
+
+
+def test_free_is_what_nobody_has() -> None:
+    tier = TierBytes(100, weights=10, experts=20, staging=1, kv=2, activations=3, headroom=4, other_programs=5)
+    assert (tier.held, tier.free) == (36, 55)
+    assert replace(tier, total=10).free == 0
