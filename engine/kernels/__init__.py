@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.kernels.gpu.proof import runs_kernels
+import torch
+
+from engine.kernels.gpu.proof import runs_kernels, why_not
 from engine.kernels.interface import ExpertKernel, ExpertMath, LayerRecords
 from engine.kernels.native.experts import NativeExperts, can_compute
 from engine.kernels.native.library import NativeKernels
@@ -32,3 +34,9 @@ def choose_torch_kernel(module: Any, layer: LayerRecords, kernels: NativeKernels
     if not hasattr(module, "has_gate"):
         return None
     return TorchExperts(layer, ExpertMath.of(module), kernels)
+
+
+def card_note(device: torch.device) -> str:
+    """One sentence for the user where a card computes experts the plain, slower way; else empty."""
+    reason = why_not(device) if device.type == "cuda" else None
+    return f"The card computes experts with PyTorch's operators, which is slower: {reason}." if reason else ""

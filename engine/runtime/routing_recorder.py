@@ -37,7 +37,8 @@ class RoutingRecorder:
                 continue
             layer, kernel = bound
             # Of a model that mixes kinds of layers, those with the most experts are the ones that matter.
-            self._experts = max(self._experts, getattr(module, "num_experts", layer.num_experts))
+            count = getattr(module, "num_experts", None)
+            self._experts = max(self._experts, layer.num_experts if count is None else count)
             setattr(module, BANK_LAYER, (layer, _Listening(kernel, self._new_layer())))
         if not self._choices:
             raise EngineError(

@@ -18,11 +18,11 @@ from engine.errors import EngineError, ErrorCode
 from engine.experts.disk_backed import DiskBackedExperts
 from engine.experts.dispatch import BANK_LAYER
 from engine.paths import data_dir
-from engine.runtime import expert_placement, loading
+from engine.runtime import expert_placement
 from engine.runtime.cancellation import RequestCancelled
 from engine.runtime.expert_placement import ExpertPlacement
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.loading import load_model
+from engine.runtime.loading import decision, load_model
 from tests.engine.test_family_parity import PROMPT, decoded_logits, greedy, logits
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -53,7 +53,7 @@ def on_disk(
 ) -> Iterator[LoadedModel]:
     """Loaded with so many slots per layout; with as few as will do if 0."""
     budget = least_budget(folder, precision)
-    place = loading.place_experts
+    place = decision.place_experts
 
     def with_slots(*args: Any) -> ExpertPlacement:
         found = place(*args)
@@ -64,7 +64,7 @@ def on_disk(
         return ExpertPlacement(found.resident, found.on_disk, nbytes, at_least)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loading, "place_experts", with_slots)
+        patch.setattr(decision, "place_experts", with_slots)
         patch.setattr(expert_placement, "_POLICY", policy)
         with loaded(folder, precision, ram_bytes=budget) as model:
             assert model.disk_backed is not None

@@ -1,4 +1,4 @@
-"""Decode steps repeated as graphs, on an emulated card: tokens are those of transformers, and who cannot is left alone."""
+"""Decode steps repeated as graphs, on an emulated card: tokens are those of transformers; who cannot is left alone."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ import torch
 from engine.devices.graphs import CaptureError
 from engine.devices.memory_budget import MemoryCategory
 from engine.devices.recorded_graphs import RecordedCapture
-from engine.runtime.chat_session import ChatSession
-from engine.runtime.graphs import GraphedSteps
-from engine.runtime.kv_session import KvSession
+from engine.errors import EngineError, ErrorCode
+from engine.experts.dispatch import BANK_LAYER, bound_kernel
+from engine.experts.dispatcher import HybridExperts
+from engine.kernels.torch_experts import TorchExperts
+from engine.runtime.graph_step import GraphStep
+from engine.runtime.routing_recorder import RoutingRecorder
 from tests.engine.graph_cases import FAMILIES, check_conversation, graphs_of
 from tests.engine.loaded_tiny import random_prompt
 from tests.engine.on_devices import PROMPT, answer, chatting, memory_use, opened, reference, share_misses
@@ -72,11 +75,173 @@ def test_long_answers_grow_out_of_their_rows_and_windows(
         assert counters.captures == counters.warm_ups == (1 if family == "mixtral" else 3)
 
 
-def test_without_experts_that_wait_a_step_is_one_graph(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_cut_where_experts_are_called(checkpoints: Path) -> None:
     expected = reference("qwen3_moe", checkpoints)
-    with opened(expected.folder, graphs="on") as model, chatting(model) as session:
+    with opened(expected.folder, graphs="on", cache_slots=3) as model, chatting(model) as session:
         assert list(answer(session, PROMPT).token_ids) == expected.first
         step = graphs_of(session)._step
         assert step is not None
+        assert step.pieces == model.model.config.num_hidden_layers + 1
+
+
+def test_experts_that_wait_for_nothing_are_part_of_the_graph(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a card's kernel for experts that are all on it."""
+    expected = reference("qwen3_moe", checkpoints)
+    with opened(expected.folder, graphs="on") as model, chatting(model) as session:
+        for module in model.model.modules():
+            if BANK_LAYER in module.__dict__:
+                layer, kernel = bound_kernel(module)
+                assert isinstance(kernel, TorchExperts)
+                setattr(module, BANK_LAYER, (layer, _WaitsForNothing(kernel)))
+        assert list(answer(session, PROMPT).token_ids) == expected.first
+        graphs = graphs_of(session)
+        step = graphs._step
+        assert graphs.refused is None
+        assert step is not None
+        assert step.pieces == 1
+
+
+class _WaitsForNothing:
+    """All experts of a layer for every token, those that are not wanted with weight 0."""
+
+    is_capturable = True
+
+    def __init__(self, kernel: TorchExperts) -> None:
+        self._kernel = kernel
+
+    def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if len(hidden) > 1:
+            return self._kernel(hidden, index, weights)
+        return self._kernel._one_token_all_experts(hidden, index, weights)
+
+
+def test_experts_that_fail_end_the_answer_and_the_next_one_is_right(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = reference("qwen3_moe", checkpoints)
+    calls = 0
+    real = HybridExperts.__call__
+
+    def failing(self: HybridExperts, *args: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == fails_at:
+            raise EngineError(ErrorCode.DEVICE_UNAVAILABLE, "The card has gone.")
+        return real(self, *args)
+
+    with opened(expected.folder, graphs="on", cache_slots=3) as model:
         layers = model.model.config.num_hidden_layers
-        assert step.pieces == layers + 1
+        # In the prompt's only piece, the warm-up (twice all layers), the capture, and a repetition.
+        for step in (1, 2, 3.5, 4.5, 5.5):
+            calls, fails_at = 0, int(step * layers) + 1
+            with chatting(model) as session:
+                monkeypatch.setattr(HybridExperts, "__call__", failing)
+                with pytest.raises(EngineError, match="has gone"):
+                    answer(session, PROMPT)
+                monkeypatch.setattr(HybridExperts, "__call__", real)
+                session.clear()
+                assert list(answer(session, PROMPT).token_ids) == expected.first
+                assert graphs_of(session).refused is None
+                assert graphs_of(session).counters.replays > 0
+
+
+def test_a_cancelled_answer_goes_on_from_its_cache(checkpoints: Path) -> None:
+    expected = reference("qwen3_moe", checkpoints)
+    with opened(expected.folder, graphs="on", cache_slots=3) as model, chatting(model) as session:
+        told: list[int] = []
+        stopped = answer(
+            session, PROMPT, on_text=lambda _text, count: told.append(count), cancelled=lambda: len(told) >= 6
+        )
+        assert stopped.finish_reason == "cancelled"
+        assert list(stopped.token_ids) == expected.first[: len(stopped.token_ids)]
+        again = answer(session, PROMPT)
+        assert list(again.token_ids) == expected.first
+        assert again.reused_tokens > 0
+        # The buffers are the same: nothing was captured anew.
+        assert graphs_of(session).counters.captures == 1
+
+
+def test_a_new_chat_and_other_kernels_are_captured_anew(checkpoints: Path) -> None:
+    expected = reference("qwen3_moe", checkpoints)
+    with opened(expected.folder, graphs="on", cache_slots=3) as model, chatting(model) as session:
+        graphs = graphs_of(session)
+        for _ in range(2):
+            assert list(answer(session, PROMPT).token_ids) == expected.first
+            session.clear()
+        assert graphs.counters.captures == 2
+        answer(session, PROMPT)
+        recorder = RoutingRecorder(model)
+        recorder.begin_sequence()
+        before = graphs.counters.replays
+        assert list(answer(session, expected.second_prompt).token_ids) == expected.second
+        assert graphs.counters.replays > before
+        assert recorder._tokens() >= len(expected.second) - 1
+
+
+def test_what_graphs_hold_is_counted_and_given_back(checkpoints: Path) -> None:
+    expected = reference("qwen3_moe", checkpoints)
+    with opened(expected.folder, graphs="on", cache_slots=3) as model, chatting(model) as session:
+        answer(session, PROMPT)
+        step = graphs_of(session)._step
+        assert step is not None
+        assert step.nbytes > 0
+        held = memory_use(model)[0].by_category[MemoryCategory.ACTIVATIONS]
+        assert held >= step.nbytes
+        session.clear()
+        assert memory_use(model)[0].by_category[MemoryCategory.ACTIVATIONS] < held
+
+
+def test_a_device_without_room_for_graphs_does_without(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = reference("qwen3_moe", checkpoints)
+    monkeypatch.setattr(GraphStep, "nbytes", 2**40)
+    with opened(expected.folder, graphs="on", cache_slots=3) as model, chatting(model) as session:
+        assert list(answer(session, PROMPT).token_ids) == expected.first
+        graphs = graphs_of(session)
+        assert graphs.refused is not None
+        assert "memory" in graphs.refused
+
+
+@pytest.mark.parametrize("config", [{"graphs": "auto"}, {"graphs": "off"}, {"graphs": "on", "device": "cpu"}], ids=str)
+def test_where_graphs_are_not_wanted(config: dict[str, Any], checkpoints: Path) -> None:
+    with opened(reference("qwen3_moe", checkpoints).folder, **config) as model:
+        assert model.graph_device is None
+
+
+def test_two_devices_and_native_kernels_are_not_captured(checkpoints: Path) -> None:
+    folder = reference("qwen3_moe", checkpoints).folder
+    with opened(folder, 2, graphs="on") as model:
+        assert model.graph_device is None
+    with opened(folder, graphs="on", precision="bf16") as model:
+        assert (model.graph_device is None) == (model.kernels is not None)
+
+
+class TestTheStandIn:
+    def test_repeats_on_the_same_memory(self) -> None:
+        x, state = torch.ones(4), torch.zeros(4)
+        factor = 3.0
+        capture = RecordedCapture()
+        capture.begin()
+        y = (x * factor).view(2, 2).t().contiguous()
+        state += x
+        graph = capture.end()
+        factor = 5.0  # what Python knew is part of the graph
+        x.fill_(2)
+        graph.replay()
+        assert y.tolist() == [[6.0, 6.0], [6.0, 6.0]]
+        assert state.tolist() == [3.0] * 4
+        assert capture.nbytes >= y.nbytes
+        capture.close()
+
+    @pytest.mark.parametrize(
+        "read",
+        [lambda x: x.tolist(), lambda x: x[0].item(), lambda x: bool(x.any()), torch.nonzero, lambda x: x.numpy()],
+    )
+    def test_reading_back_is_refused(self, read: Any) -> None:
+        capture = RecordedCapture()
+        capture.begin()
+        with pytest.raises(CaptureError):
+            read(torch.ones(3))
+        capture.abandon()
+        assert torch.ones(3).tolist() == [1.0] * 3

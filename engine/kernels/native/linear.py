@@ -13,13 +13,13 @@ from engine.kernels.quantised.matrices import multiply_in_pieces
 from engine.kernels.quantised.tiles import TiledMatrix
 from engine.kernels.quantised.weights import quantise
 
-_SMALLEST = 64 * 1024
+SMALLEST = 64 * 1024
 """Weights: below this the product costs less than handing it to threads."""
 
 _MOST_TOKENS = 48
 """Up to this many, dequantising the weights costs more than it gains."""
 
-_ROUTERS = ("gate", "router", "wg", "classifier")
+ROUTERS = ("gate", "router", "wg", "classifier")
 """Last names of layers that choose experts: too small to matter, and a rounding there changes the choice."""
 
 
@@ -48,7 +48,7 @@ def quantise_linears(model: torch.nn.Module, precision: str, kernels: NativeKern
     count = 0
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for name, module in model.named_modules():
-        if _is_plain(module) and name.rpartition(".")[2] not in _ROUTERS:
+        if _is_plain(module) and name.rpartition(".")[2] not in ROUTERS:
             assert isinstance(module, torch.nn.Linear)
             of_this = "int8" if module is head else precision
             module.forward = QuantisedLinear(module, of_this, kernels)  # type: ignore[method-assign]
@@ -73,7 +73,7 @@ def _is_plain(module: torch.nn.Module) -> bool:
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16
-        and weight.numel() >= _SMALLEST
+        and weight.numel() >= SMALLEST
         and weight.is_contiguous()
         and (bias is None or bias.dtype == torch.bfloat16)
     )

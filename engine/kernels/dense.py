@@ -1,0 +1,85 @@
+"""The dense part of a model on graphics cards: which linear layers are int8 or int4 there, and how they are computed.
+
+On the CPU that is `engine.kernels.native.linear`'s; which layers are taken is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from engine.kernels.gpu.linear import CardLinear
+from engine.kernels.gpu.proof import runs_kernels
+from engine.kernels.native.library import NativeKernels
+from engine.kernels.native.linear import ROUTERS, SMALLEST
+from engine.kernels.quantised.tiles import PRECISIONS, TiledShape
+from engine.kernels.quantised.weights import quantise
+
+
+def is_held_quantised(device: torch.device) -> bool:
+    """Whether linear layers on a device hold their weights quantised, and are quantised on the way there."""
+    return device.type == "cuda"
+
+
+def quantised_sizes(model: Any, precision: str, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Bytes of tensors by name once linear layers are in `precision`.
+
+    Args:
+        model: on any device, the meta device as well.
+        sizes: the same before; tied weights are not in it, and are held a second time.
+    """
+    result = dict(sizes)
+    if precision not in PRECISIONS:
+        return result
+    for name, module, of_this in _layers(model, precision):
+        result.pop(f"{name}.weight", None)
+        parts = TiledShape(module.out_features, module.in_features, of_this).parts.values()
+        result[f"{name}.tiles"] = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in parts)
+    tied = [name for name, module, _ in _layers(model, precision) if _is_shared(model, module.weight)]
+    return result | {f"{name}.weight": sizes[f"{name}.weight"] for name in tied if f"{name}.weight" in sizes}
+
+
+def quantise_on_cards(
+    model: Any, precision: str, place_of: Callable[[str], torch.device], kernels: NativeKernels | None
+) -> int:
+    """Quantises the large linear layers of a model in RAM and puts them on cards, each by itself.
+
+    The parameter `weight` becomes empty; the tiles are a buffer of the module.  A weight that is shared with an
+    embedding stays there.  Everything else is left where it is.
+
+    Args:
+        place_of: module name -> its card.
+        kernels: native ones of the CPU, which quantise faster than torch.
+
+    Returns:
+        How many layers there were.
+    """
+    layers = list(_layers(model, precision))
+    for name, module, of_this in layers:
+        place = place_of(name)
+        matrix = quantise(module.weight, of_this, kernels=kernels)
+        bias = module.bias.detach() if module.bias is not None else None
+        forward = CardLinear(matrix, bias, place, with_kernels=runs_kernels(place))
+        module.weight = torch.nn.Parameter(module.weight.new_empty(0), requires_grad=False)
+        module.register_buffer("tiles", forward.record, persistent=False)  # counted, though not used there
+        module.forward = forward  # type: ignore[method-assign]
+    return len(layers)
+
+
+def _layers(model: Any, precision: str) -> Iterator[tuple[str, torch.nn.Linear, str]]:
+    """(name, layer, its precision): the head is never less than int8, and routers are left alone."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    for name, module in model.named_modules():
+        if type(module) is not torch.nn.Linear or name.rpartition(".")[2] in ROUTERS:
+            continue
+        weight, bias = module.weight, module.bias
+        kinds = {weight.dtype, bias.dtype} if bias is not None else {weight.dtype}
+        if kinds == {torch.bfloat16} and weight.numel() >= SMALLEST:
+            yield name, module, "int8" if module is head else precision
+
+
+def _is_shared(model: Any, weight: torch.Tensor) -> bool:
+    embeddings = model.get_input_embeddings()
+    return embeddings is not None and getattr(embeddings, "weight", None) is weight

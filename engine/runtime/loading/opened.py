@@ -1,0 +1,89 @@
+"""What a checkpoint directory holds: its tokenizer, and a model without weights that says which it wants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.checkpoint.config_file import read_config
+from engine.checkpoint.profile import ModelProfile, profile_of
+from engine.checkpoint.shards import read_tensors
+from engine.config import EngineConfig
+from engine.experts.sites import ExpertsSite, find_sites
+from engine.runtime.adapters import adapter_for
+from engine.runtime.library_conversion import LoadingPlan, parameter_dtypes, plan_loading
+from engine.runtime.library_models import (
+    build_skeleton,
+    count_weights,
+    finish_generation_config,
+    model_class_for,
+    quantizer_for,
+    read_library_config,
+)
+from engine.runtime.tokenizers import load_tokenizer
+
+_UNKNOWN_CONTEXT = 32_768
+"""For models that set themselves no limit (state-space models, say)."""
+
+
+@dataclass(frozen=True)
+class OpenedCheckpoint:
+    """A checkpoint of which nothing but headers has been read.
+
+    Attributes:
+        model: on the meta device.
+        sites: its experts modules, in the checkpoint's own precision.
+        weights: how many the model has.
+    """
+
+    directory: Path
+    profile: ModelProfile
+    tokenizer: Any
+    model: Any
+    sites: list[ExpertsSite]
+    plan: LoadingPlan
+    dtype: torch.dtype
+    weights: int
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.directory.name
+
+    @property
+    def key(self) -> str:
+        """For what is learnt about the model from one session to the next."""
+        profile = self.profile
+        return f"{self.name} {profile.family} {profile.parameters} {profile.bytes}"
+
+    def context_tokens(self, config: EngineConfig) -> int:
+        """The longest context that is asked for."""
+        own = self.profile.context_tokens or _UNKNOWN_CONTEXT
+        return min(own, config.context_tokens or own)
+
+
+def open_checkpoint(config: EngineConfig) -> OpenedCheckpoint:
+    """Reads headers and the tokenizer of `config.model`, and builds the model on the meta device.
+
+    Raises:
+        EngineError: the checkpoint is damaged, or not one that runs here.
+    """
+    directory = Path(config.model)
+    dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
+    raw = read_config(directory)
+    tensors = read_tensors(directory)
+    profile = profile_of(raw, tensors.values())
+    tokenizer = load_tokenizer(directory)
+    library_config = read_library_config(directory, raw["model_type"])
+    adapter = adapter_for(raw["model_type"])
+    model_class, part = model_class_for(library_config, adapter)
+    quantizer = quantizer_for(part, directory.name)
+    model = build_skeleton(model_class, part, dtype, adapter)
+    finish_generation_config(model, directory)
+    sites = find_sites(model, parameter_dtypes(model, dtype))
+    weights = count_weights(model)
+    plan = plan_loading(model, sites, tensors, dtype, quantizer, adapter)
+    return OpenedCheckpoint(directory, profile, tokenizer, model, sites, plan, dtype, weights)

@@ -1,0 +1,116 @@
+"""What is read: experts into the bank or onto disk, everything else through the library to where it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from engine.checkpoint.expert_index import ExpertIndex
+from engine.devices.memory_budget import MemoryCategory
+from engine.experts.bank import ExpertBank
+from engine.experts.disk_backed import bind_disk_backed
+from engine.experts.sites import ExpertsSite, bind, empty_modules
+from engine.kernels.dense import quantise_on_cards
+from engine.runtime.bank_source import BankSource
+from engine.runtime.expert_placement import open_disk_backed
+from engine.runtime.fill_bank import fill_bank
+from engine.runtime.library_conversion import LoadingPlan, load_rest
+from engine.runtime.loading.decision import Decision, dense_on_cards
+from engine.runtime.loading.opened import OpenedCheckpoint
+from engine.runtime.loading.parts import LoadingParts
+from engine.runtime.tensor_reader import TensorReader
+
+OnProgress = Callable[[int, int], None]
+
+
+def read_weights(
+    opened: OpenedCheckpoint,
+    decision: Decision,
+    parts: LoadingParts,
+    on_progress: OnProgress,
+    cancelled: Callable[[], bool],
+) -> None:
+    """Fills the model and, with records, `parts`.
+
+    Raises:
+        EngineError, RequestCancelled: as `engine.runtime.loading.load_model`.
+    """
+    model, plan, placement, experts = opened.model, opened.plan, decision.placement, decision.experts
+    sites, devices = decision.sites, parts.devices
+    if sites:
+        from_host = placement.devices and not placement.all_experts
+        host_memory = placement.devices[0].host_memory if from_host else None
+        if host_memory is not None:
+            host_memory.expect(sum(site.nbytes for site in experts.resident))
+        parts.bank = ExpertBank(placement.experts, host_memory)
+    devices.count_weights(decision.dense_sizes)
+    if placement.devices and placement.all_experts:
+        devices.count(0, sum(site.nbytes for site in sites), MemoryCategory.EXPERTS)
+    if experts.on_disk:
+        source = BankSource(opened.directory, model, sites, plan, decision.precision, parts.kernels)
+        plan = _without(plan, experts.on_disk)
+        progress = _TwoParts(on_progress, plan.nbytes)
+        parts.disk_backed = open_disk_backed(source, experts, on_progress=progress.first, cancelled=cancelled)
+        on_progress = progress.second
+    with TensorReader(on_progress, cancelled, plan.nbytes) as reader:
+        if parts.bank is not None:
+            fill_bank(model, experts.resident, plan, reader, parts.bank, parts.kernels)
+            empty_modules(sites)
+            bind(experts.resident, parts.bank, parts.kernels)
+        if parts.disk_backed is not None:
+            bind_disk_backed(experts.on_disk, parts.disk_backed, parts.kernels)
+        _read_rest(opened, plan, decision, parts, reader)
+
+
+def _read_rest(
+    opened: OpenedCheckpoint, plan: LoadingPlan, decision: Decision, parts: LoadingParts, reader: TensorReader
+) -> None:
+    """Everything but the experts; where cards hold it quantised, it comes by way of RAM."""
+    placement, layers, model = decision.placement, parts.devices.layers, opened.model
+    places = [device.torch_device for device in placement.devices] or [placement.dense]
+    precision = dense_on_cards(opened, places, decision.precision) if placement.devices else None
+    if precision is None:
+        load_rest(model, plan, reader, layers.device_map(places))
+        return
+    load_rest(model, plan, reader, {"": torch.device("cpu")})
+    quantise_on_cards(model, precision, lambda name: places[layers.of(name)], parts.kernels)
+    for name, module in model.named_modules():
+        place = places[layers.of(f"{name}.")]
+        for own in (module._parameters, module._buffers):
+            for key, tensor in own.items():
+                if tensor is not None and tensor.device != place:
+                    _move(own, key, place)
+
+
+def _move(own: Any, key: str, place: torch.device) -> None:
+    """A parameter stays the one that it is, for others may share it."""
+    if isinstance(own[key], torch.nn.Parameter):
+        own[key].data = own[key].data.to(place)
+    else:
+        own[key] = own[key].to(place)
+
+
+def _without(plan: LoadingPlan, sites: list[ExpertsSite]) -> LoadingPlan:
+    """The plan for the experts modules that are left."""
+    names = {site.name for site in sites}
+    left = {name: parts for name, parts in plan.index.modules.items() if name not in names}
+    return replace(plan, index=ExpertIndex(left))
+
+
+class _TwoParts:
+    """Progress of preparing and then of reading the rest, as one."""
+
+    def __init__(self, on_progress: OnProgress, rest: int) -> None:
+        self._on_progress = on_progress
+        self._rest = rest
+        self._prepared = 0
+
+    def first(self, done: int, total: int) -> None:
+        self._prepared = total
+        self._on_progress(done, total + self._rest)
+
+    def second(self, done: int, total: int) -> None:
+        self._on_progress(self._prepared + done, self._prepared + total)

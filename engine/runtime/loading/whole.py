@@ -1,0 +1,110 @@
+"""Makes a checkpoint directory into a model that runs, its experts in a bank outside the module."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from engine.config import EngineConfig
+from engine.devices.memory_budget import DeviceMemoryError
+from engine.experts.sites import verify
+from engine.kernels.native.library import load_kernels
+from engine.runtime.foresight import Foresight
+from engine.runtime.layer_devices import move_between
+from engine.runtime.library_models import quiet_library
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.loading.binding import bind_dense, bind_experts
+from engine.runtime.loading.decision import decide
+from engine.runtime.loading.hand_over import hand_over
+from engine.runtime.loading.opened import open_checkpoint
+from engine.runtime.loading.parts import LoadingParts
+from engine.runtime.loading.reading import read_weights
+from engine.runtime.model_devices import ModelDevices
+from engine.runtime.placement import open_compute_devices, set_threads
+from engine.runtime.warm_up import kv_bytes_per_token
+
+_log = logging.getLogger(__name__)
+
+
+def load_model(
+    config: EngineConfig,
+    *,
+    on_progress: Callable[[int, int], None],
+    cancelled: Callable[[], bool],
+) -> LoadedModel:
+    """Loads the checkpoint directory `config.model`.
+
+    `on_progress(done, total)` counts bytes read; `cancelled()` is asked often.
+
+    Raises:
+        EngineError: the checkpoint, the machine or the request does not allow it; the message says why.
+        RequestCancelled: `cancelled()` was true; everything allocated has been freed.
+    """
+    set_threads(config.threads)  # before devices are opened: their threads take torch's number over
+    devices = ModelDevices(open_compute_devices(config))  # one that is not there is told before gigabytes are read
+    try:
+        return _load(config, devices, on_progress, cancelled)
+    except (DeviceMemoryError, torch.OutOfMemoryError) as error:
+        refusal = str(error).partition("\n")[0]
+    # Others took the memory while the model was being loaded, or it was misjudged: without the device it runs all the
+    # same.  Not in the handler: the error's traceback holds what was allocated.
+    gc.collect()
+    _log.warning("loading again for the CPU: %s", refusal)
+    on_cpu = replace(config, device="cpu")
+    return _load(on_cpu, ModelDevices(()), on_progress, cancelled, f"Runs on the CPU: {refusal}")
+
+
+def _load(
+    config: EngineConfig,
+    devices: ModelDevices,
+    on_progress: Callable[[int, int], None],
+    cancelled: Callable[[], bool],
+    note: str = "",
+) -> LoadedModel:
+    parts = LoadingParts(devices, Foresight(learns_always=config.prefetch == "mlp"))
+    try:
+        with torch.no_grad(), quiet_library():
+            return _load_parts(config, parts, on_progress, cancelled, note)
+    except BaseException:
+        parts.free()
+        raise
+
+
+def _load_parts(
+    config: EngineConfig,
+    parts: LoadingParts,
+    on_progress: Callable[[int, int], None],
+    cancelled: Callable[[], bool],
+    note: str,
+) -> LoadedModel:
+    threads = torch.get_num_threads()
+    opened = open_checkpoint(config)
+    model = parts.model = opened.model
+    decision = decide(opened, config, parts.devices)
+    placement = decision.placement
+    if not placement.devices:
+        parts.without_devices()
+    if decision.uses_cpu and opened.dtype == torch.bfloat16:
+        parts.kernels = load_kernels(threads)
+    read_weights(opened, decision, parts, on_progress, cancelled)
+    move_between(model, parts.devices.layers, [device.torch_device for device in placement.devices])
+    model.eval().requires_grad_(False)
+    kv_bytes = kv_bytes_per_token(model, placement.dense)
+    if placement.devices:
+        parts.devices.expect_kv(kv_bytes, opened.profile.layers)
+    bind_experts(opened, decision, parts, config)
+    bind_dense(opened, decision, parts)
+    verify(model, decision.sites)
+    return hand_over(
+        opened,
+        decision,
+        parts,
+        config,
+        kv_bytes=kv_bytes,
+        threads=threads,
+        note=note,
+    )
