@@ -115,13 +115,12 @@ class _SingleTokenLayer:
         if out is None:
             return self._library_forward(hidden, *args, **kwargs)
         attended_ns = perf_counter_ns()
+        if self._sparse is not None:
+            out = self._sparse.step(out)
+            recorder.single_token_layer(self._number, begun_ns, attended_ns, perf_counter_ns(), self._sparse.chosen())
+            return out
         recorder.dense(lanes.ATTENTION, begun_ns, attended_ns, self._number)
         recorder.layer_since_ns = attended_ns
-        if self._sparse is not None:
-            recorder.layer = self._number
-            out = self._sparse.step(out)
-            self._sparse.record(attended_ns)
-            return out
         out = self._library_mlp(out)
         if recorder.layer_since_ns == attended_ns:  # no experts, which would have told of themselves
             recorder.layer_since_ns = ended_ns = perf_counter_ns()

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engine.telemetry.lanes import CPU_ATTENTION, HEAD, PHASE
+from engine.telemetry.lanes import ATTENTION, CPU_ATTENTION, CPU_EXPERTS, EXPERTS, HEAD, PHASE
 from engine.telemetry.records import COUNTERS, SPAN, STEP, Records, no_spans, no_steps
 
 RING_SPANS = 2**16
@@ -258,10 +258,21 @@ class Recorder:
         if self.dense_lane is not None:
             self.span(self.dense_lane, name, start_ns, end_ns, layer)
 
+    def single_token_layer(self, layer: int, begun_ns: int, attended_ns: int, ended_ns: int, chosen: bytes) -> None:
+        """A layer's attention and then its experts, `chosen` int64 [k], on the CPU in two calls.
+
+        One entry for all of it: layers that take tens of microseconds are not to wait for their own record.
+        """
+        ring = self._mine.ring
+        ring.entries.append((layer, begun_ns, attended_ns, ended_ns, chosen, self.dense_lane, self.request, self.step))
+        ring.appended += 1
+        self.layer_since_ns = ended_ns
+        self.on_cpu += len(chosen) // 8
+
     def take_spans(self) -> Records:
         """All spans that have ended since the last call, sorted by nothing."""
         with self._taking:
-            taken = [entry for ring in self._rings for entry in ring.take()]
+            taken = self._with_both([entry for ring in self._rings for entry in ring.take()])
             self._forget_ended_threads()
             self._waiting += self._pending.take()
             waiting = self._waiting
@@ -290,6 +301,21 @@ class Recorder:
     def dropped_steps(self) -> int:
         """The same of steps."""
         return self._steps.dropped
+
+    def _with_both(self, entries: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """Entries of single-token layers as the two spans that they stand for."""
+        spans = [entry for entry in entries if len(entry) == len(_SPAN_FIELDS)]
+        uses = self.uses
+        for layer, begun, attended, ended, chosen, dense_lane, request, step in (
+            entry for entry in entries if len(entry) != len(_SPAN_FIELDS)
+        ):
+            if dense_lane is not None:
+                spans.append((dense_lane, ATTENTION, begun, attended, layer, -1, 0, 1, 0, request, step))
+            count = len(chosen) // 8
+            spans.append((CPU_EXPERTS, EXPERTS, attended, ended, layer, -1, 0, count, 0, request, step))
+            if uses is not None:
+                uses.append((step, layer, np.frombuffer(chosen, np.int64).tolist(), ()))
+        return spans
 
     def _forget_ended_threads(self) -> None:
         for ring in [ring for ring in self._rings if ring.owner is not None and not ring.owner.is_alive()]:

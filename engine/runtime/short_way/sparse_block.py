@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -22,8 +21,6 @@ from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import linear_struct
 from engine.kernels.native.structs import MatrixStruct, RouterStruct, SparseBlockStruct
 from engine.runtime.short_way.weights import address_of, is_plain, is_readable, out_of_memory
-from engine.telemetry.lanes import CPU_EXPERTS, EXPERTS
-from engine.telemetry.recorder import RECORDER
 
 _SOFTMAX, _SIGMOID = 0, 1
 
@@ -37,7 +34,7 @@ class SparseBlock:
         self._kernels = kernels
         self._chosen = torch.zeros(struct.router.top_k, dtype=torch.int64)
         self._shares = torch.zeros(struct.router.top_k)
-        self._top_k = int(struct.router.top_k)
+        self._chosen_array = self._chosen.numpy()
         self._routing = (self._chosen.data_ptr(), self._shares.data_ptr())
 
     @classmethod
@@ -86,14 +83,9 @@ class SparseBlock:
             raise out_of_memory()
         return out
 
-    def record(self, begun_ns: int) -> None:
-        """The last step, as a span from then until now, and whom it chose."""
-        recorder, ended_ns = RECORDER, perf_counter_ns()
-        recorder.layer_since_ns = ended_ns
-        recorder.on_cpu += self._top_k
-        recorder.span(CPU_EXPERTS, EXPERTS, begun_ns, ended_ns, count=self._top_k)
-        if recorder.uses is not None:
-            recorder.uses.append((recorder.step, recorder.layer, self._chosen.tolist(), ()))
+    def chosen(self) -> bytes:
+        """Whom the last step chose: int64 [k]."""
+        return self._chosen_array.tobytes()
 
 
 def _is_plain_mlp(mlp: Any) -> bool:
