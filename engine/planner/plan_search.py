@@ -38,9 +38,9 @@ _QUICK, _LONGER = 4, 12
 """MoE layers that the two simulations draw; of many rows, which use all experts of a layer, fewer."""
 _DRAWN_EXPERTS = 768
 """Experts of all drawn layers that the longer one draws of many rows; the quick one a third."""
-_CLOSE = 0.8
+_CLOSE = 0.75
 """Of the best by the quick simulation: who is within this is simulated with more layers."""
-_FINALISTS = 5
+_FINALISTS = 6
 _ENOUGH = 0.999
 _BATCH_ORDER = ("MoE-Lightning (CGOPipe)", "Klotski", "FlexGen (S4)", "FlexGen, CPU attention (S3)", "DeepSpeed")
 _SHORTLIST = ("Switchyard mixed, static", "Switchyard mixed", "CPU only")

@@ -1,0 +1,162 @@
+"""A model's shape from a hub before anything is downloaded: a local server stands for it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from engine.bench.synthetic.shapes import SHAPES, config_of, tensors_of
+from engine.checkpoint.hub import read_hub_model
+from engine.checkpoint.model_shapes import find_shape
+from engine.errors import EngineError, ErrorCode
+
+SHAPE = SHAPES["qwen3-moe-tiny"]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of a hub as is asked for here."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+    served: ClassVar[list[int]] = []
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def log_message(self, *_args: object) -> None:
+        """Nothing."""
+
+    def _answer(self, *, body: bool) -> None:
+        path = self.path.split("?")[0]
+        if path.startswith("/api/models/org/model"):
+            listed = {"id": "org/model", "sha": COMMIT, "siblings": [{"rfilename": name} for name in self.files]}
+            self._send(200, json.dumps(listed).encode(), body=body)
+            return
+        name = path.rpartition("/")[2]
+        if not path.startswith("/org/model/resolve/") or name not in self.files:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound" if "org/model" not in path else "EntryNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        content = self.files[name]
+        asked = self.headers.get("Range", "")
+        if asked.startswith("bytes="):
+            first, last = asked.removeprefix("bytes=").split("-")
+            content = content[int(first) : int(last) + 1 if last else None]
+        self._send(206 if asked else 200, content, body=body)
+
+    def _send(self, status: int, content: bytes, *, body: bool) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{hashlib.sha256(self.path.encode()).hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        if body:
+            self.served.append(len(content))
+            self.wfile.write(content)
+
+
+def header_file(number: int) -> bytes:
+    """The beginning of the numbered file of the checkpoint: its header, and none of its data."""
+    offset, header = 0, {}
+    for spec in list(tensors_of(SHAPE))[number]:
+        numel = 1
+        for size in spec.shape:
+            numel *= size
+        header[spec.name] = {
+            "dtype": "BF16",
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + 2 * numel],
+        }
+        offset += 2 * numel
+    raw = json.dumps(header).encode()
+    return len(raw).to_bytes(8, "little") + raw
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+    count = len(list(tensors_of(SHAPE)))
+    names = [f"model-{number + 1:05}-of-{count:05}.safetensors" for number in range(count)]
+    weight_map = {spec.name: names[n] for n, specs in enumerate(tensors_of(SHAPE)) for spec in specs}
+    Hub.files = {
+        "config.json": json.dumps(config_of(SHAPE)).encode(),
+        "model.safetensors.index.json": json.dumps({"weight_map": weight_map}).encode(),
+        **{name: header_file(number) for number, name in enumerate(names)},
+    }
+    Hub.served = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # as all other tests have it
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
+    yield Hub
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_shape_is_read_from_headers(hub: type[Hub]) -> None:
+    shape = find_shape("org/model")
+    assert (shape.layers, shape.experts, shape.experts_per_token) == (SHAPE.layers, SHAPE.experts, SHAPE.top_k)
+    assert (shape.hidden, shape.expert_width) == (SHAPE.hidden, SHAPE.intermediate)
+    assert shape.hub_id == "org/model"
+    config, entries = read_hub_model("org/model")
+    assert config["model_type"] == SHAPE.family
+    assert sum(entry.numel for entry in entries) == shape.total_weights
+
+
+def test_a_single_file_without_an_index(hub: type[Hub]) -> None:
+    del hub.files["model.safetensors.index.json"]
+    hub.files["model.safetensors"] = header_file(1)
+    _, entries = read_hub_model("org/model")
+    assert {str(entry.file) for entry in entries} == {"model.safetensors"}
+
+
+def test_what_is_not_there_is_said(hub: type[Hub]) -> None:
+    with pytest.raises(EngineError, match="no model org/other") as refused:
+        read_hub_model("org/other")
+    assert refused.value.code is ErrorCode.MODEL_NOT_FOUND
+    hub.files.pop("model.safetensors.index.json")
+    with pytest.raises(EngineError) as unsupported:
+        read_hub_model("org/model")
+    assert unsupported.value.code is ErrorCode.MODEL_UNSUPPORTED
+
+
+def test_damaged_headers_are_said(hub: type[Hub]) -> None:
+    name = next(name for name in hub.files if name.startswith("model-00002"))
+    hub.files[name] = hub.files[name][:8] + b"{" * 100
+    with pytest.raises(EngineError) as refused:
+        read_hub_model("org/model")
+    assert refused.value.code in (ErrorCode.CHECKPOINT_DAMAGED, ErrorCode.DOWNLOAD_FAILED)
+
+
+def test_cancelled(hub: type[Hub]) -> None:
+    with pytest.raises(EngineError, match="was stopped"):
+        read_hub_model("org/model", cancelled=lambda: True)
+
+
+def test_without_a_network_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(EngineError, match="check the network, or give a folder") as refused:
+        find_shape("org/model")
+    assert refused.value.code is ErrorCode.DOWNLOAD_FAILED
+    assert "\n" not in refused.value.message
+
+
+def test_a_known_model_needs_no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.chdir(tmp_path)
+    assert find_shape("Qwen/Qwen3-30B-A3B").name == "qwen3-30b-a3b"
+    with pytest.raises(EngineError, match="no profile of a model called"):
+        find_shape("nonsense")
