@@ -41,11 +41,16 @@ _LAYERS = (
 )
 
 
+def knows_layer(layer: Any) -> bool:
+    """Whether this is a decoder layer of the common kind: two norms, attention and an MLP, each added to its input."""
+    return type(layer) in _LAYERS
+
+
 def speed_up_decoder_layers(model: Any, kernels: NativeKernels) -> int:
     """Gives every decoder layer that the kernels know its short way for single tokens; returns how many."""
     count = 0
     for name, layer in model.named_modules():
-        kind = _attention_of(layer) if type(layer) in _LAYERS else None
+        kind = _attention_of(layer) if knows_layer(layer) else None
         if kind is not None:
             layer.forward = _SingleTokenLayer(
                 layer, kind(layer, kernels), SparseBlock.of(layer, kernels), lanes.layer_number(name)

@@ -31,6 +31,8 @@ class Isa(IntEnum):
     AVX_VNNI = 2
     AVX512 = 3
     AVX512_VNNI = 4
+    AVX512_BF16 = 5
+    AMX = 6
     NEON = 16
     NEON_DOT = 17
 

@@ -11,6 +11,7 @@ import torch
 from engine.kernels.native.paged_attention import KvType, Pieces
 from engine.runtime.batch.balance import balanced
 from engine.runtime.batch.layers import DecoderLayers, Recording
+from engine.runtime.batch.native_rows import NativeRows
 from engine.runtime.batch.packed_attention import PagedStates, configs_of, paged
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.row import PagedRow
@@ -60,9 +61,12 @@ class PackedModel:
         self._configs = configs_of(loaded.model)
         self._states = PagedStates(loaded.kernels, policy.window, policy.kept)
         self._kv_type = policy.kv_type or (KvType.BF16 if loaded.model.dtype == torch.bfloat16 else KvType.FP32)
+        self._native: NativeRows | None = None
         self._meet_attention()
         if not self._states.shapes:
             raise LookupError("its attention does not go through the library's attention interface")
+        if loaded.kernels is not None and loaded.device.type == "cpu":
+            self._native = NativeRows(loaded.model, self._layers, self._states, loaded.kernels)
         page_bytes = self._states.page_bytes(self._kv_type)
         self.pages = max(1, policy.kv_bytes // page_bytes)
         """Pages that the budget has room for."""
@@ -82,9 +86,15 @@ class PackedModel:
         for index in range(len(self._layers)):
             for batch in micro_batches:
                 with self._attending(batch.pieces):
-                    batch.hidden = self._layers.run(index, batch.hidden, batch.recording)
+                    batch.hidden = self._run(index, batch)
                 yield
         return self._logits(work, micro_batches)
+
+    def _run(self, index: int, batch: _MicroBatch) -> torch.Tensor:
+        if self._native is None:
+            return self._layers.run(index, batch.hidden, batch.recording)
+        with self._loaded.token_by_token():
+            return self._native.run(index, batch.hidden, batch.recording, batch.pieces)
 
     def _parts(self, work: list[Work]) -> list[list[Work]]:
         lengths = [each.tokens for each in work]
@@ -113,7 +123,7 @@ class PackedModel:
         if not hidden.shape[1]:
             return torch.empty(0)
         with self._attending(None):
-            logits = self._layers.logits(hidden).cpu()
+            logits = (self._native or self._layers).logits(hidden).cpu()
         # Micro-batches are not in the order of the rows.
         order = [each for part in self._parts(work) for each in part if each.wants_logits]
         wanted = [each for each in work if each.wants_logits]

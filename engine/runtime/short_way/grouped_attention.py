@@ -41,7 +41,7 @@ class GroupedAttention:
 
     def __init__(self, layer: Any, kernels: NativeKernels) -> None:
         attention = layer.self_attn
-        self._struct = _struct(layer)
+        self._struct = attention_struct(layer)
         self._address = ctypes.addressof(self._struct)
         self._kernels = kernels
         self._index: int = attention.layer_idx
@@ -107,7 +107,8 @@ def _head_norms(attention: Any) -> tuple[Any, Any]:
     return getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
 
 
-def _struct(layer: Any) -> AttentionStruct:
+def attention_struct(layer: Any) -> AttentionStruct:
+    """The weights of a decoder layer's attention, of a kind that `GroupedAttention` knows; it points into them."""
     attention = layer.self_attn
     projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     return AttentionStruct(

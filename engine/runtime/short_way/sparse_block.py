@@ -29,7 +29,7 @@ class SparseBlock:
     """The sparse block of one decoder layer."""
 
     def __init__(self, struct: SparseBlockStruct, kernels: NativeKernels) -> None:
-        self._struct = struct
+        self.struct = struct
         self._address = ctypes.addressof(struct)
         self._kernels = kernels
         self._chosen = torch.zeros(struct.router.top_k, dtype=torch.int64)

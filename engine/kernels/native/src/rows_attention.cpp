@@ -1,0 +1,165 @@
+// The attention of one layer for the new tokens of many sequences, their keys and values in pages.
+#include <algorithm>
+#include <cstddef>
+#include <new>
+#include <vector>
+
+#include "paged_call.h"
+#include "row_products.h"
+#include "rows.h"
+#include "rows_kernels.h"
+
+namespace {
+
+struct Buffers {
+    std::vector<uint16_t> normed;     // [tokens, hidden]
+    RowProducts x;                    // those, for the projections
+    std::vector<uint16_t> projected;  // q, k and v: [tokens, (heads + 2 kv_heads) * head_dim]
+    std::vector<uint16_t> attended;   // [tokens, heads * head_dim]
+    RowProducts attended_x;           // those, for the output
+};
+
+struct AttentionRows {
+    const SwitchyardAttention &layer;
+    const PagedCall &call;
+    Buffers &own;
+    const uint16_t *hidden, *cos, *sin;
+    int64_t angle_step;
+    uint16_t *out;
+    int64_t dim, queries, keys, width;
+    Phase norms, projections, heads, attention, spreading, output;
+
+    AttentionRows(const SwitchyardAttention &layer, const PagedCall &call, Buffers &own, const uint16_t *hidden,
+                  const uint16_t *cos, const uint16_t *sin, int64_t angle_step, uint16_t *out, int threads)
+        : layer(layer), call(call), own(own), hidden(hidden), cos(cos), sin(sin), angle_step(angle_step), out(out),
+          dim(layer.head_dim), queries(layer.heads * dim), keys(layer.kv_heads * dim), width(queries + 2 * keys),
+          norms(own.x.tiles(), threads, 1),
+          projections(blocks_of(layer.q) + blocks_of(layer.k) + blocks_of(layer.v), threads, 1),
+          heads(call.tokens, threads, 1),
+          attention(call.items(), threads, 1),
+          spreading(own.attended_x.tiles(), threads, 1),
+          output(blocks_of(layer.o), threads, 1) {}
+
+    void norm_tile(int64_t tile) {
+        const int64_t first = tile * own.x.lanes(), last = std::min(first + own.x.lanes(), call.tokens);
+        for (int64_t token = first; token < last; ++token)
+            rms_norm(hidden + token * layer.hidden, layer.norm, layer.epsilon, layer.hidden,
+                     &own.normed[token * layer.hidden], layer.norm_rounds_once);
+        own.x.set(tile, own.normed.data());
+    }
+
+    // Blocks of q, k and v, one after the other.
+    void project(int64_t item) {
+        int64_t block = item, place = 0;
+        const SwitchyardMatrix *weight = &layer.q;
+        const uint16_t *bias = layer.q_bias;
+        for (const SwitchyardMatrix *next : {&layer.k, &layer.v}) {
+            if (block < blocks_of(*weight)) break;
+            block -= blocks_of(*weight);
+            place += weight->rows;
+            weight = next;
+            bias = next == &layer.k ? layer.k_bias : layer.v_bias;
+        }
+        const int64_t row = block * kTileRows, rows = std::min(kTileRows, weight->rows - row);
+        own.x.block(*weight, block, [&](int64_t first, int64_t some, const float *dots) {
+            for (int64_t v = 0; v < some; ++v) {
+                uint16_t *to = &own.projected[(first + v) * width + place + row];
+                for (int64_t i = 0; i < rows; ++i)
+                    to[i] = to_bf16(dots[v * kTileRows + i] + (bias ? from_bf16(bias[row + i]) : 0.0f));
+            }
+        });
+    }
+
+    // x * cos + rotate_half(x) * sin, rounded where the library rounds.
+    void rotate(int64_t token, uint16_t *x) const {
+        const uint16_t *c = cos + token * angle_step, *s = sin + token * angle_step;
+        const int64_t half = dim / 2;
+        for (int64_t i = 0; i < half; ++i) {
+            const float low = from_bf16(x[i]), high = from_bf16(x[i + half]);
+            x[i] = to_bf16(round_bf16(low * from_bf16(c[i])) + round_bf16(-high * from_bf16(s[i])));
+            x[i + half] = to_bf16(round_bf16(high * from_bf16(c[i])) + round_bf16(low * from_bf16(s[i])));
+        }
+    }
+
+    // Norms and rotations of a token's heads; keys and values go to their pages.
+    void prepare(int64_t token, std::vector<float> &room) {
+        uint16_t *x = &own.projected[token * width];
+        const bool once = layer.norm_rounds_once;
+        if (layer.norms_span_heads) {
+            rms_norm(x, layer.q_norm, layer.epsilon, queries, x, once);
+            rms_norm(x + queries, layer.k_norm, layer.epsilon, keys, x + queries, once);
+        }
+        for (int64_t head = 0; head < layer.heads + layer.kv_heads; ++head) {
+            uint16_t *mine = x + head * dim;
+            const uint16_t *norm = head < layer.heads ? layer.q_norm : layer.k_norm;
+            if (norm && !layer.norms_span_heads) rms_norm(mine, norm, layer.epsilon, dim, mine, once);
+            rotate(token, mine);
+        }
+        room.resize(static_cast<size_t>(2 * keys));
+        for (int64_t i = 0; i < 2 * keys; ++i) room[i] = from_bf16(x[queries + i]);
+        call.write(token, call.piece_of(token), room.data(), room.data() + keys);
+    }
+
+    void put_out(int64_t block) {
+        const int64_t row = block * kTileRows, rows = std::min(kTileRows, layer.o.rows - row);
+        const uint16_t *bias = layer.o_bias;
+        own.attended_x.block(layer.o, block, [&](int64_t first, int64_t some, const float *dots) {
+            for (int64_t v = 0; v < some; ++v) {
+                const int64_t at = (first + v) * layer.hidden + row;
+                for (int64_t i = 0; i < rows; ++i)
+                    out[at + i] = to_bf16(from_bf16(hidden[at + i]) +
+                                          round_bf16(dots[v * kTileRows + i] + (bias ? from_bf16(bias[row + i]) : 0.0f)));
+            }
+        });
+    }
+
+    void work() {
+        static thread_local std::vector<float> room;
+        const auto each = [](Phase &phase, auto body) {
+            phase.run([&](int64_t begin, int64_t end) {
+                for (int64_t item = begin; item < end; ++item) body(item);
+            });
+        };
+        each(norms, [&](int64_t tile) { norm_tile(tile); });
+        each(projections, [&](int64_t item) { project(item); });
+        each(heads, [&](int64_t token) { prepare(token, room); });
+        const auto query = [&](int64_t token, int64_t head, float *q) {
+            const uint16_t *x = &own.projected[token * width + head * dim];
+            for (int64_t i = 0; i < dim; ++i) q[i] = from_bf16(x[i]);
+        };
+        const auto result = [&](int64_t token, int64_t head, const float *x) {
+            uint16_t *to = &own.attended[token * queries + head * dim];
+            for (int64_t i = 0; i < dim; ++i) to[i] = to_bf16(x[i]);
+        };
+        each(attention, [&](int64_t item) { call.attend(item, room, query, result); });
+        each(spreading, [&](int64_t tile) { own.attended_x.set(tile, own.attended.data()); });
+        each(output, [&](int64_t block) { put_out(block); });
+    }
+};
+
+void work(void *argument) { static_cast<AttentionRows *>(argument)->work(); }
+
+}  // namespace
+
+SWITCHYARD_API int32_t switchyard_attention_rows(SwitchyardPool *pool, const SwitchyardAttention *layer,
+                                                 const SwitchyardPagedLayer *paged, const SwitchyardPiece *pieces,
+                                                 int32_t count, const uint16_t *hidden, const uint16_t *cos,
+                                                 const uint16_t *sin, int64_t angle_step, uint16_t *out) try {
+    static thread_local Buffers own;
+    const PagedCall call(*paged, pieces, count);
+    const Kernels kernels = kernels_in_use();
+    const int64_t dim = layer->head_dim, queries = layer->heads * dim;
+    const auto tokens = static_cast<size_t>(call.tokens);
+    own.normed.resize(tokens * static_cast<size_t>(layer->hidden));
+    own.x.resize(kernels, layer->q.precision, call.tokens, layer->hidden);
+    own.projected.resize(tokens * static_cast<size_t>(queries + 2 * layer->kv_heads * dim));
+    own.attended.resize(tokens * static_cast<size_t>(queries));
+    own.attended_x.resize(kernels, layer->o.precision, call.tokens, queries);
+    int64_t weights = 0;
+    for (const SwitchyardMatrix *matrix : {&layer->q, &layer->k, &layer->v, &layer->o}) weights += bytes_of(*matrix);
+    AttentionRows rows(*layer, call, own, hidden, cos, sin, angle_step, out, pool->threads());
+    pool->run_long(work, &rows, weights * call.tokens + call.bytes);
+    return 0;
+} catch (const std::bad_alloc &) {
+    return 1;
+}

@@ -1,0 +1,171 @@
+"""Batches by native kernels against the library's own layers, in bf16 and quantised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from engine.config import EngineConfig, SamplingParams
+from engine.kernels.native.build import library_path
+from engine.kernels.native.paged_attention import KvType
+from engine.runtime.batch.continuous import ContinuousBatch
+from engine.runtime.batch.executor import BatchExecutor
+from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.batch.request import BatchAnswer, BatchRequest
+from engine.runtime.chat_session import ChatSession
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.loading import load_model
+from tests.engine.loaded_tiny import NO_END, random_prompt
+from tests.engine.tiny_families import tiny_checkpoint
+
+pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
+
+POLICY = BatchPolicy(rows=4, kv_bytes=2**22, sweep_tokens=60, micro_batch_tokens=45)
+_WIDE: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "num_key_value_heads": 4, "moe_intermediate_size": 264}
+"""Large enough for linear layers to be native."""
+
+
+def _load(path: Path, precision: Literal["bf16", "int8", "int4"] = "bf16") -> LoadedModel:
+    config = EngineConfig(str(path), precision=precision, threads=2)
+    return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+
+
+def _rows(lengths: list[int], tokens: int) -> list[BatchRequest]:
+    return [
+        BatchRequest(
+            row, ids=tuple(random_prompt(n, seed=row)), sampling=SamplingParams(max_tokens=tokens), end_ids=NO_END
+        )
+        for row, n in enumerate(lengths)
+    ]
+
+
+def _answers(
+    loaded: LoadedModel, rows: list[BatchRequest], monkeypatch: pytest.MonkeyPatch, policy: BatchPolicy = POLICY
+) -> tuple[dict[int, BatchAnswer], dict[int, list[torch.Tensor]]]:
+    """Answers, and the logits of each of their tokens."""
+    answers: dict[int, BatchAnswer] = {}
+    seen: dict[int, list[torch.Tensor]] = {}
+
+    def choose(rows: list[Any], logits: torch.Tensor) -> list[int]:
+        for row, of_row in zip(rows, logits, strict=True):
+            seen.setdefault(row.request.row, []).append(of_row.float())
+        return [int(of_row.float().argmax()) for of_row in logits]
+
+    monkeypatch.setattr("engine.runtime.batch.continuous._choose", choose)
+    executor = BatchExecutor(loaded, policy)
+    executor.run(iter(rows), lambda answer: answers.__setitem__(answer.row, answer))
+    assert isinstance(executor._batch, ContinuousBatch)
+    executor.close()
+    return answers, seen
+
+
+def _astray(
+    loaded: LoadedModel,
+    rows: list[BatchRequest],
+    answers: dict[int, BatchAnswer],
+    seen: dict[int, list[torch.Tensor]],
+    beyond: float = 0.1,
+) -> float:
+    """Which part of the logits' vectors are further from the library's than some steps of bf16."""
+    astray = total = 0
+    for row in rows:
+        ids = torch.tensor([[*row.ids, *answers[row.row].token_ids[:-1]]])
+        with torch.inference_mode():
+            wanted = loaded.model(input_ids=ids, use_cache=False).logits[0, len(row.ids) - 1 :].float()
+        off = (torch.stack(seen[row.row]) - wanted).abs().amax(-1) / wanted.std(-1)
+        astray += int((off > beyond).sum())
+        total += len(off)
+    return astray / total
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("mixtral", {}),
+        ("mixtral", {**_WIDE, "intermediate_size": 264, "sliding_window": 20}),
+        ("qwen3_moe", _WIDE),
+        ("llama", {**_WIDE, "intermediate_size": 512}),
+        ("qwen3", _WIDE),
+        ("olmoe", {**_WIDE, "intermediate_size": 264}),
+        ("qwen2_moe", _WIDE),
+        ("gpt_oss", {**_WIDE, "intermediate_size": 264}),
+        ("deepseek_v3", {"n_group": 2}),
+        ("glm4_moe", _WIDE),
+    ],
+)
+def test_logits_are_those_of_the_library(
+    family: str, overrides: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_checkpoint(family, tmp_path, **overrides)
+    native = _load(path)
+    monkeypatch.setenv("SWITCHYARD_NATIVE", "0")
+    library = _load(path)
+    try:
+        rows = _rows([1, 40, 33, 70, 12], 4)
+        answers, seen = _answers(native, rows, monkeypatch)
+        # In bf16 a near tie of a router may fall either way.
+        assert _astray(library, rows, answers, seen) <= (0.2 if native.info.experts else 0)
+    finally:
+        native.close()
+        library.close()
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_quantised_layers_are_as_in_a_chat(
+    precision: Literal["int8", "int4"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = _load(tiny_checkpoint("llama", tmp_path, **{**_WIDE, "intermediate_size": 512}), precision)
+    try:
+        rows = _rows([1, 40, 33, 12], 6)
+        answers, seen = _answers(loaded, rows, monkeypatch)
+        # Few vectors are quantised to int8 for products with quantised weights, many are not.
+        assert _astray(loaded, rows, answers, seen, beyond=0.4) == 0
+    finally:
+        loaded.close()
+
+
+def test_a_row_has_the_same_logits_bit_by_bit_whatever_is_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = _load(tiny_checkpoint("llama", tmp_path, **{**_WIDE, "intermediate_size": 512}))
+    try:
+        rows = _rows([9, 40, 33, 70, 12, 5], 5)
+        _, together = _answers(loaded, rows, monkeypatch)
+        for row in rows[:3]:
+            _, alone = _answers(loaded, [row], monkeypatch, BatchPolicy(rows=1, kv_bytes=2**22))
+            assert torch.equal(torch.stack(together[row.row]), torch.stack(alone[row.row]))
+    finally:
+        loaded.close()
+
+
+@pytest.mark.parametrize("kv_type", [KvType.FP16, KvType.INT8])
+def test_keys_and_values_may_be_held_in_other_types(
+    kv_type: KvType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = _load(tiny_checkpoint("llama", tmp_path, **{**_WIDE, "intermediate_size": 512}))
+    try:
+        rows = _rows([9, 60], 4)
+        policy = BatchPolicy(rows=4, kv_bytes=2**22, kv_type=kv_type)
+        answers, seen = _answers(loaded, rows, monkeypatch, policy)
+        assert _astray(loaded, rows, answers, seen) <= (0 if kv_type is KvType.FP16 else 0.25)
+    finally:
+        loaded.close()
+
+
+def test_a_chat_in_between_is_computed_as_before(tmp_path: Path) -> None:
+    loaded = _load(tiny_checkpoint("mixtral", tmp_path, **{**_WIDE, "intermediate_size": 264, "sliding_window": None}))
+    try:
+        prompt, sampling = random_prompt(30), SamplingParams(max_tokens=12)
+        chat = ChatSession(loaded)
+        before = chat.generate_from_ids(prompt, sampling, end_ids=NO_END).token_ids
+        executor = BatchExecutor(loaded, POLICY)
+        asked: list[int] = []
+        executor.run(iter(_rows([20, 30], 5)), lambda _: None, lambda: len(asked) > 4 or asked.append(0) is not None)
+        chat.clear()
+        assert chat.generate_from_ids(prompt, sampling, end_ids=NO_END).token_ids == before
+        executor.close()
+    finally:
+        loaded.close()
