@@ -18,7 +18,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
-from engine.config import EngineConfig, SamplingParams
+from engine.config import BatchJob, EngineConfig, SamplingParams
 from engine.errors import EngineError, ErrorCode
 from engine.telemetry.messages import (
     CacheReport,
@@ -111,6 +111,26 @@ class Generate:
 
 
 @dataclass(frozen=True, slots=True)
+class StartBatch:
+    """Answer a file of rows with the loaded model.  Ends in `BatchFinished` (also when stopped) or `Failed`.
+
+    Chats that are asked meanwhile come first; a model that is to be loaded stops the job, which can be resumed.
+    """
+
+    request_id: str
+    job: BatchJob
+
+
+@dataclass(frozen=True, slots=True)
+class SampleBatch:
+    """Answer the first `rows` rows of a job and keep nothing.  Each comes as a `BatchRows`; ends in `BatchFinished`."""
+
+    request_id: str
+    job: BatchJob
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class Cancel:
     """Stop that request within one token, or before it starts.  Has no answer of its own."""
 
@@ -122,7 +142,9 @@ class Shutdown:
     """Cancel everything and exit 0."""
 
 
-Command = LoadModel | UnloadModel | Generate | Cancel | Shutdown | WatchTelemetry | ResizeCache
+Command = (
+    LoadModel | UnloadModel | Generate | StartBatch | SampleBatch | Cancel | Shutdown | WatchTelemetry | ResizeCache
+)
 
 
 # --- events: worker -> window ---------------------------------------------------------------------
@@ -203,6 +225,74 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchProgress:
+    """How far a job is; see `engine.batch_files.pace.Pace`.
+
+    Attributes:
+        total: rows in all; -1 while nobody knows.
+        remaining_low_s, remaining_high_s: seconds until the end; -1 while there is nothing to tell by.
+        blocked: why nothing goes on, as a sentence; empty if it does.
+    """
+
+    request_id: str
+    done: int
+    failed: int
+    total: int
+    tokens_per_s: float
+    remaining_low_s: float
+    remaining_high_s: float
+    blocked: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """A row that has ended.
+
+    Attributes:
+        row: its index in the input.
+        prompt, answer: their beginnings, for people to look at; all of it is in the journal.
+        finish_reason, generated_tokens, problem: see `engine.batch_files.answer.Answer`.
+    """
+
+    row: int
+    prompt: str
+    answer: str
+    finish_reason: str
+    generated_tokens: int
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRows:
+    """Rows that have ended since the last such event; of a fast job only the latest."""
+
+    request_id: str
+    rows: tuple[BatchRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFinished:
+    """Terminal event of `StartBatch` and `SampleBatch`.
+
+    Attributes:
+        finished: whether every row has had its ending; else the job was stopped and can be resumed.
+        done, failed: rows that have ended in all runs of the job, and those of them that failed.
+        written: rows in the output.
+        tokens: generated in this run, in `seconds`.
+        note: a word about how rows were run, if there is one.
+    """
+
+    request_id: str
+    finished: bool
+    done: int
+    failed: int
+    written: int
+    tokens: int
+    seconds: float
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
 class Cancelled:
     """Terminal event of a `LoadModel` that was cancelled."""
 
@@ -251,13 +341,16 @@ Event = (
     | ModelLoaded
     | ModelUnloaded
     | Finished
+    | BatchProgress
+    | BatchRows
+    | BatchFinished
     | Cancelled
     | Failed
     | TelemetryRequest
     | Sample
     | Droppable
 )
-TerminalEvent = ModelLoaded | ModelUnloaded | Finished | Cancelled | Failed
+TerminalEvent = ModelLoaded | ModelUnloaded | Finished | BatchFinished | Cancelled | Failed
 TERMINAL: tuple[type, ...] = get_args(TerminalEvent)
 SAMPLES: tuple[type, ...] = get_args(Sample)
 DROPPABLE: tuple[type, ...] = get_args(Droppable)

@@ -15,8 +15,12 @@ from typing import Protocol
 
 import psutil
 
+from engine.batch_files.answer import Answer
+from engine.batch_files.job_watcher import JobEnding, JobWatcher
+from engine.batch_files.prepared_job import PreparedJob
 from engine.config import EngineConfig, SamplingParams
 from engine.errors import EngineError, ErrorCode
+from engine.process.batch import BatchService
 from engine.process.environment import quiet_libraries
 from engine.process.failures import as_engine_error, log_failure
 from engine.process.lifetime import end_process, set_up_process, trim_stderr
@@ -39,7 +43,9 @@ from engine.protocol import (
     Phase,
     Progress,
     Ready,
+    SampleBatch,
     Shutdown,
+    StartBatch,
     Telemetry,
     TerminalEvent,
     Token,
@@ -94,6 +100,12 @@ class WorkerEngine(Protocol):
 
     def unload(self) -> None: ...
 
+    def run_batch(self, prepared: PreparedJob, watcher: JobWatcher) -> JobEnding: ...
+
+    def sample_batch(
+        self, prepared: PreparedJob, rows: int, on_answer: Callable[[Answer, str], None], cancelled: Callable[[], bool]
+    ) -> None: ...
+
     def generate(
         self,
         messages: Sequence[ChatMessage],
@@ -127,12 +139,21 @@ class Worker:
             while (request := self._requests.take()) is not None:
                 self._requests.end(Failed(request.request_id, ErrorCode.INTERNAL, message))
             return
-        while (request := self._requests.take()) is not None:
-            self._requests.end(self._perform(engine, request))
-            try:
-                self._sample(engine, idle=True)
-            except Exception as error:  # a figure that cannot be had is no reason to end
-                log_failure(error, "sampling")
+        self._batches = BatchService(self._requests, self._writer.send, lambda: self._answer_next(engine))
+        while self._answer_next(engine):
+            pass
+
+    def _answer_next(self, engine: WorkerEngine) -> bool:
+        """Performs the request that waits first, or waits for one; whether there was one."""
+        request = self._requests.take()
+        if request is None:
+            return False
+        self._requests.end(self._perform(engine, request))
+        try:
+            self._sample(engine, idle=True)
+        except Exception as error:  # a figure that cannot be had is no reason to end
+            log_failure(error, "sampling")
+        return True
 
     def _perform(self, engine: WorkerEngine, request: Request) -> TerminalEvent:
         doing = {LoadModel: "loading the model", UnloadModel: "freeing the model"}.get(type(request), "answering")
@@ -141,6 +162,10 @@ class Worker:
                 return self._load(engine, request)
             if isinstance(request, Generate):
                 return self._generate(engine, request)
+            if isinstance(request, StartBatch):
+                return self._batches.run(engine, request)
+            if isinstance(request, SampleBatch):
+                return self._batches.sample(engine, request)
             self._telemetry.model_is(None)
             engine.unload()
             return ModelUnloaded(request.request_id)
@@ -242,7 +267,7 @@ def read_commands(fd: int, requests: RequestQueue, writer: EventWriter, telemetr
                 return True
             if isinstance(command, Cancel):
                 requests.cancel(command.request_id)
-            elif isinstance(command, LoadModel | UnloadModel | Generate):
+            elif isinstance(command, Request):
                 requests.accept(command)
             elif isinstance(command, WatchTelemetry):
                 telemetry.watch(command)

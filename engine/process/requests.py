@@ -7,11 +7,22 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from engine.protocol import Cancelled, Finished, FinishReason, Generate, LoadModel, TerminalEvent, UnloadModel
+from engine.protocol import (
+    BatchFinished,
+    Cancelled,
+    Finished,
+    FinishReason,
+    Generate,
+    LoadModel,
+    SampleBatch,
+    StartBatch,
+    TerminalEvent,
+    UnloadModel,
+)
 
 _log = logging.getLogger(__name__)
 
-Request = LoadModel | UnloadModel | Generate
+Request = LoadModel | UnloadModel | Generate | StartBatch | SampleBatch
 
 
 def cancelled_event(request: Request) -> TerminalEvent | None:
@@ -19,6 +30,8 @@ def cancelled_event(request: Request) -> TerminalEvent | None:
     reason: FinishReason = "cancelled"
     if isinstance(request, Generate):
         return Finished(request.request_id, reason, 0, 0, 0, 0.0, 0.0)
+    if isinstance(request, StartBatch | SampleBatch):
+        return BatchFinished(request.request_id, False, 0, 0, 0, 0, 0.0, "")
     return Cancelled(request.request_id) if isinstance(request, LoadModel) else None
 
 
@@ -50,6 +63,14 @@ class RequestQueue:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             return self._waiting.popleft() if self._waiting else None
+
+    def waiting(self) -> Request | None:
+        """The request that `take` would give at once; None if it would wait."""
+        # Asked for every layer of a batch: looking at the first of a deque needs no lock.
+        try:
+            return self._waiting[0]
+        except IndexError:
+            return None
 
     def cancel(self, request_id: str) -> None:
         """End a waiting request now; make a running one see that it is cancelled.  Unknown ids are ignored."""

@@ -19,9 +19,9 @@ from engine.verbs.output import emit, note
 
 if TYPE_CHECKING:
     from engine.batch_files.answer import Answer
+    from engine.batch_files.job_watcher import JobEnding
     from engine.batch_files.pace import Pace
     from engine.batch_files.prepared_job import PreparedJob
-    from engine.runtime.batch.job import JobEnding
     from engine.runtime.engine import Engine
 
 _INTERRUPTED = 130
@@ -143,7 +143,7 @@ def _sampled(row: dict[str, Any]) -> str:
 
 
 def _whole(args: argparse.Namespace, prepared: PreparedJob, engine: Engine) -> int:
-    from engine.runtime.batch.job import JobWatcher
+    from engine.batch_files.job_watcher import JobWatcher
 
     begun = time.monotonic()
     with _Interrupts() as interrupts:

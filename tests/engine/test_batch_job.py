@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 
 from engine.batch_files.answer import Answer
 from engine.batch_files.job_list import known_jobs
+from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.journal import journal_path
 from engine.batch_files.opening import open_source
 from engine.batch_files.pace import Pace
 from engine.batch_files.prepared_job import prepare
 from engine.config import BatchJob, SamplingParams
 from engine.errors import EngineError, ErrorCode
-from engine.runtime.batch.job import JobEnding, JobRun, JobWatcher
+from engine.runtime.batch.job import JobRun
 from engine.runtime.batch.request import AnswerCallback, BatchAnswer, BatchRequest, Check, Outcome
 
 
@@ -259,7 +260,12 @@ def test_an_input_that_is_only_touched_is_the_same(home: Path, monkeypatch: pyte
     path = home / "in.jsonl"
     _write_rows(path, 20)
     watch = Watch(yields=1)
-    watch._give_way = lambda: (os.utime(path, ns=(1, 1)), setattr(watch, "gave_way", 1))[0]  # type: ignore[method-assign]
+
+    def touch() -> None:
+        watch.gave_way += 1
+        os.utime(path, ns=(1, 1))
+
+    watch._give_way = touch  # type: ignore[method-assign]
     assert _run(BatchJob(str(path), str(home / "out.jsonl")), ShuffledExecutor(), watch).finished
 
 

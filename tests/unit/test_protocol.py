@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import EngineConfig, SamplingParams
+from engine.config import BATCH_STARTS, BatchJob, EngineConfig, SamplingParams
 from engine.errors import EngineError, ErrorCode
 from engine.protocol import (
     MAX_LINE_BYTES,
@@ -46,12 +46,28 @@ SAMPLING = st.builds(
     max_tokens=st.integers(1, 10**9),
     beams=st.integers(1, 64),
 )
+JOB = st.builds(
+    BatchJob,
+    input=TEXT,
+    output=TEXT,
+    template=TEXT,
+    system=TEXT,
+    sampling=SAMPLING,
+    choices=st.lists(TEXT.filter(bool), max_size=3).map(tuple),
+    tries=st.integers(1, 100),
+    encoding=st.none() | TEXT,
+    separator=st.none() | TEXT,
+    whole_files=st.booleans(),
+    start=st.sampled_from(BATCH_STARTS),
+)
 
 
 def values(hint: Any) -> st.SearchStrategy[Any]:
     """Any value of a field's declared type."""
     if hint is SamplingParams:
         return SAMPLING
+    if hint is BatchJob:
+        return JOB
     if dataclasses.is_dataclass(hint):
         return st.builds(hint, **{name: values(t) for name, t in typing.get_type_hints(hint).items()})
     if get_origin(hint) is typing.Literal:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 from engine.batch_files.answer import Answer
 from engine.batch_files.fingerprint import content_hash, stamp
+from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.journal import Journal
 from engine.batch_files.manifest import Manifest
 from engine.batch_files.pace import Pace, PaceMeter
@@ -33,42 +33,6 @@ class RowExecutor(Protocol):
         self, rows: Iterator[BatchRequest], on_row: AnswerCallback, should_yield: Check, cancelled: Check
     ) -> Outcome:
         """See `BatchExecutor.run`."""
-
-
-@dataclass(frozen=True, slots=True)
-class JobWatcher:
-    """Who is told, and who is asked, while a job runs.
-
-    Attributes:
-        on_pace: told the progress, and why nothing goes on, if so.
-        on_answer: told each answer, with the last message that was asked (empty if the row could not be asked).
-        should_yield: whether somebody else has priority; `give_way` then returns when they are done.
-        cancelled: whether to stop.
-    """
-
-    on_pace: Callable[[Pace, str], None]
-    on_answer: Callable[[Answer, str], None]
-    should_yield: Check
-    give_way: Callable[[], None]
-    cancelled: Check
-
-
-@dataclass(frozen=True, slots=True)
-class JobEnding:
-    """What has been done.
-
-    Attributes:
-        finished: every row has had its ending; else the job was cancelled and can be resumed.
-        written: rows in the result file.
-        tokens: generated in this run, those of answers that were tried again left out.
-        note: a word about how rows were run, if there is one.
-    """
-
-    finished: bool
-    pace: Pace
-    written: int
-    tokens: int = 0
-    note: str = ""
 
 
 class JobRun:

@@ -8,12 +8,13 @@ from itertools import islice
 from pathlib import Path
 
 from engine.batch_files.answer import Answer
+from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.prepared_job import PreparedJob
 from engine.checkpoint.fingerprint import fingerprint
 from engine.checkpoint.shards import read_tensors
 from engine.runtime.batch.asking import Asking, question_of
 from engine.runtime.batch.executor import BatchExecutor
-from engine.runtime.batch.job import JobEnding, JobRun, JobWatcher
+from engine.runtime.batch.job import JobRun
 from engine.runtime.batch.request import BatchAnswer, BatchRequest, Check
 from engine.runtime.constrained import ConstrainedAnswers
 from engine.runtime.loaded_model import LoadedModel

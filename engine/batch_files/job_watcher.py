@@ -1,0 +1,45 @@
+"""Who looks on while a job runs, and what has been done when it comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.batch_files.answer import Answer
+from engine.batch_files.pace import Pace
+
+
+@dataclass(frozen=True, slots=True)
+class JobWatcher:
+    """Who is told, and who is asked, while a job runs.
+
+    Attributes:
+        on_pace: told the progress, and why nothing goes on, if so.
+        on_answer: told each answer, with the last message that was asked (empty if the row could not be asked).
+        should_yield: whether somebody else has priority; `give_way` then returns when they are done.
+        cancelled: whether to stop.
+    """
+
+    on_pace: Callable[[Pace, str], None]
+    on_answer: Callable[[Answer, str], None]
+    should_yield: Callable[[], bool]
+    give_way: Callable[[], None]
+    cancelled: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnding:
+    """What has been done.
+
+    Attributes:
+        finished: every row has had its ending; else the job was cancelled and can be resumed.
+        written: rows in the result file.
+        tokens: generated in this run, those of answers that were tried again left out.
+        note: a word about how rows were run, if there is one.
+    """
+
+    finished: bool
+    pace: Pace
+    written: int
+    tokens: int = 0
+    note: str = ""

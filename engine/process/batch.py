@@ -1,0 +1,141 @@
+"""Batch jobs in the engine process: who is told of them, and how they give way to chats."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from engine.batch_files.answer import Answer
+from engine.batch_files.job_watcher import JobEnding, JobWatcher
+from engine.batch_files.pace import Pace
+from engine.batch_files.prepared_job import PreparedJob, prepare
+from engine.process.requests import RequestQueue
+from engine.protocol import BatchFinished, BatchProgress, BatchRow, BatchRows, Event, Generate, SampleBatch, StartBatch
+
+_ROWS_S = 0.25
+_MOST_ROWS = 24
+_MOST_CHARACTERS = 400
+
+
+class BatchEngine(Protocol):
+    """What batches need of an engine."""
+
+    def run_batch(self, prepared: PreparedJob, watcher: JobWatcher) -> JobEnding: ...
+
+    def sample_batch(
+        self, prepared: PreparedJob, rows: int, on_answer: Callable[[Answer, str], None], cancelled: Callable[[], bool]
+    ) -> None: ...
+
+
+class BatchService:
+    """Runs jobs on the engine thread.
+
+    Args:
+        answer_next: performs the request that waits first, a chat; called between two steps of a job.
+    """
+
+    def __init__(
+        self, requests: RequestQueue, send: Callable[[Event], None], answer_next: Callable[[], object]
+    ) -> None:
+        self._requests, self._send = requests, send
+        self._answer_next = answer_next
+
+    def run(self, engine: BatchEngine, request: StartBatch) -> BatchFinished:
+        """One job to its end, or until it is stopped.
+
+        Raises:
+            EngineError: see `Engine.run_batch`.
+        """
+        begun = time.monotonic()
+        told = _Told(request.request_id, self._send)
+
+        def cancelled() -> bool:
+            # Another model is wanted, or none: the job can be gone on with, whoever waits for the model cannot.
+            waiting = self._requests.waiting()
+            return self._requests.is_cancelled(request.request_id) or not (
+                waiting is None or isinstance(waiting, Generate | StartBatch)
+            )
+
+        def chat_waits() -> bool:
+            return isinstance(self._requests.waiting(), Generate)
+
+        def give_way() -> None:
+            while chat_waits():
+                self._answer_next()
+
+        prepared = prepare(request.job)
+        watcher = JobWatcher(told.pace, told.answer, chat_waits, give_way, cancelled)
+        try:
+            ending = engine.run_batch(prepared, watcher)
+        finally:
+            told.rows_now()
+        pace = ending.pace
+        return BatchFinished(
+            request_id=request.request_id,
+            finished=ending.finished,
+            done=pace.done,
+            failed=pace.failed,
+            written=ending.written,
+            tokens=ending.tokens,
+            seconds=time.monotonic() - begun,
+            note=ending.note,
+        )
+
+    def sample(self, engine: BatchEngine, request: SampleBatch) -> BatchFinished:
+        """The first rows of a job.
+
+        Raises:
+            EngineError: see `Engine.sample_batch`.
+        """
+        begun = time.monotonic()
+        told = _Told(request.request_id, self._send)
+        counts = [0, 0, 0]
+
+        def answered(answer: Answer, question: str) -> None:
+            counts[0] += 1
+            counts[1] += answer.failed
+            counts[2] += answer.generated_tokens
+            told.answer(answer, question)
+            told.rows_now()
+
+        prepared = prepare(request.job)
+        engine.sample_batch(prepared, request.rows, answered, lambda: self._requests.is_cancelled(request.request_id))
+        done, failed, tokens = counts
+        finished = not self._requests.is_cancelled(request.request_id)
+        return BatchFinished(request.request_id, finished, done, failed, 0, tokens, time.monotonic() - begun, "")
+
+
+class _Told:
+    """What the window hears of one job, not more often than it can show."""
+
+    def __init__(self, request_id: str, send: Callable[[Event], None]) -> None:
+        self._request_id, self._send = request_id, send
+        self._rows: list[BatchRow] = []
+        self._rows_s = time.monotonic()
+
+    def pace(self, pace: Pace, blocked: str) -> None:
+        self._send(
+            BatchProgress(
+                request_id=self._request_id,
+                done=pace.done,
+                failed=pace.failed,
+                total=-1 if pace.total is None else pace.total,
+                tokens_per_s=pace.tokens_per_s,
+                remaining_low_s=-1.0 if pace.remaining_low_s is None else pace.remaining_low_s,
+                remaining_high_s=-1.0 if pace.remaining_high_s is None else pace.remaining_high_s,
+                blocked=blocked,
+            )
+        )
+
+    def answer(self, answer: Answer, question: str) -> None:
+        shown = (question[:_MOST_CHARACTERS], answer.text[:_MOST_CHARACTERS])
+        row = BatchRow(answer.row, *shown, answer.finish_reason, answer.generated_tokens, answer.problem)
+        self._rows = [*self._rows, row][-_MOST_ROWS:]
+        if time.monotonic() - self._rows_s >= _ROWS_S:
+            self.rows_now()
+
+    def rows_now(self) -> None:
+        if self._rows:
+            self._send(BatchRows(self._request_id, tuple(self._rows)))
+            self._rows, self._rows_s = [], time.monotonic()

@@ -1,0 +1,162 @@
+"""Jobs in the engine process give way to chats, stop for another model, and end once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.batch_files.answer import Answer, failed
+from engine.batch_files.job_watcher import JobEnding, JobWatcher
+from engine.batch_files.pace import Pace
+from engine.batch_files.prepared_job import PreparedJob
+from engine.config import BatchJob, EngineConfig, SamplingParams
+from engine.errors import EngineError
+from engine.process.batch import BatchService
+from engine.process.requests import Request, RequestQueue, cancelled_event
+from engine.protocol import (
+    BatchFinished,
+    BatchProgress,
+    BatchRows,
+    ChatMessage,
+    Event,
+    Finished,
+    Generate,
+    LoadModel,
+    SampleBatch,
+    StartBatch,
+)
+
+_PACE = Pace(done=2, failed=1, total=None, tokens_per_s=3.0, remaining_low_s=None, remaining_high_s=None)
+
+
+class Engine:
+    """Asks the watcher as a real job does; `steps` says how often before it is done."""
+
+    def __init__(self, between: Callable[[int], None] = lambda _step: None, steps: int = 6) -> None:
+        self._between, self._steps = between, steps
+        self.seen: list[str] = []
+
+    def run_batch(self, prepared: PreparedJob, watcher: JobWatcher) -> JobEnding:
+        for step in range(self._steps):
+            self._between(step)
+            if watcher.cancelled():
+                return JobEnding(False, _PACE, 1)
+            if watcher.should_yield():
+                self.seen.append("gives way")
+                watcher.give_way()
+            self.seen.append("works")
+            watcher.on_answer(Answer(step, "a" * 1000, "stop", 1, 2), "question")
+            watcher.on_pace(_PACE, "")
+        return JobEnding(True, _PACE, 6, tokens=12, note="one by one")
+
+    def sample_batch(
+        self, prepared: PreparedJob, rows: int, on_answer: Callable[[Answer, str], None], cancelled: Callable[[], bool]
+    ) -> None:
+        on_answer(Answer(0, "yes", "stop", 1, 2), "question")
+        on_answer(failed(1, "is empty"), "")
+
+
+class Process:
+    """The worker without a model: its queue, what it sends, and chats that are answered at once."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.sent: list[Event] = []
+        self.requests = RequestQueue(self.sent.append)
+        self._engine = engine
+        self.batches = BatchService(self.requests, self.sent.append, self.answer_next)
+
+    def answer_next(self) -> None:
+        request = self.requests.take()
+        assert request is not None
+        if isinstance(request, Generate):
+            self._engine.seen.append(request.request_id)
+            self.requests.end(Finished(request.request_id, "stop", 1, 0, 1, 0.1, 1.0))
+        elif isinstance(request, StartBatch):
+            self.requests.end(self.batches.run(self._engine, request))
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BatchJob:
+    monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path / "home"))
+    (tmp_path / "in.jsonl").write_text(json.dumps({"text": "x"}) + "\n")
+    return BatchJob(str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
+
+
+def _chat(name: str) -> Generate:
+    return Generate(name, (ChatMessage("user", "hi"),), SamplingParams())
+
+
+def _of(kind: type, sent: list[Event]) -> list[Any]:
+    return [event for event in sent if isinstance(event, kind)]
+
+
+def test_chats_come_first_and_the_job_goes_on(job: BatchJob) -> None:
+    def between(step: int) -> None:
+        if step == 2:
+            process.requests.accept(_chat("first"))
+            process.requests.accept(_chat("second"))
+
+    engine = Engine(between)
+    process = Process(engine)
+    process.requests.accept(StartBatch("job", job))
+    process.answer_next()
+    assert engine.seen == ["works", "works", "gives way", "first", "second", *["works"] * 4]
+    (ending,) = _of(BatchFinished, process.sent)
+    assert (ending.finished, ending.done, ending.tokens, ending.note) == (True, 2, 12, "one by one")
+    shown = [row for event in _of(BatchRows, process.sent) for row in event.rows]
+    assert [row.row for row in shown] == list(range(6))
+    assert all(len(row.answer) < 1000 for row in shown)
+    assert _of(BatchProgress, process.sent)[0].total == -1
+
+
+@pytest.mark.parametrize("stop", ["cancel", "another model"])
+def test_a_job_stops_when_it_is_cancelled_or_another_model_is_wanted(job: BatchJob, stop: str) -> None:
+    def between(step: int) -> None:
+        if step == 1 and stop == "cancel":
+            process.requests.cancel("job")
+        elif step == 1:
+            process.requests.accept(LoadModel("load", EngineConfig("other")))
+
+    engine = Engine(between)
+    process = Process(engine)
+    process.requests.accept(StartBatch("job", job))
+    process.answer_next()
+    assert engine.seen == ["works"]
+    (ending,) = _of(BatchFinished, process.sent)
+    assert not ending.finished
+
+
+def test_a_job_that_waits_lets_the_running_one_go_on(job: BatchJob) -> None:
+    engine = Engine(lambda step: process.requests.accept(StartBatch("next", job)) if step == 1 else None)
+    process = Process(engine)
+    process.requests.accept(StartBatch("job", job))
+    process.answer_next()
+    assert engine.seen == ["works"] * 6
+
+
+def test_a_sample_shows_each_row_as_it_comes(job: BatchJob) -> None:
+    process = Process(Engine())
+    ending = process.batches.sample(Engine(), SampleBatch("sample", job, 3))
+    assert (ending.finished, ending.done, ending.failed, ending.tokens) == (True, 2, 1, 2)
+    assert [len(event.rows) for event in _of(BatchRows, process.sent)] == [1, 1]
+
+
+def test_a_job_that_cannot_be_begun_is_refused(job: BatchJob) -> None:
+    Path(job.input).unlink()
+    process = Process(Engine())
+    with pytest.raises(EngineError, match="There is no file"):
+        process.batches.run(Engine(), StartBatch("job", job))
+
+
+def test_waiting_jobs_that_are_cancelled_end_at_once(job: BatchJob) -> None:
+    process = Process(Engine())
+    requests: list[Request] = [StartBatch("a", job), SampleBatch("b", job, 3)]
+    for request in requests:
+        process.requests.accept(request)
+        process.requests.cancel(request.request_id)
+        assert cancelled_event(request) in process.sent
+    assert process.requests.waiting() is None
