@@ -1,0 +1,50 @@
+"""`switchyard plan` and `switchyard models fit`, without torch and without running anything."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from engine.cli import main
+
+
+def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "mixtral-8x7b", "--hardware", "desktop-no-gpu-64gb", "--json"]
+    assert main(arguments) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["policy"] == "CPU only"
+    assert plan["speed"]["low"] < plan["speed"]["decode_tokens_per_s"] < plan["speed"]["high"]
+    assert plan["ram"]["experts"] > 0
+    assert plan["alternatives"]
+
+
+def test_a_plan_for_people_names_bytes_and_what_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "olmoe-1b-7b", "--hardware", "desktop-rtx-3060-12gb", "--workload", "64x8"]) == 0
+    text = capsys.readouterr().out
+    assert "graphics card" in text
+    assert "limits it" in text
+    assert "other ways" in text
+
+
+def test_fit_says_yes_or_no(capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--hardware", "desktop-no-gpu-64gb", "--workload", "64x8", "--json"]
+    assert main(["models", "fit", "qwen3-30b-a3b", *where]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"] is True
+    assert main(["models", "fit", "deepseek-v3", *where, "--ram", "2GB"]) == 2
+    document = json.loads(capsys.readouterr().out)
+    assert document["fits"] is False
+    assert "nearest" in document["why"]
+
+
+@pytest.mark.parametrize("wrong", [["--workload", "nothing"], ["--hardware", "toaster"], ["--ram", "8"]])
+def test_what_makes_no_sense_is_refused_in_one_line(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "olmoe-1b-7b", *wrong]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.strip().splitlines()) == 1
+
+
+def test_this_machine_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "olmoe-1b-7b", "--device", "cpu", "--workload", "64x8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["machine"] == "this machine"
