@@ -82,7 +82,7 @@ def test_experts_equal_the_reference(
     torch.testing.assert_close(got.float(), wanted.float(), atol=2e-2, rtol=2e-2)
 
 
-def test_more_tokens_go_to_torch(kernels: NativeKernels) -> None:
+def test_more_tokens_equal_the_reference(kernels: NativeKernels) -> None:
     module, layer, weights = _layer(4, 64, 32)
     compute = NativeExperts(layer, ExpertMath.of(module), kernels, TorchExperts(layer, ExpertMath.of(module)))
     x = torch.randn(MAX_TOKENS + 3, 64).bfloat16()

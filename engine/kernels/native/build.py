@@ -43,9 +43,14 @@ _AVX2 = ("-mavx2", "-mfma")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mfma")
 _PAGED = ("-ffp-contract=fast", "-Wno-psabi")
 """Vectors wider than the target's, and products that are added to sums in one rounding."""
+_BF16 = ("-mavx512vnni", "-mavx512bf16")
 _SPECIAL = {
     "kernels_avx2.cpp": _Special("x86", _AVX2),
     "kernels_avx512.cpp": _Special("x86", _AVX512),
+    "many_avx2.cpp": _Special("x86", _AVX2),
+    "many_avx512.cpp": _Special("x86", _AVX512),
+    "many_avx512bf16.cpp": _Special("x86", _AVX512, newest=_BF16),
+    "many_amx.cpp": _Special("x86", _AVX512, newest=(*_BF16, "-mamx-tile", "-mamx-bf16")),
     "paged_avx2.cpp": _Special("x86", (*_AVX2, *_PAGED)),
     "paged_avx512.cpp": _Special("x86", (*_AVX512, *_PAGED)),
     "tiles_avx2.cpp": _Special("x86", _AVX2),

@@ -1,4 +1,4 @@
-"""One call into the native kernels for all experts of a layer, for the few tokens of a decode step."""
+"""One call into the native kernels for all experts of a layer, for a decode step as for a prefill."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from engine.kernels.native.structs import PRECISION_NUMBERS, ExpertsStruct, Reco
 from engine.kernels.quantised.tiles import Pairing
 
 MAX_TOKENS = 8
-"""Up to this many tokens the weights' way from RAM is what is waited for; beyond it matrix products are better."""
-
-MAX_VISITS = 48
-"""Of a quantised expert in a longer step: up to this many tokens, dequantising it costs more than it gains."""
+"""A step of so many tokens decodes: the weights' way from RAM is what is waited for.  More are a prefill or a batch."""
 
 
 def can_compute(layer: LayerRecords, math: ExpertMath) -> bool:
@@ -30,9 +27,10 @@ def can_compute(layer: LayerRecords, math: ExpertMath) -> bool:
 
 
 class NativeExperts:
-    """Computes one layer's experts natively for up to `MAX_TOKENS` tokens, and by `many_tokens` for more.
+    """Computes one layer's experts natively, tokens in bf16; and leaves those of other types to `many_tokens`.
 
-    Of quantised experts it computes those that few tokens want in longer steps too.
+    Of several tokens each expert takes those that want it together: so many, that its weights are worth bringing into
+    the form that matrix instructions multiply, or so few that they are multiplied as they pass by.
     """
 
     def __init__(
@@ -44,7 +42,6 @@ class NativeExperts:
         self._address = ctypes.addressof(self.struct)
         self._kernels = kernels
         self._many_tokens = many_tokens
-        self._quantised = isinstance(layer.layout, QuantisedFormat)
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -52,20 +49,7 @@ class NativeExperts:
         """See `engine.kernels.interface.ExpertKernel`."""
         if hidden_states.dtype != torch.bfloat16:
             return self._many_tokens(hidden_states, top_k_index, top_k_weights)
-        if top_k_index.shape[0] <= MAX_TOKENS:
-            return self._compute(hidden_states, top_k_index, top_k_weights)
-        if not self._quantised:
-            return self._many_tokens(hidden_states, top_k_index, top_k_weights)
-        experts = self._layer.num_experts
-        visits = top_k_index.clamp(max=experts).flatten().bincount(minlength=experts + 1)
-        busy = visits > MAX_VISITS
-        busy[experts] = False
-        if not busy.any():
-            return self._compute(hidden_states, top_k_index, top_k_weights)
-        is_busy = busy[top_k_index.clamp(max=experts)]
-        # Each side sees the other's experts as nobody.
-        few = self._compute(hidden_states, top_k_index.masked_fill(is_busy, experts), top_k_weights)
-        return few + self._many_tokens(hidden_states, top_k_index.masked_fill(~is_busy, experts), top_k_weights)
+        return self._compute(hidden_states, top_k_index, top_k_weights)
 
     def _compute(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         hidden_states, index = hidden_states.contiguous(), index.contiguous()

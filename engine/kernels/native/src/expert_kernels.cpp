@@ -6,6 +6,7 @@
 #include "activation.h"
 #include "dispatch.h"
 #include "experts_call.h"
+#include "many_experts.h"
 
 namespace {
 
@@ -144,6 +145,10 @@ void ExpertsRun::work() {
 SWITCHYARD_API int32_t switchyard_experts(SwitchyardPool *pool, const SwitchyardExperts *experts, int32_t tokens,
                                           int32_t k, const uint16_t *x, const int64_t *index, const float *weights,
                                           uint16_t *out) try {
+    if (tokens > kDecodeTokens) {
+        many_experts(*pool, *experts, tokens, k, x, index, weights, out);
+        return 0;
+    }
     // One call at a time per thread; the buffers live on, because allocating per layer would cost as much as a layer.
     static thread_local ExpertsCall call;
     call.begin(experts, tokens, nullptr, out);

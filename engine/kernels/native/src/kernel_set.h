@@ -48,9 +48,12 @@ struct TileKernels {
     void (*fit_int4)(const float *w, int rounds, uint8_t *q, uint16_t *scales, uint8_t *zeros);
 };
 
+struct ManyKernels;  // many_kernels.h
+
 struct Kernels {
     const KernelSet *rows;
     const TileKernels *tiles;
+    const ManyKernels *many = nullptr;
 };
 
 extern const KernelSet kPortableKernels;

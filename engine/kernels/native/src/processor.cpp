@@ -41,6 +41,9 @@ Processor advertised() {
     if ((kept & 0xe0) != 0xe0) return can;  // masks and both kinds of upper halves
     can.avx512 = can.avx2 && has(extended.b, 16) && has(extended.b, 30) && has(extended.b, 31);
     can.avx512_vnni = can.avx512 && has(extended.c, 11);
+    can.avx512_bf16 = can.avx512_vnni && has(newer.a, 5);
+    if ((kept & 0x60000) != 0x60000) return can;  // tiles and their configuration
+    can.amx_bf16 = can.avx512_bf16 && has(extended.d, 24) && has(extended.d, 22);
     return can;
 }
 

@@ -6,6 +6,8 @@ struct Processor {
     bool avx_vnni = false;
     bool avx512 = false;       // F, BW and VL
     bool avx512_vnni = false;
+    bool avx512_bf16 = false;  // with VNNI
+    bool amx_bf16 = false;     // with AVX-512 BF16
     bool neon = false;
     bool neon_dot = false;     // asimddp
 };

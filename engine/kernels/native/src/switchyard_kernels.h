@@ -123,7 +123,7 @@ typedef struct {
 SWITCHYARD_API int32_t switchyard_abi(void);
 
 // Instruction sets, best last: 0 portable; for x86 1 AVX2 + FMA, 2 AVX-VNNI besides, 3 AVX-512 (F, BW, VL), 4 AVX-512
-// VNNI besides; for Arm 16 NEON, 17 its dot products besides.  A set of them, bit by bit: those that the processor
+// VNNI besides, 5 AVX-512 BF16 besides, 6 AMX BF16 besides (of which systems have to be asked); for Arm 16 NEON, 17 its dot products besides.  A set of them, bit by bit: those that the processor
 // advertises and this library was built for.
 SWITCHYARD_API uint32_t switchyard_advertised_isas(void);
 // Runs every kernel of that instruction set on small problems: 0 if right.  May die of an illegal instruction where

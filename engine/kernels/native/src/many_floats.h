@@ -1,0 +1,101 @@
+// Many vectors with bf16 matrices in fp32: rows of weights are widened once, vectors lie side by side in the lanes, and
+// each weight is multiplied with all of them.  The including file says what a vector is:
+//   Math::V, Math::lanes, Math::load, Math::store, Math::every(float), Math::madd(a, b, sum)
+//   Math::rows, Math::tiles   how many rows and tiles of vectors fit the registers at once
+#pragma once
+#include <algorithm>
+#include <cstring>
+
+#include "activation_rows.h"
+#include "many_kernels.h"
+#include "matrix.h"
+
+namespace {
+
+int64_t packed_floats(int32_t, int64_t columns) { return columns * kLanesOfMany * 4; }
+// A row of weights takes a little more than its columns: rows that are powers of two apart would push each other out of
+// the cache.
+int64_t row_floats(int64_t columns) { return ((columns + 15) & ~int64_t{15}) + 16; }
+int64_t panel_floats(int32_t, int64_t columns) { return kTileRows * row_floats(columns) * 4; }
+
+// [columns, lanes]
+void pack_floats(int32_t, const uint16_t *const *rows, int64_t count, int64_t columns, uint8_t *out) {
+    auto *floats = reinterpret_cast<float *>(out);
+    if (count < kLanesOfMany) std::memset(out, 0, static_cast<size_t>(packed_floats(0, columns)));
+    // Some columns at a time: what is written stays in the first cache until all lanes are there.
+    for (int64_t begin = 0; begin < columns; begin += 64) {
+        const int64_t end = std::min(begin + 64, columns);
+        for (int64_t v = 0; v < count; ++v)
+            for (int64_t k = begin; k < end; ++k) floats[k * kLanesOfMany + v] = from_bf16(rows[v][k]);
+    }
+}
+
+Panel prepare_floats(const SwitchyardMatrix &matrix, int64_t block, uint8_t *room) {
+    const RowOrder order(matrix);
+    const auto *weights = static_cast<const uint16_t *>(matrix.weights);
+    auto *floats = reinterpret_cast<float *>(room);
+    const int64_t columns = matrix.columns;
+    for (int64_t i = 0; i < kTileRows; ++i) {
+        const int64_t first = block * order.block + i % kHalfRows * order.step;
+        const int64_t row = first + i / kHalfRows * order.partner;
+        float *out = floats + i * row_floats(columns);
+        if (first < order.first_limit && row < matrix.rows) {
+            const uint16_t *values = weights + row * columns;
+            for (int64_t k = 0; k < columns; ++k) out[k] = from_bf16(values[k]);
+        } else {
+            std::memset(out, 0, static_cast<size_t>(columns) * 4);
+        }
+    }
+    return {room, room + kHalfRows * row_floats(columns) * 4, row_floats(columns) * 4};
+}
+
+template <class Math, int tiles>
+void multiply_rows(const float *weights, int64_t columns, const float *x, float *out, int64_t row) {
+    constexpr int rows = Math::rows, lanes = Math::lanes;
+    typename Math::V sums[rows][tiles];
+    for (auto &of_row : sums)
+        for (auto &sum : of_row) sum = Math::every(0.0f);
+    const int64_t stride = row_floats(columns);
+    const float *w = weights + row * stride;
+    for (int64_t k = 0; k < columns; ++k) {
+        typename Math::V values[tiles];
+        for (int t = 0; t < tiles; ++t) values[t] = Math::load(x + (t * columns + k) * lanes);
+        for (int r = 0; r < rows; ++r) {
+            const typename Math::V weight = Math::every(w[r * stride + k]);
+            for (int t = 0; t < tiles; ++t) sums[r][t] = Math::madd(weight, values[t], sums[r][t]);
+        }
+    }
+    for (int t = 0; t < tiles; ++t) {
+        float found[rows][lanes];
+        for (int r = 0; r < rows; ++r) Math::store(found[r], sums[r][t]);
+        for (int v = 0; v < lanes; ++v)
+            for (int r = 0; r < rows; ++r) out[(t * lanes + v) * kTileRows + row + r] = found[r][v];
+    }
+}
+
+template <class Math>
+void multiply_floats(int32_t, int64_t columns, const Panel &panel, const uint8_t *x, int64_t tiles, float *out) {
+    const auto *weights = reinterpret_cast<const float *>(panel.upper);
+    const auto *values = reinterpret_cast<const float *>(x);
+    const int64_t tile = columns * Math::lanes;
+    static_assert(kTileRows % Math::rows == 0, "a block is made of whole groups of rows");
+    for (; tiles > 0; tiles -= Math::tiles) {
+        for (int64_t row = 0; row < kTileRows; row += Math::rows) {
+            if (tiles >= Math::tiles)
+                multiply_rows<Math, Math::tiles>(weights, columns, values, out, row);
+            else if (tiles == 1)
+                multiply_rows<Math, 1>(weights, columns, values, out, row);
+            else
+                multiply_rows<Math, 2>(weights, columns, values, out, row);
+        }
+        values += tile * Math::tiles;
+        out += Math::tiles * Math::lanes * kTileRows;
+    }
+}
+
+template <class Math> constexpr ManyKernels floats_kernels(int64_t fewest) {
+    return {Math::lanes, {fewest, 0, 0}, packed_floats, panel_floats, pack_floats, prepare_floats,
+            multiply_floats<Math>, activate_rows, add_rows, narrow_rows};
+}
+
+}  // namespace

@@ -1,0 +1,46 @@
+// Products of matrices with many vectors, which a prefill is made of: weights are brought into the form that the
+// processor multiplies fastest once for all vectors, not as they pass by.
+#pragma once
+#include <cstdint>
+
+#include "switchyard_kernels.h"
+
+// A block of 32 rows as `multiply` reads it: its two halves of 16, `stride` bytes between the rows of each where they
+// are rows.
+struct Panel {
+    const uint8_t *upper, *lower;
+    int64_t stride;
+};
+
+struct ManyKernels {
+    int64_t lanes;  // vectors that are computed side by side: a tile of them, made up with zeros
+    // By precision: from so many vectors on these kernels are faster than those for few; 0 if they do not know it.
+    int64_t fewest[3];
+    // Bytes of a packed tile of `lanes` vectors, and of the room that `prepare` is given.
+    int64_t (*packed_bytes)(int32_t precision, int64_t columns);
+    int64_t (*panel_bytes)(int32_t precision, int64_t columns);
+    // Up to `lanes` bf16 vectors of `columns` into one tile.
+    void (*pack)(int32_t precision, const uint16_t *const *rows, int64_t count, int64_t columns, uint8_t *out);
+    Panel (*prepare)(const SwitchyardMatrix &matrix, int64_t block, uint8_t *room);
+    // out: [tiles * lanes, 32] of the block's rows with the vectors of `tiles` tiles, one after the other from `x`.
+    void (*multiply)(int32_t precision, int64_t columns, const Panel &panel, const uint8_t *x, int64_t tiles,
+                     float *out);
+    // In place: [count, 32] of gate and up halves (or 32 rows without a gate) and their biases [32] -> activated, in
+    // the first 16 (32) of each 32.
+    void (*activate)(const SwitchyardExperts &layer, const float *bias, int64_t count, float *dots);
+    // sum[i] += weight * (dots[i] + bias[i]), rounded to bf16 before it is weighted where `rounds`, for i < rows <= 32.
+    void (*add)(float weight, const float *dots, const float *bias, bool rounds, int64_t rows, float *sum);
+    // To bf16, rounded to nearest even.
+    void (*narrow)(const float *values, int64_t count, uint16_t *out);
+};
+
+extern const ManyKernels kPortableMany;
+#if defined(__x86_64__) || defined(_M_X64)
+extern const ManyKernels kAvx2Many;
+extern const ManyKernels kAvx512Many;
+extern const ManyKernels *const kAvx512Bf16Many;  // null if the compiler does not know the instructions
+extern const ManyKernels *const kAmxMany;         // likewise
+#endif
+
+// Asks the system for the tiles' room in saved states, for the whole process: whether it was given.
+bool amx_permitted();

@@ -1,0 +1,47 @@
+// Vectors in packed tiles, and products of a block of rows with as many of them as there are.
+#pragma once
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "kernel_set.h"
+#include "many_kernels.h"
+
+// Memory on a cache line, which lives on and grows; what was in it is lost when it does.
+class AlignedMemory {
+  public:
+    uint8_t *room(int64_t bytes) {
+        const auto needed = static_cast<size_t>(bytes) + 64;
+        if (memory_.size() < needed) {
+            memory_ = {};  // first the old one is freed
+            memory_.resize(needed);
+        }
+        return memory_.data() + (-reinterpret_cast<uintptr_t>(memory_.data()) & 63);
+    }
+    // What is larger is not kept while nothing is computed.
+    void shrink(size_t most) {
+        if (memory_.size() > most) memory_ = {};
+    }
+
+  private:
+    std::vector<uint8_t> memory_;
+};
+
+// Multiplies a block of 32 rows with `count` packed vectors; `take(first, some, dots)` gets [some, 32] at a time, small
+// enough to stay in the cache.
+template <class Take>
+void multiply_block(const ManyKernels &many, const SwitchyardMatrix &matrix, int64_t block, const uint8_t *x,
+                    int64_t count, Take take) {
+    static thread_local AlignedMemory room, sums;
+    const int64_t tiles = (count + many.lanes - 1) / many.lanes;
+    const int64_t at_once = std::min<int64_t>(tiles, 96 / many.lanes);
+    const Panel panel = many.prepare(matrix, block, room.room(many.panel_bytes(matrix.precision, matrix.columns)));
+    auto *dots = reinterpret_cast<float *>(sums.room(at_once * many.lanes * kTileRows * 4));
+    const int64_t tile_bytes = many.packed_bytes(matrix.precision, matrix.columns);
+    for (int64_t tile = 0; tile < tiles; tile += at_once) {
+        const int64_t now = std::min(at_once, tiles - tile), first = tile * many.lanes;
+        many.multiply(matrix.precision, matrix.columns, panel, x + tile * tile_bytes, now, dots);
+        take(first, std::min(now * many.lanes, count - first), dots);
+    }
+}
