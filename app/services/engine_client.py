@@ -16,12 +16,15 @@ from enum import Enum
 from PySide6.QtCore import QCoreApplication, QObject, QTimer, Signal
 
 from app.services.worker_process import WorkerProcess
-from engine.config import EngineConfig, SamplingParams
+from engine.config import BatchJob, EngineConfig, SamplingParams
 from engine.errors import ErrorCode
 from engine.paths import python_module
 from engine.protocol import (
     HEARTBEAT_S,
     PROTOCOL_VERSION,
+    BatchFinished,
+    BatchProgress,
+    BatchRows,
     Cancel,
     Cancelled,
     ChatMessage,
@@ -36,6 +39,8 @@ from engine.protocol import (
     ModelUnloaded,
     Progress,
     Ready,
+    SampleBatch,
+    StartBatch,
     Telemetry,
     TerminalEvent,
     Token,
@@ -73,7 +78,8 @@ class EngineClient(QObject):
         state_changed(EngineState), responding_changed(bool), model_loaded(ModelInfo),
         progress(Progress), token(Token), telemetry(Telemetry),
         recorded(TelemetrySpans | TelemetryCounters | TelemetryRequest | ExpertMap | CacheReport): while watched,
-        finished(ModelLoaded | ModelUnloaded | Finished | Cancelled | Failed): one for every request.
+        batch_told(BatchProgress | BatchRows): while a job runs,
+        finished(ModelLoaded | ModelUnloaded | Finished | BatchFinished | Cancelled | Failed): one for every request.
     """
 
     state_changed = Signal(object)
@@ -83,6 +89,7 @@ class EngineClient(QObject):
     token = Signal(object)
     telemetry = Signal(object)
     recorded = Signal(object)
+    batch_told = Signal(object)
     finished = Signal(object)
 
     def __init__(
@@ -190,6 +197,14 @@ class EngineClient(QObject):
         """Answer the last of `messages`; returns the request id that its events will carry."""
         return self._request(Generate(_new_id(), tuple(messages), sampling))
 
+    def start_batch(self, job: BatchJob) -> str:
+        """Answer a file of rows with the loaded model; returns the request id.  Chats come before it at any time."""
+        return self._request(StartBatch(_new_id(), job))
+
+    def sample_batch(self, job: BatchJob, rows: int) -> str:
+        """Answer the first rows of a job and keep nothing; returns the request id."""
+        return self._request(SampleBatch(_new_id(), job, rows))
+
     def cancel(self, request_id: str) -> None:
         """Stop a request, running or waiting; its terminal event still comes.  Without effect once it has ended."""
         if request_id in self._open:
@@ -208,7 +223,7 @@ class EngineClient(QObject):
         if self._ready:
             self._send(ResizeCache(tier, slots))
 
-    def _request(self, command: LoadModel | UnloadModel | Generate) -> str:
+    def _request(self, command: LoadModel | UnloadModel | Generate | StartBatch | SampleBatch) -> str:
         self._open[command.request_id] = command
         if self._worker is None or self._worker.is_stopping:
             reason = self._last_error or self.tr("The engine is not running; start it first.")
@@ -234,8 +249,11 @@ class EngineClient(QObject):
         elif isinstance(message, Progress):
             if message.request_id in self._open:
                 self.progress.emit(message)
-        elif isinstance(message, ModelLoaded | ModelUnloaded | Finished | Cancelled | Failed):
+        elif isinstance(message, ModelLoaded | ModelUnloaded | Finished | BatchFinished | Cancelled | Failed):
             self._finish(message)
+        elif isinstance(message, BatchProgress | BatchRows):
+            if message.request_id in self._open:
+                self.batch_told.emit(message)
         elif isinstance(message, Telemetry):
             self.telemetry.emit(message)
         elif isinstance(message, TelemetrySpans | TelemetryCounters | TelemetryRequest | ExpertMap | CacheReport):
