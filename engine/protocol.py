@@ -29,6 +29,8 @@ from engine.telemetry.messages import (
     TelemetrySpans,
     WatchTelemetry,
 )
+from engine.tuning.messages import StartTuning, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
+from engine.tuning.result import TuningResult
 
 PROTOCOL_VERSION = 2
 HEARTBEAT_S = 1.0
@@ -143,7 +145,16 @@ class Shutdown:
 
 
 Command = (
-    LoadModel | UnloadModel | Generate | StartBatch | SampleBatch | Cancel | Shutdown | WatchTelemetry | ResizeCache
+    LoadModel
+    | UnloadModel
+    | Generate
+    | StartBatch
+    | SampleBatch
+    | StartTuning
+    | Cancel
+    | Shutdown
+    | WatchTelemetry
+    | ResizeCache
 )
 
 
@@ -293,6 +304,29 @@ class BatchFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class TuningFinished:
+    """Terminal event of `StartTuning`.
+
+    Attributes:
+        finished: whether all that was asked for was done; else it was cancelled or failed, and no result is kept.
+        result: None if it did not finish, or was to end before anything was timed.
+        reloaded: whether models were freed or loaded; else what was loaded before is, untouched.
+        loaded: if `reloaded`, the model that is loaded now: the one that was before, tuned if it is that which was
+            tuned; None if there was none, or it could not be had again, which the note says.
+        note: what else the user should know; may be empty.
+        problem: why it failed half-way, as a sentence; empty if it did not.
+    """
+
+    request_id: str
+    finished: bool
+    result: TuningResult | None
+    reloaded: bool
+    loaded: ModelInfo | None
+    note: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Cancelled:
     """Terminal event of a `LoadModel` that was cancelled."""
 
@@ -344,13 +378,18 @@ Event = (
     | BatchProgress
     | BatchRows
     | BatchFinished
+    | TuningProgress
+    | TuningMeasured
+    | TuningPlans
+    | TuningTimed
+    | TuningFinished
     | Cancelled
     | Failed
     | TelemetryRequest
     | Sample
     | Droppable
 )
-TerminalEvent = ModelLoaded | ModelUnloaded | Finished | BatchFinished | Cancelled | Failed
+TerminalEvent = ModelLoaded | ModelUnloaded | Finished | BatchFinished | TuningFinished | Cancelled | Failed
 TERMINAL: tuple[type, ...] = get_args(TerminalEvent)
 SAMPLES: tuple[type, ...] = get_args(Sample)
 DROPPABLE: tuple[type, ...] = get_args(Droppable)

@@ -16,13 +16,15 @@ from engine.protocol import (
     LoadModel,
     SampleBatch,
     StartBatch,
+    StartTuning,
     TerminalEvent,
+    TuningFinished,
     UnloadModel,
 )
 
 _log = logging.getLogger(__name__)
 
-Request = LoadModel | UnloadModel | Generate | StartBatch | SampleBatch
+Request = LoadModel | UnloadModel | Generate | StartBatch | SampleBatch | StartTuning
 
 
 def cancelled_event(request: Request) -> TerminalEvent | None:
@@ -32,6 +34,8 @@ def cancelled_event(request: Request) -> TerminalEvent | None:
         return Finished(request.request_id, reason, 0, 0, 0, 0.0, 0.0)
     if isinstance(request, StartBatch | SampleBatch):
         return BatchFinished(request.request_id, False, 0, 0, 0, 0, 0.0, "")
+    if isinstance(request, StartTuning):
+        return TuningFinished(request.request_id, False, None, False, None)
     return Cancelled(request.request_id) if isinstance(request, LoadModel) else None
 
 
