@@ -18,9 +18,7 @@ from engine.experts.cache.pool import Pool, Slot
 from engine.experts.record import RecordLayout
 from engine.experts.slot_segments import JoinedRecords, KernelMaker, Segment
 from engine.kernels.interface import ExpertKernel
-
-SEGMENTS = 8
-"""Pieces of a global pool: it gives memory back by the piece."""
+from engine.planner.footprint import pool_segment_slots, pool_segments
 
 
 class SlotPools:
@@ -50,7 +48,7 @@ class SlotPools:
         self._device, self._layout = device, layout
         self._layers, self._most = layers, layers * experts
         self._popularity, self._seed = popularity, seed
-        self.segment_slots = self.ways or max(min(2, slots, self._most), 1, -(-min(slots, self._most) // SEGMENTS))
+        self.segment_slots = pool_segment_slots(slots, self._most, self.ways)
         self.segments: list[Segment] = []
         # What a policy forgets is measured in uses of a whole pool, so it is told how big the pool is going to be.
         self._pool_slots = self.ways or max(1, min(slots, self._most))
@@ -97,9 +95,7 @@ class SlotPools:
 
     def segments_for(self, slots: int) -> int:
         """How many pieces hold at most so many slots, where all of them are of use."""
-        if self.ways is not None:
-            return min(max(slots, 0) // self.ways, self._layers)
-        return min(max(slots, 0), self._most + self.segment_slots - 1) // self.segment_slots
+        return pool_segments(slots, self.segment_slots, self._layers, self._most, self.ways)
 
     def grow(self, segments: int) -> DeviceMemoryError | None:
         """Adds pieces until there are so many, or until the device refuses one: then why."""

@@ -73,7 +73,7 @@ def record_bytes(parts: Iterable[int]) -> int:
 
 def pool_segment_slots(slots: int, most: int, ways: int | None) -> int:
     """Slots of each piece of a pool that is to have `slots` of the `most` that are of use."""
-    return ways or max(min(2, slots, most), 1, -(-min(slots, most) // SEGMENTS))
+    return ways or max(min(2, slots, most), 1, min(slots, most) // SEGMENTS)
 
 
 def pool_segments(slots: int, segment_slots: int, layers: int, most: int, ways: int | None) -> int:

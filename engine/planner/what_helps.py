@@ -25,7 +25,6 @@ class Change:
         ram_bytes: installed.
         link_bytes_per_s: both ways, pinned.
         disk_bytes_per_s: reading.
-        threads: computing, of as many cores.
     """
 
     gpu: HardwareProfile | None = None
