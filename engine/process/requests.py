@@ -16,11 +16,11 @@ from engine.protocol import (
     LoadModel,
     SampleBatch,
     StartBatch,
-    StartTuning,
     TerminalEvent,
     TuningFinished,
     UnloadModel,
 )
+from engine.tuning.messages import StartTuning
 
 _log = logging.getLogger(__name__)
 
