@@ -30,7 +30,7 @@ def careful_precision(precision: str, weights: int) -> str:
     """That of the experts' down_proj and of all dense layers, in a model of so many weights.
 
     Fewer weights average fewer errors out: four bits for everything cost the starter (0.13e9 weights) a fifth of its
-    perplexity, four bits for gate and up alone a twentieth (`bench quality`).  In a small model the bytes hardly matter.
+    perplexity, four bits for gate and up alone a twentieth (`bench quality`).  A small model's bytes hardly matter.
     """
     return "int8" if precision == "int4" and weights < SMALL_MODEL else precision
 

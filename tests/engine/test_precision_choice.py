@@ -84,8 +84,7 @@ def test_random_budgets(family: str, tmp_path: Path) -> None:
             model.close()
         if chosen != "bf16":
             assert not fits_in_ram(folder, PRECISIONS[PRECISIONS.index(chosen) - 1], budget)
-    assert len(seen) > 2
-    assert ("bf16", "RAM") in seen
+    assert {("bf16", "RAM"), ("int4", "disk")} <= seen
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
