@@ -10,6 +10,7 @@ import pytest
 from engine.bench.synthetic import make_synthetic
 from engine.checkpoint.model_shapes import find_shape
 from engine.config import EngineConfig, Precision
+from engine.devices.memory_budget import MemoryCategory
 from engine.planner.engine_costs import engine_costs
 from engine.planner.engine_memory import engine_memory
 from engine.planner.machine import CpuProfile, GpuProfile, HardwareProfile, LinkProfile
@@ -39,10 +40,12 @@ def test_on_an_emulated_card(folder: Path, vram: int, precision: Precision) -> N
         threads=1,
     )
     loaded = load_model(config, on_progress=lambda _done, _all: None, cancelled=lambda: False)
+    devices = loaded.devices
+    assert devices is not None
     try:
         used = memory_use(loaded)[0].by_category
         in_ram = loaded.bank.nbytes if loaded.bank is not None else 0
-        is_on_device = loaded.bank is None or not loaded.devices.experts.caches[0]
+        is_on_device = loaded.bank is None or not devices.experts.caches[0]
     finally:
         loaded.close()
     planned = engine_memory(
@@ -50,8 +53,10 @@ def test_on_an_emulated_card(folder: Path, vram: int, precision: Precision) -> N
     )
     assert planned is not None
     assert planned.card is not None
-    assert planned.card.weights == pytest.approx(used["weights"], rel=0.05)
-    assert planned.card.experts + planned.card.staging == pytest.approx(used["experts"] + used["staging"], rel=0.05)
+    assert planned.card.weights == pytest.approx(used[MemoryCategory.WEIGHTS], rel=0.05)
+    assert planned.card.experts + planned.card.staging == pytest.approx(
+        used[MemoryCategory.EXPERTS] + used[MemoryCategory.STAGING], rel=0.05
+    )
     assert planned.all_experts == is_on_device
     if not planned.all_experts:
         assert planned.ram.experts == pytest.approx(in_ram, rel=0.05)
