@@ -1,38 +1,42 @@
-"""Linear layers of few tokens by the native kernels: the dense part of a decode step."""
+"""Linear layers by the native kernels: the dense part of a model on the CPU."""
 
 from __future__ import annotations
 
 import ctypes
+import sys
 
 import torch
 
 from engine.errors import EngineError, ErrorCode
-from engine.kernels.native.library import NativeKernels
+from engine.kernels.native.library import Isa, NativeKernels
 from engine.kernels.native.structs import MatrixStruct, matrix_struct, plain_struct
-from engine.kernels.quantised.matrices import multiply_in_pieces
 from engine.kernels.quantised.tiles import TiledMatrix
 from engine.kernels.quantised.weights import quantise
 
 SMALLEST = 64 * 1024
 """Weights: below this the product costs less than handing it to threads."""
 
-_MOST_TOKENS = 48
-"""Up to this many, dequantising the weights costs more than it gains."""
+_FEW_TOKENS = 8
+"""Up to this many, weights are multiplied as they pass by; more of them are brought into tiles together."""
+
+_MOST_TOKENS = 128
+"""Of a bf16 layer, where the processor has matrix instructions: beyond, oneDNN uses them better.  Without them it is some
+times slower than our vectors at any number of tokens."""
 
 ROUTERS = ("gate", "router", "wg", "classifier")
 """Last names of layers that choose experts: too small to matter, and a rounding there changes the choice."""
 
 
 def speed_up_linears(model: torch.nn.Module, kernels: NativeKernels) -> int:
-    """Lets every large bf16 `Linear` of a model on the CPU compute single tokens natively; returns how many.
+    """Lets every large bf16 `Linear` of a model on the CPU compute natively what is faster so; returns how many.
 
-    More tokens, other types and subclasses (which may mean something else by it) go the library's way as before.
+    Other types and subclasses (which may mean something else by it) go the library's way as before.
     """
     count = 0
     for module in model.modules():
         if _is_plain(module):
             assert isinstance(module, torch.nn.Linear)
-            module.forward = _SingleTokenLinear(module, kernels)  # type: ignore[method-assign]
+            module.forward = _PlainLinear(module, kernels)  # type: ignore[method-assign]
             count += 1
     return count
 
@@ -79,7 +83,7 @@ def _is_plain(module: torch.nn.Module) -> bool:
     )
 
 
-class _SingleTokenLinear:
+class _PlainLinear:
     """The `forward` of one linear layer in bf16."""
 
     def __init__(self, module: torch.nn.Linear, kernels: NativeKernels) -> None:
@@ -90,13 +94,16 @@ class _SingleTokenLinear:
         self._bias_address = module.bias.data_ptr() if module.bias is not None else None
         self._kernels = kernels
 
+        self._most_tokens = _MOST_TOKENS if kernels.isa is Isa.AMX else sys.maxsize
+
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        if input.numel() != self._columns or input.dtype != torch.bfloat16:
+        tokens = input.numel() // self._columns
+        if not 0 < tokens <= self._most_tokens or input.dtype != torch.bfloat16:
             return torch.nn.functional.linear(input, self._weight, self._bias)
         out = input.new_empty((*input.shape[:-1], self._rows))
         kernels, input = self._kernels, input.contiguous()
-        pointers = (input.data_ptr(), self._bias_address, out.data_ptr())
-        if kernels.linear(kernels.pool, self._address, 1, *pointers):
+        multiply = kernels.linear if tokens == 1 else kernels.linear_rows
+        if multiply(kernels.pool, self._address, tokens, input.data_ptr(), self._bias_address, out.data_ptr()):
             raise _out_of_memory()
         return out
 
@@ -109,7 +116,6 @@ class QuantisedLinear:
         self.matrix: TiledMatrix = quantise(module.weight, precision, kernels=kernels)
         self.struct = matrix_struct(self.matrix)
         self._address = ctypes.addressof(self.struct)
-        self._bias = module.bias
         self._bias_address = module.bias.data_ptr() if module.bias is not None else None
         self._kernels = kernels
         for name in ("weights", "scales", "zeros"):
@@ -122,17 +128,11 @@ class QuantisedLinear:
         rows = input.reshape(-1, self._columns)
         if input.dtype != torch.bfloat16:
             rows = rows.bfloat16()
-        if rows.shape[0] > _MOST_TOKENS:
-            out = multiply_in_pieces(rows, self.matrix, self._kernels)
-            if self._bias is not None:
-                out += self._bias
-        else:
-            rows = rows.contiguous()
-            out = rows.new_empty(rows.shape[0], self._rows)
-            kernels = self._kernels
-            pointers = (rows.data_ptr(), self._bias_address, out.data_ptr())
-            if kernels.linear(kernels.pool, self._address, rows.shape[0], *pointers):
-                raise _out_of_memory()
+        rows, tokens, kernels = rows.contiguous(), rows.shape[0], self._kernels
+        out = rows.new_empty(tokens, self._rows)
+        multiply = kernels.linear if tokens <= _FEW_TOKENS else kernels.linear_rows
+        if multiply(kernels.pool, self._address, tokens, rows.data_ptr(), self._bias_address, out.data_ptr()):
+            raise _out_of_memory()
         return out.view(*input.shape[:-1], self._rows).to(input.dtype)
 
 
