@@ -418,7 +418,7 @@ def decode(line: bytes) -> Message:
     try:
         raw = json.loads(line)
         cls = _BY_NAME[raw.pop("type")]
-        return typing.cast(Message, _build(cls, raw))
+        return typing.cast(Message, from_fields(cls, raw))
     except EngineError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -465,7 +465,12 @@ def _field_types(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def _build(cls: type, raw: dict[str, Any]) -> Any:
+def from_fields(cls: type, raw: dict[str, Any]) -> Any:
+    """The dataclass that `dataclasses.asdict` and JSON made these fields of.
+
+    Raises:
+        EngineError, LookupError, TypeError, ValueError: they are not its fields.
+    """
     hints = _field_types(cls)
     unknown = raw.keys() - hints.keys()
     if unknown:
@@ -490,7 +495,7 @@ def _convert(hint: Any, value: Any) -> Any:
             raise TypeError(f"{value!r} is none of {get_args(hint)}")
         return value
     if dataclasses.is_dataclass(hint):
-        return _build(typing.cast(type, hint), value)
+        return from_fields(typing.cast(type, hint), value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if hint is ErrorCode:

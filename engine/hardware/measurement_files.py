@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any, TypeVar
 
 from engine.hardware.measured import Arithmetic, CopyTime, DiskRead, ExpertTime, Measurements, RamRead
 from engine.hardware.probe import HardwareProfile as Probe
+from engine.kept_file import write_kept
 from engine.paths import data_dir
 
 _VERSION = 1
@@ -60,17 +59,7 @@ def save_measurements(measurements: Measurements) -> Path:
         OSError: they could not be written; what was there is still there.
     """
     path = measurements_file(measurements.machine, measurements.device)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump({"version": _VERSION, **asdict(measurements)}, stream, indent=1)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_kept(path, json.dumps({"version": _VERSION, **asdict(measurements)}, indent=1))
     return path
 
 

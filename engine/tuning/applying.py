@@ -1,0 +1,108 @@
+"""Settings left to the engine become those that were tuned, where that was done on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from datetime import datetime
+from pathlib import Path
+
+from engine.config import EngineConfig
+from engine.hardware.measurement_files import described
+from engine.hardware.probe import HardwareProfile as Probe
+from engine.hardware.probe import probe as probe_machine
+from engine.tuning.keeping import is_same_question, model_mark, results_of
+from engine.tuning.result import TuningResult
+
+_ALWAYS_THE_USERS = ("model", "vram_bytes", "ram_bytes", "context_tokens")
+_CACHE = {"cache_slots", "cache_ways", "cache_policy", "misses", "prefetch"}
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedTuning:
+    """The settings to load a model with.
+
+    Attributes:
+        config: with what was tuned in place of what was left to the engine.
+        note: a sentence for the user; empty if nothing was tuned.
+    """
+
+    config: EngineConfig
+    note: str = ""
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether anything was."""
+        return self.note.startswith("Tuned")
+
+
+def apply_tuning(config: EngineConfig, folder: Path, look: Callable[[], Probe] = probe_machine) -> AppliedTuning:
+    """What a kept result makes of these settings.
+
+    Explicit settings overrule: a precision or a device other than the winner's leaves all as it is, other settings of
+    the user's stay while the rest is filled in.  A result of another machine is not used, and that is said.
+
+    Args:
+        folder: the model's.
+        look: finds out what the machine is; asked only if there is a result to hold against it.
+    """
+    found = [one for one in results_of(model_mark(folder)) if one.won and is_same_question(one.asked, config)]
+    if not found:
+        return AppliedTuning(config)
+    now = described(look())
+    here = next((one for one in found if not machine_changes(one, now)), None)
+    if here is None:
+        changed = machine_changes(found[0], now)[0]
+        return AppliedTuning(
+            config, f"The tuning of {day(found[0].taken_at)} is not used: {_lower(changed)} Tune this model again."
+        )
+    tuned = tuned_config(config, here)
+    won = here.won
+    if tuned is None or won is None:
+        return AppliedTuning(config)
+    return AppliedTuning(tuned, f"Tuned on {day(here.taken_at)}: {won.tokens_per_s:.1f} tokens/s.")
+
+
+def tuned_config(config: EngineConfig, result: TuningResult) -> EngineConfig | None:
+    """The winner's settings where `config` leaves them to the engine; None if they are not for it."""
+    won, plain = result.won, EngineConfig("")
+    if won is None:
+        return None
+    given = {
+        entry.name
+        for entry in fields(EngineConfig)
+        if entry.name not in _ALWAYS_THE_USERS and getattr(config, entry.name) != getattr(plain, entry.name)
+    }
+    theirs = won.contestant.config
+    if "precision" in given and config.precision != won.precision:
+        return None
+    if given & _CACHE:
+        return None  # a cache by hand is one whole: what was tuned around another is no part of it
+    filled = {
+        entry.name: getattr(theirs, entry.name)
+        for entry in fields(EngineConfig)
+        if entry.name not in given and entry.name not in _ALWAYS_THE_USERS
+    }
+    return replace(config, **filled)
+
+
+def machine_changes(result: TuningResult, machine: dict[str, str]) -> tuple[str, ...]:
+    """What is another than when it was tuned, in sentences."""
+    return tuple(
+        f"The {fact.name} was {fact.value} and is {machine.get(fact.name, 'not known')}."
+        for fact in result.machine
+        if machine.get(fact.name) != fact.value
+    )
+
+
+def day(taken_at: str) -> str:
+    """`21 Nov 2026` of an ISO time; the text itself if it is none."""
+    try:
+        moment = datetime.fromisoformat(taken_at).astimezone()
+    except ValueError:
+        return taken_at
+    return f"{moment.day} {moment:%b %Y}"
+
+
+def _lower(sentence: str) -> str:
+    return sentence[:1].lower() + sentence[1:]
