@@ -112,7 +112,9 @@ class Recorder:
         on_cpu: experts that decode steps have had computed by the CPU where no cache of a device counts them.
         dense_lane: where the caller's thread computes what is between expert layers; None if it only queues it, so
             that nobody here knows when it is done.
-        uses: takes (step, layer, experts used, those that were hits) of each layer of decode steps, if somebody wants.
+        uses: takes (step, layer, experts used, those that were hits) of each layer of decode steps, if somebody wants;
+            of many layers at once, none of whose experts can be hits: arrays (steps, layers, experts one after the
+            other, how many of each) and None.
     """
 
     def __init__(self, capacity: int = RING_SPANS) -> None:
@@ -272,10 +274,12 @@ class Recorder:
     def take_spans(self) -> Records:
         """All spans that have ended since the last call, sorted by nothing."""
         with self._taking:
-            taken = self._with_both([entry for ring in self._rings for entry in ring.take()])
+            entries = [entry for ring in self._rings for entry in ring.take()]
             self._forget_ended_threads()
             self._waiting += self._pending.take()
             waiting = self._waiting
+        taken = [entry for entry in entries if len(entry) == len(_SPAN_FIELDS)]
+        layers = [entry for entry in entries if len(entry) != len(_SPAN_FIELDS)] if len(taken) < len(entries) else []
         still: list[tuple[Any, ...]] = []
         for entry in waiting:
             work = entry[0]
@@ -285,7 +289,8 @@ class Recorder:
                 _, lane, name, *rest = entry
                 taken.append((lane, name, round(work.started_s * 1e9), round(work.ended_s * 1e9), *rest))
         self._waiting = still
-        return as_records(taken, _SPAN_FIELDS, SPAN) if taken else no_spans()
+        spans = as_records(taken, _SPAN_FIELDS, SPAN) if taken else no_spans()
+        return np.concatenate([spans, *self._of_layers(layers)]) if layers else spans
 
     def take_steps(self) -> Records:
         """All steps that have ended since the last call, in order."""
@@ -302,20 +307,21 @@ class Recorder:
         """The same of steps."""
         return self._steps.dropped
 
-    def _with_both(self, entries: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        """Entries of single-token layers as the two spans that they stand for."""
-        spans = [entry for entry in entries if len(entry) == len(_SPAN_FIELDS)]
-        uses = self.uses
-        for layer, begun, attended, ended, chosen, dense_lane, request, step in (
-            entry for entry in entries if len(entry) != len(_SPAN_FIELDS)
-        ):
-            if dense_lane is not None:
-                spans.append((dense_lane, ATTENTION, begun, attended, layer, -1, 0, 1, 0, request, step))
-            count = len(chosen) // 8
-            spans.append((CPU_EXPERTS, EXPERTS, attended, ended, layer, -1, 0, count, 0, request, step))
-            if uses is not None:
-                uses.append((step, layer, np.frombuffer(chosen, np.int64).tolist(), ()))
-        return spans
+    def _of_layers(self, entries: list[tuple[Any, ...]]) -> list[Records]:
+        """The two spans that each entry of a single-token layer stands for; there are a great many of them."""
+        layer, begun, attended, ended, chosen, lane, request, step = zip(*entries, strict=True)
+        experts = np.zeros(len(entries), SPAN)
+        experts["start_ns"], experts["end_ns"] = attended, ended
+        experts["layer"], experts["request"], experts["step"] = layer, request, step
+        experts["lane"], experts["name"], experts["expert"] = CPU_EXPERTS, EXPERTS, -1
+        experts["count"] = counts = np.fromiter(map(len, chosen), np.int64, len(chosen)) // 8
+        if self.uses is not None:
+            self.uses.append((np.array(step), np.array(layer), np.frombuffer(b"".join(chosen), np.int64), counts, None))
+        attention = experts.copy()
+        attention["start_ns"], attention["end_ns"] = begun, attended
+        attention["name"], attention["count"] = ATTENTION, 1
+        attention["lane"] = [-1 if each is None else each for each in lane]
+        return [attention[attention["lane"] >= 0], experts]
 
     def _forget_ended_threads(self) -> None:
         for ring in [ring for ring in self._rings if ring.owner is not None and not ring.owner.is_alive()]:

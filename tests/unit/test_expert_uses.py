@@ -38,6 +38,19 @@ def test_every_use_is_counted_once(batches: list[list[tuple[int, int, list[int]]
     assert (uses.heat <= uses.uses).all()
 
 
+def test_layers_counted_together_count_as_those_counted_alone() -> None:
+    alone, together = ExpertUses(LAYERS, WIDTHS), ExpertUses(LAYERS, WIDTHS)
+    entries = [(0, 1, [0, 3]), (0, 2, [1, 9]), (1, 5, [2]), (1, 3, [0])]
+    alone.entries.extend((*entry, ()) for entry in entries)
+    steps, layers = (np.array([entry[place] for entry in entries]) for place in (0, 1))
+    experts = np.array([expert for entry in entries for expert in entry[2]])
+    together.entries.append((steps, layers, experts, np.array([len(entry[2]) for entry in entries]), None))
+    for uses in (alone, together):
+        uses.settle()
+    np.testing.assert_array_equal(alone.uses, together.uses)
+    np.testing.assert_array_equal(alone.last_step, together.last_step)
+
+
 def test_the_curve_of_few_layers_is_that_of_a_replay() -> None:
     rng = np.random.default_rng(1)
     routing = np.stack([[rng.choice(8, 3, replace=False) for _ in range(3)] for _ in range(100)]).astype(np.int16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import EngineError
-from engine.telemetry.lanes import CPU_EXPERTS, DECODE, EXPERTS, GPU, H2D, PHASE, PREFILL, layer_number
+from engine.telemetry.lanes import CPU_ATTENTION, CPU_EXPERTS, DECODE, EXPERTS, GPU, H2D, PHASE, PREFILL, layer_number
 from engine.telemetry.recorder import Recorder, Ring
 from engine.telemetry.records import COUNTERS, SPAN, STEP, pack, unpack
 from tests.unit.recorded import spans, steps
@@ -98,6 +99,21 @@ def test_steps_go_on_where_recording_begins_in_the_middle_of_a_request() -> None
     for _ in range(3):
         recorder.phase(DECODE, 1)
     assert recorder.take_steps()["step"].tolist() == [0, 1, 2]
+
+
+def test_a_single_token_layer_is_two_spans_and_its_choice() -> None:
+    recorder = Recorder()
+    recorder.uses = deque()
+    recorder.start()
+    for layer in (3, 4):
+        recorder.single_token_layer(layer, 10, 20, 50, np.array([7, 2], np.int64).tobytes())
+    taken = recorder.take_spans()
+    attention, experts = taken[taken["lane"] == CPU_ATTENTION], taken[taken["lane"] == CPU_EXPERTS]
+    assert attention[["layer", "start_ns", "end_ns", "count"]].tolist() == [(3, 10, 20, 1), (4, 10, 20, 1)]
+    assert experts[["layer", "start_ns", "end_ns", "count"]].tolist() == [(3, 20, 50, 2), (4, 20, 50, 2)]
+    ((_, layers, chosen, counts, _),) = recorder.uses
+    assert (layers.tolist(), chosen.tolist(), counts.tolist()) == ([3, 4], [7, 2, 7, 2], [2, 2])
+    assert recorder.on_cpu == 4
 
 
 class _Work:

@@ -20,6 +20,10 @@ SAMPLED_LAYERS = 4
 CURVE_STEPS = 512
 CURVE_POINTS = 48
 _FEWEST_STEPS = 32
+_BULK = 5
+"""Length of an entry of many layers."""
+
+Ids = NDArray[np.int64]
 
 
 class ExpertUses:
@@ -57,19 +61,18 @@ class ExpertUses:
         taken = [entries.popleft() for _ in range(len(entries))]
         if not taken:
             return
+        # Experts that are all in RAM have no cache whose size could be asked for: they leave no trace for the curve.
+        for steps, layers, experts, counts, _ in (entry for entry in taken if len(entry) == _BULK):
+            self._count(steps, layers, experts, counts)
+        taken = [entry for entry in taken if len(entry) != _BULK]
+        if not taken:
+            return
         for step, layer, experts, _ in taken:
             if layer in self._sampled:
                 self._remember(step, layer, experts)
-        steps = np.fromiter((entry[0] for entry in taken), np.int64, len(taken)) + 1
-        rows = self._row_of[np.clip([entry[1] for entry in taken], -1, len(self._row_of) - 1)]
-        newest = int(steps.max())
-        self.heat *= 0.5 ** (max(0, newest - self.step) / HALF_LIFE_STEPS)
-        self.step = max(self.step, newest)
-        mine, of_entry = self._cells(rows, [entry[2] for entry in taken])
-        np.add.at(self.uses, mine, 1)
-        np.add.at(self.heat, mine, 1)
-        np.maximum.at(self.last_step, mine, steps[of_entry].clip(0).astype(np.uint32))
-        hits, _ = self._cells(rows, [entry[3] for entry in taken])
+        steps, layers = (np.fromiter((entry[place] for entry in taken), np.int64, len(taken)) for place in (0, 1))
+        self._count(steps, layers, *_joined([entry[2] for entry in taken]))
+        hits, _ = self._cells(layers, *_joined([entry[3] for entry in taken]))
         np.add.at(self.hits, hits, 1)
 
     def curve(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -94,12 +97,24 @@ class ExpertUses:
             self._recent_step = step
         self._recent[-1][self._sampled[layer]] = [expert for expert in experts if 0 <= expert < self.heat.shape[1]]
 
-    def _cells(
-        self, rows: NDArray[np.int64], experts: list[Sequence[int]]
-    ) -> tuple[tuple[NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]:
+    def _count(self, steps: Ids, layers: Ids, experts: Ids, counts: Ids) -> None:
+        newest = int(steps.max()) + 1
+        self.heat *= 0.5 ** (max(0, newest - self.step) / HALF_LIFE_STEPS)
+        self.step = max(self.step, newest)
+        cells, of_entry = self._cells(layers, experts, counts)
+        np.add.at(self.uses, cells, 1)
+        np.add.at(self.heat, cells, 1)
+        np.maximum.at(self.last_step, cells, (steps[of_entry] + 1).clip(0).astype(np.uint32))
+
+    def _cells(self, layers: Ids, experts: Ids, counts: Ids) -> tuple[tuple[Ids, Ids], Ids]:
         """((row, column) of each use, the entry that it is of); ids that are no expert are left out."""
-        of_entry = np.repeat(np.arange(len(experts)), [len(one) for one in experts])
-        columns = np.fromiter(chain.from_iterable(experts), np.int64)
-        cells = rows[of_entry]
-        valid = (cells >= 0) & (columns >= 0) & (columns < self.heat.shape[1])
-        return (cells[valid], columns[valid]), of_entry[valid]
+        of_entry = np.repeat(np.arange(len(counts)), counts)
+        rows = self._row_of[np.clip(layers, -1, len(self._row_of) - 1)][of_entry]
+        valid = (rows >= 0) & (experts >= 0) & (experts < self.heat.shape[1])
+        return (rows[valid], experts[valid]), of_entry[valid]
+
+
+def _joined(experts: list[Sequence[int]]) -> tuple[Ids, Ids]:
+    """All one after the other, and how many of each."""
+    counts = np.fromiter(map(len, experts), np.int64, len(experts))
+    return np.fromiter(chain.from_iterable(experts), np.int64, int(counts.sum())), counts

@@ -8,6 +8,7 @@ from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry.messages import MemoryPart
 
 RAM = "ram"
+_PROCESS = psutil.Process()
 
 
 def memory_parts(loaded: LoadedModel, kv_bytes: int) -> tuple[MemoryPart, ...]:
@@ -25,7 +26,7 @@ def memory_parts(loaded: LoadedModel, kv_bytes: int) -> tuple[MemoryPart, ...]:
         held["experts"] += loaded.disk_backed.ram.filled_nbytes
     if not devices and loaded.device.type == "cpu":
         held["weights"], held["kv"] = loaded.info.weights_bytes, kv_bytes
-    resident = psutil.Process().memory_info().rss
+    resident = _PROCESS.memory_info().rss
     parts += [MemoryPart(RAM, purpose, nbytes) for purpose, nbytes in held.items()]
     # Weights may be mapped from a file and not all in RAM yet: what is left over is then nothing, and not less.
     other = max(0, resident - sum(held.values()))
