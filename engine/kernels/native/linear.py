@@ -20,8 +20,8 @@ _FEW_TOKENS = 8
 """Up to this many, weights are multiplied as they pass by; more of them are brought into tiles together."""
 
 _MOST_TOKENS = 128
-"""Of a bf16 layer, where the processor has matrix instructions: beyond, oneDNN uses them better.  Without them it is some
-times slower than our vectors at any number of tokens."""
+"""Of a bf16 layer, where the processor has matrix instructions: beyond, oneDNN uses them better.  Without them it is
+some times slower than our vectors at any number of tokens."""
 
 ROUTERS = ("gate", "router", "wg", "classifier")
 """Last names of layers that choose experts: too small to matter, and a rounding there changes the choice."""
