@@ -244,7 +244,7 @@ class HybridExperts:
         held = self._source.acquire(routing.experts)
         step.held.append(held)
         if step.lookup.misses:
-            self.cache.post_fetch(self._layer, step.lookup.misses, held, max(0, self._source.lendable))
+            self.cache.arrivals.post_fetch(self._layer, step.lookup.misses, held, max(0, self._source.lendable))
         self._tell(step, routing)
         step.on_cpu, step.hits_on_cpu = len(step.lookup.misses), len(step.lookup.hits)
         self._compute_here(step, routing, sums, held, routing.experts)
@@ -311,7 +311,7 @@ class HybridExperts:
             self._fetching.fetch(sums, step.lookup, routing, fetched, held, keep=keeps)
         if keeps and on_cpu:
             # Behind what is needed now, and beside the CPU, which works from the same records.
-            self.cache.post_fetch(self._layer, on_cpu, held, max(0, self._source.lendable))
+            self.cache.arrivals.post_fetch(self._layer, on_cpu, held, max(0, self._source.lendable))
         self._tell(step, routing)
         step.fetched += len(fetched)
         step.on_cpu += len(on_cpu)

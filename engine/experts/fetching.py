@@ -98,7 +98,7 @@ class Fetching:
         self._begun = []
 
     def _copy(self, lookup: Lookup, expert: int, tokens: int, held: Held, *, keep: bool) -> _Fetch:
-        taken_in = self._cache.take_in(lookup, expert, held) if keep else None
+        taken_in = self._cache.arrivals.take_in(lookup, expert, held) if keep else None
         if taken_in is not None:
             segment, row = self._cache.locate(taken_in[0])
             fetch = _Fetch(expert, tokens, segment, row, taken_in[1], is_staged=False)

@@ -56,7 +56,10 @@ class VramPrefetch:
             (there.layer, expert) for number, expert in dying if (there := self._places[number]).cache is place.cache
         )
         for expert in self.absent(layer, dict.fromkeys(experts)):
-            if not (place.cache.prefetch(place.layer, expert, ours, place.source) or place.source.prefetch([expert])):
+            if not (
+                place.cache.arrivals.prefetch(place.layer, expert, ours, place.source)
+                or place.source.prefetch([expert])
+            ):
                 break
             begun += 1
         return begun

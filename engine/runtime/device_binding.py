@@ -182,9 +182,9 @@ def fill_caches(bound: Sequence[BoundLayer], popularity: Popularity) -> None:
             continue
         held = place.source.hold_present([expert])
         try:
-            if expert in held.rows and not cache.post_fetch(place.layer, [expert], held):
+            if expert in held.rows and not cache.arrivals.post_fetch(place.layer, [expert], held):
                 cache.wait()  # as many are on their way as may be
-                cache.post_fetch(place.layer, [expert], held)
+                cache.arrivals.post_fetch(place.layer, [expert], held)
         finally:
             held.release()
 

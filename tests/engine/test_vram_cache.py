@@ -53,7 +53,7 @@ def kept(bank: BankLayer, experts: Iterable[int]) -> Held:
 
 def fill(cache: VramCache, bank: list[BankLayer], layer: int, experts: list[int]) -> None:
     cache.release(cache.acquire(layer, experts))
-    cache.post_fetch(layer, experts, kept(bank[layer], experts))
+    cache.arrivals.post_fetch(layer, experts, kept(bank[layer], experts))
     cache.wait()
 
 
@@ -94,10 +94,10 @@ def test_a_policy_knows_how_big_its_pool_is(device: Device, bank: list[BankLayer
 def test_an_arriving_copy_is_not_a_hit(device: Device, bank: list[BankLayer]) -> None:
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=1)
     go_on = holding(device)
-    assert cache.post_fetch(0, [0, 1], kept(bank[0], [0, 1])) == 1
+    assert cache.arrivals.post_fetch(0, [0, 1], kept(bank[0], [0, 1])) == 1
     lookup = cache.acquire(0, [0, 1])
     assert (lookup.hits, lookup.misses, lookup.late) == ({}, [0, 1], {0})
-    assert cache.post_fetch(0, [0], kept(bank[0], [0])) == 0
+    assert cache.arrivals.post_fetch(0, [0], kept(bank[0], [0])) == 0
     assert cache.backlog_bytes == RECORD
     go_on()
     cache.wait()
@@ -128,7 +128,7 @@ def test_a_failed_copy_gives_its_slot_up_and_the_next_works(device: Device, bank
 
     go_on = holding(device)
     device.h2d_stream.submit(fail)
-    assert cache.post_fetch(0, [0, 1], kept(bank[0], [0, 1])) == 2
+    assert cache.arrivals.post_fetch(0, [0, 1], kept(bank[0], [0, 1])) == 2
     go_on()
     cache.wait()
     assert cache.residents(0) == {}
@@ -141,7 +141,7 @@ def test_a_failed_copy_gives_its_slot_up_and_the_next_works(device: Device, bank
 def test_cancelled_copies_give_their_slots_up(device: Device, bank: list[BankLayer]) -> None:
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=4)
     go_on = holding(device)
-    cache.post_fetch(0, [0, 1, 2], kept(bank[0], [0, 1, 2]))
+    cache.arrivals.post_fetch(0, [0, 1, 2], kept(bank[0], [0, 1, 2]))
     assert cache.cancel() == 3
     go_on()
     cache.wait()
@@ -155,7 +155,7 @@ def test_cancelled_copies_give_their_slots_up(device: Device, bank: list[BankLay
 def test_only_so_many_copies_are_in_flight(device: Device, bank: list[BankLayer]) -> None:
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=4, most_in_flight=2)
     go_on = holding(device)
-    assert cache.post_fetch(0, [0, 1, 2, 3], kept(bank[0], [0, 1, 2, 3])) == 2
+    assert cache.arrivals.post_fetch(0, [0, 1, 2, 3], kept(bank[0], [0, 1, 2, 3])) == 2
     go_on()
     cache.close()
 
@@ -274,7 +274,7 @@ def test_closing_after_the_device(bank: list[BankLayer]) -> None:
     device = tiny_device()
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=4)
     go_on = holding(device)
-    cache.post_fetch(0, [0, 1], kept(bank[0], [0, 1]))
+    cache.arrivals.post_fetch(0, [0, 1], kept(bank[0], [0, 1]))
     go_on()
     device.close()
     cache.close()
@@ -372,14 +372,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(layer=st.integers(0, LAYERS - 1), experts=st.sets(st.integers(0, EXPERTS - 1), max_size=3))
     def post_fetch(self, layer: int, experts: set[int]) -> None:
-        self.cache.post_fetch(layer, sorted(experts), kept(self.bank[layer], sorted(experts)))
+        self.cache.arrivals.post_fetch(layer, sorted(experts), kept(self.bank[layer], sorted(experts)))
 
     @precondition(lambda self: self.lookups)
     @rule(data=st.data())
     def take_in(self, data: st.DataObject) -> None:
         lookup = data.draw(st.sampled_from(self.lookups))
         for expert in lookup.misses[:1]:
-            self.cache.take_in(lookup, expert, kept(self.bank[lookup.layer], [expert]))
+            self.cache.arrivals.take_in(lookup, expert, kept(self.bank[lookup.layer], [expert]))
 
     @rule(layer=st.integers(0, LAYERS - 1), experts=st.lists(st.integers(0, EXPERTS - 1), max_size=3), data=st.data())
     def prefetch(self, layer: int, experts: list[int], data: st.DataObject) -> None:
