@@ -26,3 +26,10 @@ def _run(folder: str, **environment: str) -> None:
 @pytest.mark.timeout(300)
 def test_what_the_cards_kernels_compute() -> None:
     _run("tests/interpreted", TRITON_INTERPRET="1")
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+def test_that_compilers_for_cards_take_them(tmp_path: Path) -> None:
+    _run("tests/compiled", SWITCHYARD_COMPILE_KERNELS="1", TRITON_CACHE_DIR=str(tmp_path))

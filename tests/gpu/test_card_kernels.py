@@ -1,0 +1,103 @@
+"""Experts and linear layers on a real card, by its own kernels: what is computed is what the weights mean."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.kernels.gpu.experts import CardExperts
+from engine.kernels.gpu.linear import CardLinear
+from engine.kernels.gpu.proof import runs_kernels, why_not
+from engine.kernels.interface import ExpertMath
+from engine.kernels.quantised.tiles import dequantise
+from engine.kernels.quantised.weights import quantise
+from tests.engine.card_experts import KINDS, PRECISIONS, check, check_nobody, check_not_numbers, layer_of, module_of
+from tests.engine.on_devices import MIB, PROMPT, opened
+from tests.engine.tiny_families import tiny_checkpoint
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+CARD = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def with_kernels() -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    if torch.version.hip is None and torch.cuda.get_device_capability(0) < (8, 0):
+        pytest.skip("an older card: it keeps torch's operators")
+    assert runs_kernels(CARD), why_not(CARD)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_expert(kind: str, precision: str) -> None:
+    check(CARD, kind, precision, tokens=1, width=3, seed=1)
+    check(CARD, kind, precision, tokens=4, width=2, bias=False, seed=2)
+    check(CARD, kind, precision, tokens=20, width=3, seed=3)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("experts", "hidden", "inner", "width"),
+    [(128, 2048, 768, 8), (32, 2880, 2880, 4), (8, 1024, 3584, 2), (4, 33, 17, 2)],
+)
+def test_shapes_of_real_models(precision: str, experts: int, hidden: int, inner: int, width: int) -> None:
+    experts = min(experts, 16)
+    width = min(width, experts)
+    for tokens in (1, 17, 300):
+        check(CARD, "silu", precision, tokens=tokens, width=width, experts=experts, hidden=hidden, inner=inner)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
+def test_what_is_no_number_and_who_is_no_expert(precision: str) -> None:
+    check_not_numbers(CARD, precision)
+    check_nobody(CARD, precision)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_linear_layers(precision: str) -> None:
+    torch.manual_seed(4)
+    weight, bias = torch.randn(500, 700).bfloat16(), torch.randn(500).bfloat16()
+    matrix = quantise(weight, precision)
+    for with_kernels in (True, False):
+        forward = CardLinear(matrix, bias, CARD, with_kernels=with_kernels)
+        for tokens in (1, 7, 40):
+            x = torch.randn(tokens, 700).bfloat16()
+            wanted = torch.nn.functional.linear(x.float(), dequantise(matrix).float(), bias.float())
+            torch.testing.assert_close(forward(x.to(CARD)).float().cpu(), wanted, rtol=0.03, atol=0.5)
+
+
+@pytest.mark.parametrize("config", [{}, {"cache_slots": 4}, {"cache_slots": 4, "misses": "fetch"}], ids=str)
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
+def test_a_model_on_the_card_is_near_the_same_on_the_cpu(
+    precision: str, config: dict[str, object], tmp_path: Path
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe", tmp_path / "model")
+    found = []
+    for device in ({"device": "cpu"}, {"device": "cuda:0", "vram_bytes": 512 * MIB, **config}):
+        with opened(folder, precision=precision, **device) as model, torch.inference_mode():
+            ids = torch.tensor([PROMPT], device=model.device)
+            found.append(model.model(input_ids=ids).logits.float().cpu())
+    assert torch.cosine_similarity(*found, dim=-1).mean() > 0.98
+
+
+def test_nothing_waits_for_the_card() -> None:
+    module = module_of("silu", 6, 64, 64, bias=True)
+    layer, _ = layer_of(module, "int4", CARD)
+    kernel = CardExperts(layer, ExpertMath.of(module))
+    steps = []
+    for tokens in (1, 64):
+        index = torch.zeros(tokens, 2, dtype=torch.long, device=CARD)
+        steps.append((torch.randn(tokens, 64, device=CARD).bfloat16(), index, torch.ones(tokens, 2, device=CARD)))
+    for step in steps:
+        kernel(*step)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in steps:
+            kernel(*step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
