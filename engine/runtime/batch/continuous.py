@@ -38,6 +38,12 @@ class ContinuousBatch:
         self, prepared: Iterator[Prepared], on_row: AnswerCallback, should_yield: Check, cancelled: Check
     ) -> Outcome:
         """Answers rows until there are no more; see `BatchExecutor.run`."""
+        with self._model.threads():
+            return self._run(prepared, on_row, should_yield, cancelled)
+
+    def _run(
+        self, prepared: Iterator[Prepared], on_row: AnswerCallback, should_yield: Check, cancelled: Check
+    ) -> Outcome:
         while True:
             if self._sweep is None:
                 self._admit(prepared, on_row)
@@ -132,9 +138,11 @@ class ContinuousBatch:
 
 def _choose(rows: list[PagedRow], logits: torch.Tensor) -> list[int]:
     """The next token of each row, from logits [R, V]."""
+    # Numpy's argmax is vectorised, torch's is not.
+    likeliest = logits.float().numpy().argmax(axis=-1).tolist() if rows else []
     return [
-        int(row_logits.float().numpy().argmax()) if row.text.is_plainly_greedy else row.text.choose(row_logits)
-        for row, row_logits in zip(rows, logits, strict=True)
+        token if row.text.is_plainly_greedy else row.text.choose(row_logits)
+        for row, row_logits, token in zip(rows, logits, likeliest, strict=True)
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,10 @@ class PackedModel:
         self.pages = pages
         self._states.allocate(self._kv_type, pages)
 
+    def threads(self) -> AbstractContextManager[None]:
+        """While sweeps go on: torch keeps to the calling thread where native kernels do what is large."""
+        return self._loaded.token_by_token() if self._native is not None else nullcontext()
+
     def sweep(self, work: list[Work]) -> Generator[None, None, torch.Tensor]:
         """Takes the tokens of `work` through all layers; gives way after each layer of each micro-batch.
 
@@ -93,8 +98,7 @@ class PackedModel:
     def _run(self, index: int, batch: _MicroBatch) -> torch.Tensor:
         if self._native is None:
             return self._layers.run(index, batch.hidden, batch.recording)
-        with self._loaded.token_by_token():
-            return self._native.run(index, batch.hidden, batch.recording, batch.pieces)
+        return self._native.run(index, batch.hidden, batch.recording, batch.pieces)
 
     def _parts(self, work: list[Work]) -> list[list[Work]]:
         lengths = [each.tokens for each in work]
