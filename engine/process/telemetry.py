@@ -26,7 +26,7 @@ from engine.telemetry.records import Records, no_spans, no_steps, pack
 
 _log = logging.getLogger(__name__)
 
-SPANS_S = 0.2
+SPANS_S = 0.25
 MAP_S = 0.5
 REPORT_S = 1.0
 MOST_SPANS = 4096

@@ -7,6 +7,7 @@ of `time.perf_counter_ns`, the clock of streams and events.
 
 from __future__ import annotations
 
+import functools
 import operator
 import threading
 import time
@@ -337,10 +338,16 @@ def as_records(entries: Iterable[tuple[int, ...]], fields: tuple[str, ...], dtyp
     """
     columns = np.fromiter(chain.from_iterable(entries), np.int64).reshape(-1, len(fields))
     records = np.empty(len(columns), dtype)
-    for number, field in enumerate(fields):
-        info = np.iinfo(dtype[field])
-        records[field] = columns[:, number].clip(info.min, info.max)
+    for number, (field, limits) in enumerate(zip(fields, _limits(fields, dtype), strict=True)):
+        records[field] = columns[:, number] if limits is None else columns[:, number].clip(*limits)
     return records
+
+
+@functools.cache
+def _limits(fields: tuple[str, ...], dtype: np.dtype[Any]) -> list[tuple[int, int] | None]:
+    """The least and the most that each field has room for; None where that is all that there is."""
+    kinds = [np.iinfo(dtype[field]) for field in fields]
+    return [None if kind.bits == 64 else (int(kind.min), int(kind.max)) for kind in kinds]
 
 
 def seconds_ns(moment_s: float) -> int:

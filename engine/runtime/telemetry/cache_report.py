@@ -45,7 +45,8 @@ class CacheReporter:
 
     def report(self, spans: Records, steps: Records) -> CacheReport:
         """See `ModelTelemetry.cache_report`."""
-        self._learn(spans)
+        if self._loaded.disk_backed is not None:
+            self._learn(spans)
         self._renew_curve()
         tokens = steps[steps["name"] == DECODE]
         took_s = float((tokens["end_ns"] - tokens["start_ns"]).sum()) / 1e9
