@@ -1,0 +1,117 @@
+"""Samples of the machine over time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.services.history.buckets import Floats
+from engine.hardware.sensors import SensorSample
+
+CAPACITY = 2**15
+"""Two hours at 4 Hz; older ones go."""
+HOLD_NS = 3_000_000_000
+"""So long a sample holds until the next: after that nothing is known."""
+
+GAUGES = (
+    "gpu_busy",
+    "cpu_all",
+    "cpu_ours",
+    "ram_used",
+    "ram_ours",
+    "vram_used",
+    "vram_ours",
+    "minor_faults",
+    "major_faults",
+    "gpu_power",
+    "cpu_power",
+    "disk_read",
+    "disk_write",
+    "pcie_rx",
+    "pcie_tx",
+)
+"""Shares are 0 to 1 of all cores or cards, memory in bytes, faults and bytes per second, power in watts."""
+
+
+def gauges_of(sample: SensorSample) -> dict[str, float | None]:
+    """One number for each gauge, None where the machine does not tell."""
+    cores = sample.cpu_by_core
+    gpus = sample.gpus
+
+    def total(name: str) -> float | None:
+        known = [float(value) for gpu in gpus if (value := getattr(gpu, name)) is not None]
+        return sum(known) if known else None
+
+    busy = [gpu.busy for gpu in gpus if gpu.busy is not None]
+    return {
+        "gpu_busy": sum(busy) / len(busy) if busy else None,
+        "cpu_all": sum(cores) / len(cores) if cores else None,
+        "cpu_ours": min(1.0, sample.cpu_ours / len(cores)) if cores and sample.cpu_ours is not None else None,
+        "ram_used": sample.ram_used,
+        "ram_ours": sample.ram_ours,
+        "vram_used": total("vram_used"),
+        "vram_ours": total("vram_ours"),
+        "minor_faults": sample.minor_faults,
+        "major_faults": sample.major_faults,
+        "gpu_power": total("power_w"),
+        "cpu_power": sample.cpu_power_w,
+        "disk_read": sample.disk_read,
+        "disk_write": sample.disk_write,
+        "pcie_rx": total("pcie_rx"),
+        "pcie_tx": total("pcie_tx"),
+    }
+
+
+class GaugeHistory:
+    """Rows of samples in the order of time; one that is older than the last is not taken."""
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._capacity = capacity
+        self._at = np.empty(2 * capacity, np.int64)
+        self._values = np.empty((2 * capacity, len(GAUGES)), np.float32)
+        self._count = 0
+
+    def __len__(self) -> int:
+        return min(self._count, self._capacity)
+
+    def add(self, at_ns: int, values: Mapping[str, float | None]) -> None:
+        """One sample; gauges that it has not, or that are no numbers, are unknown then."""
+        if self._count and at_ns <= self._at[self._count - 1]:
+            return
+        if self._count == 2 * self._capacity:
+            self._at[: self._capacity] = self._at[self._capacity :]
+            self._values[: self._capacity] = self._values[self._capacity :]
+            self._count = self._capacity
+        self._at[self._count] = at_ns
+        known = [values.get(name) for name in GAUGES]
+        self._values[self._count] = [np.nan if value is None else value for value in known]
+        self._count += 1
+
+    def read(self, gauge: str, edges_ns: Floats) -> Floats:
+        """Means between neighbouring edges, [n]; a sample holds until the next, NaN where none does."""
+        at, values = self.samples(gauge)
+        if not len(at):
+            return np.full(len(edges_ns) - 1, np.nan)
+        index = np.searchsorted(at, edges_ns, side="right")
+        is_known = np.isfinite(values)
+        sums = np.concatenate(([0.0], np.cumsum(np.where(is_known, values, 0.0))))
+        counts = np.concatenate(([0], np.cumsum(is_known)))
+        inside = counts[index[1:]] - counts[index[:-1]]
+        means = (sums[index[1:]] - sums[index[:-1]]) / np.maximum(inside, 1)
+        last = np.maximum(index[1:] - 1, 0)
+        held = np.where((index[1:] > 0) & (edges_ns[1:] - at[last] < HOLD_NS), values[last], np.nan)
+        return np.asarray(np.where(inside > 0, means, held), np.float64)
+
+    def samples(self, gauge: str) -> tuple[NDArray[np.int64], Floats]:
+        """Moments and values of all samples that there are."""
+        first = self._count - len(self)
+        column = self._values[first : self._count, GAUGES.index(gauge)]
+        return self._at[first : self._count], column.astype(np.float64)
+
+    def copy(self) -> GaugeHistory:
+        """Another that has the same past."""
+        other = GaugeHistory(self._capacity)
+        other._at, other._values, other._count = self._at.copy(), self._values.copy(), self._count
+        return other

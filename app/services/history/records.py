@@ -1,0 +1,66 @@
+"""Records of one kind, in the pieces in which they came; the oldest pieces go."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.telemetry.records import Records
+
+
+class RecordHistory:
+    """At most about `most` records; whoever reads gets those that touch a stretch of time."""
+
+    def __init__(self, most: int, empty: Records) -> None:
+        self._most = most
+        self._empty = empty
+        self._pieces: deque[tuple[int, int, Records]] = deque()
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def most(self) -> int:
+        return self._most
+
+    @property
+    def start_ns(self) -> int | None:
+        """When the oldest that is left began; None if there is none."""
+        return min((first for first, _, _ in self._pieces), default=None)
+
+    def add(self, records: Records) -> None:
+        """Takes them as they are: nobody may write to them any more."""
+        for piece in [records[at : at + self._most] for at in range(0, len(records), self._most)]:
+            self._pieces.append((int(piece["start_ns"].min()), int(piece["end_ns"].max()), piece))
+            self._count += len(piece)
+        while self._count > self._most and len(self._pieces) > 1:
+            self._count -= len(self._pieces.popleft()[2])
+
+    def between(self, start_ns: int, end_ns: int) -> Records:
+        """All that touch [start, end), in the order in which they came."""
+        found = [piece for first, last, piece in self._pieces if last > start_ns and first < end_ns]
+        if not found:
+            return self._empty
+        joined = np.concatenate(found) if len(found) > 1 else found[0]
+        inside: NDArray[np.bool_] = (joined["end_ns"] > start_ns) & (joined["start_ns"] < end_ns)
+        return joined[inside]
+
+    def last(self, count: int) -> Records:
+        """The last `count` that came."""
+        found: list[Records] = []
+        wanted = count
+        for _, _, piece in reversed(self._pieces):
+            if wanted <= 0:
+                break
+            found.append(piece[-wanted:])
+            wanted -= len(found[-1])
+        return np.concatenate(found[::-1]) if found else self._empty
+
+    def copy(self) -> RecordHistory:
+        """Another that has the same past."""
+        other = RecordHistory(self._most, self._empty)
+        other._pieces, other._count = self._pieces.copy(), self._count
+        return other

@@ -1,0 +1,61 @@
+"""Phases as runs: a prefill of many pieces is one, and so is a decode of many tokens."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+from engine.telemetry.lanes import BATCH_STEP, DECODE, PREFILL, PROMPT, SAMPLE
+from engine.telemetry.records import Records
+
+MOST_RUNS = 20_000
+_GAP_NS = 2_000_000
+_KIND = {PROMPT: PREFILL, SAMPLE: PREFILL}
+"""Phases that belong to the run of another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Steps of one phase (`PREFILL`, `DECODE`, `BATCH_STEP`, or a name of its own), one after the other."""
+
+    phase: int
+    request: int
+    start_ns: int
+    end_ns: int
+    tokens: int
+
+
+class RunHistory:
+    """The last runs, in the order in which they began."""
+
+    def __init__(self) -> None:
+        self._runs: deque[Run] = deque(maxlen=MOST_RUNS)
+
+    def add(self, steps: Records) -> None:
+        """More steps, in order."""
+        phases, requests = steps["name"].tolist(), steps["request"].tolist()
+        starts, ends, tokens = steps["start_ns"].tolist(), steps["end_ns"].tolist(), steps["tokens"].tolist()
+        for phase, request, start, end, made in zip(phases, requests, starts, ends, tokens, strict=True):
+            kind = _KIND.get(phase, phase)
+            read = made if phase in (PREFILL, DECODE, BATCH_STEP) else 0  # a prompt's tokens count once
+            last = self._runs[-1] if self._runs else None
+            if last is not None and (last.phase, last.request) == (kind, request) and start - last.end_ns <= _GAP_NS:
+                self._runs[-1] = replace(last, end_ns=max(end, last.end_ns), tokens=last.tokens + read)
+            else:
+                self._runs.append(Run(kind, request, start, end, read))
+
+    def between(self, start_ns: float, end_ns: float) -> list[Run]:
+        """Those that touch [start, end)."""
+        found = []
+        for run in reversed(self._runs):
+            if run.end_ns <= start_ns:
+                break
+            if run.start_ns < end_ns:
+                found.append(run)
+        return found[::-1]
+
+    def copy(self) -> RunHistory:
+        """Another that has the same past."""
+        other = RunHistory()
+        other._runs = self._runs.copy()
+        return other

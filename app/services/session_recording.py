@@ -1,0 +1,106 @@
+"""Writes what is recorded to the bounded ring of sessions on disk, as long as the user lets it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine.paths import data_dir
+from engine.telemetry.messages import CacheReport, ExpertMap
+from engine.telemetry.records import Records
+from engine.telemetry.session_file import SessionWriter
+
+_log = logging.getLogger("switchyard.recording")
+
+SAMPLE_EVERY_NS = 1_000_000_000
+MAP_EVERY_NS = 5_000_000_000
+REPORT_EVERY_NS = 5_000_000_000
+
+
+def sessions_dir() -> Path:
+    """Where recorded sessions lie."""
+    return data_dir() / "sessions"
+
+
+class SessionRecording:
+    """One session for each loaded model; its file is made when there is something to write.
+
+    Nothing here raises: a full disk ends the recording, and `problem` is called with one sentence.
+    """
+
+    def __init__(self, folder: Path, problem: Callable[[str], None]) -> None:
+        self._folder, self._problem = folder, problem
+        self._about: dict[str, Any] = {}
+        self._writer: SessionWriter | None = None
+        self._due_ns: dict[str, int] = {}
+        self._clock: tuple[int, float] | None = None
+        self._failed = False
+        self.is_on = True
+
+    @property
+    def name(self) -> str:
+        """Of the session that is being written; empty if none is."""
+        return self._writer.name if self._writer is not None else ""
+
+    def begin(self, about: dict[str, Any]) -> None:
+        """What comes from now on is another session."""
+        self.end()
+        self._about, self._failed = about, False
+
+    def end(self) -> None:
+        """Ends the session, if there is one."""
+        if self._writer is not None:
+            self._writer.close()
+        self._writer, self._clock, self._due_ns = None, None, {}
+
+    def clock(self, clock_ns: int, wall_s: float) -> None:
+        """A moment on the clock of all records."""
+        if self._clock is None or abs((clock_ns - self._clock[0]) / 1e9 - (wall_s - self._clock[1])) > 0.5:
+            self._clock = clock_ns, wall_s
+            if self._writer is not None:
+                self._do(lambda writer: writer.clock(clock_ns, wall_s))
+
+    def spans(self, spans: Records) -> None:
+        if len(spans):
+            self._do(lambda writer: writer.spans(spans))
+
+    def steps(self, steps: Records) -> None:
+        if len(steps):
+            self._do(lambda writer: writer.steps(steps))
+
+    def sample(self, at_ns: int, gauges: dict[str, float | None]) -> None:
+        """Gauges of the machine, once a second; alone they begin no session."""
+        if self._writer is not None and self._is_due("machine", at_ns, SAMPLE_EVERY_NS):
+            self._do(lambda writer: writer.note("machine", at_ns, gauges))
+
+    def report(self, at_ns: int, report: CacheReport) -> None:
+        if self._writer is not None and self._is_due("cache", at_ns, REPORT_EVERY_NS):
+            self._do(lambda writer: writer.note("cache", at_ns, dataclasses.asdict(report)))
+
+    def expert_map(self, at_ns: int, experts: ExpertMap) -> None:
+        if self._writer is not None and self._is_due("experts", at_ns, MAP_EVERY_NS):
+            self._do(lambda writer: writer.note("experts", at_ns, dataclasses.asdict(experts)))
+
+    def _is_due(self, kind: str, at_ns: int, every_ns: int) -> bool:
+        due = at_ns >= self._due_ns.get(kind, 0)
+        if due:
+            self._due_ns[kind] = at_ns + every_ns
+        return due
+
+    def _do(self, write: Callable[[SessionWriter], None]) -> None:
+        if not self.is_on or self._failed:
+            return
+        try:
+            if self._writer is None:
+                self._writer = SessionWriter(self._folder, self._about)
+                if self._clock is not None:
+                    self._writer.clock(*self._clock)
+            write(self._writer)
+        except OSError as error:
+            _log.warning("the recording has ended: %s", type(error).__name__)
+            self.end()
+            self._failed = True
+            self._problem(error.strerror or type(error).__name__)
