@@ -26,6 +26,7 @@ from engine.experts.vram_cache import VramCache
 from engine.experts.vram_prefetch import Place
 from engine.experts.whole_layer import LayerBuffers, WholeLayerExperts
 from engine.kernels import choose_kernel
+from engine.kernels.gpu.proof import runs_kernels
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.native.library import NativeKernels
 from engine.planner.footprint import staging_slots
@@ -259,6 +260,8 @@ def _latency(
     """Measured at the first start with such experts on this machine, and kept."""
     threads = torch.get_num_threads()
     name = f"{device.name.partition('#')[0]} {threads} threads {kernels.isa.name if kernels is not None else 'torch'}"
+    if runs_kernels(device.torch_device):
+        name += " triton"
     precision = str(dtype).removeprefix("torch.")
     known = load_latency(name, precision, seen.layout.nbytes)
     if known is not None:
