@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,7 @@ def add_parser(subparsers: Any) -> None:
     prefill.add_argument("--prompt-tokens", type=positive_int, default=2000, metavar="N", help="length of the prompt")
     prefill.add_argument("--tokens", type=positive_int, default=96, metavar="N", help="decoded before and after it")
     prefill.add_argument("--peers", action="store_true", help="run transformers and llama.cpp on the CPU as well")
+    prefill.add_argument("--avx2", action="store_true", help="hold everything back to AVX2, as if the CPU had no more")
     prefill.add_argument(
         "--strategies", action="store_true", help="run on-demand fetch and all experts on the CPU as well"
     )
@@ -143,6 +145,8 @@ def _run_decode(args: argparse.Namespace) -> int:
 
 
 def _run_prefill(args: argparse.Namespace) -> int:
+    if args.avx2:  # before torch is imported, which looks once
+        os.environ |= {"SWITCHYARD_ISA": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     from engine.bench.prefill import PrefillPlan, bench_prefill
 
     report = _report()

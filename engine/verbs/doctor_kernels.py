@@ -19,6 +19,8 @@ _CALLED = {
     "AVX_VNNI": "AVX2 and AVX-VNNI",
     "AVX512": "AVX-512",
     "AVX512_VNNI": "AVX-512 with VNNI",
+    "AVX512_BF16": "AVX-512 with VNNI and BF16",
+    "AMX": "AVX-512 with VNNI and BF16, and AMX",
     "NEON": "NEON",
     "NEON_DOT": "NEON with dot products",
 }

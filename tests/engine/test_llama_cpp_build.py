@@ -23,7 +23,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The steps that take minutes or a network, replaced; holds what each compilation was asked to use."""
     asked: list[list[str]] = []
 
-    def compile_(_say: Callable[[str], None], _jobs: int, instructions: Sequence[Instructions]) -> None:
+    def compile_(_say: Callable[[str], None], _jobs: int, instructions: Sequence[Instructions], _tree: object) -> None:
         asked.append([group.name for group in instructions])
 
     monkeypatch.setenv("CXX", "c++")

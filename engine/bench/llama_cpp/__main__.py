@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from engine.bench.llama_cpp.build import BuildError, build
-from engine.bench.llama_cpp.installation import VERSION, home
+from engine.bench.llama_cpp.build import BuildError, build, build_for_avx2
+from engine.bench.llama_cpp.installation import VERSION, avx2_tree, home
 
 
 def main() -> int:
@@ -14,8 +14,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m engine.bench.llama_cpp", description=__doc__)
     parser.add_argument("command", choices=["build"])
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="compilers that run at once")
-    jobs = max(1, parser.parse_args().jobs)
+    parser.add_argument("--avx2", action="store_true", help="for AVX2 alone as well, beside the build for this machine")
+    args = parser.parse_args()
+    jobs = max(1, args.jobs)
     try:
+        if args.avx2:
+            build_for_avx2(_say, jobs)
+            _say(f"llama.cpp {VERSION} is built in {avx2_tree()} with AVX2 alone.")
+            return 0
         instructions = build(_say, jobs)
     except (BuildError, OSError) as failure:
         _say(f"llama.cpp was not built: {failure}.")

@@ -17,7 +17,7 @@ import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from engine.bench.llama_cpp.installation import SDIST_SHA256, VERSION, home, receipt, venv_python
+from engine.bench.llama_cpp.installation import SDIST_SHA256, VERSION, avx2_tree, home, receipt, venv_python
 from engine.bench.llama_cpp.instructions import GROUPS, TILE_CONFIG, Instructions, is_x86, working_instructions
 from engine.bench.llama_cpp.verification import fault_of
 from engine.checkpoint.file_lock import try_lock, unlock
@@ -64,6 +64,30 @@ def build(say: Say, jobs: int = 2) -> list[str]:
             unlock(lock.fileno())
 
 
+def build_for_avx2(say: Say, jobs: int = 2) -> None:
+    """Builds its libraries for AVX2 alone as well, beside a build that `build` has made.
+
+    Raises:
+        BuildError: there is no such build, or no AVX2, or it cannot be compiled.
+        OSError: if the cache folder cannot be written.
+    """
+    if not receipt().is_file():
+        raise BuildError("the build for all of this machine's instructions comes first")
+    used = json.loads(receipt().read_text(encoding="utf-8"))["instructions"]
+    instructions = [group for group in GROUPS if group.name == "AVX2" and group.name in used]
+    if not instructions:
+        raise BuildError("this machine has no AVX2")
+    with (home() / "lock").open("a+b") as lock:
+        if not try_lock(lock.fileno()):
+            raise BuildError("another process is building it just now")
+        try:
+            say("compiling llama.cpp with AVX2 alone: this takes some minutes")
+            _compile(say, jobs, instructions, avx2_tree())
+            (avx2_tree() / "built").touch()
+        finally:
+            unlock(lock.fileno())
+
+
 def _build(say: Say, jobs: int, compiler: str) -> list[str]:
     receipt().unlink(missing_ok=True)
     _make_environment(say)
@@ -73,7 +97,7 @@ def _build(say: Say, jobs: int, compiler: str) -> list[str]:
     while True:
         names = [group.name for group in instructions]
         say(f"compiling llama.cpp with {', '.join(names) or 'no special instructions'}: this takes some minutes")
-        _compile(say, jobs, instructions)
+        _compile(say, jobs, instructions, home() / "build")
         _install()
         say("running it")
         fault = fault_of(venv_python())
@@ -115,7 +139,7 @@ def _fetch_source(say: Say) -> None:
     unpacked.rmdir()
 
 
-def _compile(say: Say, jobs: int, instructions: Sequence[Instructions]) -> None:
+def _compile(say: Say, jobs: int, instructions: Sequence[Instructions], tree: Path) -> None:
     programs = venv_python().parent
     options = {"CMAKE_BUILD_TYPE": "Release", "BUILD_SHARED_LIBS": "ON", "CMAKE_MAKE_PROGRAM": str(programs / "ninja")}
     options |= dict.fromkeys(_OFF, "OFF")
@@ -130,9 +154,9 @@ def _compile(say: Say, jobs: int, instructions: Sequence[Instructions]) -> None:
             shutil.copyfile(TILE_CONFIG, header)
         options["CMAKE_CXX_FLAGS"] = f'-include "{header}"'
     defines = [f"-D{key}={value}" for key, value in options.items()]
-    tree, source = str(home() / "build"), str(home() / "source" / "vendor" / "llama.cpp")
-    _run([str(programs / "cmake"), "-S", source, "-B", tree, "-G", "Ninja", *defines], say)
-    _run([str(programs / "cmake"), "--build", tree, "--target", "llama", "-j", str(jobs)], say)
+    source = str(home() / "source" / "vendor" / "llama.cpp")
+    _run([str(programs / "cmake"), "-S", source, "-B", str(tree), "-G", "Ninja", *defines], say)
+    _run([str(programs / "cmake"), "--build", str(tree), "--target", "llama", "-j", str(jobs)], say)
 
 
 def _install() -> None:

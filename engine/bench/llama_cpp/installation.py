@@ -30,8 +30,33 @@ def venv_python() -> Path:
     return home() / "venv" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
+def avx2_tree() -> Path:
+    """The build for AVX2 alone, whose libraries stand in for those of the virtual environment."""
+    return home() / "build-avx2"
+
+
+def held_back() -> bool:
+    """Whether the environment holds our own kernels back to AVX2: then llama.cpp has to be, too."""
+    return os.environ.get("SWITCHYARD_ISA", "").lower() == "avx2"
+
+
+def how_to_build() -> str:
+    """The command that makes the build which is wanted."""
+    return f"{HOW_TO_BUILD} --avx2" if held_back() else HOW_TO_BUILD
+
+
+def peer_environment() -> dict[str, str]:
+    """The environment of the peer's process: the binding loads its libraries from where that says."""
+    return {**os.environ, "LLAMA_CPP_LIB_PATH": str(avx2_tree() / "bin")} if held_back() else dict(os.environ)
+
+
 def peer_python() -> Path | None:
-    """The Python that can import the binding: that of our build, or this one where the extra is installed."""
+    """The Python that can import the binding: that of our build, or this one where the extra is installed.
+
+    Held back, that of our build alone, and if it was made for AVX2 too.
+    """
+    if held_back() and not (avx2_tree() / "built").is_file():
+        return None
     if receipt().is_file() and venv_python().is_file():
         return venv_python()
     return Path(sys.executable) if importlib.util.find_spec("llama_cpp") else None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.bench.gguf_export import Quantisation, gguf_of
-from engine.bench.llama_cpp.installation import HOW_TO_BUILD, peer_python
+from engine.bench.llama_cpp.installation import how_to_build, peer_python
 from engine.bench.report import Report
 from engine.checkpoint.disk_errors import disk_errors_explained
 from engine.checkpoint.staging import staging_folder
@@ -26,7 +26,7 @@ def files_beside(checkpoint: Path, precision: str, report: Report, say: Callable
     What cannot be had is noted in the report; without llama.cpp nothing is written.
     """
     if peer_python() is None:
-        report.skip_peer("llama.cpp", f"its binding is not built: run {HOW_TO_BUILD}")
+        report.skip_peer("llama.cpp", f"its binding is not built: run {how_to_build()}")
         return {}
     quantisation = _SAME_BITS.get(precision, Quantisation.BF16)
     wanted: dict[str, Callable[[], Path]] = {

@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.bench.llama_cpp.installation import HOW_TO_BUILD, peer_python
+from engine.bench.llama_cpp.installation import how_to_build, peer_environment, peer_python
 
 _CHILD = Path(__file__).with_name("child.py")
 _FAREWELL_S = 20
@@ -46,7 +46,7 @@ class LlamaCppPeer:
         self.name = name
         python = python or peer_python()
         if python is None:
-            raise PeerError(f"its binding is not built: run {HOW_TO_BUILD}")
+            raise PeerError(f"its binding is not built: run {how_to_build()}")
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the peer
         try:
             # -I: neither our path nor the user's settings reach the child.
@@ -57,6 +57,7 @@ class LlamaCppPeer:
                 stderr=self._words,
                 text=True,
                 encoding="utf-8",
+                env=peer_environment(),
             )
         except OSError as error:
             self._words.close()
