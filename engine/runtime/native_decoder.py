@@ -93,7 +93,7 @@ class _SingleTokenLayer:
         self._sparse = None
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        out = None
+        out, begun_ns = None, 0
         cache: Any = kwargs.get("past_key_values")
         positions: Any = kwargs.get("position_embeddings")
         if (
@@ -105,20 +105,19 @@ class _SingleTokenLayer:
         ):
             hidden_states = hidden_states.contiguous()
             if RECORDER.on:
-                return self._recorded(hidden_states, cache, positions, *args, **kwargs)
+                begun_ns = perf_counter_ns()
             out = self._attention.step(hidden_states, cache, positions)
         if out is None:
             return self._library_forward(hidden_states, *args, **kwargs)
+        if begun_ns:
+            return self._recorded_mlp(out, begun_ns)
         if self._sparse is not None:
             return self._sparse.step(out)
         return self._library_mlp(out)
 
-    def _recorded(self, hidden: torch.Tensor, cache: Any, positions: Any, *args: Any, **kwargs: Any) -> Any:
-        """The same, with its spans."""
-        recorder, begun_ns = RECORDER, perf_counter_ns()
-        out = self._attention.step(hidden, cache, positions)
-        if out is None:
-            return self._library_forward(hidden, *args, **kwargs)
+    def _recorded_mlp(self, out: torch.Tensor, begun_ns: int) -> Any:
+        """What follows attention, which has begun then, and the spans of both."""
+        recorder = RECORDER
         attended_ns = perf_counter_ns()
         if self._sparse is not None:
             out = self._sparse.step(out)
