@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,17 +15,13 @@ from engine.bench.llama_cpp import LlamaCppPeer, PeerError
 from engine.bench.llama_cpp.models import files_beside
 from engine.bench.peers import OFFLOAD, TransformersPeer, accelerate_offload
 from engine.bench.report import Report, row
-from engine.config import EngineConfig, SamplingParams
+from engine.config import EngineConfig
 from engine.measure.ram import read_bandwidth
-from engine.runtime.chat_session import ChatSession
+from engine.runtime.decode_timing import TIMED_PROMPT, time_decode
 from engine.runtime.loading import load_model
 
 if TYPE_CHECKING:
     from engine.runtime.loaded_model import LoadedModel
-
-_PROMPT = (
-    "A railway switchyard sorts freight cars. Explain in plain words how the hump, the switches and the retarders work."
-)
 
 
 class Peer(Protocol):
@@ -54,8 +49,10 @@ def bench_decode(config: EngineConfig, plan: DecodePlan, report: Report, say: Ca
     say("loading the model")
     loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
     try:
-        prompt = loaded.tokenizer(_PROMPT)["input_ids"]
-        contestants: dict[str, Callable[[], float]] = {"ours": lambda: _our_rate(loaded, prompt, plan.tokens)}
+        prompt = loaded.tokenizer(TIMED_PROMPT)["input_ids"]
+        contestants: dict[str, Callable[[], float]] = {
+            "ours": lambda: time_decode(loaded, prompt, plan.tokens).tokens_per_s
+        }
         with tempfile.TemporaryDirectory(prefix="switchyard-bench-") as scratch, ExitStack() as opened:
             if plan.peers:
                 context = len(prompt) + plan.tokens + 1
@@ -90,22 +87,6 @@ def _rates(
             if repeat:
                 rates[name].append(rate)
     return rates
-
-
-def _our_rate(loaded: LoadedModel, prompt: Sequence[int], tokens: int) -> float:
-    session = ChatSession(loaded)
-    arrivals: list[tuple[int, float]] = []
-    session.generate_from_ids(
-        list(prompt),
-        SamplingParams(max_tokens=tokens + 1),
-        on_progress=lambda _done, _total: None,
-        on_text=lambda _text, count: arrivals.append((count, time.perf_counter())),
-        cancelled=lambda: False,
-        end_ids=frozenset(),
-    )
-    # Not every token completes a text.
-    (first, begun_s), (last, ended_s) = arrivals[0], arrivals[-1]
-    return (last - first) / (ended_s - begun_s)
 
 
 def _bytes_per_token(loaded: LoadedModel) -> float:

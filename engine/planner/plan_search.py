@@ -11,6 +11,7 @@ from engine.planner.engine_memory import memory_rule
 from engine.planner.machine import HardwareProfile
 from engine.planner.model_shape import ModelShape
 from engine.planner.plan_parts import Limits
+from engine.planner.precision import worthwhile
 from engine.planner.simulator.outcome import Outcome
 from engine.planner.simulator.plans import BATCH_SCHEDULES, POLICY_NAMES, SWITCHYARD, run_policy
 from engine.planner.simulator.requests import Setting
@@ -104,23 +105,13 @@ def quick_best(question: Question) -> Outcome | None:
 
 
 def choose_precision(question: Question) -> str:
-    """The best quality that is not much slower than less.
-
-    int8 costs next to nothing in quality, so that bf16 has to be nearly as fast; int4 costs some, so that it has to be
-    much faster, or the only one that is not read from disk.
-    """
+    """The best quality that is not much slower than less; the last one where nothing fits."""
     speeds = {}
     for precision in PRECISIONS:
         outcome = quick_best(replace(question, precision=precision))
         if outcome is not None:
             speeds[precision] = outcome.tokens_per_s
-    if not speeds:
-        return PRECISIONS[-1]
-    taken = next(iter(speeds))
-    for precision, worth in (("int8", 1.15), ("int4", 1.6)):
-        if precision in speeds and speeds[precision] > worth * speeds[taken]:
-            taken = precision
-    return taken
+    return worthwhile(speeds) or PRECISIONS[-1]
 
 
 def _run(names: Iterable[str], setting: Setting) -> list[Outcome]:

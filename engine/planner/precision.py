@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 BITS_PER_WEIGHT = {
     "fp32": 32.0,
     "bf16": 16.0,
@@ -38,3 +40,23 @@ def careful_precision(precision: str, weights: int) -> str:
 def head_precision(dense: str) -> str:
     """That of a model's head on the CPU: never less than int8, its errors come through to the text at once."""
     return "int8" if dense == "int4" else dense
+
+
+QUALITY_WORTH = {"bf16": 1.0, "int8": 1.15, "int4": 1.6}
+"""How many times as fast as the next better precision each has to be to be taken.
+
+int8 costs next to nothing in quality, so that bf16 has to be nearly as fast; int4 costs some.
+"""
+
+
+def worthwhile(speeds: Mapping[str, float]) -> str | None:
+    """The precision to run in, given how fast each would be: the best quality that is not much slower than less.
+
+    Args:
+        speeds: by precision, of those that are possible.
+    """
+    taken: str | None = None
+    for precision, worth in QUALITY_WORTH.items():
+        if precision in speeds and (taken is None or speeds[precision] > worth * speeds[taken]):
+            taken = precision
+    return taken

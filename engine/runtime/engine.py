@@ -15,11 +15,14 @@ from engine.errors import EngineError, ErrorCode
 from engine.protocol import ChatMessage, ModelInfo
 from engine.runtime.batch.whole_job import run_sample, run_whole_job
 from engine.runtime.chat_session import ChatSession
+from engine.runtime.decode_timing import TIMED_PROMPT, time_decode
 from engine.runtime.generation import GenerationResult
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.loading import load_model
 from engine.runtime.routing_recorder import RoutingRecorder
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
+from engine.tuning.applying import apply_tuning
+from engine.tuning.decode_rate import DecodeRate
 
 
 class Engine:
@@ -29,6 +32,7 @@ class Engine:
         self._loaded: LoadedModel | None = None
         self._session: ChatSession | None = None
         self._telemetry: ModelTelemetry | None = None
+        self._asked: EngineConfig | None = None
 
     @property
     def telemetry(self) -> ModelTelemetry | None:
@@ -39,6 +43,11 @@ class Engine:
     def info(self) -> ModelInfo | None:
         """The loaded model and where it runs; None while none is loaded."""
         return self._loaded.info if self._loaded is not None else None
+
+    @property
+    def asked(self) -> EngineConfig | None:
+        """The settings that the loaded model was asked for with; None while none is loaded."""
+        return self._asked if self._loaded is not None else None
 
     @property
     def kv_tokens(self) -> int:
@@ -61,16 +70,57 @@ class Engine:
     ) -> ModelInfo:
         """Load a model in place of the one loaded, which is freed first, whether or not the new one can be had.
 
+        What the settings leave to the engine is as it was tuned for this model on this machine, if it was.
+
         Raises:
             EngineError: there is no such model, or it cannot be loaded here; the message says why.
             RequestCancelled: `cancelled()` was true; no model is loaded then.
+        """
+        self.unload()
+        tuned = apply_tuning(config, resolve(config.model))
+        note = tuned.note
+        try:
+            info = self.load_exactly(tuned.config, on_progress=on_progress, cancelled=cancelled)
+        except EngineError as error:
+            if not tuned.is_tuned or error.code not in (ErrorCode.NOT_ENOUGH_MEMORY, ErrorCode.DEVICE_UNAVAILABLE):
+                raise
+            note = f"Not as it was tuned, which is not possible now: {error.message}"
+            info = self.load_exactly(config, on_progress=on_progress, cancelled=cancelled)
+        assert self._loaded is not None
+        self._loaded.info = replace(info, device_note=" ".join(filter(None, (info.device_note, note))))
+        self._asked = config
+        return self._loaded.info
+
+    def load_exactly(
+        self, config: EngineConfig, *, on_progress: Callable[[int, int], None], cancelled: Callable[[], bool]
+    ) -> ModelInfo:
+        """The same with these settings and no others: nothing that was tuned is looked for.
+
+        Raises:
+            EngineError, RequestCancelled: as `load`.
         """
         self.unload()
         path = resolve(config.model)
         self._loaded = load_model(replace(config, model=str(path)), on_progress=on_progress, cancelled=cancelled)
         self._session = ChatSession(self._loaded)
         self._telemetry = ModelTelemetry(self._loaded, lambda: self.kv_bytes)
+        self._asked = config
         return self._loaded.info
+
+    def time_decode(
+        self, tokens: int, seconds: float, on_token: Callable[[int, float], None], cancelled: Callable[[], bool]
+    ) -> DecodeRate:
+        """Times so many tokens of the loaded model, or fewer in so many seconds; see `decode_timing.time_decode`.
+
+        The conversation that was held is given up.
+
+        Raises:
+            EngineError: `INVALID_REQUEST` without a model, and what the model raises.
+        """
+        loaded = self._ready()
+        self._drop_session()
+        prompt = loaded.tokenizer(TIMED_PROMPT)["input_ids"]
+        return time_decode(loaded, prompt, tokens, seconds=seconds, on_token=on_token, cancelled=cancelled)
 
     def record_routing(self) -> RoutingRecorder:
         """Records the routing of the loaded model from now on.

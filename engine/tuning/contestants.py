@@ -1,0 +1,165 @@
+"""Which ways of running a model are worth timing: the plan, the best others by prediction, and how it runs now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from engine.config import EngineConfig, Precision
+from engine.errors import EngineError
+from engine.hardware.core_kinds import compute_threads
+from engine.planner.machine import HardwareProfile
+from engine.planner.model_shape import ModelShape
+from engine.planner.plan import make_plan
+from engine.planner.plan_parts import Limits
+from engine.planner.plan_search import ENGINE_SETTINGS, PRECISIONS
+from engine.planner.planned import Plan
+from engine.planner.precision import QUALITY_WORTH, worthwhile
+from engine.planner.predict import predict_decode
+from engine.planner.workload import CHAT
+from engine.tuning.corrections import corrected_plan, corrected_range, factor_of
+from engine.tuning.result import Contestant, Correction
+
+_MOST = 3
+_HOPEFUL = 0.5
+"""Of the best prediction, weighed by quality: who is below is not worth a load."""
+_ON_CARD = ("Switchyard mixed", "Switchyard, misses on the CPU", "Switchyard mixed, static", "whole-layer prefetch")
+_CACHE = ("cache_slots", "cache_ways", "cache_policy", "misses", "prefetch")
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What is tuned.
+
+    Attributes:
+        machine: the machine by precision of the experts: experts of each were measured apart.
+        model: its shape.
+        asked: settings as they are; before: what they come to at present.
+        has_card: whether a device beside the CPU is used.
+        threads: numbers of CPU threads worth trying.
+        others: limits with the bytes that other programs hold.
+        corrections: of earlier timings.
+    """
+
+    machine: Callable[[str], HardwareProfile]
+    model: ModelShape
+    asked: EngineConfig
+    before: EngineConfig
+    has_card: bool
+    threads: tuple[int, ...]
+    others: Limits
+    corrections: tuple[Correction, ...] = ()
+
+
+@dataclass(frozen=True)
+class Field:
+    """Who races.
+
+    Attributes:
+        plan: the planner's first choice, corrected.
+        contestants: in the order in which they are timed.
+        modelled: uncorrected predictions by name; 0 where there is none.
+    """
+
+    plan: Plan
+    contestants: tuple[Contestant, ...]
+    modelled: dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    how: str
+    config: EngineConfig
+    precision: str
+    modelled: float
+    predicted: float
+    low: float
+    high: float
+    on_card: bool
+
+    @property
+    def _on_card(asked: EngineConfig) -> Sequence[str]:
+    plain = EngineConfig("")
+    by_hand = any(getattr(asked, name) != getattr(plain, name) for name in _CACHE)
+    return _ON_CARD[:1] if by_hand else _ON_CARD
+
+
+def _predicted(situation: Situation, how: str, config: EngineConfig) -> _Candidate | None:
+    on_cpu = replace(config, device="cpu") if not situation.has_card else config
+    try:
+        known = config.precision if config.precision != "auto" else PRECISIONS[0]
+        found = predict_decode(situation.machine(known), situation.model, on_cpu)
+        if found.precision != known:
+            found = predict_decode(situation.machine(found.precision), situation.model, on_cpu)
+    except EngineError:
+        return None
+    on_card, rate = found.memory.card is not None, found.tokens_per_s
+    factor = factor_of(situation.corrections, found.precision, on_card=on_card)
+    low, high = (found.low, found.high) if factor is None else corrected_range(factor * rate)
+    return _Candidate(how, config, found.precision, rate, (factor or 1.0) * rate, low, high, on_card)
+
+
+def _plan(situation: Situation, precision: str) -> Plan:
+    asked = situation.asked
+    limits = replace(
+        situation.others,
+        vram_bytes=asked.vram_bytes,
+        ram_bytes=asked.ram_bytes,
+        threads=asked.threads,
+        context_tokens=asked.context_tokens,
+        precision=precision,
+        use_card=situation.has_card,
+    )
+    known = precision if precision in PRECISIONS else PRECISIONS[0]
+    return make_plan(situation.machine(known), situation.model, CHAT, limits, measured=True)
+
+
+def _from_plan(situation: Situation, plan: Plan) -> EngineConfig:
+    """The plan's settings, but for those that were given."""
+    asked, plain = situation.asked, EngineConfig("")
+    config = plan.engine_config(asked.model, asked.device)
+    if asked.device != "auto":
+        config = replace(config, device=asked.device)
+    given = {name: value for name in _CACHE if (value := getattr(asked, name)) != getattr(plain, name)}
+    return replace(config, graphs=asked.graphs, **given)
+
+
+def _field(plan: Plan, chosen: list[_Candidate], before: _Candidate | None, situation: Situation) -> Field:
+    now = before.mechanism if before is not None else None
+    same = next((one for one in chosen if one.mechanism == now), None)
+    found, modelled = [], {}
+    for number, one in enumerate(chosen):
+        name = _name(one)
+        if name in modelled:
+            name += f" ({number + 1})"
+        found.append(_contestant(name, one, is_before=one is same, is_plan=number == 0))
+        modelled[name] = one.modelled
+    if same is None:
+        name = "as it is now"
+        modelled[name] = before.modelled if before is not None else 0.0
+        if before is not None:
+            found.insert(0, _contestant(name, before, is_before=True))
+        else:
+            found.insert(0, Contestant(name, situation.before, 0.0, 0.0, 0.0, is_before=True))
+    return Field(plan, tuple(found), modelled)
+
+
+def _contestant(name: str, one: _Candidate, *, is_before: bool = False, is_plan: bool = False) -> Contestant:
+    return Contestant(name, one.config, one.predicted, one.low, one.high, is_before=is_before, is_plan=is_plan)
+
+
+def _name(one: _Candidate) -> str:
+    threads = one.config.threads or compute_threads()
+    ways = f", {one.config.cache_ways} ways" if one.on_card and one.config.cache_ways else ""
+    return f"{one.precision}, {one.how}{ways}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def _weight(precision: str) -> float:
+    """How much faster than the best quality a precision has to be."""
+    weight = 1.0
+    for name, worth in QUALITY_WORTH.items():
+        weight *= worth
+        if name == precision:
+            return weight
+    return 1.0
