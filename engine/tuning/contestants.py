@@ -68,7 +68,16 @@ class Field:
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class Candidate:
+    """A way to run the model, predicted.
+
+    Attributes:
+        how: the policy, in words.
+        precision: of the experts, `auto` resolved.
+        modelled: tokens/s by the model of the machine alone; predicted: corrected; low, high: its range.
+        on_card: whether a device takes part.
+    """
+
     how: str
     config: EngineConfig
     precision: str
@@ -79,13 +88,64 @@ class _Candidate:
     on_card: bool
 
     @property
-    def _on_card(asked: EngineConfig) -> Sequence[str]:
+    def mechanism(self) -> tuple[Any, ...]:
+        """What makes it differ from others; automatic threads are as many as they come to."""
+        config, threads = self.config, self.config.threads or compute_threads()
+        if not self.on_card:
+            return ("cpu", self.precision, threads)
+        return (self.precision, threads, *(getattr(config, name) for name in _CACHE), config.graphs)
+
+
+def choose_contestants(situation: Situation) -> Field:
+    """The plan, up to two others that could be better, and how the model runs now unless that is one of them.
+
+    Raises:
+        EngineError: `NOT_ENOUGH_MEMORY`, with the nearest that would fit.
+    """
+    candidates = predicted(situation, every_config(situation))
+    speeds: dict[str, float] = {}
+    for one in candidates:
+        speeds[one.precision] = max(speeds.get(one.precision, 0.0), one.predicted)
+    asked = situation.asked.precision
+    precision = (worthwhile(speeds) or asked) if asked == "auto" else asked
+    plan = corrected_plan(_plan(situation, precision), situation.corrections)
+    first = _predicted(situation, plan.policy, _from_plan(situation, plan))
+    chosen = [first] if first is not None else []
+    ranked = sorted(candidates, key=lambda one: -one.predicted / _weight(one.precision))
+    for one in ranked:
+        hopeful = one.predicted / _weight(one.precision) > _HOPEFUL * ranked[0].predicted / _weight(ranked[0].precision)
+        if len(chosen) < _MOST and hopeful and one.mechanism not in {other.mechanism for other in chosen}:
+            chosen.append(one)
+    before = _predicted(situation, "as it is now", situation.before)
+    return _field(plan, chosen, before, situation)
+
+
+def every_config(situation: Situation) -> list[tuple[str, EngineConfig]]:
+    """(how, settings) of every way that the settings allow; those that were given stay as they are."""
+    asked, found = situation.asked, []
+    precisions = PRECISIONS if asked.precision == "auto" else (asked.precision,)
+    for precision in precisions:
+        base = replace(asked, precision=cast("Precision", precision))
+        for threads in situation.threads if asked.threads is None else (asked.threads,):
+            if situation.has_card:
+                found += [(how, replace(base, threads=threads, **ENGINE_SETTINGS[how])) for how in _on_card(asked)]
+            if not situation.has_card or asked.device == "auto":
+                found.append(("CPU only", replace(base, threads=threads, device="cpu")))
+    return found
+
+
+def predicted(situation: Situation, configs: Iterable[tuple[str, EngineConfig]]) -> list[Candidate]:
+    """Those of them that fit."""
+    return [one for how, config in configs if (one := _predicted(situation, how, config)) is not None]
+
+
+def _on_card(asked: EngineConfig) -> Sequence[str]:
     plain = EngineConfig("")
     by_hand = any(getattr(asked, name) != getattr(plain, name) for name in _CACHE)
     return _ON_CARD[:1] if by_hand else _ON_CARD
 
 
-def _predicted(situation: Situation, how: str, config: EngineConfig) -> _Candidate | None:
+def _predicted(situation: Situation, how: str, config: EngineConfig) -> Candidate | None:
     on_cpu = replace(config, device="cpu") if not situation.has_card else config
     try:
         known = config.precision if config.precision != "auto" else PRECISIONS[0]
@@ -97,7 +157,7 @@ def _predicted(situation: Situation, how: str, config: EngineConfig) -> _Candida
     on_card, rate = found.memory.card is not None, found.tokens_per_s
     factor = factor_of(situation.corrections, found.precision, on_card=on_card)
     low, high = (found.low, found.high) if factor is None else corrected_range(factor * rate)
-    return _Candidate(how, config, found.precision, rate, (factor or 1.0) * rate, low, high, on_card)
+    return Candidate(how, config, found.precision, rate, (factor or 1.0) * rate, low, high, on_card)
 
 
 def _plan(situation: Situation, precision: str) -> Plan:
@@ -125,7 +185,7 @@ def _from_plan(situation: Situation, plan: Plan) -> EngineConfig:
     return replace(config, graphs=asked.graphs, **given)
 
 
-def _field(plan: Plan, chosen: list[_Candidate], before: _Candidate | None, situation: Situation) -> Field:
+def _field(plan: Plan, chosen: list[Candidate], before: Candidate | None, situation: Situation) -> Field:
     now = before.mechanism if before is not None else None
     same = next((one for one in chosen if one.mechanism == now), None)
     found, modelled = [], {}
@@ -145,11 +205,11 @@ def _field(plan: Plan, chosen: list[_Candidate], before: _Candidate | None, situ
     return Field(plan, tuple(found), modelled)
 
 
-def _contestant(name: str, one: _Candidate, *, is_before: bool = False, is_plan: bool = False) -> Contestant:
+def _contestant(name: str, one: Candidate, *, is_before: bool = False, is_plan: bool = False) -> Contestant:
     return Contestant(name, one.config, one.predicted, one.low, one.high, is_before=is_before, is_plan=is_plan)
 
 
-def _name(one: _Candidate) -> str:
+def _name(one: Candidate) -> str:
     threads = one.config.threads or compute_threads()
     ways = f", {one.config.cache_ways} ways" if one.on_card and one.config.cache_ways else ""
     return f"{one.precision}, {one.how}{ways}, {threads} thread{'s' if threads > 1 else ''}"
