@@ -6,7 +6,7 @@ import torch
 
 from engine.devices.copy_log import CopyLog
 from engine.devices.cuda_clock import CudaClock, new_stream
-from engine.devices.cuda_graphs import CudaCapture
+from engine.devices.cuda_graphs import CudaCapture, capture_stream
 from engine.devices.cuda_stream import CudaStream
 from engine.devices.device import Device
 from engine.devices.host_memory import aligned
@@ -50,6 +50,7 @@ def open_cuda(index: int = 0, vram_bytes: int | None = None) -> Device:
             new_stream(place),
             new_stream(place, priority=-1),
         )
+        to_capture = capture_stream(place)
     except RuntimeError as error:
         text = str(error).strip().splitlines()[0]
         raise EngineError(
@@ -87,5 +88,5 @@ def open_cuda(index: int = 0, vram_bytes: int | None = None) -> Device:
         copy_log=log,
         on_close=close,
         compute_follows_caller=True,
-        new_capture=lambda: CudaCapture(place),
+        new_capture=lambda: CudaCapture(place, to_capture),
     )

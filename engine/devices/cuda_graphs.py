@@ -10,16 +10,34 @@ from engine.devices.cuda_clock import new_stream
 from engine.devices.graphs import Graph
 
 
+def capture_stream(place: torch.device) -> torch.cuda.Stream:
+    """A stream to capture on.
+
+    cuBLAS has got its workspace for it: what it allocates in a capture would stay for ever, in memory of the graph's.
+    """
+    stream = new_stream(place)
+    stream.wait_stream(torch.cuda.current_stream(place))
+    with torch.cuda.stream(stream), contextlib.suppress(RuntimeError):  # cards that do not know bf16
+        square = torch.ones(16, 16, dtype=torch.bfloat16, device=place)
+        torch.nn.functional.linear(square, square, square[0])
+        torch.mm(square.float(), square.float())
+    stream.synchronize()
+    return stream
+
+
 class CudaCapture:
     """See `engine.devices.graphs.Capture`.
 
     Capturing takes a stream of its own, for CUDA captures no default stream, and memory from a pool of its own, which
     all pieces share: they run one after the other.
+
+    Args:
+        stream: of `capture_stream`, the same for all captures of a card.
     """
 
-    def __init__(self, place: torch.device) -> None:
+    def __init__(self, place: torch.device, stream: torch.cuda.Stream) -> None:
         self._place = place
-        self._stream = new_stream(place)
+        self._stream = stream
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._under_way: torch.cuda.CUDAGraph | None = None

@@ -192,6 +192,16 @@ class FixedCache(Cache):  # type: ignore[misc]
                 return f"a cache of {type(layer).__name__}"
         return cls(layers, position, rows)
 
+    @staticmethod
+    def bytes_beside(cache: Cache) -> int:
+        """Memory that one over this cache takes besides the cache's own."""
+        return sum(
+            layer.sliding_window * states.shape[1] * states.shape[-1] * states.element_size()
+            for layer in cache.layers
+            if type(layer) is GrowingWindowLayer and _is_one_window(layer)
+            for states in (layer.keys, layer.values)
+        )
+
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Tokens before this one, as masks are to know of it: a window's ring has an end."""
         return self.layers[layer_idx].get_seq_length()

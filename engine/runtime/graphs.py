@@ -2,8 +2,9 @@
 
 The first step of a kind is computed twice: the ordinary way, and on the tensors that stay, which brings kernels into
 being and allocates what libraries want.  Where the two do not agree, a family means something by its cache that is not
-known here, and nothing is captured.  The second step is captured, the others repeat it.  A kind is how many rows of keys
-a step attends to; it ends when the cache gets other buffers, when another cache comes, or when others compute experts.
+known here, and nothing is captured.  The second step is captured, the others repeat it.  A kind is how many rows of
+keys a step attends to; it ends when the cache gets other buffers, when another cache comes, or when others compute
+experts.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class GraphedSteps:
         self._token = torch.zeros(1, 1, dtype=torch.int64, device=device.torch_device)
         self._position = FixedPosition(device.torch_device)
         self._memory = device.memory.reserve(0, MemoryCategory.ACTIVATIONS)
+        self._beside = 0
         self._of: Cache | None = None
         self._cache: FixedCache | None = None
         self._step: GraphStep | None = None
@@ -96,13 +98,13 @@ class GraphedSteps:
     def leave(self) -> None:
         """Before somebody else uses the cache: gives all back that is kept elsewhere meanwhile."""
         if self._cache is not None and self._cache.leave():
-            self._forget_step()
-            self._cache = self._of = None
+            self.forget()
 
     def forget(self) -> None:
         """Lets go of the cache and of all that was captured."""
         self._forget_step()
         self._cache = self._of = None
+        self._memory.release()
 
     def _fixed(self, cache: Cache | None, held: int) -> FixedCache | None:
         """The cache of steps that are repeated, a new one where the old one does not do."""
@@ -112,8 +114,15 @@ class GraphedSteps:
             return self._cache
         self.leave()
         self.forget()
+        try:
+            self._beside = FixedCache.bytes_beside(cache)
+            self._memory.resize(self._beside)
+        except DeviceMemoryError as error:
+            self._refuse(str(error))
+            return None
         made = self._chunked or FixedCache.over(cache, held + 1, self._position)
         if isinstance(made, str):
+            self._memory.release()
             self._refuse(made)
             return None
         self._of, self._cache = cache, made
@@ -150,7 +159,7 @@ class GraphedSteps:
             self._refuse(_sentence(error))
             return None
         try:
-            self._memory.resize(step.nbytes)
+            self._memory.resize(self._beside + step.nbytes)
         except DeviceMemoryError as error:
             step.close()
             self._refuse(str(error))
@@ -167,7 +176,7 @@ class GraphedSteps:
         if self._step is not None:
             self._step.close()
             self._step = None
-        self._memory.release()
+            self._memory.resize(self._beside)
 
 
 def _sentence(error: Exception) -> str:
