@@ -31,6 +31,8 @@ _MEAN, _LONGEST = 77, 418
 _ALONE = 8
 """Rows that are enough to see how fast they go one after the other."""
 _NO_END: frozenset[int] = frozenset()
+_Contestant = Callable[[Sequence[Sequence[int]], int], float]
+"""Prompts, and how many tokens to generate for each, to tokens per second."""
 _TRANSFORMERS = "transformers' batched generate"
 
 
@@ -66,9 +68,9 @@ def bench_batch(config: EngineConfig, plan: BatchBenchPlan, report: Report, say:
         peers.callback(executor.close)
         if executor.note:
             say(executor.note)
-        contestants: dict[str, Callable[[], float]] = {
-            "ours": lambda: batch_rate(executor, prompts, plan.tokens),
-            "one row after the other": lambda: _one_by_one_rate(loaded, prompts[:_ALONE], plan.tokens),
+        contestants: dict[str, _Contestant] = {
+            "ours": lambda prompts, tokens: batch_rate(executor, prompts, tokens),
+            "one row after the other": lambda prompts, tokens: _one_by_one_rate(loaded, prompts[:_ALONE], tokens),
         }
         if plan.peers:
             _add_peers(config, loaded, prompts, plan, contestants, peers, report, say)
@@ -79,7 +81,7 @@ def bench_batch(config: EngineConfig, plan: BatchBenchPlan, report: Report, say:
             for name in list(rates):
                 say(f"{f'repeat {repeat} of {plan.repeats}' if repeat else 'warm-up'}: {name}")
                 try:
-                    rate = contestants[name]()
+                    rate = contestants[name](prompts, plan.tokens) if repeat else contestants[name](prompts[:_ALONE], 4)
                 except PeerError as failure:
                     report.skip_peer(name, str(failure))
                     del rates[name]
@@ -118,7 +120,7 @@ def _add_peers(
     loaded: LoadedModel,
     prompts: Sequence[Sequence[int]],
     plan: BatchBenchPlan,
-    contestants: dict[str, Callable[[], float]],
+    contestants: dict[str, _Contestant],
     opened_peers: ExitStack,
     report: Report,
     say: Callable[[str], None],
@@ -127,7 +129,7 @@ def _add_peers(
     if loaded.info.precision in ("bf16", "fp32"):
         try:
             library = TransformersPeer(_TRANSFORMERS, path, dtype)
-            contestants[_TRANSFORMERS] = lambda: library.batch_rate(prompts, plan.tokens)
+            contestants[_TRANSFORMERS] = library.batch_rate
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
             report.skip_peer(_TRANSFORMERS, str(error).splitlines()[0])
     else:
@@ -140,4 +142,4 @@ def _add_peers(
             report.skip_peer(name, str(failure))
             continue
         opened_peers.enter_context(peer)
-        contestants[name] = lambda peer=peer: peer.parallel_rate(prompts, plan.tokens)  # type: ignore[misc]
+        contestants[name] = peer.parallel_rate
