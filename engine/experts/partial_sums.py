@@ -12,6 +12,7 @@ from functools import cache
 
 import torch
 
+from engine.devices.uploads import upload
 from engine.experts.routing import Routing
 from engine.kernels.interface import ExpertKernel, rows_at_once
 
@@ -42,12 +43,11 @@ class PartialSums:
     def on_device(self, kernel: ExpertKernel, slot_of: Mapping[int, int]) -> Work:
         """Computes these experts, which lie in slots of a kernel on the device.
 
-        What says which is brought there now, not when the work's turn comes: a card's queue may then wait for weights,
-        and a copy from memory that is not pinned would wait with it, and the caller with the copy.
+        What says which is sent there now, not when the work's turn comes, and nobody waits for it.
         """
         place = self._hidden.device
         most = rows_at_once(kernel) or CALL_ROWS
-        calls = [(pairs.to(place), ids.to(place)) for pairs, ids in self._calls(slot_of, most)]
+        calls = [upload(torch.stack(both), place).unbind() for both in self._calls(slot_of, most)]
 
         def work() -> None:
             for pairs, ids in calls:
@@ -73,7 +73,7 @@ class PartialSums:
 
     def add(self, contribution: torch.Tensor, experts: Sequence[int]) -> Work:
         """Takes over what `on_host` gave for these experts, in this order."""
-        pairs = self._routing.pairs(experts).to(self._rows.device)
+        pairs = upload(self._routing.pairs(experts), self._rows.device)
 
         def work() -> None:
             self._rows.index_copy_(0, pairs, contribution)
@@ -84,7 +84,7 @@ class PartialSums:
         """Puts the sum into `result`."""
         tokens, width = self._weights.shape
         absent = self._routing.absent
-        visits_nobody = torch.tensor(absent).to(self._rows.device) if absent else None
+        visits_nobody = upload(torch.tensor(absent), self._rows.device) if absent else None
 
         def work() -> None:
             if visits_nobody is not None:

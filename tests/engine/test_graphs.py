@@ -193,6 +193,18 @@ def test_what_graphs_hold_is_counted_and_given_back(checkpoints: Path) -> None:
         assert memory_use(model)[0].by_category[MemoryCategory.ACTIVATIONS] < held
 
 
+def test_windows_that_are_kept_beside_the_cache_are_counted(checkpoints: Path) -> None:
+    expected = reference("mixtral", checkpoints)
+    with opened(expected.folder, graphs="on", cache_slots=3) as model, chatting(model) as session:
+        answer(session, PROMPT)
+        graphs = graphs_of(session)
+        assert graphs._cache is not None
+        assert graphs._step is not None
+        rings = sum(layer.keys.nbytes + layer.values.nbytes for layer in graphs._cache.layers)
+        assert rings > 0
+        assert graphs._memory.nbytes == rings + graphs._step.nbytes
+
+
 def test_a_device_without_room_for_graphs_does_without(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = reference("qwen3_moe", checkpoints)
     monkeypatch.setattr(GraphStep, "nbytes", 2**40)
