@@ -166,7 +166,8 @@ def test_the_starter_in_int8_and_int4_stays_near_bf16(starter: Path, tmp_path: P
     with opened(config("bf16")) as loaded:
         windows = [tuple(loaded.tokenizer(STORY)["input_ids"])]
         reference = Reference(reader(loaded), windows, tmp_path)
-    bounds: dict[Precision, tuple[float, float]] = {"int8": (0.03, 0.9), "int4": (0.4, 0.7)}
+    # Of some hundred tokens those that agree vary by several in a hundred; the divergence is the steadier figure.
+    bounds: dict[Precision, tuple[float, float]] = {"int8": (0.03, 0.82), "int4": (0.1, 0.75)}
     for precision, (most_nats, least_agreement) in bounds.items():
         with opened(config(precision)) as loaded:
             score = reference.compare(reader(loaded))
