@@ -28,6 +28,7 @@ VERBS = {
     "models": "the model library",
     "bench": "measure this machine, with peers in the same run",
     "cache": "replay recorded routing: hit rates of expert caches, by policy and size",
+    "tune": "measure this machine, time real tokens of the best plans, and keep what won",
     "plan": "how a model would be run on a machine, what it would take and how fast it would be",
     "simulate": "predicted timeline and speed of a model on a machine; the papers' figures beside the predictions",
     "doctor": "what was detected, what is missing, what to do",

@@ -55,6 +55,8 @@ from engine.protocol import (
 )
 from engine.runtime.cancellation import RequestCancelled
 from engine.telemetry.messages import ResizeCache, WatchTelemetry
+from engine.tuning.decode_rate import DecodeRate
+from engine.tuning.messages import StartTuning
 
 WINDOW_GONE_GRACE_S = 0.5
 SHUTDOWN_GRACE_S = 1.5
@@ -86,6 +88,8 @@ class WorkerEngine(Protocol):
     @property
     def info(self) -> ModelInfo | None: ...
     @property
+    def asked(self) -> EngineConfig | None: ...
+    @property
     def kv_tokens(self) -> int: ...
     @property
     def kv_bytes(self) -> int: ...
@@ -98,7 +102,15 @@ class WorkerEngine(Protocol):
         self, config: EngineConfig, *, on_progress: Callable[[int, int], None], cancelled: Callable[[], bool]
     ) -> ModelInfo: ...
 
+    def load_exactly(
+        self, config: EngineConfig, *, on_progress: Callable[[int, int], None], cancelled: Callable[[], bool]
+    ) -> ModelInfo: ...
+
     def unload(self) -> None: ...
+
+    def time_decode(
+        self, tokens: int, seconds: float, on_token: Callable[[int, float], None], cancelled: Callable[[], bool]
+    ) -> DecodeRate: ...
 
     def run_batch(self, prepared: PreparedJob, watcher: JobWatcher) -> JobEnding: ...
 
@@ -166,6 +178,8 @@ class Worker:
                 return self._batches.run(engine, request)
             if isinstance(request, SampleBatch):
                 return self._batches.sample(engine, request)
+            if isinstance(request, StartTuning):
+                return self._tune(engine, request)
             self._telemetry.model_is(None)
             engine.unload()
             return ModelUnloaded(request.request_id)
@@ -186,6 +200,15 @@ class Worker:
         )
         self._telemetry.model_is(engine.telemetry)
         return ModelLoaded(request.request_id, info, time.monotonic() - started)
+
+    def _tune(self, engine: WorkerEngine, request: StartTuning) -> TerminalEvent:
+        from engine.process.tuning import run_tuning  # with the planner, which few sessions need
+
+        self._telemetry.model_is(None)
+        try:
+            return run_tuning(engine, request, self._requests, self._writer.send)
+        finally:
+            self._telemetry.model_is(engine.telemetry)
 
     def _generate(self, engine: WorkerEngine, request: Generate) -> TerminalEvent:
         self._sampled_s, self._sampled_tokens = time.monotonic(), 0

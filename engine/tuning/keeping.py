@@ -14,7 +14,7 @@ from engine.errors import EngineError
 from engine.kept_file import write_kept
 from engine.paths import data_dir
 from engine.protocol import from_fields
-from engine.tuning.result import Fact, TuningResult
+from engine.tuning.result import Correction, Fact, TuningResult
 
 _VERSION = 1
 _MARK = 16
@@ -61,6 +61,16 @@ def results_of(mark: str) -> list[TuningResult]:
 def all_results() -> list[TuningResult]:
     """All that are kept, the latest first."""
     return results_of("*")
+
+
+def kept_corrections(mark: str, machine: Mapping[str, str]) -> tuple[Correction, ...]:
+    """Of all that was timed of a model on this machine: for each precision and place the latest."""
+    here = [one for one in results_of(mark) if one.machine == facts(machine)]
+    found: dict[tuple[str, bool], Correction] = {}
+    for result in here:
+        for one in result.corrections:
+            found.setdefault((one.precision, one.on_card), one)
+    return tuple(found.values())
 
 
 def read_result(path: Path) -> TuningResult | None:

@@ -1,0 +1,46 @@
+"""Tuning in the engine process: a run on the engine thread, and how often the window hears of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from engine.process.requests import RequestQueue
+from engine.protocol import Event, TuningFinished
+from engine.tuning.messages import StartTuning, TuningProgress
+from engine.tuning.run import TunedEngine, TuningEvent, tune
+
+_PROGRESS_S = 0.05
+"""Numbers that were found are all told; how far something is, not more often than this."""
+
+
+def run_tuning(
+    engine: TunedEngine, request: StartTuning, requests: RequestQueue, send: Callable[[Event], None]
+) -> TuningFinished:
+    """One run to its end, or until it is cancelled.
+
+    Raises:
+        EngineError: see `tune`.
+    """
+    told_s = 0.0
+    stage = ""
+
+    def tell(event: TuningEvent) -> None:
+        nonlocal told_s, stage
+        if isinstance(event, TuningProgress):
+            is_news = event.stage != stage or (event.number is not None and event.stage == "measuring")
+            if not is_news and time.monotonic() - told_s < _PROGRESS_S:
+                return
+            stage, told_s = event.stage, time.monotonic()
+        send(event)
+
+    ending = tune(engine, request, tell, lambda: requests.is_cancelled(request.request_id))
+    return TuningFinished(
+        request.request_id,
+        ending.finished,
+        ending.result,
+        ending.reloaded,
+        ending.loaded,
+        ending.note,
+        ending.problem,
+    )

@@ -1,0 +1,140 @@
+"""Measuring as a part of tuning: which device, whether earlier measurements will do, and numbers for a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.config import EngineConfig
+from engine.hardware.measured import CopyTime, DiskRead, ExpertTime, Measurements, RamRead
+from engine.hardware.measurement_files import load_measurements
+from engine.hardware.probe import HardwareProfile as Probe
+from engine.paths import models_dir
+from engine.runtime.cancellation import RequestCancelled
+from engine.tuning.messages import TuningNumber
+from engine.tuning.result import TUNING_KINDS, TuningKind
+
+if TYPE_CHECKING:
+    from engine.measure.run import Progress, Row
+
+OnMeasured = Callable[[str, float, TuningNumber | None], None]
+"""(name of what is measured, 0 to 1, a number that was just found)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredMachine:
+    """What there is to plan with.
+
+    Attributes:
+        device: beside the CPU; empty without one.
+        kept: whether these are earlier measurements.
+    """
+
+    measurements: Measurements
+    device: str
+    kept: bool
+
+
+def measured_machine(
+    probe: Probe,
+    config: EngineConfig,
+    kind: TuningKind,
+    *,
+    again: bool,
+    before_measuring: Callable[[], None],
+    on_progress: OnMeasured,
+    cancelled: Callable[[], bool],
+) -> MeasuredMachine:
+    """Measures the device that `config` names beside the CPU, unless that was done on this machine as thoroughly.
+
+    Args:
+        again: measure in any case.
+        before_measuring: called if it comes to measuring a device, whose memory is to be free for that.
+
+    Raises:
+        EngineError: there is no such device.
+        RequestCancelled: soon after `cancelled()`.
+    """
+    # Whoever only plans must not wait for torch.
+    from engine.devices.opening import open_devices
+    from engine.measure.measuring import measure_machine
+    from engine.measure.run import MeasurementCancelledError
+    from engine.measure.sets import SETS
+
+    spec = _device_spec(config)
+    name = "" if spec == "cpu" else spec
+    if not again and (kept := _good_enough(load_measurements(probe, name), kind)) is not None:
+        return MeasuredMachine(kept, name, kept=True)
+    if spec != "cpu":
+        before_measuring()
+    devices = open_devices(spec)
+    try:
+        device = devices[0]
+        name = "" if device.name == "cpu" else device.name.partition("#")[0]
+        models_dir().mkdir(parents=True, exist_ok=True)
+        measurements = measure_machine(
+            SETS[kind],
+            probe,
+            device,
+            models_dir(),
+            on_progress=lambda progress: _tell(progress, on_progress),
+            cancelled=cancelled,
+        )
+    except MeasurementCancelledError:
+        raise RequestCancelled from None
+    finally:
+        for one in devices:
+            one.close()
+    return MeasuredMachine(measurements, name, kept=False)
+
+
+def number_of(row: Row) -> TuningNumber | None:
+    """A measured row as a number of the picture; None if it has no place there."""
+    if isinstance(row, RamRead):
+        return TuningNumber("ram", _threads(row.threads), row.bytes_per_s, "bytes/s")
+    if isinstance(row, ExpertTime):
+        detail = f"{row.precision}, {row.hidden} x {row.inner}, {row.tokens} token{'s' if row.tokens > 1 else ''}"
+        if row.device == "cpu":
+            return TuningNumber("cpu_experts", f"{detail}, {_threads(row.threads)}", row.bytes_per_s, "bytes/s")
+        return TuningNumber("gpu_experts", detail, row.bytes_per_s, "bytes/s")
+    if isinstance(row, CopyTime):
+        way = "h2d" if row.direction == "h2d" else "d2h"
+        detail = f"{_size(row.nbytes)}, {'pinned' if row.pinned else 'pageable'}"
+        detail += ", both ways" if row.both_ways else ""
+        return TuningNumber("h2d" if way == "h2d" else "d2h", detail, row.nbytes / row.seconds, "bytes/s")
+    if isinstance(row, DiskRead):
+        return TuningNumber("disk", f"{row.depth} x {_size(row.nbytes)}", row.bytes_per_s, "bytes/s")
+    if row.memory_bytes_per_s and row.device != "cpu":
+        return TuningNumber("gpu_memory", row.device, row.memory_bytes_per_s, "bytes/s")
+    if row.flops:
+        on_cpu = row.device == "cpu"
+        detail = _threads(row.threads) if on_cpu else row.device
+        return TuningNumber("cpu_flops" if on_cpu else "gpu_flops", detail, row.flops, "flop/s")
+    return None
+
+
+def _tell(progress: Progress, on_progress: OnMeasured) -> None:
+    on_progress(progress.name, progress.done, number_of(progress.found) if progress.found is not None else None)
+
+
+def _device_spec(config: EngineConfig) -> str:
+    """One device: several of a kind are measured by their first."""
+    from engine.devices.cuda import cuda_count
+
+    if config.device in ("auto", "cuda"):
+        return "cuda:0" if cuda_count() or config.device == "cuda" else "cpu"
+    return config.device
+
+
+def _good_enough(kept: Measurements | None, kind: TuningKind) -> Measurements | None:
+    ranks: dict[str, int] = {name: rank for rank, name in enumerate(TUNING_KINDS)}
+    return kept if kept is not None and ranks.get(kept.kind, -1) >= ranks[kind] else None
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' if count != 1 else ''}"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**20:g} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:g} KiB"

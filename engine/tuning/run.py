@@ -1,0 +1,282 @@
+"""A tuning run: look, measure, plan, time real tokens, keep who won; then what was loaded before is loaded again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+from engine.checkpoint.model_shapes import find_shape
+from engine.checkpoint.names import resolve
+from engine.config import EngineConfig
+from engine.errors import EngineError
+from engine.hardware.measured import Measurements, machine_profile
+from engine.hardware.measurement_files import described, save_measurements
+from engine.hardware.probe import HardwareProfile as Probe
+from engine.hardware.probe import probe as probe_machine
+from engine.planner.plan_parts import Limits
+from engine.protocol import ModelInfo
+from engine.runtime.cancellation import RequestCancelled
+from engine.tuning.applying import apply_tuning
+from engine.tuning.contestants import Field, Situation, choose_contestants
+from engine.tuning.corrections import corrections_from
+from engine.tuning.keeping import facts, kept_corrections, model_mark, save_result
+from engine.tuning.measuring import MeasuredMachine, measured_machine
+from engine.tuning.messages import (
+    Stage,
+    StartTuning,
+    TuningMeasured,
+    TuningNumber,
+    TuningPlans,
+    TuningProgress,
+    TuningTimed,
+)
+from engine.tuning.race import QUICK_PACE, THOROUGH_PACE, Pace, RacedEngine, RaceWatcher, race, winner_of
+from engine.tuning.result import Timed, TuningKind, TuningResult
+
+TuningEvent = TuningProgress | TuningMeasured | TuningPlans | TuningTimed
+_PACES = {"quick": QUICK_PACE, "thorough": THOROUGH_PACE}
+
+
+class TunedEngine(RacedEngine, Protocol):
+    """What tuning needs of an engine."""
+
+    @property
+    def asked(self) -> EngineConfig | None: ...
+
+    @property
+    def info(self) -> ModelInfo | None: ...
+
+    def load(
+        self, config: EngineConfig, *, on_progress: Callable[[int, int], None], cancelled: Callable[[], bool]
+    ) -> ModelInfo: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TuningEnding:
+    """How a run ended; see `engine.protocol.TuningFinished`."""
+
+    finished: bool
+    result: TuningResult | None = None
+    reloaded: bool = False
+    loaded: ModelInfo | None = None
+    note: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a run takes from the machine: replaced in tests.
+
+    Attributes:
+        look: the probe.
+        measure: see `measured_machine`.
+        paces: of the race, by kind.
+        now: ISO 8601, UTC.
+    """
+
+    look: Callable[[], Probe] = probe_machine
+    measure: Callable[..., MeasuredMachine] = measured_machine
+    paces: Callable[[str], Pace] = lambda kind: _PACES[kind]
+    now: Callable[[], str] = lambda: datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def tune(
+    engine: TunedEngine,
+    request: StartTuning,
+    tell: Callable[[TuningEvent], None],
+    cancelled: Callable[[], bool],
+    surroundings: Surroundings | None = None,
+) -> TuningEnding:
+    """Does what `request` asks for.
+
+    Once it has begun nothing is raised: an ending says that it was cancelled, or what the problem was.  A result is
+    kept only of a run that went to its end.
+
+    Raises:
+        EngineError: the model cannot be found or understood; nothing has been touched.
+    """
+    return _Tuning(engine, request, tell, cancelled, surroundings or Surroundings()).run()
+
+
+class _Tuning:
+    def __init__(
+        self,
+        engine: TunedEngine,
+        request: StartTuning,
+        tell: Callable[[TuningEvent], None],
+        cancelled: Callable[[], bool],
+        surroundings: Surroundings,
+    ) -> None:
+        self._engine, self._request, self._tell, self._cancelled = engine, request, tell, cancelled
+        self._around = surroundings
+        self._folder = resolve(request.config.model)
+        self._config = replace(request.config, model=str(self._folder))
+        self._shape = find_shape(str(self._folder))
+        self._held = engine.asked
+        self._touched = False
+        self._notes: list[str] = []
+
+    def run(self) -> TuningEnding:
+        result, problem, finished = None, "", False
+        try:
+            result = self._stages()
+            finished = True
+        except RequestCancelled:
+            pass
+        except EngineError as error:
+            problem = error.message
+        note = self._restore()
+        loaded = self._engine.info if self._touched else None
+        return TuningEnding(finished, result, self._touched, loaded, note, problem)
+
+    def _stages(self) -> TuningResult | None:
+        self._progress("probing", "", 0.0)
+        probe = self._around.look()
+        self._check()
+        measured = self._measure(probe)
+        if self._request.until == "measured":
+            return None
+        self._progress("planning", "", 0.0)
+        field = self._plan(probe, measured)
+        self._check()
+        self._tell(TuningPlans(self._request.request_id, field.plan, field.contestants))
+        if self._request.until == "planned":
+            return None
+        return self._time(probe, field)
+
+    def _measure(self, probe: Probe) -> MeasuredMachine:
+        request = self._request
+        self._progress("measuring", "", 0.0)
+        found = self._around.measure(
+            probe,
+            self._config,
+            request.kind,
+            again=request.measure_again,
+            before_measuring=self._free,
+            on_progress=lambda name, done, number: self._progress("measuring", name, done, number),
+            cancelled=self._cancelled,
+        )
+        self._check()
+        kept = found.measurements
+        notes = kept.notes
+        if not found.kept:
+            try:
+                save_measurements(kept)
+            except OSError as error:
+                notes = (*notes, f"The measurements could not be kept: {error.strerror or error}.")
+        self._notes += notes
+        skipped = tuple(f"{name}: {reason}" for name, reason in kept.skipped.items())
+        kind: TuningKind = "thorough" if kept.kind == "thorough" else "quick"
+        self._tell(
+            TuningMeasured(request.request_id, found.device, kind, kept.taken_at, found.kept, tuple(notes), skipped)
+        )
+        return found
+
+    def _plan(self, probe: Probe, measured: MeasuredMachine) -> Field:
+        mark = model_mark(self._folder)
+        applied = apply_tuning(self._config, self._folder, lambda: probe)
+        return choose_contestants(
+            Situation(
+                machine=lambda precision: machine_profile(probe, measured.measurements, precision=precision),
+                model=self._shape,
+                asked=self._config,
+                before=applied.config,
+                has_card=bool(measured.device),
+                threads=_threads(probe, measured.measurements),
+                others=_others(probe, measured.device),
+                corrections=kept_corrections(mark, described(probe)),
+            )
+        )
+
+    def _time(self, probe: Probe, field: Field) -> TuningResult:
+        request_id = self._request.request_id
+        self._free()
+        watcher = RaceWatcher(
+            loading=lambda name, done: self._progress("loading", name, done),
+            decoding=self._decoding,
+            timed=lambda timed: self._tell(TuningTimed(request_id, timed)),
+            cancelled=self._cancelled,
+        )
+        timed = race(self._engine, field.contestants, self._around.paces(self._request.kind), watcher)
+        self._check()
+        result = self._result(probe, field, timed)
+        if result.winner:
+            try:
+                save_result(result)
+            except OSError as error:
+                result = replace(result, notes=(*result.notes, f"This could not be kept: {error.strerror or error}."))
+        return result
+
+    def _result(self, probe: Probe, field: Field, timed: list[Timed]) -> TuningResult:
+        won = winner_of(timed)
+        return TuningResult(
+            model=self._shape.name,
+            model_mark=model_mark(self._folder),
+            asked=self._config,
+            kind=self._request.kind,
+            taken_at=self._around.now(),
+            machine=facts(described(probe)),
+            timed=tuple(timed),
+            winner=won.contestant.name if won is not None else "",
+            corrections=corrections_from(timed, field.modelled),
+            notes=tuple(self._notes),
+        )
+
+    def _free(self) -> None:
+        """The memory of what was loaded is wanted."""
+        self._touched = True
+        self._engine.unload()
+
+    def _restore(self) -> str:
+        """Loads what was loaded before, which nobody can cancel; why it could not be, or an empty text."""
+        if not self._touched:
+            return ""
+        held = self._held
+        try:
+            self._engine.unload()
+            if held is None:
+                return ""
+            name = Path(held.model).name
+            self._progress("restoring", name, 0.0)
+            self._engine.load(
+                held,
+                on_progress=lambda done, total: self._progress("restoring", name, done / total if total else 0.0),
+                cancelled=lambda: False,
+            )
+        except (EngineError, MemoryError, RuntimeError, OSError) as error:
+            reason = error.message if isinstance(error, EngineError) else str(error).partition("\n")[0]
+            name = Path(held.model).name if held is not None else "The model"
+            return f"{name}, which was loaded before, is not loaded now: {reason}"
+        return ""
+
+    def _decoding(self, name: str, done: float, rate: float) -> None:
+        self._progress("timing", name, done, TuningNumber("decode", name, rate, "tokens/s") if rate else None)
+
+    def _progress(self, stage: Stage, name: str, done: float, number: TuningNumber | None = None) -> None:
+        self._tell(TuningProgress(self._request.request_id, stage, name, min(1.0, max(0.0, done)), number))
+
+    def _check(self) -> None:
+        if self._cancelled():
+            raise RequestCancelled
+
+
+def _threads(probe: Probe, measurements: Measurements) -> tuple[int, ...]:
+    """All cores, and the number at which weights were read fastest if that is another, or next to as fast."""
+    most = max(1, min(probe.physical_cores or probe.usable_cpus, probe.usable_cpus))
+    found = {most}
+    for precision in ("bf16", "int8", "int4"):
+        by_threads = measurements.weights_bytes_per_s(precision)
+        if by_threads:
+            best = max(by_threads.values())
+            found.add(min(count for count, rate in by_threads.items() if rate >= 0.97 * best))
+    return tuple(sorted(found))
+
+
+def _others(probe: Probe, device: str) -> Limits:
+    """What other programs hold now; an emulated device is nobody else's."""
+    gpu = probe.compute_gpu if device.startswith("cuda") else None
+    used = (gpu.total_bytes or 0) - gpu.free_bytes if gpu is not None and gpu.free_bytes is not None else 0
+    return Limits(vram_of_others=max(0, used), ram_of_others=max(0, probe.ram_bytes - probe.ram_available_bytes))

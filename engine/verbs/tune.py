@@ -1,0 +1,105 @@
+"""`switchyard tune`: measure this machine, plan for a model, time real tokens, keep what won."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import EngineError, ErrorCode
+from engine.verbs.options import add_engine_options, engine_config
+from engine.verbs.output import emit, note
+
+if TYPE_CHECKING:
+    from engine.tuning.run import TuningEnding, TuningEvent
+
+_STAGES = {
+    "probing": "looking at the machine",
+    "measuring": "measuring",
+    "planning": "planning",
+    "loading": "loading",
+    "timing": "timing",
+    "restoring": "loading what was loaded before",
+}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Mount the verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "tune", help="measure this machine, time real tokens of the best plans, and keep what won"
+    )
+    parser.add_argument("--model", default="starter", metavar="M", help="starter, a library name or a folder")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--quick", dest="kind", action="store_const", const="quick", help="measure for about ten seconds (the default)"
+    )
+    kind.add_argument(
+        "--thorough", dest="kind", action="store_const", const="thorough", help="measure for about two minutes"
+    )
+    parser.add_argument("--measure-again", action="store_true", help="also what was measured on this very machine")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add_engine_options(parser)
+    parser.set_defaults(kind="quick")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tune and tell; see `add_parser`."""
+    from engine.bench.synthetic import resolve_model
+    from engine.process.environment import quiet_libraries
+
+    folder = resolve_model(args.model, note)  # before torch is imported: a mistyped name is told at once
+    quiet_libraries()
+    from engine.runtime.engine import Engine
+    from engine.tuning.messages import StartTuning
+    from engine.tuning.report import report_text
+    from engine.tuning.run import tune
+
+    engine = Engine()
+    told = _Told()
+    request = StartTuning("tune", engine_config(args, str(folder)), args.kind, measure_again=args.measure_again)
+    try:
+        ending = tune(engine, request, told, lambda: False)
+    finally:
+        engine.unload()
+        told.end()
+    if ending.problem or ending.result is None:
+        raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, ending.problem or "The run did not come to its end.")
+    result = ending.result
+    emit(_document(ending), as_json=args.json, human=lambda: report_text(result))
+    return 0 if result.winner else 2
+
+
+class _Told:
+    """Progress on a terminal: one line that changes, or nothing."""
+
+    def __init__(self) -> None:
+        self._shown = sys.stderr.isatty()
+
+    def __call__(self, event: TuningEvent) -> None:
+        from engine.tuning.messages import TuningProgress
+        from engine.tuning.report import number_text
+
+        if not self._shown or not isinstance(event, TuningProgress):
+            return
+        number = f": {number_text(event.number)}" if event.number is not None else ""
+        line = f"{_STAGES[event.stage]} {event.name}, {event.done:.0%}{number}"
+        sys.stderr.write(f"\r{line[:100]}\x1b[K")
+        sys.stderr.flush()
+
+    def end(self) -> None:
+        if self._shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+def _document(ending: TuningEnding) -> dict[str, Any]:
+    result = ending.result
+    assert result is not None
+    won, before = result.won, result.before
+    return {
+        **asdict(result),
+        "tokens_per_s": won.tokens_per_s if won else 0.0,
+        "before_tokens_per_s": before.tokens_per_s if before else 0.0,
+        "gain": result.gain,
+    }
