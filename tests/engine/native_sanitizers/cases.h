@@ -35,7 +35,8 @@ void try_linear(SwitchyardPool *pool, Random &random, int32_t precision) {
 
 void try_experts(SwitchyardPool *pool, Random &random, int32_t precision) {
     const OwnExperts own(pool, random, precision);
-    const auto tokens = static_cast<int32_t>(draw(random, 1, 20)), k = static_cast<int32_t>(draw(random, 1, 9));
+    const int64_t most = draw(random, 0, 3) ? 20 : 150;  // rarely so many that a prefill's kernels take them
+    const auto tokens = static_cast<int32_t>(draw(random, 1, most)), k = static_cast<int32_t>(draw(random, 1, 9));
     const auto x = draw_row(random, int64_t{tokens} * own.layer.hidden);
     std::vector<int64_t> index(static_cast<size_t>(tokens) * k);
     for (auto &id : index) id = draw(random, -1, own.layer.count);  // -1 and count are nobody

@@ -158,10 +158,7 @@ SWITCHYARD_API int32_t switchyard_experts(SwitchyardPool *pool, const Switchyard
         call.x.set(call.kernels, token, x + int64_t{token} * experts->hidden);
     const auto active = static_cast<int64_t>(call.visits.active.size());
     ExpertsRun run(call, active, call.visits.count(), pool->threads());
-    if (tokens > kDecodeTokens)
-        pool->run_long(experts_work, &run, call.visits.count() * call.expert_bytes());
-    else
-        pool->run(experts_work, &run, active * call.expert_bytes());
+    pool->run(experts_work, &run, active * call.expert_bytes());
     return 0;
 } catch (const std::bad_alloc &) {
     return 1;
