@@ -14,7 +14,6 @@ from engine.kernels.gpu.grouping import Groups
 from engine.kernels.gpu.kernels_plain import plain_by_group, plain_by_visit
 from engine.kernels.gpu.kernels_tiled import tiled_by_group, tiled_by_visit
 from engine.kernels.gpu.stored import RecordTable, StoredMatrix
-from engine.kernels.quantised.tiles import Pairing
 
 _ROWS, _COLUMNS = 8, 256
 """Of a plain matrix, read at a time for one visit."""
@@ -126,8 +125,3 @@ def _launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], after: di
             kernel[grid](*args, **after, **constants)
     else:
         kernel[grid](*args, **after, **constants)
-
-
-def is_paired(matrix: StoredMatrix) -> bool:
-    """Whether a product with it has to be followed by an activation."""
-    return matrix.pairing is not Pairing.PLAIN
