@@ -14,6 +14,7 @@ from app.services.engine_client import EngineClient, EngineState
 from app.services.model_start import ModelStart
 from app.services.settings import Settings
 from app.services.starter_download import StarterDownload
+from app.services.telemetry_hub import TelemetryHub
 from app.theme import ThemeController
 from app.views.machine_footer import MachineFooter
 from app.views.sidebar import Sidebar
@@ -21,7 +22,7 @@ from app.views.starter_panel import StarterPanel
 from app.views.unbuilt_pages import make_unbuilt
 from app.widgets.banner import Banner
 
-CHAT, SETTINGS = 0, 5
+CHAT, MONITOR, TUNE, SETTINGS = 0, 2, 3, 5
 SIZE = QSize(1280, 800)
 SMALLEST = QSize(900, 600)
 
@@ -53,6 +54,7 @@ class MainWindow(QMainWindow):
         self._placed = False
 
         self.devices = DeviceMonitor(self)
+        self.telemetry = TelemetryHub(client, settings, self)
         self.model_start = ModelStart(client, settings, self)
         self.download = StarterDownload(self)
         self.sidebar = Sidebar(theme, MachineFooter(client, self.devices, theme), self)
@@ -73,6 +75,7 @@ class MainWindow(QMainWindow):
         self.model_start.problem.connect(self.problem_banner.tell)
         self.model_start.loaded.connect(self._on_model_loaded)
         settings.save_failed.connect(self.problem_banner.tell)
+        self.telemetry.problem.connect(self.problem_banner.tell)
         client.state_changed.connect(self._on_engine_state)
         client.responding_changed.connect(self._on_responding)
         self.show_page(CHAT)
@@ -167,6 +170,12 @@ class MainWindow(QMainWindow):
             page.reload_wanted.connect(self._reload)
             self.closing.connect(page.close_down)
             return page
+        if index == MONITOR:
+            from app.views.monitor import MonitorPage
+
+            monitor = MonitorPage(self._client, self.telemetry, self._settings, self._theme, self)
+            monitor.tune_wanted.connect(lambda: self.show_page(TUNE))
+            return monitor
         return make_unbuilt(index, self._theme)
 
     def _passing_banner(self, kind: str, theme: ThemeController) -> Banner:
@@ -211,5 +220,6 @@ class MainWindow(QMainWindow):
         self._settings.save()
         self.download.close()
         self.devices.stop()
+        self.telemetry.close()
         self.model_start.close()
         super().closeEvent(event)

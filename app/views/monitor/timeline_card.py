@@ -1,0 +1,53 @@
+"""The timeline in its card, with what is said of it beneath."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import Qt
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
+
+from app.services.settings import Settings
+from app.theme import ThemeController, use_tabular_figures
+from app.widgets.timeline.view import TimelineView
+
+MACHINE_SETTING = "monitor_machine_lanes"
+
+
+class TimelineCard(QFrame):
+    """`view` is the timeline."""
+
+    def __init__(self, theme: ThemeController, settings: Settings, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self._settings = settings
+        self.setProperty("card", "true")
+        self.view = TimelineView(theme, self)
+        self._hint = self.tr("Hover to read every lane, drag to average, wheel or ↑ ↓ to zoom, ← → to move.")
+        self._said = QLabel(self._hint, self)
+        self._said.setProperty("role", "caption")
+        self._said.setTextFormat(Qt.TextFormat.PlainText)
+        self._said.setWordWrap(True)
+        self._said.setMinimumHeight(2 * self._said.fontMetrics().height())
+        self._said.setAlignment(Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter)
+        use_tabular_figures(self._said)
+        self.machine = QPushButton(self.tr("Machine"), self)
+        self.machine.setProperty("kind", "chip")
+        self.machine.setCheckable(True)
+        self.machine.setToolTip(self.tr("Lanes of the machine's own sensors, below the engine's"))
+        self.machine.setAccessibleName(self.tr("Show the machine's sensors"))
+        self.machine.setChecked(settings.get(MACHINE_SETTING, default=False))
+        self.machine.toggled.connect(self._show_machine)
+        self.view.set_shows_machine(self.machine.isChecked())
+        self.foot = QHBoxLayout()
+        self.foot.setContentsMargins(0, 0, 0, 0)
+        self.foot.setSpacing(8)
+        self.foot.addWidget(self._said, 1)
+        self.foot.addWidget(self.machine)
+        self.body = QVBoxLayout(self)
+        self.body.setContentsMargins(16, 12, 12, 10)
+        self.body.setSpacing(4)
+        self.body.addWidget(self.view, 1)
+        self.body.addLayout(self.foot)
+        self.view.said.connect(lambda text: self._said.setText(text or self._hint))
+
+    def _show_machine(self, shows: bool) -> None:
+        self._settings.set(MACHINE_SETTING, shows)
+        self.view.set_shows_machine(shows)

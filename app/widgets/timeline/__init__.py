@@ -1,0 +1,1 @@
+"""Lanes of what the machine and the engine did, on one time axis."""

@@ -1,0 +1,176 @@
+"""Single spans with their names, and phases."""
+
+from __future__ import annotations
+
+import numpy as np
+from PySide6.QtCore import QCoreApplication, QPointF, QRectF, Qt
+from PySide6.QtGui import QBrush, QColor, QFontMetricsF, QPainter, QPen
+
+from app.services.history.history import History
+from app.services.history.runs import Run
+from app.theme import Theme
+from app.widgets.timeline.colours import faded, text_on
+from app.widgets.timeline.viewport import Viewport
+from engine.telemetry.analysis import token_ticks
+from engine.telemetry.lanes import DECODE, FOR_LATER, PREFILL, span_name
+from engine.telemetry.records import Records
+
+translate = QCoreApplication.translate
+
+MOST_ROWS = 4
+RUN_PX = 19
+_NAME_PX = 26
+"""A narrower block has no room for its name."""
+
+
+def fits(spans: Records, viewport: Viewport) -> bool:
+    """Whether there is room for each of these spans by itself."""
+    return 0 < len(spans) <= 0.6 * viewport.width
+
+
+def rows_of(spans: Records) -> list[int]:
+    """A row for each span, so that none lies on another as far as `MOST_ROWS` suffice; devices share no row."""
+    rows = np.zeros(len(spans), np.int64)
+    free: list[tuple[int, int]] = []  # (device, when it is free) of each row
+    for index in np.lexsort((spans["start_ns"], spans["device"])).tolist():
+        start, end, device = (int(spans[name][index]) for name in ("start_ns", "end_ns", "device"))
+        mine = [row for row, (owner, until) in enumerate(free) if owner == device and until <= start]
+        if not mine and len(free) < MOST_ROWS:
+            free.append((device, end))
+            rows[index] = len(free) - 1
+            continue
+        row = mine[0] if mine else len(free) - 1
+        free[row] = (device, max(end, free[row][1]))
+        rows[index] = row
+    return [int(row) for row in rows]
+
+
+def block_rects(area: QRectF, spans: Records, viewport: Viewport) -> list[QRectF]:
+    """Where each span is drawn."""
+    rows = rows_of(spans)
+    count = max(rows, default=0) + 1
+    height = area.height() / count
+    lefts = np.clip((spans["start_ns"] - viewport.start_ns) / viewport.column_ns, -2, viewport.width + 2)
+    rights = np.clip((spans["end_ns"] - viewport.start_ns) / viewport.column_ns, -2, viewport.width + 2)
+    gap = 1.0 if count > 1 else 0.0
+    return [
+        QRectF(area.left() + left, area.top() + row * height, max(right - left, 0.8), height - gap)
+        for row, left, right in zip(rows, lefts.tolist(), rights.tolist(), strict=True)
+    ]
+
+
+def draw_blocks(
+    painter: QPainter, area: QRectF, spans: Records, viewport: Viewport, colour: QColor, *, second: int = -1
+) -> None:
+    """Spans as blocks; those of lane `second`, and what is done for later, are hatched."""
+    metrics = QFontMetricsF(painter.font())
+    names, lanes = spans["name"].tolist(), spans["lane"].tolist()
+    for index, rect in enumerate(block_rects(area, spans, viewport)):
+        later = names[index] in FOR_LATER or lanes[index] == second
+        if later:
+            painter.fillRect(rect, faded(colour, 85))
+            painter.fillRect(rect, QBrush(faded(colour, 190), Qt.BrushStyle.BDiagPattern))
+        else:
+            painter.fillRect(rect, faded(colour, 225))
+        if rect.width() > 3:
+            painter.setPen(QPen(colour, 1))
+            painter.drawLine(rect.topLeft(), rect.bottomLeft())
+        if rect.width() >= _NAME_PX:
+            inner = rect.intersected(area).adjusted(4, 0, -2, 0)
+            text = metrics.elidedText(span_label(spans[index]), Qt.TextElideMode.ElideRight, inner.width())
+            if len(text) > 2:
+                if later:
+                    painter.fillRect(
+                        QRectF(inner.left() - 2, inner.center().y() - 8, metrics.horizontalAdvance(text) + 4, 16),
+                        faded(colour, 235),
+                    )
+                painter.setPen(text_on(colour))
+                painter.drawText(inner, Qt.AlignmentFlag.AlignVCenter | Qt.AlignmentFlag.AlignLeft, text)
+
+
+def span_label(span: np.void) -> str:
+    """`experts ×7 · layer 12`."""
+    text = span_name(int(span["name"]))
+    if span["count"] > 1:
+        text += f" ×{int(span['count'])}"
+    if span["layer"] >= 0:
+        text += " · " + translate("Timeline", "layer {0}").format(int(span["layer"]))
+    if span["expert"] >= 0:
+        text += " · " + translate("Timeline", "expert {0}").format(int(span["expert"]))
+    return text
+
+
+def draw_phases(painter: QPainter, area: QRectF, history: History, viewport: Viewport, theme: Theme) -> None:
+    """Runs of prefill and decode, and a tick for each token."""
+    metrics = QFontMetricsF(painter.font())
+    for run in history.runs_between(viewport.start_ns, viewport.end_ns):
+        left, right = max(viewport.x(run.start_ns), -2.0), min(viewport.x(run.end_ns), viewport.width + 2.0)
+        rect = QRectF(area.left() + left, area.top(), max(right - left, 1.0), RUN_PX)
+        is_prefill = run.phase == PREFILL
+        painter.fillRect(rect, QColor(theme.accent_background if is_prefill else theme.hover))
+        painter.fillRect(QRectF(rect.left(), rect.top(), min(2.0, rect.width()), RUN_PX), QColor(theme.faint))
+        inner = rect.intersected(area).adjusted(7, 0, -4, 0)
+        if inner.width() > _NAME_PX:
+            painter.setPen(QColor(theme.accent_text if is_prefill else theme.text))
+            text = metrics.elidedText(run_label(run), Qt.TextElideMode.ElideRight, inner.width())
+            painter.drawText(inner, Qt.AlignmentFlag.AlignVCenter | Qt.AlignmentFlag.AlignLeft, text)
+    ticks = visible_ticks(history, viewport)
+    top, bottom = area.top() + RUN_PX + 2, area.top() + RUN_PX + 8
+    painter.setPen(QPen(QColor(theme.muted), 1))
+    for at in ticks:
+        x = area.left() + viewport.x(at)
+        painter.drawLine(QPointF(x, top), QPointF(x, bottom))
+    if not ticks and viewport.column_ns < 1e9:
+        for run in history.runs_between(viewport.start_ns, viewport.end_ns):
+            if run.phase == DECODE:  # more ticks than there are pixels: a band of them
+                left, right = max(viewport.x(run.start_ns), 0.0), min(viewport.x(run.end_ns), float(viewport.width))
+                band = QRectF(area.left() + left, top, max(right - left, 1.0), bottom - top)
+                painter.fillRect(band, QBrush(QColor(theme.muted), Qt.BrushStyle.VerPattern))
+
+
+def visible_ticks(history: History, viewport: Viewport) -> list[int]:
+    """Moments of tokens, if they are far enough from each other to be told apart."""
+    if viewport.span_ns > 120e9:
+        return []
+    moments = token_ticks(history.steps_between(int(viewport.start_ns), int(viewport.end_ns)))
+    if len(moments) < 2:
+        return [int(at) for at in moments]
+    apart = float(np.median(np.diff(moments))) / viewport.column_ns
+    return [int(at) for at in moments] if apart >= 3 else []
+
+
+def run_label(run: Run) -> str:
+    """`prefill 812 tokens`."""
+    name = span_name(run.phase)
+    if run.tokens <= 0:
+        return name
+    return translate("Timeline", "{0} {1} tokens").format(name, run.tokens)
+
+
+def draw_path(
+    painter: QPainter, areas: dict[int, QRectF], pieces: list[tuple[float, float, int]], theme: Theme
+) -> None:
+    """A critical path: outlines in the lanes that a token waited for, joined from lane to lane.
+
+    Args:
+        areas: plot of each lane of the engine that is shown.
+        pieces: (left, right, lane), from left to right; lane -1 is nothing's.
+    """
+    pen = QPen(QColor(theme.text), 1.4)
+    painter.setPen(pen)
+    before: QPointF | None = None
+    for left, right, lane in pieces:
+        area = areas.get(lane)
+        if area is None:
+            before = None
+            continue
+        rect = QRectF(left, area.top(), max(right - left, 1.0), area.height())
+        if rect.width() >= 3:
+            painter.drawRect(rect)
+        else:
+            painter.drawLine(rect.topLeft(), rect.topRight())
+            painter.drawLine(rect.bottomLeft(), rect.bottomRight())
+        start = QPointF(rect.left(), area.center().y())
+        if before is not None and abs(before.y() - start.y()) > 1:
+            painter.drawLine(before, start)
+        before = QPointF(rect.right(), area.center().y())

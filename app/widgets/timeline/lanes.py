@@ -1,0 +1,177 @@
+"""The lanes from top to bottom, and what each shows of a history."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from PySide6.QtCore import QCoreApplication
+
+from app.services.history.buckets import Floats
+from app.services.history.history import History
+from app.widgets.quantities import number
+from app.widgets.timeline.viewport import Viewport
+from engine.telemetry import lanes as engine_lanes
+
+translate = QCoreApplication.translate
+
+Kind = Literal["phase", "share", "bytes", "experts", "rate", "amount"]
+Colour = Literal["gpu", "cpu", "pcie", "disk", "text", "muted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One row of the timeline.
+
+    Attributes:
+        key: names it for good, in tables and files.
+        spans: the engine's lanes whose spans are drawn when there is room for each.
+        gauges: of the machine, for lanes that show samples; the second is drawn as a dashed line.
+        weight: its share of the height.
+    """
+
+    key: str
+    title: str
+    kind: Kind
+    colour: Colour
+    spans: tuple[int, ...] = ()
+    gauges: tuple[str, ...] = ()
+    weight: float = 1.0
+
+
+@dataclass
+class LaneData:
+    """What a lane shows in a viewport.
+
+    Attributes:
+        values: areas on top of each other, [layers, n], in the lane's unit.
+        line: a dashed line, [n], NaN where nothing is known; None if the lane has none.
+        scale: value at the lane's top.
+        ceiling: a measured limit, dashed; None if none is known.
+    """
+
+    values: Floats
+    line: Floats | None = None
+    scale: float = 1.0
+    ceiling: float | None = None
+    names: tuple[str, ...] = field(default=())
+
+
+def lanes_of(history: History, *, machine: bool) -> list[Lane]:
+    """The engine's lanes, as far as its model has such devices, and the machine's if they are wanted."""
+    found = [Lane("phase", translate("Timeline", "Phase"), "phase", "muted", (engine_lanes.PHASE,), weight=0.8)]
+    if history.has_copies:
+        found += [
+            Lane("gpu", translate("Timeline", "GPU"), "share", "gpu", (engine_lanes.GPU,)),
+            Lane("h2d", translate("Timeline", "To the GPU"), "bytes", "pcie", (engine_lanes.H2D,)),
+            Lane("d2h", translate("Timeline", "From the GPU"), "bytes", "pcie", (engine_lanes.D2H,), weight=0.7),
+        ]
+    found += [
+        Lane(
+            "cpu",
+            translate("Timeline", "CPU"),
+            "share",
+            "cpu",
+            (engine_lanes.CPU_EXPERTS, engine_lanes.CPU_ATTENTION),
+        ),
+        Lane("disk", translate("Timeline", "Disk"), "bytes", "disk", (engine_lanes.DISK,), weight=0.7),
+        Lane("experts", translate("Timeline", "Experts"), "experts", "muted"),
+        Lane("tokens", translate("Timeline", "Tokens/s"), "rate", "text"),
+    ]
+    if machine:
+        found += machine_lanes(history)
+    return found
+
+
+def machine_lanes(history: History) -> list[Lane]:
+    """What sensors tell; lanes of sensors that this machine has not are left out."""
+    edges = np.array([(history.end_ns or 0) - 3.6e12, history.end_ns or 0], np.float64)
+    candidates = [
+        Lane("gpu_busy", translate("Timeline", "GPU busy"), "share", "gpu", gauges=("gpu_busy",), weight=0.7),
+        Lane("cpu_all", translate("Timeline", "CPU busy"), "share", "cpu", gauges=("cpu_ours", "cpu_all"), weight=0.7),
+        Lane("ram", translate("Timeline", "RAM"), "amount", "cpu", gauges=("ram_ours", "ram_used"), weight=0.7),
+        Lane("vram", translate("Timeline", "VRAM"), "amount", "gpu", gauges=("vram_ours", "vram_used"), weight=0.7),
+        Lane("pcie", translate("Timeline", "PCIe"), "amount", "pcie", gauges=("pcie_rx", "pcie_tx"), weight=0.7),
+        Lane("faults", translate("Timeline", "Page faults"), "amount", "muted", gauges=("minor_faults",), weight=0.6),
+        Lane("disk_io", translate("Timeline", "Disk I/O"), "amount", "disk", gauges=("disk_read", "disk_write")),
+        Lane("gpu_power", translate("Timeline", "GPU power"), "amount", "gpu", gauges=("gpu_power",), weight=0.6),
+        Lane("cpu_power", translate("Timeline", "CPU power"), "amount", "cpu", gauges=("cpu_power",), weight=0.6),
+    ]
+    return [lane for lane in candidates if any(np.isfinite(history.gauge(name, edges)[0]) for name in lane.gauges)]
+
+
+def read_lane(lane: Lane, history: History, viewport: Viewport, ceilings: dict[str, float]) -> LaneData:
+    """What the lane shows, column by column."""
+    edges = viewport.edges()
+    if lane.gauges:
+        return _gauge_data(lane, history, edges)
+    if lane.kind == "share":
+        names: tuple[str, ...] = (translate("Timeline", "experts"), translate("Timeline", "attention"))
+        values = np.stack([history.busy(number_of, edges) for number_of in lane.spans])
+        return LaneData(values, scale=max(1.0, float(values.sum(axis=0).max(initial=0.0))), names=names[: len(values)])
+    if lane.kind == "bytes":
+        rates = history.bytes_per_s(lane.spans[0], edges)
+        ceiling = ceilings.get(lane.key)
+        top = max(float(rates.max(initial=0.0)), 1e6)
+        # A lane that does next to nothing would be a mountain range under its own scale.
+        return LaneData(rates[None], scale=nice(max(top, 1.08 * ceiling if ceiling else 1e8)), ceiling=ceiling)
+    if lane.kind == "experts":
+        names = (translate("Timeline", "hit"), translate("Timeline", "fetched"), translate("Timeline", "on the CPU"))
+        return LaneData(history.experts(edges), names=names)
+    if lane.kind == "rate":
+        rates = history.tokens_per_s(edges)
+        known = rates[np.isfinite(rates)]
+        # The very fastest column is often one short step: it may touch the top.
+        top = float(np.percentile(known, 98)) if len(known) else 1.0
+        return LaneData(np.zeros((0, len(rates))), line=rates, scale=nice(1.15 * max(top, 1.0)))
+    return LaneData(np.zeros((0, len(edges) - 1)))
+
+
+def _gauge_data(lane: Lane, history: History, edges: Floats) -> LaneData:
+    rows = [history.gauge(name, edges) for name in lane.gauges]
+    highest = max((float(np.nanmax(row)) for row in rows if np.isfinite(row).any()), default=0.0)
+    scale = 1.0 if lane.kind == "share" else nice(1.1 * max(highest, 1.0))
+    return LaneData(rows[0][None], line=rows[1] if len(rows) > 1 else None, scale=scale)
+
+
+def nice(value: float) -> float:
+    """The next of 1, 1.5, 2, 3, 4, 5, 6, 8, 10 of a decade: a scale that does not tremble."""
+    decade = 10.0 ** np.floor(np.log10(max(value, 1e-9)))
+    for step in (1, 1.5, 2, 3, 4, 5, 6, 8, 10):
+        if value <= step * decade * 1.0001:
+            return float(step * decade)
+    return float(10 * decade)
+
+
+def amount_text(lane: Lane, value: float) -> str:
+    """A value of this lane with its unit."""
+    if not np.isfinite(value):
+        return "–"
+    if lane.kind in ("share", "experts"):
+        return f"{number(100 * value, 0)}%"
+    if lane.kind == "rate":
+        return number(value, 1)
+    if lane.key.endswith("_power"):
+        return f"{number(value, 0)} W"
+    if lane.key == "faults":
+        return f"{number(value, 0)}/s"
+    if lane.key in ("ram", "vram"):
+        return f"{number(value / 2**30, 1)} GB"
+    return f"{number(value / 1e9, 2)} GB/s" if value >= 1e7 or value == 0 else f"{number(value / 1e6, 2)} MB/s"
+
+
+def reading(lane: Lane, data: LaneData, column: int) -> str:
+    """What a lane says at a column, as a short text; empty if nothing."""
+    columns = data.values.shape[1] if data.values.size else (len(data.line) if data.line is not None else 0)
+    if not 0 <= column < columns:
+        return ""
+    if lane.kind == "experts":
+        shares = zip(data.names, data.values[:, column].tolist(), strict=True)
+        return ", ".join(f"{name} {number(100 * share, 0)}%" for name, share in shares if share > 0.004)
+    if lane.kind == "rate":
+        return amount_text(lane, float(data.line[column])) if data.line is not None else ""
+    own = amount_text(lane, float(data.values[:, column].sum()))
+    if lane.gauges and data.line is not None:
+        return translate("Timeline", "{0} of {1}").format(own, amount_text(lane, float(data.line[column])))
+    return own

@@ -1,0 +1,146 @@
+"""Where in time one looks: at the living end, or at a past that stands still while recording goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from PySide6.QtCore import QObject, Signal
+
+from app.services.history.history import History
+from app.widgets.timeline.viewport import Viewport
+
+BEHIND_NS = 300_000_000
+"""The living end lies so far behind the newest: by then every lane's news have come."""
+WHOLE = 0
+"""Instead of a length: all of the session."""
+_MARGIN = 1.02
+
+
+class Navigator(QObject):
+    """Signals: `moved` after every change of what is shown; `live_changed(bool)`."""
+
+    moved = Signal()
+    live_changed = Signal(bool)
+
+    def __init__(self, parent: QObject | None = None) -> None:
+        super().__init__(parent)
+        self._source: History | None = None
+        self._still: History | None = None
+        self._preset_ns = 60_000_000_000
+        self._is_recorded = False
+        self.viewport = Viewport(0.0, 60e9, 100)
+
+    @property
+    def history(self) -> History | None:
+        """What is shown: the living past, or a copy of it."""
+        return self._still if self._still is not None else self._source
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the end is followed."""
+        return self._still is None and not self._is_recorded
+
+    @property
+    def preset_ns(self) -> int:
+        """The length chosen, `WHOLE` for the whole session; -1 once it was zoomed."""
+        return self._preset_ns
+
+    def set_source(self, history: History | None, *, recorded: bool) -> None:
+        """Shows another history; one that is `recorded` has no living end."""
+        was_live = self.is_live
+        self._source, self._still, self._is_recorded = history, None, recorded
+        if recorded:
+            self._preset_ns = WHOLE
+            self._to_preset()
+        else:
+            self.follow()
+        if was_live != self.is_live:
+            self.live_changed.emit(self.is_live)
+        self.moved.emit()
+
+    def set_width(self, width: int) -> None:
+        """The number of columns; the length stays."""
+        self.viewport = replace(self.viewport, width=max(width, 1))
+        self.follow()
+
+    def set_preset(self, span_ns: int) -> None:
+        """One of the lengths to choose from."""
+        self._preset_ns = span_ns
+        self._to_preset()
+        self.moved.emit()
+
+    def follow(self) -> None:
+        """What is live has its end at the right."""
+        if self.is_live and self._source is not None:
+            if self._preset_ns == WHOLE:
+                self._to_preset()
+            else:
+                self.viewport = self.viewport.ending_at(self._end_ns())
+
+    def freeze(self) -> None:
+        """The picture stands still; without effect if it does."""
+        if self.is_live and self._source is not None:
+            self._still = self._source.copy()
+            self.live_changed.emit(False)
+            self.moved.emit()
+
+    def go_live(self) -> None:
+        """Back to the end."""
+        if self._still is not None:
+            self._still = None
+            self.live_changed.emit(True)
+        if self._is_recorded:
+            self.viewport = self.viewport.ending_at(self._end_ns())
+        self.follow()
+        self.moved.emit()
+
+    def toggle(self) -> None:
+        """Space."""
+        if self.is_live:
+            self.freeze()
+        else:
+            self.go_live()
+
+    def pan(self, part: float) -> None:
+        """By `part` of what is shown; what is live stands still from then on."""
+        self.freeze()
+        self._move(self.viewport.panned(part))
+
+    def zoom(self, factor: float, anchor_ns: float | None = None) -> None:
+        """`factor` times as much time, around a moment; around the end while it is followed."""
+        self._preset_ns = -1
+        anchor = self.viewport.end_ns if self.is_live or anchor_ns is None else anchor_ns
+        self._move(self.viewport.zoomed(factor, anchor))
+
+    def show(self, start_ns: float, end_ns: float) -> None:
+        """A stretch, with a little room around it."""
+        self.freeze()
+        self._preset_ns = -1
+        span = max((end_ns - start_ns) * 1.1, 1.0)
+        viewport = replace(self.viewport, start_ns=start_ns - (span - (end_ns - start_ns)) / 2, span_ns=span)
+        self._move(viewport.zoomed(1.0, viewport.start_ns + span / 2))
+
+    def _move(self, viewport: Viewport) -> None:
+        history = self.history
+        if history is not None and history.start_ns is not None and history.end_ns is not None:
+            viewport = viewport.within(history.start_ns, history.end_ns)
+        self.viewport = viewport
+        self.follow()
+        self.moved.emit()
+
+    def _to_preset(self) -> None:
+        history = self.history
+        if self._preset_ns != WHOLE:
+            end_ns = self.viewport.end_ns
+            self.viewport = replace(self.viewport, span_ns=float(self._preset_ns)).ending_at(end_ns)
+            self.follow()
+        elif history is not None and history.start_ns is not None:
+            start, end = history.start_ns, self._end_ns()
+            span = max((end - start) * _MARGIN, 1e9)
+            self.viewport = replace(self.viewport, start_ns=end - span, span_ns=span)
+
+    def _end_ns(self) -> float:
+        history = self.history
+        if history is None or history.end_ns is None:
+            return self.viewport.end_ns
+        return float(history.end_ns - (BEHIND_NS if self.is_live else 0))

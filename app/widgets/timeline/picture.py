@@ -1,0 +1,166 @@
+"""The timeline as a picture: everything but what follows the mouse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from PySide6.QtCore import QCoreApplication, QPointF, QRectF, Qt
+from PySide6.QtGui import QColor, QFont, QFontInfo, QPainter, QPen
+
+from app.services.history.history import History
+from app.theme import Theme
+from app.widgets.quantities import number
+from app.widgets.timeline.blocks import draw_blocks, draw_phases, fits
+from app.widgets.timeline.colours import lane_colour
+from app.widgets.timeline.lanes import Lane, LaneData, read_lane
+from app.widgets.timeline.plots import draw_lane
+from app.widgets.timeline.viewport import Viewport, duration, tick_ns
+from engine.telemetry.lanes import CPU_ATTENTION, H2D, SMALL_COPY
+from engine.telemetry.records import Records
+
+translate = QCoreApplication.translate
+
+GUTTER_PX = 118
+AXIS_PX = 24
+RIGHT_PX = 12
+SMALLEST_LANE_PX = 36
+PHASE_PX = 32.0
+LANE_GAP_PX = 9
+_BLOCKS_BELOW_NS = 3e9
+"""Single spans are looked for only in less time than this: in more there are always too many."""
+
+
+@dataclass
+class Row:
+    """A lane, where its plot is, and what it shows."""
+
+    lane: Lane
+    area: QRectF
+    data: LaneData
+    blocks: Records | None = None
+
+
+def lane_areas(lanes: list[Lane], width: float, height: float) -> list[QRectF]:
+    """Plots of all lanes in a widget of that size."""
+    total = sum(lane.weight for lane in lanes if lane.kind != "phase")
+    fixed = sum(PHASE_PX for lane in lanes if lane.kind == "phase")
+    room = height - AXIS_PX - LANE_GAP_PX * len(lanes) - fixed
+    areas, top = [], float(LANE_GAP_PX) / 2
+    for lane in lanes:
+        own = PHASE_PX if lane.kind == "phase" else max(room * lane.weight / max(total, 1e-9), 8.0)
+        areas.append(QRectF(GUTTER_PX, round(top), max(width - GUTTER_PX - RIGHT_PX, 1.0), round(own)))
+        top += own + LANE_GAP_PX
+    return areas
+
+
+def read_rows(
+    lanes: list[Lane], areas: list[QRectF], history: History, viewport: Viewport, ceilings: dict[str, float]
+) -> list[Row]:
+    """Everything that the lanes show of a history."""
+    spans: Records | None = None
+    if viewport.span_ns < _BLOCKS_BELOW_NS:
+        spans = history.spans_between(int(viewport.start_ns), int(viewport.end_ns) + 1)
+    rows = []
+    for lane, area in zip(lanes, areas, strict=True):
+        row = Row(lane, area, read_lane(lane, history, viewport, ceilings))
+        if spans is not None and lane.spans and lane.kind != "phase":
+            wanted = (*lane.spans, SMALL_COPY) if H2D in lane.spans else lane.spans
+            mine = spans[np.isin(spans["lane"], wanted)]
+            if fits(mine, viewport) or (viewport.span_ns < 5e7 and len(mine)):
+                row.blocks = mine
+        rows.append(row)
+    return rows
+
+
+def draw_rows(painter: QPainter, rows: list[Row], history: History, viewport: Viewport, theme: Theme) -> None:
+    """All plots, the lines between them, marks and the axis."""
+    if not rows:
+        return
+    left, right = rows[0].area.left(), rows[0].area.right()
+    bottom = rows[-1].area.bottom()
+    edges = viewport.edges()
+    xs = left + (edges - viewport.start_ns) / viewport.column_ns
+    border = QPen(QColor(theme.border), 1)
+    _draw_axis(painter, QRectF(left, bottom + 3, right - left, AXIS_PX), rows[0].area.top(), viewport, history, theme)
+    for row in rows:
+        painter.setPen(border)
+        base = row.area.bottom() + LANE_GAP_PX / 2
+        painter.drawLine(QPointF(row.area.left(), base), QPointF(right, base))
+        painter.save()
+        painter.setClipRect(row.area.adjusted(0, -1, 0, 1))
+        colour = lane_colour(theme, row.lane.colour)
+        if row.lane.kind == "phase":
+            draw_phases(painter, row.area, history, viewport, theme)
+        elif row.blocks is not None:
+            draw_blocks(painter, row.area, row.blocks, viewport, colour, second=CPU_ATTENTION)
+        else:
+            draw_lane(painter, row.area, xs, row.lane, row.data, theme, colour)
+        painter.restore()
+        if row.data.ceiling is not None and row.blocks is None:
+            _draw_ceiling_label(painter, row, theme)
+    _draw_marks(painter, rows, history, viewport, theme)
+
+
+def scaled(font: QFont, part: float) -> QFont:
+    """The same font at `part` of its size, whatever unit it was given in."""
+    result = QFont(font)
+    result.setPixelSize(max(9, round(QFontInfo(font).pixelSize() * part)))
+    return result
+
+
+def _draw_ceiling_label(painter: QPainter, row: Row, theme: Theme) -> None:
+    y = row.area.bottom() - row.area.height() * (row.data.ceiling or 0) / row.data.scale
+    text = translate("Timeline", "ceiling {0} GB/s").format(number((row.data.ceiling or 0) / 1e9, 1))
+    painter.setPen(QColor(theme.muted))
+    at = QRectF(row.area.left(), y + 1, row.area.width() - 4, 16)
+    painter.drawText(at, Qt.AlignmentFlag.AlignRight | Qt.AlignmentFlag.AlignTop, text)
+
+
+def _draw_axis(painter: QPainter, area: QRectF, top: float, viewport: Viewport, history: History, theme: Theme) -> None:
+    """Times before the end of all that is known, which is 0."""
+    end_ns = float(history.end_ns or viewport.end_ns)
+    step = tick_ns(viewport.span_ns, max(2, int(area.width() // 110)))
+    zero = end_ns if viewport.span_ns > 2e9 else viewport.start_ns
+    faint = QColor(theme.border)
+    faint.setAlpha(130)
+    first = int(np.ceil((viewport.start_ns - zero) / step))
+    for index in range(first, first + int(viewport.span_ns / step) + 2):
+        at_ns = zero + index * step
+        x = area.left() + viewport.x(at_ns)
+        if not area.left() - 1 <= x <= area.right() + 1:
+            continue
+        painter.setPen(QPen(faint, 1))
+        painter.drawLine(QPointF(x, top), QPointF(x, area.top()))
+        painter.setPen(QColor(theme.muted))
+        text = duration(index * step) if zero != end_ns else (duration(index * step) if index else "")
+        box = QRectF(x - 50, area.top(), 100, area.height() - 4)
+        flags = Qt.AlignmentFlag.AlignVCenter | Qt.AlignmentFlag.AlignHCenter
+        if x - area.left() < 40:
+            box, flags = (
+                QRectF(x, area.top(), 100, area.height() - 4),
+                Qt.AlignmentFlag.AlignVCenter | Qt.AlignmentFlag.AlignLeft,
+            )
+        if area.right() - x > 34 or zero != end_ns:
+            painter.drawText(box, flags, text)
+    if viewport.end_ns >= end_ns - 1e9 and viewport.span_ns > 2e9:
+        painter.setPen(QColor(theme.muted))
+        flags = Qt.AlignmentFlag.AlignVCenter | Qt.AlignmentFlag.AlignRight
+        painter.drawText(area.adjusted(0, 0, 0, -4), flags, translate("Timeline", "now"))
+
+
+def _draw_marks(painter: QPainter, rows: list[Row], history: History, viewport: Viewport, theme: Theme) -> None:
+    """What happened, as dotted lines with their words at the top."""
+    top, bottom = rows[0].area.top(), rows[-1].area.bottom()
+    last_right = -1e9
+    for mark in history.marks_between(viewport.start_ns, viewport.end_ns):
+        x = rows[0].area.left() + viewport.x(mark.at_ns)
+        painter.setPen(QPen(QColor(theme.muted), 1, Qt.PenStyle.DotLine))
+        painter.drawLine(QPointF(x, top), QPointF(x, bottom))
+        if x > last_right:
+            painter.setPen(QColor(theme.muted))
+            width = painter.fontMetrics().horizontalAdvance(mark.text)
+            to_left = x + width + 8 > rows[0].area.right()
+            box = QRectF(x - width - 4 if to_left else x + 4, rows[0].area.bottom() - 11, width + 2, 14)
+            painter.drawText(box, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter, mark.text)
+            last_right = x + width + 8

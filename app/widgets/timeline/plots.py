@@ -1,0 +1,130 @@
+"""Areas, lines and stacks of columns, drawn from arrays."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import shiboken6
+from PySide6.QtCore import QPointF, QRectF, Qt
+from PySide6.QtGui import QBrush, QColor, QPainter, QPen, QPolygonF
+
+from app.services.history.buckets import Floats
+from app.theme import Theme
+from app.widgets.timeline.colours import FILL_ALPHA, expert_colours, faded
+from app.widgets.timeline.lanes import Lane, LaneData
+
+LINE_PX = 1.3
+
+
+def draw_lane(
+    painter: QPainter, area: QRectF, xs: Floats, lane: Lane, data: LaneData, theme: Theme, colour: QColor
+) -> None:
+    """One lane's plot.
+
+    Args:
+        area: the whole plot of the lane.
+        xs: left edges of its columns, and the right one of the last, [n + 1].
+    """
+    if lane.kind == "experts":
+        _draw_stack(painter, area, xs, data.values, theme)
+        return
+    below = np.zeros(len(xs) - 1)
+    for layer, values in enumerate(data.values):
+        above = below + np.nan_to_num(values)
+        if above.any():
+            _draw_area(painter, area, xs, below, above, data.scale, colour, hatched=layer > 0)
+        below = above
+    if data.line is not None:
+        dashed = bool(lane.gauges)
+        draw_line(painter, area, xs, data.line / data.scale, QPen(colour, LINE_PX), dashed=dashed)
+    if data.ceiling is not None and data.ceiling <= data.scale:
+        y = area.bottom() - area.height() * data.ceiling / data.scale
+        pen = QPen(colour, 1.0, Qt.PenStyle.DashLine)
+        painter.setPen(pen)
+        painter.drawLine(QPointF(area.left(), y), QPointF(area.right(), y))
+
+
+def draw_line(painter: QPainter, area: QRectF, xs: Floats, shares: Floats, pen: QPen, *, dashed: bool = False) -> None:
+    """A line through the middles of columns; it has gaps where `shares` [n] of the height are not known."""
+    if dashed:
+        pen.setStyle(Qt.PenStyle.CustomDashLine)
+        pen.setDashPattern([3.0, 3.0])
+    middles = (xs[:-1] + xs[1:]) / 2
+    ys = area.bottom() - area.height() * np.clip(shares, 0.0, 1.0)
+    known = np.isfinite(shares)
+    painter.setRenderHint(QPainter.RenderHint.Antialiasing)
+    painter.setBrush(Qt.BrushStyle.NoBrush)
+    painter.setPen(pen)
+    borders = np.flatnonzero(np.diff(np.concatenate(([False], known, [False])).astype(np.int8)))
+    for first, last in zip(borders[::2].tolist(), borders[1::2].tolist(), strict=True):
+        if last - first == 1:
+            painter.drawLine(QPointF(xs[first], ys[first]), QPointF(xs[last], ys[first]))
+        else:
+            painter.drawPolyline(polygon(middles[first:last], ys[first:last]))
+    painter.setRenderHint(QPainter.RenderHint.Antialiasing, on=False)
+
+
+def polygon(xs: Floats, ys: Floats) -> QPolygonF:
+    """Points as Qt wants them, without a Python object for each."""
+    result = QPolygonF()
+    result.resize(len(xs))
+    if len(xs):
+        memory = cast(Any, shiboken6.VoidPtr)(cast(Any, result).data(), 16 * len(xs), True)
+        points = np.frombuffer(memory, np.float64).reshape(-1, 2)
+        points[:, 0], points[:, 1] = xs, ys
+    return result
+
+
+def _draw_area(
+    painter: QPainter,
+    area: QRectF,
+    xs: Floats,
+    below: Floats,
+    above: Floats,
+    scale: float,
+    colour: QColor,
+    *,
+    hatched: bool,
+) -> None:
+    middles = (xs[:-1] + xs[1:]) / 2
+    high = area.bottom() - area.height() * np.clip(above / scale, 0.0, 1.0)
+    low = area.bottom() - area.height() * np.clip(below / scale, 0.0, 1.0)
+    outline = polygon(np.concatenate((middles, middles[::-1])), np.concatenate((high, low[::-1])))
+    painter.setPen(Qt.PenStyle.NoPen)
+    painter.setBrush(faded(colour, FILL_ALPHA // 2 if hatched else FILL_ALPHA))
+    painter.drawPolygon(outline)
+    if hatched:
+        painter.setBrush(QBrush(faded(colour, 150), Qt.BrushStyle.BDiagPattern))
+        painter.drawPolygon(outline)
+    # Where nothing is, and nothing beside it, there is no line: also not along the bottom.
+    there = above > below
+    near = there | np.roll(there, 1) | np.roll(there, -1)
+    top = np.where(there if hatched else near, (area.bottom() - high) / area.height(), np.nan)
+    draw_line(painter, area, xs, top, QPen(colour, 1.0 if hatched else LINE_PX))
+
+
+def _draw_stack(painter: QPainter, area: QRectF, xs: Floats, shares: Floats, theme: Theme) -> None:
+    """Columns of three parts each; equal neighbours are one rectangle."""
+    quantised = np.round(shares * area.height()).astype(np.int32)
+    changes = np.flatnonzero((np.diff(quantised, axis=1) != 0).any(axis=0)) + 1
+    firsts = np.concatenate(([0], changes))
+    lasts = np.concatenate((changes, [quantised.shape[1]]))
+    patterns = (Qt.BrushStyle.SolidPattern, Qt.BrushStyle.FDiagPattern, Qt.BrushStyle.BDiagPattern)
+    bottoms = np.full(len(firsts), area.bottom())
+    painter.setPen(Qt.PenStyle.NoPen)
+    for part, (colour, pattern) in enumerate(zip(expert_colours(theme), patterns, strict=True)):
+        heights = quantised[part, firsts]
+        rectangles = [
+            QRectF(left, bottom - height, right - left, height)
+            for left, right, bottom, height in zip(
+                xs[firsts].tolist(), xs[lasts].tolist(), bottoms.tolist(), heights.tolist(), strict=True
+            )
+            if height > 0
+        ]
+        bottoms = bottoms - heights
+        if pattern is not Qt.BrushStyle.SolidPattern:
+            painter.setBrush(faded(colour, 170))
+            painter.drawRects(rectangles)
+        painter.setBrush(QBrush(colour, pattern))
+        painter.drawRects(rectangles)

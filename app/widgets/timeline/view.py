@@ -1,0 +1,429 @@
+"""The timeline as a widget: mouse, keys, and what follows them."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import QPointF, QRectF, QSize, Qt, QTimer, Signal
+from PySide6.QtGui import (
+    QColor,
+    QFont,
+    QHideEvent,
+    QKeyEvent,
+    QMouseEvent,
+    QPainter,
+    QPaintEvent,
+    QPen,
+    QPixmap,
+    QResizeEvent,
+    QShowEvent,
+    QWheelEvent,
+)
+from PySide6.QtWidgets import QSizePolicy, QWidget
+
+from app.services.history.history import History
+from app.theme import Theme, ThemeController, tabular
+from app.widgets.timeline.blocks import draw_path
+from app.widgets.timeline.colours import FAINT_ALPHA, faded
+from app.widgets.timeline.lanes import Lane, lanes_of, reading
+from app.widgets.timeline.navigator import Navigator
+from app.widgets.timeline.picture import (
+    AXIS_PX,
+    GUTTER_PX,
+    LANE_GAP_PX,
+    RIGHT_PX,
+    SMALLEST_LANE_PX,
+    Row,
+    draw_rows,
+    lane_areas,
+    read_rows,
+    scaled,
+)
+from app.widgets.timeline.readout import TokenPath, averages_text, token_at, token_beside
+from app.widgets.timeline.viewport import duration
+from engine.telemetry.lanes import SMALL_COPY
+
+_ZOOM = 1.25
+_PAN = 0.1
+_DRAG_PX = 4
+_TICK_REACH_PX = 6.0
+_REFRESH_MS = (100, 1000)
+
+
+class TimelineView(QWidget):
+    """Shows what `navigator` looks at.  While it is hidden it neither reads nor paints.
+
+    Signals:
+        said(str): what is under the crosshair, in the selection, or of the token chosen; empty if nothing is.
+    """
+
+    said = Signal(str)
+
+    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self.navigator = Navigator(self)
+        self._theme = theme
+        self._shows_machine = False
+        self._ceilings: dict[str, float] = {}
+        self._rows: list[Row] = []
+        self._lanes: list[Lane] = []
+        self._picture: QPixmap | None = None
+        self._drawn_revision = -1
+        self._cursor_ns: float | None = None
+        self._selection: tuple[float, float] | None = None
+        self._pressed: QPointF | None = None
+        self._panning = False
+        self._token: TokenPath | None = None
+        self._token_is_kept = False
+        self._said = ""
+        self.setMouseTracking(True)
+        self.setFocusPolicy(Qt.FocusPolicy.StrongFocus)
+        self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Expanding)
+        self.setAccessibleName(self.tr("Timeline"))
+        self.setAccessibleDescription(
+            self.tr(
+                "Arrow keys move and zoom, Space freezes, Home returns to now, comma and full stop move the crosshair, "
+                "square brackets walk from token to token, Enter zooms to a token. A table says the same in words."
+            )
+        )
+        self._refreshing = QTimer(self)
+        self._refreshing.timeout.connect(self.refresh)
+        self.navigator.moved.connect(self._redraw)
+        theme.changed.connect(self._redraw)
+
+    # --- what is shown ----------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> list[Row]:
+        """The lanes as they were drawn last."""
+        return self._rows
+
+    @property
+    def shows_machine(self) -> bool:
+        return self._shows_machine
+
+    def set_shows_machine(self, shows: bool) -> None:
+        """Whether the lanes of the machine's sensors stand below the engine's."""
+        self._shows_machine = shows
+        self._redraw()
+        self.updateGeometry()
+
+    def set_ceilings(self, ceilings: dict[str, float]) -> None:
+        """Measured limits by lane, bytes per second."""
+        if ceilings != self._ceilings:
+            self._ceilings = ceilings
+            self._redraw()
+
+    def refresh(self) -> None:
+        """Draws what is new, if anything is."""
+        history = self.navigator.history
+        if self.navigator.is_live and history is not None and history.revision != self._drawn_revision:
+            self.navigator.follow()
+            self._redraw()
+
+    def sizeHint(self) -> QSize:
+        return QSize(900, self.minimumSizeHint().height() + 40)
+
+    def minimumSizeHint(self) -> QSize:
+        history = self.navigator.history
+        lanes = lanes_of(history, machine=self._shows_machine) if history is not None else []
+        total = sum(lane.weight for lane in lanes) or 5.0
+        return QSize(480, round(total * (SMALLEST_LANE_PX + LANE_GAP_PX)) + AXIS_PX + LANE_GAP_PX)
+
+    def _redraw(self) -> None:
+        self._picture = None
+        column_ms = self.navigator.viewport.column_ns / 1e6
+        self._refreshing.setInterval(int(min(max(3 * column_ms, _REFRESH_MS[0]), _REFRESH_MS[1])))
+        self.update()
+
+    def showEvent(self, event: QShowEvent) -> None:
+        super().showEvent(event)
+        self._refreshing.start()
+        self._drawn_revision = -1
+        self.refresh()
+
+    def hideEvent(self, event: QHideEvent) -> None:
+        super().hideEvent(event)
+        self._refreshing.stop()
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        self.navigator.set_width(self.width() - GUTTER_PX - RIGHT_PX)
+        self._redraw()
+
+    # --- painting ---------------------------------------------------------------------------------
+
+    def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
+        history = self.navigator.history
+        if history is None:
+            return
+        if self._picture is None or self._picture.devicePixelRatio() != self.devicePixelRatioF():
+            self._picture = self._draw(history)
+        painter = QPainter(self)
+        painter.drawPixmap(0, 0, self._picture)
+        theme = self._theme.theme
+        self._draw_selection(painter, theme)
+        self._draw_token(painter, theme)
+        self._draw_gutter(painter, theme)
+        self._draw_cursor(painter, theme)
+        if self.hasFocus():
+            painter.setPen(QPen(QColor(theme.accent), 2))
+            painter.drawRoundedRect(QRectF(self.rect()).adjusted(1, 1, -1, -1), 6, 6)
+        painter.end()
+
+    def _draw(self, history: History) -> QPixmap:
+        ratio = self.devicePixelRatioF()
+        picture = QPixmap(round(self.width() * ratio), round(self.height() * ratio))
+        picture.setDevicePixelRatio(ratio)
+        picture.fill(Qt.GlobalColor.transparent)
+        lanes = lanes_of(history, machine=self._shows_machine or not history.has_engine)
+        if [lane.key for lane in lanes] != [lane.key for lane in self._lanes]:
+            self._lanes = lanes
+            self.updateGeometry()
+        areas = lane_areas(lanes, self.width(), self.height())
+        viewport = self.navigator.viewport
+        self._drawn_revision = history.revision
+        self._rows = read_rows(lanes, areas, history, viewport, self._ceilings)
+        painter = QPainter(picture)
+        painter.setFont(scaled(tabular(self.font()), 0.82))
+        draw_rows(painter, self._rows, history, viewport, self._theme.theme)
+        painter.end()
+        return picture
+
+    def _draw_gutter(self, painter: QPainter, theme: Theme) -> None:
+        title, caption = scaled(self.font(), 0.9), scaled(tabular(self.font()), 0.8)
+        title.setWeight(QFont.Weight.DemiBold)
+        column = self._column_read()
+        for row in self._rows:
+            area = QRectF(0, row.area.top() - 1, GUTTER_PX - 10, row.area.height() + 4)
+            painter.setFont(title)
+            painter.setPen(QColor(theme.text))
+            painter.drawText(area, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignTop, row.lane.title)
+            height = painter.fontMetrics().height()
+            painter.setFont(caption)
+            painter.setPen(QColor(theme.muted))
+            text = self._caption(row, column)
+            below = area.adjusted(0, height, 0, 2)
+            flags = Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignTop | Qt.TextFlag.TextWordWrap
+            painter.drawText(below, int(flags), text)
+
+    def _column_read(self) -> int:
+        """Column under the crosshair, or the last one."""
+        viewport = self.navigator.viewport
+        if self._cursor_ns is not None and viewport.start_ns <= self._cursor_ns <= viewport.end_ns:
+            return int((self._cursor_ns - viewport.edges()[0]) // viewport.column_ns)
+        return viewport.width - 1
+
+    def _caption(self, row: Row, column: int) -> str:
+        if row.lane.kind == "phase":
+            return self.tr("token ticks") if row.area.height() > 30 else ""
+        return reading(row.lane, row.data, column)
+
+    def _draw_selection(self, painter: QPainter, theme: Theme) -> None:
+        if self._selection is None or not self._rows:
+            return
+        left, right = (self._x(at) for at in self._selection)
+        rect = QRectF(left, 0, right - left, self._rows[-1].area.bottom())
+        painter.save()
+        painter.setClipRect(self._plot())
+        painter.fillRect(rect, faded(QColor(theme.accent), FAINT_ALPHA))
+        painter.setPen(QPen(QColor(theme.accent), 1))
+        painter.drawRect(rect)
+        painter.restore()
+
+    def _draw_token(self, painter: QPainter, theme: Theme) -> None:
+        if self._token is None or not self._rows:
+            return
+        areas = {lane: row.area for row in self._rows for lane in row.lane.spans}
+        if SMALL_COPY not in areas and (h2d := next((r.area for r in self._rows if r.lane.key == "h2d"), None)):
+            areas[SMALL_COPY] = h2d
+        painter.save()
+        painter.setClipRect(self._plot())
+        edges = [self._x(at) for at in (self._token.start_ns, self._token.end_ns)]
+        painter.fillRect(
+            QRectF(edges[0], 0, max(edges[1] - edges[0], 1), self._rows[-1].area.bottom()),
+            faded(QColor(theme.muted), 22),
+        )
+        draw_path(painter, areas, [(self._x(a), self._x(b), lane) for a, b, lane in self._token.pieces], theme)
+        painter.restore()
+
+    def _draw_cursor(self, painter: QPainter, theme: Theme) -> None:
+        if self._cursor_ns is None or not self._rows:
+            return
+        x = self._x(self._cursor_ns)
+        if self._plot().left() <= x <= self._plot().right():
+            painter.setPen(QPen(QColor(theme.muted), 1, Qt.PenStyle.DashLine))
+            painter.drawLine(QPointF(x, 0), QPointF(x, self._rows[-1].area.bottom()))
+
+    def _plot(self) -> QRectF:
+        bottom = self._rows[-1].area.bottom() if self._rows else self.height()
+        return QRectF(GUTTER_PX, 0, max(self.width() - GUTTER_PX - RIGHT_PX, 1), bottom)
+
+    def _x(self, at_ns: float) -> float:
+        return min(max(GUTTER_PX + self.navigator.viewport.x(at_ns), -1e5), 1e5)
+
+    def _at(self, x: float) -> float:
+        return self.navigator.viewport.at(x - GUTTER_PX)
+
+    # --- the mouse --------------------------------------------------------------------------------
+
+    def mousePressEvent(self, event: QMouseEvent) -> None:
+        self._pressed = event.position()
+        self._panning = event.button() == Qt.MouseButton.MiddleButton or bool(
+            event.modifiers() & Qt.KeyboardModifier.ShiftModifier
+        )
+
+    def mouseMoveEvent(self, event: QMouseEvent) -> None:
+        at = event.position()
+        if self._pressed is not None and self._panning:
+            self.navigator.pan((self._pressed.x() - at.x()) / max(self.navigator.viewport.width, 1))
+            self._pressed = at
+        elif self._pressed is not None and abs(at.x() - self._pressed.x()) > _DRAG_PX:
+            self.navigator.freeze()  # what is selected must not run away
+            self.select(*sorted((self._at(self._pressed.x()), self._at(at.x()))))
+        elif self._plot().contains(at):
+            self.set_cursor(self._at(at.x()))
+            self._find_token(at)
+        else:
+            self.set_cursor(None)
+
+    def mouseReleaseEvent(self, event: QMouseEvent) -> None:
+        was_click = self._pressed is not None and abs(event.position().x() - self._pressed.x()) <= _DRAG_PX
+        if was_click and not self._panning:
+            self.clear_selection()
+            self._find_token(event.position())
+            self._token_is_kept = self._token is not None
+        self._pressed, self._panning = None, False
+
+    def mouseDoubleClickEvent(self, event: QMouseEvent) -> None:
+        if self._token is not None:
+            self.navigator.show(self._token.start_ns, self._token.end_ns)
+        else:
+            self.navigator.zoom(0.25, self._at(event.position().x()))
+
+    def leaveEvent(self, event: object) -> None:  # noqa: ARG002
+        self.set_cursor(None)
+
+    def wheelEvent(self, event: QWheelEvent) -> None:
+        if not self._plot().contains(event.position()):
+            event.ignore()
+            return
+        sideways = event.angleDelta().x()
+        if event.modifiers() & Qt.KeyboardModifier.ShiftModifier:
+            sideways = sideways or event.angleDelta().y()
+        if sideways:
+            self.navigator.pan(-sideways / 120 * _PAN)
+        elif event.angleDelta().y():
+            self.navigator.zoom(_ZOOM ** (-event.angleDelta().y() / 120), self._at(event.position().x()))
+        event.accept()
+
+    def _find_token(self, at: QPointF) -> None:
+        if self._token_is_kept or not self._rows or self.navigator.history is None:
+            return
+        found = None
+        if at.y() <= self._rows[0].area.bottom() + LANE_GAP_PX:
+            reach = _TICK_REACH_PX * self.navigator.viewport.column_ns
+            found = token_at(self.navigator.history, self._at(at.x()), reach)
+        self._set_token(found)
+
+    # --- keys -------------------------------------------------------------------------------------
+
+    def keyPressEvent(self, event: QKeyEvent) -> None:
+        key, navigator = event.key(), self.navigator
+        shift = bool(event.modifiers() & Qt.KeyboardModifier.ShiftModifier)
+        cursor = self._cursor_ns if self._cursor_ns is not None else navigator.viewport.at(navigator.viewport.width / 2)
+        if key in (Qt.Key.Key_Left, Qt.Key.Key_Right):
+            direction = -1 if key == Qt.Key.Key_Left else 1
+            if shift:
+                self._stretch_selection(direction)
+            else:
+                navigator.pan(direction * _PAN)
+        elif key in (Qt.Key.Key_Up, Qt.Key.Key_Plus, Qt.Key.Key_Equal):
+            navigator.zoom(1 / _ZOOM, cursor)
+        elif key in (Qt.Key.Key_Down, Qt.Key.Key_Minus):
+            navigator.zoom(_ZOOM, cursor)
+        elif key in (Qt.Key.Key_PageUp, Qt.Key.Key_PageDown):
+            navigator.pan(-0.9 if key == Qt.Key.Key_PageUp else 0.9)
+        elif key == Qt.Key.Key_Space:
+            navigator.toggle()
+        elif key == Qt.Key.Key_Home:
+            self.clear_selection()
+            navigator.go_live()
+        elif key in (Qt.Key.Key_Comma, Qt.Key.Key_Period):
+            step = (-1 if key == Qt.Key.Key_Comma else 1) * (40 if shift else 8)
+            self.set_cursor(cursor + step * navigator.viewport.column_ns)
+        elif key in (Qt.Key.Key_BracketLeft, Qt.Key.Key_BracketRight):
+            self.step_token(1 if key == Qt.Key.Key_BracketRight else -1)
+        elif key in (Qt.Key.Key_Return, Qt.Key.Key_Enter) and self._token is not None:
+            navigator.show(self._token.start_ns, self._token.end_ns)
+        elif key in (Qt.Key.Key_Return, Qt.Key.Key_Enter) and self._selection is not None:
+            navigator.show(*self._selection)
+        elif key == Qt.Key.Key_Escape and (self._selection is not None or self._token is not None):
+            self.clear_selection()
+        else:
+            event.ignore()
+
+    # --- crosshair, selection, token --------------------------------------------------------------
+
+    def set_cursor(self, at_ns: float | None) -> None:
+        """Puts the crosshair at a moment, or takes it away."""
+        self._cursor_ns = at_ns
+        self._say()
+        self.update()
+
+    def select(self, start_ns: float, end_ns: float) -> None:
+        """Selects a stretch; its averages are said."""
+        self._selection = (start_ns, end_ns)
+        self._say()
+        self.update()
+
+    def clear_selection(self) -> None:
+        """Nothing is selected, and no token chosen."""
+        self._selection, self._token, self._token_is_kept = None, None, False
+        self._say()
+        self.update()
+
+    def step_token(self, direction: int) -> None:
+        """Chooses the token after the chosen one, or the one before; the last one in sight if none is."""
+        if self.navigator.history is None:
+            return
+        viewport = self.navigator.viewport
+        at = self._token.end_ns if self._token is not None else viewport.end_ns
+        found = token_beside(self.navigator.history, at, direction if self._token is not None else -1)
+        if found is not None:
+            self.navigator.freeze()
+            if found.end_ns > viewport.end_ns or found.start_ns < viewport.start_ns:
+                middle = (found.start_ns + found.end_ns) / 2
+                self.navigator.pan((middle - viewport.start_ns) / viewport.span_ns - 0.5)
+            self._token_is_kept = True
+            self._set_token(found)
+
+    def _set_token(self, token: TokenPath | None) -> None:
+        if token is not self._token:
+            self._token = token
+            self._say()
+            self.update()
+
+    def _stretch_selection(self, direction: int) -> None:
+        self.navigator.freeze()
+        step = direction * self.navigator.viewport.span_ns / 50
+        start = self._selection[0] if self._selection else self._cursor_ns or self.navigator.viewport.at(0)
+        end = (self._selection[1] if self._selection else start) + step
+        self.select(*sorted((start, end)))
+
+    def _say(self) -> None:
+        history, text = self.navigator.history, ""
+        if history is not None and self._selection is not None:
+            text = averages_text(history, *self._selection)
+        elif self._token is not None:
+            text = self._token.text()
+        elif history is not None and self._cursor_ns is not None:
+            column = self._column_read()
+            ago = duration(self._cursor_ns - float(history.end_ns or 0))
+            parts = [
+                f"{row.lane.title} {said}"
+                for row in self._rows
+                if row.lane.kind != "phase" and (said := reading(row.lane, row.data, column))
+            ]
+            text = " · ".join((ago, *parts))
+        if text != self._said:
+            self._said = text
+            self.said.emit(text)
