@@ -21,6 +21,7 @@ from engine.verbs.doctor_checks import (
 )
 from engine.verbs.doctor_display import display_findings
 from engine.verbs.doctor_kernels import kernel_findings
+from engine.verbs.doctor_tuning import tuning_findings
 from engine.verbs.output import emit
 
 _MARKS = {Status.OK: "ok", Status.ADVICE: "note", Status.PROBLEM: "PROBLEM"}
@@ -44,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
         *kernel_findings(hardware),
         *gpu_findings(hardware),
         *measurement_findings(hardware),
+        *tuning_findings(hardware),
         *display_findings(),
         *folder_findings(hardware),
     ]

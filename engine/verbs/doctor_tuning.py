@@ -1,0 +1,32 @@
+"""Doctor's line on tuning: done, never done, or of a machine that is no more."""
+
+from __future__ import annotations
+
+from engine.hardware.measurement_files import described
+from engine.hardware.probe import HardwareProfile
+from engine.tuning.applying import day, machine_changes
+from engine.tuning.keeping import all_results
+from engine.verbs.doctor_checks import Finding, Status
+
+_SHOWN = 3
+
+
+def tuning_findings(hardware: HardwareProfile) -> list[Finding]:
+    """Which models were tuned on this machine; advice if none was, or the machine is another."""
+    results = [one for one in all_results() if one.won is not None]
+    if not results:
+        action = "Run `switchyard tune --model M` for the model you use."
+        return [Finding("tuning", Status.ADVICE, "Nothing was tuned on this machine yet.", action)]
+    now = described(hardware)
+    here = [one for one in results if not machine_changes(one, now)]
+    if not here:
+        changed = machine_changes(results[0], now)[0]
+        return [Finding("tuning", Status.ADVICE, f"It is out of date: {changed}", "Run `switchyard tune` again.")]
+    latest = {one.model: one for one in reversed(here)}
+    said = [
+        f"{name} at {one.won.tokens_per_s:.1f} tokens/s on {day(one.taken_at)}"
+        for name, one in list(latest.items())[-_SHOWN:]
+        if one.won is not None
+    ]
+    more = f" and {len(latest) - _SHOWN} more" if len(latest) > _SHOWN else ""
+    return [Finding("tuning", Status.OK, "; ".join(said) + more)]
