@@ -18,7 +18,7 @@ from engine.planner.planned import Plan
 from engine.planner.precision import QUALITY_WORTH, worthwhile
 from engine.planner.predict import predict_decode
 from engine.planner.workload import CHAT
-from engine.tuning.corrections import corrected_plan, corrected_range, factor_of
+from engine.tuning.corrections import corrected, corrected_plan
 from engine.tuning.result import Contestant, Correction
 
 _MOST = 3
@@ -155,9 +155,8 @@ def _predicted(situation: Situation, how: str, config: EngineConfig) -> Candidat
     except EngineError:
         return None
     on_card, rate = found.memory.card is not None, found.tokens_per_s
-    factor = factor_of(situation.corrections, found.precision, on_card=on_card)
-    low, high = (found.low, found.high) if factor is None else corrected_range(factor * rate)
-    return Candidate(how, config, found.precision, rate, (factor or 1.0) * rate, low, high, on_card)
+    told = corrected(situation.corrections, found.precision, rate, on_card=on_card, off=found.high / rate - 1)
+    return Candidate(how, config, found.precision, rate, *told, on_card=on_card)
 
 
 def _plan(situation: Situation, precision: str) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -18,6 +19,27 @@ def factor_of(corrections: Iterable[Correction], precision: str, *, on_card: boo
     """What a prediction is to be multiplied by; None if nothing of the kind was timed."""
     found = (one.factor for one in corrections if (one.precision, one.on_card) == (precision, on_card))
     return next(found, None)
+
+
+def corrected(
+    corrections: Iterable[Correction], precision: str, modelled: float, *, on_card: bool, off: float
+) -> tuple[float, float, float]:
+    """(tokens/s, low, high) of a prediction.
+
+    A precision that was not timed is corrected as the others in the same place were: much of what the model of a
+    machine has wrong is the same for all.  Its range stays as wide.
+
+    Args:
+        off: the range of the model of the machine, as a share.
+    """
+    known = tuple(corrections)
+    factor = factor_of(known, precision, on_card=on_card)
+    if factor is not None:
+        off = _RANGE
+    else:
+        factor = statistics.median([one.factor for one in known if one.on_card == on_card] or [1.0])
+    rate = factor * modelled
+    return rate, (1 - off) * rate, (1 + off) * rate
 
 
 def corrections_from(timed: Iterable[Timed], modelled: Mapping[str, float]) -> tuple[Correction, ...]:
@@ -43,23 +65,13 @@ def corrected_plan(plan: Plan, corrections: Iterable[Correction]) -> Plan:
 
     The time until the first token is left alone: it is limited by other things.
     """
-    factor = factor_of(corrections, plan.precision, on_card=plan.card is not None)
-    if factor is None:
-        return plan
-    decode = factor * plan.speed.decode_tokens_per_s
-    speed = replace(
-        plan.speed,
-        tokens_per_s=_delivered(plan, decode),
-        decode_tokens_per_s=decode,
-        low=(1 - _RANGE) * decode,
-        high=(1 + _RANGE) * decode,
+    before = plan.speed
+    off = before.high / before.decode_tokens_per_s - 1 if before.decode_tokens_per_s else 0.0
+    decode, low, high = corrected(
+        corrections, plan.precision, before.decode_tokens_per_s, on_card=plan.card is not None, off=off
     )
+    speed = replace(before, tokens_per_s=_delivered(plan, decode), decode_tokens_per_s=decode, low=low, high=high)
     return replace(plan, speed=speed)
-
-
-def corrected_range(rate: float) -> tuple[float, float]:
-    """What a corrected prediction may turn out to be."""
-    return (1 - _RANGE) * rate, (1 + _RANGE) * rate
 
 
 def _delivered(plan: Plan, decode: float) -> float:

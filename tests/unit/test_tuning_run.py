@@ -1,0 +1,302 @@
+"""A tuning run from end to end with a made-up engine: what is told, kept and restored, whatever happens on the way."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.errors import EngineError, ErrorCode
+from engine.hardware.measurement_files import described
+from engine.paths import data_dir
+from engine.tuning.applying import apply_tuning
+from engine.tuning.keeping import kept_corrections, model_mark, read_result, results_of
+from engine.tuning.messages import StartTuning, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
+from engine.tuning.report import report_text
+from engine.tuning.run import TuningEnding, TuningEvent, tune
+from tests.unit.made_up_tuning import MACHINE, MadeUpEngine, around, measurements, no_memory, tiny_model
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("engine.tuning.contestants.compute_threads", lambda: 4)
+    return tiny_model()
+
+
+SCALE = 50.0
+"""A tiny model is predicted to be fast: a factor beyond reason would be no correction."""
+
+
+def speeds(config: EngineConfig) -> float:
+    """int8 is twice as fast as bf16; two threads are the best."""
+    base = {"auto": 100.0, "bf16": 100.0, "int8": 200.0, "int4": 210.0}[config.precision]
+    return SCALE * base * (1.0 if config.threads == 2 else 0.8)
+
+
+def run(
+    engine: MadeUpEngine, config: EngineConfig, events: list[TuningEvent] | None = None, **asked: object
+) -> TuningEnding:
+    told: list[TuningEvent] = [] if events is None else events
+    return tune(engine, StartTuning("t", config, **asked), told.append, lambda: False, around())  # type: ignore[arg-type]
+
+
+def test_the_stages_are_told_in_order_and_the_winner_is_kept(model: Path) -> None:
+    events: list[TuningEvent] = []
+    ending = run(MadeUpEngine(speeds), EngineConfig(str(model)), events)
+    result = ending.result
+    assert ending.finished
+    assert result is not None
+    won = result.won
+    assert won is not None
+    assert (won.precision, won.contestant.config.threads) == ("int8", 2)
+    assert result.before is not None
+    assert result.gain == pytest.approx(200 / 80)
+    order = [type(event) for event in events if not isinstance(event, TuningProgress)]
+    plans = next(event for event in events if isinstance(event, TuningPlans))
+    assert order[:2] == [TuningMeasured, TuningPlans]
+    assert set(order[2:]) == {TuningTimed}
+    assert {event.timed.contestant.name for event in events if isinstance(event, TuningTimed)} == {
+        one.name for one in plans.contestants
+    }
+    stages = list(dict.fromkeys(event.stage for event in events if isinstance(event, TuningProgress)))
+    assert stages == ["probing", "measuring", "planning", "loading", "timing"]
+    assert results_of(model_mark(model)) == [result]
+    assert "From now on" in report_text(result)
+
+
+def test_contestants_are_few_and_include_how_it_runs_now(model: Path) -> None:
+    events: list[TuningEvent] = []
+    engine = MadeUpEngine(speeds)
+    run(engine, EngineConfig(str(model)), events)
+    (plans,) = [event for event in events if isinstance(event, TuningPlans)]
+    names = [one.name for one in plans.contestants]
+    assert len(names) == len(set(names)) <= 4
+    assert sum(one.is_before for one in plans.contestants) == 1
+    assert sum(one.is_plan for one in plans.contestants) == 1
+    assert all(one.low < one.predicted_tokens_per_s < one.high for one in plans.contestants)
+
+
+def test_each_is_timed_there_and_back_again_without_a_load_at_the_turn(model: Path) -> None:
+    engine = MadeUpEngine(speeds)
+    ending = run(engine, EngineConfig(str(model)))
+    assert ending.result is not None
+    count = len(ending.result.timed)
+    assert len(engine.diary) == 2 * count - 1
+    assert engine.diary == engine.diary[::-1]
+    assert all(len(one.rates) == 4 for one in ending.result.timed)
+
+
+def test_explicit_settings_are_not_touched(model: Path) -> None:
+    engine = MadeUpEngine(speeds)
+    ending = run(engine, EngineConfig(str(model), precision="bf16", threads=4))
+    assert ending.result is not None
+    assert {one.contestant.config.precision for one in ending.result.timed} == {"bf16"}
+    assert {one.contestant.config.threads for one in ending.result.timed} == {4}
+
+
+def test_what_runs_now_stays_unless_another_is_faster_by_more_than_noise(model: Path) -> None:
+    ending = run(MadeUpEngine(lambda config: 101.0 if config.threads == 2 else 100.0), EngineConfig(str(model)))
+    assert ending.result is not None
+    assert ending.result.won is not None
+    assert ending.result.won.contestant.is_before
+
+
+@pytest.mark.parametrize("at_load", [True, False])
+def test_a_plan_that_cannot_be_run_is_a_loser_with_a_reason(model: Path, *, at_load: bool) -> None:
+    def speed(config: EngineConfig) -> float | Exception:
+        return no_memory() if config.precision == "int8" else speeds(config)
+
+    ending = run(MadeUpEngine(speed, at_load=at_load), EngineConfig(str(model)))
+    result = ending.result
+    assert result is not None
+    lost = [one for one in result.timed if one.contestant.config.precision == "int8"]
+    assert lost
+    assert all("9 GB" in one.problem and not one.tokens_per_s for one in lost)
+    assert result.won is not None
+    assert result.won.precision != "int8"
+    assert "9 GB" in report_text(result)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("out of memory\nmore")])
+def test_nothing_can_be_run(model: Path, error: Exception) -> None:
+    engine = MadeUpEngine(lambda _config: error)
+    ending = run(engine, EngineConfig(str(model)))
+    assert ending.finished
+    assert ending.result is not None
+    assert ending.result.won is None
+    assert results_of(model_mark(model)) == []
+    assert engine.info is None
+    assert "None of them" in report_text(ending.result)
+
+
+STEPS = ("look", "measure", "load_exactly", "decode")
+
+
+@pytest.mark.parametrize("when", [*((step, 1) for step in STEPS), ("load_exactly", 2), ("decode", 3), ("decode", 12)])
+@pytest.mark.parametrize("held", [True, False])
+def test_cancelled_at_any_stage_nothing_is_kept_and_what_was_loaded_is_again(
+    model: Path, when: tuple[str, int], *, held: bool
+) -> None:
+    seen: list[str] = []
+    engine = MadeUpEngine(speeds, step=lambda what: seen.append(what))
+    config = EngineConfig(str(model))
+    other = EngineConfig(str(model), precision="bf16", threads=3)
+    if held:
+        engine.load(other, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    ending = tune(
+        engine,
+        StartTuning("t", config),
+        lambda _event: None,
+        lambda: seen.count(when[0]) >= when[1],
+        around(step=seen.append),
+    )
+    assert not ending.finished
+    assert ending.result is None
+    assert ending.problem == ending.note == ""
+    assert results_of(model_mark(model)) == []
+    assert engine.asked == (other if held else None)
+    assert ending.loaded == (engine.info if ending.reloaded else None)
+    assert ending.reloaded == (when[0] in STEPS[2:])
+
+
+def test_a_model_that_cannot_be_had_again_is_said(model: Path) -> None:
+    allowed = [True]
+
+    def speed(config: EngineConfig) -> float | Exception:
+        return speeds(config) if config.threads != 3 or allowed else no_memory()
+
+    engine = MadeUpEngine(speed)
+    engine.load(EngineConfig(str(model), threads=3), on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    allowed.clear()
+    ending = run(engine, EngineConfig(str(model)))
+    assert ending.finished
+    assert ending.reloaded
+    assert ending.loaded is None
+    assert "not loaded now" in ending.note
+    assert "9 GB" in ending.note
+
+
+def test_it_ends_where_it_was_asked_to(model: Path) -> None:
+    engine = MadeUpEngine(speeds)
+    for until, last in (("measured", TuningMeasured), ("planned", TuningPlans)):
+        events: list[TuningEvent] = []
+        ending = run(engine, EngineConfig(str(model)), events, until=until)
+        assert ending == TuningEnding(finished=True)
+        assert isinstance(events[-1], last)
+    assert engine.diary == []
+
+
+def test_a_model_that_is_not_there_is_told_before_anything_is_touched(tmp_path: Path) -> None:
+    with pytest.raises(EngineError) as caught:
+        run(MadeUpEngine(speeds), EngineConfig(str(tmp_path / "missing")))
+    assert caught.value.code == ErrorCode.MODEL_NOT_FOUND
+
+
+def test_a_model_that_fits_nowhere_says_the_nearest(model: Path) -> None:
+    ending = run(MadeUpEngine(speeds), EngineConfig(str(model), ram_bytes=1))
+    assert not ending.finished
+    assert ending.problem
+
+
+def test_a_card_that_a_plan_does_not_get_is_a_reason_to_lose(model: Path) -> None:
+    class FallsBack(MadeUpEngine):
+        def _loaded(self, what, config, on_progress, cancelled):  # type: ignore[no-untyped-def]
+            info = super()._loaded(what, config, on_progress, cancelled)
+            self.info = replace(info, device="cpu", device_note="Runs on the CPU: no room.")
+            return self.info
+
+    ending = run(FallsBack(speeds), EngineConfig(str(model), device="emulated:slow-link"))
+    assert ending.result is not None
+    for one in ending.result.timed:
+        assert one.contestant.is_before or "no room" in one.problem
+
+
+# --- what a result is used for --------------------------------------------------------------------
+
+
+def test_automatic_settings_become_what_won(model: Path) -> None:
+    run(MadeUpEngine(speeds), EngineConfig(str(model)))
+    applied = apply_tuning(EngineConfig(str(model)), model, lambda: MACHINE)
+    assert (applied.config.precision, applied.config.threads) == ("int8", 2)
+    assert applied.note == "Tuned on 21 Nov 2026: 10000.0 tokens/s."
+
+
+def test_explicit_settings_overrule(model: Path) -> None:
+    run(MadeUpEngine(speeds), EngineConfig(str(model)))
+    for asked in (
+        EngineConfig(str(model), precision="bf16"),
+        EngineConfig(str(model), device="cpu"),
+        EngineConfig(str(model), ram_bytes=10**9),
+        EngineConfig(str(model), cache_slots=3),
+    ):
+        applied = apply_tuning(asked, model, lambda: MACHINE)
+        assert applied.config == asked
+        assert applied.note == ""
+    kept = apply_tuning(EngineConfig(str(model), threads=3), model, lambda: MACHINE)
+    assert (kept.config.precision, kept.config.threads) == ("int8", 3)
+
+
+def test_another_machine_makes_it_stale_which_is_said(model: Path) -> None:
+    run(MadeUpEngine(speeds), EngineConfig(str(model)))
+    more = replace(MACHINE, ram_bytes=32 * 2**30)
+    applied = apply_tuning(EngineConfig(str(model)), model, lambda: more)
+    assert applied.config == EngineConfig(str(model))
+    assert "not used" in applied.note
+    assert "16 GiB" in applied.note
+    assert not applied.is_tuned
+    # Tuned again there, both are kept, each for its machine.
+    engine = MadeUpEngine(speeds)
+    tune(engine, StartTuning("t", EngineConfig(str(model))), lambda _event: None, lambda: False, around(more))
+    assert apply_tuning(EngineConfig(str(model)), model, lambda: more).is_tuned
+    assert apply_tuning(EngineConfig(str(model)), model, lambda: MACHINE).is_tuned
+
+
+def test_the_machine_is_not_looked_at_for_a_model_that_was_never_tuned(model: Path) -> None:
+    def look() -> None:
+        raise AssertionError("asked")
+
+    config = EngineConfig(str(model))
+    assert apply_tuning(config, model, look).config == config  # type: ignore[arg-type]
+
+
+def test_another_model_of_the_same_name_is_another(model: Path) -> None:
+    run(MadeUpEngine(speeds), EngineConfig(str(model)))
+    path = model / "config.json"
+    path.write_text(path.read_text() + " ")
+    assert apply_tuning(EngineConfig(str(model)), model, lambda: MACHINE).note == ""
+
+
+def test_what_was_timed_corrects_the_next_predictions(model: Path) -> None:
+    engine = MadeUpEngine(speeds)
+    first: list[TuningEvent] = []
+    run(engine, EngineConfig(str(model)), first)
+    found = kept_corrections(model_mark(model), described(MACHINE))
+    assert {one.precision for one in found} >= {"bf16", "int8"}
+    again: list[TuningEvent] = []
+    ending = run(engine, EngineConfig(str(model)), again)
+    assert ending.result is not None
+    won = ending.result.won
+    assert won is not None
+    assert won.contestant.predicted_tokens_per_s == pytest.approx(won.tokens_per_s, rel=0.02)
+    (plans,) = [event for event in again if isinstance(event, TuningPlans)]
+    assert plans.plan.speed.decode_tokens_per_s == pytest.approx(200 * SCALE, rel=0.1)
+
+
+def test_a_broken_file_is_no_result(model: Path) -> None:
+    run(MadeUpEngine(speeds), EngineConfig(str(model)))
+    (path,) = (data_dir() / "tuning").glob("*.json")
+    content = json.loads(path.read_text())
+    for broken in ("", "[]", "{", json.dumps({**content, "version": 9}), json.dumps({**content, "timed": 3})):
+        path.write_text(broken)
+        assert read_result(path) is None
+        assert apply_tuning(EngineConfig(str(model)), model, lambda: MACHINE).note == ""
+
+
+def test_measurements_are_kept_with_the_machine(model: Path) -> None:
+    run(MadeUpEngine(speeds), EngineConfig(str(model)), until="measured")
+    from engine.hardware.measurement_files import load_measurements
+
+    assert load_measurements(MACHINE) == measurements()
