@@ -9,8 +9,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from engine.checkpoint.config_file import CONFIG_NAME
+from engine.checkpoint.names import resolve
 from engine.config import EngineConfig
 from engine.errors import EngineError
+from engine.hardware.measurement_files import described
+from engine.hardware.probe import probe
 from engine.kept_file import write_kept
 from engine.paths import data_dir
 from engine.protocol import from_fields
@@ -71,6 +74,15 @@ def kept_corrections(mark: str, machine: Mapping[str, str]) -> tuple[Correction,
         for one in result.corrections:
             found.setdefault((one.precision, one.on_card), one)
     return tuple(found.values())
+
+
+def corrections_here(model: str) -> tuple[Correction, ...]:
+    """The same of whatever a user calls a model, on this machine; none for one that is not here."""
+    try:
+        mark = model_mark(resolve(model))
+    except EngineError:
+        return ()
+    return kept_corrections(mark, described(probe())) if results_of(mark) else ()
 
 
 def read_result(path: Path) -> TuningResult | None:

@@ -27,7 +27,7 @@ from engine.checkpoint.names import STARTER_NAME
 from engine.errors import EngineError, ErrorCode
 from engine.paths import models_dir
 from engine.verbs.output import emit, note
-from engine.verbs.planning import add_plan_options, machine_of, workload_of
+from engine.verbs.planning import add_plan_options, as_timed, machine_of, workload_of
 
 _REDRAW_S = 0.1
 _LINE_S = 1.0
@@ -96,7 +96,7 @@ def _fit(args: argparse.Namespace) -> int:
     shape = find_shape(args.model)
     document: dict[str, Any] = {"model": shape.name, "machine": machine.name, "parameters": shape.total_weights}
     try:
-        plan = make_plan(machine, shape, workload, limits, measured=measured)
+        plan = as_timed(make_plan(machine, shape, workload, limits, measured=measured), args)
     except EngineError as error:
         if error.code is not ErrorCode.NOT_ENOUGH_MEMORY:
             raise

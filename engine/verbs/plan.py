@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from engine.verbs.output import emit
-from engine.verbs.planning import add_plan_options, machine_of, plan_document, plan_text, workload_of
+from engine.verbs.planning import add_plan_options, as_timed, machine_of, plan_document, plan_text, workload_of
 
 
 def add_parser(subparsers: Any) -> None:
@@ -30,6 +30,6 @@ def run(args: argparse.Namespace) -> int:
 
     workload = workload_of(args)
     machine, limits, measured = machine_of(args)
-    plan = make_plan(machine, find_shape(args.model), workload, limits, measured=measured)
+    plan = as_timed(make_plan(machine, find_shape(args.model), workload, limits, measured=measured), args)
     emit(plan_document(plan), as_json=args.json, human=lambda: plan_text(plan))
     return 0

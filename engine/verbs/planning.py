@@ -81,6 +81,16 @@ def workload_of(args: argparse.Namespace) -> Workload:
         raise EngineError(ErrorCode.INVALID_REQUEST, f"{error}.") from None
 
 
+def as_timed(plan: Plan, args: argparse.Namespace) -> Plan:
+    """The plan with what real tokens of this model on this machine have corrected; another machine's as it is."""
+    if args.hardware:
+        return plan
+    from engine.tuning.corrections import corrected_plan
+    from engine.tuning.keeping import corrections_here
+
+    return corrected_plan(plan, corrections_here(args.model))
+
+
 def plan_text(plan: Plan) -> str:
     """A plan for a terminal."""
     work, speed, cache = plan.workload, plan.speed, plan.cache
