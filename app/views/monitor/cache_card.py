@@ -1,0 +1,1 @@
+"""What the expert cache hits, with which policy, and what another size would give."""

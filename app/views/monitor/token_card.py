@@ -1,0 +1,1 @@
+"""What a decoded token used: experts by how they were met, and energy."""
