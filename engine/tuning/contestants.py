@@ -155,7 +155,8 @@ def _predicted(situation: Situation, how: str, config: EngineConfig) -> Candidat
     except EngineError:
         return None
     on_card, rate = found.memory.card is not None, found.tokens_per_s
-    told = corrected(situation.corrections, found.precision, rate, on_card=on_card, off=found.high / rate - 1)
+    threads = config.threads or compute_threads()
+    told = corrected(situation.corrections, found.precision, threads, rate, on_card=on_card, off=found.high / rate - 1)
     return Candidate(how, config, found.precision, rate, *told, on_card=on_card)
 
 

@@ -15,42 +15,35 @@ _RANGE = 0.1
 """How far a corrected prediction may still be off."""
 
 
-def factor_of(corrections: Iterable[Correction], precision: str, *, on_card: bool) -> float | None:
-    """What a prediction is to be multiplied by; None if nothing of the kind was timed."""
-    found = (one.factor for one in corrections if (one.precision, one.on_card) == (precision, on_card))
-    return next(found, None)
-
-
 def corrected(
-    corrections: Iterable[Correction], precision: str, modelled: float, *, on_card: bool, off: float
+    corrections: Iterable[Correction], precision: str, threads: int, modelled: float, *, on_card: bool, off: float
 ) -> tuple[float, float, float]:
     """(tokens/s, low, high) of a prediction.
 
-    A precision that was not timed is corrected as the others in the same place were: much of what the model of a
-    machine has wrong is the same for all.  Its range stays as wide.
+    What was timed just so decides.  What was not is corrected as what is most like it was: much of what the model of
+    a machine has wrong is the same for all; its range stays as wide.
 
     Args:
         off: the range of the model of the machine, as a share.
     """
-    known = tuple(corrections)
-    factor = factor_of(known, precision, on_card=on_card)
-    if factor is not None:
-        off = _RANGE
-    else:
-        factor = statistics.median([one.factor for one in known if one.on_card == on_card] or [1.0])
+    here = [one for one in corrections if one.on_card == on_card]
+    alike = [one for one in here if one.precision == precision]
+    same = [one for one in alike if one.threads == threads]
+    factor = statistics.median(one.factor for one in same or alike or here) if here else 1.0
+    off = _RANGE if same else off
     rate = factor * modelled
     return rate, (1 - off) * rate, (1 + off) * rate
 
 
 def corrections_from(timed: Iterable[Timed], modelled: Mapping[str, float]) -> tuple[Correction, ...]:
-    """From a race: of each precision, on a card and on none, the fastest decides.
+    """From a race: of each precision and number of threads, on a card and on none, the fastest decides.
 
     Args:
         modelled: uncorrected predictions by contestant's name.
     """
-    found: dict[tuple[str, bool], Timed] = {}
+    found: dict[tuple[str, bool, int], Timed] = {}
     for one in timed:
-        key = (one.precision, one.device != "cpu")
+        key = (one.precision, one.device != "cpu", one.threads)
         wanted = one.contestant.config.precision in ("auto", one.precision)
         if one.problem or not one.tokens_per_s or not wanted or not modelled.get(one.contestant.name):
             continue
@@ -61,15 +54,14 @@ def corrections_from(timed: Iterable[Timed], modelled: Mapping[str, float]) -> t
 
 
 def corrected_plan(plan: Plan, corrections: Iterable[Correction]) -> Plan:
-    """The plan with speeds as they were seen to be: its own, and those of the others that were timed in its precision.
+    """The plan with its speed as it was seen to be.
 
     The time until the first token is left alone: it is limited by other things.
     """
     before = plan.speed
     off = before.high / before.decode_tokens_per_s - 1 if before.decode_tokens_per_s else 0.0
-    decode, low, high = corrected(
-        corrections, plan.precision, before.decode_tokens_per_s, on_card=plan.card is not None, off=off
-    )
+    rate, on_card = before.decode_tokens_per_s, plan.card is not None
+    decode, low, high = corrected(corrections, plan.precision, plan.threads, rate, on_card=on_card, off=off)
     speed = replace(before, tokens_per_s=_delivered(plan, decode), decode_tokens_per_s=decode, low=low, high=high)
     return replace(plan, speed=speed)
 

@@ -67,12 +67,12 @@ def all_results() -> list[TuningResult]:
 
 
 def kept_corrections(mark: str, machine: Mapping[str, str]) -> tuple[Correction, ...]:
-    """Of all that was timed of a model on this machine: for each precision and place the latest."""
+    """Of all that was timed of a model on this machine: for each way of running it the latest."""
     here = [one for one in results_of(mark) if one.machine == facts(machine)]
-    found: dict[tuple[str, bool], Correction] = {}
+    found: dict[tuple[str, bool, int], Correction] = {}
     for result in here:
         for one in result.corrections:
-            found.setdefault((one.precision, one.on_card), one)
+            found.setdefault((one.precision, one.on_card, one.threads), one)
     return tuple(found.values())
 
 

@@ -65,10 +65,12 @@ class Correction:
     Attributes:
         precision: of the experts.
         on_card: whether a card took part.
+        threads: of the CPU.
     """
 
     precision: str
     on_card: bool
+    threads: int
     factor: float
 
 
