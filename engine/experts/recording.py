@@ -28,7 +28,8 @@ def recorded_experts(
     recorder = RECORDER
     begun_ns = perf_counter_ns()
     recorder.layer = module.__dict__.get(LAYER_NUMBER, -1)
-    recorder.dense(DENSE, recorder.layer_since_ns, begun_ns, recorder.layer)
+    if recorder.request:  # else this is a trial run while loading, and nothing of it began when the last one ended
+        recorder.dense(DENSE, recorder.layer_since_ns, begun_ns, recorder.layer)
     try:
         result = kernel(hidden, index, weights)
         if not getattr(kernel, "records_itself", False):

@@ -1,0 +1,1 @@
+"""Layers x experts: how much each is used, and where it is."""

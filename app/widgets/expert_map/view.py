@@ -1,0 +1,194 @@
+"""The map of experts as a widget."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from PySide6.QtCore import QPoint, QRectF, QSize, Qt, Signal
+from PySide6.QtGui import QColor, QImage, QKeyEvent, QMouseEvent, QPainter, QPaintEvent, QPen, QResizeEvent
+from PySide6.QtWidgets import QSizePolicy, QToolTip, QWidget
+
+from app.theme import ThemeController
+from app.widgets.expert_map.data import MapData
+from app.widgets.expert_map.picture import draw_map
+from app.widgets.quantities import memory, number
+from engine.telemetry.messages import ARRIVING, IN_RAM, IN_VRAM, ON_DISK
+
+MARGIN_PX = 26
+GAP_PX = 4
+
+
+class ExpertMapView(QWidget):
+    """Signals: `said(str)`, about the expert under the mouse or the cursor; empty if there is none."""
+
+    said = Signal(str)
+
+    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self._theme = theme
+        self._data: MapData | None = None
+        self._by_use = False
+        self._order: NDArray[np.intp] | None = None
+        self._image: QImage | None = None
+        self._cursor: tuple[int, int] | None = None
+        self.setMouseTracking(True)
+        self.setFocusPolicy(Qt.FocusPolicy.StrongFocus)
+        self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Expanding)
+        self.setAccessibleName(self.tr("Expert map"))
+        self.setAccessibleDescription(self.tr("Layers by experts. Arrow keys move from expert to expert."))
+        theme.changed.connect(self._redraw)
+
+    @property
+    def data(self) -> MapData | None:
+        return self._data
+
+    def show_data(self, data: MapData | None) -> None:
+        """Another moment of the map; None for none."""
+        self._data = data
+        self._order = data.order(by_use=self._by_use) if data is not None else None
+        if self._cursor is not None and data is not None:
+            rows, columns = data.shape
+            self._cursor = min(self._cursor[0], rows - 1), min(self._cursor[1], columns - 1)
+        self._redraw()
+        self._say()
+
+    def sort_by_use(self, by_use: bool) -> None:
+        """Columns by use, the most used first, in place of the experts' numbers."""
+        self._by_use = by_use
+        self.show_data(self._data)
+
+    def sizeHint(self) -> QSize:
+        return QSize(360, 170)
+
+    def minimumSizeHint(self) -> QSize:
+        return QSize(180, 120)
+
+    def text_at(self, row: int, column: int) -> str:
+        """What is known of the expert that is shown there."""
+        if self._data is None or self._order is None:
+            return ""
+        data, expert = self._data, int(self._order[row, column])
+        place = int(data.places[row, expert])
+        if not place:
+            return ""
+        uses, hits = int(data.uses[row, expert]), int(data.hits[row, expert])
+        head = self.tr("Layer {0}, expert {1}").format(data.layers[row], expert)
+        parts = [head, self.tr("used {0} times").format(number(uses, 0))]
+        if place & (IN_VRAM | ON_DISK) or data.hits.any():
+            parts.append(
+                self.tr("hit {0}%").format(number(100 * hits / uses, 0)) if uses else self.tr("never asked for")
+            )
+        if last := int(data.last_step[row, expert]):
+            parts.append(self.tr("last {0} steps ago").format(max(0, data.step - last)))
+        parts += [memory(data.record_bytes[row]), self._place_text(place)]
+        return " · ".join(parts)
+
+    def _place_text(self, place: int) -> str:
+        names = (
+            (IN_VRAM, self.tr("in VRAM")),
+            (ARRIVING, self.tr("on its way")),
+            (IN_RAM, self.tr("in RAM")),
+            (ON_DISK, self.tr("on disk")),
+        )
+        return ", ".join(name for bit, name in names if place & bit)
+
+    # --- painting ---------------------------------------------------------------------------------
+
+    def _redraw(self) -> None:
+        self._image = None
+        self.update()
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        self._redraw()
+
+    def _area(self) -> QRectF:
+        return QRectF(0, 0, self.width() - MARGIN_PX - GAP_PX, self.height() - MARGIN_PX - GAP_PX)
+
+    def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
+        data, order, theme = self._data, self._order, self._theme.theme
+        if data is None or order is None:
+            return
+        area, ratio = self._area(), self.devicePixelRatioF()
+        painter = QPainter(self)
+        if self._image is None:
+            size = max(1, round(area.width() * ratio)), max(1, round(area.height() * ratio))
+            self._image = draw_map(data, order, *size, QColor("#FFFFFF"), QColor(theme.surface))
+            self._image.setDevicePixelRatio(ratio)
+        painter.drawImage(0, 0, self._image)
+        self._draw_margins(painter, area, data, order)
+        if self._cursor is not None:
+            rows, columns = data.shape
+            cell = QRectF(0, 0, area.width() / columns, area.height() / rows)
+            cell.moveTo(self._cursor[1] * cell.width(), self._cursor[0] * cell.height())
+            painter.setPen(QPen(QColor(theme.miss), 2))
+            painter.drawRect(cell.adjusted(-1, -1, 1, 1))
+        if self.hasFocus():
+            painter.setPen(QPen(QColor(theme.accent), 2))
+            painter.drawRect(area.adjusted(1, 1, -1, -1))
+        painter.end()
+
+    def _draw_margins(self, painter: QPainter, area: QRectF, data: MapData, order: NDArray[np.intp]) -> None:
+        """Bars of the sum of each row's and each column's use."""
+        heat = np.take_along_axis(data.heat, order, axis=1).astype(np.float64)
+        painter.setPen(Qt.PenStyle.NoPen)
+        painter.setBrush(QColor(self._theme.theme.idle))
+        for sums, is_row in ((heat.sum(axis=1), True), (heat.sum(axis=0), False)):
+            room = area.height() if is_row else area.width()
+            step = room / len(sums)
+            lengths = MARGIN_PX * sums / max(float(sums.max()), 1.0)
+            thick = max(step - 1, 0.6 * step)
+            bars = [
+                QRectF(area.right() + GAP_PX, index * step, length, thick)
+                if is_row
+                else QRectF(index * step, area.bottom() + GAP_PX, thick, length)
+                for index, length in enumerate(lengths.tolist())
+            ]
+            painter.drawRects(bars)
+
+    # --- mouse and keys ---------------------------------------------------------------------------
+
+    def mouseMoveEvent(self, event: QMouseEvent) -> None:
+        at = self._cell_at(event.position().toPoint())
+        if at != self._cursor:
+            self._cursor = at
+            self._say()
+            self.update()
+        text = self.text_at(*at) if at is not None else ""
+        QToolTip.showText(event.globalPosition().toPoint(), text, self)
+
+    def leaveEvent(self, event: object) -> None:  # noqa: ARG002
+        self._cursor = None
+        self._say()
+        self.update()
+
+    def _cell_at(self, at: QPoint) -> tuple[int, int] | None:
+        area = self._area()
+        if self._data is None or not area.contains(at):
+            return None
+        rows, columns = self._data.shape
+        return int(at.y() * rows / area.height()), int(at.x() * columns / area.width())
+
+    def keyPressEvent(self, event: QKeyEvent) -> None:
+        moves = {
+            Qt.Key.Key_Left: (0, -1),
+            Qt.Key.Key_Right: (0, 1),
+            Qt.Key.Key_Up: (-1, 0),
+            Qt.Key.Key_Down: (1, 0),
+        }
+        move = moves.get(Qt.Key(event.key()))
+        if move is None or self._data is None:
+            event.ignore()
+            return
+        rows, columns = self._data.shape
+        row, column = self._cursor or (0, 0)
+        if self._cursor is not None:
+            row, column = (row + move[0]) % rows, (column + move[1]) % columns
+        self._cursor = row, column
+        self._say()
+        self.update()
+
+    def _say(self) -> None:
+        text = self.text_at(*self._cursor) if self._cursor is not None else ""
+        self.setAccessibleDescription(text or self.tr("Layers by experts. Arrow keys move from expert to expert."))
+        self.said.emit(text)
