@@ -87,6 +87,7 @@ def bench_batch(config: EngineConfig, plan: BatchBenchPlan, report: Report, say:
                     del rates[name]
                     continue
                 if repeat:
+                    say(f"{name}: {rate:.1f} tokens/s")
                     rates[name].append(rate)
     ours = rates.pop("ours")
     name = f"{plan.rows} rows, {plan.tokens} tokens each"

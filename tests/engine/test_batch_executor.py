@@ -21,11 +21,12 @@ from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.request import BatchAnswer, BatchRequest, Outcome
 from engine.runtime.chat_session import ChatSession
 from engine.runtime.loaded_model import LoadedModel
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
 from tests.engine.tiny_configs import ADAPTED, FAMILIES
 
 POLICY = BatchPolicy(rows=4, kv_bytes=2**22, sweep_tokens=30, micro_batch_tokens=25)
-_NOT_PACKED = {"llama4", "gemma4_text", "deepseek_v4", "minimax_m3_vl", "minimax_m3_vl_text"}
 
 
 @pytest.fixture(scope="module")
@@ -254,6 +255,26 @@ def test_repetition_penalties_stop_strings_and_constraints_are_each_rows_own(mix
     even = answers[3].token_ids
     assert not any(token % 2 for token in even)
     assert len(even) == 30 or even[-1] % 10 == 0
+
+
+def test_a_window_as_long_as_the_rows_changes_nothing_and_a_short_one_does() -> None:
+    loaded = tiny_loaded("llama")
+    rows = _rows([60, 90], SamplingParams(max_tokens=8))
+    wanted = {row.row: _alone(loaded, row) for row in rows}
+    for window, same in ((120, True), (8, False)):
+        policy = BatchPolicy(rows=4, kv_bytes=2**22, window=window, kept=4)
+        found = {row: answer.token_ids for row, answer in _answers(loaded, rows, policy).items()}
+        assert (found == wanted) is same
+
+
+def test_a_batch_is_recorded_as_steps_of_one_request(mixtral: LoadedModel) -> None:
+    RECORDER.start()
+    try:
+        _answers(mixtral, _rows([5, 7], SamplingParams(max_tokens=3)))
+        steps = RECORDER.take_steps()
+    finally:
+        RECORDER.stop()
+    assert steps["tokens"][steps["name"] == lanes.BATCH_STEP].tolist() == [12, 2, 2]
 
 
 def test_other_families_are_answered_one_by_one_with_a_word_about_it() -> None:

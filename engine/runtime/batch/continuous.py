@@ -7,12 +7,15 @@ from collections.abc import Generator, Iterator
 import torch
 
 from engine.errors import EngineError, ErrorCode
+from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel, Work
 from engine.runtime.batch.page_pool import PagePool
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.preparation import Prepared
 from engine.runtime.batch.request import AnswerCallback, Check, Outcome
 from engine.runtime.batch.row import PagedRow
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER
 
 
 class ContinuousBatch:
@@ -38,8 +41,14 @@ class ContinuousBatch:
         self, prepared: Iterator[Prepared], on_row: AnswerCallback, should_yield: Check, cancelled: Check
     ) -> Outcome:
         """Answers rows until there are no more; see `BatchExecutor.run`."""
-        with self._model.threads():
-            return self._run(prepared, on_row, should_yield, cancelled)
+        if RECORDER.on:
+            RECORDER.begin_request()
+        try:
+            with self._model.threads():
+                return self._run(prepared, on_row, should_yield, cancelled)
+        finally:
+            if RECORDER.on:
+                RECORDER.end_request()
 
     def _run(
         self, prepared: Iterator[Prepared], on_row: AnswerCallback, should_yield: Check, cancelled: Check
@@ -128,6 +137,8 @@ class ContinuousBatch:
         for each in work:
             each.row.has_read(each.tokens)
         tokens = _choose(choosing, logits)
+        if RECORDER.on:
+            RECORDER.phase(lanes.BATCH_STEP, sum(each.tokens for each in work))
         for row, token in zip(choosing, tokens, strict=True):
             reason = row.text.take(token)
             if reason is not None:
@@ -147,8 +158,6 @@ def _choose(rows: list[PagedRow], logits: torch.Tensor) -> list[int]:
 
 
 def _too_long(new: Prepared, pages: int) -> EngineError:
-    from engine.kernels.native.paged_attention import PAGE_TOKENS
-
     return EngineError(
         ErrorCode.PROMPT_TOO_LONG,
         f"The row needs room for {len(new.prompt) + new.limits.max_tokens:,} tokens, but the batch has memory for "

@@ -17,9 +17,10 @@ from engine.runtime.loaded_model import LoadedModel
 class BatchExecutor:
     """The rows of one job.  Not for several threads; the model may answer chats while no `run` is going on.
 
-    Rows are answered greedily or by sampling as if each were alone: in fp32 a greedy answer is that of a chat, token
-    for token; in bf16 two tokens whose logits differ by a few roundings (about 0.03 of the spread that bf16 gives
-    logits of 10) may change places, because products over many rows are rounded in another order.
+    Rows are answered as if each were alone.  In fp32 a greedy answer is that of a chat, token for token.  In bf16 it is
+    but for near ties: products over many rows are rounded in another order, which moves logits by up to a tenth of
+    their standard deviation, and by more where two experts come out equally good; quantised weights, for which a chat
+    quantises its single vectors as well, by up to four tenths.  A row's own seed makes sampling repeatable.
 
     Args:
         policy: how many rows at once and the like; `None` is what fits this machine.

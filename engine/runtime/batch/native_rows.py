@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from engine.runtime.batch.packed_attention import PagedStates
 from engine.runtime.native_decoder import knows_layer
 from engine.runtime.short_way.grouped_attention import GroupedAttention, attention_struct
 from engine.runtime.short_way.sparse_block import SparseBlock
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER
 
 _FEWEST_WEIGHTS = 64 * 1024
 """Below this torch is as fast; and routers are left to the library, where a rounding changes the choice."""
@@ -52,7 +55,11 @@ class NativeRows:
             layer = self._layers[index]
             cos, sin = recording.calls[index][1]["position_embeddings"]
             paged = self._states.layer_of(layer.self_attn)[1]
+            begun_ns = perf_counter_ns()
             out = attention_rows(self._kernels, struct, paged, pieces, hidden[0], cos[0], sin[0])[None]
+            if RECORDER.on:
+                RECORDER.layer, RECORDER.layer_since_ns = index, perf_counter_ns()
+                RECORDER.dense(lanes.ATTENTION, begun_ns, RECORDER.layer_since_ns, index)
             sparse = self._sparse.get(index)
             if sparse is not None:
                 return self._add_experts(layer.mlp, sparse.struct, out[0])[None]

@@ -63,16 +63,23 @@ class PagedStates:
     def attend(
         self, module: Any, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: dict[str, Any]
     ) -> torch.Tensor:
-        """[1, heads, T, dim] of all rows, one after the other -> [1, T, heads, value_dim]."""
-        queries, keys, values = (_by_token(states) for states in (queries, keys, values))
+        """[1, heads, T, dim] of all rows, one after the other -> [1, T, heads, value_dim].
+
+        Of a model on a card queries, keys and values come to RAM, where the pages are, and only hidden states go back
+        (MoE-Lightning, section 4.1: that is less than the keys and values that a card would have to be sent).
+        """
+        device = queries.device
+        queries, keys, values = (_by_token(states.cpu()) for states in (queries, keys, values))
         if self.pieces is None:
             self._meet(module, queries, keys, values, options)
             group = queries.shape[1] // keys.shape[1]
-            return values.repeat_interleave(group, 1)[None]
+            return values.repeat_interleave(group, 1)[None].to(device)
         layer, struct = self._layers[id(module)]
         if self._kernels is not None:
-            return attend(self._kernels, struct, self.pieces, queries, keys, values)[None]
-        return attend_in_torch(layer, self._terms[id(module)], self.pieces, queries, keys, values)[None]
+            attended = attend(self._kernels, struct, self.pieces, queries, keys, values)
+        else:
+            attended = attend_in_torch(layer, self._terms[id(module)], self.pieces, queries, keys, values)
+        return attended[None].to(device)
 
     def _meet(
         self, module: Any, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: dict[str, Any]
@@ -90,7 +97,7 @@ class PagedStates:
             window=window,
             kept=self._kept if window and window == self._window else 0,
             softcap=float(options.get("softcap") or 0),
-            sinks=sinks.detach().float().contiguous() if sinks is not None else None,
+            sinks=sinks.detach().float().cpu().contiguous() if sinks is not None else None,
         )
 
 

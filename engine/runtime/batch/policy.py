@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import psutil
 
 from engine.kernels.native.paged_attention import KvType
+from engine.planner.plan_parts import BatchPlan
 from engine.runtime.loaded_model import LoadedModel
 
 _ROWS = 256
@@ -15,7 +16,7 @@ _KV_SHARE = 0.5
 _LEAST_KV_BYTES = 64 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BatchPolicy:
     """MoE-Lightning's N and mu, and the memory of keys and values.
 
@@ -38,13 +39,18 @@ class BatchPolicy:
     kept: int = 0
 
 
-def policy_for(loaded: LoadedModel, ram_bytes: int | None = None) -> BatchPolicy:
+def policy_for(loaded: LoadedModel, ram_bytes: int | None = None, plan: BatchPlan | None = None) -> BatchPolicy:
     """What fits this machine: keys and values get half of the RAM that is free.
 
     Args:
         ram_bytes: of keys and values at most, if somebody has planned it.
+        plan: sizes that the planner found best, if it was asked.
     """
     free = int(psutil.virtual_memory().available * _KV_SHARE)
     kv_bytes = max(_LEAST_KV_BYTES, min(free, ram_bytes or free))
-    # Where weights come from disk or over a link, a prompt is read in long pieces: each brings them once.
-    return BatchPolicy(kv_bytes=kv_bytes, sweep_tokens=max(1024, loaded.piece_tokens))
+    rows = plan.sequences if plan is not None else _ROWS
+    # Where weights come from disk or over a link, a prompt is read in long pieces: each brings them once.  On a card a
+    # piece is what its memory has room for.
+    piece = loaded.piece_tokens
+    at_once = max(piece, rows) if loaded.devices is not None else max(BatchPolicy.micro_batch_tokens, piece)
+    return BatchPolicy(rows, kv_bytes, max(BatchPolicy.sweep_tokens, piece), at_once)
