@@ -22,7 +22,7 @@ from app.views.starter_panel import StarterPanel
 from app.views.unbuilt_pages import make_unbuilt
 from app.widgets.banner import Banner
 
-CHAT, MONITOR, TUNE, SETTINGS = 0, 2, 3, 5
+CHAT, BATCH, MONITOR, TUNE, SETTINGS = 0, 1, 2, 3, 5
 SIZE = QSize(1280, 800)
 SMALLEST = QSize(900, 600)
 
@@ -176,6 +176,12 @@ class MainWindow(QMainWindow):
             monitor = MonitorPage(self._client, self.telemetry, self._settings, self._theme, self)
             monitor.tune_wanted.connect(lambda: self.show_page(TUNE))
             return monitor
+        if index == BATCH:
+            from app.views.batch import make_batch_page
+
+            batch = make_batch_page(self._client, self._theme, self)
+            self.closing.connect(batch.close_down)
+            return batch
         return make_unbuilt(index, self._theme)
 
     def _passing_banner(self, kind: str, theme: ThemeController) -> Banner:

@@ -109,6 +109,13 @@ class SamplingPopover(Popover):
         self.open_above(button)
         self.temperature.setFocus()
 
+    def without_beams(self) -> None:
+        """Offer no beam search, where there is none."""
+        self.beams.hide()
+        for label in self.findChildren(QLabel):
+            if label.buddy() is self.beams:
+                label.hide()
+
     def fill(self, sampling: SamplingParams) -> None:
         """Show these settings."""
         self._filling = True

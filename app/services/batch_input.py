@@ -1,0 +1,111 @@
+"""What a file or folder of rows holds, looked at before anything is asked.  Slow: not for the GUI thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from engine.batch_files.folder import FolderRows
+from engine.batch_files.openai_requests import holds_openai_requests
+from engine.batch_files.opening import INPUT_SUFFIXES, InputForm, open_source
+from engine.batch_files.row_count import RowCount
+from engine.batch_files.template import as_text, template_of
+from engine.errors import EngineError
+
+SHOWN_ROWS = 5
+_MOST_CHARACTERS = 300
+_TEXT = frozenset({".txt", ".md", ".csv", ".tsv", ".jsonl", ".ndjson"})
+
+
+@dataclass(frozen=True, slots=True)
+class InputPreview:
+    """What an input holds.
+
+    Attributes:
+        path, form: what was opened, and how.
+        columns: of every row.
+        rows: the first ones, a text for each column.
+        template: what to ask where nobody says; empty if that is not clear.
+        openai: whether rows are OpenAI requests.
+        is_text: whether an encoding matters.
+        is_delimited: whether a separator matters.
+        has_plain_text: whether it matters if a text file is a row or its lines are.
+        problem: what is wrong with the first bad row, as the end of a sentence; empty if nothing was found.
+    """
+
+    path: Path
+    form: InputForm
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    template: str
+    openai: bool
+    is_text: bool
+    is_delimited: bool
+    has_plain_text: bool
+    problem: str
+
+
+def look_at(path: Path, form: InputForm) -> InputPreview:
+    """Opens an input and reads its first rows.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`, in one sentence.
+    """
+    source = open_source(path, form)
+    columns = source.columns
+    first = list(islice(source.rows(), 200))
+    shown = tuple(
+        tuple(as_text(row.fields.get(name))[:_MOST_CHARACTERS] for name in columns) for row in first[:SHOWN_ROWS]
+    )
+    suffixes = (
+        {file.suffix.lower() for file in source.files} if isinstance(source, FolderRows) else {path.suffix.lower()}
+    )
+    openai = holds_openai_requests(source)
+    try:
+        template = "" if openai else template_of(columns).text
+    except EngineError:
+        template = ""
+    return InputPreview(
+        path=path,
+        form=form,
+        columns=columns,
+        rows=shown,
+        template=template,
+        openai=openai,
+        is_text=bool(suffixes & _TEXT),
+        is_delimited=".csv" in suffixes,
+        has_plain_text=".txt" in suffixes,
+        problem=next((row.problem for row in first if row.problem), ""),
+    )
+
+
+def count_rows(path: Path, form: InputForm, cancelled: Callable[[], bool]) -> int | None:
+    """How many rows there are; None where counting would take long, or the input cannot be read."""
+    try:
+        return RowCount(open_source(path, form), cancelled).total
+    except (EngineError, OSError):
+        return None
+
+
+def can_be_read(path: Path) -> bool:
+    """Whether a file's name says that it holds rows, or it is a folder."""
+    return path.is_dir() or path.suffix.lower() in INPUT_SUFFIXES
+
+
+def free_output(source: Path, suffix: str) -> Path:
+    """A name beside the input that nobody has: `complaints.answers.csv`, or with a number."""
+    stem = source.name if source.is_dir() else source.stem
+    number = 1
+    while True:
+        path = source.parent / f"{stem}.answers{'' if number == 1 else f'-{number}'}{suffix}"
+        if not path.exists():
+            return path
+        number += 1
+
+
+def usual_suffix(source: Path) -> str:
+    """The kind of result file that goes with an input: its own where that can be written."""
+    suffix = source.suffix.lower()
+    return suffix if source.is_file() and suffix in (".csv", ".tsv", ".parquet", ".xlsx") else ".jsonl"

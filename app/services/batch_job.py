@@ -1,0 +1,88 @@
+"""A batch job as the window knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from engine.batch_files.journal import journal_path
+from engine.config import BatchJob
+
+
+class JobState(Enum):
+    """What a job is doing."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    PAUSED = "paused"
+    STOPPED = "stopped"
+    FINISHED = "finished"
+    FAILED = "failed"
+    ELSEWHERE = "elsewhere"
+
+
+UNDER_WAY = frozenset({JobState.RUNNING, JobState.STOPPING})
+"""The engine works on it."""
+
+RESUMABLE = frozenset({JobState.PAUSED, JobState.STOPPED, JobState.FAILED})
+"""It has rows that are not answered, and nobody works on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobEntry:
+    """One job.  There is one for every output, as there is one journal.
+
+    Attributes:
+        key: the name of its journal.
+        job: as it is to be started next.
+        created_s: seconds since 1970.
+        model: name of the model that answers it; empty before it has run.
+        done, failed: rows that have ended, and those of them that failed.
+        total: rows in all; None while nobody knows.
+        tokens_per_s: generated lately; 0 while there is nothing to tell by.
+        ends_low_s, ends_high_s: when it will be done, seconds since 1970; None while there is nothing to tell by.
+        blocked: why nothing goes on though it runs, as a sentence.
+        reason: why it does not run, as a sentence; empty if the user wished so.
+        note: a word about how its rows were run.
+    """
+
+    key: str
+    job: BatchJob
+    state: JobState
+    created_s: float
+    model: str = ""
+    done: int = 0
+    failed: int = 0
+    total: int | None = None
+    tokens_per_s: float = 0.0
+    ends_low_s: float | None = None
+    ends_high_s: float | None = None
+    blocked: str = ""
+    reason: str = ""
+    note: str = ""
+
+    @property
+    def input(self) -> Path:
+        return Path(self.job.input)
+
+    @property
+    def output(self) -> Path:
+        return Path(self.job.output)
+
+    @property
+    def journal(self) -> Path:
+        return journal_path(self.output)
+
+    @property
+    def share(self) -> float | None:
+        """How much of it is done, 0 to 1; None while nobody knows."""
+        if self.state is JobState.FINISHED:
+            return 1.0
+        return min(1.0, self.done / self.total) if self.total else None
+
+
+def key_of(output: str) -> str:
+    """The key of the job with this output."""
+    return journal_path(Path(output)).name

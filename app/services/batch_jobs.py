@@ -1,0 +1,272 @@
+"""The jobs of the window: several wait, one runs, and none is lost with the engine or with the window."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from PySide6.QtCore import QObject, QTimer, Signal
+
+from app.services.background import BackgroundCall
+from app.services.batch_job import RESUMABLE, UNDER_WAY, JobEntry, JobState, key_of
+from app.services.batch_job_file import load_jobs, save_jobs
+from app.services.engine_client import EngineClient, EngineState
+from engine.batch_files.journal import discard
+from engine.config import BatchJob, BatchStart
+from engine.errors import ErrorCode
+from engine.protocol import BatchFinished, BatchProgress, BatchRows, Failed
+
+_log = logging.getLogger("switchyard.batch")
+
+WATCH_MS = 2000
+"""How often jobs of other processes are asked whether they still run."""
+
+
+class BatchJobs(QObject):
+    """Sends one job at a time to the engine, in the order in which they were wanted.
+
+    Signals:
+        changed: a `JobEntry` that is new or differs.
+        removed: the key of a job that is no longer listed.
+        answered: a job's key and the `BatchRow`s that ended since the last time.
+        listed: the jobs of earlier starts are known.
+        trouble: one sentence on what could not be written down.
+    """
+
+    changed = Signal(object)
+    removed = Signal(str)
+    answered = Signal(str, object)
+    listed = Signal()
+    trouble = Signal(str)
+
+    def __init__(
+        self, client: EngineClient, parent: QObject | None = None, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        super().__init__(parent)
+        self._client, self._clock = client, clock
+        self._entries: dict[str, JobEntry] = {}
+        self._turns: list[str] = []
+        self._running = ""
+        self._request = ""
+        self._wish = JobState.PAUSED
+        self._held = False
+        self._bin: dict[str, JobEntry] = {}
+        self._listing: BackgroundCall | None = None
+        self._discards: list[BackgroundCall] = []
+        self._watch = QTimer(self, interval=WATCH_MS)
+        self._watch.timeout.connect(self.list_again)
+        client.batch_told.connect(self._on_told)
+        client.finished.connect(self._on_finished)
+        client.state_changed.connect(self._start_next)
+        client.model_loaded.connect(self._start_next)
+
+    # --- what is known ----------------------------------------------------------------------------
+
+    @property
+    def entries(self) -> list[JobEntry]:
+        """All jobs, the newest first."""
+        return sorted(self._entries.values(), key=lambda entry: -entry.created_s)
+
+    def entry(self, key: str) -> JobEntry | None:
+        """The job of that key."""
+        return self._entries.get(key)
+
+    @property
+    def running(self) -> JobEntry | None:
+        """The job that the engine works on."""
+        return self._entries.get(self._running)
+
+    def list_again(self) -> None:
+        """Reads the journals; `listed` tells when that is done."""
+        if self._listing is None:
+            self._listing = BackgroundCall(load_jobs, self)
+            self._listing.done.connect(self._on_listed)
+            self._listing.start()
+
+    # --- what a person may do ---------------------------------------------------------------------
+
+    def add(self, job: BatchJob, total: int | None = None) -> str:
+        """A new job, last in the queue; its key."""
+        key = key_of(job.output)
+        self._bin.pop(key, None)
+        self._put(JobEntry(key, job, JobState.QUEUED, self._clock(), total=total))
+        self._turns.append(key)
+        self._start_next()
+        return key
+
+    def resume(self, key: str, start: BatchStart = "resume") -> None:
+        """Goes on with a job, asks its failed rows again, or begins it anew, when its turn comes."""
+        entry = self._entries[key]
+        if entry.state in RESUMABLE or (entry.state is JobState.FINISHED and start != "resume"):
+            done = 0 if start == "restart" else entry.done - (entry.failed if start == "retry_failed" else 0)
+            failed = 0 if start != "resume" else entry.failed
+            job = replace(entry.job, start=start)
+            self._put(replace(entry, job=job, state=JobState.QUEUED, reason="", note="", done=done, failed=failed))
+            self._turns.append(key)
+            self._start_next()
+
+    def pause(self, key: str) -> None:
+        """Stops a job for now, or takes it out of the queue."""
+        self._end_by_wish(key, JobState.PAUSED)
+
+    def stop(self, key: str) -> None:
+        """Ends a job before its last row; the result file then holds the rows that are answered."""
+        self._end_by_wish(key, JobState.STOPPED)
+
+    def remove(self, key: str) -> None:
+        """Takes a job off the list, its answers being kept until `empty_bin`; the result file stays where it is."""
+        entry = self._entries[key]
+        if entry.state not in UNDER_WAY and entry.state is not JobState.ELSEWHERE:
+            self._bin[key] = self._entries.pop(key)
+            if key in self._turns:
+                self._turns.remove(key)
+            self.removed.emit(key)
+            self._save()
+
+    def bring_back(self, key: str) -> None:
+        """Undoes `remove`."""
+        entry = self._bin.pop(key, None)
+        if entry is not None:
+            paused = entry.state is JobState.QUEUED
+            self._put(replace(entry, state=JobState.PAUSED) if paused else entry)
+
+    def empty_bin(self) -> None:
+        """Discards the journals of removed jobs."""
+        for entry in self._bin.values():
+            call = BackgroundCall(partial(discard, entry.journal), self)
+            call.failed.connect(lambda error: _log.warning("a journal stays: %s", type(error).__name__))
+            self._discards.append(call.start())
+        self._bin.clear()
+
+    # --- giving way -------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Lets nothing run until `go_on`: the job under way waits for its next turn."""
+        self._held = True
+        if self._running and self._entries[self._running].state is JobState.RUNNING:
+            self._wish = JobState.QUEUED
+            self._client.cancel(self._request)
+
+    def go_on(self) -> None:
+        """Ends `hold`."""
+        self._held = False
+        self._start_next()
+
+    def close_down(self) -> None:
+        """Writes down how things stand; jobs are listed as paused at the next start."""
+        self._watch.stop()
+        self.empty_bin()
+        self._save()
+        for call in (self._listing, *self._discards):
+            if call is not None:
+                call.wait()
+
+    # --- the queue --------------------------------------------------------------------------------
+
+    def _start_next(self, *_: object) -> None:
+        able = self._client.state in (EngineState.READY, EngineState.BUSY) and self._client.model is not None
+        if self._running or self._held or not self._turns or not able:
+            return
+        key = self._turns.pop(0)
+        entry = self._entries[key]
+        model = self._client.model.name if self._client.model is not None else ""
+        job = entry.job
+        self._running = key
+        self._wish = JobState.PAUSED
+        # Whatever ends this run, the next one goes on with what it has answered.
+        self._put(replace(entry, job=replace(job, start="resume"), state=JobState.RUNNING, model=model))
+        self._request = self._client.start_batch(job)
+
+    def _end_by_wish(self, key: str, state: JobState) -> None:
+        entry = self._entries[key]
+        if key == self._running:
+            self._wish = state
+            self._put(replace(entry, state=JobState.STOPPING))
+            self._client.cancel(self._request)
+        elif entry.state is JobState.QUEUED:
+            self._turns.remove(key)
+            self._put(replace(entry, state=state))
+        elif entry.state in RESUMABLE:
+            self._put(replace(entry, state=state, reason=""))
+
+    # --- what the engine says ---------------------------------------------------------------------
+
+    def _on_told(self, event: object) -> None:
+        entry = self.running
+        if entry is None or not isinstance(event, BatchProgress | BatchRows) or event.request_id != self._request:
+            return
+        if isinstance(event, BatchRows):
+            self.answered.emit(entry.key, event.rows)
+            return
+        now = self._clock()
+        total = event.total if event.total >= 0 else entry.total
+        new = replace(
+            entry,
+            done=event.done,
+            failed=event.failed,
+            total=total,
+            tokens_per_s=event.tokens_per_s,
+            ends_low_s=now + event.remaining_low_s if event.remaining_low_s >= 0 else None,
+            ends_high_s=now + event.remaining_high_s if event.remaining_high_s >= 0 else None,
+            blocked=event.blocked,
+        )
+        self._put(new, to_file=total != entry.total)
+
+    def _on_finished(self, event: object) -> None:
+        entry = self.running
+        if entry is None or not isinstance(event, BatchFinished | Failed) or event.request_id != self._request:
+            return
+        self._running, self._request = "", ""
+        entry = replace(entry, blocked="", ends_low_s=None, ends_high_s=None)
+        if isinstance(event, BatchFinished):
+            entry = self._ended(entry, event)
+        elif event.code in (ErrorCode.ENGINE_DIED, ErrorCode.DISK_FULL):
+            entry = replace(entry, state=JobState.PAUSED, reason=event.message)
+        else:
+            entry = replace(entry, state=JobState.FAILED, reason=event.message)
+        if entry.state is JobState.QUEUED:
+            self._turns.insert(0, entry.key)
+        self._put(entry)
+        self._start_next()
+
+    def _ended(self, entry: JobEntry, event: BatchFinished) -> JobEntry:
+        if event.finished:
+            return replace(
+                entry, state=JobState.FINISHED, done=event.done, failed=event.failed, total=event.done, note=event.note
+            )
+        if event.done:  # a job that was stopped before it began says nothing of earlier runs
+            entry = replace(entry, done=event.done, failed=event.failed)
+        if entry.state is not JobState.STOPPING and self._wish is JobState.PAUSED:
+            why = self.tr("The engine was needed for something else, such as another model; no answered row is lost.")
+            return replace(entry, state=JobState.PAUSED, reason=why)
+        return replace(entry, state=self._wish)
+
+    # --- keeping ----------------------------------------------------------------------------------
+
+    def _put(self, entry: JobEntry, *, to_file: bool = True) -> None:
+        self._entries[entry.key] = entry
+        if to_file:
+            self._save()
+        self.changed.emit(entry)
+
+    def _save(self) -> None:
+        try:
+            save_jobs(self._entries.values())
+        except OSError as error:
+            reason = error.strerror or str(error)
+            self.trouble.emit(self.tr("The list of jobs could not be written ({0}).").format(reason))
+
+    def _on_listed(self, found: list[JobEntry]) -> None:
+        self._listing = None
+        ours = {key for key, entry in self._entries.items() if entry.state is not JobState.ELSEWHERE}
+        for entry in found:
+            if entry.key not in ours and entry.key not in self._bin and entry != self._entries.get(entry.key):
+                self._entries[entry.key] = entry
+                self.changed.emit(entry)
+        watched = any(entry.state is JobState.ELSEWHERE for entry in self._entries.values())
+        if watched != self._watch.isActive():
+            self._watch.start() if watched else self._watch.stop()
+        self.listed.emit()

@@ -1,0 +1,189 @@
+"""How rows are answered: length, temperature and the rest of the sampling, and what an answer must be."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from PySide6.QtCore import Signal
+from PySide6.QtWidgets import (
+    QButtonGroup,
+    QDoubleSpinBox,
+    QGridLayout,
+    QHBoxLayout,
+    QLabel,
+    QPlainTextEdit,
+    QPushButton,
+    QSizePolicy,
+    QSpinBox,
+    QWidget,
+)
+
+from app.views.batch.form_card import FormCard, tell
+from app.views.batch.template_card import SystemEdit
+from app.views.chat.sampling_popover import MOST_TOKENS, SamplingPopover
+from engine.config import SamplingParams
+
+TEXT, CHOICES, SCHEMA = range(3)
+
+
+class AnswerCard(FormCard):
+    """Signals: `changed`, after every edit.
+
+    Args:
+        page: what the popover lies over.
+    """
+
+    changed = Signal()
+
+    def __init__(self, page: QWidget, parent: QWidget | None = None) -> None:
+        super().__init__(self.tr("Answers"), parent)
+        self._sampling = SamplingParams()
+        self._filling = False
+        self.max_tokens = QSpinBox(self)
+        self.max_tokens.setRange(1, MOST_TOKENS)
+        self.max_tokens.setGroupSeparatorShown(True)
+        self.temperature = QDoubleSpinBox(self)
+        self.temperature.setRange(0.0, 2.0)
+        self.temperature.setSingleStep(0.1)
+        self.temperature.setDecimals(2)
+        for box in (self.max_tokens, self.temperature):
+            box.lineEdit().setTextMargins(10, 0, 0, 0)
+            box.setFixedWidth(112)
+            box.valueChanged.connect(self._on_edited)
+        self.popover = SamplingPopover(page)
+        self.popover.without_beams()
+        self.popover.changed.connect(self._on_sampling)
+        self.more = QPushButton(self.tr("More sampling…"), self)
+        self.more.clicked.connect(lambda: self.popover.edit(self._sampling, self.more))
+        line = QHBoxLayout()
+        line.setSpacing(8)
+        line.addWidget(self._label(self.tr("At most"), self.max_tokens))
+        line.addWidget(self.max_tokens)
+        line.addWidget(self._label(self.tr("tokens"), None))
+        line.addSpacing(12)
+        line.addWidget(self._label(self.tr("Temperature"), self.temperature))
+        line.addWidget(self.temperature)
+        line.addSpacing(12)
+        line.addWidget(self.more)
+        line.addStretch(1)
+        self.max_tokens.setAccessibleName(self.tr("Most tokens of an answer"))
+        self._must_be = QWidget(self)
+        self._lay_out_kinds()
+        self._line = QWidget(self)
+        self._line.setLayout(line)
+        line.setContentsMargins(0, 0, 0, 0)
+        self.column.addWidget(self._line)
+        self.column.addWidget(self._must_be)
+        self._show_sampling()
+
+    def _lay_out_kinds(self) -> None:
+        grid = QGridLayout(self._must_be)
+        grid.setContentsMargins(0, 0, 0, 0)
+        grid.setVerticalSpacing(8)
+        self.kinds = QButtonGroup(self)
+        line = QHBoxLayout()
+        line.setSpacing(8)
+        line.addWidget(self._label(self.tr("An answer must be"), None))
+        for number, name in enumerate((self.tr("Text"), self.tr("One of choices"), self.tr("JSON by a schema"))):
+            button = QPushButton(name, self)
+            button.setProperty("kind", "segment")
+            button.setCheckable(True)
+            self.kinds.addButton(button, number)
+            line.addWidget(button)
+        line.addStretch(1)
+        self.kinds.button(TEXT).setChecked(True)
+        self.kinds.idToggled.connect(lambda _number, on: self._show_kind() if on else None)
+        self.choices = self._box(self.tr("Choices"), self.tr("A choice in each line, such as\npositive\nnegative"))
+        self.schema = self._box(
+            self.tr("JSON schema"), '{"type": "object", "properties": {"topic": {"type": "string"}}}'
+        )
+        self.schema.setProperty("code", "true")
+        self.trouble = self.words(warning=True)
+        grid.addLayout(line, 0, 0)
+        for row, widget in enumerate((self.choices, self.schema, self.trouble), start=1):
+            grid.addWidget(widget, row, 0)
+        self._show_kind()
+
+    # --- what is chosen ---
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self._sampling
+
+    def constraint(self) -> tuple[str, tuple[str, ...]]:
+        """Schema and choices; at most one of them says something."""
+        kind = self.kinds.checkedId()
+        if kind == SCHEMA:
+            return self.schema.toPlainText().strip(), ()
+        if kind == CHOICES:
+            lines = (line.strip() for line in self.choices.toPlainText().splitlines())
+            return "", tuple(dict.fromkeys(line for line in lines if line))
+        return "", ()
+
+    def problem(self) -> str:
+        """Why the answers cannot be as asked, as a sentence; empty if they can."""
+        kind = self.kinds.checkedId()
+        schema, choices = self.constraint()
+        if kind == CHOICES and len(choices) < 2:
+            return self.tr("Write two choices or more, each in a line of its own.")
+        if kind == SCHEMA:
+            if not schema:
+                return self.tr("Write the JSON schema that answers satisfy.")
+            try:
+                if not isinstance(json.loads(schema), dict):
+                    return self.tr("The schema is no JSON object.")
+            except ValueError as error:
+                return self.tr("The schema is not JSON: {0}.").format(error)
+        return ""
+
+    def set_openai(self, openai: bool) -> None:
+        """OpenAI requests say themselves what an answer must be; what stands here fills in what they leave out."""
+        self._must_be.setVisible(not openai)
+        self.heading.setText(self.tr("Answers, where a request does not say") if openai else self.tr("Answers"))
+
+    # --- inside ---
+
+    def _show_kind(self) -> None:
+        kind = self.kinds.checkedId()
+        self.choices.setVisible(kind == CHOICES)
+        self.schema.setVisible(kind == SCHEMA)
+        self._on_edited()
+
+    def _on_edited(self) -> None:
+        if self._filling:
+            return
+        self._sampling = replace(
+            self._sampling, max_tokens=self.max_tokens.value(), temperature=round(self.temperature.value(), 4)
+        )
+        empty = not any(self.constraint())
+        tell(self.trouble, "" if empty else self.problem())
+        self.changed.emit()
+
+    def _on_sampling(self, sampling: SamplingParams) -> None:
+        self._sampling = sampling
+        self._show_sampling()
+        self.changed.emit()
+
+    def _show_sampling(self) -> None:
+        self._filling = True
+        self.max_tokens.setValue(self._sampling.max_tokens)
+        self.temperature.setValue(self._sampling.temperature)
+        self._filling = False
+
+    def _box(self, name: str, example: str) -> QPlainTextEdit:
+        box = SystemEdit(self)
+        box.setAccessibleName(name)
+        box.setPlaceholderText(example)
+        box.setTabChangesFocus(True)
+        box.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
+        box.textChanged.connect(self._on_edited)
+        return box
+
+    def _label(self, text: str, buddy: QWidget | None) -> QLabel:
+        label = QLabel(text, self)
+        label.setProperty("role", "secondary")
+        if buddy is not None:
+            label.setBuddy(buddy)
+            buddy.setAccessibleName(text)
+        return label

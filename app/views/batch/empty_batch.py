@@ -1,0 +1,86 @@
+"""What the batch page shows while there is no job: what to do first, and what is accepted."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import QSize, Qt, Signal
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
+
+from app.icons import icon
+from app.theme import Theme, ThemeController
+
+ICON_PX = 36
+WIDTH_PX = 620
+
+
+class EmptyBatch(QWidget):
+    """Signals: `file_wanted`, `folder_wanted`: to choose one."""
+
+    file_wanted = Signal()
+    folder_wanted = Signal()
+
+    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self._area = QFrame(self)
+        self._area.setObjectName("dropArea")
+        self._area.setMaximumWidth(WIDTH_PX)
+        self._mark = QLabel(self._area)
+        title = QLabel(self.tr("Drop a file of prompts here"), self._area)
+        title.setProperty("role", "title")
+        words = QLabel(
+            self.tr("Every row is answered, many at a time, into a file of answers that keeps the columns."), self._area
+        )
+        kinds = QLabel(
+            self.tr(
+                "Accepted: csv, tsv, jsonl, parquet, xlsx, txt, md and pdf, a folder of such files, "
+                "and OpenAI batch files."
+            ),
+            self._area,
+        )
+        for label in (self._mark, title, words, kinds):
+            label.setAlignment(Qt.AlignmentFlag.AlignHCenter)
+        for label in (words, kinds):
+            label.setWordWrap(True)
+        words.setProperty("role", "lead")
+        kinds.setProperty("role", "secondary")
+        self.choose = QPushButton(self.tr("Choose a file…"), self._area)
+        self.choose.setProperty("kind", "primary")
+        self.choose.clicked.connect(self.file_wanted)
+        self.choose_folder = QPushButton(self.tr("Choose a folder…"), self._area)
+        self.choose_folder.clicked.connect(self.folder_wanted)
+        buttons = QHBoxLayout()
+        buttons.setSpacing(12)
+        buttons.addStretch(1)
+        buttons.addWidget(self.choose)
+        buttons.addWidget(self.choose_folder)
+        buttons.addStretch(1)
+        column = QVBoxLayout(self._area)
+        column.setContentsMargins(32, 40, 32, 40)
+        column.setSpacing(10)
+        column.addWidget(self._mark)
+        column.addWidget(title)
+        column.addWidget(words)
+        column.addSpacing(10)
+        column.addLayout(buttons)
+        column.addSpacing(10)
+        column.addWidget(kinds)
+        row = QHBoxLayout()
+        row.addStretch(1)
+        row.addWidget(self._area, 1000)
+        row.addStretch(1)
+        page = QVBoxLayout(self)
+        page.setContentsMargins(20, 20, 20, 20)
+        page.addStretch(2)
+        page.addLayout(row)
+        page.addStretch(3)
+        theme.changed.connect(self._apply)
+        self._apply(theme.theme)
+
+    def set_over(self, over: bool) -> None:
+        """Whether something that can be dropped is over the page."""
+        self._area.setProperty("over", "true" if over else "false")
+        self._area.style().unpolish(self._area)
+        self._area.style().polish(self._area)
+
+    def _apply(self, theme: Theme) -> None:
+        mark = icon("batch", theme, theme.muted)
+        self._mark.setPixmap(mark.pixmap(QSize(ICON_PX, ICON_PX), self.devicePixelRatioF()))

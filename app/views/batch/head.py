@@ -1,0 +1,80 @@
+"""The line at the top of the page: which job is shown, and what can be done with it."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import Signal
+from PySide6.QtWidgets import QLabel, QMenu, QPushButton, QWidget
+
+from app.services.batch_job import RESUMABLE, JobEntry, JobState
+from app.views.chat.chip import ElidedLabel
+from app.widgets.page_header import PageHeader
+
+
+class BatchHead(PageHeader):
+    """Signals: what was chosen in a menu; `pause`, `resume`, `retry` and `open` are buttons."""
+
+    file_wanted = Signal()
+    folder_wanted = Signal()
+    stop_wanted = Signal()
+    restart_wanted = Signal()
+    remove_wanted = Signal()
+    folder_shown = Signal()
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__("", parent)
+        self.title.setText(self.tr("Batch"))
+        self.row.setStretch(0, 0)
+        self._names = ElidedLabel(self)
+        self._names.setProperty("role", "secondary")
+        self._more = QLabel(self)
+        self._more.setProperty("role", "secondary")
+        self.row.addWidget(self._names, 1)
+        self.row.addWidget(self._more)
+        self.pause = self._button(self.tr("Pause"))
+        self.resume = self._button(self.tr("Resume"))
+        self.retry = self._button(self.tr("Retry failed"))
+        self.open = self._button(self.tr("Open result"))
+        self.menu = self._button(self.tr("More"))
+        self.new = self._button(self.tr("New job"))
+        self.new.setProperty("kind", "primary")
+        more = QMenu(self)
+        self.show_folder = more.addAction(self.tr("Show in folder"), self.folder_shown.emit)
+        self.stop = more.addAction(self.tr("Stop, and keep what is answered"), self.stop_wanted.emit)
+        self.restart = more.addAction(self.tr("Begin anew…"), self.restart_wanted.emit)
+        more.addSeparator()
+        self.remove = more.addAction(self.tr("Take off the list"), self.remove_wanted.emit)
+        self.menu.setMenu(more)
+        kinds = QMenu(self)
+        kinds.addAction(self.tr("From a file…"), self.file_wanted.emit)
+        kinds.addAction(self.tr("From a folder…"), self.folder_wanted.emit)
+        self.new.setMenu(kinds)
+
+    def show_job(self, job: JobEntry | None, *, on_form: bool, empty: bool) -> None:
+        """Offers what can be done with this job; `on_form` while a new one is written, `empty` while there is none."""
+        state = job.state if job is not None else None
+        self._names.set_full_text(f"{job.input.name} → {job.output.name}" if job is not None else "")
+        if on_form:
+            self._names.set_full_text(self.tr("New job"))
+        self.pause.setVisible(state in (JobState.RUNNING, JobState.QUEUED, JobState.STOPPING))
+        self.pause.setEnabled(state is not JobState.STOPPING)
+        self.resume.setVisible(state in RESUMABLE)
+        self.retry.setVisible(job is not None and state is JobState.FINISHED and job.failed > 0)
+        written = state in (JobState.FINISHED, JobState.STOPPED, JobState.PAUSED)
+        self.open.setVisible(job is not None and written and (job.done > 0 or state is JobState.FINISHED))
+        self.menu.setVisible(job is not None)
+        self.new.setVisible(not on_form and not empty)
+        idle = state in RESUMABLE or state is JobState.FINISHED
+        self.stop.setVisible(state in (JobState.RUNNING, JobState.PAUSED, JobState.QUEUED))
+        self.restart.setVisible(idle)
+        self.remove.setVisible(idle or state is JobState.QUEUED)
+
+    def show_more(self, text: str) -> None:
+        """How many dropped files come after the one that is shown."""
+        self._more.setText(text)
+        self._more.setVisible(bool(text))
+
+    def _button(self, text: str) -> QPushButton:
+        button = QPushButton(text, self)
+        button.hide()
+        self.row.addWidget(button)
+        return button

@@ -1,0 +1,142 @@
+"""The input of a new job: its columns and first rows, and how it is read where that is in doubt."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import Qt, Signal
+from PySide6.QtWidgets import QCheckBox, QComboBox, QHBoxLayout, QLabel, QPushButton, QWidget
+
+from app.models.batch_rows import InputRowsModel
+from app.services.batch_input import InputPreview
+from app.views.batch.form_card import FormCard, tell
+from app.views.batch.text_table import TextTable
+from app.views.chat.phrases import SEPARATOR, count
+from engine.batch_files.opening import InputForm
+
+_ENCODINGS = ("utf-8", "cp1252", "latin-1", "utf-16", "cp1251", "cp1250", "shift_jis", "gb18030", "euc_kr", "big5")
+_SEPARATORS = (",", ";", "\t", "|")
+LEAST_COLUMN_PX = 120
+
+
+class InputCard(FormCard):
+    """Signals: `form_changed`, an `InputForm`; `change_wanted`, for another file."""
+
+    form_changed = Signal(object)
+    change_wanted = Signal()
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__("", parent)
+        self.heading.setTextFormat(Qt.TextFormat.PlainText)
+        self._facts = QLabel(self)
+        self._facts.setProperty("role", "secondary")
+        self.head.insertWidget(1, self._facts)
+        self.change = QPushButton(self.tr("Another file…"), self)
+        self.change.setProperty("compact", "true")
+        self.change.clicked.connect(self.change_wanted)
+        self.head.addWidget(self.change)
+        self._words = self.words()
+        self._trouble = self.words(warning=True)
+        self._rows = InputRowsModel(self)
+        self.table = TextTable(self._rows, self.tr("First rows of the file"), self)
+        self.encoding = self._combo(self.tr("Encoding"))
+        self.encoding.addItem(self.tr("Encoding: found out"), None)
+        for name in _ENCODINGS:
+            self.encoding.addItem(name, name)
+        self.separator = self._combo(self.tr("Separator"))
+        self.separator.addItem(self.tr("Separator: found out"), None)
+        for sign in _SEPARATORS:
+            self.separator.addItem(self.tr("tab") if sign == "\t" else sign, sign)
+        self.whole_files = QCheckBox(self.tr("A text file is one row"), self)
+        self.whole_files.setToolTip(self.tr("Otherwise each of its lines is a row"))
+        self.whole_files.clicked.connect(self._on_form)
+        line = QHBoxLayout()
+        line.setSpacing(8)
+        for widget in (self.encoding, self.separator, self.whole_files):
+            line.addWidget(widget)
+        line.addStretch(1)
+        for label in (self._words, self._trouble):
+            self.column.addWidget(label)
+        self.column.addWidget(self.table)
+        self.column.addLayout(line)
+        self._total: int | None = None
+        self._preview: InputPreview | None = None
+
+    def show_loading(self, name: str) -> None:
+        """Says that a file is being opened."""
+        self.heading.setText(name)
+        self._facts.setText("")
+        tell(self._words, self.tr("Reading the file…"))
+        tell(self._trouble, "")
+        self.table.hide()
+
+    def show_failure(self, sentence: str) -> None:
+        """Says why the file cannot be used as it is."""
+        tell(self._words, "")
+        tell(self._trouble, sentence)
+
+    def show_preview(self, preview: InputPreview) -> None:
+        """Shows the file's columns and first rows."""
+        self._preview, self._total = preview, None
+        self.heading.setText(preview.path.name)
+        self.setAccessibleName(preview.path.name)
+        self._rows.set_rows(preview.columns, preview.rows)
+        self.table.setVisible(True)
+        few = len(preview.columns) <= 4
+        if few:
+            self.table.share_width({})
+        else:
+            self.table.horizontalHeader().setSectionResizeMode(self.table.horizontalHeader().ResizeMode.Interactive)
+            for column in range(len(preview.columns)):
+                self.table.setColumnWidth(column, LEAST_COLUMN_PX + 40)
+        self.table.setFixedHeight(self.table.height_of(len(preview.rows)))
+        self.encoding.setVisible(preview.is_text)
+        self.separator.setVisible(preview.is_delimited)
+        self.whole_files.setVisible(preview.has_plain_text)
+        openai = self.tr(
+            "An OpenAI batch file: each row brings its own messages and settings, and is answered in OpenAI's format."
+        )
+        tell(self._words, openai if preview.openai else "")
+        tell(self._trouble, self._trouble_text(preview))
+        self._show_facts()
+
+    def show_total(self, total: int | None) -> None:
+        """How many rows there are, once that is known."""
+        self._total = total
+        self._show_facts()
+
+    def form(self) -> InputForm:
+        """How the file is to be read."""
+        return InputForm(self.encoding.currentData(), self.whole_files.isChecked(), self.separator.currentData())
+
+    def reset_form(self) -> None:
+        """Back to what is found out; emits nothing."""
+        self.encoding.setCurrentIndex(0)
+        self.separator.setCurrentIndex(0)
+        self.whole_files.setChecked(False)
+
+    def _trouble_text(self, preview: InputPreview) -> str:
+        if not preview.problem:
+            return ""
+        if "encoding" in preview.problem:
+            return self.tr("Some rows are no text in this encoding: choose another one below the table.")
+        return self.tr("Some of the first rows cannot be asked: one {0}.").format(preview.problem)
+
+    def _show_facts(self) -> None:
+        preview = self._preview
+        if preview is None:
+            return
+        columns = len(preview.columns)
+        parts = [self.tr("1 column") if columns == 1 else self.tr("{0} columns").format(count(columns))]
+        if self._total is not None:
+            rows = self.tr("1 row") if self._total == 1 else self.tr("{0} rows").format(count(self._total))
+            parts.insert(0, rows)
+        self._facts.setText(SEPARATOR.join(parts))
+
+    def _combo(self, name: str) -> QComboBox:
+        combo = QComboBox(self)
+        combo.setAccessibleName(name)
+        combo.setToolTip(name)
+        combo.activated.connect(self._on_form)
+        return combo
+
+    def _on_form(self) -> None:
+        self.form_changed.emit(self.form())

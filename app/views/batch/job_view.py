@@ -1,0 +1,114 @@
+"""One job: how far it is, its finished rows, its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from PySide6.QtCore import Qt
+from PySide6.QtGui import QResizeEvent
+from PySide6.QtWidgets import QBoxLayout, QFrame, QScrollArea, QStackedWidget, QVBoxLayout, QWidget
+
+from app.services.batch_job import JobEntry
+from app.theme import BODY_PX, ThemeController
+from app.views.batch.progress_card import ProgressCard
+from app.views.batch.row_detail import RowDetail
+from app.views.batch.rows_card import RowsCard
+from app.views.batch.settings_card import SettingsCard
+from engine.protocol import BatchRow
+
+SIDE_PX = 320
+NARROW_PX = 860
+LEAST_ROWS_PX = 260
+
+
+class JobView(QWidget):
+    """Shows one job at a time."""
+
+    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self._theme = theme
+        self._key = ""
+        self.progress = ProgressCard(self)
+        self.rows = RowsCard(theme, self)
+        self.settings = SettingsCard(theme, self)
+        self.detail = RowDetail(self)
+        self._side = QStackedWidget(self)
+        self._side.addWidget(self.settings)
+        self._side.addWidget(self.detail)
+        self.rows.setMinimumHeight(LEAST_ROWS_PX)
+        self._below = QBoxLayout(QBoxLayout.Direction.LeftToRight)
+        self._below.setSpacing(14)
+        self._below.addWidget(self.rows, 1)
+        self._below.addWidget(self._side)
+        holder = QWidget(self)
+        column = QVBoxLayout(holder)
+        column.setContentsMargins(20, 18, 20, 18)
+        column.setSpacing(14)
+        column.addWidget(self.progress)
+        column.addLayout(self._below, 1)
+        scroll = QScrollArea(self)
+        scroll.setWidgetResizable(True)
+        scroll.setFrameShape(QFrame.Shape.NoFrame)
+        scroll.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        scroll.setFocusPolicy(Qt.FocusPolicy.NoFocus)
+        scroll.setWidget(holder)
+        page = QVBoxLayout(self)
+        page.setContentsMargins(0, 0, 0, 0)
+        page.addWidget(scroll)
+        self.rows.opened.connect(self._open_row)
+        self.detail.closed.connect(self._close_row)
+        theme.changed.connect(lambda _theme: self._fit())
+        self._fit()
+
+    @property
+    def key(self) -> str:
+        """The job that is shown; empty before the first."""
+        return self._key
+
+    def show_job(self, entry: JobEntry) -> None:
+        """Shows a job, or the same one further on."""
+        self.progress.show_job(entry)
+        if entry.key != self._key:
+            self._key = entry.key
+            self._side.setCurrentWidget(self.settings)
+            self.settings.show_job(entry)
+            self.rows.show_job(entry)
+        else:
+            self.settings.show_job(entry)
+            self.rows.update_job(entry)
+
+    def forget(self) -> None:
+        """The job that was shown is gone."""
+        self._key = ""
+
+    def add_rows(self, key: str, rows: Sequence[BatchRow]) -> None:
+        """Rows of a job that have just ended."""
+        if key == self._key:
+            self.rows.add_latest(rows)
+
+    def close_down(self) -> None:
+        """Waits for what is being read."""
+        self.rows.close_down()
+        self.detail.close_down()
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        self._fit()
+
+    def _open_row(self, row: BatchRow) -> None:
+        self.detail.show_row(row, self.rows.answers)
+        self._side.setCurrentWidget(self.detail)
+
+    def _close_row(self) -> None:
+        self._side.setCurrentWidget(self.settings)
+        self.rows.table.setFocus()
+
+    def _fit(self) -> None:
+        scale = self._theme.font_px / BODY_PX
+        narrow = self.width() < NARROW_PX * scale
+        self._below.setDirection(QBoxLayout.Direction.TopToBottom if narrow else QBoxLayout.Direction.LeftToRight)
+        if narrow:
+            self._side.setMinimumWidth(0)
+            self._side.setMaximumWidth(16_777_215)
+        else:
+            self._side.setFixedWidth(round(SIDE_PX * scale))

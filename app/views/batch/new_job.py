@@ -1,0 +1,343 @@
+"""The form for a new job: the file, what to ask, how to answer, where to, three rows tried, Start."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from PySide6.QtCore import Qt, Signal
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QScrollArea, QVBoxLayout, QWidget
+
+from app.services.background import BackgroundCall
+from app.services.batch_input import InputPreview, count_rows, look_at
+from app.services.batch_sample import BatchSample, SampleRate
+from app.services.engine_client import EngineClient
+from app.theme import ThemeController
+from app.views.batch.answer_card import AnswerCard
+from app.views.batch.form_card import FormCard, tell
+from app.views.batch.input_card import InputCard
+from app.views.batch.output_card import OutputCard
+from app.views.batch.phrases import sample_text
+from app.views.batch.sample_card import SampleCard
+from app.views.batch.template_card import TemplateCard
+from engine.batch_files.opening import InputForm
+from engine.batch_files.prepared_job import prepare
+from engine.config import BatchJob
+from engine.errors import EngineError
+
+WIDTH_PX = 860
+
+
+class NewJob(QWidget):
+    """Signals:
+    start_wanted: a `BatchJob` that has been checked, and its rows in all (None while they are not counted).
+    replace_wanted: a `BatchJob` whose output is there already; `rows` as before.
+    cancelled: the form is not wanted any more.
+    file_wanted: another input is to be chosen.
+    """
+
+    start_wanted = Signal(object, object)
+    replace_wanted = Signal(object, object)
+    cancelled = Signal()
+    file_wanted = Signal()
+
+    def __init__(
+        self,
+        client: EngineClient,
+        sample: BatchSample,
+        theme: ThemeController,
+        page: QWidget,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(page)
+        self._client, self._sampler, self._clock = client, sample, clock
+        self._preview: InputPreview | None = None
+        self._path = Path()
+        self._shown_input = Path()
+        self._total: int | None = None
+        self._calls: list[BackgroundCall] = []
+        self._left = threading.Event()
+        self._checking = False
+        self.input = InputCard(self)
+        self.template = TemplateCard(theme, self)
+        self.answers = AnswerCard(page, self)
+        self.output = OutputCard(self)
+        self.sample = SampleCard(self)
+        self.plan = QLabel(self)
+        self.trouble = QLabel(self)
+        self.start = QPushButton(self.tr("Start"), self)
+        self.cancel = QPushButton(self.tr("Cancel"), self)
+        self._lay_out()
+        self._connect(sample)
+
+    def open(self, path: Path) -> None:
+        """Begins a job for a file or folder; what was written for another one stays where it fits."""
+        self._path = path
+        self.input.reset_form()
+        self._open(InputForm())
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether something was written that would be lost."""
+        return bool(self.template.system_prompt) or self.sample.answers > 0
+
+    def job(self) -> BatchJob:
+        """What the form says.
+
+        Raises:
+            EngineError: `INVALID_REQUEST`, for what cannot be.
+        """
+        form = self.input.form()
+        openai = self._preview is not None and self._preview.openai
+        schema, choices = ("", ()) if openai else self.answers.constraint()
+        return BatchJob(
+            input=str(self._path),
+            output=str(self.output.path),
+            template="" if openai else self.template.template,
+            system="" if openai else self.template.system_prompt,
+            sampling=self.answers.sampling,
+            schema=schema,
+            choices=choices,
+            encoding=form.encoding,
+            separator=form.separator,
+            whole_files=form.whole_files,
+        )
+
+    def close_down(self) -> None:
+        """Ends what runs in the background."""
+        self._left.set()
+        self._sampler.stop()
+        for call in self._calls:
+            call.wait()
+
+    # --- the file ---------------------------------------------------------------------------------
+
+    def _open(self, form: InputForm) -> None:
+        path = self._path
+        self._left.set()
+        self._left = left = threading.Event()
+        self._preview, self._total = None, None
+        self.input.show_loading(path.name)
+        self.sample.clear()
+        self._show_state()
+        self._call(
+            lambda: look_at(path, form),
+            lambda preview: self._on_preview(preview, left),
+            lambda error: self._on_unreadable(error, left),
+        )
+
+    def _on_preview(self, preview: InputPreview, left: threading.Event) -> None:
+        if left.is_set():
+            return
+        another = self.output.path.parent != preview.path.parent or self._shown_input != preview.path
+        self._preview = preview
+        self._shown_input = preview.path
+        self.input.show_preview(preview)
+        self.template.setVisible(not preview.openai)
+        self.template.set_columns(preview.columns, preview.template)
+        self.answers.set_openai(preview.openai)
+        if another:
+            self.output.suggest(preview)
+        for card in self._cards:
+            card.setVisible(card is not self.template or not preview.openai)
+        self._show_state()
+        path, form = preview.path, preview.form
+        self._call(lambda: count_rows(path, form, left.is_set), lambda total: self._on_counted(total, left))
+
+    def _on_unreadable(self, error: Exception, left: threading.Event) -> None:
+        if not left.is_set():
+            self.input.show_failure(_sentence(error))
+            for card in self._cards[1:]:
+                card.setVisible(False)
+            self._show_state()
+
+    def _on_counted(self, total: int | None, left: threading.Event) -> None:
+        if not left.is_set():
+            self._total = total
+            self.input.show_total(total)
+
+    # --- trying three rows --------------------------------------------------------------------------
+
+    def _try(self) -> None:
+        try:
+            job = replace(self.job(), start="resume")  # nothing is written: what is there is in nobody's way
+        except EngineError as error:
+            self.sample.fail(error.message)
+            return
+        self.sample.begin()
+        self.plan.setText("")
+        self._sampler.start(job)
+
+    def _on_sampled(self, rate: SampleRate | None) -> None:
+        sentence = "" if rate is None else sample_text(rate, self._total, self._clock())
+        self.sample.end(sentence)
+        self.plan.setText(sentence)
+        self._show_state()
+
+    def _on_sample_failed(self, sentence: str) -> None:
+        self.sample.fail(sentence)
+        self._show_state()
+
+    # --- starting -----------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        try:
+            job = self.job()
+        except EngineError as error:
+            self._tell(error.message)
+            return
+        self._checking = True
+        self._show_state()
+        there = self.output.path
+        self._call(lambda: (_check(job), there.exists()), lambda found: self._on_checked(job, *found), self._on_wrong)
+
+    def _on_checked(self, job: BatchJob, taken: bool, exists: bool) -> None:
+        self._checking = False
+        self._show_state()
+        self._sampler.stop()
+        (self.replace_wanted if taken or exists else self.start_wanted).emit(job, self._total)
+
+    def _on_wrong(self, error: Exception) -> None:
+        self._checking = False
+        self._show_state()
+        self._tell(_sentence(error))
+
+    # --- inside -------------------------------------------------------------------------------------
+
+    def _on_changed(self) -> None:
+        self._tell("")
+        if self.sample.answers and not self._sampler.is_running:
+            self.sample.clear()  # what was tried is not what would run
+            self.plan.setText("")
+        self._show_state()
+
+    def _show_state(self) -> None:
+        ready = self._preview is not None
+        openai = self._preview is not None and self._preview.openai
+        wrong = [] if openai else [self.template.problem(), self.answers.problem()]
+        problem = next((text for text in (*wrong, self.output.problem()) if text), "") if ready else ""
+        self.start.setEnabled(ready and not problem and not self._checking)
+        self.start.setText(self.tr("Checking…") if self._checking else self.tr("Start"))
+        self.start.setToolTip(problem)
+        loaded = self._client.model is not None
+        self.sample.set_able(
+            ready and not problem and loaded, problem or ("" if loaded else self.tr("No model is loaded yet."))
+        )
+        if not self.plan.text() or self.plan.property("passing"):
+            words = problem if ready else ""
+            if ready and not problem and not loaded:
+                words = self.tr("The job begins when a model is loaded.")
+            self.plan.setText(words)
+            self.plan.setProperty("passing", True)
+        self.plan.setVisible(bool(self.plan.text()))
+
+    def _tell(self, sentence: str) -> None:
+        tell(self.trouble, sentence)
+
+    def _call(
+        self,
+        function: Callable[[], Any],
+        done: Callable[[Any], None],
+        failed: Callable[[Exception], None] = lambda _error: None,
+    ) -> None:
+        call = BackgroundCall(function, self)
+
+        def over(then: Callable[[Any], None]) -> Callable[[Any], None]:
+            def end(result: Any) -> None:
+                self._calls.remove(call)
+                call.deleteLater()
+                then(result)
+
+            return end
+
+        call.done.connect(over(done))
+        call.failed.connect(over(failed))
+        self._calls.append(call.start())
+
+    def _connect(self, sample: BatchSample) -> None:
+        self.input.form_changed.connect(self._open)
+        self.input.change_wanted.connect(self.file_wanted)
+        for card in (self.template, self.answers, self.output):
+            card.changed.connect(self._on_changed)
+        self.sample.wanted.connect(self._try)
+        self.sample.stop_wanted.connect(sample.stop)
+        sample.answered.connect(self.sample.add)
+        sample.ended.connect(self._on_sampled)
+        sample.failed.connect(self._on_sample_failed)
+        self.start.clicked.connect(self._start)
+        self.cancel.clicked.connect(self.cancelled)
+        self._client.state_changed.connect(lambda _state: self._show_state())
+        self._client.model_loaded.connect(lambda _info: self._show_state())
+        self._show_state()
+
+    def _lay_out(self) -> None:
+        self._cards: tuple[FormCard, ...] = (self.input, self.template, self.answers, self.output, self.sample)
+        cards = QWidget(self)
+        cards.setMaximumWidth(WIDTH_PX)
+        column = QVBoxLayout(cards)
+        column.setContentsMargins(0, 18, 0, 18)
+        column.setSpacing(14)
+        for card in self._cards:
+            column.addWidget(card)
+            card.setVisible(card is self.input)
+        column.addStretch(1)
+        holder = QWidget(self)
+        row = QHBoxLayout(holder)
+        row.setContentsMargins(20, 0, 20, 0)
+        row.addStretch(1)
+        row.addWidget(cards, 1000)
+        row.addStretch(1)
+        scroll = QScrollArea(self)
+        scroll.setWidgetResizable(True)
+        scroll.setFrameShape(QFrame.Shape.NoFrame)
+        scroll.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        scroll.setFocusPolicy(Qt.FocusPolicy.NoFocus)
+        scroll.setWidget(holder)
+        for label in (self.plan, self.trouble):
+            label.setProperty("role", "secondary")
+            label.setWordWrap(True)
+            label.setTextFormat(Qt.TextFormat.PlainText)
+        self.trouble.setProperty("tone", "warning")
+        self.trouble.hide()
+        words = QVBoxLayout()
+        words.setSpacing(2)
+        words.addWidget(self.trouble)
+        words.addWidget(self.plan)
+        self.start.setProperty("kind", "primary")
+        foot = QWidget(self)
+        foot.setObjectName("formFoot")
+        foot.setAttribute(Qt.WidgetAttribute.WA_StyledBackground)
+        line = QHBoxLayout(foot)
+        line.setContentsMargins(20, 10, 20, 10)
+        line.setSpacing(12)
+        line.addLayout(words, 1)
+        line.addWidget(self.cancel)
+        line.addWidget(self.start)
+        page = QVBoxLayout(self)
+        page.setContentsMargins(0, 0, 0, 0)
+        page.setSpacing(0)
+        page.addWidget(scroll, 1)
+        page.addWidget(foot)
+
+
+def _check(job: BatchJob) -> bool:
+    """Whether an earlier job has this output.
+
+    Raises:
+        EngineError: the job cannot be run as it is.
+    """
+    from engine.batch_files.journal import journal_path
+
+    prepare(replace(job, start="resume"))
+    return journal_path(Path(job.output)).exists()
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, EngineError):
+        return error.message
+    raise error

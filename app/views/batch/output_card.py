@@ -1,0 +1,109 @@
+"""Where the answers go: a name, a kind of file, a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from PySide6.QtCore import Qt, Signal
+from PySide6.QtWidgets import QComboBox, QHBoxLayout, QLabel, QLineEdit, QPushButton, QWidget
+
+from app.services.batch_input import InputPreview, free_output, usual_suffix
+from app.views.batch.dialogs import ask_folder
+from app.views.batch.form_card import FormCard
+from app.views.chat.chip import ElidedLabel
+from engine.batch_files.result_file import OUTPUT_SUFFIXES
+
+
+class OutputCard(FormCard):
+    """Signals: `changed`, after every edit."""
+
+    changed = Signal()
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__(self.tr("Result file"), parent)
+        self._folder = Path()
+        self.name = QLineEdit(self)
+        self.name.setAccessibleName(self.tr("Name of the result file"))
+        self.name.textEdited.connect(self._on_name)
+        self.format = QComboBox(self)
+        self.format.setAccessibleName(self.tr("Kind of file"))
+        for suffix in OUTPUT_SUFFIXES:
+            self.format.addItem(suffix[1:], suffix)
+        self.format.activated.connect(self._on_format)
+        self._place = ElidedLabel(self)
+        self._place.setProperty("role", "secondary")
+        self.change = QPushButton(self.tr("Another folder…"), self)
+        self.change.clicked.connect(self._choose_folder)
+        line = QHBoxLayout()
+        line.setSpacing(8)
+        line.addWidget(self.name, 1)
+        line.addWidget(self.format)
+        line.addWidget(self.change)
+        where = QHBoxLayout()
+        where.setSpacing(6)
+        into = QLabel(self.tr("In"), self)
+        into.setProperty("role", "secondary")
+        where.addWidget(into)
+        where.addWidget(self._place, 1)
+        self._words = self.words()
+        self.column.addLayout(line)
+        self.column.addLayout(where)
+        self.column.addWidget(self._words)
+
+    def suggest(self, preview: InputPreview) -> None:
+        """A free name beside the input."""
+        suffix = ".jsonl" if preview.openai else usual_suffix(preview.path)
+        output = free_output(preview.path, suffix)
+        self._folder = output.parent
+        self.name.setText(output.name)
+        self.format.setEnabled(not preview.openai)
+        self._words.setText(
+            self.tr("In OpenAI's output format; rows that fail go into an error file beside it.")
+            if preview.openai
+            else self.tr(
+                "Keeps the input's columns and adds the answer, how it ended, token counts and, of failed rows, why."
+            )
+        )
+        self._show()
+
+    @property
+    def path(self) -> Path:
+        return self._folder / self.name.text().strip()
+
+    def set_path(self, path: Path) -> None:
+        """Another name for the result file."""
+        self._folder = path.parent
+        self.name.setText(path.name)
+        self._show()
+
+    def problem(self) -> str:
+        """Why there can be no such file, as a sentence; empty if there can."""
+        name = self.name.text().strip()
+        if not name or name in (".", ".."):
+            return self.tr("Name the result file.")
+        if "/" in name or "\\" in name:
+            return self.tr("The name of the result file holds a slash: choose the folder beside it instead.")
+        return ""
+
+    def _show(self) -> None:
+        index = self.format.findData(Path(self.name.text()).suffix.lower())
+        self.format.setCurrentIndex(index)
+        self._place.set_full_text(str(self._folder))
+        self.changed.emit()
+
+    def _on_name(self) -> None:
+        self.format.setCurrentIndex(self.format.findData(Path(self.name.text().strip()).suffix.lower()))
+        self.changed.emit()
+
+    def _on_format(self) -> None:
+        name = Path(self.name.text().strip() or "answers")
+        known = name.suffix.lower() in OUTPUT_SUFFIXES
+        self.name.setText(f"{name.stem if known else name.name}{self.format.currentData(Qt.ItemDataRole.UserRole)}")
+        self.changed.emit()
+
+    def _choose_folder(self) -> None:
+        ask_folder(self, self.tr("Folder of the result file"), str(self._folder), self._take_folder)
+
+    def _take_folder(self, folder: Path) -> None:
+        self._folder = folder
+        self._show()

@@ -1,0 +1,277 @@
+"""The Batch page: drop a file, get a file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from PySide6.QtCore import QUrl
+from PySide6.QtGui import QDesktopServices, QDragEnterEvent, QDragLeaveEvent, QDropEvent, QKeySequence, QShortcut
+from PySide6.QtWidgets import QStackedWidget, QVBoxLayout, QWidget
+
+from app.models.jobs import JobListModel
+from app.services.batch_input import can_be_read
+from app.services.batch_job import UNDER_WAY, JobEntry, key_of
+from app.services.batch_jobs import BatchJobs
+from app.services.batch_sample import BatchSample
+from app.services.engine_client import EngineClient
+from app.theme import ThemeController
+from app.views.batch.dialogs import ask, ask_folder, ask_input_files
+from app.views.batch.empty_batch import EmptyBatch
+from app.views.batch.head import BatchHead
+from app.views.batch.job_strip import JobStrip
+from app.views.batch.job_view import JobView
+from app.views.batch.new_job import NewJob
+from app.views.batch.phrases import job_text
+from app.views.batch.style import batch_style_sheet
+from app.views.chat.toast import Toast
+from app.widgets.banner import Banner
+from engine.config import BatchJob
+
+
+class BatchPage(QWidget):
+    """Takes its services ready made; jobs go on whichever page is shown."""
+
+    def __init__(
+        self, client: EngineClient, jobs: BatchJobs, theme: ThemeController, parent: QWidget | None = None
+    ) -> None:
+        super().__init__(parent)
+        self._jobs, self._theme = jobs, theme
+        self._shown = ""
+        self._more: list[Path] = []
+        self.setAcceptDrops(True)
+        self.setAccessibleName(self.tr("Batch"))
+        self.model = JobListModel(job_text, self)
+        self.head = BatchHead(self)
+        self.strip = JobStrip(self.model, theme, self)
+        self.trouble = Banner("warning", theme, self)
+        self.trouble.add_action(self.tr("Dismiss"), self.trouble.hide, kind="quiet")
+        self.empty = EmptyBatch(theme, self)
+        self._sample = BatchSample(client, jobs, self)
+        self.form = NewJob(client, self._sample, theme, self)
+        self.job_view = JobView(theme, self)
+        self.pages = QStackedWidget(self)
+        for page in (self.empty, self.form, self.job_view):
+            self.pages.addWidget(page)
+        self.toast = Toast(self.pages)
+        column = QVBoxLayout(self)
+        column.setContentsMargins(0, 0, 0, 0)
+        column.setSpacing(0)
+        for widget in (self.head, self.strip, self.trouble):
+            column.addWidget(widget)
+        column.addWidget(self.pages, 1)
+        self._connect()
+        theme.changed.connect(self._apply_theme)
+        self._apply_theme()
+        for entry in jobs.entries:
+            self.model.put(entry)
+        self._go_home()
+        jobs.list_again()
+
+    # --- files --------------------------------------------------------------------------------------
+
+    def open_files(self, paths: list[Path]) -> None:
+        """Begins a job for a file or folder; for several, one after the other."""
+        good = [path for path in paths if can_be_read(path)]
+        if not good:
+            name = paths[0].name if paths else ""
+            self.trouble.tell(
+                self.tr(
+                    "{0} is no kind of file that can be read: use txt, md, csv, tsv, jsonl, parquet, xlsx or pdf, "
+                    "or a folder of such files."
+                ).format(name)
+            )
+            return
+        self.trouble.hide()
+        self._more = good[1:]
+        self._show_form(good[0])
+
+    def dragEnterEvent(self, event: QDragEnterEvent) -> None:
+        if any(url.isLocalFile() for url in event.mimeData().urls()):
+            event.acceptProposedAction()
+            self.empty.set_over(True)
+
+    def dragLeaveEvent(self, _event: QDragLeaveEvent) -> None:
+        self.empty.set_over(False)
+
+    def dropEvent(self, event: QDropEvent) -> None:
+        self.empty.set_over(False)
+        paths = [Path(url.toLocalFile()) for url in event.mimeData().urls() if url.isLocalFile()]
+        if paths:
+            event.acceptProposedAction()
+            self.open_files(paths)
+
+    def close_down(self) -> None:
+        """Ends what runs in the background; jobs are listed again at the next start."""
+        self.form.close_down()
+        self.job_view.close_down()
+        self._jobs.close_down()
+
+    # --- what is shown --------------------------------------------------------------------------------
+
+    def show_job(self, key: str) -> None:
+        """Shows a job."""
+        entry = self._jobs.entry(key)
+        if entry is None:
+            return
+        self._shown = key
+        self.strip.choose(key)
+        self.job_view.show_job(entry)
+        self.pages.setCurrentWidget(self.job_view)
+        self._show_head()
+
+    def _show_form(self, path: Path) -> None:
+        self._shown = ""
+        self.strip.choose("")
+        self.form.open(path)
+        self.pages.setCurrentWidget(self.form)
+        self._show_head()
+        self.form.input.change.setFocus()
+
+    def _go_home(self) -> None:
+        """The job that runs, or the newest; without any, what to do first."""
+        running = self._jobs.running
+        entries = self._jobs.entries
+        if running is not None or entries:
+            self.show_job((running or entries[0]).key)
+        else:
+            self._shown = ""
+            self.pages.setCurrentWidget(self.empty)
+            self._show_head()
+
+    def _show_head(self) -> None:
+        self.strip.setVisible(self.model.rowCount() > 0)
+        on_form = self.pages.currentWidget() is self.form
+        entry = self._jobs.entry(self._shown)
+        more = len(self._more)
+        self.head.show_job(entry if not on_form else None, on_form=on_form, empty=entry is None and not on_form)
+        self.head.show_more(self.tr("{0} more after this one").format(more) if on_form and more else "")
+
+    # --- jobs -----------------------------------------------------------------------------------------
+
+    def _start(self, job: BatchJob, total: int | None) -> None:
+        key = self._jobs.add(job, total)
+        if self._more:
+            self._show_form(self._more.pop(0))
+        else:
+            self.show_job(key)
+
+    def _ask_replace(self, job: BatchJob, total: int | None) -> None:
+        key = key_of(job.output)
+        entry = self._jobs.entry(key)
+        name = Path(job.output).name
+        if entry is not None and entry.state in UNDER_WAY:
+            self.form.trouble.setText(self.tr("A job is writing {0} now: name another result file.").format(name))
+            self.form.trouble.show()
+            return
+        ask(
+            self,
+            self.tr("{0} is there already.").format(name),
+            self.tr("Replacing it discards the answers in it. To keep them, go back and choose another name."),
+            [(self.tr("Replace it"), "destroy", lambda: self._start(replace(job, start="restart"), total))],
+            self.tr("Back"),
+        )
+
+    def _leave_form(self) -> None:
+        self._more = []
+        self.form.close_down()
+        self._go_home()
+
+    def _on_job_changed(self, entry: JobEntry) -> None:
+        new = self.model.row_of(entry.key) < 0
+        self.model.put(entry)
+        if entry.key == self._shown:
+            self.job_view.show_job(entry)
+            self._show_head()
+        elif new and self.pages.currentWidget() is self.empty:
+            self._go_home()
+        elif new:
+            self._show_head()
+
+    def _on_listed(self) -> None:
+        if self.pages.currentWidget() is not self.form and self._shown not in (e.key for e in self._jobs.entries):
+            self._go_home()
+
+    def _remove(self, key: str) -> None:
+        entry = self._jobs.entry(key)
+        if entry is None:
+            return
+        if entry.state in UNDER_WAY:
+            self.toast.tell(self.tr("Pause the job before it is taken off the list."))
+            return
+        self._jobs.empty_bin()
+        self._jobs.remove(key)
+        if self._jobs.entry(key) is None:
+            self.toast.tell(
+                self.tr("{0} was taken off the list; its result file stays.").format(entry.input.name),
+                self.tr("Undo"),
+                lambda: self._bring_back(key),
+            )
+
+    def _bring_back(self, key: str) -> None:
+        self._jobs.bring_back(key)
+        self.show_job(key)
+
+    def _on_removed(self, key: str) -> None:
+        self.model.remove(key)
+        if key == self._shown:
+            self.job_view.forget()
+            self._go_home()
+
+    def _ask_restart(self, key: str) -> None:
+        ask(
+            self,
+            self.tr("Begin this job anew?"),
+            self.tr("The answers that it has are discarded, and its result file is replaced when it is done."),
+            [(self.tr("Begin anew"), "destroy", lambda: self._jobs.resume(key, "restart"))],
+        )
+
+    def _open_result(self, key: str, *, folder: bool) -> None:
+        entry = self._jobs.entry(key)
+        if entry is None:
+            return
+        if not entry.output.exists():
+            self.trouble.tell(self.tr("{0} is not there any more.").format(entry.output))
+            return
+        place = entry.output.parent if folder else entry.output
+        QDesktopServices.openUrl(QUrl.fromLocalFile(str(place)))
+
+    # --- building ---------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        jobs, head = self._jobs, self.head
+        jobs.changed.connect(self._on_job_changed)
+        jobs.removed.connect(self._on_removed)
+        jobs.answered.connect(self.job_view.add_rows)
+        jobs.listed.connect(self._on_listed)
+        jobs.trouble.connect(self.trouble.tell)
+        self.strip.chosen.connect(self.show_job)
+        self.strip.remove_wanted.connect(self._remove)
+        for page in (self.empty, head):
+            page.file_wanted.connect(self.choose_files)
+        self.empty.folder_wanted.connect(self.choose_folder)
+        head.folder_wanted.connect(self.choose_folder)
+        self.form.file_wanted.connect(self.choose_files)
+        self.form.cancelled.connect(self._leave_form)
+        self.form.start_wanted.connect(self._start)
+        self.form.replace_wanted.connect(self._ask_replace)
+        head.pause.clicked.connect(lambda: jobs.pause(self._shown))
+        head.resume.clicked.connect(lambda: jobs.resume(self._shown))
+        head.stop_wanted.connect(lambda: jobs.stop(self._shown))
+        head.retry.clicked.connect(lambda: jobs.resume(self._shown, "retry_failed"))
+        head.restart_wanted.connect(lambda: self._ask_restart(self._shown))
+        head.remove_wanted.connect(lambda: self._remove(self._shown))
+        head.open.clicked.connect(lambda: self._open_result(self._shown, folder=False))
+        head.folder_shown.connect(lambda: self._open_result(self._shown, folder=True))
+        QShortcut(QKeySequence(QKeySequence.StandardKey.Open), self, self.choose_files)
+
+    def choose_files(self) -> None:
+        """Asks for files of rows."""
+        ask_input_files(self, self.open_files)
+
+    def choose_folder(self) -> None:
+        """Asks for a folder of files of rows."""
+        ask_folder(self, self.tr("Folder of prompts"), "", lambda path: self.open_files([path]))
+
+    def _apply_theme(self, *_: object) -> None:
+        self.setStyleSheet(batch_style_sheet(self._theme.theme, self._theme.font_px))

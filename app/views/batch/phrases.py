@@ -1,0 +1,145 @@
+"""Jobs, rows and times in words."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from PySide6.QtCore import QCoreApplication, QLocale, QTime
+
+from app.services.batch_job import JobEntry, JobState
+from app.services.batch_sample import SampleRate
+from app.views.chat.phrases import SEPARATOR, count, decimal, percent
+from engine.protocol import BatchRow
+
+translate = QCoreApplication.translate
+
+
+def state_text(job: JobEntry) -> str:
+    """A job's state in a word or two."""
+    if job.state is JobState.RUNNING:
+        share = job.share
+        return translate("Batch", "running") if share is None else percent(share)
+    return {
+        JobState.QUEUED: translate("Batch", "waiting"),
+        JobState.STOPPING: translate("Batch", "stopping"),
+        JobState.PAUSED: translate("Batch", "paused"),
+        JobState.STOPPED: translate("Batch", "stopped"),
+        JobState.FINISHED: translate("Batch", "done"),
+        JobState.FAILED: translate("Batch", "cannot go on"),
+        JobState.ELSEWHERE: translate("Batch", "runs elsewhere"),
+    }[job.state]
+
+
+def job_text(job: JobEntry) -> str:
+    """A job in a sentence, for screen readers and tool tips."""
+    return f"{job.input.name} → {job.output.name}, {state_text(job)}. {rows_text(job)}"
+
+
+def rows_text(job: JobEntry) -> str:
+    """How many rows have ended, and how."""
+    if job.total is None:
+        text = translate("Batch", "1 row done") if job.done == 1 else translate("Batch", "{0} rows done")
+    else:
+        text = translate("Batch", "{0} of {1} rows")
+    parts = [text.format(count(job.done), count(job.total or 0))]
+    if job.failed:
+        parts.append(translate("Batch", "{0} failed").format(count(job.failed)))
+    return SEPARATOR.join(parts)
+
+
+def pace_text(job: JobEntry) -> tuple[str, str]:
+    """The rate, and when the job will be done; empty where there is nothing to tell by."""
+    if job.state is not JobState.RUNNING:
+        return "", ""
+    rate = translate("Batch", "{0} tokens/s").format(rate_figure(job.tokens_per_s)) if job.tokens_per_s else ""
+    if job.ends_low_s is None or job.ends_high_s is None:
+        return rate, ""
+    first, last = clock_text(job.ends_low_s), clock_text(job.ends_high_s)
+    if first == last:
+        return rate, translate("Batch", "done at about {0}").format(first)
+    return rate, translate("Batch", "done between {0} and {1}").format(first, last)
+
+
+def rate_figure(tokens_per_s: float) -> str:
+    """With a decimal only where that says something."""
+    return decimal(tokens_per_s) if tokens_per_s < 10 else count(round(tokens_per_s))
+
+
+def clock_text(moment_s: float, now: datetime | None = None) -> str:
+    """A time of the day; with the day if that is not today.
+
+    Args:
+        moment_s: seconds since 1970.
+    """
+    now = now or datetime.now()
+    moment = datetime.fromtimestamp(moment_s)
+    locale = QLocale()
+    time = locale.toString(QTime(moment.hour, moment.minute), QLocale.FormatType.ShortFormat)
+    days = (moment.date() - now.date()).days
+    if days <= 0:
+        return time
+    if days == 1:
+        return translate("Batch", "tomorrow {0}").format(time)
+    if days < 7:
+        return f"{locale.dayName(moment.isoweekday())} {time}"
+    return translate("Batch", "{0} days from now").format(count(days))
+
+
+def status_text(job: JobEntry) -> str:
+    """The line under the bar: what is happening, or why nothing is, and what to do."""
+    if job.state is JobState.RUNNING:
+        if job.blocked:
+            return job.blocked
+        if job.total is None and not job.done:
+            return translate("Batch", "Reading the file…")
+        if not job.done:
+            return translate("Batch", "The first rows are being answered. Rows share each load of a layer's weights.")
+        return translate("Batch", "Rows share each load of a layer's weights. A chat is answered first at any time.")
+    if job.state is JobState.QUEUED:
+        return job.reason or translate("Batch", "It begins when the job before it is done and a model is loaded.")
+    if job.state is JobState.STOPPING:
+        return translate("Batch", "Finishing the layer under way and writing the rows that are done…")
+    if job.state is JobState.ELSEWHERE:
+        return translate("Batch", "Another program works on this job, such as “switchyard batch”.")
+    if job.state is JobState.FINISHED:
+        end = translate("Batch", "All rows are in {0}.").format(job.output.name)
+        failed = translate("Batch", "Column “problem” says why rows failed.") if job.failed else ""
+        return " ".join(part for part in (end, failed, job.note) if part)
+    if job.state is JobState.STOPPED:
+        return translate("Batch", "Stopped: the rows that were answered are in {0}.").format(job.output.name)
+    go_on = translate("Batch", "Resume goes on where it stopped.")
+    return f"{job.reason} {go_on}" if job.reason and job.state is JobState.PAUSED else job.reason or go_on
+
+
+def end_text(row: BatchRow) -> str:
+    """How a row ended."""
+    if row.problem:
+        return translate("Batch", "failed")
+    return {
+        "stop": translate("Batch", "complete"),
+        "length": translate("Batch", "cut off"),
+        "context": translate("Batch", "context full"),
+    }.get(row.finish_reason, row.finish_reason)
+
+
+def sample_text(rate: SampleRate, total: int | None, now_s: float) -> str:
+    """What a sample says of the whole: only what was measured, and what follows from it."""
+    figure = rate_figure(rate.tokens / rate.seconds)
+    told = translate("Batch", "{0} rows took {1} s at {2} tokens/s.").format(
+        rate.rows, decimal(rate.seconds, 1 if rate.seconds < 10 else 0), figure
+    )
+    if total is None or total <= rate.rows:
+        return told
+    end = clock_text(now_s + rate.seconds / rate.rows * total)
+    return f"{told} " + translate(
+        "Batch", "At that rate {0} rows are done by {1}; sooner, as more rows then share each load of the weights."
+    ).format(count(total), end)
+
+
+def span_text(seconds: float) -> str:
+    """A length of time, roughly."""
+    if seconds < 90:
+        return translate("Batch", "{0} s").format(round(seconds))
+    if seconds < 5400:
+        return translate("Batch", "{0} min").format(round(seconds / 60))
+    return translate("Batch", "{0} h").format(decimal(timedelta(seconds=seconds).total_seconds() / 3600))

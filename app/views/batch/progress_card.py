@@ -1,0 +1,84 @@
+"""How far a job is: per cent, rows, rate, when it will be done, and what it is doing."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import Qt
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QProgressBar, QVBoxLayout, QWidget
+
+from app.services.batch_job import JobEntry, JobState
+from app.theme import use_tabular_figures
+from app.views.batch.phrases import pace_text, rows_text, state_text, status_text
+from app.views.chat.phrases import percent
+
+
+class ProgressCard(QFrame):
+    """`strip` takes what shows the machine at work, below the words."""
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self.setProperty("card", "true")
+        self._percent = QLabel(self)
+        self._percent.setObjectName("percent")
+        self._rows = QLabel(self)
+        self._rows.setProperty("role", "lead")
+        self._rate = QLabel(self)
+        self._rate.setStyleSheet("font-weight: 600;")
+        self._end = QLabel(self)
+        self._end.setProperty("role", "lead")
+        self._bar = QProgressBar(self)
+        self._bar.setTextVisible(False)
+        self._bar.setRange(0, 1000)
+        self._bar.setAccessibleName(self.tr("Progress of the job"))
+        self._status = QLabel(self)
+        self._status.setProperty("role", "secondary")
+        self._status.setWordWrap(True)
+        self._status.setTextFormat(Qt.TextFormat.PlainText)
+        self._status.setTextInteractionFlags(Qt.TextInteractionFlag.TextSelectableByMouse)
+        for label in (self._percent, self._rows, self._rate, self._end):
+            use_tabular_figures(label)
+        left, right = QWidget(self), QWidget(self)
+        for holder, labels in ((left, (self._percent, self._rows)), (right, (self._rate, self._end))):
+            line = QHBoxLayout(holder)
+            line.setContentsMargins(0, 0, 0, 0)
+            line.setSpacing(10)
+            for label in labels:
+                line.addWidget(label, 0, Qt.AlignmentFlag.AlignBaseline)
+        head = QHBoxLayout()
+        head.addWidget(left)
+        head.addStretch(1)
+        head.addWidget(right)
+        self._head, self._right = head, right
+        self.strip = QVBoxLayout()
+        column = QVBoxLayout(self)
+        column.setContentsMargins(16, 14, 16, 14)
+        column.setSpacing(10)
+        column.addLayout(head)
+        column.addWidget(right)
+        right.hide()
+        head.addWidget(right)
+        column.addWidget(self._bar)
+        column.addWidget(self._status)
+        column.addLayout(self.strip)
+
+    def show_job(self, job: JobEntry) -> None:
+        """Shows how far this job is."""
+        share = job.share
+        self._percent.setText(percent(share) if share is not None else state_text(job).capitalize())
+        self._rows.setText(rows_text(job))
+        rate, end = pace_text(job)
+        self._rate.setText(rate)
+        self._end.setText(end)
+        self._right.setVisible(bool(rate or end))
+        busy = share is None and job.state is JobState.RUNNING
+        self._bar.setRange(0, 0 if busy else 1000)
+        if not busy:
+            self._bar.setValue(int((share or 0.0) * 1000))
+        status = status_text(job)
+        warns = bool(job.blocked) or job.state is JobState.FAILED
+        if self._status.property("tone") != ("warning" if warns else ""):
+            self._status.setProperty("tone", "warning" if warns else "")
+            self._status.style().unpolish(self._status)
+            self._status.style().polish(self._status)
+        self._status.setText(status)
+        self.setAccessibleName(self.tr("Progress of the job"))
+        self.setAccessibleDescription(f"{self._percent.text()}. {self._rows.text()}. {rate} {end}. {status}")

@@ -1,0 +1,103 @@
+"""One row with all its text."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import Qt, Signal
+from PySide6.QtGui import QGuiApplication, QKeyEvent
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPlainTextEdit, QPushButton, QVBoxLayout, QWidget
+
+from app.services.background import BackgroundCall
+from app.services.batch_answers import JobAnswers
+from app.views.batch.phrases import end_text
+from app.views.chat.phrases import SEPARATOR, count
+from engine.protocol import BatchRow
+
+
+class RowDetail(QFrame):
+    """Signals: `closed`."""
+
+    closed = Signal()
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self.setProperty("card", "true")
+        self._reading: BackgroundCall | None = None
+        self._row = -1
+        self._title = QLabel(self)
+        self._title.setProperty("role", "heading")
+        self._facts = QLabel(self)
+        self._facts.setProperty("role", "secondary")
+        self._facts.setWordWrap(True)
+        self._facts.setTextFormat(Qt.TextFormat.PlainText)
+        self.prompt = self._box(self.tr("Prompt"))
+        self.answer = self._box(self.tr("Answer"))
+        copy = QPushButton(self.tr("Copy"), self)
+        copy.setProperty("compact", "true")
+        copy.setAccessibleName(self.tr("Copy the answer"))
+        copy.clicked.connect(lambda: QGuiApplication.clipboard().setText(self.answer.toPlainText()))
+        close = QPushButton(self.tr("Close"), self)
+        close.setProperty("compact", "true")
+        close.clicked.connect(self.close_detail)
+        head = QHBoxLayout()
+        head.setSpacing(6)
+        head.addWidget(self._title, 1)
+        head.addWidget(copy)
+        head.addWidget(close)
+        column = QVBoxLayout(self)
+        column.setContentsMargins(16, 14, 16, 14)
+        column.setSpacing(6)
+        column.addLayout(head)
+        column.addWidget(self._facts)
+        for name, box, share in ((self.tr("Prompt"), self.prompt, 2), (self.tr("Answer"), self.answer, 3)):
+            label = QLabel(name, self)
+            label.setProperty("role", "caption")
+            column.addWidget(label)
+            column.addWidget(box, share)
+
+    def show_row(self, row: BatchRow, answers: JobAnswers | None) -> None:
+        """Shows what is known of a row at once, and all of it when it has been read."""
+        self._row = row.row
+        self._show(row)
+        if answers is not None:
+            call = BackgroundCall(lambda: answers.whole(row.row), self)
+            call.done.connect(self._on_whole)
+            call.failed.connect(lambda _error: None)
+            self._reading = call.start()
+
+    def close_detail(self) -> None:
+        self._row = -1
+        self.closed.emit()
+
+    def close_down(self) -> None:
+        """Waits for what is being read."""
+        if self._reading is not None:
+            self._reading.wait()
+
+    def keyPressEvent(self, event: QKeyEvent) -> None:
+        if event.key() == Qt.Key.Key_Escape:
+            self.close_detail()
+            return
+        super().keyPressEvent(event)
+
+    def _on_whole(self, row: BatchRow | None) -> None:
+        if row is not None and row.row == self._row:
+            self._show(row)
+
+    def _show(self, row: BatchRow) -> None:
+        self._title.setText(self.tr("Row {0}").format(count(row.row + 1)))
+        facts = [end_text(row), self.tr("{0} tokens").format(count(row.generated_tokens))]
+        if row.problem:
+            facts = [self.tr("Failed: the row {0}.").format(row.problem)]
+        self._facts.setText(SEPARATOR.join(facts))
+        if row.prompt or not self.prompt.toPlainText():
+            self.prompt.setPlainText(
+                row.prompt or self.tr("The input cannot be read any more, or the row was not asked.")
+            )
+        self.answer.setPlainText(row.answer)
+
+    def _box(self, name: str) -> QPlainTextEdit:
+        box = QPlainTextEdit(self)
+        box.setReadOnly(True)
+        box.setAccessibleName(name)
+        box.setTabChangesFocus(True)
+        return box

@@ -1,0 +1,210 @@
+"""Rows that have ended: the latest while the job runs, all of them, or those that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from PySide6.QtCore import QModelIndex, Qt, QTimer, Signal
+from PySide6.QtWidgets import QButtonGroup, QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
+
+from app.models.batch_rows import ROW_ROLE, AnsweredRowsModel, Column
+from app.services.background import BackgroundCall
+from app.services.batch_answers import PAGE_ROWS, JobAnswers
+from app.services.batch_job import UNDER_WAY, JobEntry
+from app.theme import ThemeController, use_tabular_figures
+from app.views.batch.phrases import end_text
+from app.views.batch.text_table import TextTable
+from app.views.chat.phrases import count
+from engine.protocol import BatchRow
+
+LATEST, ALL, FAILED = range(3)
+READ_AGAIN_MS = 1500
+NEAR_END_PX = 400
+
+
+class RowsCard(QFrame):
+    """Signals: `opened`, the `BatchRow` to be shown whole."""
+
+    opened = Signal(object)
+
+    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self.setProperty("card", "true")
+        self._entry: JobEntry | None = None
+        self._answers: JobAnswers | None = None
+        self._reading: BackgroundCall | None = None
+        self._wanted: tuple[int, bool] | None = None
+        self._complete = False
+        self._generation = 0
+        self.model = AnsweredRowsModel(
+            (self.tr("Row"), self.tr("Prompt"), self.tr("Answer"), self.tr("End"), self.tr("Tokens")),
+            end_text,
+            count,
+            self,
+        )
+        self.table = TextTable(self.model, self.tr("Finished rows"), self)
+        use_tabular_figures(self.table)
+        self.table.share_width({Column.ROW: 7, Column.END: 11, Column.TOKENS: 8})
+        self.table.opened.connect(self._on_opened)
+        self.table.verticalScrollBar().valueChanged.connect(self._read_on)
+        self._nothing = QLabel(self)
+        self._nothing.setProperty("role", "secondary")
+        self._nothing.setAlignment(Qt.AlignmentFlag.AlignCenter)
+        self._nothing.setWordWrap(True)
+        self._again = QTimer(self, singleShot=True, interval=READ_AGAIN_MS)
+        self._again.timeout.connect(self._read_failed_again)
+        self.filters = QButtonGroup(self)
+        heading = QLabel(self.tr("Finished rows"), self)
+        heading.setProperty("role", "heading")
+        head = QHBoxLayout()
+        head.setSpacing(8)
+        head.addWidget(heading)
+        head.addStretch(1)
+        for number, name in ((LATEST, self.tr("Latest")), (ALL, self.tr("All")), (FAILED, self.tr("Failed"))):
+            chip = QPushButton(name, self)
+            chip.setProperty("kind", "chip")
+            chip.setCheckable(True)
+            self.filters.addButton(chip, number)
+            head.addWidget(chip)
+        self.filters.idClicked.connect(self._choose)
+        column = QVBoxLayout(self)
+        column.setContentsMargins(16, 14, 16, 10)
+        column.setSpacing(8)
+        column.addLayout(head)
+        column.addWidget(self.table, 1)
+        column.addWidget(self._nothing, 1)
+        theme.changed.connect(self._fit)
+
+    def show_job(self, entry: JobEntry) -> None:
+        """Shows the rows of another job."""
+        self._entry, self._answers = entry, JobAnswers(entry)
+        self._generation += 1
+        running = entry.state in UNDER_WAY
+        chip = self.filters.button(LATEST)
+        chip.setVisible(running)
+        self._select(LATEST if running else ALL)
+
+    def update_job(self, entry: JobEntry) -> None:
+        """The same job, further on."""
+        before, self._entry = self._entry, entry
+        if before is None:
+            return
+        running, ran = entry.state in UNDER_WAY, before.state in UNDER_WAY
+        if running != ran or entry.done < before.done:  # begun, ended, or rows were taken back
+            self.show_job(entry)
+            return
+        if entry.failed != before.failed and self.filters.checkedId() == FAILED:
+            self._again.start() if not self._again.isActive() else None
+        self._show_words()
+
+    def add_latest(self, rows: Sequence[BatchRow]) -> None:
+        """Rows that have just ended."""
+        if self.filters.checkedId() == LATEST:
+            at_top = self.table.verticalScrollBar().value() == 0
+            self.model.put_latest(rows)
+            if at_top:
+                self.table.verticalScrollBar().setValue(0)
+            self._show_words()
+        elif self._complete and self.filters.checkedId() == ALL:
+            self._complete = False
+
+    def close_down(self) -> None:
+        """Waits for what is being read."""
+        self._generation += 1
+        self._again.stop()
+        if self._reading is not None:
+            self._reading.wait()
+
+    @property
+    def answers(self) -> JobAnswers | None:
+        """The job's answers, for whoever shows one whole."""
+        return self._answers
+
+    # --- reading pages ------------------------------------------------------------------------------
+
+    def _choose(self, number: int) -> None:
+        self._select(number)
+
+    def _select(self, number: int) -> None:
+        self.filters.button(number).setChecked(True)
+        self._generation += 1
+        self.model.set_rows(())
+        self._complete = number == LATEST
+        self._show_words()
+        if number != LATEST:
+            self._read(-1)
+        else:
+            self._read_latest()
+
+    def _read(self, after: int) -> None:
+        failed_only = self.filters.checkedId() == FAILED
+        self._wanted = (after, failed_only)
+        self._read_wanted()
+
+    def _read_latest(self) -> None:
+        """What ended before the page was looked at is in the journal; there its last rows stand for the latest."""
+        entry = self._entry
+        if entry is not None and entry.done:
+            self._wanted = (max(-1, entry.done - 60), False)
+            self._read_wanted()
+
+    def _read_wanted(self) -> None:
+        answers = self._answers
+        if self._reading is not None or self._wanted is None or answers is None:
+            return
+        (after, failed_only), self._wanted = self._wanted, None
+        generation = self._generation
+        call = self._reading = BackgroundCall(lambda: answers.page(after, failed_only=failed_only), self)
+        call.done.connect(lambda rows: self._on_page(rows, generation))
+        call.failed.connect(lambda _error: self._on_page([], generation))
+        call.start()
+
+    def _on_page(self, rows: list[BatchRow], generation: int) -> None:
+        if self._reading is not None:
+            self._reading.deleteLater()
+            self._reading = None
+        if generation == self._generation:
+            if self.filters.checkedId() == LATEST:
+                known = {self.model.index(n, 0).data(ROW_ROLE).row for n in range(self.model.rowCount())}
+                self.model.append([row for row in reversed(rows) if row.row not in known])
+            else:
+                self._complete = len(rows) < PAGE_ROWS
+                self.model.append(rows)
+            self._show_words()
+        self._read_wanted()
+
+    def _read_on(self, value: int) -> None:
+        bar = self.table.verticalScrollBar()
+        if not self._complete and self._reading is None and value >= bar.maximum() - NEAR_END_PX:
+            self._read(self.model.last_row)
+
+    def _read_failed_again(self) -> None:
+        if self.filters.checkedId() == FAILED:
+            self._read(self.model.last_row)
+
+    # --- showing --------------------------------------------------------------------------------------
+
+    def _show_words(self) -> None:
+        entry = self._entry
+        failed = entry.failed if entry is not None else 0
+        chip = self.filters.button(FAILED)
+        chip.setText(self.tr("Failed {0}").format(count(failed)) if failed else self.tr("Failed"))
+        empty = self.model.rowCount() == 0
+        if self.filters.checkedId() == FAILED:
+            words = self.tr("No row has failed.") if not failed else ""
+        elif entry is not None and entry.state in UNDER_WAY:
+            words = self.tr("Rows come in here as they are answered.")
+        else:
+            words = self.tr("No row has been answered yet.") if entry is not None and not entry.done else ""
+        self._nothing.setText(words)
+        self._nothing.setVisible(empty)
+        self.table.setVisible(not empty)
+
+    def _on_opened(self, index: QModelIndex) -> None:
+        row = index.data(ROW_ROLE)
+        if row is not None:
+            self.opened.emit(row)
+
+    def _fit(self) -> None:
+        self.table.fit_lines()
+        self.table.share_width({Column.ROW: 7, Column.END: 11, Column.TOKENS: 8})

@@ -1,0 +1,125 @@
+"""Three rows answered before the whole job is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from PySide6.QtCore import Signal
+from PySide6.QtWidgets import QFrame, QLabel, QPushButton, QVBoxLayout, QWidget
+
+from app.views.batch.form_card import FormCard, tell
+from app.views.batch.phrases import end_text
+from app.views.chat.phrases import SEPARATOR, count, translate
+from engine.protocol import BatchRow
+
+_SHOWN_CHARACTERS = 400
+
+
+class SampleCard(FormCard):
+    """Signals: `wanted`, to answer the first rows; `stop_wanted`."""
+
+    wanted = Signal()
+    stop_wanted = Signal()
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__(self.tr("Try the first three rows"), parent)
+        self._running = False
+        self.button = QPushButton(self)
+        self.button.clicked.connect(lambda: (self.stop_wanted if self._running else self.wanted).emit())
+        self.head.addWidget(self.button)
+        self._words = self.words()
+        self._trouble = self.words(warning=True)
+        self._answers = QVBoxLayout()
+        self._answers.setSpacing(0)
+        self._shown: list[QWidget] = []
+        self.column.addWidget(self._words)
+        self.column.addWidget(self._trouble)
+        self.column.addLayout(self._answers)
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing has been tried, or what was tried no longer holds."""
+        self._drop_answers()
+        self._set_running(False)
+        tell(self._trouble, "")
+        tell(self._words, self.tr("See what comes back, and how fast, before all rows are answered."))
+
+    def begin(self) -> None:
+        """A sample is under way."""
+        self._drop_answers()
+        self._set_running(True)
+        tell(self._trouble, "")
+        tell(self._words, self.tr("Answering the first rows…"))
+
+    def add(self, rows: Sequence[BatchRow]) -> None:
+        """Rows that have been answered."""
+        for row in rows:
+            block = _Answer(row, self, first=not self._shown)
+            self._shown.append(block)
+            self._answers.addWidget(block)
+
+    def end(self, sentence: str) -> None:
+        """The sample is done; what it says of the whole."""
+        self._set_running(False)
+        tell(self._words, sentence or (self.tr("Stopped.") if not self._shown else ""))
+
+    def fail(self, sentence: str) -> None:
+        """There can be no sample, and why."""
+        self._set_running(False)
+        tell(self._words, "")
+        tell(self._trouble, sentence)
+
+    def set_able(self, able: bool, why_not: str) -> None:
+        """Whether rows can be tried now."""
+        self.button.setEnabled(able or self._running)
+        self.button.setToolTip(why_not)
+
+    @property
+    def answers(self) -> int:
+        return len(self._shown)
+
+    def _set_running(self, running: bool) -> None:
+        self._running = running
+        self.button.setText(self.tr("Stop") if running else self.tr("Answer three rows"))
+        self.button.setEnabled(True)
+
+    def _drop_answers(self) -> None:
+        for block in self._shown:
+            self._answers.removeWidget(block)
+            block.hide()
+            block.deleteLater()
+        self._shown.clear()
+
+
+class _Answer(QWidget):
+    def __init__(self, row: BatchRow, parent: QWidget, *, first: bool) -> None:
+        super().__init__(parent)
+        column = QVBoxLayout(self)
+        column.setContentsMargins(0, 0 if first else 8, 0, 8)
+        column.setSpacing(3)
+        if not first:
+            line = QFrame(self)
+            line.setProperty("line", "true")
+            column.addWidget(line)
+            column.addSpacing(4)
+        parts = [translate("Batch", "Row {0}").format(count(row.row + 1)), end_text(row)]
+        if row.generated_tokens:
+            parts.append(translate("Batch", "{0} tokens").format(count(row.generated_tokens)))
+        self._text(column, SEPARATOR.join(parts), "caption")
+        self._text(column, _short(row.prompt), "secondary")
+        answer = translate("Batch", "The row {0}.").format(row.problem) if row.problem else _short(row.answer)
+        self._text(column, answer or translate("Batch", "(an empty answer)"), "")
+
+    def _text(self, column: QVBoxLayout, text: str, role: str) -> None:
+        label = QLabel(text, self)
+        label.setProperty("role", role)
+        label.setWordWrap(True)
+        label.setTextFormat(label.textFormat().PlainText)
+        label.setTextInteractionFlags(label.textInteractionFlags().TextSelectableByMouse)
+        label.setVisible(bool(text))
+        column.addWidget(label)
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) < _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 1]}…"

@@ -1,0 +1,99 @@
+"""What a job asks and how: its template and settings."""
+
+from __future__ import annotations
+
+import html
+import re
+
+from PySide6.QtCore import Qt
+from PySide6.QtWidgets import QFrame, QGridLayout, QLabel, QVBoxLayout, QWidget
+
+from app.services.batch_job import JobEntry
+from app.theme import ThemeController
+from app.views.chat.chip import ElidedLabel
+from app.views.chat.phrases import count, decimal
+
+_PLACE = re.compile(r"\{\{.+?\}\}")
+_MOST_CHARACTERS = 600
+
+
+class SettingsCard(QFrame):
+    """To be read, not changed: a job's answers all come of the same settings."""
+
+    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self.setProperty("card", "true")
+        self._theme = theme
+        self._entry: JobEntry | None = None
+        title = QLabel(self.tr("Template"), self)
+        title.setProperty("role", "heading")
+        self._template = QLabel(self)
+        self._template.setWordWrap(True)
+        self._template.setTextFormat(Qt.TextFormat.RichText)
+        self._template.setTextInteractionFlags(Qt.TextInteractionFlag.TextSelectableByMouse)
+        self._template.setProperty("pane", "sunken")
+        self._template.setContentsMargins(10, 8, 10, 8)
+        self._grid = QGridLayout()
+        self._grid.setHorizontalSpacing(12)
+        self._grid.setVerticalSpacing(6)
+        self._grid.setColumnStretch(1, 1)
+        column = QVBoxLayout(self)
+        column.setContentsMargins(16, 14, 16, 14)
+        column.setSpacing(10)
+        column.addWidget(title)
+        column.addWidget(self._template)
+        column.addLayout(self._grid)
+        column.addStretch(1)
+        self._values: list[ElidedLabel] = []
+        for row, name in enumerate(
+            (
+                self.tr("Input"),
+                self.tr("Result"),
+                self.tr("Model"),
+                self.tr("At most"),
+                self.tr("Temperature"),
+                self.tr("Answer must be"),
+                self.tr("System prompt"),
+            )
+        ):
+            label, value = QLabel(name, self), ElidedLabel(self)
+            label.setProperty("role", "secondary")
+            value.setAlignment(Qt.AlignmentFlag.AlignRight | Qt.AlignmentFlag.AlignVCenter)
+            self._grid.addWidget(label, row, 0)
+            self._grid.addWidget(value, row, 1)
+            self._values.append(value)
+        theme.changed.connect(lambda _theme: self.show_job(self._entry) if self._entry is not None else None)
+
+    def show_job(self, entry: JobEntry) -> None:
+        """Shows this job's settings."""
+        self._entry = entry
+        job = entry.job
+        text = job.template or self.tr("What each row says itself")
+        shown = html.escape(text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…")
+        colour = self._theme.theme.accent_text
+        marked = _PLACE.sub(lambda match: f'<span style="color: {colour}">{match[0]}</span>', shown)
+        self._template.setText(marked.replace("\n", "<br>"))
+        if job.schema:
+            must_be = self.tr("JSON by a schema")
+        elif job.choices:
+            must_be = self.tr("one of {0}").format(", ".join(job.choices))
+        else:
+            must_be = self.tr("text")
+        temperature = job.sampling.temperature
+        values = (
+            job.input,
+            job.output,
+            entry.model or self.tr("the one that is loaded"),
+            self.tr("{0} tokens").format(count(job.sampling.max_tokens)),
+            self.tr("0 (the likeliest token)") if temperature == 0 else decimal(temperature, 2),
+            must_be,
+            job.system or self.tr("none"),
+        )
+        for label, value in zip(self._values, values, strict=True):
+            label.set_full_text(value if label not in self._values[:2] else _name(value))
+            if label in self._values[:2]:
+                label.setToolTip(value)
+
+
+def _name(path: str) -> str:
+    return path.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1]

@@ -1,0 +1,98 @@
+"""What is asked of each row: the template with the columns in it, and the system prompt."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import QSize, Signal
+from PySide6.QtWidgets import QPlainTextEdit, QPushButton, QSizePolicy, QWidget
+
+from app.theme import ThemeController
+from app.views.batch.flow_layout import FlowLayout
+from app.views.batch.form_card import FormCard, tell
+from app.views.batch.template_edit import TemplateEdit
+from engine.batch_files.template import parse_template
+from engine.errors import EngineError
+
+
+class SystemEdit(QPlainTextEdit):
+    """Two lines; more scroll."""
+
+    def sizeHint(self) -> QSize:
+        return QSize(super().sizeHint().width(), self.fontMetrics().lineSpacing() * 2 + 22)
+
+    def minimumSizeHint(self) -> QSize:
+        return QSize(120, self.sizeHint().height())
+
+
+class TemplateCard(FormCard):
+    """Signals: `changed`, after every edit."""
+
+    changed = Signal()
+
+    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__(self.tr("What to ask of each row"), parent)
+        self._columns: tuple[str, ...] = ()
+        self._chips = QWidget(self)
+        self._flow = FlowLayout(self._chips)
+        policy = QSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Minimum)
+        policy.setHeightForWidth(True)
+        self._chips.setSizePolicy(policy)
+        self.edit = TemplateEdit(theme, self)
+        self.edit.setAccessibleName(self.tr("Template"))
+        self.edit.setPlaceholderText(self.tr("Summarise in one line: {{text}}"))
+        self.edit.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
+        self._hint = self.words(
+            self.tr("A click on a column puts it where the cursor is; each row's own text goes there.")
+        )
+        self.trouble = self.words(warning=True)
+        self.system = SystemEdit(self)
+        self.system.setAccessibleName(self.tr("System prompt"))
+        self.system.setPlaceholderText(self.tr("System prompt: what the model is told before each row (optional)"))
+        self.system.setTabChangesFocus(True)
+        self.system.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
+        for widget in (self._hint, self._chips, self.edit, self.trouble, self.system):
+            self.column.addWidget(widget)
+        self.edit.textChanged.connect(self._on_edited)
+        self.system.textChanged.connect(self.changed)
+
+    def set_columns(self, columns: tuple[str, ...], suggestion: str) -> None:
+        """The columns of another input; what was written stays if it fits."""
+        self._columns = columns
+        while (item := self._flow.takeAt(0)) is not None:
+            widget = item.widget()
+            if widget is not None:
+                widget.hide()
+                widget.deleteLater()
+        for name in columns:
+            chip = QPushButton(name if len(name) <= 40 else f"{name[:39]}…", self._chips)
+            chip.setProperty("kind", "chip")
+            chip.setAccessibleName(self.tr("Insert column {0}").format(name))
+            chip.clicked.connect(lambda _=False, name=name: self.edit.insert_column(name))
+            self._flow.addWidget(chip)
+            chip.show()
+        self._chips.updateGeometry()
+        self.edit.set_columns(columns)
+        if not self.edit.toPlainText().strip() or self.problem():
+            self.edit.setPlainText(suggestion)
+        self._on_edited()
+
+    @property
+    def template(self) -> str:
+        return self.edit.toPlainText()
+
+    @property
+    def system_prompt(self) -> str:
+        return self.system.toPlainText().strip()
+
+    def problem(self) -> str:
+        """Why the template cannot be used, as a sentence; empty if it can."""
+        if not self.template.strip():
+            return self.tr("Write what to ask, with a column in it.")
+        try:
+            parse_template(self.template, self._columns)
+        except EngineError as error:
+            return error.message
+        return ""
+
+    def _on_edited(self) -> None:
+        tell(self.trouble, self.problem() if self.template.strip() else "")
+        self.changed.emit()

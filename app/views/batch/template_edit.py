@@ -1,0 +1,62 @@
+"""The box in which a template is written, its columns in another colour."""
+
+from __future__ import annotations
+
+import re
+
+from PySide6.QtCore import QSize
+from PySide6.QtGui import QColor, QFont, QSyntaxHighlighter, QTextCharFormat, QTextDocument
+from PySide6.QtWidgets import QPlainTextEdit, QWidget
+
+from app.theme import Theme, ThemeController
+
+_PLACE = re.compile(r"\{\{\s*(.+?)\s*\}\}")
+LINES = 4
+
+
+class _Places(QSyntaxHighlighter):
+    def __init__(self, document: QTextDocument) -> None:
+        super().__init__(document)
+        self.columns: tuple[str, ...] = ()
+        self.known, self.unknown = QTextCharFormat(), QTextCharFormat()
+
+    def highlightBlock(self, text: str) -> None:
+        for match in _PLACE.finditer(text):
+            look = self.known if match[1] in self.columns else self.unknown
+            self.setFormat(match.start(), match.end() - match.start(), look)
+
+
+class TemplateEdit(QPlainTextEdit):
+    """`{{column}}` is coloured; a column that there is not is underlined as well."""
+
+    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self.setTabChangesFocus(True)
+        self._places = _Places(self.document())
+        theme.changed.connect(self._apply)
+        self._apply(theme.theme)
+
+    def set_columns(self, columns: tuple[str, ...]) -> None:
+        """The columns that there are."""
+        self._places.columns = columns
+        self._places.rehighlight()
+
+    def insert_column(self, name: str) -> None:
+        """Puts a column in where the cursor is."""
+        self.insertPlainText(f"{{{{{name}}}}}")
+        self.setFocus()
+
+    def sizeHint(self) -> QSize:
+        return QSize(super().sizeHint().width(), self.fontMetrics().lineSpacing() * LINES + 24)
+
+    def minimumSizeHint(self) -> QSize:
+        return QSize(120, self.sizeHint().height())
+
+    def _apply(self, theme: Theme) -> None:
+        places = self._places
+        for look, colour in ((places.known, theme.accent_text), (places.unknown, theme.danger)):
+            look.setForeground(QColor(colour))
+            look.setFontWeight(QFont.Weight.DemiBold)
+        places.unknown.setUnderlineStyle(QTextCharFormat.UnderlineStyle.SingleUnderline)
+        places.unknown.setUnderlineColor(QColor(theme.danger))
+        places.rehighlight()

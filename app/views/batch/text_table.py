@@ -1,0 +1,63 @@
+"""A table of short texts: quiet lines, whole rows chosen, columns that share the width."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from PySide6.QtCore import QAbstractTableModel, QModelIndex, Qt, Signal
+from PySide6.QtGui import QKeyEvent
+from PySide6.QtWidgets import QAbstractItemView, QHeaderView, QTableView, QWidget
+
+LINE_FACTOR = 1.9
+
+
+class TextTable(QTableView):
+    """Signals: `opened`, the index of a row that was entered by key or click."""
+
+    opened = Signal(QModelIndex)
+
+    def __init__(self, model: QAbstractTableModel, name: str, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self.setAccessibleName(name)
+        self.setModel(model)
+        self.setShowGrid(False)
+        self.setWordWrap(False)
+        self.setTabKeyNavigation(False)
+        self.setCornerButtonEnabled(False)
+        self.setTextElideMode(Qt.TextElideMode.ElideRight)
+        self.setSelectionBehavior(QAbstractItemView.SelectionBehavior.SelectRows)
+        self.setSelectionMode(QAbstractItemView.SelectionMode.SingleSelection)
+        self.setEditTriggers(QAbstractItemView.EditTrigger.NoEditTriggers)
+        self.setVerticalScrollMode(QAbstractItemView.ScrollMode.ScrollPerPixel)
+        self.setHorizontalScrollMode(QAbstractItemView.ScrollMode.ScrollPerPixel)
+        self.verticalHeader().hide()
+        self.verticalHeader().setSectionResizeMode(QHeaderView.ResizeMode.Fixed)
+        self.horizontalHeader().setHighlightSections(False)
+        self.horizontalHeader().setDefaultAlignment(Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter)
+        self.clicked.connect(self.opened)
+        self.fit_lines()
+
+    def share_width(self, fixed: Mapping[int, int]) -> None:
+        """These columns are so many average characters wide; the others share what is left."""
+        header = self.horizontalHeader()
+        width = self.fontMetrics().averageCharWidth()
+        for column in range(self.model().columnCount()):
+            if column in fixed:
+                header.setSectionResizeMode(column, QHeaderView.ResizeMode.Fixed)
+                self.setColumnWidth(column, fixed[column] * width + 18)
+            else:
+                header.setSectionResizeMode(column, QHeaderView.ResizeMode.Stretch)
+
+    def fit_lines(self) -> None:
+        """Lines as high as the font wants them."""
+        self.verticalHeader().setDefaultSectionSize(round(self.fontMetrics().lineSpacing() * LINE_FACTOR))
+
+    def height_of(self, rows: int) -> int:
+        """What the header and so many rows need, with room for a scroll bar."""
+        return self.horizontalHeader().sizeHint().height() + rows * self.verticalHeader().defaultSectionSize() + 14
+
+    def keyPressEvent(self, event: QKeyEvent) -> None:
+        if event.key() in (Qt.Key.Key_Return, Qt.Key.Key_Enter) and self.currentIndex().isValid():
+            self.opened.emit(self.currentIndex())
+            return
+        super().keyPressEvent(event)
