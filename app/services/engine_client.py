@@ -61,7 +61,7 @@ NOT_RESPONDING_S = 10.0
 
 
 class EngineState(Enum):
-    """What the engine is doing, as the window shows it."""
+    """What the engine is doing, as the window shows it.  A batch job does not make it busy: chats come before it."""
 
     STOPPED = "stopped"
     STARTING = "starting"
@@ -345,7 +345,9 @@ class EngineClient(QObject):
             return EngineState.STARTING
         if any(isinstance(command, LoadModel) for command in self._open.values()):
             return EngineState.LOADING
-        return EngineState.BUSY if self._open else EngineState.READY
+        # A job leaves the engine to whoever asks: it gives way at the next layer.
+        waited_for = any(not isinstance(command, StartBatch) for command in self._open.values())
+        return EngineState.BUSY if waited_for else EngineState.READY
 
 
 def _new_id() -> str:
