@@ -12,6 +12,7 @@ from engine.protocol import BatchRow
 
 ROW_ROLE = Qt.ItemDataRole.UserRole + 1
 MOST_LATEST = 500
+LEAST_LEFT_OUT = 12
 
 Index = QModelIndex | QPersistentModelIndex
 
@@ -46,6 +47,11 @@ class AnsweredRowsModel(QAbstractTableModel):
         self._headings = tuple(headings)
         self._end_text, self._count_text = end_text, count_text
         self._rows: list[BatchRow] = []
+        self._beginning = ""
+
+    def set_beginning(self, text: str) -> None:
+        """What all prompts begin with: it is left out where the prompt is one line among many."""
+        self._beginning = text if len(one_line(text)) >= LEAST_LEFT_OUT else ""
 
     def rowCount(self, parent: Index | None = None) -> int:
         return 0 if parent is not None and parent.isValid() else len(self._rows)
@@ -73,11 +79,16 @@ class AnsweredRowsModel(QAbstractTableModel):
             return None
         return {
             Column.ROW: self._count_text(row.row + 1),
-            Column.PROMPT: one_line(row.prompt),
+            Column.PROMPT: self._prompt(row),
             Column.ANSWER: one_line(f"{row.problem[:1].upper()}{row.problem[1:]}" if row.problem else row.answer),
             Column.END: self._end_text(row),
             Column.TOKENS: self._count_text(row.generated_tokens),
         }[Column(index.column())]
+
+    def _prompt(self, row: BatchRow) -> str:
+        if self._beginning and row.prompt.startswith(self._beginning):
+            return f"… {one_line(row.prompt[len(self._beginning) :])}"
+        return one_line(row.prompt)
 
     def set_rows(self, rows: Iterable[BatchRow]) -> None:
         """Shows these rows and no others."""

@@ -151,8 +151,14 @@ class MainWindow(QMainWindow):
             self.model_start.begin()
 
     def _reload(self) -> None:
-        self.problem_banner.hide()
-        self.model_start.begin()
+        from app.views.batch import BatchPage
+
+        def load() -> None:
+            self.problem_banner.hide()
+            self.model_start.begin()
+
+        batch = self._built.get(BATCH)
+        batch.guard.before_another_model(load) if isinstance(batch, BatchPage) else load()
 
     def _on_model_loaded(self) -> None:
         self.problem_banner.hide()

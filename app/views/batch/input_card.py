@@ -14,7 +14,8 @@ from engine.batch_files.opening import InputForm
 
 _ENCODINGS = ("utf-8", "cp1252", "latin-1", "utf-16", "cp1251", "cp1250", "shift_jis", "gb18030", "euc_kr", "big5")
 _SEPARATORS = (",", ";", "\t", "|")
-LEAST_COLUMN_PX = 120
+SHORT, LEAST, MOST = 22, 26, 100
+"""Characters: of a column that is shown whole, of any other at least, of all before the table scrolls."""
 
 
 class InputCard(FormCard):
@@ -80,13 +81,7 @@ class InputCard(FormCard):
         self.setAccessibleName(preview.path.name)
         self._rows.set_rows(preview.columns, preview.rows)
         self.table.setVisible(True)
-        few = len(preview.columns) <= 4
-        if few:
-            self.table.share_width({})
-        else:
-            self.table.horizontalHeader().setSectionResizeMode(self.table.horizontalHeader().ResizeMode.Interactive)
-            for column in range(len(preview.columns)):
-                self.table.setColumnWidth(column, LEAST_COLUMN_PX + 40)
+        self._share_width(preview)
         self.table.setFixedHeight(self.table.height_of(len(preview.rows)))
         self.encoding.setVisible(preview.is_text)
         self.separator.setVisible(preview.is_delimited)
@@ -112,6 +107,18 @@ class InputCard(FormCard):
         self.encoding.setCurrentIndex(0)
         self.separator.setCurrentIndex(0)
         self.whole_files.setChecked(False)
+
+    def _share_width(self, preview: InputPreview) -> None:
+        """Short columns get what they need, the others the rest; where there are too many, the table scrolls."""
+        longest = [
+            max([len(name), *(len(row[place]) for row in preview.rows)]) for place, name in enumerate(preview.columns)
+        ]
+        fixed = {place: max(5, length + 1) for place, length in enumerate(longest) if length <= SHORT}
+        if len(fixed) == len(longest):
+            del fixed[max(fixed, key=lambda place: fixed[place])]
+        if sum(fixed.values()) + LEAST * (len(longest) - len(fixed)) > MOST:
+            fixed = dict(enumerate(min(max(5, length + 1), LEAST) for length in longest))
+        self.table.share_width(fixed)
 
     def _trouble_text(self, preview: InputPreview) -> str:
         if not preview.problem:

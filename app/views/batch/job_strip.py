@@ -32,7 +32,7 @@ class JobDelegate(QStyledItemDelegate):
 
     def sizeHint(self, _option: QStyleOptionViewItem, _index: Index) -> QSize:
         lines = QFontMetrics(self._font(13)).lineSpacing() + QFontMetrics(self._font(12)).lineSpacing()
-        return QSize(round(WIDTH_PX * self._theme.font_px / BODY_PX), lines + 22)
+        return QSize(round(WIDTH_PX * self._theme.font_px / BODY_PX), lines + 20)
 
     def paint(self, painter: QPainter, option: QStyleOptionViewItem, index: Index) -> None:
         job: JobEntry = index.data(JOB_ROLE)
@@ -99,6 +99,7 @@ class JobStrip(QListView):
         self.setWrapping(False)
         self.setHorizontalScrollMode(QAbstractItemView.ScrollMode.ScrollPerPixel)
         self.setVerticalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)  # keys and wheel go on; a bar is tall
         self.setMouseTracking(True)
         self.setModel(model)
         self._jobs = model
@@ -135,4 +136,4 @@ class JobStrip(QListView):
 
     def _fit(self, *_: object) -> None:
         height = self._delegate.sizeHint(QStyleOptionViewItem(), QModelIndex()).height()
-        self.setFixedHeight(height + 14 + 13)  # and a scroll bar's, so that nothing moves when one comes
+        self.setFixedHeight(height + 14 + 1)

@@ -21,7 +21,7 @@ from app.views.batch.answer_card import AnswerCard
 from app.views.batch.form_card import FormCard, tell
 from app.views.batch.input_card import InputCard
 from app.views.batch.output_card import OutputCard
-from app.views.batch.phrases import sample_text
+from app.views.batch.phrases import plan_text, sample_text
 from app.views.batch.sample_card import SampleCard
 from app.views.batch.template_card import TemplateCard
 from engine.batch_files.opening import InputForm
@@ -63,6 +63,7 @@ class NewJob(QWidget):
         self._calls: list[BackgroundCall] = []
         self._left = threading.Event()
         self._checking = False
+        self._planned = ""
         self.input = InputCard(self)
         self.template = TemplateCard(theme, self)
         self.answers = AnswerCard(page, self)
@@ -121,7 +122,7 @@ class NewJob(QWidget):
         path = self._path
         self._left.set()
         self._left = left = threading.Event()
-        self._preview, self._total = None, None
+        self._preview, self._total, self._planned = None, None, ""
         self.input.show_loading(path.name)
         self.sample.clear()
         self._show_state()
@@ -170,13 +171,12 @@ class NewJob(QWidget):
             self.sample.fail(error.message)
             return
         self.sample.begin()
-        self.plan.setText("")
+        self._planned = ""
         self._sampler.start(job)
 
     def _on_sampled(self, rate: SampleRate | None) -> None:
-        sentence = "" if rate is None else sample_text(rate, self._total, self._clock())
-        self.sample.end(sentence)
-        self.plan.setText(sentence)
+        self.sample.end("" if rate is None else sample_text(rate))
+        self._planned = "" if rate is None else plan_text(rate, self._total, self._clock())
         self._show_state()
 
     def _on_sample_failed(self, sentence: str) -> None:
@@ -213,7 +213,7 @@ class NewJob(QWidget):
         self._tell("")
         if self.sample.answers and not self._sampler.is_running:
             self.sample.clear()  # what was tried is not what would run
-            self.plan.setText("")
+            self._planned = ""
         self._show_state()
 
     def _show_state(self) -> None:
@@ -228,13 +228,11 @@ class NewJob(QWidget):
         self.sample.set_able(
             ready and not problem and loaded, problem or ("" if loaded else self.tr("No model is loaded yet."))
         )
-        if not self.plan.text() or self.plan.property("passing"):
-            words = problem if ready else ""
-            if ready and not problem and not loaded:
-                words = self.tr("The job begins when a model is loaded.")
-            self.plan.setText(words)
-            self.plan.setProperty("passing", True)
-        self.plan.setVisible(bool(self.plan.text()))
+        told = self.template.trouble.text() or self.answers.trouble.text()  # where it can be mended
+        words = problem if problem != told else ""
+        if ready and not problem:
+            words = self._planned if loaded else self.tr("The job begins when a model is loaded.")
+        tell(self.plan, words)
 
     def _tell(self, sentence: str) -> None:
         tell(self.trouble, sentence)

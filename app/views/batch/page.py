@@ -6,7 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from PySide6.QtCore import QUrl
-from PySide6.QtGui import QDesktopServices, QDragEnterEvent, QDragLeaveEvent, QDropEvent, QKeySequence, QShortcut
+from PySide6.QtGui import (
+    QDesktopServices,
+    QDragEnterEvent,
+    QDragLeaveEvent,
+    QDropEvent,
+    QKeySequence,
+    QShortcut,
+    QShowEvent,
+)
 from PySide6.QtWidgets import QStackedWidget, QVBoxLayout, QWidget
 
 from app.models.jobs import JobListModel
@@ -16,6 +24,7 @@ from app.services.batch_jobs import BatchJobs
 from app.services.batch_sample import BatchSample
 from app.services.engine_client import EngineClient
 from app.theme import ThemeController
+from app.views.batch.close_guard import CloseGuard
 from app.views.batch.dialogs import ask, ask_folder, ask_input_files
 from app.views.batch.empty_batch import EmptyBatch
 from app.views.batch.head import BatchHead
@@ -47,6 +56,7 @@ class BatchPage(QWidget):
         self.trouble = Banner("warning", theme, self)
         self.trouble.add_action(self.tr("Dismiss"), self.trouble.hide, kind="quiet")
         self.empty = EmptyBatch(theme, self)
+        self.guard = CloseGuard(jobs, self)
         self._sample = BatchSample(client, jobs, self)
         self.form = NewJob(client, self._sample, theme, self)
         self.job_view = JobView(theme, self)
@@ -107,6 +117,10 @@ class BatchPage(QWidget):
         self.job_view.close_down()
         self._jobs.close_down()
 
+    def showEvent(self, event: QShowEvent) -> None:
+        super().showEvent(event)
+        self.guard.watch(self.window())
+
     # --- what is shown --------------------------------------------------------------------------------
 
     def show_job(self, key: str) -> None:
@@ -140,8 +154,8 @@ class BatchPage(QWidget):
             self._show_head()
 
     def _show_head(self) -> None:
-        self.strip.setVisible(self.model.rowCount() > 0)
         on_form = self.pages.currentWidget() is self.form
+        self.strip.setVisible(self.model.rowCount() > (0 if on_form else 1))  # one job's name stands above anyway
         entry = self._jobs.entry(self._shown)
         more = len(self._more)
         self.head.show_job(entry if not on_form else None, on_form=on_form, empty=entry is None and not on_form)

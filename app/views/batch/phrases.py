@@ -122,18 +122,23 @@ def end_text(row: BatchRow) -> str:
     }.get(row.finish_reason, row.finish_reason)
 
 
-def sample_text(rate: SampleRate, total: int | None, now_s: float) -> str:
-    """What a sample says of the whole: only what was measured, and what follows from it."""
-    figure = rate_figure(rate.tokens / rate.seconds)
-    told = translate("Batch", "{0} rows took {1} s at {2} tokens/s.").format(
-        rate.rows, decimal(rate.seconds, 1 if rate.seconds < 10 else 0), figure
+def sample_text(rate: SampleRate) -> str:
+    """What a sample measured."""
+    return translate("Batch", "{0} rows took {1} s, at {2} tokens/s.").format(
+        rate.rows,
+        decimal(rate.seconds, 1 if rate.seconds < 10 else 0),
+        rate_figure(rate.tokens / rate.seconds),
     )
+
+
+def plan_text(rate: SampleRate, total: int | None, now_s: float) -> str:
+    """What a sample says of the whole: only what follows from what was measured."""
     if total is None or total <= rate.rows:
-        return told
-    end = clock_text(now_s + rate.seconds / rate.rows * total)
-    return f"{told} " + translate(
-        "Batch", "At that rate {0} rows are done by {1}; sooner, as more rows then share each load of the weights."
-    ).format(count(total), end)
+        return ""
+    return translate(
+        "Batch",
+        "At the rate of the three rows, all {0} are done by {1}; sooner, as more rows then share each weight load.",
+    ).format(count(total), clock_text(now_s + rate.seconds / rate.rows * total))
 
 
 def span_text(seconds: float) -> str:

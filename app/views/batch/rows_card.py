@@ -79,6 +79,7 @@ class RowsCard(QFrame):
         """Shows the rows of another job."""
         self._entry, self._answers = entry, JobAnswers(entry)
         self._generation += 1
+        self.model.set_beginning(entry.job.template.partition("{{")[0])
         running = entry.state in UNDER_WAY
         chip = self.filters.button(LATEST)
         chip.setVisible(running)

@@ -31,7 +31,7 @@ class SampleCard(FormCard):
         self._trouble = self.words(warning=True)
         self._answers = QVBoxLayout()
         self._answers.setSpacing(0)
-        self._shown: list[QWidget] = []
+        self._shown: list[_Answer] = []
         self.column.addWidget(self._words)
         self.column.addWidget(self._trouble)
         self.column.addLayout(self._answers)
@@ -54,9 +54,10 @@ class SampleCard(FormCard):
     def add(self, rows: Sequence[BatchRow]) -> None:
         """Rows that have been answered."""
         for row in rows:
-            block = _Answer(row, self, first=not self._shown)
-            self._shown.append(block)
-            self._answers.addWidget(block)
+            place = sum(other.row < row.row for other in self._shown)
+            block = _Answer(row, self)
+            self._shown.insert(place, block)
+            self._answers.insertWidget(place, block)
 
     def end(self, sentence: str) -> None:
         """The sample is done; what it says of the whole."""
@@ -92,16 +93,16 @@ class SampleCard(FormCard):
 
 
 class _Answer(QWidget):
-    def __init__(self, row: BatchRow, parent: QWidget, *, first: bool) -> None:
+    def __init__(self, row: BatchRow, parent: QWidget) -> None:
         super().__init__(parent)
+        self.row = row.row
         column = QVBoxLayout(self)
-        column.setContentsMargins(0, 0 if first else 8, 0, 8)
+        column.setContentsMargins(0, 4, 0, 6)
         column.setSpacing(3)
-        if not first:
-            line = QFrame(self)
-            line.setProperty("line", "true")
-            column.addWidget(line)
-            column.addSpacing(4)
+        line = QFrame(self)
+        line.setProperty("line", "true")
+        column.addWidget(line)
+        column.addSpacing(6)
         parts = [translate("Batch", "Row {0}").format(count(row.row + 1)), end_text(row)]
         if row.generated_tokens:
             parts.append(translate("Batch", "{0} tokens").format(count(row.generated_tokens)))

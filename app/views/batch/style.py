@@ -13,9 +13,10 @@ _SHEET = string.Template("""
 #dropArea[over="true"] { background: $accent_background; border: 2px dashed $accent; }
 #jobStrip { background: $surface; border: none; border-bottom: 1px solid $border; }
 #formFoot { background: $surface; border: none; border-top: 1px solid $border; }
+#templateText { background: $sunken; border: 1px solid $border; border-radius: 8px; padding: 8px 10px; }
 #percent { font-size: $percent; font-weight: 600; }
 QTableView { gridline-color: transparent; }
-QTableView::item { padding: 2px 8px; border: none; border-radius: 0; border-bottom: 1px solid $border; }
+QTableView::item { padding: 2px 5px; border: none; border-radius: 0; border-bottom: 1px solid $border; }
 QTableView::item:selected { background: $accent_background; color: $text; }
 QTableView:focus { border: none; }
 QHeaderView { background: transparent; }

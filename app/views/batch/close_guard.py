@@ -1,0 +1,68 @@
+"""Closing the window, or loading another model, while a job runs: said before it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from PySide6.QtCore import QEvent, QObject
+from PySide6.QtWidgets import QWidget
+
+from app.services.batch_jobs import BatchJobs
+from app.views.batch.dialogs import ask
+
+
+class CloseGuard(QObject):
+    """Asks when a person closes the window; the system that shuts down is not kept waiting."""
+
+    def __init__(self, jobs: BatchJobs, parent: QWidget) -> None:
+        super().__init__(parent)
+        self._jobs = jobs
+        self._page = parent
+        self._window: QWidget | None = None
+        self._is_leaving = False
+
+    def watch(self, window: QWidget) -> None:
+        """Ask before this window closes."""
+        if window is not self._window and window is not self._page:
+            self._window = window
+            window.installEventFilter(self)
+
+    def eventFilter(self, watched: QObject, event: QEvent) -> bool:
+        by_hand = event.type() == QEvent.Type.Close and event.spontaneous()
+        if watched is self._window and by_hand and not self._is_leaving and self._jobs.running is not None:
+            event.ignore()
+            ask(
+                self._window or self._page,
+                self.tr("A batch job is running."),
+                self.tr("It stops with the window. No answered row is lost: the job is listed at the next start."),
+                [(self.tr("Stop it and close"), "do", self._leave)],
+                self.tr("Keep the window open"),
+            )
+            return True
+        return False
+
+    def before_another_model(self, load: Callable[[], object]) -> None:
+        """Does `load` at once if no job runs, else when the user agrees that the job is paused."""
+        running = self._jobs.running
+        if running is None:
+            load()
+            return
+
+        def stop_and_load() -> None:
+            if self._jobs.running is not None:
+                self._jobs.pause(running.key)
+            load()
+
+        ask(
+            self._window or self._page,
+            self.tr("A batch job is running."),
+            self.tr(
+                "Loading a model stops it. No answered row is lost: Resume goes on later, with the model it began with."
+            ),
+            [(self.tr("Stop the job"), "do", stop_and_load)],
+        )
+
+    def _leave(self) -> None:
+        self._is_leaving = True
+        if self._window is not None:
+            self._window.close()

@@ -1,0 +1,262 @@
+"""The queue of batch jobs: one runs, the others wait, and none is lost with the engine or with the window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PySide6.QtWidgets import QApplication
+from pytestqt.qtbot import QtBot
+
+from app.services.batch_answers import JobAnswers
+from app.services.batch_job import JobState
+from app.services.batch_job_file import job_of, load_jobs
+from app.services.batch_jobs import BatchJobs
+from app.services.batch_sample import BatchSample, SampleRate
+from app.services.engine_client import EngineState
+from engine.batch_files.answer import Answer, failed
+from engine.batch_files.prepared_job import prepare
+from engine.config import BatchJob
+from engine.errors import ErrorCode
+from tests.app.scripted_batches import ScriptedBatches, row
+
+
+@pytest.fixture
+def engine(qapp: QApplication) -> Iterator[ScriptedBatches]:
+    result = ScriptedBatches()
+    yield result
+    result.deleteLater()
+
+
+@pytest.fixture
+def jobs(engine: ScriptedBatches, switchyard_home: Path) -> Iterator[BatchJobs]:
+    ticks = iter(range(1_000, 100_000))
+    result = BatchJobs(engine, clock=lambda: float(next(ticks)))
+    yield result
+    result.close_down()
+    result.deleteLater()
+
+
+def a_job(folder: Path, name: str = "one") -> BatchJob:
+    source = folder / f"{name}.csv"
+    source.write_text("text,mark\n" + "".join(f"line {n},{n}\n" for n in range(6)), encoding="utf-8")
+    return BatchJob(input=str(source), output=str(folder / f"{name}.answers.jsonl"), template="Say {{text}}")
+
+
+def journal_of(job: BatchJob, *answers: Answer, finished: bool = False) -> None:
+    """What an engine would have left."""
+    prepared = prepare(job)
+    journal = prepared.open_journal(prepared.manifest("m", "fp32", lambda: False), "Model M")
+    journal.record(answers)
+    if finished:
+        journal.finish()
+    journal.close()
+
+
+def state(jobs: BatchJobs, key: str) -> JobState:
+    entry = jobs.entry(key)
+    assert entry is not None
+    return entry.state
+
+
+def test_jobs_run_one_after_the_other(jobs: BatchJobs, engine: ScriptedBatches, tmp_path: Path) -> None:
+    first = jobs.add(a_job(tmp_path, "one"), 6)
+    second = jobs.add(a_job(tmp_path, "two"))
+    assert (state(jobs, first), state(jobs, second)) == (JobState.RUNNING, JobState.QUEUED)
+    engine.tell(3, 6, failed=1, rate=30.0, left=10.0)
+    entry = jobs.entry(first)
+    assert entry is not None
+    assert (entry.done, entry.failed, entry.total, entry.tokens_per_s) == (3, 1, 6, 30.0)
+    assert entry.ends_low_s is not None
+    assert entry.ends_high_s == entry.ends_low_s + 10.0
+    assert entry.share == 0.5
+    engine.end(6, 1)
+    assert (state(jobs, first), state(jobs, second)) == (JobState.FINISHED, JobState.RUNNING)
+    assert [job.input for _, job in engine.jobs] == [str(tmp_path / "one.csv"), str(tmp_path / "two.csv")]
+
+
+def test_a_job_waits_for_a_model(engine: ScriptedBatches, switchyard_home: Path, tmp_path: Path) -> None:
+    waiting = ScriptedBatches(loaded=False)
+    jobs = BatchJobs(waiting)
+    key = jobs.add(a_job(tmp_path))
+    assert state(jobs, key) is JobState.QUEUED
+    waiting.end_loading()
+    assert state(jobs, key) is JobState.RUNNING
+    jobs.close_down()
+
+
+def test_pause_and_resume_and_retry(jobs: BatchJobs, engine: ScriptedBatches, tmp_path: Path) -> None:
+    key = jobs.add(a_job(tmp_path), 6)
+    engine.tell(2, 6)
+    jobs.pause(key)
+    assert state(jobs, key) is JobState.STOPPING
+    assert engine.cancelled == ["b0"]
+    engine.end(2, finished=False)
+    entry = jobs.entry(key)
+    assert entry is not None
+    assert (entry.state, entry.reason, entry.done) == (JobState.PAUSED, "", 2)
+    jobs.resume(key)
+    assert [job.start for _, job in engine.jobs] == ["new", "resume"]
+    engine.end(6, 2)
+    jobs.resume(key, "retry_failed")
+    entry = jobs.entry(key)
+    assert entry is not None
+    assert (entry.done, entry.failed) == (4, 0)
+    assert engine.jobs[-1][1].start == "retry_failed"
+    engine.end(6)
+    jobs.resume(key, "restart")
+    assert engine.jobs[-1][1].start == "restart"
+
+
+def test_stop_keeps_what_is_answered(jobs: BatchJobs, engine: ScriptedBatches, tmp_path: Path) -> None:
+    key = jobs.add(a_job(tmp_path), 6)
+    engine.tell(2, 6)
+    jobs.stop(key)
+    engine.end(3, finished=False)
+    entry = jobs.entry(key)
+    assert entry is not None
+    assert (entry.state, entry.done) == (JobState.STOPPED, 3)
+
+
+def test_a_dead_engine_pauses_the_job_and_says_why(jobs: BatchJobs, engine: ScriptedBatches, tmp_path: Path) -> None:
+    key = jobs.add(a_job(tmp_path), 6)
+    engine.tell(2, 6)
+    engine.set_state(EngineState.DIED)
+    engine.fail_job(ErrorCode.ENGINE_DIED, "The engine was killed (signal 9).")
+    entry = jobs.entry(key)
+    assert entry is not None
+    assert (entry.state, entry.done) == (JobState.PAUSED, 2)
+    assert "signal 9" in entry.reason
+    engine.set_state(EngineState.READY)
+    assert state(jobs, key) is JobState.PAUSED  # what may have killed it is not begun again by itself
+    jobs.resume(key)
+    assert engine.jobs[-1][1].start == "resume"
+
+
+def test_a_refused_job_says_why_and_the_next_one_runs(jobs: BatchJobs, engine: ScriptedBatches, tmp_path: Path) -> None:
+    first, second = jobs.add(a_job(tmp_path, "one")), jobs.add(a_job(tmp_path, "two"))
+    engine.fail_job(ErrorCode.INVALID_REQUEST, "The input was changed.")
+    entry = jobs.entry(first)
+    assert entry is not None
+    assert (entry.state, entry.reason) == (JobState.FAILED, "The input was changed.")
+    assert state(jobs, second) is JobState.RUNNING
+
+
+def test_another_model_pauses_the_job(jobs: BatchJobs, engine: ScriptedBatches, tmp_path: Path) -> None:
+    key = jobs.add(a_job(tmp_path))
+    engine.end(2, finished=False)  # nobody here asked for that
+    entry = jobs.entry(key)
+    assert entry is not None
+    assert entry.state is JobState.PAUSED
+    assert "another model" in entry.reason
+
+
+def test_a_sample_goes_before_the_job_that_runs(jobs: BatchJobs, engine: ScriptedBatches, tmp_path: Path) -> None:
+    key = jobs.add(a_job(tmp_path, "one"))
+    sample = BatchSample(engine, jobs)
+    seen: list[object] = []
+    sample.answered.connect(lambda rows: seen.extend(rows))
+    sample.ended.connect(seen.append)
+    sample.start(a_job(tmp_path, "two"))
+    assert engine.cancelled == ["b0"]
+    engine.end(1, finished=False)
+    assert state(jobs, key) is JobState.QUEUED
+    engine.answer(row(0), sample=True)
+    engine.end_sample()
+    assert seen == [row(0), SampleRate(3, 30, 2.0)]
+    assert state(jobs, key) is JobState.RUNNING
+    assert engine.jobs[-1][1].start == "resume"
+    sample.deleteLater()
+
+
+def test_a_removed_job_can_be_brought_back_and_its_result_stays(
+    jobs: BatchJobs, engine: ScriptedBatches, tmp_path: Path, qtbot: QtBot
+) -> None:
+    job = a_job(tmp_path)
+    journal_of(job, Answer(0, "yes", "stop", 3, 4))
+    Path(job.output).write_text("{}", encoding="utf-8")
+    with qtbot.waitSignal(jobs.listed):
+        jobs.list_again()
+    (entry,) = jobs.entries
+    jobs.remove(entry.key)
+    assert jobs.entries == []
+    jobs.bring_back(entry.key)
+    assert jobs.entries == [entry]
+    jobs.remove(entry.key)
+    jobs.close_down()
+    assert not entry.journal.exists()
+    assert Path(job.output).exists()
+
+
+# --- the next start -------------------------------------------------------------------------------
+
+
+def test_jobs_are_listed_again_from_their_journals(switchyard_home: Path, tmp_path: Path) -> None:
+    done, begun = a_job(tmp_path, "done"), a_job(tmp_path, "begun")
+    journal_of(done, *(Answer(n, "yes", "stop", 1, 2) for n in range(6)), finished=True)
+    journal_of(begun, Answer(0, "yes", "stop", 1, 2), failed(1, "is empty"))
+    found = {Path(entry.job.input).stem: entry for entry in load_jobs()}
+    assert (found["done"].state, found["done"].total, found["done"].model) == (JobState.FINISHED, 6, "Model M")
+    entry = found["begun"]
+    assert (entry.state, entry.done, entry.failed, entry.total) == (JobState.PAUSED, 2, 1, None)
+    assert entry.job.start == "resume"
+    assert entry.job.template == "Say {{text}}"
+
+
+def test_a_killed_window_finds_its_jobs_paused(
+    jobs: BatchJobs, engine: ScriptedBatches, tmp_path: Path, qtbot: QtBot
+) -> None:
+    running, waiting = a_job(tmp_path, "one"), a_job(tmp_path, "two")
+    jobs.add(running)
+    engine.tell(1, 6)
+    jobs.add(waiting, 6)
+    journal_of(running, Answer(0, "yes", "stop", 1, 2))
+    next_start = BatchJobs(ScriptedBatches())  # the first was never closed
+    with qtbot.waitSignal(next_start.listed):
+        next_start.list_again()
+    found = {Path(entry.job.input).stem: entry for entry in next_start.entries}
+    assert {entry.state for entry in found.values()} == {JobState.PAUSED}
+    assert (found["one"].done, found["one"].total) == (1, 6)
+    assert "was closed" in found["one"].reason
+    assert found["two"].job.start == "new"
+    next_start.close_down()
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"jobs": 3}', '{"jobs": [3, {"job": {}}, {"job": {"input": 1}}]}'])
+def test_a_damaged_list_is_no_list(switchyard_home: Path, content: str) -> None:
+    from engine.paths import jobs_dir
+
+    jobs_dir().mkdir(parents=True)
+    (jobs_dir() / "window.json").write_text(content, encoding="utf-8")
+    assert load_jobs() == []
+
+
+def test_a_job_of_another_version_is_no_job() -> None:
+    assert job_of({"input": "a", "output": "b", "unheard_of": 1}) is None
+    assert job_of({"input": "a", "output": "b", "sampling": {"max_tokens": 0}}) is None
+
+
+# --- reading answers ------------------------------------------------------------------------------
+
+
+def test_answers_come_in_pages_with_their_prompts(
+    jobs: BatchJobs, engine: ScriptedBatches, tmp_path: Path, qtbot: QtBot
+) -> None:
+    job = a_job(tmp_path)
+    answers = [Answer(n, f"{n}" * 900, "stop", 1, 2) for n in (0, 2, 5)]
+    journal_of(job, *answers, failed(3, "is empty"))
+    with qtbot.waitSignal(jobs.listed):
+        jobs.list_again()
+    reader = JobAnswers(jobs.entries[0])
+    first = reader.page(-1, limit=2)
+    assert [(one.row, one.prompt) for one in first] == [(0, "Say line 0"), (2, "Say line 2")]
+    assert len(first[0].answer) < 900
+    assert [one.row for one in reader.page(2)] == [3, 5]
+    assert [(one.row, one.problem) for one in reader.page(-1, failed_only=True)] == [(3, "is empty")]
+    whole = reader.whole(2)
+    assert whole is not None
+    assert (whole.answer, whole.prompt) == ("2" * 900, "Say line 2")
+    assert reader.whole(4) is None
+    Path(job.input).unlink()
+    assert [one.prompt for one in JobAnswers(jobs.entries[0]).page(-1)] == ["", "", "", ""]
