@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from PySide6.QtCore import Qt, QTimer, Signal
 from PySide6.QtGui import QHideEvent, QShowEvent
-from PySide6.QtWidgets import QFrame, QScrollArea, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QScrollArea, QVBoxLayout, QWidget
 
 from app.services.engine_client import EngineClient, EngineState
 from app.services.settings import Settings
 from app.services.telemetry_hub import TelemetryHub
 from app.theme import ThemeController
+from app.views.monitor.expert_card import ExpertCard
 from app.views.monitor.range_bar import RangeBar
 from app.views.monitor.summary import SummaryCard
 from app.views.monitor.timeline_card import TimelineCard
@@ -40,6 +41,7 @@ class MonitorPage(QWidget):
         self.setAccessibleName(self.tr("Monitor"))
         self.summary = SummaryCard(self)
         self.timeline = TimelineCard(theme, settings, self)
+        self.experts = ExpertCard(theme, self)
         self.ranges = RangeBar(self.timeline.view.navigator, self)
         self._lay_out()
         self._refreshing = QTimer(self, interval=_REFRESH_MS)
@@ -61,7 +63,11 @@ class MonitorPage(QWidget):
         self.cards.setContentsMargins(20, 16, 20, 20)
         self.cards.setSpacing(14)
         self.cards.addWidget(self.summary)
-        self.cards.addWidget(self.timeline, 1)
+        self.cards.addWidget(self.timeline, 3)
+        self.row = QHBoxLayout()
+        self.row.setSpacing(14)
+        self.row.addWidget(self.experts, 42)
+        self.cards.addLayout(self.row, 2)
         body = QWidget(self)
         body.setLayout(self.cards)
         scroll = QScrollArea(self)
@@ -79,7 +85,7 @@ class MonitorPage(QWidget):
     def showEvent(self, event: QShowEvent) -> None:
         super().showEvent(event)
         self._hub.start()
-        self._hub.look(self)
+        self._hub.look(self, experts=True)
         self._refreshing.start()
         self._refresh()
         self.timeline.view.setFocus()
@@ -96,6 +102,7 @@ class MonitorPage(QWidget):
 
     def _refresh(self) -> None:
         """What changes more slowly than the timeline."""
+        self.experts.show_event(self._hub.experts)
 
     def _say(self, *_news: object) -> None:
         waiting = self._hub.waiting

@@ -14,8 +14,8 @@ _CIVIDIS = (
     "#958B78", "#AD9C72", "#C5AE69", "#DEC15A", "#F5D63F", "#FEE838",
 )  # fmt: skip
 """Stops of cividis (Nuñez, Anderton, Renslow 2018): even in brightness, and the same to colour-blind eyes."""
-OUTLINE_FROM_PX = 4
-"""Smaller cells are not outlined but topped with a line of the tier, or not at all."""
+OUTLINE_FROM_PX, MARK_FROM_PX = 8, 3
+"""Smaller cells are not outlined but have a mark at their left; the smallest have none."""
 
 Pixels = NDArray[np.uint32]
 
@@ -46,11 +46,15 @@ def draw_map(
     pixels = np.ascontiguousarray(colours[ys][:, xs])
     where = places[ys][:, xs]
     cell_width, cell_height = width / columns, height / rows
-    if min(cell_width, cell_height) >= OUTLINE_FROM_PX:
+    if min(cell_width, cell_height) >= MARK_FROM_PX:
         left = np.concatenate(([True], np.diff(xs) != 0))
         top = np.concatenate(([True], np.diff(ys) != 0))
         gaps = left[None, :] | top[:, None]
-        inner = (np.roll(left, 1) | np.roll(left, -1))[None, :] | (np.roll(top, 1) | np.roll(top, -1))[:, None]
+        if min(cell_width, cell_height) >= OUTLINE_FROM_PX:
+            inner = (np.roll(left, 1) | np.roll(left, -1))[None, :] | (np.roll(top, 1) | np.roll(top, -1))[:, None]
+        else:
+            mark = np.roll(left, 1) | (np.roll(left, 2) & (cell_width >= OUTLINE_FROM_PX))
+            inner = np.broadcast_to(mark[None, :], gaps.shape)
         pixels[inner & ~gaps & ((where & IN_VRAM) != 0)] = outline.rgb()
         dotted = (np.arange(width)[None, :] + np.arange(height)[:, None]) % 4 < 2
         pixels[inner & ~gaps & dotted & ((where & ARRIVING) != 0) & ((where & IN_VRAM) == 0)] = outline.rgb()

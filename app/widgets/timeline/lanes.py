@@ -60,7 +60,9 @@ class LaneData:
 
 def lanes_of(history: History, *, machine: bool) -> list[Lane]:
     """The engine's lanes, as far as its model has such devices, and the machine's if they are wanted."""
-    found = [Lane("phase", translate("Timeline", "Phase"), "phase", "muted", (engine_lanes.PHASE,), weight=0.8)]
+    if not history.has_engine:
+        return machine_lanes(history)
+    found = [Lane("phase", translate("Timeline", "Phase"), "phase", "muted", (engine_lanes.PHASE,))]
     if history.has_copies:
         found += [
             Lane("gpu", translate("Timeline", "GPU"), "share", "gpu", (engine_lanes.GPU,)),
@@ -172,6 +174,8 @@ def reading(lane: Lane, data: LaneData, column: int) -> str:
     if lane.kind == "rate":
         return amount_text(lane, float(data.line[column])) if data.line is not None else ""
     own = amount_text(lane, float(data.values[:, column].sum()))
-    if lane.gauges and data.line is not None:
+    if own == "–":
+        return own
+    if lane.gauges and data.line is not None and np.isfinite(data.line[column]):
         return translate("Timeline", "{0} of {1}").format(own, amount_text(lane, float(data.line[column])))
     return own

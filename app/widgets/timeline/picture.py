@@ -24,7 +24,7 @@ translate = QCoreApplication.translate
 GUTTER_PX = 118
 AXIS_PX = 24
 RIGHT_PX = 12
-SMALLEST_LANE_PX = 36
+SMALLEST_LANE_PX = 27
 PHASE_PX = 32.0
 LANE_GAP_PX = 9
 _BLOCKS_BELOW_NS = 3e9
@@ -140,6 +140,11 @@ def _draw_axis(painter: QPainter, area: QRectF, top: float, viewport: Viewport, 
             box, flags = (
                 QRectF(x, area.top(), 100, area.height() - 4),
                 Qt.AlignmentFlag.AlignVCenter | Qt.AlignmentFlag.AlignLeft,
+            )
+        elif area.right() - x < 34:
+            box, flags = (
+                QRectF(x - 100, area.top(), 100 + RIGHT_PX, area.height() - 4),
+                Qt.AlignmentFlag.AlignVCenter | Qt.AlignmentFlag.AlignRight,
             )
         if area.right() - x > 34 or zero != end_ns:
             painter.drawText(box, flags, text)

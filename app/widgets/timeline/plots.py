@@ -99,7 +99,9 @@ def _draw_area(
         painter.drawPolygon(outline)
     # Where nothing is, and nothing beside it, there is no line: also not along the bottom.
     there = above > below
-    near = there | np.roll(there, 1) | np.roll(there, -1)
+    near = there.copy()
+    near[1:] |= there[:-1]
+    near[:-1] |= there[1:]
     top = np.where(there if hatched else near, (area.bottom() - high) / area.height(), np.nan)
     draw_line(painter, area, xs, top, QPen(colour, 1.0 if hatched else LINE_PX))
 

@@ -30,7 +30,7 @@ def lane_title(lane: str) -> str:
         "cpu_attention": translate("Timeline", "attention and the rest on the CPU"),
         "disk": translate("Timeline", "the disk"),
         "small_copy": translate("Timeline", "results on their way to the GPU"),
-        OTHER: translate("Timeline", "Python and sampling"),
+        OTHER: translate("Timeline", "Python and the sampler"),
     }.get(lane, lane)
 
 

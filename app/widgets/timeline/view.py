@@ -125,8 +125,8 @@ class TimelineView(QWidget):
     def minimumSizeHint(self) -> QSize:
         history = self.navigator.history
         lanes = lanes_of(history, machine=self._shows_machine) if history is not None else []
-        total = sum(lane.weight for lane in lanes) or 5.0
-        return QSize(480, round(total * (SMALLEST_LANE_PX + LANE_GAP_PX)) + AXIS_PX + LANE_GAP_PX)
+        height = sum(max(lane.weight, 0.8) * SMALLEST_LANE_PX + LANE_GAP_PX for lane in lanes) or 200
+        return QSize(480, round(height) + AXIS_PX + LANE_GAP_PX)
 
     def _redraw(self) -> None:
         self._picture = None
@@ -174,7 +174,7 @@ class TimelineView(QWidget):
         picture = QPixmap(round(self.width() * ratio), round(self.height() * ratio))
         picture.setDevicePixelRatio(ratio)
         picture.fill(Qt.GlobalColor.transparent)
-        lanes = lanes_of(history, machine=self._shows_machine or not history.has_engine)
+        lanes = lanes_of(history, machine=self._shows_machine)
         if [lane.key for lane in lanes] != [lane.key for lane in self._lanes]:
             self._lanes = lanes
             self.updateGeometry()

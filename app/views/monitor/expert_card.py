@@ -1,0 +1,75 @@
+"""The expert map in its card."""
+
+from __future__ import annotations
+
+from PySide6.QtWidgets import QPushButton, QSizePolicy, QSpacerItem, QWidget
+
+from app.theme import ThemeController
+from app.views.monitor.card import MonitorCard, secondary
+from app.widgets.expert_map.data import MapData, map_data, place_bits
+from app.widgets.expert_map.view import ExpertMapView
+from engine.errors import EngineError
+from engine.telemetry.messages import ExpertMap
+
+
+class ExpertCard(MonitorCard):
+    """What experts are used, and where they are."""
+
+    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__("", parent)
+        self.heading.setText(self.tr("Expert map"))
+        self.setAccessibleName(self.tr("Expert map"))
+        self.by_use = QPushButton(self.tr("By use"), self)
+        self.by_use.setProperty("kind", "chip")
+        self.by_use.setCheckable(True)
+        self.by_use.setToolTip(self.tr("Sort each layer's experts by use instead of by number"))
+        self.head.addWidget(self.by_use)
+        self.view = ExpertMapView(theme, self)
+        self._hint = secondary("", self)
+        self.body.addWidget(self.view, 1)
+        self.body.addWidget(self._hint)
+        self._room = QSpacerItem(0, 0)
+        self.body.addItem(self._room)
+        self.by_use.toggled.connect(self.view.sort_by_use)
+        self._event: ExpertMap | None = None
+        self.show_event(None)
+
+    def show_event(self, event: ExpertMap | None) -> None:
+        """Another moment of the map; nonsense is shown as none."""
+        if event is not None and event is self._event:
+            return
+        self._event = event
+        data: MapData | None = None
+        if event is not None:
+            try:
+                data = map_data(event)
+            except EngineError:
+                data = None
+        self.view.show_data(data)
+        self.view.setVisible(data is not None)
+        self._room.changeSize(0, 0, QSizePolicy.Policy.Minimum, _growing(data is None))
+        self.body.invalidate()
+        self.by_use.setVisible(data is not None)
+        if data is None:
+            self.aside.setText("")
+            self._hint.setText(self.tr("Load a model with experts and ask something: each expert is a square here."))
+            return
+        rows, columns = data.shape
+        self.aside.setText(self.tr("{0} layers × {1} experts").format(rows, columns))
+        self._hint.setText(_legend(self, data))
+
+
+def _growing(grows: bool) -> QSizePolicy.Policy:
+    return QSizePolicy.Policy.Expanding if grows else QSizePolicy.Policy.Fixed
+
+
+def _legend(card: ExpertCard, data: MapData) -> str:
+    vram, ram, disk, _ = place_bits(data)
+    parts = [card.tr("dark to yellow: use of late")]
+    if vram:
+        parts.append(card.tr("outlined or marked white: in VRAM"))
+    if disk:
+        parts.append(card.tr("striped: only on disk"))
+    if not vram and not disk and ram:
+        parts.append(card.tr("all in RAM"))
+    return " · ".join(parts)
