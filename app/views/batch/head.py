@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import Signal
+from PySide6.QtCore import Qt, Signal
 from PySide6.QtWidgets import QLabel, QMenu, QPushButton, QWidget
 
 from app.services.batch_job import RESUMABLE, JobEntry, JobState
@@ -76,5 +76,5 @@ class BatchHead(PageHeader):
     def _button(self, text: str) -> QPushButton:
         button = QPushButton(text, self)
         button.hide()
-        self.row.addWidget(button)
+        self.row.addWidget(button, 0, Qt.AlignmentFlag.AlignVCenter)
         return button

@@ -39,11 +39,11 @@ class InputCard(FormCard):
         self._rows = InputRowsModel(self)
         self.table = TextTable(self._rows, self.tr("First rows of the file"), self)
         self.encoding = self._combo(self.tr("Encoding"))
-        self.encoding.addItem(self.tr("Encoding: found out"), None)
+        self.encoding.addItem(self.tr("Encoding: automatic"), None)
         for name in _ENCODINGS:
             self.encoding.addItem(name, name)
         self.separator = self._combo(self.tr("Separator"))
-        self.separator.addItem(self.tr("Separator: found out"), None)
+        self.separator.addItem(self.tr("Separator: automatic"), None)
         for sign in _SEPARATORS:
             self.separator.addItem(self.tr("tab") if sign == "\t" else sign, sign)
         self.whole_files = QCheckBox(self.tr("A text file is one row"), self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from PySide6.QtCore import Qt
+from PySide6.QtCore import Qt, QTimer
 from PySide6.QtGui import QResizeEvent
 from PySide6.QtWidgets import QBoxLayout, QFrame, QScrollArea, QStackedWidget, QVBoxLayout, QWidget
 
@@ -55,7 +55,10 @@ class JobView(QWidget):
         page = QVBoxLayout(self)
         page.setContentsMargins(0, 0, 0, 0)
         page.addWidget(scroll)
+        self._scroll = scroll
         self.rows.opened.connect(self._open_row)
+        self.rows.moved.connect(self._move_to)
+        self.rows.left.connect(self._close_row)
         self.detail.closed.connect(self._close_row)
         theme.changed.connect(lambda _theme: self._fit())
         self._fit()
@@ -98,6 +101,12 @@ class JobView(QWidget):
     def _open_row(self, row: BatchRow) -> None:
         self.detail.show_row(row, self.rows.answers)
         self._side.setCurrentWidget(self.detail)
+        # Where the window is narrow it lies below the rows: laid out first, then brought into view.
+        QTimer.singleShot(0, self, lambda: self._scroll.ensureWidgetVisible(self.detail, 0, 0))
+
+    def _move_to(self, row: BatchRow) -> None:
+        if self._side.currentWidget() is self.detail:
+            self.detail.show_row(row, self.rows.answers)
 
     def _close_row(self) -> None:
         self._side.setCurrentWidget(self.settings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from PySide6.QtCore import QModelIndex, Qt, QTimer, Signal
+from PySide6.QtCore import QModelIndex, Qt, QTimer, Signal, SignalInstance
 from PySide6.QtWidgets import QButtonGroup, QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
 
 from app.models.batch_rows import ROW_ROLE, AnsweredRowsModel, Column
@@ -23,9 +23,11 @@ NEAR_END_PX = 400
 
 
 class RowsCard(QFrame):
-    """Signals: `opened`, the `BatchRow` to be shown whole."""
+    """Signals: `opened`, the `BatchRow` to be shown whole; `moved`, one that the keys went to; `left`, on Esc."""
 
     opened = Signal(object)
+    moved = Signal(object)
+    left = Signal()
 
     def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -45,7 +47,9 @@ class RowsCard(QFrame):
         self.table = TextTable(self.model, self.tr("Finished rows"), self)
         use_tabular_figures(self.table)
         self.table.share_width({Column.ROW: 7, Column.END: 11, Column.TOKENS: 8})
-        self.table.opened.connect(self._on_opened)
+        self.table.opened.connect(lambda index: self._pass_on(index, self.opened))
+        self.table.moved.connect(lambda index: self._pass_on(index, self.moved))
+        self.table.left.connect(self.left)
         self.table.verticalScrollBar().valueChanged.connect(self._read_on)
         self._nothing = QLabel(self)
         self._nothing.setProperty("role", "secondary")
@@ -201,10 +205,10 @@ class RowsCard(QFrame):
         self._nothing.setVisible(empty)
         self.table.setVisible(not empty)
 
-    def _on_opened(self, index: QModelIndex) -> None:
+    def _pass_on(self, index: QModelIndex, signal: SignalInstance) -> None:
         row = index.data(ROW_ROLE)
         if row is not None:
-            self.opened.emit(row)
+            signal.emit(row)
 
     def _fit(self) -> None:
         self.table.fit_lines()

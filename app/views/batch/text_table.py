@@ -12,9 +12,13 @@ LINE_FACTOR = 1.9
 
 
 class TextTable(QTableView):
-    """Signals: `opened`, the index of a row that was entered by key or click."""
+    """Signals: `opened`, the index of a row that was entered by key or click; `moved`, of one that was gone to;
+    `left`, when Esc is pressed.
+    """
 
     opened = Signal(QModelIndex)
+    moved = Signal(QModelIndex)
+    left = Signal()
 
     def __init__(self, model: QAbstractTableModel, name: str, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -35,6 +39,7 @@ class TextTable(QTableView):
         self.horizontalHeader().setHighlightSections(False)
         self.horizontalHeader().setDefaultAlignment(Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter)
         self.clicked.connect(self.opened)
+        self.selectionModel().currentRowChanged.connect(lambda now, _before: self.moved.emit(now))
         self.fit_lines()
 
     def share_width(self, fixed: Mapping[int, int]) -> None:
@@ -59,5 +64,8 @@ class TextTable(QTableView):
     def keyPressEvent(self, event: QKeyEvent) -> None:
         if event.key() in (Qt.Key.Key_Return, Qt.Key.Key_Enter) and self.currentIndex().isValid():
             self.opened.emit(self.currentIndex())
+            return
+        if event.key() == Qt.Key.Key_Escape:
+            self.left.emit()
             return
         super().keyPressEvent(event)

@@ -1,0 +1,181 @@
+"""Rows and jobs as tables, without a window; and what is said of them."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PySide6.QtCore import Qt
+from PySide6.QtTest import QAbstractItemModelTester
+
+from app.models.batch_rows import MOST_LATEST, ROW_ROLE, AnsweredRowsModel, Column, InputRowsModel
+from app.models.jobs import JOB_ROLE, JobListModel
+from app.services.batch_input import count_rows, free_output, look_at, usual_suffix
+from app.services.batch_job import JobEntry, JobState
+from app.services.batch_sample import SampleRate
+from app.views.batch.phrases import clock_text, pace_text, plan_text, rows_text, sample_text, state_text, status_text
+from engine.batch_files.opening import InputForm
+from engine.config import BatchJob
+from engine.errors import EngineError
+from tests.app.scripted_batches import row
+
+HEADINGS = ("Row", "Prompt", "Answer", "End", "Tokens")
+
+
+def entry(state: JobState = JobState.RUNNING, **values: object) -> JobEntry:
+    job = BatchJob("/data/in.csv", "/data/out.csv")
+    return JobEntry("k", job, state, 100.0, **values)  # type: ignore[arg-type]
+
+
+def rows_model() -> AnsweredRowsModel:
+    model = AnsweredRowsModel(HEADINGS, lambda one: "failed" if one.problem else "complete")
+    QAbstractItemModelTester(model, QAbstractItemModelTester.FailureReportingMode.Fatal, model)
+    return model
+
+
+def shown(model: AnsweredRowsModel) -> list[int]:
+    return [model.index(n, 0).data(ROW_ROLE).row for n in range(model.rowCount())]
+
+
+@given(st.lists(st.lists(st.integers(0, 10**6), max_size=400), max_size=6))
+def test_the_latest_rows_stand_first_and_are_bounded(batches: list[list[int]]) -> None:
+    model = AnsweredRowsModel(HEADINGS, lambda _row: "")
+    for batch in batches:
+        model.put_latest([row(number) for number in batch])
+    everything = [number for batch in batches for number in batch]
+    assert shown(model) == everything[::-1][:MOST_LATEST]
+
+
+def test_a_row_in_its_columns() -> None:
+    model = rows_model()
+    model.append([row(0), row(41, problem="has nothing in 'text'")])
+    model.set_beginning("question ")  # too short to be left out
+    first, second = ([model.index(n, c).data() for c in Column] for n in range(2))
+    assert first == ["1", "question 0", "answer 0", "complete", "5"]
+    assert second == ["42", "question 41", "Has nothing in 'text'", "failed", "5"]
+    assert model.last_row == 41
+    assert model.headerData(1, Qt.Orientation.Horizontal) == "Prompt"
+    model.set_rows([])
+    assert (model.rowCount(), model.last_row) == (0, -1)
+
+
+def test_what_all_prompts_begin_with_is_left_out_of_the_table() -> None:
+    model = rows_model()
+    one = row(3)
+    model.append([type(one)(3, "Summarise in one line:\nlate parcel", "yes", "stop", 1, "")])
+    model.set_beginning("Summarise in one line:\n")
+    assert model.index(0, Column.PROMPT).data() == "… late parcel"
+
+
+def test_first_rows_of_an_input() -> None:
+    model = InputRowsModel()
+    QAbstractItemModelTester(model, QAbstractItemModelTester.FailureReportingMode.Fatal, model)
+    model.set_rows(("a", "b"), [("1", "two\nlines"), ("3", "")])
+    assert (model.rowCount(), model.columnCount()) == (2, 2)
+    assert model.index(0, 1).data() == "two lines"
+    assert model.index(0, 1).data(Qt.ItemDataRole.ToolTipRole) == "two\nlines"
+
+
+def test_jobs_stand_newest_first_and_are_replaced_in_place() -> None:
+    model = JobListModel(lambda job: f"job {job.key}")
+    QAbstractItemModelTester(model, QAbstractItemModelTester.FailureReportingMode.Fatal, model)
+    job = BatchJob("/data/in.csv", "/data/out.csv")
+    for key, created in (("a", 1.0), ("c", 3.0), ("b", 2.0)):
+        model.put(JobEntry(key, job, JobState.QUEUED, created))
+    model.put(JobEntry("b", job, JobState.FINISHED, 2.0))
+    keys = [model.index(n).data(JOB_ROLE).key for n in range(model.rowCount())]
+    assert keys == ["c", "b", "a"]
+    assert model.index(1).data(JOB_ROLE).state is JobState.FINISHED
+    assert model.index(1).data(Qt.ItemDataRole.AccessibleTextRole) == "job b"
+    model.remove("b")
+    model.remove("b")
+    assert [model.row_of(key) for key in "abc"] == [1, -1, 0]
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+def test_a_clock_says_the_day_where_it_is_not_today() -> None:
+    now = datetime(2026, 11, 20, 22, 0)
+    today, tomorrow = datetime(2026, 11, 20, 22, 40), datetime(2026, 11, 21, 2, 40)
+    assert "40" in clock_text(today.timestamp(), now)
+    assert "tomorrow" not in clock_text(today.timestamp(), now)
+    assert clock_text(tomorrow.timestamp(), now).startswith("tomorrow")
+    assert clock_text(datetime(2026, 11, 23, 2, 0).timestamp(), now).startswith("Mon")
+    assert clock_text(datetime(2026, 12, 20).timestamp(), now) == "30 days from now"
+
+
+def test_an_end_is_a_range_of_clock_times() -> None:
+    rate, end = pace_text(entry(tokens_per_s=312.4, ends_low_s=1_000.0, ends_high_s=9_000.0))
+    assert rate == "312 tokens/s"
+    assert end.startswith("done between")
+    assert pace_text(entry(ends_low_s=1_000.0, ends_high_s=1_001.0))[1].startswith("done at about")
+    assert pace_text(entry()) == ("", "")
+    assert pace_text(entry(JobState.PAUSED, tokens_per_s=3.0)) == ("", "")
+
+
+@pytest.mark.parametrize("state", list(JobState))
+def test_every_state_is_said(state: JobState) -> None:
+    assert state_text(entry(state))
+    assert status_text(entry(state)).endswith((".", "…"))
+
+
+def test_what_holds_a_job_up_is_said() -> None:
+    assert status_text(entry(blocked="Waiting: the disk is full.")) == "Waiting: the disk is full."
+    assert status_text(entry(JobState.PAUSED, reason="The engine was killed.")).startswith("The engine was killed.")
+    assert status_text(entry(JobState.FAILED, reason="The input was changed.")) == "The input was changed."
+    assert rows_text(entry(done=4153, failed=4, total=10120)) == "4,153 of 10,120 rows  ·  4 failed"
+    assert rows_text(entry(done=1)) == "1 row done"
+
+
+def test_a_plan_says_only_what_follows_from_the_sample() -> None:
+    rate = SampleRate(rows=3, tokens=60, seconds=6.0)
+    assert sample_text(rate) == "3 rows took 6.0 s, at 10 tokens/s."
+    assert plan_text(rate, None, 0.0) == ""
+    assert plan_text(rate, 3, 0.0) == ""
+    assert "all 300" in plan_text(rate, 300, 0.0)
+
+
+# --- the input ------------------------------------------------------------------------------------
+
+
+def test_an_input_is_looked_at(tmp_path: Path) -> None:
+    file = tmp_path / "in.csv"
+    file.write_text("id,text\n" + "".join(f'{n},"line {n},\nmore"\n' for n in range(9)), encoding="utf-8")
+    found = look_at(file, InputForm())
+    assert found.columns == ("id", "text")
+    assert found.rows[0] == ("0", "line 0,\nmore")
+    assert (len(found.rows), found.template, found.openai, found.problem) == (5, "{{text}}", False, "")
+    assert (found.is_text, found.is_delimited, found.has_plain_text) == (True, True, False)
+    assert count_rows(file, InputForm(), lambda: False) == 9
+    assert usual_suffix(file) == ".csv"
+
+
+def test_a_wrong_encoding_is_noticed(tmp_path: Path) -> None:
+    file = tmp_path / "in.txt"
+    file.write_bytes("naïve\n".encode("cp1252"))
+    assert "encoding" in look_at(file, InputForm()).problem
+    assert look_at(file, InputForm(encoding="cp1252")).rows == (("naïve",),)
+
+
+def test_openai_requests_need_no_template(tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"custom_id": "a", "url": "/v1/chat/completions", "body": {"messages": []}}\n', encoding="utf-8")
+    found = look_at(file, InputForm())
+    assert (found.openai, found.template) == (True, "")
+
+
+def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError):
+        look_at(tmp_path / "none.csv", InputForm())
+    assert count_rows(tmp_path / "none.csv", InputForm(), lambda: False) is None
+
+
+def test_a_free_name_is_found(tmp_path: Path) -> None:
+    source = tmp_path / "in.csv"
+    assert free_output(source, ".csv").name == "in.answers.csv"
+    free_output(source, ".csv").touch()
+    assert free_output(source, ".csv").name == "in.answers-2.csv"
