@@ -1,1 +1,109 @@
-"""What a decoded token used: experts by how they were met, and energy."""
+"""What a decoded token used: experts by how they were met, time, bytes, and energy."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import QSize, Qt
+from PySide6.QtWidgets import QGridLayout, QLabel, QWidget
+
+from app.models.token_figures import TokenFigures
+from app.theme import ThemeController, use_tabular_figures
+from app.views.monitor.card import MonitorCard, secondary
+from app.widgets.quantities import number
+from app.widgets.share_bar import ShareBar
+
+_NOTHING = "–"
+_SWATCH = QSize(10, 10)
+_KINDS = ("hit", "fetched", "cpu")
+
+
+class TokenCard(MonitorCard):
+    """Means over the last tokens; what is not known is a dash, what cannot be known says so."""
+
+    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__("", parent)
+        self._theme = theme
+        self.heading.setText(self.tr("Per token"))
+        self.setAccessibleName(self.tr("Per token"))
+        self.bar = ShareBar(theme, QSize(80, 10), self)
+        self._grid = QGridLayout()
+        self._grid.setHorizontalSpacing(8)
+        self._grid.setVerticalSpacing(6)
+        self._grid.setColumnStretch(1, 1)
+        self._names: dict[str, str] = {}
+        self.values: dict[str, QLabel] = {}
+        self._add_row("used", self.tr("Experts used"))
+        self._grid.addWidget(self.bar, 1, 0, 1, 3)
+        self._add_row("hit", self.tr("hit"))
+        self._add_row("fetched", self.tr("fetched"))
+        self._add_row("cpu", self.tr("on the CPU"))
+        self._add_row("took", self.tr("Time"))
+        self._add_row("moved", self.tr("To the GPU"))
+        self._add_row("read", self.tr("From disk"))
+        self._add_row("energy", self.tr("Energy"))
+        self._note = secondary("", self)
+        self.body.addLayout(self._grid)
+        self.body.addStretch(1)
+        self.body.addWidget(self._note)
+        self.show_figures(None, None)
+
+    def show_figures(self, figures: TokenFigures | None, watts: float | None) -> None:
+        """Another look.
+
+        Args:
+            figures: None while nothing has been decoded.
+            watts: that cards and processors take now, where they tell.
+        """
+        texts = dict.fromkeys(self.values, _NOTHING)
+        shares = (0.0, 0.0, 0.0)
+        if figures is not None:
+            shares = figures.experts["hit"], figures.experts["fetched"], figures.experts["cpu"]
+            texts |= {kind: _count(figures.experts[kind]) for kind in _KINDS}
+            texts["used"] = _count(figures.used)
+            texts["took"] = self.tr("{0} ms").format(number(1000 * figures.took_s, 1))
+            texts["moved"], texts["read"] = _moved(figures.h2d_bytes), _moved(figures.disk_bytes)
+        if figures is not None and figures.joules is not None:
+            texts["energy"] = self.tr("{0} J").format(number(figures.joules, 2 if figures.joules < 10 else 1))
+        elif watts is None:
+            texts["energy"] = self.tr("not available here")
+        self.bar.show_shares(*shares)
+        for key, label in self.values.items():
+            label.setText(texts[key])
+            label.setAccessibleName(f"{self._names[key]}: {texts[key]}")
+        self.values["energy"].setToolTip(
+            self.tr("Neither a graphics card nor the processor tells its power here (NVML, RAPL).")
+            if watts is None
+            else self.tr("Power of cards and processors as they tell it, over the tokens' time; now {0} W.").format(
+                number(watts, 0)
+            )
+        )
+        self._note.setVisible(figures is not None)
+        if figures is not None:
+            self._note.setText(self.tr("Mean of the last {0} tokens").format(number(figures.tokens, 0)))
+
+    def _add_row(self, key: str, text: str) -> None:
+        name, value = QLabel(text, self), QLabel(self)
+        for label in (name, value):
+            label.setProperty("role", "secondary")
+            label.setTextFormat(Qt.TextFormat.PlainText)
+        use_tabular_figures(value)
+        row = self._grid.rowCount() + 1  # below the first is the bar
+        if key in _KINDS:
+            swatch = ShareBar(self._theme, _SWATCH, self)
+            swatch.show_shares(*(1.0 if kind == key else 0.0 for kind in _KINDS))
+            self._grid.addWidget(swatch, row, 0)
+            self._grid.addWidget(name, row, 1)
+        else:
+            row = 0 if key == "used" else row
+            self._grid.addWidget(name, row, 0, 1, 2)
+        self._grid.addWidget(value, row, 2, Qt.AlignmentFlag.AlignRight)
+        self._names[key] = text
+        self.values[key] = value
+
+
+def _count(value: float) -> str:
+    return number(value, 0 if value >= 100 or value == round(value) else 1)
+
+
+def _moved(nbytes: float) -> str:
+    mib = nbytes / 2**20
+    return f"{number(mib, 0 if mib >= 100 or not mib else 1 if mib >= 1 else 2)} MB"

@@ -1,0 +1,206 @@
+"""What a cache report says, made sound, and what it foretells for every size of the cache.
+
+Pure functions: an engine that sends nonsense gets figures that can be drawn, never an error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.telemetry.advice import predicted_rate
+from engine.telemetry.messages import CacheReport, MemoryPart, PolicyRate, TierReport
+
+MOST_TIERS = 2
+MOST_POLICIES = 12
+MOST_PREDICTORS = 8
+MOST_PLACES = 9
+"""RAM and eight cards."""
+TOTAL, FREE = "total", "free"
+_MOST_COUNT = 2**50
+
+
+@dataclass(frozen=True, eq=False)
+class Forecast:
+    """How another size of the topmost tier would do, by the miss-ratio curve.
+
+    Attributes:
+        slots: sizes, rising, [n].
+        lru_rates: hit rates of an LRU cache on the recent routing, [n].
+        hit_rates: to be expected of the policy that decides now, through what it hits now, [n].
+        tokens_per_s: predicted, [n]; empty if it cannot be told.
+        gains_nothing: a miss costs no more than a hit, so that no size is faster than another.
+    """
+
+    slots: NDArray[np.float64]
+    lru_rates: NDArray[np.float64]
+    hit_rates: NDArray[np.float64]
+    tokens_per_s: NDArray[np.float64]
+    gains_nothing: bool = False
+
+    def hit_rate_at(self, slots: float) -> float | None:
+        """To be expected with so many experts; None while no curve is known."""
+        return float(np.interp(slots, self.slots, self.hit_rates)) if len(self.slots) else None
+
+    def tokens_per_s_at(self, slots: float) -> float | None:
+        """Predicted; None if it cannot be told."""
+        return float(np.interp(slots, self.slots, self.tokens_per_s)) if len(self.tokens_per_s) else None
+
+
+NO_FORECAST = Forecast(np.empty(0), np.empty(0), np.empty(0), np.empty(0))
+
+
+def sound(report: CacheReport) -> CacheReport:
+    """The report with every number within what it can be; a curve that makes no sense is left out."""
+    slots, rates = _sound_curve(report)
+    return replace(
+        report,
+        tiers=tuple(_sound_tier(tier) for tier in report.tiers[:MOST_TIERS]),
+        curve_slots=slots,
+        curve_hit_rates=rates,
+        steps_per_s=_amount(report.steps_per_s),
+        lookups_per_step=_amount(report.lookups_per_step),
+        hit_s=_amount(report.hit_s),
+        miss_s=_amount(report.miss_s),
+        predictors=tuple(
+            replace(
+                each,
+                hit_rate=_share(each.hit_rate),
+                precision=_share(each.precision),
+                cost_s=_amount(each.cost_s),
+                gain_s=each.gain_s if math.isfinite(each.gain_s) else 0.0,
+            )
+            for each in report.predictors[:MOST_PREDICTORS]
+        ),
+        memory=tuple(replace(part, nbytes=_count(part.nbytes)) for part in report.memory),
+    )
+
+
+def forecast(report: CacheReport) -> Forecast:
+    """Of a sound report; `NO_FORECAST` while too little has been seen."""
+    if not report.curve_slots or not report.tiers:
+        return NO_FORECAST
+    tier = report.tiers[0]
+    sizes = np.array(report.curve_slots, np.float64)
+    # More sizes than the curve has points: what is predicted is no straight line between two of them.
+    every = np.unique(np.concatenate((sizes, np.linspace(0, tier.most_slots, 97), [tier.slots])))
+    every = every[every <= tier.most_slots]
+    lru = np.interp(every, sizes, np.array(report.curve_hit_rates))
+    measured = tier.recent_hit_rate if tier.recent_hit_rate >= 0 else hit_rate(tier)
+    expected = lru if measured is None else _expected(tier, every, lru, measured)
+    of_policy = replace(report, curve_slots=tuple(every.tolist()), curve_hit_rates=tuple(expected.tolist()))
+    nothing = 0 < report.miss_s <= report.hit_s
+    return Forecast(every, lru, expected, np.array(predicted_rate(of_policy, every.tolist())), nothing)
+
+
+def _expected(
+    tier: TierReport, slots: NDArray[np.float64], lru: NDArray[np.float64], measured: float
+) -> NDArray[np.float64]:
+    """LRU's curve, bent through what was measured: misses in proportion above the present size, hits below it.
+
+    Whoever may choose the policy does at least as well as one that keeps the most popular experts, and its curve lies
+    above its chords: from nothing to the present size, and from there to all experts.
+    """
+    at = float(np.interp(tier.slots, slots, lru))
+    above = 1 - (1 - measured) * (1 - lru) / (1 - at) if at < 1 else np.maximum(measured, lru)
+    below = measured * lru / at if at > 0 else np.zeros_like(lru)
+    expected = np.where(slots >= tier.slots, above, below)
+    if tier.is_adaptive or tier.policy == "static":
+        chord = np.interp(slots, [0, tier.slots, tier.most_slots], [0, measured, 1]) if tier.slots else lru
+        expected = np.maximum(expected, chord)
+    return np.asarray(np.clip(np.maximum.accumulate(expected), 0, 1))
+
+
+def hit_rate(tier: TierReport) -> float | None:
+    """Since the model was loaded; None if nothing was looked up."""
+    return tier.hits / tier.lookups if tier.lookups else None
+
+
+def policies(tier: TierReport) -> tuple[PolicyRate, ...]:
+    """The policy that decides and its shadows, the best first; one that was not simulated has -1."""
+    known = {each.name: each for each in tier.shadows}
+    own = known.get(tier.policy, PolicyRate(tier.policy, tier.recent_hit_rate))
+    others = [each for each in tier.shadows if each.name != tier.policy]
+    return tuple(sorted((own, *others), key=lambda each: -each.hit_rate))
+
+
+def room_slots(report: CacheReport, tier: TierReport, free_ram: int | None = None) -> int:
+    """How many experts this tier could have, as far as memory is free now; never less than it has.
+
+    Args:
+        free_ram: bytes of RAM that nobody uses; None if that is not known: then RAM is no limit.
+    """
+    if tier.record_bytes <= 0:
+        return tier.most_slots
+    if tier.tier == "ram":
+        free = free_ram
+    else:
+        free = sum(part.nbytes for part in report.memory if part.place != "ram" and part.purpose == FREE)
+    if free is None:
+        return tier.most_slots
+    return min(tier.most_slots, tier.slots + max(0, free) // tier.record_bytes)
+
+
+def memory_places(parts: tuple[MemoryPart, ...]) -> dict[str, tuple[dict[str, int], int]]:
+    """Place -> (bytes by purpose, total): `free` fills up what is missing, so that the parts add up."""
+    places: dict[str, tuple[dict[str, int], int]] = {}
+    for part in parts:
+        if part.place not in places and len(places) == MOST_PLACES:
+            continue
+        amounts, total = places.get(part.place, ({}, 0))
+        if part.purpose == TOTAL:
+            total = part.nbytes
+        else:
+            amounts[part.purpose] = amounts.get(part.purpose, 0) + part.nbytes
+        places[part.place] = amounts, total
+    result: dict[str, tuple[dict[str, int], int]] = {}
+    for place, (amounts, told) in places.items():
+        used = sum(nbytes for purpose, nbytes in amounts.items() if purpose != FREE)
+        total = max(told, used)
+        result[place] = {**{key: value for key, value in amounts.items() if key != FREE}, FREE: total - used}, total
+    return result
+
+
+def _sound_tier(tier: TierReport) -> TierReport:
+    slots, lookups = _count(tier.slots), _count(tier.lookups)
+    recent = tier.recent_hit_rate
+    return replace(
+        tier,
+        slots=slots,
+        most_slots=max(_count(tier.most_slots), slots, 1),
+        record_bytes=_count(tier.record_bytes),
+        hits=min(_count(tier.hits), lookups),
+        lookups=lookups,
+        recent_hit_rate=min(recent, 1.0) if math.isfinite(recent) and recent >= 0 else -1.0,
+        shadows=tuple(replace(each, hit_rate=_share(each.hit_rate)) for each in tier.shadows[:MOST_POLICIES]),
+        arriving=_count(tier.arriving),
+        evictions=_count(tier.evictions),
+        prefetched=_count(tier.prefetched),
+        prefetches_used=_count(tier.prefetches_used),
+        prefetches_wasted=_count(tier.prefetches_wasted),
+    )
+
+
+def _sound_curve(report: CacheReport) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    slots, rates = report.curve_slots, report.curve_hit_rates
+    if len(slots) != len(rates) or len(slots) < 2 or not all(map(math.isfinite, rates)):
+        return (), ()
+    if slots[0] < 0 or slots[-1] > _MOST_COUNT or any(after < one for one, after in itertools.pairwise(slots)):
+        return (), ()
+    return slots, tuple(_share(rate) for rate in rates)
+
+
+def _amount(value: float) -> float:
+    return value if math.isfinite(value) and value > 0 else 0.0
+
+
+def _share(value: float) -> float:
+    return min(max(value, 0.0), 1.0) if math.isfinite(value) else 0.0
+
+
+def _count(value: int) -> int:
+    return min(max(value, 0), _MOST_COUNT)

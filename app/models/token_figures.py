@@ -1,0 +1,60 @@
+"""What a decoded token used, on average of the last ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from app.services.history.history import EXPERT_KINDS, History
+from engine.telemetry.analysis import joules_per_token
+from engine.telemetry.lanes import BATCH_STEP, DECODE
+
+LAST_STEPS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFigures:
+    """Of each token.
+
+    Attributes:
+        tokens: that these are means of.
+        experts: how they were met -> experts, see `EXPERT_KINDS`.
+        took_s: seconds.
+        h2d_bytes, disk_bytes: payload brought to devices, read from disk.
+        joules: None where neither cards nor processors tell their power.
+    """
+
+    tokens: int
+    experts: dict[str, float]
+    took_s: float
+    h2d_bytes: float
+    disk_bytes: float
+    joules: float | None
+
+    @property
+    def used(self) -> float:
+        """Experts, however they were met."""
+        return sum(self.experts.values())
+
+
+def token_figures(history: History, last: int = LAST_STEPS) -> TokenFigures | None:
+    """Means over the last decode steps; None if nothing has been decoded."""
+    steps = history.last_steps(last)
+    steps = steps[np.isin(steps["name"], (DECODE, BATCH_STEP)) & (steps["tokens"] > 0)]
+    tokens = int(steps["tokens"].sum())
+    if not tokens:
+        return None
+    as_decoded = steps.copy()
+    as_decoded["name"] = DECODE  # steps of a batch use energy for their tokens as well
+    return TokenFigures(
+        tokens,
+        {
+            kind: max(0.0, sum(float(steps[name].sum()) for name in names) / tokens)
+            for kind, names in EXPERT_KINDS.items()
+        },
+        max(0.0, float((steps["end_ns"] - steps["start_ns"]).sum()) / 1e9 / tokens),
+        max(0.0, float(steps["h2d_bytes"].sum()) / tokens),
+        max(0.0, float(steps["disk_bytes"].sum()) / tokens),
+        joules_per_token(*history.power(), as_decoded),
+    )

@@ -1,0 +1,186 @@
+"""The expert cache: what each tier hits, what another size would give, and the handle that gives it."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import Signal
+from PySide6.QtWidgets import QButtonGroup, QPushButton, QWidget
+
+from app.models.cache_figures import NO_FORECAST, Forecast, forecast, hit_rate, room_slots, sound
+from app.theme import ThemeController
+from app.views.monitor.cache.resizing import Resizing
+from app.views.monitor.cache.size_chooser import SizeChooser
+from app.views.monitor.cache.tier_row import TierRow
+from app.views.monitor.cache.words import policy_name
+from app.views.monitor.card import MonitorCard, secondary
+from app.widgets.miss_ratio_plot import MissRatioPlot
+from engine.telemetry.messages import CacheReport, CacheTier, TierReport
+
+_TIERS: tuple[CacheTier, ...] = ("vram", "ram")
+
+
+class CacheCard(MonitorCard):
+    """Signals: `resize_wanted(str, int)`, a tier and how many experts it shall keep."""
+
+    resize_wanted = Signal(str, int)
+
+    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__("", parent)
+        self.heading.setText(self.tr("Cache"))
+        self.setAccessibleName(self.tr("Expert cache"))
+        self._event: CacheReport | None = None
+        self._report: CacheReport | None = None
+        self._decoding: CacheReport | None = None
+        self._forecast: Forecast = NO_FORECAST
+        self._chosen: CacheTier = "vram"
+        self._resizing: Resizing | None = None
+        self._free_ram: int | None = None
+        self.is_recorded = False
+        """Whether what is shown is of the past: then nothing can be resized."""
+        self._tabs = QButtonGroup(self)
+        self._buttons: dict[CacheTier, QPushButton] = {}
+        for tier, text in zip(_TIERS, (self.tr("VRAM"), self.tr("RAM")), strict=True):
+            button = QPushButton(text, self)
+            button.setProperty("kind", "chip")
+            button.setCheckable(True)
+            button.setToolTip(self.tr("The tier whose size is shown"))
+            button.clicked.connect(lambda _checked=False, tier=tier: self._choose_tier(tier))
+            self._tabs.addButton(button)
+            self._buttons[tier] = button
+            self.head.addWidget(button)
+        self.rows: dict[CacheTier, TierRow] = {tier: TierRow(theme, self) for tier in _TIERS}
+        self.plot = MissRatioPlot(theme, self)
+        self.size_field = SizeChooser(self)
+        self._note = secondary("", self)
+        for row in self.rows.values():
+            self.body.addWidget(row)
+        self.body.addWidget(self.plot, 1)
+        self.body.addWidget(self.size_field)
+        self.body.addWidget(self._note)
+        self.plot.moved.connect(self._on_handle)
+        self.plot.chosen.connect(self._resize)
+        self.size_field.moved.connect(self.plot.set_slots)
+        self.size_field.chosen.connect(self._resize)
+        self.size_field.undone.connect(self._undo)
+        self.show_report(None)
+
+    @property
+    def tier(self) -> TierReport | None:
+        """The one whose size is shown."""
+        tiers = self._report.tiers if self._report is not None else ()
+        return next((tier for tier in tiers if tier.tier == self._chosen), tiers[0] if tiers else None)
+
+    def show_report(self, report: CacheReport | None, free_ram: int | None = None) -> None:
+        """The latest report; None while no engine runs.
+
+        Args:
+            free_ram: bytes that nobody uses, if that is known.
+        """
+        is_new = report is not None and report is not self._event
+        self._event = report
+        if report is None:
+            self._forget()
+        elif is_new:
+            self._take(sound(report))
+        self._free_ram = free_ram
+        self._show(is_new=is_new)
+
+    def _take(self, report: CacheReport) -> None:
+        self._report = report
+        if not report.tiers:
+            self._decoding, self._forecast, self._resizing = None, NO_FORECAST, None
+            return
+        # While nothing is decoded the curve is foretold from when something was.
+        if report.steps_per_s > 0 or self._decoding is None or not self._decoding.curve_slots:
+            self._decoding = report
+            self._forecast = forecast(report)
+        if self._resizing is not None:
+            self._resizing.hear(report)
+
+    def _forget(self) -> None:
+        self._report = self._decoding = self._resizing = None
+        self._forecast = NO_FORECAST
+        for row in self.rows.values():
+            row.forget()
+
+    def _show(self, *, is_new: bool) -> None:
+        report, tier = self._report, self.tier
+        tiers = {each.tier: each for each in report.tiers} if report is not None else {}
+        for name, row in self.rows.items():
+            row.setVisible(name in tiers)
+            if name in tiers:
+                row.show_tier(tiers[name], is_new=is_new)
+            self._buttons[name].setVisible(len(tiers) > 1)
+            self._buttons[name].setChecked(tier is not None and name == tier.tier)
+        self.plot.setVisible(tier is not None)
+        self.size_field.setVisible(tier is not None and not self.is_recorded)
+        self.plot.setEnabled(not self.is_recorded)
+        if report is None or tier is None:
+            self.plot.show_tier(None, NO_FORECAST, 0, None)
+            self.aside.setText("" if report is None else self.tr("nothing to cache"))
+            self._say(self._calm(report))
+            return
+        is_top = tier is report.tiers[0]
+        measured = tier.recent_hit_rate if tier.recent_hit_rate >= 0 else hit_rate(tier)
+        known = self._forecast if is_top else NO_FORECAST
+        self.plot.show_tier(tier, known, room_slots(report, tier, self._free_ram), measured)
+        self.size_field.show_tier(tier, self.plot.slots)
+        adopted = self.tr("policy {0}, chosen while running") if tier.is_adaptive else self.tr("policy {0}")
+        self.aside.setText(adopted.format(policy_name(tier.policy)))
+        self._say_outcome()
+        notes = [tier.note, report.note]
+        if is_top and known.gains_nothing:
+            notes.insert(0, self.tr("Here a miss costs no more than a hit, so another size would not be faster."))
+        self._say(" ".join(filter(None, notes)))
+
+    def _calm(self, report: CacheReport | None) -> str:
+        if report is None:
+            return self.tr("Load a model with experts: what its cache hits, and what another size would, shows here.")
+        on_device = any(part.place != "ram" and part.purpose == "experts" and part.nbytes for part in report.memory)
+        in_ram = any(part.place == "ram" and part.purpose == "experts" and part.nbytes for part in report.memory)
+        if on_device:
+            text = self.tr("All experts lie in the graphics card's memory: every one is a hit, and nothing is cached.")
+        elif in_ram:
+            text = self.tr("All experts lie in RAM and are computed there by the CPU, so there is nothing to cache.")
+        else:
+            text = self.tr("This model has no experts, so there is nothing to cache.")
+        return " ".join(filter(None, (text, report.note)))
+
+    def _say(self, text: str) -> None:
+        self._note.setText(text)
+        self._note.setVisible(bool(text))
+
+    # --- another size -----------------------------------------------------------------------------
+
+    def _choose_tier(self, tier: CacheTier) -> None:
+        self._chosen = tier
+        self.plot.put_back()
+        self._show(is_new=False)
+
+    def _on_handle(self, slots: int) -> None:
+        if self.tier is not None:
+            self.size_field.set_slots(slots, self.tier.most_slots)
+
+    def _resize(self, slots: int) -> None:
+        tier, report = self.tier, self._decoding or self._report
+        if tier is None or report is None or self.is_recorded:
+            return
+        speed = self._forecast.tokens_per_s_at(slots) if tier.tier == report.tiers[0].tier else None
+        self._resizing = Resizing(tier, slots, report.steps_per_s, speed)
+        self.plot.put_back()
+        self.resize_wanted.emit(tier.tier, slots)
+        self._show(is_new=False)
+
+    def _undo(self) -> None:
+        done, self._resizing = self._resizing, None
+        if done is not None and not self.is_recorded:
+            self._chosen = done.tier
+            self._resizing = Resizing(done.now or done.before, done.before.slots, 0.0, None)
+            self.resize_wanted.emit(done.tier, done.before.slots)
+            self._show(is_new=False)
+
+    def _say_outcome(self) -> None:
+        done = self._resizing
+        is_done = done is not None and done.now is not None and done.now.slots != done.before.slots
+        self.size_field.say(done.sentence() if done is not None else "", undoable=is_done)
+        if done is not None and done.is_answered and not self.plot.is_moved and self.tier is not None:
+            self.size_field.set_slots(self.tier.slots, self.tier.most_slots)

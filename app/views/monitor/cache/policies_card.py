@@ -1,0 +1,96 @@
+"""The policy that decides and its shadows, side by side."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import Qt
+from PySide6.QtWidgets import QGridLayout, QLabel, QWidget
+
+from app.models.cache_figures import policies, sound
+from app.theme import ThemeController, use_tabular_figures
+from app.views.monitor.cache.tier_row import tier_name
+from app.views.monitor.cache.words import policy_name, policy_tip
+from app.views.monitor.card import MonitorCard, secondary
+from app.widgets.memory_bar import MemoryBar, MemoryPart
+from app.widgets.quantities import number
+from engine.telemetry.messages import CacheReport, TierReport
+
+_PARTS = 1000
+"""Of a bar."""
+
+
+class PoliciesCard(MonitorCard):
+    """What each policy would hit if it decided alone."""
+
+    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__("", parent)
+        self._theme = theme
+        self.heading.setText(self.tr("Policies"))
+        self.setAccessibleName(self.tr("Cache policies"))
+        self._grid = QGridLayout()
+        self._grid.setHorizontalSpacing(10)
+        self._grid.setVerticalSpacing(5)
+        self._grid.setColumnStretch(1, 1)
+        self._rows: list[tuple[QLabel, MemoryBar, QLabel]] = []
+        self.note = secondary("", self)
+        self.body.addLayout(self._grid)
+        self.body.addStretch(1)
+        self.body.addWidget(self.note)
+        self._report: CacheReport | None = None
+        theme.changed.connect(lambda: self.show_report(self._report))
+
+    def show_report(self, report: CacheReport | None) -> None:
+        """The latest report; the card hides while there is no cache."""
+        self._report = report
+        tiers = sound(report).tiers if report is not None else ()
+        self.setVisible(bool(tiers))
+        row = 0
+        for tier in tiers:
+            if len(tiers) > 1:
+                self._say(row, tier_name(self, tier), None, is_head=True)
+                row += 1
+            for each in policies(tier):
+                self._say(row, each.name, each.hit_rate, is_adopted=each.name == tier.policy)
+                row += 1
+        for widgets in self._rows[row:]:
+            for widget in widgets:
+                widget.hide()
+        if tiers:
+            self.aside.setText(self.tr("hit rate of late, each alone"))
+            self.note.setText(self._told(tiers))
+
+    def _told(self, tiers: tuple[TierReport, ...]) -> str:
+        if any(tier.is_adaptive for tier in tiers):
+            return self.tr("All are simulated on the live routing; the one that hits most is adopted.")
+        return self.tr("The policy was chosen in the settings; the others are simulated beside it.")
+
+    def _say(self, row: int, name: str, rate: float | None, *, is_adopted: bool = False, is_head: bool = False) -> None:
+        if row == len(self._rows):
+            self._add_row()
+        theme = self._theme.theme
+        label, bar, value = self._rows[row]
+        label.setText(name if is_head else policy_name(name))
+        label.setToolTip("" if is_head else policy_tip(name))
+        weight = "600" if is_adopted or is_head else "400"
+        for text in (label, value):
+            text.setStyleSheet(f"font-weight: {weight}; color: {theme.text if is_adopted else theme.muted}")
+        share = rate if rate is not None and rate >= 0 else 0.0
+        part = MemoryPart("", round(_PARTS * share), theme.hit if is_adopted else theme.idle, hatched=not is_adopted)
+        bar.show_parts((part,), _PARTS, theme.border)
+        shown = "–" if rate is None or rate < 0 else self.tr("{0}%").format(number(100 * rate, 0))
+        value.setText("" if is_head else self.tr("{0} in use").format(shown) if is_adopted else shown)
+        value.setAccessibleName(f"{label.text()} {value.text()}")
+        label.show()
+        value.show()
+        bar.setVisible(not is_head)
+
+    def _add_row(self) -> None:
+        label, bar, value = QLabel(self), MemoryBar(self), QLabel(self)
+        for text in (label, value):
+            text.setProperty("role", "secondary")
+            text.setTextFormat(Qt.TextFormat.PlainText)
+        use_tabular_figures(value)
+        row = len(self._rows)
+        self._grid.addWidget(label, row, 0)
+        self._grid.addWidget(bar, row, 1)
+        self._grid.addWidget(value, row, 2, Qt.AlignmentFlag.AlignRight)
+        self._rows.append((label, bar, value))

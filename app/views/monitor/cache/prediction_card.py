@@ -1,0 +1,142 @@
+"""Who foretells which experts come, how often that is right, and what was brought in vain."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import Qt
+from PySide6.QtWidgets import QGridLayout, QLabel, QWidget
+
+from app.models.cache_figures import sound
+from app.theme import ThemeController, use_tabular_figures
+from app.views.monitor.cache.tier_row import tier_name
+from app.views.monitor.cache.words import predictor_name
+from app.views.monitor.card import MonitorCard, secondary
+from app.widgets.memory_bar import MemoryBar, MemoryPart
+from app.widgets.quantities import number
+from engine.telemetry.messages import CacheReport, TierReport
+
+
+class PredictionCard(MonitorCard):
+    """Predictors in a table, and the fate of what was prefetched as a bar for each tier."""
+
+    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__("", parent)
+        self._theme = theme
+        self.heading.setText(self.tr("Prefetching"))
+        self.setAccessibleName(self.tr("Prefetching"))
+        self._said = secondary("", self)
+        self._grid = QGridLayout()
+        self._grid.setHorizontalSpacing(12)
+        self._grid.setVerticalSpacing(4)
+        self._grid.setColumnStretch(0, 1)
+        self._cells: list[tuple[QLabel, ...]] = []
+        self._fates: list[tuple[MemoryBar, QLabel]] = []
+        self.body.addWidget(self._said)
+        self.body.addLayout(self._grid)
+        for _ in range(2):
+            bar, label = MemoryBar(self), secondary("", self)
+            self.body.addWidget(bar)
+            self.body.addWidget(label)
+            self._fates.append((bar, label))
+        self.body.addStretch(1)
+        self._report: CacheReport | None = None
+        theme.changed.connect(lambda: self.show_report(self._report))
+
+    @property
+    def texts(self) -> list[str]:
+        """All that is said, in order."""
+        labels = [self._said, *(label for cells in self._cells for label in cells), *(fate[1] for fate in self._fates)]
+        return [label.text() for label in labels if not label.isHidden() and label.text()]
+
+    def show_report(self, report: CacheReport | None) -> None:
+        """The latest report; the card hides while there is no cache."""
+        self._report = report
+        known = sound(report) if report is not None else None
+        self.setVisible(known is not None and bool(known.tiers))
+        if known is None or not known.tiers:
+            return
+        self._said.setText(self._adopted(known))
+        self._show_predictors(known)
+        brought = [tier for tier in known.tiers if tier.prefetched]
+        for place, (bar, label) in enumerate(self._fates):
+            bar.setVisible(place < len(brought))
+            label.setVisible(place < len(brought))
+            if place < len(brought):
+                self._show_fate(brought[place], bar, label)
+
+    def _adopted(self, report: CacheReport) -> str:
+        if report.adopted:
+            if report.ahead == 1:
+                return self.tr("In use: {0}, one layer ahead.").format(predictor_name(report.adopted))
+            return self.tr("In use: {0}, {1} layers ahead.").format(predictor_name(report.adopted), report.ahead)
+        if report.predictors:
+            return self.tr("None is in use: no predictor would save more than it costs.")
+        return self.tr("Nothing is foretold on this model and machine: experts are brought when they are missed.")
+
+    def _show_predictors(self, report: CacheReport) -> None:
+        rows = [
+            (self.tr("Predictor"), self.tr("foretold"), self.tr("right"), self.tr("gain")),
+            *(
+                (
+                    predictor_name(each.name),
+                    self._percent(each.hit_rate),
+                    self._percent(each.precision),
+                    self.tr("{0} ms").format(number(1000 * each.gain_s, 1)),
+                )
+                for each in report.predictors
+            ),
+        ]
+        names = ["", *(each.name for each in report.predictors)]
+        while len(self._cells) < len(rows):
+            self._add_row()
+        tips = (
+            "",
+            self.tr("Of the experts that were wanted and not there, the share that was foretold"),
+            self.tr("Of the experts that were foretold and not there, the share that was wanted"),
+            self.tr("Milliseconds that its use would save each step, after what it costs"),
+        )
+        theme = self._theme.theme
+        for number_of_row, cells in enumerate(self._cells):
+            is_there = number_of_row < len(rows) and len(rows) > 1
+            is_adopted = is_there and number_of_row > 0 and names[number_of_row] == report.adopted
+            for column, cell in enumerate(cells):
+                cell.setVisible(is_there)
+                if is_there:
+                    cell.setText(rows[number_of_row][column])
+                    cell.setToolTip(tips[column])
+                    colour = theme.text if is_adopted else theme.muted
+                    cell.setStyleSheet(f"font-weight: {600 if is_adopted else 400}; color: {colour}")
+            if is_there:
+                cells[0].setAccessibleName(", ".join(map(" ".join, zip(rows[0], rows[number_of_row], strict=True))))
+
+    def _show_fate(self, tier: TierReport, bar: MemoryBar, label: QLabel) -> None:
+        theme = self._theme.theme
+        used, wasted = tier.prefetches_used, tier.prefetches_wasted
+        total = max(tier.prefetched, used + wasted)
+        bar.show_parts(
+            (
+                MemoryPart(self.tr("used"), used, theme.hit),
+                MemoryPart(self.tr("wasted"), wasted, theme.miss, hatched=True),
+            ),
+            total,
+            theme.border,
+        )
+        shares = self._percent(used / total), self._percent(wasted / total)
+        label.setText(
+            self.tr("{0}: of {1} prefetched, {2} used, {3} wasted (hatched), the rest waits.").format(
+                tier_name(self, tier), number(total, 0), *shares
+            )
+        )
+
+    def _percent(self, share: float) -> str:
+        return self.tr("{0}%").format(number(100 * share, 0))
+
+    def _add_row(self) -> None:
+        cells = tuple(QLabel(self) for _ in range(4))
+        row = len(self._cells)
+        for column, cell in enumerate(cells):
+            cell.setProperty("role", "caption")
+            cell.setTextFormat(Qt.TextFormat.PlainText)
+            use_tabular_figures(cell)
+            side = Qt.AlignmentFlag.AlignRight if column else Qt.AlignmentFlag.AlignLeft
+            self._grid.addWidget(cell, row, column, side)
+        self._cells.append(cells)

@@ -1,0 +1,92 @@
+"""What came of a change of the cache's size: what was asked for, what was given, and what it brought."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from PySide6.QtCore import QCoreApplication
+
+from app.widgets.quantities import number
+from engine.telemetry.messages import CacheReport, CacheTier, TierReport
+
+translate = QCoreApplication.translate
+
+_SETTLED_REPORTS = 5
+"""Seconds of decoding until the new size says what it brings: until then the cache fills."""
+
+
+@dataclass
+class Resizing:
+    """One change, from the moment it is asked for.
+
+    Attributes:
+        before: the tier as it was.
+        asked: experts.
+        speed_before: tokens per second then; 0 if nothing was decoded.
+        predicted: tokens per second with so many; None if it could not be told.
+    """
+
+    before: TierReport
+    asked: int
+    speed_before: float
+    predicted: float | None
+    now: TierReport | None = None
+    reports: int = 0
+    decoded: int = 0
+    speed: float = 0.0
+
+    @property
+    def tier(self) -> CacheTier:
+        return self.before.tier
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the engine has said how many there are now."""
+        # The first report may have been written before the command was read.
+        return self.now is not None and (self.now.slots != self.before.slots or self.reports > 1)
+
+    def hear(self, report: CacheReport) -> None:
+        """The next report."""
+        now = next((tier for tier in report.tiers if tier.tier == self.tier), None)
+        if now is None:
+            return
+        self.now = now
+        self.reports += 1
+        if report.steps_per_s > 0 and now.slots != self.before.slots:
+            self.decoded += 1
+            self.speed = report.steps_per_s
+
+    def sentence(self) -> str:
+        """For the user."""
+        if self.now is None or not self.is_answered:
+            return translate("Resizing", "Asked for {0} experts …").format(number(self.asked, 0))
+        has, had = number(self.now.slots, 0), number(self.before.slots, 0)
+        if self.now.slots == self.before.slots:
+            no_room = translate("Resizing", "It stays at {0} experts: there is no room for {1}.")
+            nearest = translate("Resizing", "It stays at {0} experts: of the sizes it can have, the nearest to {1}.")
+            text = no_room if self.asked > self.now.slots else nearest
+            return text.format(has, number(self.asked, 0))
+        # Sizes are whole sets, so a few less than asked for is what was asked for.
+        if self.now.slots < 0.9 * self.asked:
+            text = translate("Resizing", "{0} experts now, was {1}; there is no room for {2}.")
+            return self._with_gain(text.format(has, had, number(self.asked, 0)))
+        return self._with_gain(translate("Resizing", "{0} experts now, was {1}.").format(has, had))
+
+    def _with_gain(self, text: str) -> str:
+        if self.now is None or self.decoded < _SETTLED_REPORTS:
+            return text
+        gains = []
+        if self.now.recent_hit_rate >= 0 and self.before.recent_hit_rate >= 0:
+            gains.append(
+                translate("Resizing", "hits {0}%, was {1}%").format(
+                    number(100 * self.now.recent_hit_rate, 0), number(100 * self.before.recent_hit_rate, 0)
+                )
+            )
+        if self.speed_before > 0:
+            told = translate("Resizing", "{0} tokens/s, was {1}").format(
+                number(self.speed, 1), number(self.speed_before, 1)
+            )
+            if self.predicted is not None:
+                told += " " + translate("Resizing", "({0} were predicted)").format(number(self.predicted, 1))
+            gains.append(told)
+        return " ".join((text, translate("Resizing", "Measured: {0}.").format("; ".join(gains)))) if gains else text

@@ -1,0 +1,88 @@
+"""The size of the cache as a number, for those who do not drag; and what came of the last change."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import Signal
+from PySide6.QtWidgets import QHBoxLayout, QLabel, QPushButton, QSpinBox, QVBoxLayout, QWidget
+
+from app.theme import use_tabular_figures
+from app.views.monitor.card import secondary
+from engine.telemetry.messages import TierReport
+
+
+class SizeChooser(QWidget):
+    """A field, a button, and the way back.
+
+    Signals:
+        moved(int): experts in the field, before anything is asked for.
+        chosen(int): the button was pressed.
+        undone: back to what was before.
+    """
+
+    moved = Signal(int)
+    chosen = Signal(int)
+    undone = Signal()
+
+    def __init__(self, parent: QWidget) -> None:
+        super().__init__(parent)
+        label = QLabel(self.tr("Experts kept"), self)
+        label.setProperty("role", "secondary")
+        self.field = QSpinBox(self)
+        self.field.setAccessibleName(self.tr("Experts kept in this tier"))
+        self.field.setKeyboardTracking(False)
+        self.field.setGroupSeparatorShown(True)
+        use_tabular_figures(self.field)
+        label.setBuddy(self.field)
+        self.button = QPushButton(self.tr("Resize"), self)
+        self.button.setToolTip(self.tr("Holds until the model is loaded again; Tune chooses a size that stays."))
+        self.undo = QPushButton(self.tr("Undo"), self)
+        self.undo.setProperty("kind", "quiet")
+        self.undo.hide()
+        row = QHBoxLayout()
+        row.setSpacing(8)
+        row.addWidget(label)
+        row.addWidget(self.field)
+        row.addWidget(self.button)
+        row.addWidget(self.undo)
+        row.addStretch(1)
+        self._outcome = secondary("", self)
+        column = QVBoxLayout(self)
+        column.setContentsMargins(0, 0, 0, 0)
+        column.setSpacing(6)
+        column.addLayout(row)
+        column.addWidget(self._outcome)
+        self._outcome.hide()
+        self._present = 0
+        self.field.valueChanged.connect(self._on_value)
+        self.button.clicked.connect(lambda: self.chosen.emit(self.field.value()))
+        self.undo.clicked.connect(lambda: self.undone.emit())
+
+    @property
+    def outcome(self) -> str:
+        """What is said of the last change."""
+        return self._outcome.text()
+
+    def show_tier(self, tier: TierReport, slots: int) -> None:
+        """The tier, and where the handle stands."""
+        self._present = tier.slots
+        if not self.field.hasFocus() or self.field.value() == slots:
+            self.set_slots(slots, tier.most_slots)
+
+    def set_slots(self, slots: int, most: int) -> None:
+        """The handle was moved elsewhere."""
+        self.field.blockSignals(True)
+        self.field.setRange(1, max(1, most))
+        self.field.setSingleStep(max(1, most // 100))
+        self.field.setValue(slots)
+        self.field.blockSignals(False)
+        self.button.setEnabled(self.field.value() != self._present)
+
+    def say(self, outcome: str, *, undoable: bool) -> None:
+        """What came of the last change; empty if there was none."""
+        self._outcome.setText(outcome)
+        self._outcome.setVisible(bool(outcome))
+        self.undo.setVisible(undoable)
+
+    def _on_value(self, slots: int) -> None:
+        self.button.setEnabled(slots != self._present)
+        self.moved.emit(slots)

@@ -1,0 +1,70 @@
+"""One tier of the cache in a line: its hit rate now, over the last minutes, and in all."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import Qt
+from PySide6.QtWidgets import QHBoxLayout, QLabel, QWidget
+
+from app.models.cache_figures import hit_rate
+from app.theme import ThemeController, use_tabular_figures
+from app.widgets.quantities import number
+from app.widgets.rate_line import RateLine
+from engine.telemetry.messages import TierReport
+
+
+class TierRow(QWidget):
+    """Of the tier that `show_tier` last told of."""
+
+    def __init__(self, theme: ThemeController, parent: QWidget) -> None:
+        super().__init__(parent)
+        self._name, self._now, self._rest = QLabel(self), QLabel(self), QLabel(self)
+        self._now.setProperty("role", "heading")
+        self._rest.setProperty("role", "secondary")
+        self._name.setProperty("role", "secondary")
+        for label in (self._name, self._now, self._rest):
+            label.setTextFormat(Qt.TextFormat.PlainText)
+            use_tabular_figures(label)
+        self.line = RateLine(theme, self)
+        self.line.setToolTip(self.tr("Hit rate of the last three minutes of decoding, 0 to 100%"))
+        row = QHBoxLayout(self)
+        row.setContentsMargins(0, 0, 0, 0)
+        row.setSpacing(8)
+        row.addWidget(self._name)
+        row.addWidget(self._now)
+        row.addWidget(self.line, 1)
+        row.addWidget(self._rest)
+        self._last: float | None = None
+
+    def show_tier(self, tier: TierReport, *, is_new: bool) -> None:
+        """Another report of the tier.
+
+        Args:
+            is_new: whether it belongs into the line as well: not if it has been shown before.
+        """
+        recent = tier.recent_hit_rate if tier.recent_hit_rate >= 0 else None
+        if is_new and recent is not None:
+            self.line.add(recent)
+        self._last = recent if recent is not None else self._last
+        place = tier_name(self, tier)
+        self._name.setText(self.tr("{0} hits").format(place))
+        now = "–" if self._last is None else self.tr("{0}%").format(number(100 * self._last, 0))
+        self._now.setText(now)
+        overall = hit_rate(tier)
+        self._rest.setText("" if overall is None else self.tr("{0}% in all").format(number(100 * overall, 0)))
+        held = self.tr("{0} of {1} experts").format(number(tier.slots, 0), number(tier.most_slots, 0))
+        self._rest.setToolTip(
+            self.tr("Since the model was loaded: {0} of {1} lookups").format(
+                number(tier.hits, 0), number(tier.lookups, 0)
+            )
+        )
+        self.setAccessibleName(f"{self._name.text()} {now}, {self._rest.text()}, {held}")
+
+    def forget(self) -> None:
+        """Another model, or none."""
+        self._last = None
+        self.line.clear()
+
+
+def tier_name(who: QWidget, tier: TierReport) -> str:
+    """`VRAM` or `RAM`."""
+    return who.tr("VRAM") if tier.tier == "vram" else who.tr("RAM")

@@ -1,0 +1,46 @@
+"""Names of policies and predictors, for people."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import QCoreApplication
+
+translate = QCoreApplication.translate
+
+_LONGEST = 40
+
+
+def policy_name(policy: str) -> str:
+    """`LRU`; a policy that nobody knows is shown as it is."""
+    known = {
+        "lru": "LRU",
+        "lfu": "LFU",
+        "lfru": "LFRU",
+        "fifo": "FIFO",
+        "random": translate("Cache", "random"),
+        "static": translate("Cache", "static popularity"),
+    }
+    return known.get(policy, policy[:_LONGEST])
+
+
+def policy_tip(policy: str) -> str:
+    """Who leaves when another expert comes."""
+    known = {
+        "lru": translate("Cache", "Who was used longest ago leaves."),
+        "lfu": translate("Cache", "Who was used least often leaves."),
+        "lfru": translate("Cache", "Who was used rarely and long ago leaves."),
+        "fifo": translate("Cache", "Who came first leaves."),
+        "random": translate("Cache", "Anybody leaves."),
+        "static": translate("Cache", "The most popular experts stay."),
+    }
+    return known.get(policy, "")
+
+
+def predictor_name(predictor: str) -> str:
+    """For people; one that nobody knows is shown as it is."""
+    known = {
+        "previous": translate("Cache", "previous token"),
+        "gate": translate("Cache", "next layer's gate"),
+        "correlation": translate("Cache", "correlation table"),
+        "mlp": translate("Cache", "trained network"),
+    }
+    return known.get(predictor, predictor[:_LONGEST])

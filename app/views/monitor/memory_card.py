@@ -1,0 +1,97 @@
+"""Memory by place and purpose: bars whose parts add up to the whole."""
+
+from __future__ import annotations
+
+from PySide6.QtWidgets import QVBoxLayout, QWidget
+
+from app.models.cache_figures import FREE, memory_places, sound
+from app.theme import Theme, ThemeController
+from app.views.monitor.card import MonitorCard, secondary
+from app.widgets.memory_bar import MemoryPart
+from app.widgets.memory_gauge import MemoryGauge, MemoryLegend
+from engine.telemetry.messages import CacheReport
+
+_RAM = "ram"
+
+
+class MemoryCard(MonitorCard):
+    """A bar for each place and the parts by name; what an engine has counted is told by it, the rest by the system."""
+
+    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__("", parent)
+        self._theme = theme
+        self.heading.setText(self.tr("Memory"))
+        self.setAccessibleName(self.tr("Memory"))
+        self._column = QVBoxLayout()
+        self._column.setSpacing(6)
+        self.body.addLayout(self._column)
+        self._empty = secondary(self.tr("What a model holds, and where, shows here once one is loaded."), self)
+        self.body.addWidget(self._empty)
+        self.body.addStretch(1)
+        self._places: dict[str, tuple[MemoryGauge, MemoryLegend]] = {}
+        self._shown: tuple[CacheReport | None, int | None, int | None] = None, None, None
+        theme.changed.connect(self._show)
+
+    def show_report(
+        self, report: CacheReport | None, ram_used: int | None = None, ram_total: int | None = None
+    ) -> None:
+        """The latest report; None while no engine runs.
+
+        Args:
+            ram_used, ram_total: bytes of the machine's RAM, everybody's, if they are known.
+        """
+        if self._shown != (report, ram_used, ram_total):
+            self._shown = report, ram_used, ram_total
+            self._show()
+
+    def _show(self, *_theme: object) -> None:
+        report, ram_used, ram_total = self._shown
+        theme = self._theme.theme
+        places = memory_places(sound(report).memory) if report is not None else {}
+        for place, (gauge, legend) in self._places.items():
+            gauge.setVisible(place in places)
+            legend.setVisible(place in places)
+        for place, (amounts, engine_total) in places.items():
+            gauge, legend = self._place(place)
+            amounts, total = dict(amounts), engine_total
+            if place == _RAM and ram_total is not None and ram_used is not None and ram_total >= engine_total:
+                amounts[FREE] = max(0, ram_total - max(ram_used, engine_total))
+                amounts["others"] = ram_total - amounts[FREE] - engine_total
+                total = ram_total
+            free = amounts.pop(FREE)
+            parts = tuple(self._part(theme, purpose, nbytes) for purpose, nbytes in amounts.items() if nbytes > 0)
+            gauge.show_parts(parts, total - free, total, theme.border)
+            gauge.setToolTip(
+                self.tr("Parts of the model: counted by the engine. All of RAM: told by the system.")
+                if place == _RAM
+                else self.tr("Counted by the engine, of the memory that it may use.")
+            )
+            legend.show_parts((*parts, MemoryPart(self.tr("free"), free, theme.border)), theme)
+        self._empty.setVisible(not places)
+
+    def _place(self, place: str) -> tuple[MemoryGauge, MemoryLegend]:
+        if place not in self._places:
+            widgets = MemoryGauge(self._name(place), self), MemoryLegend(self)
+            for widget in widgets:
+                self._column.addWidget(widget)
+            self._column.addSpacing(6)
+            self._places[place] = widgets
+        return self._places[place]
+
+    def _name(self, place: str) -> str:
+        if place == _RAM:
+            return self.tr("RAM")
+        return self.tr("VRAM (emulated)") if place.startswith("emulated") else self.tr("VRAM {0}").format(place[:24])
+
+    def _part(self, theme: Theme, purpose: str, nbytes: int) -> MemoryPart:
+        names = {
+            "weights": (self.tr("weights"), theme.gpu, False),
+            "experts": (self.tr("experts"), theme.hit, False),
+            "kv": (self.tr("KV"), theme.disk, False),
+            "staging": (self.tr("staging"), theme.pcie, False),
+            "activations": (self.tr("activations"), theme.cpu, False),
+            "other": (self.tr("the engine itself"), theme.faint, False),
+            "others": (self.tr("window and other programs"), theme.idle, True),
+        }
+        name, colour, hatched = names.get(purpose, (purpose[:40], theme.faint, True))
+        return MemoryPart(name, nbytes, colour, hatched)

@@ -1,0 +1,63 @@
+"""A thin line of a share over the last minutes, to stand beside its number."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+from PySide6.QtCore import QLineF, QRectF, QSize
+from PySide6.QtGui import QColor, QPainter, QPaintEvent, QPen
+from PySide6.QtWidgets import QSizePolicy, QWidget
+
+from app.theme import ThemeController
+from app.widgets.timeline.plots import draw_line
+
+VALUES = 180
+"""One a second: three minutes."""
+
+
+class RateLine(QWidget):
+    """From 0 at the bottom to 1 at the top; a gap where nothing was known."""
+
+    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self._theme = theme
+        self._values: deque[float] = deque(maxlen=VALUES)
+        self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
+        theme.changed.connect(self.update)
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The last ones; NaN where nothing was known."""
+        return tuple(self._values)
+
+    def add(self, value: float | None) -> None:
+        """One more; None for nothing known."""
+        self._values.append(np.nan if value is None else value)
+        self.update()
+
+    def clear(self) -> None:
+        """Another model, or none."""
+        self._values.clear()
+        self.update()
+
+    def sizeHint(self) -> QSize:
+        return QSize(110, 22)
+
+    def minimumSizeHint(self) -> QSize:
+        return QSize(40, 18)
+
+    def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
+        theme = self._theme.theme
+        painter = QPainter(self)
+        area = QRectF(self.rect()).adjusted(0.5, 2.5, -0.5, -2.5)
+        painter.setPen(QPen(QColor(theme.border), 1))
+        for y in (area.top(), area.bottom()):
+            painter.drawLine(QLineF(area.left(), y, area.right(), y))
+        if len(self._values) > 1:
+            values = np.array(self._values)
+            # The newest at the right edge, however few there are.
+            xs = area.right() - area.width() * np.arange(len(values), -1, -1) / VALUES
+            colour = QColor(theme.hit) if theme.is_dark else QColor(theme.hit).darker(150)
+            draw_line(painter, area, xs, values, QPen(colour, 1.5))
+        painter.end()

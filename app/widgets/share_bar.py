@@ -1,0 +1,51 @@
+"""How experts were met, as one bar: found, fetched, computed on the CPU; told apart by hatching as well."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import QRectF, QSize, Qt
+from PySide6.QtGui import QBrush, QColor, QPainter, QPaintEvent
+from PySide6.QtWidgets import QSizePolicy, QWidget
+
+from app.theme import ThemeController
+from app.widgets.timeline.colours import expert_colours, faded
+
+PATTERNS = (Qt.BrushStyle.SolidPattern, Qt.BrushStyle.FDiagPattern, Qt.BrushStyle.BDiagPattern)
+"""The same as in the timeline."""
+
+
+class ShareBar(QWidget):
+    """Shares of hits, fetched ones and those on the CPU; one share alone is a swatch for a legend."""
+
+    def __init__(self, theme: ThemeController, size: QSize, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self._theme, self._size = theme, size
+        self._shares = (0.0, 0.0, 0.0)
+        wide = QSizePolicy.Policy.Fixed if size.width() <= size.height() + 2 else QSizePolicy.Policy.Expanding
+        self.setSizePolicy(wide, QSizePolicy.Policy.Fixed)
+        theme.changed.connect(self.update)
+
+    def show_shares(self, hit: float, fetched: float, on_cpu: float) -> None:
+        """Any amounts: they are shown as shares of their sum."""
+        if (hit, fetched, on_cpu) != self._shares:
+            self._shares = hit, fetched, on_cpu
+            self.update()
+
+    def sizeHint(self) -> QSize:
+        return self._size
+
+    def minimumSizeHint(self) -> QSize:
+        return self._size
+
+    def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
+        painter = QPainter(self)
+        theme = self._theme.theme
+        painter.fillRect(self.rect(), QColor(theme.border))
+        total = sum(self._shares)
+        left = 0.0
+        for share, colour, pattern in zip(self._shares, expert_colours(theme), PATTERNS, strict=True):
+            area = QRectF(left, 0, self.width() * share / total if total > 0 else 0.0, self.height())
+            if pattern is not Qt.BrushStyle.SolidPattern:
+                painter.fillRect(area, faded(colour, 170))
+            painter.fillRect(area, QBrush(colour, pattern))
+            left += area.width()
+        painter.end()
