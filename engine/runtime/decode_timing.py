@@ -39,6 +39,8 @@ def time_decode(
     begun = time.perf_counter()
 
     def on_text(_text: str, count: int) -> None:
+        if arrivals and count == arrivals[-1][0]:
+            return  # what was held back of the text: no further token
         arrivals.append((count, time.perf_counter()))
         first, since = arrivals[0]
         if count > first:

@@ -119,7 +119,7 @@ class Engine:
         """
         loaded = self._ready()
         self._drop_session()
-        prompt = loaded.tokenizer(TIMED_PROMPT)["input_ids"]
+        prompt = loaded.tokenizer(TIMED_PROMPT)["input_ids"][: max(1, loaded.context_tokens // 2)]
         return time_decode(loaded, prompt, tokens, seconds=seconds, on_token=on_token, cancelled=cancelled)
 
     def record_routing(self) -> RoutingRecorder:

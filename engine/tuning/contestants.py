@@ -110,7 +110,9 @@ def choose_contestants(situation: Situation) -> Field:
     precision = (worthwhile(speeds) or asked) if asked == "auto" else asked
     plan = corrected_plan(_plan(situation, precision), situation.corrections)
     first = _predicted(situation, plan.policy, _from_plan(situation, plan))
-    chosen = [first] if first is not None else []
+    # A card that was asked for is used, also where the plan would rather leave it alone.
+    elsewhere = plan.card is None and situation.has_card and situation.asked.device != "auto"
+    chosen = [first] if first is not None and not elsewhere else []
     ranked = sorted(candidates, key=lambda one: -one.predicted / _weight(one.precision))
     for one in ranked:
         hopeful = one.predicted / _weight(one.precision) > _HOPEFUL * ranked[0].predicted / _weight(ranked[0].precision)
