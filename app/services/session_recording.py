@@ -26,14 +26,14 @@ def sessions_dir() -> Path:
 
 
 class SessionRecording:
-    """One session for each loaded model; its file is made when there is something to write.
+    """One session for each loaded model; its file is made when there is something to write, after `begin`.
 
     Nothing here raises: a full disk ends the recording, and `problem` is called with one sentence.
     """
 
     def __init__(self, folder: Path, problem: Callable[[str], None]) -> None:
         self._folder, self._problem = folder, problem
-        self._about: dict[str, Any] = {}
+        self._about: dict[str, Any] | None = None
         self._writer: SessionWriter | None = None
         self._due_ns: dict[str, int] = {}
         self._clock: tuple[int, float] | None = None
@@ -91,7 +91,7 @@ class SessionRecording:
         return due
 
     def _do(self, write: Callable[[SessionWriter], None]) -> None:
-        if not self.is_on or self._failed:
+        if not self.is_on or self._failed or self._about is None:
             return
         try:
             if self._writer is None:

@@ -181,6 +181,7 @@ class MainWindow(QMainWindow):
 
             monitor = MonitorPage(self._client, self.telemetry, self._settings, self._theme, self)
             monitor.tune_wanted.connect(lambda: self.show_page(TUNE))
+            self.closing.connect(monitor.close_down)
             return monitor
         if index == BATCH:
             from app.views.batch import make_batch_page
@@ -188,6 +189,12 @@ class MainWindow(QMainWindow):
             batch = make_batch_page(self._client, self._theme, self)
             self.closing.connect(batch.close_down)
             return batch
+        if index == TUNE:
+            from app.views.tune import TunePage
+
+            tune = TunePage(self._client, self._settings, self._theme, self)
+            self.closing.connect(tune.close_down)
+            return tune
         return make_unbuilt(index, self._theme)
 
     def _passing_banner(self, kind: str, theme: ThemeController) -> Banner:

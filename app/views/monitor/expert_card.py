@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from PySide6.QtWidgets import QPushButton, QSizePolicy, QSpacerItem, QWidget
+from PySide6.QtCore import Qt
+from PySide6.QtWidgets import QPushButton, QSizePolicy, QSlider, QSpacerItem, QWidget
 
 from app.theme import ThemeController
 from app.views.monitor.card import MonitorCard, secondary
@@ -32,9 +33,34 @@ class ExpertCard(MonitorCard):
         self.body.addItem(self._room)
         self.by_use.toggled.connect(self.view.sort_by_use)
         self._event: ExpertMap | None = None
+        self._replayed: list[tuple[int, ExpertMap]] | None = None
+        self.replay = QSlider(Qt.Orientation.Horizontal, self)
+        self.replay.setAccessibleName(self.tr("Moment of the recorded session"))
+        self.replay.setToolTip(self.tr("Moves through the maps of the recorded session"))
+        self.replay.valueChanged.connect(self._show_replayed)
+        self.replay.hide()
+        self.body.insertWidget(2, self.replay)
         self.show_event(None)
 
+    def show_recording(self, maps: list[tuple[int, ExpertMap]] | None) -> None:
+        """Maps of a session, to be gone through with the slider; None for what happens now."""
+        self._replayed = maps
+        self.replay.setVisible(bool(maps) and len(maps or ()) > 1)
+        if maps is not None:
+            self.replay.setRange(0, max(0, len(maps) - 1))
+            self.replay.setValue(len(maps) - 1)
+            self._show_replayed()
+
+    def _show_replayed(self) -> None:
+        if self._replayed is not None:
+            self._show(self._replayed[self.replay.value()][1] if self._replayed else None)
+
     def show_event(self, event: ExpertMap | None) -> None:
+        """The latest map; while a session is replayed it is not shown."""
+        if self._replayed is None:
+            self._show(event)
+
+    def _show(self, event: ExpertMap | None) -> None:
         """Another moment of the map; nonsense is shown as none."""
         if event is not None and event is self._event:
             return

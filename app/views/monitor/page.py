@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from PySide6.QtCore import Qt, QTimer, Signal
 from PySide6.QtGui import QHideEvent, QShowEvent
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QScrollArea, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFrame, QScrollArea, QVBoxLayout, QWidget
 
+from app.services.background import BackgroundCall
+from app.services.ceilings import measured_ceilings
 from app.services.engine_client import EngineClient, EngineState
+from app.services.session_library import OpenedSession
 from app.services.settings import Settings
-from app.services.telemetry_hub import TelemetryHub
+from app.services.telemetry_hub import WAITING_TOKENS, TelemetryHub
+from app.services.waiting import waiting_for_last
 from app.theme import ThemeController
+from app.views.monitor.engine_cards import EngineCards
 from app.views.monitor.expert_card import ExpertCard
+from app.views.monitor.exporting import ExportButton
 from app.views.monitor.range_bar import RangeBar
-from app.views.monitor.summary import SummaryCard
+from app.views.monitor.second import SecondTimeline
+from app.views.monitor.sessions import SessionsButton, session_words
+from app.views.monitor.summary import SummaryCard, waiting_sentence
 from app.views.monitor.timeline_card import TimelineCard
+from app.widgets.banner import Banner
 from app.widgets.page_header import PageHeader
+from engine.protocol import ModelInfo
 
 _REFRESH_MS = 500
 
@@ -42,32 +52,49 @@ class MonitorPage(QWidget):
         self.summary = SummaryCard(self)
         self.timeline = TimelineCard(theme, settings, self)
         self.experts = ExpertCard(theme, self)
+        self.engine_cards = EngineCards(client, hub, theme, self.experts, self)
         self.ranges = RangeBar(self.timeline.view.navigator, self)
+        self.second = SecondTimeline(self.timeline.view.navigator, theme, self)
+        self.sessions = SessionsButton(self)
+        self.export = ExportButton(self.timeline.view, self._about, self)
+        self.notice = Banner("info", theme, self)
+        self.notice.add_action(self.tr("Dismiss"), self.notice.hide, kind="quiet")
+        self.session_banner = Banner("info", theme, self)
+        self.session_banner.add_action(self.tr("Back to now"), self.show_now)
+        self._session: OpenedSession | None = None
+        self._ceilings_call: BackgroundCall | None = None
         self._lay_out()
         self._refreshing = QTimer(self, interval=_REFRESH_MS)
         self._refreshing.timeout.connect(self._refresh)
         self.summary.tune_wanted.connect(self.tune_wanted)
+        self.sessions.opened.connect(self.show_session)
+        self.sessions.compared.connect(self._compare)
+        self.sessions.told.connect(self.notice.tell)
+        self.export.told.connect(self.notice.tell)
+        client.model_loaded.connect(self._find_ceilings)
         hub.ready.connect(self._on_ready)
         hub.analysed.connect(self._say)
         client.state_changed.connect(self._say)
         client.model_loaded.connect(self._say)
         self._on_ready()
+        if client.model is not None:
+            self._find_ceilings(client.model)
 
     def _lay_out(self) -> None:
         header = PageHeader(self.tr("Monitor"), self)
         header.row.setStretch(0, 0)
         header.row.addWidget(self.ranges)
         header.row.addStretch(1)
+        header.row.addWidget(self.sessions)
+        header.row.addWidget(self.export)
         self.header = header
         self.cards = QVBoxLayout()
         self.cards.setContentsMargins(20, 16, 20, 20)
         self.cards.setSpacing(14)
         self.cards.addWidget(self.summary)
         self.cards.addWidget(self.timeline, 3)
-        self.row = QHBoxLayout()
-        self.row.setSpacing(14)
-        self.row.addWidget(self.experts, 42)
-        self.cards.addLayout(self.row, 2)
+        self.cards.addWidget(self.second, 3)
+        self.cards.addWidget(self.engine_cards, 2)
         body = QWidget(self)
         body.setLayout(self.cards)
         scroll = QScrollArea(self)
@@ -80,6 +107,8 @@ class MonitorPage(QWidget):
         column.setContentsMargins(0, 0, 0, 0)
         column.setSpacing(0)
         column.addWidget(header)
+        column.addWidget(self.session_banner)
+        column.addWidget(self.notice)
         column.addWidget(scroll, 1)
 
     def showEvent(self, event: QShowEvent) -> None:
@@ -96,18 +125,71 @@ class MonitorPage(QWidget):
         self._refreshing.stop()
 
     def _on_ready(self) -> None:
-        if self._hub.history is not None:
+        if self._hub.history is not None and self._session is None:
             self.timeline.view.navigator.set_source(self._hub.history, recorded=False)
         self._say()
 
     def _refresh(self) -> None:
         """What changes more slowly than the timeline."""
         self.experts.show_event(self._hub.experts)
+        self.timeline.refresh_table()
+        if self._session is None:
+            self.engine_cards.refresh()
+
+    # --- sessions ---------------------------------------------------------------------------------
+
+    def show_session(self, session: OpenedSession) -> None:
+        """A recorded session in place of what happens now; recording goes on."""
+        self._session = session
+        self.timeline.view.navigator.set_source(session.history, recorded=True)
+        self.experts.show_recording(session.maps)
+        words = self.tr("A recorded session: {0}.").format(session_words(session))
+        if not session.recorded.is_whole:
+            words += " " + self.tr("It was cut short; all that was whole is shown.")
+        self.session_banner.tell(words)
+        self._say()
+
+    def show_now(self) -> None:
+        """What happens now."""
+        self._session = None
+        self.session_banner.hide()
+        self.experts.show_recording(None)
+        self._on_ready()
+        self._refresh()
+
+    def close_down(self) -> None:
+        """Waits for what reads or writes files; before the window goes."""
+        self.sessions.wait()
+        self.export.wait()
+        if self._ceilings_call is not None:
+            self._ceilings_call.wait()
+
+    def _compare(self, session: OpenedSession) -> None:
+        self.second.show_history(self.tr("Compared with"), session_words(session), session.history)
+
+    def _about(self) -> dict[str, str]:
+        if self._session is not None:
+            return {key: str(value) for key, value in self._session.about.items() if isinstance(value, str | int)}
+        model = self._client.model
+        return {} if model is None else {"model": model.name, "device": model.device, "precision": model.precision}
+
+    def _find_ceilings(self, model: ModelInfo) -> None:
+        self._ceilings_call = BackgroundCall(lambda: measured_ceilings(model), self)
+        self._ceilings_call.done.connect(self.timeline.view.set_ceilings)
+        self._ceilings_call.start()
 
     def _say(self, *_news: object) -> None:
+        if self._session is not None:
+            self._say_of_session(self._session)
+            return
         waiting = self._hub.waiting
         alive = self._client.state in (EngineState.READY, EngineState.BUSY)
         if alive and waiting is not None and waiting.tokens:
             self.summary.show_waiting(waiting, self._hub.advice)
         else:
             self.summary.show_state(self._client.state, has_model=self._client.model is not None)
+
+    def _say_of_session(self, session: OpenedSession) -> None:
+        waited = waiting_for_last(session.history, WAITING_TOKENS)
+        sentence = waiting_sentence(waited) if waited.tokens else self.tr("Nothing was decoded in this session.")
+        self.summary.show_recorded(sentence, session_words(session))

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from PySide6.QtCore import Qt
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import (
+    QFrame,
+    QHBoxLayout,
+    QHeaderView,
+    QLabel,
+    QPushButton,
+    QStackedWidget,
+    QTableView,
+    QVBoxLayout,
+    QWidget,
+)
 
 from app.services.settings import Settings
 from app.theme import ThemeController, use_tabular_figures
+from app.widgets.timeline.table import LaneTable
 from app.widgets.timeline.view import TimelineView
 
 MACHINE_SETTING = "monitor_machine_lanes"
@@ -39,14 +50,40 @@ class TimelineCard(QFrame):
         self.foot = QHBoxLayout()
         self.foot.setContentsMargins(0, 0, 0, 0)
         self.foot.setSpacing(8)
+        self.table = QTableView(self)
+        self._lanes = LaneTable(self)
+        self.table.setModel(self._lanes)
+        self.table.setAccessibleName(self.tr("Timeline as a table"))
+        self.table.verticalHeader().hide()
+        self.table.horizontalHeader().setSectionResizeMode(QHeaderView.ResizeMode.Stretch)
+        self.table.setEditTriggers(QTableView.EditTrigger.NoEditTriggers)
+        self._pages = QStackedWidget(self)
+        self._pages.addWidget(self.view)
+        self._pages.addWidget(self.table)
+        self.as_table = QPushButton(self.tr("Table"), self)
+        self.as_table.setProperty("kind", "chip")
+        self.as_table.setCheckable(True)
+        self.as_table.setToolTip(self.tr("The same lanes as numbers"))
+        self.as_table.setAccessibleName(self.tr("Show the lanes as a table"))
+        self.as_table.toggled.connect(self._show_table)
         self.foot.addWidget(self._said, 1)
+        self.foot.addWidget(self.as_table)
         self.foot.addWidget(self.machine)
         self.body = QVBoxLayout(self)
         self.body.setContentsMargins(16, 12, 12, 10)
         self.body.setSpacing(4)
-        self.body.addWidget(self.view, 1)
+        self.body.addWidget(self._pages, 1)
         self.body.addLayout(self.foot)
         self.view.said.connect(lambda text: self._said.setText(text or self._hint))
+
+    def refresh_table(self) -> None:
+        """What the timeline would show now, if the table stands in its place."""
+        if self.as_table.isChecked():
+            self._lanes.show_lanes(self.view.read_lanes())
+
+    def _show_table(self, shows: bool) -> None:
+        self._pages.setCurrentWidget(self.table if shows else self.view)
+        self.refresh_table()
 
     def _show_machine(self, shows: bool) -> None:
         self._settings.set(MACHINE_SETTING, shows)

@@ -120,6 +120,12 @@ class Navigator(QObject):
         viewport = replace(self.viewport, start_ns=start_ns - (span - (end_ns - start_ns)) / 2, span_ns=span)
         self._move(viewport.zoomed(1.0, viewport.start_ns + span / 2))
 
+    def place(self, viewport: Viewport) -> None:
+        """Just there: for a picture that another one leads."""
+        self._preset_ns = -1
+        self.viewport = viewport
+        self.moved.emit()
+
     def _move(self, viewport: Viewport) -> None:
         history = self.history
         if history is not None and history.start_ns is not None and history.end_ns is not None:

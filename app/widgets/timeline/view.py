@@ -23,7 +23,8 @@ from app.services.history.history import History
 from app.theme import Theme, ThemeController, tabular
 from app.widgets.timeline.blocks import draw_path
 from app.widgets.timeline.colours import FAINT_ALPHA, faded
-from app.widgets.timeline.lanes import Lane, lanes_of, reading
+from app.widgets.timeline.keys import PAN, ZOOM, key_pressed
+from app.widgets.timeline.lanes import Lane, LaneData, lanes_of, read_lane, reading
 from app.widgets.timeline.navigator import Navigator
 from app.widgets.timeline.picture import (
     AXIS_PX,
@@ -41,8 +42,6 @@ from app.widgets.timeline.readout import TokenPath, averages_text, token_at, tok
 from app.widgets.timeline.viewport import duration
 from engine.telemetry.lanes import SMALL_COPY
 
-_ZOOM = 1.25
-_PAN = 0.1
 _DRAG_PX = 4
 _TICK_REACH_PX = 6.0
 _REFRESH_MS = (100, 1000)
@@ -112,6 +111,15 @@ class TimelineView(QWidget):
             self._ceilings = ceilings
             self._redraw()
 
+    def read_lanes(self) -> list[tuple[Lane, LaneData]]:
+        """The lanes and what they show now, whether it is painted or not."""
+        history = self.navigator.history
+        if history is None:
+            return []
+        self.navigator.follow()
+        lanes = lanes_of(history, machine=self._shows_machine)
+        return [(lane, read_lane(lane, history, self.navigator.viewport, self._ceilings)) for lane in lanes]
+
     def refresh(self) -> None:
         """Draws what is new, if anything is."""
         history = self.navigator.history
@@ -159,15 +167,28 @@ class TimelineView(QWidget):
             self._picture = self._draw(history)
         painter = QPainter(self)
         painter.drawPixmap(0, 0, self._picture)
+        self._draw_above(painter)
+        if self.hasFocus():
+            painter.setPen(QPen(QColor(self._theme.theme.accent), 2))
+            painter.drawRoundedRect(QRectF(self.rect()).adjusted(1, 1, -1, -1), 6, 6)
+        painter.end()
+
+    def paint_onto(self, painter: QPainter) -> None:
+        """The same in lines and areas, for a drawing that can be scaled."""
+        history = self.navigator.history
+        if history is not None:
+            painter.fillRect(self.rect(), QColor(self._theme.theme.surface))
+            painter.setFont(scaled(tabular(self.font()), 0.82))
+            draw_rows(painter, self._rows, history, self.navigator.viewport, self._theme.theme)
+            self._draw_above(painter)
+
+    def _draw_above(self, painter: QPainter) -> None:
+        """What follows the mouse."""
         theme = self._theme.theme
         self._draw_selection(painter, theme)
         self._draw_token(painter, theme)
         self._draw_gutter(painter, theme)
         self._draw_cursor(painter, theme)
-        if self.hasFocus():
-            painter.setPen(QPen(QColor(theme.accent), 2))
-            painter.drawRoundedRect(QRectF(self.rect()).adjusted(1, 1, -1, -1), 6, 6)
-        painter.end()
 
     def _draw(self, history: History) -> QPixmap:
         ratio = self.devicePixelRatioF()
@@ -310,9 +331,9 @@ class TimelineView(QWidget):
         if event.modifiers() & Qt.KeyboardModifier.ShiftModifier:
             sideways = sideways or event.angleDelta().y()
         if sideways:
-            self.navigator.pan(-sideways / 120 * _PAN)
+            self.navigator.pan(-sideways / 120 * PAN)
         elif event.angleDelta().y():
-            self.navigator.zoom(_ZOOM ** (-event.angleDelta().y() / 120), self._at(event.position().x()))
+            self.navigator.zoom(ZOOM ** (-event.angleDelta().y() / 120), self._at(event.position().x()))
         event.accept()
 
     def _find_token(self, at: QPointF) -> None:
@@ -327,41 +348,26 @@ class TimelineView(QWidget):
     # --- keys -------------------------------------------------------------------------------------
 
     def keyPressEvent(self, event: QKeyEvent) -> None:
-        key, navigator = event.key(), self.navigator
         shift = bool(event.modifiers() & Qt.KeyboardModifier.ShiftModifier)
-        cursor = self._cursor_ns if self._cursor_ns is not None else navigator.viewport.at(navigator.viewport.width / 2)
-        if key in (Qt.Key.Key_Left, Qt.Key.Key_Right):
-            direction = -1 if key == Qt.Key.Key_Left else 1
-            if shift:
-                self._stretch_selection(direction)
-            else:
-                navigator.pan(direction * _PAN)
-        elif key in (Qt.Key.Key_Up, Qt.Key.Key_Plus, Qt.Key.Key_Equal):
-            navigator.zoom(1 / _ZOOM, cursor)
-        elif key in (Qt.Key.Key_Down, Qt.Key.Key_Minus):
-            navigator.zoom(_ZOOM, cursor)
-        elif key in (Qt.Key.Key_PageUp, Qt.Key.Key_PageDown):
-            navigator.pan(-0.9 if key == Qt.Key.Key_PageUp else 0.9)
-        elif key == Qt.Key.Key_Space:
-            navigator.toggle()
-        elif key == Qt.Key.Key_Home:
-            self.clear_selection()
-            navigator.go_live()
-        elif key in (Qt.Key.Key_Comma, Qt.Key.Key_Period):
-            step = (-1 if key == Qt.Key.Key_Comma else 1) * (40 if shift else 8)
-            self.set_cursor(cursor + step * navigator.viewport.column_ns)
-        elif key in (Qt.Key.Key_BracketLeft, Qt.Key.Key_BracketRight):
-            self.step_token(1 if key == Qt.Key.Key_BracketRight else -1)
-        elif key in (Qt.Key.Key_Return, Qt.Key.Key_Enter) and self._token is not None:
-            navigator.show(self._token.start_ns, self._token.end_ns)
-        elif key in (Qt.Key.Key_Return, Qt.Key.Key_Enter) and self._selection is not None:
-            navigator.show(*self._selection)
-        elif key == Qt.Key.Key_Escape and (self._selection is not None or self._token is not None):
-            self.clear_selection()
-        else:
+        if not key_pressed(self, event.key(), shift=shift):
             event.ignore()
 
     # --- crosshair, selection, token --------------------------------------------------------------
+
+    @property
+    def cursor_ns(self) -> float | None:
+        """Where the crosshair is."""
+        return self._cursor_ns
+
+    @property
+    def selection(self) -> tuple[float, float] | None:
+        """The stretch that is selected."""
+        return self._selection
+
+    @property
+    def token(self) -> TokenPath | None:
+        """The token that is chosen or under the mouse."""
+        return self._token
 
     def set_cursor(self, at_ns: float | None) -> None:
         """Puts the crosshair at a moment, or takes it away."""
@@ -401,13 +407,6 @@ class TimelineView(QWidget):
             self._token = token
             self._say()
             self.update()
-
-    def _stretch_selection(self, direction: int) -> None:
-        self.navigator.freeze()
-        step = direction * self.navigator.viewport.span_ns / 50
-        start = self._selection[0] if self._selection else self._cursor_ns or self.navigator.viewport.at(0)
-        end = (self._selection[1] if self._selection else start) + step
-        self.select(*sorted((start, end)))
 
     def _say(self) -> None:
         history, text = self.navigator.history, ""

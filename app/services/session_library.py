@@ -1,0 +1,118 @@
+"""Recorded sessions: which there are, and one of them as a history."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from app.services.history.clock import MOST_SPAN_NS
+from app.services.history.history import History
+from engine.errors import EngineError
+from engine.protocol import decode
+from engine.telemetry.messages import CacheReport, ExpertMap
+from engine.telemetry.records import Records
+from engine.telemetry.session_file import RecordedSession, list_sessions, read_session
+
+_PIECE = 2**15
+_GAP_NS = 60_000_000_000
+OPENED_SPANS = 2**21
+"""Kept singly of a session that is opened: 113 MB; of the others the sums are shown."""
+
+
+@dataclass(frozen=True)
+class SessionEntry:
+    """A session in the list.
+
+    Attributes:
+        name: of its files; it tells when the session began, in UTC.
+        nbytes: of all its files.
+    """
+
+    name: str
+    paths: tuple[Path, ...]
+    nbytes: int
+    started_s: float
+
+
+@dataclass
+class OpenedSession:
+    """A session that has been read.
+
+    Attributes:
+        history: all of it; maps, reports: (moment in nanoseconds, what was told), in order.
+    """
+
+    name: str
+    about: dict[str, Any]
+    history: History
+    recorded: RecordedSession
+    maps: list[tuple[int, ExpertMap]]
+    reports: list[tuple[int, CacheReport]]
+
+
+def sessions_in(folder: Path) -> list[SessionEntry]:
+    """The newest first."""
+    entries = []
+    for name, paths in list_sessions(folder).items():
+        try:
+            nbytes = sum(path.stat().st_size for path in paths)
+            started = time.mktime(time.strptime(name[:15], "%Y%m%d-%H%M%S")) - time.timezone
+        except (OSError, ValueError, OverflowError):
+            continue
+        entries.append(SessionEntry(name, tuple(paths), nbytes, started))
+    return entries[::-1]
+
+
+def open_session(entry: SessionEntry) -> OpenedSession:
+    """Reads a session; takes seconds for a long one, so not on the thread of a window.
+
+    Raises:
+        EngineError: it is none, or cannot be read.
+    """
+    recorded = read_session(list(entry.paths))
+    history = History(most_spans=OPENED_SPANS, most_steps=2**18)
+    for spans in _pieces(recorded.spans):
+        history.add_spans(spans)
+    for steps in _pieces(recorded.steps):
+        history.add_steps(steps)
+    maps: list[tuple[int, ExpertMap]] = []
+    reports: list[tuple[int, CacheReport]] = []
+    for kind, at_ns, content in recorded.notes:
+        if kind == "machine":
+            history.add_gauges(at_ns, {name: value for name, value in content.items() if _is_number(value)})
+            continue
+        message = _message({"experts": "ExpertMap", "cache": "CacheReport"}.get(kind, ""), content)
+        if isinstance(message, ExpertMap):
+            maps.append((at_ns, message))
+        elif isinstance(message, CacheReport):
+            reports.append((at_ns, message))
+    return OpenedSession(entry.name, recorded.about, history, recorded, maps, reports)
+
+
+def _pieces(records: Records) -> list[Records]:
+    """Sound records in pieces, sorted by when they began, that have no long gap inside."""
+    sound = (records["end_ns"] >= records["start_ns"]) & (records["start_ns"] >= 0)
+    sound &= records["end_ns"] - np.maximum(records["start_ns"], 0) < MOST_SPAN_NS
+    records = records[sound]
+    records = records[np.argsort(records["start_ns"], kind="stable")]
+    gaps = np.flatnonzero(np.diff(records["start_ns"]) > _GAP_NS) + 1
+    borders = sorted({0, len(records), *gaps.tolist(), *range(0, len(records), _PIECE)})
+    return [records[first:last] for first, last in itertools.pairwise(borders)]
+
+
+def _message(name: str, content: dict[str, Any]) -> object:
+    """What was noted, checked as if an engine had sent it; None if it is nothing that we know."""
+    try:
+        return decode(json.dumps({"type": name, **content}).encode())
+    except (EngineError, ValueError):
+        return None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

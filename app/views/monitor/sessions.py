@@ -1,0 +1,84 @@
+"""Recorded sessions: opened in place of what happens now, or put beneath it to compare."""
+
+from __future__ import annotations
+
+import time
+
+from PySide6.QtCore import Signal
+from PySide6.QtWidgets import QMenu, QPushButton, QWidget
+
+from app.services.background import BackgroundCall
+from app.services.session_library import OpenedSession, SessionEntry, open_session, sessions_in
+from app.services.session_recording import sessions_dir
+from app.widgets.quantities import memory
+
+MOST_LISTED = 20
+
+
+class SessionsButton(QPushButton):
+    """Signals: `opened(OpenedSession)`, `compared(OpenedSession)`, `told(str)`: why a session was not opened."""
+
+    opened = Signal(object)
+    compared = Signal(object)
+    told = Signal(str)
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self.setText(self.tr("Sessions"))
+        self._call: BackgroundCall | None = None
+        self._menu = QMenu(self)
+        self._menu.aboutToShow.connect(self._fill)
+        self.setMenu(self._menu)
+
+    def wait(self) -> None:
+        """Until a session that is being read is."""
+        if self._call is not None:
+            self._call.wait()
+
+    def read(self, entry: SessionEntry, *, compare: bool) -> None:
+        """Reads a session; one of the signals follows."""
+        self.setEnabled(False)
+        self.setText(self.tr("Reading…"))
+        self._call = BackgroundCall(lambda: open_session(entry), self)
+        self._call.done.connect(lambda session: self._done(session, compare=compare))
+        self._call.failed.connect(self._fail)
+        self._call.start()
+
+    def _fill(self) -> None:
+        self._menu.clear()
+        entries = sessions_in(sessions_dir())
+        if not entries:
+            self._menu.addAction(self.tr("None recorded yet: ask something in Chat")).setEnabled(False)
+            return
+        self._menu.addSection(self.tr("Open"))
+        for entry in entries[:MOST_LISTED]:
+            action = self._menu.addAction(session_title(entry))
+            action.triggered.connect(lambda _checked=False, one=entry: self.read(one, compare=False))
+        compare = self._menu.addMenu(self.tr("Compare with"))
+        for entry in entries[:MOST_LISTED]:
+            action = compare.addAction(session_title(entry))
+            action.triggered.connect(lambda _checked=False, one=entry: self.read(one, compare=True))
+
+    def _done(self, session: OpenedSession, *, compare: bool) -> None:
+        self._rest()
+        (self.compared if compare else self.opened).emit(session)
+
+    def _fail(self, error: Exception) -> None:
+        self._rest()
+        self.told.emit(getattr(error, "message", None) or self.tr("The session could not be read."))
+
+    def _rest(self) -> None:
+        self.setEnabled(True)
+        self.setText(self.tr("Sessions"))
+
+
+def session_title(entry: SessionEntry) -> str:
+    """`2026-11-21 07:20, 3 MB`, in local time."""
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(entry.started_s))}, {memory(entry.nbytes)}"
+
+
+def session_words(session: OpenedSession) -> str:
+    """What ran in it: `starter · cpu · bf16 · 2 threads`."""
+    about = session.about
+    parts = [str(about[key]) for key in ("model", "device", "precision") if about.get(key)]
+    return " · ".join(parts)

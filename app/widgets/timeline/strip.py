@@ -1,0 +1,110 @@
+"""The lanes in little, for pages that are about something else."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import QRectF, QSize, Qt, QTimer, Signal
+from PySide6.QtGui import QColor, QHideEvent, QKeyEvent, QMouseEvent, QPainter, QPaintEvent, QPen, QShowEvent
+from PySide6.QtWidgets import QSizePolicy, QWidget
+
+from app.services.telemetry_hub import TelemetryHub
+from app.theme import ThemeController, tabular
+from app.widgets.timeline.colours import lane_colour
+from app.widgets.timeline.lanes import Lane, lanes_of, read_lane, reading
+from app.widgets.timeline.navigator import BEHIND_NS
+from app.widgets.timeline.picture import scaled
+from app.widgets.timeline.plots import draw_lane
+from app.widgets.timeline.viewport import Viewport
+
+HEIGHT_PX = 40
+SPAN_NS = 20e9
+_REFRESH_MS = 250
+_GAP_PX = 14
+_LANES = ("gpu", "h2d", "cpu", "disk", "experts", "tokens")
+
+
+class TimelineStrip(QWidget):
+    """The last twenty seconds, lane beside lane.  Hidden it neither reads nor paints.
+
+    Signals: `opened`, when it is clicked or Enter is pressed: the user wants to see the Monitor.
+    """
+
+    opened = Signal()
+
+    def __init__(self, hub: TelemetryHub, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self._hub, self._theme = hub, theme
+        self._revision = -1
+        self.setFocusPolicy(Qt.FocusPolicy.TabFocus)
+        self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
+        self.setFixedHeight(HEIGHT_PX)
+        self.setCursor(Qt.CursorShape.PointingHandCursor)
+        self.setAccessibleName(self.tr("What the machine does"))
+        self.setToolTip(self.tr("The last 20 seconds. Click for the Monitor."))
+        self._refreshing = QTimer(self, interval=_REFRESH_MS)
+        self._refreshing.timeout.connect(self._refresh)
+        theme.changed.connect(self.update)
+
+    def sizeHint(self) -> QSize:
+        return QSize(480, HEIGHT_PX)
+
+    def _refresh(self) -> None:
+        history = self._hub.history
+        if history is not None and history.revision != self._revision:
+            self._revision = history.revision
+            self.update()
+
+    def showEvent(self, event: QShowEvent) -> None:
+        super().showEvent(event)
+        self._refreshing.start()
+
+    def hideEvent(self, event: QHideEvent) -> None:
+        super().hideEvent(event)
+        self._refreshing.stop()
+
+    def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
+        history = self._hub.history
+        if history is None or history.end_ns is None:
+            return
+        lanes: list[Lane] = [lane for lane in lanes_of(history, machine=False) if lane.key in _LANES or lane.gauges]
+        lanes = [lane for lane in lanes if lane.key != "disk" or history.devices(lane.spans[0])][:6]
+        if not lanes:
+            return
+        theme = self._theme.theme
+        painter = QPainter(self)
+        painter.setFont(scaled(tabular(self.font()), 0.76))
+        width = (self.width() - _GAP_PX * (len(lanes) - 1)) / len(lanes)
+        spoken = []
+        for index, lane in enumerate(lanes):
+            left = index * (width + _GAP_PX)
+            area = QRectF(left, 15, width, HEIGHT_PX - 18)
+            viewport = Viewport(history.end_ns - BEHIND_NS - SPAN_NS, SPAN_NS, max(round(width), 1))
+            data = read_lane(lane, history, viewport, {})
+            text = reading(lane, data, viewport.width - 1)
+            spoken.append(f"{lane.title} {text}")
+            label = QRectF(left, 0, width, 14)
+            painter.setPen(QColor(theme.muted))
+            painter.drawText(label, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter, lane.title)
+            if lane.kind != "experts":
+                painter.drawText(label, Qt.AlignmentFlag.AlignRight | Qt.AlignmentFlag.AlignVCenter, text)
+            painter.save()
+            painter.setClipRect(area)
+            xs = left + (viewport.edges() - viewport.start_ns) / viewport.column_ns
+            draw_lane(painter, area, xs, lane, data, theme, lane_colour(theme, lane.colour))
+            painter.restore()
+            painter.setPen(QPen(QColor(theme.border), 1))
+            painter.drawLine(area.bottomLeft(), area.bottomRight())
+        self.setAccessibleDescription(", ".join(spoken))
+        if self.hasFocus():
+            painter.setPen(QPen(QColor(theme.accent), 2))
+            painter.drawRoundedRect(QRectF(self.rect()).adjusted(1, 1, -1, -1), 6, 6)
+        painter.end()
+
+    def mouseReleaseEvent(self, event: QMouseEvent) -> None:
+        if self.rect().contains(event.position().toPoint()):
+            self.opened.emit()
+
+    def keyPressEvent(self, event: QKeyEvent) -> None:
+        if event.key() in (Qt.Key.Key_Return, Qt.Key.Key_Enter, Qt.Key.Key_Space):
+            self.opened.emit()
+        else:
+            event.ignore()
