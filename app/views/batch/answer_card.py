@@ -10,7 +10,6 @@ from PySide6.QtWidgets import (
     QButtonGroup,
     QDoubleSpinBox,
     QGridLayout,
-    QHBoxLayout,
     QLabel,
     QPlainTextEdit,
     QPushButton,
@@ -19,6 +18,7 @@ from PySide6.QtWidgets import (
     QWidget,
 )
 
+from app.views.batch.flow_layout import flowing
 from app.views.batch.form_card import FormCard, tell
 from app.views.batch.template_card import SystemEdit
 from app.views.chat.sampling_popover import MOST_TOKENS, SamplingPopover
@@ -56,24 +56,19 @@ class AnswerCard(FormCard):
         self.popover.changed.connect(self._on_sampling)
         self.more = QPushButton(self.tr("More sampling…"), self)
         self.more.clicked.connect(lambda: self.popover.edit(self._sampling, self.more))
-        line = QHBoxLayout()
-        line.setSpacing(8)
-        line.addWidget(self._label(self.tr("At most"), self.max_tokens))
-        line.addWidget(self.max_tokens)
-        line.addWidget(self._label(self.tr("tokens"), None))
-        line.addSpacing(12)
-        line.addWidget(self._label(self.tr("Temperature"), self.temperature))
-        line.addWidget(self.temperature)
-        line.addSpacing(12)
-        line.addWidget(self.more)
-        line.addStretch(1)
+        line = flowing(
+            self._label(self.tr("At most"), self.max_tokens),
+            self.max_tokens,
+            self._label(self.tr("tokens"), None),
+            self._label(self.tr("Temperature"), self.temperature),
+            self.temperature,
+            self.more,
+            parent=self,
+        )
         self.max_tokens.setAccessibleName(self.tr("Most tokens of an answer"))
         self._must_be = QWidget(self)
         self._lay_out_kinds()
-        self._line = QWidget(self)
-        self._line.setLayout(line)
-        line.setContentsMargins(0, 0, 0, 0)
-        self.column.addWidget(self._line)
+        self.column.addWidget(line)
         self.column.addWidget(self._must_be)
         self._show_sampling()
 
@@ -82,16 +77,14 @@ class AnswerCard(FormCard):
         grid.setContentsMargins(0, 0, 0, 0)
         grid.setVerticalSpacing(8)
         self.kinds = QButtonGroup(self)
-        line = QHBoxLayout()
-        line.setSpacing(8)
-        line.addWidget(self._label(self.tr("An answer must be"), None))
+        buttons: list[QWidget] = [self._label(self.tr("An answer must be"), None)]
         for number, name in enumerate((self.tr("Text"), self.tr("One of choices"), self.tr("JSON by a schema"))):
             button = QPushButton(name, self)
             button.setProperty("kind", "segment")
             button.setCheckable(True)
             self.kinds.addButton(button, number)
-            line.addWidget(button)
-        line.addStretch(1)
+            buttons.append(button)
+        line = flowing(*buttons, parent=self._must_be)
         self.kinds.button(TEXT).setChecked(True)
         self.kinds.idToggled.connect(lambda _number, on: self._show_kind() if on else None)
         self.choices = self._box(self.tr("Choices"), self.tr("A choice in each line, such as\npositive\nnegative"))
@@ -100,7 +93,7 @@ class AnswerCard(FormCard):
         )
         self.schema.setProperty("code", "true")
         self.trouble = self.words(warning=True)
-        grid.addLayout(line, 0, 0)
+        grid.addWidget(line, 0, 0)
         for row, widget in enumerate((self.choices, self.schema, self.trouble), start=1):
             grid.addWidget(widget, row, 0)
         self._show_kind()

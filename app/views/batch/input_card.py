@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import Qt, Signal
-from PySide6.QtWidgets import QCheckBox, QComboBox, QHBoxLayout, QLabel, QPushButton, QWidget
+from PySide6.QtCore import Signal
+from PySide6.QtWidgets import QCheckBox, QComboBox, QPushButton, QWidget
 
 from app.models.batch_rows import InputRowsModel
 from app.services.batch_input import InputPreview
+from app.views.batch.flow_layout import flowing
 from app.views.batch.form_card import FormCard, tell
 from app.views.batch.text_table import TextTable
+from app.views.chat.chip import ElidedLabel
 from app.views.chat.phrases import SEPARATOR, count
 from engine.batch_files.opening import InputForm
 
@@ -26,8 +28,11 @@ class InputCard(FormCard):
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
-        self.heading.setTextFormat(Qt.TextFormat.PlainText)
-        self._facts = QLabel(self)
+        self._name = ElidedLabel(self)
+        self._name.setProperty("role", "heading")
+        self.head.replaceWidget(self.heading, self._name)
+        self.heading.hide()
+        self._facts = ElidedLabel(self)
         self._facts.setProperty("role", "secondary")
         self.head.insertWidget(1, self._facts)
         self.change = QPushButton(self.tr("Another file…"), self)
@@ -49,22 +54,17 @@ class InputCard(FormCard):
         self.whole_files = QCheckBox(self.tr("A text file is one row"), self)
         self.whole_files.setToolTip(self.tr("Otherwise each of its lines is a row"))
         self.whole_files.clicked.connect(self._on_form)
-        line = QHBoxLayout()
-        line.setSpacing(8)
-        for widget in (self.encoding, self.separator, self.whole_files):
-            line.addWidget(widget)
-        line.addStretch(1)
         for label in (self._words, self._trouble):
             self.column.addWidget(label)
         self.column.addWidget(self.table)
-        self.column.addLayout(line)
+        self.column.addWidget(flowing(self.encoding, self.separator, self.whole_files, parent=self))
         self._total: int | None = None
         self._preview: InputPreview | None = None
 
     def show_loading(self, name: str) -> None:
         """Says that a file is being opened."""
-        self.heading.setText(name)
-        self._facts.setText("")
+        self._name.set_full_text(name)
+        self._facts.set_full_text("")
         tell(self._words, self.tr("Reading the file…"))
         tell(self._trouble, "")
         self.table.hide()
@@ -77,7 +77,7 @@ class InputCard(FormCard):
     def show_preview(self, preview: InputPreview) -> None:
         """Shows the file's columns and first rows."""
         self._preview, self._total = preview, None
-        self.heading.setText(preview.path.name)
+        self._name.set_full_text(preview.path.name)
         self.setAccessibleName(preview.path.name)
         self._rows.set_rows(preview.columns, preview.rows)
         self.table.setVisible(True)
@@ -136,7 +136,7 @@ class InputCard(FormCard):
         if self._total is not None:
             rows = self.tr("1 row") if self._total == 1 else self.tr("{0} rows").format(count(self._total))
             parts.insert(0, rows)
-        self._facts.setText(SEPARATOR.join(parts))
+        self._facts.set_full_text(SEPARATOR.join(parts))
 
     def _combo(self, name: str) -> QComboBox:
         combo = QComboBox(self)

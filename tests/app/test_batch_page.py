@@ -1,0 +1,372 @@
+"""The Batch page by hand: a file dropped, a form, three rows tried, a job that runs, pauses, fails and is removed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PySide6.QtCore import QMimeData, QPoint, QPointF, Qt, QUrl
+from PySide6.QtGui import QDragEnterEvent, QDropEvent
+from PySide6.QtWidgets import QAbstractButton, QApplication, QLabel, QMessageBox, QPushButton, QWidget
+from pytestqt.qtbot import QtBot
+
+from app.models.batch_rows import Column
+from app.services.batch_job import JobState
+from app.services.batch_jobs import BatchJobs
+from app.services.engine_client import EngineState
+from app.theme import ThemeController
+from app.views.batch import BatchPage
+from engine.batch_files.answer import Answer, failed
+from engine.batch_files.prepared_job import prepare
+from engine.errors import ErrorCode
+from tests.app.scripted_batches import ScriptedBatches, row
+
+ROWS = 6
+
+
+@pytest.fixture
+def engine(qapp: QApplication) -> Iterator[ScriptedBatches]:
+    result = ScriptedBatches()
+    yield result
+    result.deleteLater()
+
+
+@pytest.fixture
+def page(engine: ScriptedBatches, theme: ThemeController, switchyard_home: Path, qtbot: QtBot) -> Iterator[BatchPage]:
+    jobs = BatchJobs(engine)
+    result = BatchPage(engine, jobs, theme)
+    qtbot.addWidget(result)
+    result.resize(1072, 760)
+    result.show()
+    qtbot.waitSignal(jobs.listed).wait()
+    yield result
+    result.close_down()
+    jobs.deleteLater()
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    file = tmp_path / "complaints.csv"
+    file.write_text("text,mark\n" + "".join(f"line {n},{n}\n" for n in range(ROWS)), encoding="utf-8")
+    return file
+
+
+def drop(page: BatchPage, *paths: Path) -> None:
+    data = QMimeData()
+    data.setUrls([QUrl.fromLocalFile(str(path)) for path in paths])
+    buttons, keys = Qt.MouseButton.LeftButton, Qt.KeyboardModifier.NoModifier
+    enter = QDragEnterEvent(QPoint(9, 9), Qt.DropAction.CopyAction, data, buttons, keys)
+    QApplication.sendEvent(page, enter)
+    assert enter.isAccepted()
+    QApplication.sendEvent(page, QDropEvent(QPointF(9, 9), Qt.DropAction.CopyAction, data, buttons, keys))
+
+
+def fill(page: BatchPage, qtbot: QtBot, file: Path) -> None:
+    """The form, ready to start."""
+    drop(page, file)
+    qtbot.waitUntil(page.form.start.isEnabled)
+
+
+def start(page: BatchPage, qtbot: QtBot, file: Path) -> None:
+    fill(page, qtbot, file)
+    page.form.start.click()
+    qtbot.waitUntil(lambda: page.pages.currentWidget() is page.job_view)
+
+
+def only_state(page: BatchPage) -> JobState:
+    (entry,) = page._jobs.entries
+    return entry.state
+
+
+def answer_dialog(label: str) -> None:
+    (box,) = [w for w in QApplication.topLevelWidgets() if isinstance(w, QMessageBox) and w.isVisible()]
+    next(button for button in box.buttons() if button.text() == label).click()
+
+
+def words(widget: QWidget) -> str:
+    return "\n".join(label.text() for label in widget.findChildren(QLabel) if label.isVisible())
+
+
+# --- a new job ------------------------------------------------------------------------------------
+
+
+def test_an_empty_page_says_what_to_do_first(page: BatchPage) -> None:
+    assert page.pages.currentWidget() is page.empty
+    assert "csv, tsv, jsonl, parquet, xlsx, txt, md and pdf" in words(page.empty)
+    assert page.empty.choose.isVisible()
+    assert not page.strip.isVisible()
+
+
+def test_a_dropped_file_shows_its_columns_and_rows(page: BatchPage, qtbot: QtBot, table: Path) -> None:
+    fill(page, qtbot, table)
+    model = page.form.input.table.model()
+    assert [model.headerData(n, Qt.Orientation.Horizontal) for n in range(2)] == ["text", "mark"]
+    assert model.rowCount() == 5
+    assert page.form.template.template == "{{text}}"
+    assert page.form.output.path == table.with_name("complaints.answers.csv")
+    qtbot.waitUntil(lambda: "6 rows" in words(page.form.input))
+
+
+def test_what_is_no_file_of_rows_is_refused_in_a_sentence(page: BatchPage, qtbot: QtBot, tmp_path: Path) -> None:
+    drop(page, tmp_path / "song.mp3")
+    assert page.trouble.text.startswith("song.mp3 is no kind of file")
+    empty = tmp_path / "empty.csv"
+    empty.touch()
+    drop(page, empty)
+    qtbot.waitUntil(lambda: "empty.csv" in words(page.form.input) and "Reading" not in words(page.form.input))
+    assert not page.form.start.isEnabled()
+
+
+def test_an_unknown_column_is_told_at_once(page: BatchPage, qtbot: QtBot, table: Path) -> None:
+    fill(page, qtbot, table)
+    template = page.form.template
+    template.edit.clear()
+    chip = next(b for b in template.findChildren(QPushButton) if b.accessibleName() == "Insert column mark")
+    chip.click()
+    assert template.template == "{{mark}}"
+    template.edit.insertPlainText(" {{nme}}")
+    assert "{{nme}}" in template.trouble.text()
+    assert not page.form.start.isEnabled()
+    template.edit.setPlainText("Say {{text}}")
+    assert not template.trouble.isVisible()
+    assert page.form.start.isEnabled()
+
+
+def test_choices_and_schemas_are_checked(page: BatchPage, qtbot: QtBot, table: Path) -> None:
+    fill(page, qtbot, table)
+    answers = page.form.answers
+    answers.kinds.button(1).click()
+    assert not page.form.start.isEnabled()
+    answers.choices.setPlainText("good\nbad\ngood\n")
+    assert page.form.job().choices == ("good", "bad")
+    answers.kinds.button(2).click()
+    answers.schema.setPlainText("{")
+    assert "not JSON" in answers.trouble.text()
+    answers.schema.setPlainText('{"type": "object"}')
+    assert page.form.job().schema == '{"type": "object"}'
+    assert page.form.job().choices == ()
+    answers.max_tokens.setValue(48)
+    answers.popover.fill(page.form.job().sampling)
+    answers.popover.top_k.setValue(40)
+    sampling = page.form.job().sampling
+    assert (sampling.max_tokens, sampling.top_k, sampling.temperature) == (48, 40, 0.0)
+
+
+def test_three_rows_are_tried_and_the_plan_follows(
+    page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path
+) -> None:
+    fill(page, qtbot, table)
+    qtbot.waitUntil(lambda: "6 rows" in words(page.form.input))
+    page.form.sample.button.click()
+    assert engine.samples[-1][1].start == "resume"
+    engine.answer(row(1), sample=True)
+    engine.answer(row(0), row(2, problem="is empty"), sample=True)
+    engine.end_sample()
+    qtbot.waitUntil(lambda: "The row is empty." in words(page.form.sample))
+    shown = words(page.form.sample)
+    assert shown.index("answer 0") < shown.index("answer 1") < shown.index("The row is empty.")
+    assert "3 rows took 2.0 s, at 15 tokens/s." in shown
+    assert "all 6 are done by" in page.form.plan.text()
+    page.form.template.edit.setPlainText("Say {{text}}")  # now it is another job
+    assert page.form.sample.answers == 0
+    assert page.form.plan.text() == ""
+
+
+def test_an_existing_result_is_asked_about(page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path) -> None:
+    fill(page, qtbot, table)
+    page.form.output.path.write_text("precious", encoding="utf-8")
+    page.form.start.click()
+    qtbot.waitUntil(lambda: any(isinstance(w, QMessageBox) for w in QApplication.topLevelWidgets() if w.isVisible()))
+    answer_dialog("Back")
+    assert engine.jobs == []
+    page.form.start.click()
+    qtbot.waitUntil(lambda: any(isinstance(w, QMessageBox) for w in QApplication.topLevelWidgets() if w.isVisible()))
+    answer_dialog("Replace it")
+    assert engine.jobs[-1][1].start == "restart"
+
+
+def test_the_input_is_never_the_output(page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path) -> None:
+    fill(page, qtbot, table)
+    page.form.output.set_path(table)
+    page.form.start.click()
+    qtbot.waitUntil(page.form.trouble.isVisible)
+    assert "the input" in page.form.trouble.text()
+    assert engine.jobs == []
+
+
+def test_several_files_are_taken_one_after_the_other(
+    page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path
+) -> None:
+    second = table.with_name("second.csv")
+    second.write_text(table.read_text(encoding="utf-8"), encoding="utf-8")
+    drop(page, table, second)
+    qtbot.waitUntil(page.form.start.isEnabled)
+    page.form.template.edit.setPlainText("Say {{text}}")
+    page.form.start.click()
+    qtbot.waitUntil(lambda: page.form.output.path.name == "second.answers.csv")
+    assert page.form.template.template == "Say {{text}}"
+    page.form.start.click()
+    qtbot.waitUntil(lambda: len(page._jobs.entries) == 2)
+    assert [entry.state for entry in page._jobs.entries] == [JobState.QUEUED, JobState.RUNNING]
+    assert page.strip.isVisible()
+
+
+def test_openai_requests_need_no_template(page: BatchPage, qtbot: QtBot, tmp_path: Path) -> None:
+    file = tmp_path / "requests.jsonl"
+    body = '{"messages": [{"role": "user", "content": "Hi"}]}'
+    file.write_text(f'{{"custom_id": "a", "url": "/v1/chat/completions", "body": {body}}}\n', encoding="utf-8")
+    fill(page, qtbot, file)
+    assert not page.form.template.isVisible()
+    assert "OpenAI" in words(page.form.input)
+    assert page.form.output.path.suffix == ".jsonl"
+    assert page.form.job().template == ""
+
+
+# --- a job that runs ------------------------------------------------------------------------------
+
+
+def test_progress_is_shown_and_rows_come_in(
+    page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path
+) -> None:
+    start(page, qtbot, table)
+    engine.tell(3, ROWS, failed=1, rate=31.0, left=60.0)
+    engine.answer(row(2), row(0), row(1, problem="has nothing in 'text'"))
+    shown = words(page.job_view)
+    for part in ("50%", "3 of 6 rows", "1 failed", "31 tokens/s", "done "):
+        assert part in shown
+    model = page.job_view.rows.model
+    assert [model.index(n, Column.ROW).data() for n in range(3)] == ["2", "1", "3"]
+    assert page.job_view.rows.filters.button(2).text() == "Failed 1"
+    engine.tell(3, ROWS, failed=1, blocked="Waiting: the disk is full.")
+    assert "Waiting: the disk is full." in words(page.job_view.progress)
+
+
+def test_pause_resume_and_the_end(page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path) -> None:
+    start(page, qtbot, table)
+    page.head.pause.click()
+    assert not page.head.pause.isEnabled()
+    engine.end(2, finished=False)
+    assert page.head.resume.isVisible()
+    assert not page.head.pause.isVisible()
+    page.head.resume.click()
+    engine.end(ROWS, 1)
+    assert "100%" in words(page.job_view.progress)
+    assert page.head.retry.isVisible()
+    assert page.head.open.isVisible()
+    page.head.retry.click()
+    assert engine.jobs[-1][1].start == "retry_failed"
+
+
+def test_a_dead_engine_is_told_and_resume_offered(
+    page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path
+) -> None:
+    start(page, qtbot, table)
+    engine.set_state(EngineState.DIED)
+    engine.fail_job(ErrorCode.ENGINE_DIED, "The engine was killed (signal 9).")
+    assert "signal 9" in words(page.job_view.progress)
+    assert page.head.resume.isVisible()
+
+
+def test_a_job_taken_off_the_list_can_be_brought_back(
+    page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path
+) -> None:
+    start(page, qtbot, table)
+    page.head.remove_wanted.emit()
+    assert len(page._jobs.entries) == 1  # not while it runs
+    engine.end(ROWS)
+    page.head.remove_wanted.emit()
+    assert page._jobs.entries == []
+    assert page.pages.currentWidget() is page.empty
+    page.toast.button.click()
+    assert only_state(page) is JobState.FINISHED
+    assert page.pages.currentWidget() is page.job_view
+
+
+def test_rows_of_a_finished_job_are_read_from_its_journal(
+    page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path
+) -> None:
+    start(page, qtbot, table)
+    prepared = prepare(engine.jobs[-1][1])
+    journal = prepared.open_journal(prepared.manifest("m", "fp32", lambda: False), "M")
+    journal.record([*(Answer(n, f"answer {n} " * 200, "stop", 1, 2) for n in range(5)), failed(5, "is empty")])
+    journal.close()
+    engine.end(ROWS, 1)
+    model = page.job_view.rows.model
+    qtbot.waitUntil(lambda: model.rowCount() == ROWS)
+    assert model.index(1, Column.PROMPT).data() == "line 1"
+    table_view = page.job_view.rows.table
+    table_view.setFocus()
+    table_view.selectRow(1)
+    qtbot.keyClick(table_view, Qt.Key.Key_Return)
+    detail = page.job_view.detail
+    qtbot.waitUntil(lambda: len(detail.answer.toPlainText()) == len("answer 1 ") * 200)
+    assert detail.isVisible()
+    qtbot.keyClick(table_view, Qt.Key.Key_Down)
+    qtbot.waitUntil(lambda: detail.prompt.toPlainText() == "line 2")
+    qtbot.keyClick(table_view, Qt.Key.Key_Escape)
+    assert not detail.isVisible()
+    page.job_view.rows.filters.button(2).click()
+    qtbot.waitUntil(lambda: model.rowCount() == 1)
+    assert model.index(0, Column.ANSWER).data() == "Is empty"
+
+
+def test_another_model_is_loaded_only_when_the_user_agrees(
+    page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path
+) -> None:
+    loads: list[int] = []
+    page.guard.before_another_model(lambda: loads.append(1))
+    assert loads == [1]
+    start(page, qtbot, table)
+    page.guard.before_another_model(lambda: loads.append(2))
+    answer_dialog("Cancel")
+    assert loads == [1]
+    assert only_state(page) is JobState.RUNNING
+    page.guard.before_another_model(lambda: loads.append(2))
+    answer_dialog("Stop the job")
+    assert loads == [1, 2]
+    assert engine.cancelled == ["b0"]
+
+
+# --- for everybody --------------------------------------------------------------------------------
+
+
+def test_everything_has_a_name(page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path) -> None:
+    fill(page, qtbot, table)
+    for button in page.findChildren(QAbstractButton):
+        assert button.accessibleName() or button.text() or not button.isVisible(), button
+    form = page.form
+    for field in (form.template.edit, form.template.system, form.answers.max_tokens, form.answers.temperature,
+                  form.answers.choices, form.answers.schema, form.output.name, form.output.format,
+                  form.input.encoding, form.input.separator, form.input.table, page.strip,
+                  page.job_view.rows.table, page.job_view.detail.answer):  # fmt: skip
+        assert field.accessibleName()
+
+
+@pytest.mark.parametrize("font_px", [14, 20])
+@pytest.mark.parametrize("choice", ["light", "dark"])
+def test_nothing_is_cut_off_in_a_small_window(
+    page: BatchPage,
+    theme: ThemeController,
+    qtbot: QtBot,
+    table: Path,
+    engine: ScriptedBatches,
+    choice: str,
+    font_px: int,
+) -> None:
+    theme.set_choice("dark" if choice == "dark" else "light")
+    theme.set_font_px(font_px)
+    page.resize(692, 600)
+    fill(page, qtbot, table)
+    _nothing_cut_off(page)
+    page.form.start.click()
+    qtbot.waitUntil(lambda: page.pages.currentWidget() is page.job_view)
+    engine.tell(3, ROWS, failed=1, rate=31.0, left=60.0)
+    _nothing_cut_off(page)
+
+
+def _nothing_cut_off(page: BatchPage) -> None:
+    assert page.width() <= 692
+    for widget in page.findChildren(QWidget):
+        if isinstance(widget, QLabel | QPushButton) and widget.isVisible():
+            assert widget.mapTo(page, widget.rect().topRight()).x() <= page.width(), widget
