@@ -5,7 +5,6 @@ from __future__ import annotations
 from PySide6.QtCore import QPointF, QRectF, QSize, Qt, QTimer, Signal
 from PySide6.QtGui import (
     QColor,
-    QFont,
     QHideEvent,
     QKeyEvent,
     QMouseEvent,
@@ -20,12 +19,11 @@ from PySide6.QtGui import (
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
 from app.services.history.history import History
-from app.theme import Theme, ThemeController, tabular
-from app.widgets.timeline.blocks import draw_path
-from app.widgets.timeline.colours import FAINT_ALPHA, faded
+from app.theme import ThemeController, tabular
 from app.widgets.timeline.keys import PAN, ZOOM, key_pressed
 from app.widgets.timeline.lanes import Lane, LaneData, lanes_of, read_lane, reading
 from app.widgets.timeline.navigator import Navigator
+from app.widgets.timeline.overlay import draw_cursor, draw_gutter, draw_selection, draw_token
 from app.widgets.timeline.picture import (
     AXIS_PX,
     GUTTER_PX,
@@ -40,7 +38,6 @@ from app.widgets.timeline.picture import (
 )
 from app.widgets.timeline.readout import TokenPath, averages_text, token_at, token_beside
 from app.widgets.timeline.viewport import duration
-from engine.telemetry.lanes import SMALL_COPY
 
 _DRAG_PX = 4
 _TICK_REACH_PX = 6.0
@@ -184,11 +181,18 @@ class TimelineView(QWidget):
 
     def _draw_above(self, painter: QPainter) -> None:
         """What follows the mouse."""
-        theme = self._theme.theme
-        self._draw_selection(painter, theme)
-        self._draw_token(painter, theme)
-        self._draw_gutter(painter, theme)
-        self._draw_cursor(painter, theme)
+        theme, rows, viewport = self._theme.theme, self._rows, self.navigator.viewport
+        if rows:
+            painter.save()
+            painter.setClipRect(self._plot())
+            if self._selection is not None:
+                draw_selection(painter, rows, viewport, self._selection, theme)
+            if self._token is not None:
+                draw_token(painter, rows, viewport, self._token, theme)
+            if self._cursor_ns is not None:
+                draw_cursor(painter, rows, viewport, self._cursor_ns, theme)
+            painter.restore()
+            draw_gutter(painter, rows, self._column_read(), self.font(), theme)
 
     def _draw(self, history: History) -> QPixmap:
         ratio = self.devicePixelRatioF()
@@ -209,23 +213,6 @@ class TimelineView(QWidget):
         painter.end()
         return picture
 
-    def _draw_gutter(self, painter: QPainter, theme: Theme) -> None:
-        title, caption = scaled(self.font(), 0.9), scaled(tabular(self.font()), 0.8)
-        title.setWeight(QFont.Weight.DemiBold)
-        column = self._column_read()
-        for row in self._rows:
-            area = QRectF(0, row.area.top() - 1, GUTTER_PX - 10, row.area.height() + 4)
-            painter.setFont(title)
-            painter.setPen(QColor(theme.text))
-            painter.drawText(area, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignTop, row.lane.title)
-            height = painter.fontMetrics().height()
-            painter.setFont(caption)
-            painter.setPen(QColor(theme.muted))
-            text = self._caption(row, column)
-            below = area.adjusted(0, height, 0, 2)
-            flags = Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignTop | Qt.TextFlag.TextWordWrap
-            painter.drawText(below, int(flags), text)
-
     def _column_read(self) -> int:
         """Column under the crosshair, or the last one."""
         viewport = self.navigator.viewport
@@ -233,53 +220,9 @@ class TimelineView(QWidget):
             return int((self._cursor_ns - viewport.edges()[0]) // viewport.column_ns)
         return viewport.width - 1
 
-    def _caption(self, row: Row, column: int) -> str:
-        if row.lane.kind == "phase":
-            return self.tr("token ticks") if row.area.height() > 30 else ""
-        return reading(row.lane, row.data, column)
-
-    def _draw_selection(self, painter: QPainter, theme: Theme) -> None:
-        if self._selection is None or not self._rows:
-            return
-        left, right = (self._x(at) for at in self._selection)
-        rect = QRectF(left, 0, right - left, self._rows[-1].area.bottom())
-        painter.save()
-        painter.setClipRect(self._plot())
-        painter.fillRect(rect, faded(QColor(theme.accent), FAINT_ALPHA))
-        painter.setPen(QPen(QColor(theme.accent), 1))
-        painter.drawRect(rect)
-        painter.restore()
-
-    def _draw_token(self, painter: QPainter, theme: Theme) -> None:
-        if self._token is None or not self._rows:
-            return
-        areas = {lane: row.area for row in self._rows for lane in row.lane.spans}
-        if SMALL_COPY not in areas and (h2d := next((r.area for r in self._rows if r.lane.key == "h2d"), None)):
-            areas[SMALL_COPY] = h2d
-        painter.save()
-        painter.setClipRect(self._plot())
-        edges = [self._x(at) for at in (self._token.start_ns, self._token.end_ns)]
-        painter.fillRect(
-            QRectF(edges[0], 0, max(edges[1] - edges[0], 1), self._rows[-1].area.bottom()),
-            faded(QColor(theme.muted), 22),
-        )
-        draw_path(painter, areas, [(self._x(a), self._x(b), lane) for a, b, lane in self._token.pieces], theme)
-        painter.restore()
-
-    def _draw_cursor(self, painter: QPainter, theme: Theme) -> None:
-        if self._cursor_ns is None or not self._rows:
-            return
-        x = self._x(self._cursor_ns)
-        if self._plot().left() <= x <= self._plot().right():
-            painter.setPen(QPen(QColor(theme.muted), 1, Qt.PenStyle.DashLine))
-            painter.drawLine(QPointF(x, 0), QPointF(x, self._rows[-1].area.bottom()))
-
     def _plot(self) -> QRectF:
         bottom = self._rows[-1].area.bottom() if self._rows else self.height()
         return QRectF(GUTTER_PX, 0, max(self.width() - GUTTER_PX - RIGHT_PX, 1), bottom)
-
-    def _x(self, at_ns: float) -> float:
-        return min(max(GUTTER_PX + self.navigator.viewport.x(at_ns), -1e5), 1e5)
 
     def _at(self, x: float) -> float:
         return self.navigator.viewport.at(x - GUTTER_PX)
