@@ -6,10 +6,7 @@
 
 #include "dispatch.h"
 #include "matrix.h"
-#if __has_include("many_rows.h")
 #include "many_rows.h"
-#define SWITCHYARD_HAS_MANY 1
-#endif
 
 class RowProducts {
   public:
@@ -18,14 +15,12 @@ class RowProducts {
         precision_ = precision;
         count_ = count;
         columns_ = columns;
-#if SWITCHYARD_HAS_MANY
         is_many_ = kernels.many && kernels.many->fewest[precision] > 0;
         if (is_many_) {
             lanes_ = kernels.many->lanes;
             packed_ = memory_.room(tiles() * kernels.many->packed_bytes(precision, columns));
             return;
         }
-#endif
         lanes_ = 1;
         vectors_.resize(precision, count, columns);
         const auto known = static_cast<int64_t>(one_by_one_.size());
@@ -38,7 +33,6 @@ class RowProducts {
     // The vectors of a tile: x [count, columns] from the first of all.
     void set(int64_t tile, const uint16_t *x) {
         const int64_t first = tile * lanes_;
-#if SWITCHYARD_HAS_MANY
         if (is_many_) {
             const uint16_t *rows[64];
             const int64_t some = std::min(lanes_, count_ - first);
@@ -47,18 +41,15 @@ class RowProducts {
             many.pack(precision_, rows, some, columns_, packed_ + tile * many.packed_bytes(precision_, columns_));
             return;
         }
-#endif
         vectors_.set(kernels_, first, x + first * columns_);
     }
 
     // Calls take(first, some, dots) with [some, 32] of a block's rows with vectors first, first + 1, ...
     template <class Take> void block(const SwitchyardMatrix &matrix, int64_t block, Take take) const {
-#if SWITCHYARD_HAS_MANY
         if (is_many_) {
             multiply_block(*kernels_.many, matrix, block, packed_, count_, take);
             return;
         }
-#endif
         static thread_local std::vector<float> dots;
         dots.resize(static_cast<size_t>(count_ * kTileRows));
         block_dot(kernels_, matrix, block, vectors_, one_by_one_.data(), count_, dots.data());
@@ -72,8 +63,6 @@ class RowProducts {
     bool is_many_ = false;
     Vectors vectors_;
     std::vector<int32_t> one_by_one_;
-#if SWITCHYARD_HAS_MANY
     AlignedMemory memory_;
     uint8_t *packed_ = nullptr;
-#endif
 };
