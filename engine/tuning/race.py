@@ -18,6 +18,7 @@ from engine.tuning.result import Contestant, Timed
 
 _WARM_UP_TOKENS = 8
 _WARM_UP_S = 3.0
+_DRIFT = 0.15
 _AS_GOOD = 1.03
 """How many times as fast as how it runs now another way in the same precision has to be: less is noise."""
 
@@ -195,6 +196,22 @@ class _Race:
     def _check(self) -> None:
         if self._watcher.cancelled():
             raise RequestCancelled
+
+
+def drift_note(timed: Sequence[Timed]) -> str:
+    """A sentence if all were another speed on the way back than there, which the median evens out; else empty."""
+    changes = []
+    for one in timed:
+        half = len(one.rates) // 2
+        if half and not one.problem:
+            changes.append(statistics.median(one.rates[half:]) / statistics.median(one.rates[:half]) - 1)
+    changed = statistics.median(changes) if changes else 0.0
+    if abs(changed) <= _DRIFT:
+        return ""
+    how = f"{changed:.0%} faster" if changed > 0 else f"{-changed:.0%} slower"
+    return (
+        f"The machine became {how} while plans were timed (heat, battery or other programs): tune again at rest."
+    )
 
 
 def winner_of(timed: Sequence[Timed]) -> Timed | None:

@@ -33,7 +33,7 @@ from engine.tuning.messages import (
     TuningProgress,
     TuningTimed,
 )
-from engine.tuning.race import QUICK_PACE, THOROUGH_PACE, Pace, RacedEngine, RaceWatcher, race, winner_of
+from engine.tuning.race import QUICK_PACE, THOROUGH_PACE, Pace, RacedEngine, RaceWatcher, drift_note, race, winner_of
 from engine.tuning.result import Timed, TuningKind, TuningResult
 
 TuningEvent = TuningProgress | TuningMeasured | TuningPlans | TuningTimed
@@ -222,7 +222,7 @@ class _Tuning:
             timed=tuple(timed),
             winner=won.contestant.name if won is not None else "",
             corrections=corrections_from(timed, field.modelled),
-            notes=tuple(self._notes),
+            notes=tuple(filter(None, (*self._notes, drift_note(timed)))),
         )
 
     def _free(self) -> None:

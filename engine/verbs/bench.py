@@ -38,12 +38,23 @@ def add_parser(subparsers: Any) -> None:
 
     decode = kinds.add_parser("decode", help="tokens per second at batch 1")
     _add_model(decode)
+    decode.set_defaults(model=None)
     decode.add_argument("--tokens", type=positive_int, default=48, metavar="N", help="tokens decoded per repeat")
     decode.add_argument("--peers", action="store_true", help="run transformers and llama.cpp beside us, in turn")
     decode.add_argument(
         "--strategies",
         action="store_true",
         help="a cache for 25%% of the experts against every single way of meeting misses",
+    )
+    decode.add_argument(
+        "--predict",
+        action="store_true",
+        help="beside what the planner predicts: --model in every precision, or a set of models without it",
+    )
+    decode.add_argument(
+        "--brute-force",
+        action="store_true",
+        help="every setting that fits, and the plan and what tuning settles on against the best of them",
     )
     _add_common(decode, repeats=5)
     add_engine_options(decode)
@@ -129,6 +140,11 @@ def _run_startup(args: argparse.Namespace) -> int:
 
 
 def _run_decode(args: argparse.Namespace) -> int:
+    if args.predict:
+        return _run_predictions(args)
+    args.model = args.model or "starter"
+    if args.brute_force:
+        return _run_brute_force(args)
     config, report = _config(args), _report()
     if args.strategies:
         from engine.bench.strategies import StrategyPlan, bench_strategies
@@ -141,6 +157,31 @@ def _run_decode(args: argparse.Namespace) -> int:
         from engine.bench.decode import DecodePlan, bench_decode
 
         bench_decode(config, DecodePlan(args.tokens, args.repeats, args.peers), report, note)
+    return _emit(report, args)
+
+
+def _run_predictions(args: argparse.Namespace) -> int:
+    from engine.process.environment import quiet_libraries
+
+    quiet_libraries()
+    from engine.bench.predicted_decode import PredictionPlan, bench_predictions
+
+    report, plan = _report(), PredictionPlan(args.tokens, args.repeats)
+    if args.model is not None:
+        plan = dataclasses.replace(plan, models=(args.model,))
+    if args.precision != "auto":
+        plan = dataclasses.replace(plan, precisions=(args.precision,))
+    if args.device != "auto":
+        plan = dataclasses.replace(plan, devices=(args.device,))
+    bench_predictions(engine_config(args, "starter"), plan, report, note)
+    return _emit(report, args)
+
+
+def _run_brute_force(args: argparse.Namespace) -> int:
+    config, report = _config(args), _report()
+    from engine.bench.brute_force import bench_brute_force
+
+    bench_brute_force(config, args.tokens, args.repeats, report, note)
     return _emit(report, args)
 
 

@@ -300,3 +300,23 @@ def test_measurements_are_kept_with_the_machine(model: Path) -> None:
     from engine.hardware.measurement_files import load_measurements
 
     assert load_measurements(MACHINE) == measurements()
+
+
+def test_a_machine_that_slows_down_meanwhile_is_said_and_treats_all_alike(model: Path) -> None:
+    heard = [0]
+
+    def slowing(config: EngineConfig) -> float:
+        heard[0] += 1
+        return speeds(config) / (1 + 0.02 * heard[0])
+
+    ending = run(MadeUpEngine(slowing), EngineConfig(str(model)))
+    assert ending.result is not None
+    assert any("slower while plans were timed" in note for note in ending.result.notes)
+    assert ending.result.won is not None
+    assert ending.result.won.precision == "int8"
+
+
+def test_steady_timings_are_no_news(model: Path) -> None:
+    ending = run(MadeUpEngine(speeds), EngineConfig(str(model)))
+    assert ending.result is not None
+    assert ending.result.notes == ()

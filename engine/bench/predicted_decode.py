@@ -1,0 +1,152 @@
+"""`switchyard bench decode --predict`: decode speed as the planner predicts it, beside what the engine reaches.
+
+The machine is measured and the model timed in turn, many short times, and of both the best counts: other programs make
+everything slower and nothing faster.  The text is given beforehand: random for models that never learnt any, so that
+their routing is no loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from engine.bench.forced_text import ForcedText, decode_seconds, own_text, random_text
+from engine.bench.opened import opened, with_quarter_resident
+from engine.bench.report import Report, row
+from engine.bench.synthetic import is_synthetic, resolve_model
+from engine.checkpoint.model_shapes import find_shape
+from engine.config import EngineConfig, Precision
+from engine.devices.opening import open_devices
+from engine.errors import EngineError
+from engine.hardware.measured import CopyTime, Measurements, machine_profile
+from engine.hardware.probe import HardwareProfile, probe
+from engine.measure.arithmetic import CpuArithmetic, DeviceArithmetic
+from engine.measure.experts import CpuExperts, ExpertShape
+from engine.measure.link import Copies
+from engine.measure.measuring import measure_machine
+from engine.measure.ram import RamBandwidth
+from engine.measure.run import Measurement
+from engine.measure.sets import MeasurementSet, one_and_all
+from engine.paths import models_dir
+from engine.planner.predict import predict_decode
+
+if TYPE_CHECKING:
+    from engine.devices.device import Device
+    from engine.planner.model_shape import ModelShape
+    from engine.runtime.loaded_model import LoadedModel
+
+_MIB = 2**20
+_PROMPT_TOKENS = 32
+_PASS_S = 1.5
+_STEPS = 8
+_MODELS = (
+    "starter",
+    "synthetic:qwen3-30b-a3b?layers=2&vocab=4096",
+    "synthetic:olmoe-1b-7b?layers=2&vocab=4096",
+    "synthetic:mixtral-8x7b?layers=1&vocab=4096",
+)
+_DEVICES = ("cpu", "emulated:pcie3-x8-8gb")
+_PRECISIONS: tuple[Precision, ...] = ("bf16", "int8", "int4")
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionPlan:
+    """`models` (none: a set of shapes), each in its `precisions` and on its `devices`; see `bench decode`."""
+
+    tokens: int
+    repeats: int
+    models: tuple[str, ...] = ()
+    precisions: tuple[Precision, ...] = _PRECISIONS
+    devices: tuple[str, ...] = _DEVICES
+
+
+def bench_predictions(config: EngineConfig, plan: PredictionPlan, report: Report, say: Callable[[str], None]) -> None:
+    """Adds a row for each model, precision and device: tokens/s, and how far the prediction is off.
+
+    Args:
+        config: what else is set; its model, precision and device are of no account.
+    """
+    machine = probe()
+    for model in plan.models or _MODELS:
+        path = resolve_model(model, say)
+        shape = find_shape(str(path))
+        for device in plan.devices:
+            for precision in plan.precisions:
+                case = replace(config, model=str(path), device=device, precision=precision)
+                name = f"{model.removeprefix('synthetic:').partition('?')[0]}, {precision}, {device}"
+                say(name)
+                try:
+                    _case(name, case, shape, plan, machine, report, has_own_text=not is_synthetic(model))
+                except EngineError as error:
+                    report.skip_peer(name, error.message)
+
+
+def _case(
+    name: str,
+    config: EngineConfig,
+    shape: ModelShape,
+    plan: PredictionPlan,
+    machine: HardwareProfile,
+    report: Report,
+    *,
+    has_own_text: bool,
+) -> None:
+    with ExitStack() as stack:
+        device: Device | None = None
+        if config.device != "cpu":
+            config = with_quarter_resident(config)
+            device = stack.enter_context(open_devices(config.device, config.vram_bytes)[0])
+        loaded = stack.enter_context(opened(config))
+        vocabulary = loaded.model.config.get_text_config().vocab_size
+        text = random_text(vocabulary, _PROMPT_TOKENS, plan.tokens)
+        if has_own_text:
+            text = own_text(loaded, text.prompt, plan.tokens)
+        decode_seconds(loaded, text, _PASS_S)  # fills the cache, and its policy settles
+        rates, rounds = [], []
+        for _ in range(plan.repeats):
+            rounds.append(_measured(machine, config, shape, device))
+            rates.append(_rate(loaded, text))
+        profile = machine_profile(machine, _together(rounds), precision=config.precision)
+        found = predict_decode(profile, shape, config, prompt_tokens=_PROMPT_TOKENS, tokens=len(text.answer))
+        report.rows.append(row(name, [max(rates)], "tokens/s", predicted=found.tokens_per_s))
+
+
+def _together(rounds: Sequence[Measurements]) -> Measurements:
+    """All rounds as one: of bandwidths the planner takes the best, and of copies the quickest are kept."""
+    quickest: dict[tuple[str, bool, bool, int], CopyTime] = {}
+    for copy in (copy for found in rounds for copy in found.copies):
+        key = (copy.direction, copy.pinned, copy.both_ways, copy.nbytes)
+        if key not in quickest or copy.seconds < quickest[key].seconds:
+            quickest[key] = copy
+    return replace(
+        rounds[-1],
+        ram=tuple(entry for found in rounds for entry in found.ram),
+        experts=tuple(entry for found in rounds for entry in found.experts),
+        arithmetic=tuple(entry for found in rounds for entry in found.arithmetic),
+        copies=tuple(quickest.values()),
+    )
+
+
+def _measured(machine: HardwareProfile, config: EngineConfig, shape: ModelShape, device: Device | None) -> Measurements:
+    expert = ExpertShape(shape.hidden, shape.expert_width)
+    of_cpu: Sequence[Measurement] = (
+        RamBandwidth(one_and_all, 2, 0.6),
+        CpuArithmetic(2, 0.4),
+        CpuExperts((expert,), (config.precision,), (1,), one_and_all, 2, 1.0),
+    )
+    of_device: Sequence[Measurement] = (
+        DeviceArithmetic(2, 0.6),
+        Copies((64 * 2**10, 4 * _MIB, 32 * _MIB), 2, 1.0),
+    )
+    wanted = MeasurementSet("quick", 192 * _MIB, (*of_cpu, *(of_device if device is not None else ())))
+    models_dir().mkdir(parents=True, exist_ok=True)
+    return measure_machine(wanted, machine, device, models_dir())
+
+
+def _rate(loaded: LoadedModel, text: ForcedText) -> float:
+    """Of the best run of some steps: one alone may have been lucky with its experts."""
+    seconds = decode_seconds(loaded, text, _PASS_S)
+    count = min(_STEPS, len(seconds))
+    return max(count / sum(seconds[begin : begin + count]) for begin in range(len(seconds) - count + 1))
