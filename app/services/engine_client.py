@@ -22,21 +22,17 @@ from engine.paths import python_module
 from engine.protocol import (
     HEARTBEAT_S,
     PROTOCOL_VERSION,
-    BatchFinished,
     BatchProgress,
     BatchRows,
     Cancel,
-    Cancelled,
     ChatMessage,
     Command,
     Failed,
-    Finished,
     Generate,
     LoadModel,
     Message,
     ModelInfo,
     ModelLoaded,
-    ModelUnloaded,
     Progress,
     Ready,
     SampleBatch,
@@ -44,6 +40,7 @@ from engine.protocol import (
     Telemetry,
     TerminalEvent,
     Token,
+    TuningFinished,
     UnloadModel,
 )
 from engine.telemetry.messages import (
@@ -56,6 +53,8 @@ from engine.telemetry.messages import (
     TelemetrySpans,
     WatchTelemetry,
 )
+from engine.tuning.messages import StartTuning, TuningMeasured, TuningPlans, TuningProgress, TuningTimed, Until
+from engine.tuning.result import TuningKind
 
 NOT_RESPONDING_S = 10.0
 
@@ -79,7 +78,9 @@ class EngineClient(QObject):
         progress(Progress), token(Token), telemetry(Telemetry),
         recorded(TelemetrySpans | TelemetryCounters | TelemetryRequest | ExpertMap | CacheReport): while watched,
         batch_told(BatchProgress | BatchRows): while a job runs,
-        finished(ModelLoaded | ModelUnloaded | Finished | BatchFinished | Cancelled | Failed): one for every request.
+        tuning_told(TuningProgress | TuningMeasured | TuningPlans | TuningTimed): while a tuning run goes on,
+        finished(ModelLoaded | ModelUnloaded | Finished | BatchFinished | TuningFinished | Cancelled | Failed): one for
+            every request.
     """
 
     state_changed = Signal(object)
@@ -90,6 +91,7 @@ class EngineClient(QObject):
     telemetry = Signal(object)
     recorded = Signal(object)
     batch_told = Signal(object)
+    tuning_told = Signal(object)
     finished = Signal(object)
 
     def __init__(
@@ -205,6 +207,17 @@ class EngineClient(QObject):
         """Answer the first rows of a job and keep nothing; returns the request id."""
         return self._request(SampleBatch(_new_id(), job, rows))
 
+    def start_tuning(
+        self,
+        config: EngineConfig,
+        kind: TuningKind = "quick",
+        until: Until = "timed",
+        *,
+        measure_again: bool = False,
+    ) -> str:
+        """Measure, plan and time; returns the request id.  Whatever is loaded is loaded again at the end."""
+        return self._request(StartTuning(_new_id(), config, kind, until, measure_again))
+
     def cancel(self, request_id: str) -> None:
         """Stop a request, running or waiting; its terminal event still comes.  Without effect once it has ended."""
         if request_id in self._open:
@@ -223,7 +236,7 @@ class EngineClient(QObject):
         if self._ready:
             self._send(ResizeCache(tier, slots))
 
-    def _request(self, command: LoadModel | UnloadModel | Generate | StartBatch | SampleBatch) -> str:
+    def _request(self, command: LoadModel | UnloadModel | Generate | StartBatch | SampleBatch | StartTuning) -> str:
         self._open[command.request_id] = command
         if self._worker is None or self._worker.is_stopping:
             reason = self._last_error or self.tr("The engine is not running; start it first.")
@@ -249,8 +262,11 @@ class EngineClient(QObject):
         elif isinstance(message, Progress):
             if message.request_id in self._open:
                 self.progress.emit(message)
-        elif isinstance(message, ModelLoaded | ModelUnloaded | Finished | BatchFinished | Cancelled | Failed):
+        elif isinstance(message, TerminalEvent):
             self._finish(message)
+        elif isinstance(message, TuningProgress | TuningMeasured | TuningPlans | TuningTimed):
+            if message.request_id in self._open:
+                self.tuning_told.emit(message)
         elif isinstance(message, BatchProgress | BatchRows):
             if message.request_id in self._open:
                 self.batch_told.emit(message)
@@ -284,9 +300,13 @@ class EngineClient(QObject):
             self._model = event.info
         elif isinstance(command, LoadModel | UnloadModel):
             self._model = None  # a load frees the model before it, however it ends
+        elif isinstance(event, TuningFinished) and event.reloaded:
+            self._model = event.loaded
         self._update_state()
         if isinstance(event, ModelLoaded):
             self.model_loaded.emit(event.info)
+        elif isinstance(event, TuningFinished) and event.reloaded and event.loaded is not None:
+            self.model_loaded.emit(event.loaded)
         self.finished.emit(event)
 
     def _fail(self, request_id: str, reason: str) -> None:

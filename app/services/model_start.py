@@ -54,8 +54,7 @@ class ModelStart(QObject):
     def _load(self, path: Path) -> None:
         if self._ended_and_again():
             return
-        config = EngineConfig(model=str(path), threads=self._settings.threads)
-        self._request = self._client.load(config)
+        self._request = self._client.load(wanted_config(self._settings, str(path)))
 
     def _on_not_found(self, model: str, error: Exception) -> None:
         if self._ended_and_again():
@@ -80,6 +79,11 @@ class ModelStart(QObject):
             self.loaded.emit()
         elif isinstance(event, Failed) and event.request_id == self._request and not _is_death(event):
             self.problem.emit(event.message)
+
+
+def wanted_config(settings: Settings, model: str) -> EngineConfig:
+    """How the user wants a model to run: what the settings leave open, the engine or its tuning decides."""
+    return EngineConfig(model=model, device=settings.device, threads=settings.threads)
 
 
 def _is_death(event: Failed) -> bool:

@@ -91,6 +91,11 @@ class Settings(QObject):
         self.set("threads", value or 0)
 
     @property
+    def device(self) -> str:
+        """Where models run, as `EngineConfig.device` says it; for who develops on an emulated card."""
+        return self.get("device", "auto") or "auto"
+
+    @property
     def window_geometry(self) -> str:
         """`QWidget.saveGeometry()` in base64; empty before the first close."""
         return self.get("window_geometry", "")

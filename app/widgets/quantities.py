@@ -20,6 +20,22 @@ def used_of(used: int, total: int) -> str:
     return f"{number(used / _GIB, 1)} / {number(total / _GIB, 1)} GB"
 
 
+def rate(bytes_per_s: float) -> str:
+    """Bytes per second, in the powers of 1000 of data sheets: `58 GB/s`, `3.2 GB/s`, `0.15 GB/s`."""
+    return f"{figures(bytes_per_s / 1e9)} GB/s"
+
+
+def arithmetic(flops: float) -> str:
+    """Products and sums per second: `42 TFLOP/s`, `380 GFLOP/s`."""
+    return f"{figures(flops / 1e12)} TFLOP/s" if flops >= 1e12 else f"{figures(flops / 1e9)} GFLOP/s"
+
+
+def figures(value: float) -> str:
+    """About three figures: `264`, `24.6`, `3.21`, `0.042`."""
+    size = abs(value)
+    return number(value, 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 0.1 or size == 0 else 3)
+
+
 def number(value: float, decimals: int) -> str:
     """A number in the user's locale."""
     return QLocale().toString(float(value), "f", decimals)

@@ -1,0 +1,196 @@
+"""The race of plans as a table: predicted and timed side by side, losers and failures with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from PySide6.QtCore import QAbstractTableModel, QLocale, QModelIndex, QObject, QPersistentModelIndex, Qt
+
+from engine.tuning.result import Contestant, Timed, TuningResult
+
+NAME, PREDICTED, TIMED, BAR = range(4)
+_Index = QModelIndex | QPersistentModelIndex
+_NOWHERE = QModelIndex()
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """A contestant as the table shows it.
+
+    Attributes:
+        doing: what happens to it now, in words; empty if nothing does.
+        live: tokens/s of the repeat that is being timed; 0 while none is.
+        is_winner: it is what the model runs with from now on.
+    """
+
+    contestant: Contestant
+    timed: Timed | None = None
+    doing: str = ""
+    live: float = 0.0
+    is_winner: bool = False
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Timed, or as it is being timed; 0 if it is not known."""
+        return (self.timed.tokens_per_s if self.timed is not None else 0.0) or self.live
+
+    @property
+    def problem(self) -> str:
+        return self.timed.problem if self.timed is not None else ""
+
+
+class PlanTable(QAbstractTableModel):
+    """Rows in the order in which they are timed, and the fastest first once there is a result."""
+
+    ROW = Qt.ItemDataRole.UserRole + 1
+    """Role of the `PlanRow`; `MOST` is that of the highest number that is shown, for bars."""
+    MOST = Qt.ItemDataRole.UserRole + 2
+
+    def __init__(self, parent: QObject | None = None) -> None:
+        super().__init__(parent)
+        self._rows: list[PlanRow] = []
+
+    @property
+    def rows(self) -> tuple[PlanRow, ...]:
+        return tuple(self._rows)
+
+    def row_of(self, name: str) -> int | None:
+        """Where a contestant is; None if it is not in the race."""
+        return next((at for at, row in enumerate(self._rows) if row.contestant.name == name), None)
+
+    # --- what happens -----------------------------------------------------------------------------
+
+    def show_contestants(self, contestants: tuple[Contestant, ...]) -> None:
+        """A new race."""
+        self._reset([PlanRow(one) for one in contestants])
+
+    def show_doing(self, name: str, doing: str, live: float = 0.0) -> None:
+        """What happens to a contestant now; nothing happens to the others."""
+        for at, row in enumerate(self._rows):
+            mine = row.contestant.name == name
+            self._set(at, replace(row, doing=doing if mine else "", live=live if mine else 0.0))
+
+    def show_timed(self, timed: Timed) -> None:
+        """A contestant's timing as it stands."""
+        at = self.row_of(timed.contestant.name)
+        if at is not None:
+            self._set(at, PlanRow(timed.contestant, timed))
+
+    def show_result(self, result: TuningResult) -> None:
+        """All of a finished run."""
+        self._reset(
+            [PlanRow(one.contestant, one, is_winner=one.contestant.name == result.winner) for one in result.timed]
+        )
+
+    def show_winner(self, name: str) -> None:
+        """Marks whose settings hold."""
+        for at, row in enumerate(self._rows):
+            self._set(at, replace(row, is_winner=row.contestant.name == name))
+
+    def stop(self) -> None:
+        """Nothing happens any more: the run was cancelled, or the engine ended."""
+        for at, row in enumerate(self._rows):
+            self._set(at, replace(row, doing="", live=0.0))
+
+    def clear(self) -> None:
+        self._reset([])
+
+    def _reset(self, rows: list[PlanRow]) -> None:
+        self.beginResetModel()
+        self._rows = rows
+        self.endResetModel()
+
+    def _set(self, at: int, row: PlanRow) -> None:
+        if row != self._rows[at]:
+            self._rows[at] = row
+            # All bars: what is the longest may have changed.
+            self.dataChanged.emit(self.index(0, 0), self.index(len(self._rows) - 1, BAR))
+
+    # --- the model --------------------------------------------------------------------------------
+
+    def rowCount(self, parent: _Index = _NOWHERE) -> int:
+        return 0 if parent.isValid() else len(self._rows)
+
+    def columnCount(self, parent: _Index = _NOWHERE) -> int:
+        return 0 if parent.isValid() else 4
+
+    def headerData(self, section: int, orientation: Qt.Orientation, role: int = Qt.ItemDataRole.DisplayRole) -> Any:
+        if orientation is not Qt.Orientation.Horizontal:
+            return None
+        if role == Qt.ItemDataRole.DisplayRole:
+            return (self.tr("Plan"), self.tr("Predicted"), self.tr("Timed"), self.tr("Tokens/s"))[section]
+        if role == Qt.ItemDataRole.TextAlignmentRole:
+            return _aligned(section)
+        return None
+
+    def data(self, index: _Index, role: int = Qt.ItemDataRole.DisplayRole) -> Any:
+        if not index.isValid():
+            return None
+        row, column = self._rows[index.row()], index.column()
+        if role == self.ROW:
+            return row
+        if role == self.MOST:
+            return max((max(one.tokens_per_s, one.contestant.high) for one in self._rows), default=0.0)
+        if role == Qt.ItemDataRole.TextAlignmentRole:
+            return _aligned(column)
+        if role == Qt.ItemDataRole.DisplayRole:
+            return (row.contestant.name, self._predicted(row), self._timed(row), "")[column]
+        if role in (Qt.ItemDataRole.AccessibleTextRole, Qt.ItemDataRole.ToolTipRole):
+            return self.spoken(row)
+        return None
+
+    def spoken(self, row: PlanRow) -> str:
+        """A row in words."""
+        one = row.contestant
+        said = [one.name, *self.marks(row)]
+        if one.predicted_tokens_per_s:
+            words = self.tr("predicted {0} tokens/s ({1} to {2})")
+            said.append(words.format(_figures(one.predicted_tokens_per_s), _figures(one.low), _figures(one.high)))
+        timed = row.timed
+        if row.problem:
+            said.append(row.problem)
+        elif timed is not None:
+            said.append(self.tr("timed {0} tokens/s").format(_figures(timed.tokens_per_s)))
+            if len(timed.rates) > 1:
+                span = (_figures(min(timed.rates)), _figures(max(timed.rates)), len(timed.rates))
+                said.append(self.tr("{2} repeats from {0} to {1}").format(*span))
+            if timed.ttft_s:
+                said.append(self.tr("first token after {0} s").format(QLocale().toString(timed.ttft_s, "f", 2)))
+            if timed.note:
+                said.append(timed.note)
+        elif row.doing:
+            said.append(row.doing)
+        return "\n".join(said)
+
+    def marks(self, row: PlanRow) -> list[str]:
+        """What is special about a row, in words."""
+        one = row.contestant
+        said = []
+        if row.is_winner:
+            said.append(self.tr("winner"))
+        if one.is_plan:
+            said.append(self.tr("the plan"))
+        if one.is_before:
+            said.append(self.tr("as it ran before"))
+        return said
+
+    def _predicted(self, row: PlanRow) -> str:
+        rate = row.contestant.predicted_tokens_per_s
+        return _figures(rate) if rate else "–"
+
+    def _timed(self, row: PlanRow) -> str:
+        if row.problem:
+            return self.tr("failed")
+        if row.timed is not None and not row.live:
+            return _figures(row.timed.tokens_per_s)
+        return _figures(row.live) + "…" if row.live else ""
+
+
+def _aligned(column: int) -> Qt.AlignmentFlag:
+    right = column in (PREDICTED, TIMED)
+    return (Qt.AlignmentFlag.AlignRight if right else Qt.AlignmentFlag.AlignLeft) | Qt.AlignmentFlag.AlignVCenter
+
+
+def _figures(value: float) -> str:
+    return QLocale().toString(float(value), "f", 1 if abs(value) >= 1 else 2)

@@ -1,0 +1,89 @@
+"""This machine as the planner sees it, with where every number comes from, and what has changed since it was tuned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.config import EngineConfig
+from engine.hardware.measured import Measurements, machine_profile
+from engine.hardware.measurement_files import changes, described, load_measurements
+from engine.hardware.probe import HardwareProfile as Probe
+from engine.hardware.probe import probe as probe_machine
+from engine.planner.machine import HardwareProfile
+from engine.planner.plan_parts import Limits
+from engine.tuning.applying import machine_changes
+from engine.tuning.keeping import all_results
+
+
+@dataclass(frozen=True, slots=True)
+class MachineLook:
+    """A look at the machine.
+
+    Attributes:
+        probe: what operating system and drivers tell.
+        device: beside the CPU, by the engine's name; empty without one.
+        measurements: of that device; None if none were ever taken here.
+        profile: the numbers that plans are made with.
+        changed: what is another than when it was last measured or tuned, in sentences.
+    """
+
+    probe: Probe
+    device: str
+    measurements: Measurements | None
+    profile: HardwareProfile
+    changed: tuple[str, ...] = ()
+
+    def machine(self, precision: str) -> HardwareProfile:
+        """The profile with the reading rate of experts in this precision."""
+        return machine_profile(self.probe, self.measurements, precision=precision)
+
+    def limits(self, config: EngineConfig) -> Limits:
+        """What the user's settings and other programs leave; an emulated device is nobody else's."""
+        gpu = self.probe.compute_gpu if not self.device.startswith("emulated") else None
+        held = (gpu.total_bytes or 0) - gpu.free_bytes if gpu is not None and gpu.free_bytes is not None else 0
+        return Limits(
+            vram_bytes=config.vram_bytes,
+            ram_bytes=config.ram_bytes,
+            threads=config.threads,
+            context_tokens=config.context_tokens,
+            precision=config.precision,
+            use_card=bool(self.device),
+            vram_of_others=max(0, held),
+            ram_of_others=max(0, self.probe.ram_bytes - self.probe.ram_available_bytes),
+        )
+
+
+def look_at_machine(setting: str = "auto", device: str | None = None) -> MachineLook:
+    """Asks the machine and reads what was measured.  Takes milliseconds, or seconds where a driver does not answer.
+
+    Args:
+        setting: `EngineConfig.device`.
+        device: what the engine said that it measured; None to go by the setting and what is there.
+    """
+    probe = probe_machine()
+    if device is None:
+        device = _device(probe, setting)
+    measured = load_measurements(probe, device)
+    if measured is None and device.startswith("cuda") and setting == "auto":
+        # An engine that cannot use the card measures without it.
+        without = load_measurements(probe, "")
+        if without is not None:
+            device, measured = "", without
+    return MachineLook(probe, device, measured, machine_profile(probe, measured), changes_since(probe, device))
+
+
+def changes_since(probe: Probe, device: str = "") -> tuple[str, ...]:
+    """What is another than at the last tuning, else at the last measuring; empty if nothing is, or neither was done."""
+    now = described(probe)
+    results = all_results()
+    if results:
+        found = [machine_changes(result, now) for result in results]
+        return () if any(not one for one in found) else found[0]
+    return changes(probe, device)
+
+
+def _device(probe: Probe, setting: str) -> str:
+    if setting in ("auto", "cuda"):
+        gpu = probe.compute_gpu
+        return "cuda:0" if setting == "cuda" or (gpu is not None and gpu.total_bytes) else ""
+    return "" if setting == "cpu" else setting

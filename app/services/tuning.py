@@ -1,0 +1,157 @@
+"""Tuning runs as a window sees them: one at a time, cancellable, and what came of the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from PySide6.QtCore import QObject, Signal
+
+from app.services.background import BackgroundCall
+from app.services.engine_client import EngineClient, EngineState
+from app.services.machine_look import MachineLook, look_at_machine
+from app.services.model_start import wanted_config
+from app.services.settings import Settings
+from engine.protocol import Failed, TuningFinished
+from engine.tuning.keeping import model_mark, results_of, save_result
+from engine.tuning.messages import Stage, TuningMeasured, TuningPlans, TuningProgress, TuningTimed, Until
+from engine.tuning.result import TuningKind, TuningResult
+
+
+class Tuning(QObject):
+    """Starts runs in the engine process and looks at the machine, off the GUI thread.
+
+    Signals:
+        looked(MachineLook): the machine was looked at, or measured.
+        began, progressed(TuningProgress), measured(TuningMeasured), planned(TuningPlans), timed(TuningTimed).
+        ended(TuningFinished | Failed): the run is over, however it went.
+        recalled(TuningResult | None): the latest kept result of the model that was asked about.
+        chosen(str): a contestant's name, whose settings hold from now on.
+        problem(str): one sentence.
+    """
+
+    looked = Signal(object)
+    began = Signal()
+    progressed = Signal(object)
+    measured = Signal(object)
+    planned = Signal(object)
+    timed = Signal(object)
+    ended = Signal(object)
+    recalled = Signal(object)
+    chosen = Signal(str)
+    problem = Signal(str)
+
+    def __init__(self, client: EngineClient, settings: Settings, parent: QObject | None = None) -> None:
+        super().__init__(parent)
+        self._client, self._settings = client, settings
+        self.machine: MachineLook | None = None
+        self.stage: Stage | None = None
+        self._request = ""
+        self._device: str | None = None
+        self._cancelling = False
+        self._calls: list[BackgroundCall] = []
+        client.tuning_told.connect(self._on_told)
+        client.finished.connect(self._on_finished)
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._request)
+
+    @property
+    def is_cancelling(self) -> bool:
+        """Whether the run was told to stop and has not ended yet."""
+        return self._cancelling
+
+    def look(self) -> None:
+        """Looks at the machine anew; `looked` tells."""
+        setting, device = self._settings.device, self._device
+        self._call(lambda: look_at_machine(setting, device), self._on_looked)
+
+    def start(self, model: str, kind: TuningKind, until: Until = "timed", *, measure_again: bool = False) -> None:
+        """Begins a run; without effect while one goes on.  Starts the engine if it does not run."""
+        if self._request:
+            return
+        if self._client.state in (EngineState.STOPPED, EngineState.DIED):
+            self._client.start()
+        self.stage, self._cancelling = None, False
+        config = wanted_config(self._settings, model)
+        self._request = self._client.start_tuning(config, kind, until, measure_again=measure_again)
+        self.began.emit()
+
+    def cancel(self) -> None:
+        """Stops the run at its next step; `ended` follows when what was loaded before is loaded again."""
+        if self._request and not self._cancelling:
+            self._cancelling = True
+            self._client.cancel(self._request)
+
+    def recall(self, model: str) -> None:
+        """Looks for the latest result kept of a model; `recalled` tells."""
+        self._call(lambda: _latest(model), self.recalled.emit)
+
+    def use(self, result: TuningResult, name: str) -> None:
+        """Makes a contestant of a result the one that the model runs with, and loads it so."""
+        kept = replace(result, winner=name)
+
+        def loaded(_path: object) -> None:
+            if not self._request:
+                self._client.load(wanted_config(self._settings, result.asked.model))
+            self.chosen.emit(name)
+
+        self._call(lambda: save_result(kept), loaded)
+
+    def close(self) -> None:
+        """Waits for what is under way in the background."""
+        for call in self._calls:
+            call.wait()
+
+    # --- what the engine says ---------------------------------------------------------------------
+
+    def _on_told(self, event: object) -> None:
+        if getattr(event, "request_id", "") != self._request:
+            return
+        if isinstance(event, TuningProgress):
+            self.stage = event.stage
+            self.progressed.emit(event)
+        elif isinstance(event, TuningMeasured):
+            self._device = event.device
+            self.measured.emit(event)
+            self.look()
+        elif isinstance(event, TuningPlans):
+            self.planned.emit(event)
+        elif isinstance(event, TuningTimed):
+            self.timed.emit(event)
+
+    def _on_finished(self, event: object) -> None:
+        if isinstance(event, TuningFinished | Failed) and event.request_id == self._request:
+            self._request, self.stage, self._cancelling = "", None, False
+            self.ended.emit(event)
+
+    def _on_looked(self, look: MachineLook) -> None:
+        self.machine = look
+        self.looked.emit(look)
+
+    def _call(self, function: Callable[[], Any], done: Callable[[Any], Any]) -> None:
+        call = BackgroundCall(function, self)
+        self._calls.append(call)
+        call.done.connect(done)
+        call.failed.connect(lambda error: self.problem.emit(_sentence(error)))
+        for ending in (call.done, call.failed):
+            ending.connect(lambda _outcome: self._forget(call))
+        call.start()
+
+    def _forget(self, call: BackgroundCall) -> None:
+        self._calls.remove(call)
+        call.deleteLater()
+
+
+def _latest(model: str) -> TuningResult | None:
+    from engine.checkpoint.names import resolve
+
+    return next(iter(results_of(model_mark(resolve(model)))), None)
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"The choice could not be kept: {error.strerror or error}."
+    return str(getattr(error, "message", error))

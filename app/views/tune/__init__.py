@@ -1,0 +1,5 @@
+"""The Tune page."""
+
+from app.views.tune.page import TunePage
+
+__all__ = ["TunePage"]

@@ -1,0 +1,206 @@
+"""A look at the machine as boxes and links, every number with where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from PySide6.QtCore import QCoreApplication
+
+from app.services.machine_look import MachineLook
+from app.widgets.machine_picture import Box, BoxLine, Link
+from app.widgets.quantities import arithmetic, memory, rate
+from engine.hardware.disk import DiskKind
+from engine.hardware.gpu_info import GpuInfo
+from engine.planner.machine import Origin
+from engine.tuning.messages import Measured, TuningNumber
+
+translate = QCoreApplication.translate
+Found = Mapping[Measured, TuningNumber]
+"""The best number of each kind that a run under way has found."""
+
+_SETS = (
+    ("avx512_vnni", "AVX-512 VNNI"),
+    ("avx512f", "AVX-512"),
+    ("avx2", "AVX2"),
+    ("asimd", "NEON"),
+)
+_DISKS = {
+    DiskKind.NVME: "NVMe",
+    DiskKind.SSD: "SSD",
+    DiskKind.HDD: "hard disk",
+    DiskKind.NETWORK: "network share",
+    DiskKind.MEMORY: "in memory",
+    DiskKind.HOST: "disk of the host",
+    DiskKind.UNKNOWN: "disk",
+}
+
+
+def machine_boxes(look: MachineLook, found: Found) -> tuple[tuple[Box, ...], tuple[Link, ...]]:
+    """Boxes and links for `MachinePicture`."""
+    boxes = (_gpu(look, found), _cpu(look, found), _ram(look), _disk(look))
+    return boxes, tuple(
+        link for link in (_card_link(look, found), _ram_link(look, found), _disk_link(look, found)) if link
+    )
+
+
+def origin_words(origin: Origin | None) -> str:
+    """Where a number comes from."""
+    return {
+        Origin.MEASURED: translate("Tune", "measured on this machine"),
+        Origin.DRIVER: translate("Tune", "told by the driver or the system"),
+        Origin.ASSUMED: translate("Tune", "assumed, from data sheets of its kind"),
+    }.get(origin or Origin.ASSUMED, "")
+
+
+class _Numbers:
+    """Numbers of a look: what a run has just found comes first, what is assumed is marked."""
+
+    def __init__(self, look: MachineLook, found: Found) -> None:
+        self._origins, self._found = look.profile.origins, found
+
+    def is_measured(self, path: str, *what: Measured) -> bool:
+        return any(one in self._found for one in what) or self._origins.get(path) is Origin.MEASURED
+
+    def value(self, kept: float, *what: Measured) -> float:
+        fresh = [self._found[one].value for one in what if one in self._found]
+        return max(fresh) if fresh else kept
+
+    def line(self, path: str, kept: float, *what: Measured, flops: bool = False, words: str = "{0}") -> BoxLine:
+        value = self.value(kept, *what)
+        fresh = any(one in self._found for one in what)
+        origin = Origin.MEASURED if fresh else self._origins.get(path, Origin.ASSUMED)
+        text = arithmetic(value) if flops else rate(value)
+        if origin is Origin.ASSUMED:
+            text = translate("Tune", "about {0}").format(text)
+        said = translate("Tune", "just measured") if fresh else origin_words(origin)
+        return BoxLine(words.format(text), said)
+
+
+def _gpu(look: MachineLook, found: Found) -> Box:
+    gpu, numbers = look.profile.gpu, _Numbers(look, found)
+    cards = [card for card in look.probe.gpus if not card.is_integrated]
+    told = origin_words(Origin.DRIVER)
+    if gpu is None:
+        integrated = next((card for card in look.probe.gpus if card.is_integrated), None)
+        lines = [BoxLine(translate("Tune", "The CPU computes everything."), look.probe.gpu_note)]
+        if integrated is not None:
+            lines.append(BoxLine(translate("Tune", "{0} is part of the processor").format(integrated.name), told))
+        return Box("gpu", translate("Tune", "No graphics card"), tuple(lines), is_there=False)
+    lines = [BoxLine(gpu.name, told), BoxLine(_card_memory(look), told)]
+    speed = numbers.line("gpu.bytes_per_s", gpu.bytes_per_s, "gpu_memory")
+    power = numbers.line("gpu.flops", gpu.flops, "gpu_flops", flops=True)
+    lines.append(BoxLine(f"{speed.text} · {power.text}", _joined(speed, power)))
+    if not look.device and look.measurements is not None:
+        lines.append(BoxLine(translate("Tune", "not used by the engine"), translate("Tune", "told by the engine")))
+    elif len(cards) > 1:
+        others = ", ".join(card.name for card in cards[1:])
+        lines.append(BoxLine(translate("Tune", "and {0} more: {1}").format(len(cards) - 1, others), told))
+    else:
+        lines += _slot(cards[0] if cards else None, told)
+    return Box("gpu", translate("Tune", "GPU"), tuple(lines), count=max(1, len(cards)))
+
+
+def _card_memory(look: MachineLook) -> str:
+    assert look.profile.gpu is not None
+    total, gpu = memory(look.profile.gpu.memory_bytes), look.probe.compute_gpu
+    if look.device.startswith("emulated"):
+        return translate("Tune", "{0}, emulated in RAM").format(total)
+    if gpu is None or gpu.free_bytes is None:
+        return total
+    return translate("Tune", "{0}, {1} free").format(total, memory(gpu.free_bytes))
+
+
+def _slot(card: GpuInfo | None, told: str) -> list[BoxLine]:
+    if card is None or not card.driver:
+        return []
+    return [BoxLine(translate("Tune", "driver {0}").format(card.driver), told)]
+
+
+def _cpu(look: MachineLook, found: Found) -> Box:
+    probe, cpu, numbers = look.probe, look.profile.cpu, _Numbers(look, found)
+    told = origin_words(Origin.DRIVER)
+    cores = translate("Tune", "1 core") if cpu.cores == 1 else translate("Tune", "{0} cores").format(cpu.cores)
+    vector = next((name for flag, name in _SETS if flag in probe.instructions), "")
+    lines = [BoxLine(_plain_name(cpu.name), told), BoxLine(f"{cores} · {vector}" if vector else cores, told)]
+    lines.append(numbers.line("cpu.flops", cpu.flops, "cpu_flops", flops=True))
+    if cpu.weights_bytes_per_s:
+        best = max(cpu.weights_bytes_per_s, key=lambda threads: cpu.weights_bytes_per_s[threads])
+        words = (
+            translate("Tune", "best with 1 thread")
+            if best == 1
+            else translate("Tune", "best with {0} threads").format(best)
+        )
+        lines.append(BoxLine(words, origin_words(Origin.MEASURED)))
+    return Box("cpu", translate("Tune", "CPU"), tuple(lines))
+
+
+def _ram(look: MachineLook) -> Box:
+    probe, measured = look.probe, look.measurements
+    told = origin_words(Origin.DRIVER)
+    lines = [
+        BoxLine(
+            translate("Tune", "{0}, {1} free").format(memory(probe.ram_bytes), memory(probe.ram_available_bytes)), told
+        )
+    ]
+    limit = probe.where.memory_limit_bytes if probe.where is not None else None
+    if limit is not None and limit <= probe.ram_bytes:
+        lines.append(BoxLine(translate("Tune", "as much as the container may use"), told))
+    if probe.where is not None and probe.where.wsl:
+        lines.append(BoxLine(translate("Tune", "what Windows leaves to WSL"), told))
+    pinned = measured.pinned_limit_bytes if measured is not None else None
+    if look.profile.gpu is not None and pinned:
+        lines.append(BoxLine(translate("Tune", "pinnable: {0}").format(memory(pinned)), origin_words(Origin.MEASURED)))
+    return Box("ram", translate("Tune", "RAM"), tuple(lines))
+
+
+def _disk(look: MachineLook) -> Box:
+    disk, told = look.probe.models_disk, origin_words(Origin.DRIVER)
+    if disk is None:
+        silent = BoxLine(translate("Tune", "It does not answer."), told)
+        return Box("disk", translate("Tune", "Disk"), (silent,), is_there=False)
+    kind = _DISKS[disk.kind] + (f", {disk.model}" if disk.model else "")
+    lines: tuple[BoxLine, ...] = (BoxLine(kind[:1].upper() + kind[1:], told),)
+    if disk.free_bytes is not None:
+        lines += (BoxLine(translate("Tune", "{0} free").format(memory(disk.free_bytes)), told),)
+    return Box("disk", translate("Tune", "Disk"), lines)
+
+
+def _card_link(look: MachineLook, found: Found) -> Link | None:
+    if look.profile.gpu is None:
+        return None
+    link, numbers = look.profile.link, _Numbers(look, found)
+    up = numbers.line("link.h2d", link.h2d, "h2d", words=translate("Tune", "{0} to the card"))
+    down = numbers.line("link.d2h", link.d2h, "d2h", words=translate("Tune", "{0} back"))
+    labels = [up, down]
+    card = look.probe.compute_gpu if not look.device.startswith("emulated") else None
+    if card is not None and card.pcie_generation:
+        width = f" ×{card.pcie_width_now or card.pcie_width}" if card.pcie_width_now or card.pcie_width else ""
+        up = BoxLine(f"PCIe {card.pcie_generation}.0{width}, {up.text}", up.origin)
+        labels = [up, down]
+    return Link("gpu", numbers.value(link.h2d, "h2d"), tuple(labels), numbers.is_measured("link.h2d", "h2d"))
+
+
+def _ram_link(look: MachineLook, found: Found) -> Link:
+    cpu, numbers = look.profile.cpu, _Numbers(look, found)
+    what: tuple[Measured, ...] = ("ram",)
+    line = numbers.line("cpu.ram_bytes_per_s", cpu.ram_bytes_per_s, *what)
+    labels = (line, BoxLine(translate("Tune", "reading RAM"), line.origin))
+    value = numbers.value(cpu.ram_bytes_per_s, *what)
+    return Link("cpu", value, labels, numbers.is_measured("cpu.ram_bytes_per_s", *what))
+
+
+def _disk_link(look: MachineLook, found: Found) -> Link:
+    numbers, kept = _Numbers(look, found), look.profile.disk_bytes_per_s
+    line = numbers.line("disk_bytes_per_s", kept, "disk")
+    return Link("disk", numbers.value(kept, "disk"), (line,), numbers.is_measured("disk_bytes_per_s", "disk"))
+
+
+def _joined(*lines: BoxLine) -> str:
+    said = dict.fromkeys(line.origin for line in lines)
+    return " · ".join(said)
+
+
+def _plain_name(name: str) -> str:
+    for mark in ("(R)", "(TM)", "(r)", "(tm)"):
+        name = name.replace(mark, "")
+    return " ".join(name.split())

@@ -1,0 +1,110 @@
+"""What the Tune page says: stages of a run, purposes of memory, a plan's speed."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import QCoreApplication
+
+from app.services.machine_look import MachineLook
+from app.widgets.plan_bars import BarPart, TierBar
+from app.widgets.quantities import arithmetic, figures, rate
+from engine.planner.plan_parts import TierBytes
+from engine.planner.planned import Plan
+from engine.tuning.messages import Measured, TuningNumber, TuningProgress
+
+translate = QCoreApplication.translate
+
+
+def stage_sentence(progress: TuningProgress) -> str:
+    """What a run does now."""
+    texts = {
+        "probing": translate("Tune", "Looking at the machine"),
+        "measuring": translate("Tune", "Measuring: {0}").format(progress.name)
+        if progress.name
+        else translate("Tune", "Measuring"),
+        "planning": translate("Tune", "Planning"),
+        "loading": translate("Tune", "Loading: {0}").format(progress.name),
+        "timing": translate("Tune", "Timing real tokens: {0}").format(progress.name),
+        "restoring": translate("Tune", "Loading {0} again").format(progress.name),
+    }
+    return texts[progress.stage]
+
+
+def measured_name(what: Measured) -> str:
+    """What a number that is found is of."""
+    return {
+        "ram": translate("Tune", "Reading RAM"),
+        "cpu_flops": translate("Tune", "CPU arithmetic"),
+        "cpu_experts": translate("Tune", "Experts on the CPU"),
+        "gpu_flops": translate("Tune", "GPU arithmetic"),
+        "gpu_memory": translate("Tune", "Reading VRAM"),
+        "gpu_experts": translate("Tune", "Experts on the GPU"),
+        "h2d": translate("Tune", "RAM to the card"),
+        "d2h": translate("Tune", "Card to RAM"),
+        "disk": translate("Tune", "Reading the disk"),
+        "decode": translate("Tune", "Decoding"),
+    }[what]
+
+
+def number_words(number: TuningNumber) -> str:
+    """`33.1 GB/s`."""
+    if number.unit == "bytes/s":
+        return rate(number.value)
+    if number.unit == "flop/s":
+        return arithmetic(number.value)
+    return translate("Tune", "{0} tokens/s").format(figures(number.value))
+
+
+def speed_headline(plan: Plan) -> str:
+    """`19.7 tokens/s`."""
+    return translate("Tune", "{0} tokens/s").format(figures(plan.speed.decode_tokens_per_s))
+
+
+def speed_range(plan: Plan) -> str:
+    """How sure a prediction is."""
+    speed = plan.speed
+    return translate("Tune", "predicted, between {0} and {1}; first token after {2} s").format(
+        figures(speed.low), figures(speed.high), figures(speed.ttft_s)
+    )
+
+
+def plan_summary(plan: Plan) -> str:
+    """Precision, policy, threads, cache in a line."""
+    parts = [plan.precision, plan.policy]
+    parts.append(
+        translate("Tune", "1 thread") if plan.threads == 1 else translate("Tune", "{0} threads").format(plan.threads)
+    )
+    if plan.card is not None and plan.cache.all_experts:
+        parts.append(translate("Tune", "all experts on the card"))
+    elif plan.cache.slots:
+        parts.append(translate("Tune", "{0} expert slots").format(figures(plan.cache.slots)))
+        if plan.cache.hit_rate is not None:
+            parts.append(translate("Tune", "about {0}% hits").format(round(100 * plan.cache.hit_rate)))
+    return " · ".join(parts)
+
+
+def tier_bars(plan: Plan, look: MachineLook | None) -> tuple[TierBar, ...]:
+    """A plan's memory for `PlanBars`: VRAM, RAM, and disk where experts stay there."""
+    bars = []
+    if plan.card is not None:
+        bars.append(TierBar(translate("Tune", "VRAM"), _parts(plan.card, plan.cache.slots), plan.card.total))
+    bars.append(TierBar(translate("Tune", "RAM"), _parts(plan.ram, 0), plan.ram.total))
+    if plan.disk_bytes:
+        part = BarPart(translate("Tune", "experts read as they are needed"), plan.disk_bytes, "disk")
+        disk = look.probe.models_disk if look is not None else None
+        free = disk.free_bytes if disk is not None and disk.free_bytes else 0
+        total = free if free > plan.disk_bytes else 0
+        bars.append(TierBar(translate("Tune", "Disk"), (part,), total))
+    return tuple(bars)
+
+
+def _parts(tier: TierBytes, slots: int) -> tuple[BarPart, ...]:
+    experts = translate("Tune", "experts, {0} slots").format(f"{slots:,}") if slots else translate("Tune", "experts")
+    return (
+        BarPart(translate("Tune", "weights"), tier.weights, "gpu"),
+        BarPart(experts, tier.experts, "hit"),
+        BarPart(translate("Tune", "staging"), tier.staging, "pcie"),
+        BarPart(translate("Tune", "KV cache"), tier.kv, "disk"),
+        BarPart(translate("Tune", "activations"), tier.activations, "cpu"),
+        BarPart(translate("Tune", "headroom"), tier.headroom, "faint", hatched=True),
+        BarPart(translate("Tune", "other programs"), tier.other_programs, "idle", hatched=True),
+    )

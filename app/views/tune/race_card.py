@@ -1,0 +1,133 @@
+"""The race on the real engine, and what came of it: before and after, and whose settings hold."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import Signal
+from PySide6.QtWidgets import QHBoxLayout, QLabel, QPushButton, QWidget
+
+from app.models.plan_table import PlanTable
+from app.theme import ThemeController, use_tabular_figures
+from app.views.tune.race_view import RaceView
+from app.widgets.card import Card, muted_label
+from app.widgets.quantities import figures
+from engine.tuning.applying import day
+from engine.tuning.report import verdict
+from engine.tuning.result import TuningResult
+
+
+class RaceCard(Card):
+    """Signals: `use_wanted(str)`, with the name of the contestant that the model is to run with."""
+
+    use_wanted = Signal(str)
+
+    def __init__(self, table: PlanTable, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__("", parent)
+        self.set_heading(self.tr("Timed on the real engine"))
+        self._table = table
+        self._result: TuningResult | None = None
+        self._in_use = ""
+        self.empty = muted_label(
+            self, self.tr("Nothing was timed yet: “Tune” runs real tokens of the best plans and of how it runs now.")
+        )
+        self.view = RaceView(table, theme, self)
+        self.gain = QLabel(self)
+        self.gain.setProperty("role", "title")
+        use_tabular_figures(self.gain)
+        self.verdict = muted_label(self, role="")
+        self.use = QPushButton(self.tr("Use the winner"), self)
+        self.use.setProperty("kind", "primary")
+        self.keep = QPushButton(self.tr("Keep as before"), self)
+        buttons = QHBoxLayout()
+        buttons.setSpacing(8)
+        buttons.addWidget(self.use)
+        buttons.addWidget(self.keep)
+        buttons.addStretch(1)
+        self.legend = muted_label(self, self.tr("Bars: timed. Brackets: predicted, from low to high."), role="caption")
+        self.body.addWidget(self.empty)
+        self.body.addWidget(self.view)
+        self.body.addWidget(self.legend)
+        self.body.addWidget(self.gain)
+        self.body.addWidget(self.verdict)
+        self.body.addLayout(buttons)
+        self.body.addStretch(1)
+        self.use.clicked.connect(self._use)
+        self.keep.clicked.connect(self._keep)
+        table.modelReset.connect(self._show_table)
+        self.show_none()
+
+    @property
+    def result(self) -> TuningResult | None:
+        return self._result
+
+    @property
+    def has_offer(self) -> bool:
+        """Whether the winner waits to be used: then that is the page's filled button."""
+        return self.use.isVisibleTo(self)
+
+    def show_none(self) -> None:
+        """Nothing was timed, or a race goes on: there is nothing to choose."""
+        self._result = None
+        self.aside.setText("")
+        for widget in (self.gain, self.verdict, self.use, self.keep):
+            widget.hide()
+        self._show_table()
+
+    def show_result(self, result: TuningResult, in_use: str) -> None:
+        """A finished race.
+
+        Args:
+            in_use: name of the contestant that the loaded model runs with; empty if it is not loaded.
+        """
+        self._result, self._in_use = result, in_use
+        self._table.show_result(result)
+        self.aside.setText(self.tr("{0}, {1}").format(result.model, day(result.taken_at)))
+        before, won = result.before, result.won
+        if won is not None and before is not None and before.tokens_per_s and not won.contestant.is_before:
+            words = self.tr("Before {0} → after {1} tokens/s")
+            self.gain.setText(words.format(figures(before.tokens_per_s), figures(won.tokens_per_s)))
+        elif won is not None:
+            self.gain.setText(self.tr("{0} tokens/s").format(figures(won.tokens_per_s)))
+        self.gain.setVisible(won is not None)
+        notes = "\n".join((verdict(result), *result.notes))
+        self.verdict.setText(notes)
+        self.verdict.show()
+        self._show_buttons()
+
+    def show_in_use(self, name: str) -> None:
+        """The user has chosen."""
+        self._in_use = name
+        self._table.show_winner(name)
+        self._show_buttons()
+        chosen = next((one for one in self._table.rows if one.contestant.name == name), None)
+        if chosen is not None:
+            words = self.tr("This model runs with it from now on: {0}, {1} tokens/s.")
+            self.verdict.setText(words.format(name, figures(chosen.tokens_per_s)))
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _show_table(self) -> None:
+        is_empty = self._table.rowCount() == 0
+        self.empty.setVisible(is_empty)
+        self.view.setVisible(not is_empty)
+        self.legend.setVisible(not is_empty)
+
+    def _show_buttons(self) -> None:
+        best = self._best()
+        before = self._result.before if self._result is not None else None
+        self.use.setVisible(best is not None and self._in_use != best)
+        able = before is not None and not before.problem and before.contestant.name != best
+        self.keep.setVisible(able and before is not None and self._in_use != before.contestant.name)
+
+    def _best(self) -> str | None:
+        """The race's own winner, whatever was chosen since."""
+        return self._result.winner or None if self._result is not None else None
+
+    def _use(self) -> None:
+        best = self._best()
+        if best is not None:
+            self.use_wanted.emit(best)
+
+    def _keep(self) -> None:
+        before = self._result.before if self._result is not None else None
+        if before is not None:
+            self.use_wanted.emit(before.contestant.name)

@@ -1,0 +1,176 @@
+"""The table of the race, painted: two lines for a plan, a bar for what was timed, a bracket for the prediction."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import QModelIndex, QPersistentModelIndex, QPointF, QRectF, QSize, Qt
+from PySide6.QtGui import QColor, QFont, QFontMetricsF, QPainter, QPen, QResizeEvent
+from PySide6.QtWidgets import (
+    QAbstractItemView,
+    QFrame,
+    QHeaderView,
+    QStyle,
+    QStyledItemDelegate,
+    QStyleOptionViewItem,
+    QTableView,
+    QWidget,
+)
+
+from app.models.plan_table import BAR, NAME, PREDICTED, TIMED, PlanRow, PlanTable
+from app.theme import ThemeController, tabular
+
+_PAD = 8.0
+_BAR_PX = 12.0
+_MOST_LINES = 3
+
+
+class RaceView(QTableView):
+    """As high as its rows; nothing scrolls in it."""
+
+    def __init__(self, table: PlanTable, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self._table = table
+        self.setModel(table)
+        self.setItemDelegate(RaceDelegate(table, theme, self))
+        self.setAccessibleName(self.tr("Plans, predicted and timed"))
+        self.setSelectionBehavior(QAbstractItemView.SelectionBehavior.SelectRows)
+        self.setSelectionMode(QAbstractItemView.SelectionMode.SingleSelection)
+        self.setEditTriggers(QAbstractItemView.EditTrigger.NoEditTriggers)
+        self.setTabKeyNavigation(False)
+        self.setShowGrid(False)
+        self.setFrameShape(QFrame.Shape.NoFrame)
+        self.setVerticalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        self.verticalHeader().hide()
+        head = self.horizontalHeader()
+        head.setHighlightSections(False)
+        head.setSectionsClickable(False)
+        head.setSectionResizeMode(QHeaderView.ResizeMode.Fixed)
+        head.setSectionResizeMode(NAME, QHeaderView.ResizeMode.Stretch)
+        table.modelReset.connect(self._fit)
+        table.dataChanged.connect(lambda *_: self._fit())
+        theme.changed.connect(lambda _theme: self._fit())
+        self._fit()
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        self._fit()
+
+    def _fit(self) -> None:
+        metrics = QFontMetricsF(self.font())
+        number = round(metrics.horizontalAdvance("Predicted") + 2 * _PAD)
+        self.setColumnWidth(PREDICTED, number)
+        self.setColumnWidth(TIMED, number)
+        self.setColumnWidth(BAR, max(110, round(0.3 * self.viewport().width())))
+        self.resizeRowsToContents()
+        rows = sum(self.rowHeight(at) for at in range(self._table.rowCount()))
+        self.setFixedHeight(self.horizontalHeader().sizeHint().height() + rows + 4)
+
+
+class RaceDelegate(QStyledItemDelegate):
+    """Paints every cell of the table."""
+
+    def __init__(self, table: PlanTable, theme: ThemeController, view: QTableView) -> None:
+        super().__init__(view)
+        self._table, self._theme, self._view = table, theme, view
+
+    def sizeHint(self, option: QStyleOptionViewItem, index: QModelIndex | QPersistentModelIndex) -> QSize:
+        row: PlanRow = index.data(PlanTable.ROW)
+        width = self._view.columnWidth(NAME) - 2 * _PAD
+        high = self._heights(option.font, row, width)
+        return QSize(40, round(high[0] + high[1] + 16))
+
+    def paint(
+        self, painter: QPainter, option: QStyleOptionViewItem, index: QModelIndex | QPersistentModelIndex
+    ) -> None:
+        row: PlanRow = index.data(PlanTable.ROW)
+        theme, area = self._theme.theme, QRectF(option.rect)
+        painter.save()
+        painter.setRenderHint(QPainter.RenderHint.Antialiasing)
+        selected = bool(option.state & QStyle.StateFlag.State_Selected) and self._view.hasFocus()
+        if selected or row.is_winner:
+            painter.fillRect(option.rect, QColor(theme.accent_background if row.is_winner else theme.hover))
+        painter.setPen(QPen(QColor(theme.border), 1))
+        painter.drawLine(area.bottomLeft() + QPointF(0, -0.5), area.bottomRight() + QPointF(0, -0.5))
+        if index.column() == NAME:
+            self._paint_name(painter, option.font, row, area)
+        elif index.column() == BAR:
+            self._paint_bar(painter, row, area.adjusted(_PAD, 0, -_PAD, 0), float(index.data(PlanTable.MOST)))
+        else:
+            font = tabular(option.font)
+            if index.column() == TIMED:
+                font.setWeight(QFont.Weight.DemiBold)
+            painter.setFont(font)
+            painter.setPen(QColor(theme.text if index.column() == TIMED and not row.problem else theme.muted))
+            flags = Qt.AlignmentFlag.AlignRight | Qt.AlignmentFlag.AlignVCenter
+            painter.drawText(area.adjusted(_PAD, 0, -_PAD, 0), flags, index.data())
+        painter.restore()
+
+    # --- the plan ---------------------------------------------------------------------------------
+
+    def _second_line(self, row: PlanRow) -> str:
+        said = self._table.marks(row)
+        if row.problem:
+            said.append(row.problem)
+        elif row.doing:
+            said.append(row.doing)
+        elif row.timed is None:
+            said.append(self.tr("waits"))
+        return " · ".join(said)
+
+    def _heights(self, font: QFont, row: PlanRow, width: float) -> tuple[float, float]:
+        small = _small(font)
+        metrics, smaller = QFontMetricsF(font), QFontMetricsF(small)
+        room = QRectF(0, 0, max(width, 60), 400)
+        flags = int(Qt.TextFlag.TextWordWrap)
+        first = min(metrics.boundingRect(room, flags, row.contestant.name).height(), _MOST_LINES * metrics.height())
+        second = self._second_line(row)
+        lower = smaller.boundingRect(room, flags, second).height() if second else 0.0
+        return first, min(lower, _MOST_LINES * smaller.height())
+
+    def _paint_name(self, painter: QPainter, font: QFont, row: PlanRow, area: QRectF) -> None:
+        theme = self._theme.theme
+        inner = area.adjusted(_PAD, 0, -_PAD, 0)
+        first, second = self._heights(font, row, inner.width())
+        top = area.center().y() - (first + second) / 2
+        flags = int(Qt.TextFlag.TextWordWrap)
+        bold = QFont(font)
+        bold.setWeight(QFont.Weight.DemiBold if row.is_winner else QFont.Weight.Normal)
+        painter.setFont(bold)
+        painter.setPen(QColor(theme.text))
+        painter.drawText(QRectF(inner.left(), top, inner.width(), first), flags, row.contestant.name)
+        painter.setFont(_small(font))
+        painter.setPen(QColor(theme.danger if row.problem else theme.accent_text if row.is_winner else theme.muted))
+        painter.drawText(QRectF(inner.left(), top + first, inner.width(), second), flags, self._second_line(row))
+
+    # --- the bar ----------------------------------------------------------------------------------
+
+    def _paint_bar(self, painter: QPainter, row: PlanRow, area: QRectF, most: float) -> None:
+        theme, one = self._theme.theme, row.contestant
+        bar = QRectF(area.left(), area.center().y() - _BAR_PX / 2, area.width(), _BAR_PX)
+        painter.setPen(Qt.PenStyle.NoPen)
+        painter.setBrush(QColor(theme.border))
+        painter.drawRoundedRect(bar, 3, 3)
+        if most <= 0:
+            return
+        per = bar.width() / most
+        if row.tokens_per_s:
+            painter.setBrush(
+                QColor(theme.accent if row.is_winner else theme.muted if row.timed is None else theme.idle)
+            )
+            painter.drawRoundedRect(QRectF(bar.left(), bar.top(), max(3.0, per * row.tokens_per_s), _BAR_PX), 3, 3)
+        if one.predicted_tokens_per_s:  # a bracket from low to high with a mark at the prediction
+            y = bar.center().y()
+            low, high = bar.left() + per * one.low, bar.left() + per * one.high
+            painter.setPen(QPen(QColor(theme.text), 1.2))
+            painter.drawLine(QPointF(low, y), QPointF(high, y))
+            for x in (low, high):
+                painter.drawLine(QPointF(x, y - 3), QPointF(x, y + 3))
+            at = bar.left() + per * one.predicted_tokens_per_s
+            painter.setPen(QPen(QColor(theme.text), 2.2))
+            painter.drawLine(QPointF(at, bar.top() - 3), QPointF(at, bar.bottom() + 3))
+
+
+def _small(font: QFont) -> QFont:
+    small = QFont(font)
+    small.setPointSizeF(font.pointSizeF() * 12 / 14)
+    return small

@@ -1,0 +1,226 @@
+"""What is tuned and how thoroughly; while a run goes on, what it does and how to stop it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from PySide6.QtCore import Qt, Signal
+from PySide6.QtWidgets import (
+    QButtonGroup,
+    QComboBox,
+    QHBoxLayout,
+    QLabel,
+    QLineEdit,
+    QProgressBar,
+    QPushButton,
+    QVBoxLayout,
+    QWidget,
+)
+
+from app.services.settings import STARTER
+from app.widgets.card import Card, muted_label
+from engine.tuning.result import TuningKind
+
+_STEPS = 1000
+
+
+class RunCard(Card):
+    """Signals: `model_chosen(str)`, `run_wanted`, `measuring_wanted`, `cancel_wanted`."""
+
+    model_chosen = Signal(str)
+    run_wanted = Signal()
+    measuring_wanted = Signal()
+    cancel_wanted = Signal()
+
+    def __init__(self, model: str, parent: QWidget | None = None) -> None:
+        super().__init__("", parent)
+        self.heading.hide()
+        self.aside.hide()
+        self.setAccessibleName(self.tr("Tuning"))
+        self._model, self._in_library, self._names = model, True, [model]
+        self.models = QComboBox(self)
+        self.models.setEditable(True)
+        self.models.setInsertPolicy(QComboBox.InsertPolicy.NoInsert)
+        self.models.setAccessibleName(self.tr("Model"))
+        self.models.setToolTip(
+            self.tr("A model of your library, or a hub id such as Qwen/Qwen3-30B-A3B: would it fit?")
+        )
+        self.models.setMinimumWidth(200)
+        self.typed = QLineEdit(self)
+        self.models.setLineEdit(self.typed)
+        self.typed.setPlaceholderText(self.tr("Library model or hub id"))
+        self.quick = self._segment(self.tr("Quick, 10 s"), self.tr("Quick: measures for about ten seconds"))
+        self.thorough = self._segment(self.tr("Thorough, 2 min"), self.tr("Thorough: measures for about two minutes"))
+        self.quick.setChecked(True)
+        group = QButtonGroup(self)
+        group.addButton(self.quick)
+        group.addButton(self.thorough)
+        self.measure_only = QPushButton(self.tr("Only measure"), self)
+        self.measure_only.setProperty("kind", "quiet")
+        self.start = QPushButton(self.tr("Tune"), self)
+        self.start.setProperty("kind", "primary")
+        self.start.setMinimumWidth(104)
+        self.cancel = QPushButton(self.tr("Cancel"), self)
+        self.cancel.setToolTip("Esc")
+        self.doing = QLabel(self)
+        self.doing.setTextFormat(Qt.TextFormat.PlainText)
+        self.doing.setWordWrap(True)
+        self.bar = QProgressBar(self)
+        self.bar.setRange(0, _STEPS)
+        self.bar.setAccessibleName(self.tr("Progress"))
+        self.notes = muted_label(self)
+        self.notes.hide()
+        self._lay_out()
+        self._show_running(running=False)
+        self.models.activated.connect(self._on_activated)
+        self.typed.editingFinished.connect(self._on_typed)
+        self.start.clicked.connect(self.run_wanted)
+        self.measure_only.clicked.connect(self.measuring_wanted)
+        self.cancel.clicked.connect(self.cancel_wanted)
+
+    @property
+    def model(self) -> str:
+        """`starter`, a library name, a folder, or whatever was typed."""
+        return self._model
+
+    @property
+    def kind(self) -> TuningKind:
+        return "thorough" if self.thorough.isChecked() else "quick"
+
+    def show_models(self, names: Sequence[str]) -> None:
+        """The library's models; the chosen one stays."""
+        self._names = list(dict.fromkeys((*names, *([self._model] if self._in_library else []))))
+        self.models.clear()
+        for name in self._names:
+            self.models.addItem(_shown(name), name)
+        self._show_model()
+
+    def choose(self, model: str) -> None:
+        """Chooses a model of the library; emits nothing."""
+        self._model, self._in_library = model, True
+        if model not in self._names:
+            self._names.append(model)
+            self.models.addItem(_shown(model), model)
+        self._show_model()
+
+    def show_waiting(self, text: str) -> None:
+        """A run was asked for, and has not told anything yet."""
+        self._show_running(running=True)
+        self.cancel.setEnabled(True)
+        self.cancel.setText(self.tr("Cancel"))
+        self.bar.setRange(0, 0)
+        self.doing.setText(text)
+        self.notes.hide()
+
+    def show_progress(self, sentence: str, done: float) -> None:
+        """What a run does, and how far that is."""
+        self.bar.setRange(0, _STEPS)
+        self.bar.setValue(round(_STEPS * done))
+        self.bar.setAccessibleDescription(sentence)
+        if self.cancel.isEnabled():
+            self.doing.setText(sentence)
+
+    def show_cancelling(self) -> None:
+        """Cancel was pressed, and holds."""
+        self.cancel.setEnabled(False)
+        self.cancel.setText(self.tr("Cancelling"))
+        self.doing.setText(self.tr("Cancelling. What was loaded before is loaded again."))
+
+    def show_idle(self, again: bool) -> None:
+        """No run goes on; `again`: one did before."""
+        self.start.setText(self.tr("Tune again") if again else self.tr("Tune"))
+        self._show_running(running=False)
+        self._show_can_run()
+
+    def show_notes(self, *notes: str) -> None:
+        """Sentences below, until others replace them."""
+        said = [note for note in dict.fromkeys(notes) if note]
+        self.notes.setText("\n".join(said))
+        self.notes.setVisible(bool(said))
+
+    def set_primary(self, *, primary: bool) -> None:
+        """There is one filled button on a page: this one, unless something else is to be done first."""
+        kind = "primary" if primary else ""
+        if self.start.property("kind") != kind:
+            self.start.setProperty("kind", kind)
+            self.start.style().unpolish(self.start)
+            self.start.style().polish(self.start)
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _segment(self, text: str, spoken: str) -> QPushButton:
+        button = QPushButton(text, self)
+        button.setProperty("kind", "segment")
+        button.setCheckable(True)
+        button.setAccessibleName(spoken)
+        return button
+
+    def _lay_out(self) -> None:
+        self.choices = QWidget(self)
+        row = QHBoxLayout(self.choices)
+        row.setContentsMargins(0, 0, 0, 0)
+        row.setSpacing(8)
+        row.addWidget(self.models, 1)
+        row.addSpacing(4)
+        row.addWidget(self.quick)
+        row.addWidget(self.thorough)
+        row.addSpacing(4)
+        row.addWidget(self.measure_only)
+        row.addWidget(self.start)
+        self.running = QWidget(self)
+        words = QVBoxLayout()
+        words.setSpacing(6)
+        words.addWidget(self.doing)
+        words.addWidget(self.bar)
+        line = QHBoxLayout(self.running)
+        line.setContentsMargins(0, 0, 0, 0)
+        line.setSpacing(16)
+        line.addLayout(words, 1)
+        line.addWidget(self.cancel)
+        self.body.addWidget(self.choices)
+        self.body.addWidget(self.running)
+        self.body.addWidget(self.notes)
+
+    def _show_running(self, *, running: bool) -> None:
+        self.choices.setVisible(not running)
+        self.running.setVisible(running)
+
+    def _show_model(self) -> None:
+        at = self.models.findData(self._model)
+        if self._in_library and at >= 0:
+            self.models.setCurrentIndex(at)
+        else:
+            self.models.setEditText(self._model)
+        self._show_can_run()
+
+    def _show_can_run(self) -> None:
+        for button in (self.start, self.measure_only):
+            button.setEnabled(self._in_library)
+        tip = (
+            "" if self._in_library else self.tr("Only models of the library can be timed; this one can be planned for.")
+        )
+        self.start.setToolTip(tip)
+
+    def _on_activated(self, at: int) -> None:
+        self._take(str(self.models.itemData(at)), in_library=True)
+
+    def _on_typed(self) -> None:
+        typed = self.models.currentText().strip()
+        shown = {_shown(name).casefold(): name for name in self._names}
+        if not typed:
+            self._show_model()
+        elif typed.casefold() in shown:
+            self._take(shown[typed.casefold()], in_library=True)
+        else:
+            self._take(typed, in_library=False)
+
+    def _take(self, model: str, *, in_library: bool) -> None:
+        if (model, in_library) == (self._model, self._in_library):
+            return
+        self._model, self._in_library = model, in_library
+        self._show_model()
+        self.model_chosen.emit(model)
+
+
+def _shown(name: str) -> str:
+    return "Starter" if name == STARTER else name

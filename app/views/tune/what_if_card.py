@@ -1,0 +1,183 @@
+"""What if: other hardware, and what the same model would do on it."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import Signal
+from PySide6.QtWidgets import QComboBox, QDoubleSpinBox, QGridLayout, QLabel, QLineEdit, QPushButton, QSpinBox, QWidget
+
+from app.services.hardware_choices import card_choices, typed_card
+from app.services.machine_look import MachineLook
+from app.services.planning import PlanAnswer, Planning, PlanQuestion
+from app.theme import ThemeController, use_tabular_figures
+from app.views.tune.phrases import plan_summary, tier_bars
+from app.widgets.card import Card, muted_label
+from app.widgets.plan_bars import PlanBars
+from app.widgets.quantities import figures
+from engine.config import EngineConfig
+from engine.errors import EngineError
+from engine.planner.planned import Plan
+from engine.planner.what_helps import Change
+
+_GIB = 2**30
+
+
+class WhatIfCard(Card):
+    """Signals: `close_wanted`."""
+
+    close_wanted = Signal()
+
+    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__("", parent)
+        self.set_heading(self.tr("What if this machine had…"))
+        self._look: MachineLook | None = None
+        self._config: EngineConfig | None = None
+        self._before: Plan | None = None
+        self.planning = Planning(self)
+        self.card = QComboBox(self)
+        self.card.setEditable(True)
+        self.typed = QLineEdit(self)
+        self.card.setLineEdit(self.typed)
+        self.card.setInsertPolicy(QComboBox.InsertPolicy.NoInsert)
+        self.card.addItem(self.tr("Graphics card as it is"))
+        for choice in card_choices():
+            self.card.addItem(choice.name, choice.machine)
+        self.card.setMinimumWidth(180)
+        self.vram = self._size(self.tr(" GB of VRAM"), self.tr("VRAM as it is"))
+        self.ram = self._size(self.tr(" GB of RAM"), self.tr("RAM as it is"))
+        self.link = self._speed(self.tr(" GB/s to the card"), self.tr("Link as it is"))
+        self.disk = self._speed(self.tr(" GB/s from disk"), self.tr("Disk as it is"))
+        for widget, name in (
+            (self.card, self.tr("Graphics card")),
+            (self.vram, self.tr("VRAM")),
+            (self.ram, self.tr("RAM")),
+            (self.link, self.tr("Link to the card")),
+            (self.disk, self.tr("Disk")),
+        ):
+            widget.setAccessibleName(name)
+        self.reset = QPushButton(self.tr("As it is"), self)
+        self.close_button = QPushButton(self.tr("Close"), self)
+        self.close_button.setProperty("kind", "quiet")
+        self.result = QLabel(self)
+        self.result.setProperty("role", "title")
+        self.result.setWordWrap(True)
+        use_tabular_figures(self.result)
+        self.words = muted_label(self)
+        self.bars = PlanBars(theme, self)
+        grid = QGridLayout()
+        grid.setSpacing(8)
+        grid.addWidget(self.card, 0, 0, 1, 2)
+        grid.addWidget(self.vram, 0, 2)
+        grid.addWidget(self.ram, 1, 0)
+        grid.addWidget(self.link, 1, 1)
+        grid.addWidget(self.disk, 1, 2)
+        for column in range(3):
+            grid.setColumnStretch(column, 1)
+        self.head.addWidget(self.reset)
+        self.head.addWidget(self.close_button)
+        self.body.addLayout(grid)
+        self.body.addSpacing(2)
+        for shown in (self.result, self.words, self.bars):
+            self.body.addWidget(shown)
+        self.card.currentIndexChanged.connect(self._ask)
+        self.typed.editingFinished.connect(self._ask)
+        for box in (self.vram, self.ram, self.link, self.disk):
+            box.valueChanged.connect(self._ask)
+        self.reset.clicked.connect(self.clear)
+        self.close_button.clicked.connect(self.close_wanted)
+        self.planning.planned.connect(self._on_planned)
+        self.setTabOrder(self.card, self.vram)
+        self._show("", "")
+
+    def show_base(self, look: MachineLook, config: EngineConfig, plan: Plan | None) -> None:
+        """The machine as it is, what runs on it, and how fast that is predicted to be."""
+        self._look, self._config, self._before = look, config, plan
+        self._ask()
+
+    def clear(self) -> None:
+        """Everything as it is."""
+        self.card.setCurrentIndex(0)
+        for box in (self.vram, self.ram, self.link, self.disk):
+            box.setValue(0)
+        self._ask()
+
+    def change(self) -> Change | None:
+        """What is another; None if nothing is.
+
+        Raises:
+            EngineError: what was typed is no card that is known.
+        """
+        assert self._look is not None
+        vram = self.vram.value() * _GIB or None
+        typed = self.card.currentText().strip()
+        at = self.card.findText(typed)
+        if at > 0:
+            card = self.card.itemData(at)
+        elif at == 0 or not typed:
+            card = None
+        else:
+            card = typed_card(typed, self._look.profile, vram)
+        change = Change(
+            gpu=card,
+            vram_bytes=vram,
+            ram_bytes=self.ram.value() * _GIB or None,
+            link_bytes_per_s=self.link.value() * 1e9 or None,
+            disk_bytes_per_s=self.disk.value() * 1e9 or None,
+        )
+        return None if change == Change() else change
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _size(self, suffix: str, special: str) -> QSpinBox:
+        box = QSpinBox(self)
+        box.setRange(0, 4096)
+        box.setSingleStep(4)
+        box.setSuffix(suffix)
+        box.setSpecialValueText(special)
+        return box
+
+    def _speed(self, suffix: str, special: str) -> QDoubleSpinBox:
+        box = QDoubleSpinBox(self)
+        box.setRange(0, 1000)
+        box.setDecimals(1)
+        box.setSuffix(suffix)
+        box.setSpecialValueText(special)
+        return box
+
+    def _ask(self, *_news: object) -> None:
+        if self._look is None or self._config is None or self.isHidden():
+            return
+        try:
+            change = self.change()
+        except EngineError as error:
+            self._show("", error.message)
+            return
+        if change is None:
+            self._show("", self.tr("Change something above to see what it would bring."))
+            return
+        if change.gpu is None and change.link_bytes_per_s is not None and self._look.profile.gpu is None:
+            self._show("", self.tr("There is no graphics card for the link: choose one first."))
+            return
+        self.planning.ask(PlanQuestion(self._look, self._config, change))
+
+    def _on_planned(self, answer: PlanAnswer) -> None:
+        if answer.plan is None:
+            self._show("", answer.problem)
+            return
+        after = answer.plan
+        rate = figures(after.speed.decode_tokens_per_s)
+        if self._before is None:
+            text = self.tr("It would fit, at about {0} tokens/s").format(rate)
+        else:
+            now = self._before.speed.decode_tokens_per_s
+            times = after.speed.decode_tokens_per_s / now if now else 0.0
+            text = self.tr("Predicted: {0} → {1} tokens/s, {2} times").format(figures(now), rate, figures(times))
+        self._show(text, f"{plan_summary(after)}\n{after.bottleneck}")
+        self.bars.show_tiers(tier_bars(after, None))
+        self.bars.show()
+
+    def _show(self, result: str, words: str) -> None:
+        self.result.setText(result)
+        self.result.setVisible(bool(result))
+        self.words.setText(words)
+        self.words.setVisible(bool(words))
+        self.bars.hide()

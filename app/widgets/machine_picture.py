@@ -1,0 +1,305 @@
+"""A picture of the machine: boxes for cards, RAM, CPU and disk, and links as wide as their bandwidth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from PySide6.QtCore import QEvent, QPointF, QRectF, QSize, Qt
+from PySide6.QtGui import QColor, QFocusEvent, QFont, QFontMetricsF, QHelpEvent, QKeyEvent, QPainter, QPaintEvent, QPen
+from PySide6.QtWidgets import QSizePolicy, QToolTip, QWidget
+
+from app.theme import Theme, ThemeController, tabular
+
+Part = Literal["gpu", "cpu", "ram", "disk"]
+PARTS: tuple[Part, ...] = ("gpu", "cpu", "ram", "disk")
+_PAD = 14.0
+_RADIUS = 10.0
+_WIDEST, _NARROWEST = 26.0, 3.0
+_LINES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class BoxLine:
+    """A line in a box: its text, and where it comes from, in words."""
+
+    text: str
+    origin: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of the machine.
+
+    Attributes:
+        lines: four at most are drawn.
+        is_there: else it is drawn as a calm outline.
+        count: of the same kind; more than one are drawn as a stack.
+    """
+
+    part: Part
+    title: str
+    lines: tuple[BoxLine, ...]
+    is_there: bool = True
+    count: int = 1
+
+    @property
+    def spoken(self) -> str:
+        """All of it in words."""
+        return f"{self.title}: " + "; ".join(
+            f"{one.text} ({one.origin})" if one.origin else one.text for one in self.lines
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A way between a part and the RAM.
+
+    Attributes:
+        bytes_per_s: which makes its width.
+        labels: drawn beside it.
+        is_measured: else it is drawn hollow.
+    """
+
+    part: Part
+    bytes_per_s: float
+    labels: tuple[BoxLine, ...]
+    is_measured: bool
+
+    @property
+    def spoken(self) -> str:
+        return "; ".join(f"{one.text} ({one.origin})" if one.origin else one.text for one in self.labels)
+
+
+class MachinePicture(QWidget):
+    """Boxes are gone through with the arrow keys; each says where its numbers come from, also when hovered."""
+
+    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self._theme = theme
+        self._boxes: dict[Part, Box] = {}
+        self._links: dict[Part, Link] = {}
+        self._at_work: Part | None = None
+        self._current: Part | None = None
+        self.setFocusPolicy(Qt.FocusPolicy.TabFocus)
+        self.setMouseTracking(True)
+        self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
+        self.setAccessibleName(self.tr("Picture of this machine"))
+        theme.changed.connect(self._restyle)
+
+    def show_machine(self, boxes: tuple[Box, ...], links: tuple[Link, ...]) -> None:
+        """Draws this machine."""
+        self._boxes = {box.part: box for box in boxes}
+        self._links = {link.part: link for link in links}
+        said = [box.spoken for box in boxes] + [link.spoken for link in links]
+        self.setAccessibleDescription("\n".join(said))
+        self.update()
+
+    def show_at_work(self, part: Part | None) -> None:
+        """Marks the part that is being measured."""
+        if part != self._at_work:
+            self._at_work = part
+            self.update()
+
+    def spoken_at(self, point: QPointF) -> str:
+        """What there is to say about what lies under a point; empty if nothing does."""
+        for part, area in self._areas().items():
+            if part in self._boxes and area.contains(point):
+                return self._explained(part)
+        for part, link in self._links.items():
+            if self._label_area(part).contains(point) or self._link_area(part, link).contains(point):
+                return "\n".join(f"{one.text}: {one.origin}" if one.origin else one.text for one in link.labels)
+        return ""
+
+    def sizeHint(self) -> QSize:
+        return QSize(600, self._height())
+
+    def minimumSizeHint(self) -> QSize:
+        return QSize(360, self._height())
+
+    # --- where things are -------------------------------------------------------------------------
+
+    def _restyle(self, _theme: Theme) -> None:
+        self.updateGeometry()
+        self.update()
+
+    def _text_height(self) -> float:
+        return QFontMetricsF(self._small()).height() + 2
+
+    def _small(self) -> QFont:
+        font = tabular(self.font())
+        font.setPointSizeF(font.pointSizeF() * 12.5 / 14)
+        return font
+
+    def _box_height(self) -> float:
+        return 2 * 11 + QFontMetricsF(self.font()).height() + 5 + _LINES * self._text_height()
+
+    def _gap(self) -> float:
+        return 2 * self._text_height() + 22
+
+    def _height(self) -> int:
+        return round(2 * self._box_height() + self._gap() + 6)
+
+    def _areas(self) -> dict[Part, QRectF]:
+        """RAM lies under the card and, for a part, under the CPU, so that both links go straight down."""
+        width, box, top = float(self.width()), self._box_height(), 3.0
+        low = top + box + self._gap()
+        upper = min(0.46 * width, 400.0)
+        disk = min(0.34 * width, 300.0)
+        middle = max(90.0, 0.13 * width)
+        cpu_left = width - upper - 3
+        return {
+            "gpu": QRectF(3, top, upper, box),
+            "cpu": QRectF(cpu_left, top, upper, box),
+            "ram": QRectF(3, low, width - disk - middle - 6, box),
+            "disk": QRectF(width - disk - 3, low, disk, box),
+        }
+
+    def _link_line(self, part: Part) -> tuple[QPointF, QPointF]:
+        areas = self._areas()
+        ram = areas["ram"]
+        if part == "disk":
+            y = ram.top() + 0.62 * ram.height()
+            return QPointF(ram.right(), y), QPointF(areas["disk"].left(), y)
+        if part == "gpu":
+            x = areas["gpu"].left() + 0.3 * areas["gpu"].width()
+        else:
+            x = max(areas["cpu"].left() + _WIDEST, ram.right() - 0.5 * (ram.right() - areas["cpu"].left()))
+            x = min(x, ram.right() - _WIDEST / 2 - 2)
+        return QPointF(x, areas[part].bottom()), QPointF(x, ram.top())
+
+    def _link_width(self, link: Link) -> float:
+        most = max((one.bytes_per_s for one in self._links.values()), default=0.0)
+        # By the square root: a disk beside RAM would be a hair.
+        return max(_NARROWEST, _WIDEST * (link.bytes_per_s / most) ** 0.5) if most else _NARROWEST
+
+    def _link_area(self, part: Part, link: Link) -> QRectF:
+        start, end = self._link_line(part)
+        half = max(8.0, self._link_width(link) / 2)
+        return QRectF(start, end).normalized().adjusted(-half, -half, half, half)
+
+    def _label_area(self, part: Part) -> QRectF:
+        start, end = self._link_line(part)
+        if part == "disk":
+            high = 2 * self._text_height()
+            return QRectF(start.x() + 4, start.y() - _WIDEST / 2 - high, end.x() - start.x() - 8, high)
+        left = start.x() + _WIDEST / 2 + 10
+        right = self._link_line("cpu")[0].x() - _WIDEST / 2 - 8 if part == "gpu" else float(self.width())
+        return QRectF(left, start.y() + 9, max(0.0, right - left), end.y() - start.y() - 18)
+
+    # --- drawing ----------------------------------------------------------------------------------
+
+    def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
+        painter = QPainter(self)
+        painter.setRenderHint(QPainter.RenderHint.Antialiasing)
+        for part, link in self._links.items():
+            self._draw_link(painter, part, link)
+        areas = self._areas()
+        for part, box in self._boxes.items():
+            self._draw_box(painter, areas[part], box)
+        painter.end()
+
+    def _colour(self, part: Part) -> QColor:
+        theme = self._theme.theme
+        return QColor({"gpu": theme.gpu, "cpu": theme.cpu, "ram": theme.pcie, "disk": theme.disk}[part])
+
+    def _draw_box(self, painter: QPainter, area: QRectF, box: Box) -> None:
+        theme, colour = self._theme.theme, self._colour(box.part)
+        pen = QPen(colour, 3.0 if box.part == self._at_work else 1.6)
+        if not box.is_there:
+            pen = QPen(QColor(theme.faint), 1.4, Qt.PenStyle.DashLine)
+        for behind in range(min(box.count, 3) - 1, 0, -1):
+            painter.setPen(QPen(colour, 1.2))
+            painter.setBrush(QColor(theme.surface))
+            painter.drawRoundedRect(
+                area.translated(5.0 * behind, 0).adjusted(0, 5.0 * behind, 0, -5.0 * behind), _RADIUS, _RADIUS
+            )
+        painter.setPen(pen)
+        painter.setBrush(QColor(theme.surface))
+        painter.drawRoundedRect(area, _RADIUS, _RADIUS)
+        if self.hasFocus() and box.part == self._current:
+            painter.setPen(QPen(QColor(theme.accent), 2))
+            painter.setBrush(Qt.BrushStyle.NoBrush)
+            painter.drawRoundedRect(area.adjusted(4, 4, -4, -4), _RADIUS - 3, _RADIUS - 3)
+        bold = tabular(self.font())
+        bold.setWeight(bold.Weight.DemiBold)
+        painter.setFont(bold)
+        painter.setPen(QColor(theme.text))
+        inner = area.adjusted(_PAD, 11, -_PAD, -8)
+        metrics = QFontMetricsF(bold)
+        painter.drawText(
+            inner, Qt.AlignmentFlag.AlignTop, metrics.elidedText(box.title, Qt.TextElideMode.ElideRight, inner.width())
+        )
+        painter.setFont(self._small())
+        painter.setPen(QColor(theme.muted))
+        y = inner.top() + metrics.height() + 5
+        small = QFontMetricsF(self._small())
+        for line in box.lines[:_LINES]:
+            text = small.elidedText(line.text, Qt.TextElideMode.ElideRight, inner.width())
+            painter.drawText(
+                QRectF(inner.left(), y, inner.width(), self._text_height()), Qt.AlignmentFlag.AlignTop, text
+            )
+            y += self._text_height()
+
+    def _draw_link(self, painter: QPainter, part: Part, link: Link) -> None:
+        theme, colour = self._theme.theme, self._colour("ram" if part == "gpu" else part)
+        start, end = self._link_line(part)
+        half = self._link_width(link) / 2
+        across = QPointF(half, 0) if part != "disk" else QPointF(0, half)
+        shape = QRectF(start - across, end + across).normalized()
+        soft = QColor(colour)
+        soft.setAlpha(150 if link.is_measured else 40)
+        painter.setBrush(soft)
+        painter.setPen(Qt.PenStyle.NoPen if link.is_measured else QPen(colour, 1.2, Qt.PenStyle.DashLine))
+        painter.drawRect(shape)
+        painter.setFont(self._small())
+        metrics = QFontMetricsF(self._small())
+        area = self._label_area(part)
+        height = self._text_height()
+        y = (
+            area.bottom() - height * len(link.labels)
+            if part == "disk"
+            else area.center().y() - height * len(link.labels) / 2
+        )
+        for number, label in enumerate(link.labels):
+            painter.setPen(QColor(theme.text if number == 0 else theme.muted))
+            align = Qt.AlignmentFlag.AlignHCenter if part == "disk" else Qt.AlignmentFlag.AlignLeft
+            text = metrics.elidedText(label.text, Qt.TextElideMode.ElideRight, area.width())
+            painter.drawText(QRectF(area.left(), y, area.width(), height), align | Qt.AlignmentFlag.AlignVCenter, text)
+            y += height
+
+    # --- hover and keys ---------------------------------------------------------------------------
+
+    def _explained(self, part: Part) -> str:
+        box = self._boxes[part]
+        return "\n".join([box.title, *(f"{one.text}: {one.origin}" if one.origin else one.text for one in box.lines)])
+
+    def event(self, event: QEvent) -> bool:
+        if event.type() == QEvent.Type.ToolTip and isinstance(event, QHelpEvent):
+            QToolTip.showText(event.globalPos(), self.spoken_at(QPointF(event.pos())), self)
+            return True
+        return super().event(event)
+
+    def keyPressEvent(self, event: QKeyEvent) -> None:
+        keys = {Qt.Key.Key_Right: 1, Qt.Key.Key_Down: 1, Qt.Key.Key_Left: -1, Qt.Key.Key_Up: -1}
+        step = keys.get(Qt.Key(event.key()))
+        there = [part for part in PARTS if part in self._boxes]
+        if step is None or not there:
+            super().keyPressEvent(event)
+            return
+        at = there.index(self._current) if self._current in there else -1 if step > 0 else 0
+        self._current = there[(at + step) % len(there)]
+        corner = self._areas()[self._current].bottomLeft()
+        self.setAccessibleName(self._boxes[self._current].spoken)
+        QToolTip.showText(self.mapToGlobal(corner.toPoint()), self._explained(self._current), self)
+        self.update()
+
+    def focusInEvent(self, event: QFocusEvent) -> None:
+        super().focusInEvent(event)
+        self._current = self._current or next((part for part in PARTS if part in self._boxes), None)
+        self.update()
+
+    def focusOutEvent(self, event: QFocusEvent) -> None:
+        super().focusOutEvent(event)
+        self.setAccessibleName(self.tr("Picture of this machine"))
+        self.update()
