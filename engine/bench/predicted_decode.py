@@ -142,7 +142,15 @@ def _measured(machine: HardwareProfile, config: EngineConfig, shape: ModelShape,
     )
     wanted = MeasurementSet("quick", 192 * _MIB, (*of_cpu, *(of_device if device is not None else ())))
     models_dir().mkdir(parents=True, exist_ok=True)
-    return measure_machine(wanted, machine, device, models_dir())
+    return measure_machine(wanted, machine, device, models_dir(), throttling=_TakenAsItIs())
+
+
+class _TakenAsItIs:
+    """No watch for a processor that slows down: what is measured alternates with what is timed."""
+
+    def speed(self) -> float:
+        """See `engine.measure.throttling.Throttling`."""
+        return 1.0
 
 
 def _rate(loaded: LoadedModel, text: ForcedText) -> float:
