@@ -67,7 +67,7 @@ def test_every_page_is_reached_by_click_and_by_key(window: MainWindow, qtbot: Qt
 
 
 def test_pages_that_are_not_built_say_so_and_offer_nothing(window: MainWindow) -> None:
-    unbuilt = [window.page(index) for index in (1, 3, 4)]
+    unbuilt = [window.page(index) for index in (4,)]
     for page in unbuilt:
         assert isinstance(page, PlaceholderPage)
         assert page.findChildren(QPushButton) == []
@@ -94,7 +94,8 @@ def test_the_sidebar_s_labels_have_room(
         assert button.width() >= button.sizeHint().width()
         assert button.height() >= button.sizeHint().height()
     for label in window.page(1).findChildren(QLabel):
-        assert label.height() >= label.heightForWidth(label.width()) or not label.wordWrap()
+        if label.isVisible() and label.wordWrap():
+            assert label.height() >= label.heightForWidth(label.width())
 
 
 def test_the_place_on_the_screen_is_kept(
