@@ -18,11 +18,12 @@ from app.services.data_folder import planned_change
 from app.services.engine_client import EngineClient
 from app.services.settings import Settings
 from app.services.single_instance import Claim, SingleInstance
+from app.services.telemetry_hub import TelemetryHub
 from app.services.window_log import close_window_log, open_window_log
 from app.startup_report import report_if_asked
 from app.theme import ThemeController
 from app.translations import install_translations, translations_dir
-from app.views.main_window import MainWindow
+from app.views.main_window import MONITOR, MainWindow
 from engine.paths import data_dir, log_dir
 
 _log = logging.getLogger("switchyard.window")
@@ -67,18 +68,27 @@ def _run(app: QApplication, reports: CrashReports) -> int:
 
     client = EngineClient()
     store = ChatStore()
+    telemetry = TelemetryHub(client, settings)
+
+    def make_strip(parent: QWidget) -> QWidget:
+        from app.widgets.timeline.strip import TimelineStrip
+
+        strip = TimelineStrip(telemetry, theme, parent)
+        strip.opened.connect(lambda: window.show_page(MONITOR))
+        return strip
 
     def make_chat() -> QWidget:
         from app.views.chat.chat_view import ChatView
 
         chat = ChatView(client, store, theme, settings)
+        chat.add_strip(make_strip)
         if os.environ.get(STREAMING_REPORT_VARIABLE):
             from app.streaming_report import StreamingReport
 
             StreamingReport(client, chat, Path(os.environ[STREAMING_REPORT_VARIABLE]))
         return chat
 
-    window = MainWindow(client, settings, theme, make_chat)
+    window = MainWindow(client, settings, theme, make_chat, telemetry=telemetry)
     if settings.notice:
         window.notice_banner.tell(settings.notice)
     report = reports.pending()

@@ -64,6 +64,7 @@ class TelemetryHub(QObject):
         """Spans and messages that were lost since the engine began to record."""
         self._queue: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._closed = False
         self._sampler: DeviceSampler | None = None
         self._recording: SessionRecording | None = None
         self._watchers: set[object] = set()
@@ -76,8 +77,8 @@ class TelemetryHub(QObject):
     # --- on the GUI's thread ----------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begins to listen and to sample; without effect if it has."""
-        if self._thread is not None:
+        """Begins to listen and to sample; without effect if it has, or after `close`."""
+        if self._thread is not None or self._closed:
             return
         self._thread = threading.Thread(target=self._run, name="telemetry-hub", daemon=True)
         self._client.recorded.connect(self._on_recorded)
@@ -92,6 +93,7 @@ class TelemetryHub(QObject):
 
     def close(self) -> None:
         """Ends its threads; the session on disk is whole when this returns."""
+        self._closed = True
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(10.0)

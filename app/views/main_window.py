@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from PySide6.QtCore import QByteArray, QSize, Qt, Signal
+from PySide6.QtCore import QByteArray, QSize, Qt, QTimer, Signal
 from PySide6.QtGui import QCloseEvent, QGuiApplication, QShowEvent
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QMainWindow, QStackedWidget, QVBoxLayout, QWidget
 
 from app.icons import logo
 from app.services.device_monitor import DeviceMonitor
 from app.services.engine_client import EngineClient, EngineState
+from app.services.hardware_change import HardwareChange
 from app.services.model_start import ModelStart
 from app.services.settings import Settings
 from app.services.starter_download import StarterDownload
@@ -24,6 +25,8 @@ from app.widgets.banner import Banner
 
 CHAT, BATCH, MONITOR, TUNE, SETTINGS = 0, 1, 2, 3, 5
 SIZE = QSize(1280, 800)
+_TELEMETRY_AFTER_MS = 500
+"""Not while the window is being opened."""
 SMALLEST = QSize(900, 600)
 
 
@@ -41,6 +44,8 @@ class MainWindow(QMainWindow):
         settings: Settings,
         theme: ThemeController,
         make_chat: Callable[[], QWidget],
+        *,
+        telemetry: TelemetryHub | None = None,
         parent: QWidget | None = None,
     ) -> None:
         super().__init__(parent)
@@ -54,7 +59,7 @@ class MainWindow(QMainWindow):
         self._placed = False
 
         self.devices = DeviceMonitor(self)
-        self.telemetry = TelemetryHub(client, settings, self)
+        self.telemetry = telemetry or TelemetryHub(client, settings, self)
         self.model_start = ModelStart(client, settings, self)
         self.download = StarterDownload(self)
         self.sidebar = Sidebar(theme, MachineFooter(client, self.devices, theme), self)
@@ -62,6 +67,10 @@ class MainWindow(QMainWindow):
         self.engine_banner.add_action(self.tr("Restart engine"), self._restart_engine)
         self.problem_banner = self._passing_banner("warning", theme)
         self.notice_banner = self._passing_banner("info", theme)
+        self.tune_banner = Banner("info", theme, self)
+        self.tune_banner.add_action(self.tr("Tune"), self._tune)
+        self.tune_banner.add_action(self.tr("Dismiss"), self.tune_banner.hide, kind="quiet")
+        self.hardware_change = HardwareChange(self.devices, self)
         self.crash_banner = Banner("info", theme, self)
         self.starter_panel = StarterPanel(self.download, self)
         self.pages = QStackedWidget(self)
@@ -75,6 +84,7 @@ class MainWindow(QMainWindow):
         self.model_start.problem.connect(self.problem_banner.tell)
         self.model_start.loaded.connect(self._on_model_loaded)
         settings.save_failed.connect(self.problem_banner.tell)
+        self.hardware_change.noticed.connect(self._on_hardware_change)
         self.telemetry.problem.connect(self.problem_banner.tell)
         client.state_changed.connect(self._on_engine_state)
         client.responding_changed.connect(self._on_responding)
@@ -98,6 +108,7 @@ class MainWindow(QMainWindow):
         """Starts what the window needs but does not wait for: the engine, the default model, the machine's figures."""
         self.devices.start()
         self.model_start.begin()
+        QTimer.singleShot(_TELEMETRY_AFTER_MS, self.telemetry.start)  # loads numpy and drivers, in its own thread
 
     def come_forward(self) -> None:
         """Brings the window to the front, also from the task bar."""
@@ -150,6 +161,14 @@ class MainWindow(QMainWindow):
         if self._client.restart() is None:
             self.model_start.begin()
 
+    def _tune(self) -> None:
+        self.tune_banner.hide()
+        self.show_page(TUNE)
+
+    def _on_hardware_change(self, changed: tuple[str, ...]) -> None:
+        words = self.tr("The hardware is not what it was when it was last tuned. {0}")
+        self.tune_banner.tell(words.format(" ".join(changed)))
+
     def _reload(self) -> None:
         from app.views.batch import BatchPage
 
@@ -174,6 +193,7 @@ class MainWindow(QMainWindow):
 
             page = SettingsPage(self._settings, self._theme, self)
             page.reload_wanted.connect(self._reload)
+            page.tune_wanted.connect(self._tune)
             self.closing.connect(page.close_down)
             return page
         if index == MONITOR:
@@ -207,7 +227,7 @@ class MainWindow(QMainWindow):
         line.setProperty("line", "vertical")
         right = QVBoxLayout()
         right.setSpacing(0)
-        for strip in (self.engine_banner, self.problem_banner, self.notice_banner, self.crash_banner):
+        for strip in (self.engine_banner, self.problem_banner, self.notice_banner, self.tune_banner, self.crash_banner):
             right.addWidget(strip)
         right.addWidget(self.starter_panel)
         right.addWidget(self.pages, 1)
@@ -239,6 +259,7 @@ class MainWindow(QMainWindow):
         self._settings.save()
         self.download.close()
         self.devices.stop()
+        self.hardware_change.close()
         self.telemetry.close()
         self.model_start.close()
         super().closeEvent(event)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from PySide6.QtCore import QCoreApplication, QTimer, QUrl
 from PySide6.QtGui import QDesktopServices, QKeySequence, QShortcut, QShowEvent
 from PySide6.QtWidgets import QHBoxLayout, QStackedWidget, QVBoxLayout, QWidget
@@ -91,6 +93,9 @@ class ChatView(QWidget):
         for widget in (self.trouble_banner, self.notice_banner):
             right.addWidget(widget)
         right.addWidget(self._pages, 1)
+        self._strip_row = QHBoxLayout()
+        self._strip_row.setContentsMargins(24, 0, 24, 0)
+        right.addLayout(self._strip_row)
         right.addLayout(box_row)
         below = QHBoxLayout()
         below.setSpacing(0)
@@ -161,6 +166,19 @@ class ChatView(QWidget):
         ):
             shortcut = QShortcut(keys, self)
             shortcut.activated.connect(do)
+
+    def add_strip(self, make: Callable[[QWidget], QWidget]) -> None:
+        """Something narrow above the box one writes in; it is made once the engine has something to do."""
+        self._make_strip = make
+
+    def _show_strip(self) -> None:
+        make, self._make_strip = self._make_strip, None
+        if make is not None:
+            strip = make(self)
+            strip.setMaximumWidth(self.composer.maximumWidth())
+            self._strip_row.addWidget(strip)
+
+    _make_strip: Callable[[QWidget], QWidget] | None = None
 
     # --- what the page does ---
 
@@ -285,6 +303,8 @@ class ChatView(QWidget):
             self.trouble_banner.hide()
 
     def _on_engine(self, state: EngineState) -> None:
+        if state is EngineState.BUSY:
+            self._show_strip()
         if state is not EngineState.LOADING:
             self._loading = None
         self.transcript.set_engine_down(state is EngineState.DIED)

@@ -11,15 +11,17 @@ from app.views.settings.about import AboutCard
 from app.views.settings.appearance import AppearanceCard
 from app.views.settings.data import DataCard
 from app.views.settings.model import ModelCard
+from app.views.settings.monitor import MonitorCard
 from app.widgets.page_header import PageHeader
 
 COLUMN_WIDTH_PX = 760
 
 
 class SettingsPage(QWidget):
-    """Signals: `reload_wanted`, when the default model is to be loaded now."""
+    """Signals: `reload_wanted`, when the default model is to be loaded now; `tune_wanted`."""
 
     reload_wanted = Signal()
+    tune_wanted = Signal()
 
     def __init__(self, settings: Settings, theme: ThemeController, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -27,14 +29,16 @@ class SettingsPage(QWidget):
         self.appearance = AppearanceCard(settings, theme, self)
         self.model = ModelCard(settings, self)
         self.data = DataCard(self)
+        self.monitor = MonitorCard(settings, self)
         self.about = AboutCard(self)
         self.model.reload_wanted.connect(self.reload_wanted)
+        self.model.tune_wanted.connect(self.tune_wanted)
         cards = QWidget(self)
         cards.setMaximumWidth(COLUMN_WIDTH_PX)
         column = QVBoxLayout(cards)
         column.setContentsMargins(0, 20, 0, 20)
         column.setSpacing(16)
-        for card in (self.appearance, self.model, self.data, self.about):
+        for card in (self.appearance, self.model, self.monitor, self.data, self.about):
             column.addWidget(card)
         column.addStretch(1)
         holder = QWidget(self)
