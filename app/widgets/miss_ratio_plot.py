@@ -53,6 +53,7 @@ class MissRatioPlot(QWidget):
         self._tier: TierReport | None = None
         self._forecast: Forecast = NO_FORECAST
         self._room = 0
+        self._is_top = True
         self._measured: float | None = None
         self._wanted: int | None = None
         self._before_drag: int | None = None
@@ -61,19 +62,26 @@ class MissRatioPlot(QWidget):
         self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Expanding)
         self.setCursor(Qt.CursorShape.SplitHCursor)
         self.setAccessibleName(self.tr("Miss-ratio curve"))
+        self.setToolTip(
+            self.tr("Drag the handle to resize the cache now. Hatched: more than there is memory for at the moment.")
+        )
         theme.changed.connect(self.update)
 
     # --- what is shown ----------------------------------------------------------------------------
 
-    def show_tier(self, tier: TierReport | None, forecast: Forecast, room: int, measured: float | None) -> None:
+    def show_tier(
+        self, tier: TierReport | None, forecast: Forecast, room: int, measured: float | None, *, is_top: bool = True
+    ) -> None:
         """Another report.
 
         Args:
+            is_top: whether it is the tier that curves are of.
             forecast: `NO_FORECAST` while none is known.
             room: experts that there is memory for.
             measured: the hit rate of the present size, if anything was looked up.
         """
         self._tier, self._forecast, self._room, self._measured = tier, forecast, room, measured
+        self._is_top = is_top
         if tier is None:
             self._wanted, self._dragging = None, False
         elif self._wanted is not None:
@@ -189,25 +197,24 @@ class MissRatioPlot(QWidget):
         painter.drawText(below, Qt.AlignmentFlag.AlignLeft, number(0, 0))
         painter.drawText(below, Qt.AlignmentFlag.AlignRight, self.tr("all {0} experts").format(number(self._most, 0)))
         if self._room < self._most:
-            label = self.tr("hatched: no room now")
-            if metrics.horizontalAdvance(label) < area.width() * 0.5:
-                painter.drawText(below, Qt.AlignmentFlag.AlignHCenter, label)
+            label = self.tr("no room")
+            width = metrics.horizontalAdvance(label) + 8
+            left = self._x(area, self._room) + 4
+            if left + width < area.right():  # what does not fit is said by the tool tip
+                box = QRectF(left, area.top() + 4, width, metrics.height() + 2)
+                painter.fillRect(box, QColor(theme.surface))
+                painter.drawText(box, Qt.AlignmentFlag.AlignCenter, label)
 
     def _draw_curves(self, painter: QPainter, area: QRectF, metrics: QFontMetricsF) -> None:
         theme, known = self._theme.theme, self._forecast
         if not len(known.slots):
-            painter.setPen(QColor(theme.muted))
-            text = self.tr("A curve is drawn when enough tokens have been seen.")
-            if self._tier is not None and self._tier.tier == "ram":
-                text = self.tr("The curve is of the graphics card's cache; this tier can be resized all the same.")
-            inner = area.adjusted(8, 4, -8, -area.height() / 2)
-            painter.drawText(inner, Qt.AlignmentFlag.AlignCenter | Qt.TextFlag.TextWordWrap, text)
+            self._draw_legend(painter, area, metrics, [], self._why_no_curve())
             return
         solid = QColor(theme.hit) if theme.is_dark else QColor(theme.hit).darker(150)
         bent = QPen(solid, 2)
         lru = QPen(QColor(theme.muted), 1.2, Qt.PenStyle.DotLine)
         speed = QPen(QColor(theme.text), 1.4, Qt.PenStyle.DashLine)
-        samples = [(bent, self.tr("hits"))]
+        samples = [(bent, self.tr("hits, expected"))]
         xs = area.left() + area.width() * known.slots / self._most
         lines = [(known.hit_rates, bent)]
         if np.abs(known.hit_rates - known.lru_rates).max() > _DIFFERS:
@@ -237,22 +244,39 @@ class MissRatioPlot(QWidget):
                 painter.drawText(box, Qt.AlignmentFlag.AlignLeft, number(share * top, 0 if top >= 10 else 1))
         self._draw_legend(painter, area, metrics, samples)
 
+    def _why_no_curve(self) -> str:
+        if self._tier is not None and self._tier.tier == "ram" and not self._is_top:
+            return self.tr("the curve is of VRAM")
+        return self.tr("no curve yet: too few tokens")
+
     def _draw_legend(
-        self, painter: QPainter, area: QRectF, metrics: QFontMetricsF, samples: list[tuple[QPen, str]]
+        self,
+        painter: QPainter,
+        area: QRectF,
+        metrics: QFontMetricsF,
+        samples: list[tuple[QPen, str]],
+        said: str = "",
     ) -> None:
+        """Samples of the lines by name, in one row above the plot; `said` comes after them."""
+        muted = QColor(self._theme.theme.muted)
         x, y = area.left(), metrics.height() / 2 + 1
+        base = y + metrics.ascent() / 2 - 1
         for pen, text in samples:
             painter.setPen(pen)
             painter.drawLine(QLineF(x, y, x + 18, y))
-            painter.setPen(QColor(self._theme.theme.muted))
-            painter.drawText(QPointF(x + 23, y + metrics.ascent() / 2 - 1), text)
+            painter.setPen(muted)
+            painter.drawText(QPointF(x + 23, base), text)
             x += 23 + metrics.horizontalAdvance(text) + 14
         if self._measured is not None:
+            text = self.tr("now")
             painter.setPen(Qt.PenStyle.NoPen)
             painter.setBrush(QColor(self._theme.theme.text))
             painter.drawPolygon(_diamond(QPointF(x + 5, y)))
-            painter.setPen(QColor(self._theme.theme.muted))
-            painter.drawText(QPointF(x + 14, y + metrics.ascent() / 2 - 1), self.tr("now"))
+            painter.setPen(muted)
+            painter.drawText(QPointF(x + 14, base), text)
+            x += 14 + metrics.horizontalAdvance(text) + 14
+        painter.setPen(muted)
+        painter.drawText(QPointF(x, base), said)
 
     def _draw_present(self, painter: QPainter, area: QRectF) -> None:
         theme, tier = self._theme.theme, self._tier

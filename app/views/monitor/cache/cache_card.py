@@ -56,6 +56,7 @@ class CacheCard(MonitorCard):
         self.body.addWidget(self.plot, 1)
         self.body.addWidget(self.size_field)
         self.body.addWidget(self._note)
+        self.body.addStretch(0)  # takes what is left where there is no plot
         self.plot.moved.connect(self._on_handle)
         self.plot.chosen.connect(self._resize)
         self.size_field.moved.connect(self.plot.set_slots)
@@ -122,7 +123,7 @@ class CacheCard(MonitorCard):
         is_top = tier is report.tiers[0]
         measured = tier.recent_hit_rate if tier.recent_hit_rate >= 0 else hit_rate(tier)
         known = self._forecast if is_top else NO_FORECAST
-        self.plot.show_tier(tier, known, room_slots(report, tier, self._free_ram), measured)
+        self.plot.show_tier(tier, known, room_slots(report, tier, self._free_ram), measured, is_top=is_top)
         self.size_field.show_tier(tier, self.plot.slots)
         adopted = self.tr("policy {0}, chosen while running") if tier.is_adaptive else self.tr("policy {0}")
         self.aside.setText(adopted.format(policy_name(tier.policy)))

@@ -33,8 +33,8 @@ class PoliciesCard(MonitorCard):
         self._rows: list[tuple[QLabel, MemoryBar, QLabel]] = []
         self.note = secondary("", self)
         self.body.addLayout(self._grid)
-        self.body.addStretch(1)
         self.body.addWidget(self.note)
+        self.body.addStretch(1)
         self._report: CacheReport | None = None
         theme.changed.connect(lambda: self.show_report(self._report))
 

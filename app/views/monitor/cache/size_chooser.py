@@ -5,7 +5,6 @@ from __future__ import annotations
 from PySide6.QtCore import Signal
 from PySide6.QtWidgets import QHBoxLayout, QLabel, QPushButton, QSpinBox, QVBoxLayout, QWidget
 
-from app.theme import use_tabular_figures
 from app.views.monitor.card import secondary
 from engine.telemetry.messages import TierReport
 
@@ -31,12 +30,14 @@ class SizeChooser(QWidget):
         self.field.setAccessibleName(self.tr("Experts kept in this tier"))
         self.field.setKeyboardTracking(False)
         self.field.setGroupSeparatorShown(True)
-        use_tabular_figures(self.field)
         label.setBuddy(self.field)
         self.button = QPushButton(self.tr("Resize"), self)
         self.button.setToolTip(self.tr("Holds until the model is loaded again; Tune chooses a size that stays."))
         self.undo = QPushButton(self.tr("Undo"), self)
         self.undo.setProperty("kind", "quiet")
+        stays = self.undo.sizePolicy()
+        stays.setRetainSizeWhenHidden(True)  # or the whole card would change its width
+        self.undo.setSizePolicy(stays)
         self.undo.hide()
         row = QHBoxLayout()
         row.setSpacing(8)
