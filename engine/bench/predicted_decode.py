@@ -131,10 +131,11 @@ def _together(rounds: Sequence[Measurements]) -> Measurements:
 
 def _measured(machine: HardwareProfile, config: EngineConfig, shape: ModelShape, device: Device | None) -> Measurements:
     expert = ExpertShape(shape.hidden, shape.expert_width)
+    counts = (lambda _most: (threads,)) if (threads := config.threads) is not None else one_and_all
     of_cpu: Sequence[Measurement] = (
-        RamBandwidth(one_and_all, 2, 0.6),
+        RamBandwidth(counts, 2, 0.6),
         CpuArithmetic(2, 0.4),
-        CpuExperts((expert,), (config.precision,), (1,), one_and_all, 2, 1.0),
+        CpuExperts((expert,), (config.precision,), (1,), counts, 2, 1.0),
     )
     of_device: Sequence[Measurement] = (
         DeviceArithmetic(2, 0.6),

@@ -209,9 +209,7 @@ def drift_note(timed: Sequence[Timed]) -> str:
     if abs(changed) <= _DRIFT:
         return ""
     how = f"{changed:.0%} faster" if changed > 0 else f"{-changed:.0%} slower"
-    return (
-        f"The machine became {how} while plans were timed (heat, battery or other programs): tune again at rest."
-    )
+    return f"The machine became {how} while plans were timed (heat, battery or other programs): tune again at rest."
 
 
 def winner_of(timed: Sequence[Timed]) -> Timed | None:

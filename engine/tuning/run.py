@@ -92,8 +92,8 @@ def tune(
 ) -> TuningEnding:
     """Does what `request` asks for.
 
-    Once it has begun nothing is raised: an ending says that it was cancelled, or what the problem was.  A result is
-    kept only of a run that went to its end.
+    Once it has begun an ending says that it was cancelled, or what the problem was; only what nobody foresaw is raised,
+    after what was loaded before has been loaded again.  A result is kept only of a run that went to its end.
 
     Raises:
         EngineError: the model cannot be found or understood; nothing has been touched.
@@ -128,6 +128,9 @@ class _Tuning:
             pass
         except EngineError as error:
             problem = error.message
+        except BaseException:  # a fault of ours, which whoever called reports: the user's model is there again
+            self._restore()
+            raise
         note = self._restore()
         loaded = self._engine.info if self._touched else None
         return TuningEnding(finished, result, self._touched, loaded, note, problem)

@@ -320,3 +320,16 @@ def test_steady_timings_are_no_news(model: Path) -> None:
     ending = run(MadeUpEngine(speeds), EngineConfig(str(model)))
     assert ending.result is not None
     assert ending.result.notes == ()
+
+
+def test_after_a_fault_of_ours_the_model_is_there_again(model: Path) -> None:
+    def fault(event: TuningEvent) -> None:
+        if isinstance(event, TuningTimed):
+            raise ZeroDivisionError
+
+    engine, held = MadeUpEngine(speeds), EngineConfig(str(model), threads=3)
+    engine.load(held, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    with pytest.raises(ZeroDivisionError):
+        tune(engine, StartTuning("t", EngineConfig(str(model))), fault, lambda: False, around())
+    assert engine.asked == held
+    assert results_of(model_mark(model)) == []
