@@ -11,10 +11,9 @@ from engine.planner.engine_memory import (
     ram_usable,
     record_nbytes,
 )
-from engine.planner.klotski import BlockTimes, fewest_batches
+from engine.planner.klotski import block_times, fewest_batches
 from engine.planner.plan_parts import BatchPlan, Limits, TierBytes
 from engine.planner.plan_search import Question
-from engine.planner.simulator.batch_costs import distinct_experts
 from engine.planner.simulator.outcome import Outcome
 from engine.planner.workload import Workload
 
@@ -25,16 +24,18 @@ def plan_batch(question: Question, outcomes: list[Outcome]) -> BatchPlan | None:
     if found is None or found.batch is None:
         return None
     policy = found.batch
-    fewest = fewest_batches(block_times(question.setting().costs, question.workload, policy.micro_batch))
+    times = block_times(question.setting().costs, question.workload, policy.micro_batch, policy.resident)
+    fewest = fewest_batches(times)
     return BatchPlan(
         schedule=found.policy,
         sequences=policy.sequences,
         micro_batch=policy.micro_batch,
         attention_on_card=not policy.cpu_attention,
-        experts_on_card=True,
+        experts_on_card=not policy.cpu_experts,
         weights_on_card=policy.resident,
-        cache_on_card=0.0,
+        cache_on_card=policy.cached,
         batches=policy.micro_batches,
+        fewest_batches=fewest,
         hides_transfers=fewest is not None and policy.micro_batches >= fewest,
         tokens_per_s=found.tokens_per_s,
     )
@@ -72,25 +73,3 @@ def batch_memory(costs: Costs, limits: Limits, workload: Workload, outcome: Outc
         other_programs=limits.ram_of_others,
     )
     return EngineMemory(card, ram, experts if held < experts else 0)
-
-
-def block_times(costs: Costs, workload: Workload, micro_batch: int) -> BlockTimes:
-    """Klotski's times of one MoE block in a decode step, for batches of `micro_batch` sequences; K is top-k."""
-    model, rows = costs.model, micro_batch * workload.beams
-    used = max(1.0, distinct_experts(model.experts, model.experts_per_token, rows))
-    hot = min(model.experts_per_token, round(used))
-    # As popularity is, the hot ones have about twice their share of the rows (Klotski, figure 4).
-    share = min(1.0, 2.0 * hot / used)
-    of_experts = rows * model.experts_per_token
-    gate = model.hidden * model.experts
-    return BlockTimes(
-        attention=costs.gpu_layer(rows, workload.mean_context),
-        gate=2.0 * costs.efficiency.operator_s,
-        hot=costs.gpu_experts(of_experts * share, hot),
-        cold=costs.gpu_experts(of_experts * (1 - share), max(used - hot, 0.0)),
-        load_attention=costs.h2d(2.0 * (model.layer_weights - gate)),
-        load_gate=costs.h2d(2.0 * gate),
-        load_expert=costs.transfer_expert(),
-        prefetched=hot,
-        queued=max(round(used) - hot, 0),
-    )

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.planner.costs import Costs
+from engine.planner.simulator.batch_costs import distinct_experts
+from engine.planner.workload import Workload
+
 
 @dataclass(frozen=True, slots=True)
 class BlockTimes:
@@ -51,3 +55,29 @@ def fewest_batches(times: BlockTimes, *, at_most: int = 4096) -> int | None:
         middle = (low + high) // 2
         low, high = (low, middle) if all(times.inequalities(middle)) else (middle + 1, high)
     return low
+
+
+def block_times(costs: Costs, workload: Workload, micro_batch: int, resident: float = 0.0) -> BlockTimes:
+    """Modelled times of one MoE block in a decode step, for batches of `micro_batch` sequences; K is top-k.
+
+    Args:
+        resident: share of each expert that is on the card for good.
+    """
+    model, rows = costs.model, micro_batch * workload.beams
+    used = max(1.0, distinct_experts(model.experts, model.experts_per_token, rows))
+    hot = min(model.experts_per_token, round(used))
+    # As popularity is, the hot ones have about twice their share of the rows (Klotski, figure 4).
+    share = min(1.0, 2.0 * hot / used)
+    of_experts = rows * model.experts_per_token
+    gate = model.hidden * model.experts
+    return BlockTimes(
+        attention=costs.gpu_layer(rows, workload.mean_context),
+        gate=2.0 * costs.efficiency.operator_s,
+        hot=costs.gpu_experts(of_experts * share, hot),
+        cold=costs.gpu_experts(of_experts * (1 - share), max(used - hot, 0.0)),
+        load_attention=costs.h2d(2.0 * (model.layer_weights - gate)),
+        load_gate=costs.h2d(2.0 * gate),
+        load_expert=costs.h2d(costs.expert_bytes * (1 - resident)),
+        prefetched=hot,
+        queued=max(round(used) - hot, 0),
+    )

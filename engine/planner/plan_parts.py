@@ -101,8 +101,8 @@ class BatchPlan:
         weights_on_card: r_w.
         cache_on_card: r_c.
         batches: n, micro-batches that share each layer's weights.
-        hides_transfers: whether n is enough for Klotski's inequalities (4) to (7): weights arrive before they are
-            needed.
+        fewest_batches: the smallest n of this size that satisfies Klotski's inequalities (4) to (7); None if none does.
+        hides_transfers: whether n is enough for these: weights arrive before they are needed.
         tokens_per_s: predicted, prefill counted.
     """
 
@@ -114,6 +114,7 @@ class BatchPlan:
     weights_on_card: float
     cache_on_card: float
     batches: int
+    fewest_batches: int | None
     hides_transfers: bool
     tokens_per_s: float
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.planner.machine import HardwareProfile
@@ -11,6 +13,7 @@ from engine.planner.model_shape import ModelShape
 from engine.planner.simulator.batch_costs import distinct_experts
 from engine.planner.workload import Workload
 
+_CACHED = (0.0, 0.25, 0.5, 0.75, 1.0)
 _SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _ENOUGH = 0.99
 
@@ -80,18 +83,23 @@ class PerformanceModel:
         staying = self.layer_bytes * self.model.layers * share + 2.0 * self.model.embedding_weights
         return self.rule.card - self.rule.runtime - staying - moving
 
-    def largest_micro_batch(self, share: float) -> int:
-        """mu that a prefill has room for."""
-        tokens = self.card_room(share) / self.prefill_bytes_per_token()
-        return int(tokens // self.workload.prompt_tokens)
+    def largest_micro_batch(self, share: float, cached_bytes: float = 0.0) -> int:
+        """mu that a prefill has room for beside `cached_bytes` of keys and values."""
+        tokens = (self.card_room(share) - cached_bytes) / self.prefill_bytes_per_token()
+        return max(0, int(tokens // (self.workload.prompt_tokens * self.workload.beams)))
+
+    def kv_bytes(self) -> float:
+        """Of one sequence at its longest."""
+        work = self.workload
+        return self.model.kv_bytes_per_token() * (work.prompt_tokens + work.generated_tokens * work.beams)
 
     def largest_batch(self, cache_on_card: float) -> int:
         """N whose keys and values fit into RAM beside the weights."""
         weights = self.layer_bytes * self.model.layers
-        room = self.rule.ram - weights
-        length = self.workload.prompt_tokens + self.workload.generated_tokens
-        share = 1.0 - cache_on_card
-        return int(room / (self.model.kv_bytes_per_token() * length * share)) if share > 0 else 1 << 20
+        room, share = self.rule.ram - weights, 1.0 - cache_on_card
+        if room < 0:
+            return 0
+        return int(room / (self.kv_bytes() * share)) if share > 0 else 1 << 20
 
     def layer_seconds(
         self,
@@ -152,40 +160,51 @@ def search_policy(
     if machine.gpu is None:
         return None
     performance = PerformanceModel(machine, model, workload, bytes_per_weight)
-    found: list[SearchedPolicy] = []
+    places = itertools.product((False, True), places_of_experts)
+    return best_of([policy for places_of in places for policy in policies(performance, *places_of)])
+
+
+def policies(performance: PerformanceModel, attention_on_card: bool, experts_on_card: bool) -> Iterator[SearchedPolicy]:
+    """The grid of N, mu, r_w and, where attention is on the card, r_c, as far as it fits."""
     for share in _SHARES:
-        largest = min(performance.largest_micro_batch(share), workload.sequences)
-        if largest < 1:
-            continue
-        for micro_batch in {largest, max(1, largest // 2), max(1, largest // 4)}:
-            for attention_on_card in (False, True):
-                for experts_on_card in places_of_experts:
-                    found += _batches(performance, micro_batch, attention_on_card, experts_on_card, share)
+        for cache in _CACHED if attention_on_card else _CACHED[:1]:
+            kept = cache * performance.kv_bytes()
+            largest = min(performance.largest_micro_batch(share, kept), performance.workload.sequences)
+            if largest < 1:
+                continue
+            for micro_batch in {largest, max(1, largest // 2), max(1, largest // 4)}:
+                # A cache on the card leaves room for so many sequences beside their prefill.
+                room = performance.card_room(share)
+                room -= micro_batch * performance.prefill_bytes_per_token() * performance.workload.prompt_tokens
+                most = int(room // kept) if kept else performance.workload.sequences
+                yield from _batches(
+                    performance, micro_batch, most, (attention_on_card, experts_on_card), share=share, cache=cache
+                )
+
+
+def best_of(found: list[SearchedPolicy]) -> SearchedPolicy | None:
+    """The fastest; among nearly equal ones that of the smallest batch, then of the least memory on the card."""
     if not found:
         return None
     best = max(policy.tokens_per_s_per_layer for policy in found)
     good = [policy for policy in found if policy.tokens_per_s_per_layer >= _ENOUGH * best]
-    return min(good, key=lambda policy: (policy.sequences, policy.weights_on_card))
+    return min(good, key=lambda policy: (policy.sequences, policy.weights_on_card, policy.cache_on_card))
 
 
 def _batches(
-    performance: PerformanceModel, micro_batch: int, attention_on_card: bool, experts_on_card: bool, share: float
-) -> list[SearchedPolicy]:
-    limit = min(performance.largest_batch(0.0), performance.workload.sequences)
-    policies = []
+    performance: PerformanceModel, micro_batch: int, most: int, places: tuple[bool, bool], *, share: float, cache: float
+) -> Iterator[SearchedPolicy]:
+    limit = min(performance.largest_batch(cache), performance.workload.sequences, most)
     count = 1
     while micro_batch * count <= limit:
         sequences = micro_batch * count
         seconds, bottleneck = performance.layer_seconds(
             sequences,
             micro_batch,
-            attention_on_card=attention_on_card,
-            experts_on_card=experts_on_card,
+            attention_on_card=places[0],
+            experts_on_card=places[1],
             weights=share,
-            cache=0.0,
+            cache=cache,
         )
-        policies.append(
-            SearchedPolicy(sequences, micro_batch, attention_on_card, experts_on_card, share, 0.0, seconds, bottleneck)
-        )
+        yield SearchedPolicy(sequences, micro_batch, *places, share, cache, seconds, bottleneck)
         count = max(count + 1, int(count * 1.04))
-    return policies

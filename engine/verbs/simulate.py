@@ -34,7 +34,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--policy", metavar="P", help="only this one; default: all, and the one Switchyard would take")
     parser.add_argument("--precision", choices=["bf16", "int8", "int4"], default="int4", help="of the experts")
     parser.add_argument("--threads", type=positive_int, default=0, metavar="N", help="of the CPU; default: all cores")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="recorded routing to use instead of made-up one")
+    parser.add_argument("--routing", type=Path, metavar="FILE", help="recorded routing to use instead of made-up one")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write the timeline, for a trace viewer (.csv: a table)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document, the timeline in it")
     parser.set_defaults(run=run)
 
@@ -103,8 +106,26 @@ def _workload(args: argparse.Namespace) -> int:
         "spans": [asdict(span) for span in chosen.spans[:_MOST_SPANS]],
         "spans_left_out": max(0, len(chosen.spans) - _MOST_SPANS),
     }
+    if args.trace:
+        _write_timeline(chosen, setting, args.trace)
     emit(document, as_json=args.json, human=lambda: _text(document))
     return 0
+
+
+def _write_timeline(outcome: Outcome, setting: Setting, path: Path) -> None:
+    from engine.telemetry.predicted import predicted_records
+    from engine.verbs.tracing import write_timeline
+
+    model = setting.costs.model
+    about = {
+        "predicted": outcome.policy,
+        "model": model.name,
+        "machine": setting.costs.machine.name,
+        "precision": setting.costs.precision,
+    }
+    # Schedules of many sequences number all layers, those of single requests the ones with experts.
+    first_layer = model.dense_layers if outcome.batch is None else 0
+    write_timeline(*predicted_records(outcome.spans, first_layer=first_layer), path, about)
 
 
 def _setting(args: argparse.Namespace) -> Setting:
@@ -126,10 +147,10 @@ def _setting(args: argparse.Namespace) -> Setting:
     model = read_model(args.model)
     costs = Costs(read_machine(args.hardware), model, args.precision, threads=args.threads)
     recorded = None
-    if args.trace:
+    if args.routing:
         from engine.experts.replay.trace_file import read_trace
 
-        trace = read_trace(args.trace)
+        trace = read_trace(args.routing)
         if (
             trace.layers != model.moe_layers
             or trace.num_experts != model.experts
@@ -137,14 +158,14 @@ def _setting(args: argparse.Namespace) -> Setting:
         ):
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,
-                f"{args.trace} holds {trace.layers} layers of {trace.num_experts} experts, perhaps with gaps, "
+                f"{args.routing} holds {trace.layers} layers of {trace.num_experts} experts, perhaps with gaps, "
                 f"{model.name} has {model.moe_layers} of {model.experts}: use a trace of this model.",
             )
         recorded = trace.experts[trace.prefill_tokens :]
         if len(recorded) < DECODE_STEPS:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,
-                f"{args.trace} holds {len(recorded)} decoded tokens, fewer than {DECODE_STEPS}: record more of them.",
+                f"{args.routing} holds {len(recorded)} decoded tokens, fewer than {DECODE_STEPS}: record more of them.",
             )
     return Setting(costs, workload, recorded=recorded)
 

@@ -12,7 +12,7 @@ from engine.verbs.output import note
 
 if TYPE_CHECKING:
     from engine.runtime.engine import Engine
-    from engine.telemetry.collecting import Collection
+    from engine.telemetry.records import Records
 
 
 @contextmanager
@@ -37,22 +37,30 @@ def traced(engine: Engine, path: Path | None) -> Iterator[None]:
         if telemetry is not None:
             telemetry.stop()
     about = {"model": info.name, "device": info.device, "precision": info.precision} if info is not None else {}
+    write_timeline(collection.spans, collection.steps, path, about, lost=collection.dropped)
+
+
+def write_timeline(spans: Records, steps: Records, path: Path, about: dict[str, str], *, lost: int = 0) -> None:
+    """Writes spans, as a table if the path ends in `.csv` and as a trace else, and says so.
+
+    Args:
+        lost: spans that could not be kept.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`, if it cannot be written.
+    """
+    from engine.telemetry.trace_export import write_spans, write_trace
+
+    table = path.suffix.lower() == ".csv"
     try:
-        _write(collection, path, about)
+        if table:
+            with path.open("w", encoding="utf-8", newline="") as file:
+                write_spans(spans, file)
+        else:
+            write_trace(spans, steps, path, about)
     except OSError as error:
         raise EngineError(
             ErrorCode.INVALID_REQUEST, f"The trace cannot be written to {path}: {error.strerror or error}."
         ) from error
-    lost = f"; {collection.dropped:,} more were lost" if collection.dropped else ""
-    viewer = "" if path.suffix == ".csv" else ", for ui.perfetto.dev or chrome://tracing"
-    note(f"switchyard: {len(collection.spans):,} spans are in {path}{viewer}{lost}")
-
-
-def _write(collection: Collection, path: Path, about: dict[str, str]) -> None:
-    from engine.telemetry.trace_export import write_spans, write_trace
-
-    if path.suffix.lower() == ".csv":
-        with path.open("w", encoding="utf-8", newline="") as file:
-            write_spans(collection.spans, file)
-    else:
-        write_trace(collection.spans, collection.steps, path, about)
+    viewer = "" if table else ", for ui.perfetto.dev or chrome://tracing"
+    note(f"switchyard: {len(spans):,} spans are in {path}{viewer}" + (f"; {lost:,} more were lost" if lost else ""))

@@ -73,7 +73,9 @@ def test_a_searched_policy_keeps_within_memory_and_is_the_best_of_a_sample(machi
             continue
         performance = PerformanceModel(profile, model, work)
         assert 1 <= policy.micro_batch <= performance.largest_micro_batch(policy.weights_on_card)
-        assert policy.sequences <= max(performance.largest_batch(0.0), 0)
+        assert policy.sequences <= performance.largest_batch(policy.cache_on_card)
+        kept = performance.kv_bytes() * policy.sequences * policy.cache_on_card
+        assert kept <= performance.card_room(policy.weights_on_card)
         for micro_batch in (1, policy.micro_batch):
             seconds, _ = performance.layer_seconds(
                 micro_batch, micro_batch, attention_on_card=False, experts_on_card=True, weights=0.0, cache=0.0

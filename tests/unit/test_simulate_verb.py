@@ -63,10 +63,23 @@ def test_recorded_routing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     path = tmp_path / "trace.npz"
     write_trace(RoutingTrace(experts, weights, np.array([0, 32]), 32), path)
     made_up = told(capsys, *_CELL, "--policy", "Switchyard mixed")
-    recorded = told(capsys, *_CELL, "--policy", "Switchyard mixed", "--trace", str(path))
+    recorded = told(capsys, *_CELL, "--policy", "Switchyard mixed", "--routing", str(path))
     assert recorded["hit_rate"] >= made_up["hit_rate"]
-    assert cli.main(["simulate", *_CELL[1:], "--model", "mixtral-8x7b", "--trace", str(path)]) == 2
+    assert cli.main(["simulate", *_CELL[1:], "--model", "mixtral-8x7b", "--routing", str(path)]) == 2
     assert "use a trace of this model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("workload", ["32x8", "64x8x16"])
+def test_the_timeline_as_a_trace(workload: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, table = tmp_path / "timeline.json", tmp_path / "timeline.csv"
+    for file in (path, table):
+        document = told(capsys, *_CELL[:-1], workload, "--policy", "switchyard", "--trace", str(file))
+    trace = json.loads(path.read_text("utf-8"))
+    lanes = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
+    assert lanes == {span["lane"] for span in document["spans"]}
+    assert len(table.read_text("utf-8").splitlines()) == 1 + len(document["spans"])
+    assert cli.main([*_CELL, "--trace", str(tmp_path / "nowhere" / "t.json")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

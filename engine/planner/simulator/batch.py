@@ -44,8 +44,8 @@ def run_batch(
     step = pass_seconds(decoding, schedule, decode, policy) + costs.gpu_head(policy.sequences * workload.beams)
     rounds = workload.sequences / policy.sequences
     seconds = rounds * (first + step * max(workload.generated_tokens - 1, 0))
-    timeline.mark("prefill", 0.0, timeline.end)
-    decoding.mark("decode", 0.0, decoding.end, step=0)
+    timeline.mark("prefill", 0.0, timeline.end, count=policy.sequences * prompt)
+    decoding.mark("batch step", 0.0, decoding.end, step=0, count=policy.sequences * workload.beams)
     later = [replace(s, start=s.start + first, end=s.end + first, ready=s.ready + first) for s in decoding.spans]
     kept = costs.model.kv_bytes_per_token() * policy.sequences * (prompt + workload.generated_tokens)
     weights = costs.model.all_expert_bytes(costs.precision) + costs.model.non_expert_bytes()

@@ -17,12 +17,16 @@ class BatchPolicy:
         micro_batch: mu, sequences of one kernel launch.
         resident: r_w, share of each layer's weights that stays on the card.
         cpu_attention: A_g = 0.
+        cpu_experts: F_g = 0.
+        cached: r_c, share of the keys and values that stays on the card.
     """
 
     sequences: int
     micro_batch: int
     resident: float = 0.0
     cpu_attention: bool = True
+    cpu_experts: bool = False
+    cached: float = 0.0
 
     @property
     def micro_batches(self) -> int:
@@ -61,19 +65,36 @@ class PassCosts:
         """Issues weights on their way to the card: from disk as far as they lie there, then over the link."""
         there = after
         if self.disk_share:
-            there = timeline.run("disk", self.costs.disk(nbytes * self.disk_share), name, layer=layer)
-        return timeline.run("h2d", self.costs.h2d(nbytes), name, max(there, after), layer=layer)
+            there = timeline.run("disk", self.costs.disk(nbytes * self.disk_share), name, layer=layer, nbytes=nbytes)
+        return timeline.run("h2d", self.costs.h2d(nbytes), name, max(there, after), layer=layer, nbytes=nbytes)
 
     def layer_bytes(self) -> float:
         """All weights of one layer."""
         model = self.costs.model
         return model.experts * self.costs.expert_bytes + 2.0 * model.layer_weights
 
+    def fetch_cache(self, timeline: Timeline, policy: BatchPolicy, after: float, layer: int) -> float:
+        """Issues one micro-batch's keys and values on their way to the card, as far as they are not there."""
+        nbytes = self.cached() * (1 - policy.cached)
+        return timeline.run("h2d", self.costs.h2d(nbytes) if nbytes else 0.0, "kv", after, layer=layer)
+
+    def store_cache(self, timeline: Timeline, policy: BatchPolicy, after: float, layer: int) -> None:
+        """Issues its new keys and values on their way into RAM."""
+        nbytes = self.new_cache() * (1 - policy.cached)
+        timeline.run("d2h", self.costs.d2h(nbytes) if nbytes else 0.0, "kv", after, layer=layer)
+
+    def used(self) -> float:
+        """Experts that one micro-batch uses."""
+        model = self.costs.model
+        return distinct_experts(model.experts, model.experts_per_token, self.rows)
+
     def experts(self) -> float:
         """The feed-forward part of one micro-batch on the card."""
-        model = self.costs.model
-        used = distinct_experts(model.experts, model.experts_per_token, self.rows)
-        return self.costs.gpu_experts(self.rows * model.experts_per_token, used)
+        return self.costs.gpu_experts(self.rows * self.costs.model.experts_per_token, self.used())
+
+    def cpu_experts(self) -> float:
+        """The same on the CPU."""
+        return self.costs.cpu_experts(self.rows * self.costs.model.experts_per_token, self.used())
 
     def attention(self) -> float:
         """Projections, attention and router of one micro-batch on the card."""

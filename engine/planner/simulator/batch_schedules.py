@@ -57,10 +57,10 @@ def flexgen_s4(timeline: Timeline, work: PassCosts, policy: BatchPolicy, state: 
     for start in state.ready:
         cache = 0.0
         if not work.prefill:
-            cache = timeline.run("h2d", work.costs.h2d(work.cached()), "kv", previous, layer=layer)
+            cache = work.fetch_cache(timeline, policy, previous, layer)
         previous = timeline.free_at("gpu")
         attended = timeline.run("gpu", work.attention(), "attention", max(start, cache, state.weights), layer=layer)
-        timeline.run("d2h", work.costs.d2h(work.new_cache()), "kv", attended, layer=layer)
+        work.store_cache(timeline, policy, attended, layer)
         ready.append(timeline.run("gpu", work.experts(), "experts", attended, layer=layer))
     return LayerState(arrived, state.done, ready)
 
@@ -109,4 +109,42 @@ def cgopipe(timeline: Timeline, work: PassCosts, policy: BatchPolicy, state: Lay
         ready.append(timeline.run("gpu", work.experts(), "experts", max(hidden, state.weights), layer=layer))
         if j + 2 < count:
             attend(j + 2)
+    return LayerState(arrived, state.done, ready)
+
+
+def moe_lightning(
+    timeline: Timeline, work: PassCosts, policy: BatchPolicy, state: LayerState, layer: int
+) -> LayerState:
+    """What MoE-Lightning runs a policy with: CGOPipe if A_g = 0, S4 if A_g = 1; experts on the CPU if F_g = 0."""
+    if policy.cpu_experts:
+        return experts_on_cpu(timeline, work, policy, state, layer)
+    return (cgopipe if policy.cpu_attention else flexgen_s4)(timeline, work, policy, state, layer)
+
+
+def experts_on_cpu(
+    timeline: Timeline, work: PassCosts, policy: BatchPolicy, state: LayerState, layer: int
+) -> LayerState:
+    """F_g = 0: in decode no expert moves; while the CPU computes one micro-batch's the card attends for the next."""
+    if work.prefill:
+        return flexgen_s4(timeline, work, policy, state, layer)
+    costs = work.costs
+    arrived = work.fetch(timeline, 2.0 * costs.model.layer_weights * (1 - policy.resident), "weights", 0.0, layer + 1)
+    ready = []
+    for start in state.ready:
+        ahead = max(start, state.weights)
+        if policy.cpu_attention:
+            projected = timeline.run("gpu", work.projections(), "projections", ahead, layer=layer)
+            queries = timeline.run("d2h", costs.d2h(work.queries()), "qkv", projected, layer=layer)
+            attending = costs.cpu_attention(work.sequences, work.context)
+            hidden = timeline.run("cpu_attention", attending, "attention", queries, layer=layer)
+        else:
+            cache = work.fetch_cache(timeline, policy, state.before, layer)
+            attended = timeline.run("gpu", work.attention(), "attention", max(ahead, cache), layer=layer)
+            work.store_cache(timeline, policy, attended, layer)
+            hidden = timeline.run("d2h", costs.d2h(work.hidden()), "hidden", attended, layer=layer)
+        if work.disk_share:
+            nbytes = work.used() * costs.expert_bytes * work.disk_share
+            hidden = timeline.run("disk", costs.disk(nbytes), "experts", hidden, layer=layer)
+        done = timeline.run("cpu_experts", work.cpu_experts(), "experts", hidden, layer=layer)
+        ready.append(timeline.run("h2d", costs.h2d(work.hidden()), "hidden", done, layer=layer))
     return LayerState(arrived, state.done, ready)

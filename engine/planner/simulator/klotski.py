@@ -44,7 +44,7 @@ class Klotski:
             expert = len(arrivals)
             arrivals.append(timeline.run("h2d", copy, "expert", max(after, in_ram), layer=layer, expert=expert))
 
-        gates = self._attend(timeline, work, state, layer, fetch, hot)
+        gates = self._attend(timeline, work, policy, state, layer, fetch, hot)
         while len(arrivals) < hot:
             fetch(state.done)
         while len(arrivals) < wanted:
@@ -76,12 +76,12 @@ class Klotski:
         self,
         timeline: Timeline,
         work: PassCosts,
+        policy: BatchPolicy,
         state: LayerState,
         layer: int,
         fetch: Callable[[float], None],
         hot: int,
     ) -> float:
-        costs = work.costs
         gates = 0.0
         previous = state.before
         share = -(-hot // len(state.ready))
@@ -89,11 +89,11 @@ class Klotski:
         for start in state.ready:
             cache = 0.0
             if not work.prefill:
-                cache = timeline.run("h2d", costs.h2d(work.cached()), "kv", previous, layer=layer)
+                cache = work.fetch_cache(timeline, policy, previous, layer)
             for _ in range(min(share, hot - issued)):
                 fetch(state.before)
                 issued += 1
             previous = timeline.free_at("gpu")
             gates = timeline.run("gpu", work.attention(), "attention", max(start, cache, state.weights), layer=layer)
-            timeline.run("d2h", costs.d2h(work.new_cache()), "kv", gates, layer=layer)
+            work.store_cache(timeline, policy, gates, layer)
         return gates

@@ -5,26 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from engine.planner.memory import card_memory, share_on_disk, usual_rule
-from engine.planner.policy_search import PerformanceModel
-from engine.planner.precision import bytes_per_weight
-from engine.planner.simulator.batch import run_batch
-from engine.planner.simulator.batch_costs import BatchPolicy
-from engine.planner.simulator.batch_schedules import Schedule, cgopipe, flexgen_s3, flexgen_s4, whole_layer
+from engine.planner.memory import card_memory
+from engine.planner.simulator.batch_policies import CGOPIPE, DEEPSPEED, FLEXGEN_S3, FLEXGEN_S4, KLOTSKI, run_batches
+from engine.planner.simulator.batch_schedules import Schedule, flexgen_s3, flexgen_s4, moe_lightning, whole_layer
 from engine.planner.simulator.klotski import Klotski
 from engine.planner.simulator.outcome import Outcome
 from engine.planner.simulator.requests import Setting, run_requests
 from engine.planner.simulator.strategy import IDEAL_PREFETCH, OWN, PUBLISHED, Residency, Strategy
 
 SWITCHYARD = "Switchyard"
-_KLOTSKI_BATCHES = 15
 
 BATCH_SCHEDULES: dict[str, Schedule] = {
-    "DeepSpeed": whole_layer,
-    "FlexGen (S4)": flexgen_s4,
-    "FlexGen, CPU attention (S3)": flexgen_s3,
-    "MoE-Lightning (CGOPipe)": cgopipe,
-    "Klotski": Klotski(),
+    DEEPSPEED: whole_layer,
+    FLEXGEN_S4: flexgen_s4,
+    FLEXGEN_S3: flexgen_s3,
+    CGOPIPE: moe_lightning,
+    KLOTSKI: Klotski(),
 }
 """Schedules of many sequences, by policy."""
 
@@ -83,7 +79,7 @@ def _tries(name: str, setting: Setting, *, record: bool) -> Iterator[Outcome]:
             if outcome is not None:
                 yield outcome
         return
-    yield from _batches(name, BATCH_SCHEDULES[name], setting, record=record)
+    yield from run_batches(name, BATCH_SCHEDULES[name], setting, record=record)
 
 
 def _ways(setting: Setting) -> list[int]:
@@ -97,48 +93,6 @@ def _ways(setting: Setting) -> list[int]:
     ):
         return [0]
     return sorted({0, max(1, experts // 4), max(1, experts // 2), experts})
-
-
-def _batches(name: str, schedule: Schedule, setting: Setting, *, record: bool) -> Iterator[Outcome]:
-    costs, work = setting.costs, setting.workload
-    machine, model = costs.machine, costs.model
-    if machine.gpu is None:
-        return
-    width = bytes_per_weight(costs.precision)
-    performance = PerformanceModel(machine, model, work, width, setting.rule)
-    room = performance.card_room(0.0)
-    per_sequence = performance.prefill_bytes_per_token() * work.prompt_tokens * work.beams
-    kept_tokens = work.prompt_tokens + work.generated_tokens * work.beams
-    on_card = kept_tokens * model.kv_bytes_per_token() if name == "DeepSpeed" else 0.0
-    largest = int(room // (per_sequence + on_card))
-    if largest < 1:
-        return
-    micro_batch = min(largest, work.sequences)
-    rule = setting.rule or usual_rule(machine)
-    for count in _counts(name, -(-work.sequences // micro_batch)):
-        sequences = min(micro_batch * count, work.sequences)
-        kv = kept_tokens * model.kv_bytes_per_token() * sequences
-        if kv > rule.ram:
-            continue
-        yield run_batch(
-            name,
-            schedule,
-            costs,
-            work,
-            BatchPolicy(sequences, micro_batch),
-            disk_share=share_on_disk(machine, model, costs.precision, kv_bytes=kv, rule=rule),
-            vram_bytes=rule.card - room + micro_batch * (per_sequence + on_card),
-            record=record,
-        )
-
-
-def _counts(name: str, most: int) -> list[int]:
-    """Numbers of micro-batches to try."""
-    if name == "DeepSpeed":
-        return [1]
-    if name == "Klotski":
-        most = min(most, _KLOTSKI_BATCHES)
-    return sorted({1, min(most, 4), min(most, 15), most})
 
 
 def bounds(setting: Setting) -> list[Outcome]:

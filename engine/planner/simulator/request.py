@@ -102,17 +102,22 @@ class RequestSimulation:
         at = self._from_disk(len(load), at, layer, step)
         seconds = costs.cpu_experts(sum(count for _, count in load), len(load))
         self.uses += len(load)
-        return run("cpu_experts", seconds, "experts", at, layer=layer, step=step)
+        return run("cpu_experts", seconds, "experts", at, layer=layer, step=step, count=len(load))
 
     def _from_disk(self, experts: int, at: float, layer: int, step: int) -> float:
         if not self._disk_share or not experts:
             return at
         nbytes = experts * self._costs.expert_bytes * self._disk_share
-        return self._timeline.run("disk", self._costs.disk(nbytes), "experts", at, layer=layer, step=step)
+        return self._timeline.run(
+            "disk", self._costs.disk(nbytes), "experts", at, layer=layer, step=step, count=experts, nbytes=nbytes
+        )
 
     def _copy(self, layer: int, expert: int, after: float, step: int, name: str = "expert") -> float:
         there = self._from_disk(1, after, layer, step)
-        return self._timeline.run("h2d", self._transfer_s, name, there, layer=layer, expert=expert, step=step)
+        nbytes = self._costs.expert_bytes
+        return self._timeline.run(
+            "h2d", self._transfer_s, name, there, layer=layer, expert=expert, step=step, nbytes=nbytes
+        )
 
     # Before the router has spoken
 
@@ -122,8 +127,11 @@ class RequestSimulation:
         if kind is Prefetch.LAYER:
             experts = self._costs.model.experts
             there = self._from_disk(experts, at, layer, step)
-            seconds = self._costs.h2d(experts * self._costs.expert_bytes, pinned=self._strategy.pinned)
-            arrival = self._timeline.run("h2d", seconds, "prefetch", there, layer=layer, step=step)
+            nbytes = experts * self._costs.expert_bytes
+            seconds = self._costs.h2d(nbytes, pinned=self._strategy.pinned)
+            arrival = self._timeline.run(
+                "h2d", seconds, "weights", there, layer=layer, step=step, count=experts, nbytes=nbytes
+            )
             self._underway[layer] = dict.fromkeys(range(experts), arrival)
         elif kind is Prefetch.IDEAL:
             wanted = [expert for expert, _ in coming]
@@ -189,7 +197,7 @@ class RequestSimulation:
         if present:
             rows = sum(count for _, _, count in present)
             seconds = self._costs.gpu_experts(rows, len(present), grouped=True)
-            self._timeline.run("gpu", seconds, "experts", ready, layer=layer, step=step)
+            self._timeline.run("gpu", seconds, "experts", ready, layer=layer, step=step, count=len(present))
         return [entry for entry in there if entry[0] > ready]
 
     def _compute(self, layer: int, expert: int, rows: int, after: float, step: int) -> float:
@@ -228,7 +236,8 @@ class RequestSimulation:
         rows = sum(count for _, count in computed)
         at = run("d2h", costs.activations(rows), "activations", ready, layer=layer, step=step)
         at = self._from_disk(len(computed), at, layer, step)
-        at = run("cpu_experts", costs.cpu_experts(rows, len(computed)), "experts", at, layer=layer, step=step)
+        seconds = costs.cpu_experts(rows, len(computed))
+        at = run("cpu_experts", seconds, "experts", at, layer=layer, step=step, count=len(computed))
         return run("small_copy", costs.activations(rows), "results", at, layer=layer, step=step)
 
     def _divide(

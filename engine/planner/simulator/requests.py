@@ -118,7 +118,7 @@ def run_requests(strategy: Strategy, setting: Setting, *, record: bool = False) 
     first = simulation.run_pass(
         prefill, decode[0][0], rows=prompt, context=workload.prompt_tokens, after=0.0, step=-1, prefill=True
     )
-    timeline.mark("prefill", 0.0, first)
+    timeline.mark("prefill", 0.0, first, count=prompt)
     undrawn = model.moe_layers / layers - 1
     ttft = first + undrawn * simulation.moe_s
     simulation.uses = simulation.hits = 0
@@ -133,7 +133,7 @@ def run_requests(strategy: Strategy, setting: Setting, *, record: bool = False) 
             step=step,
             prefill=False,
         )
-        timeline.mark("decode", ends[-1], end, step=step)
+        timeline.mark("decode", ends[-1], end, step=step, count=rows)
         ends.append(end)
         in_layers.append(simulation.moe_s)
     warm = _WARM_UP_STEPS if rows == 1 else _WARM_UP_STEPS_OF_MANY

@@ -23,6 +23,8 @@ class Span:
         ready: when everything that it waits for had ended; never after `start`.
         name: what.
         layer, expert, step: which; -1 where that means nothing.
+        count: experts that were computed or read together; rows of a phase.
+        nbytes: of a copy or a read.
     """
 
     lane: str
@@ -33,6 +35,8 @@ class Span:
     expert: int
     step: int
     ready: float
+    count: int = 1
+    nbytes: int = 0
 
 
 class Timeline:
@@ -55,6 +59,8 @@ class Timeline:
         layer: int = -1,
         expert: int = -1,
         step: int = -1,
+        count: int = 1,
+        nbytes: float = 0.0,
     ) -> float:
         """Issues work that waits for `after`; returns when it ends."""
         if seconds <= 0:
@@ -67,13 +73,13 @@ class Timeline:
         if end > self.end:
             self.end = end
         if self._record:
-            self.spans.append(Span(lane, start, end, name, layer, expert, step, after))
+            self.spans.append(Span(lane, start, end, name, layer, expert, step, after, count, round(nbytes)))
         return end
 
-    def mark(self, name: str, start: float, end: float, *, step: int = -1) -> None:
-        """A phase: prefill, or one step of decode."""
+    def mark(self, name: str, start: float, end: float, *, step: int = -1, count: int = 1) -> None:
+        """A phase of `count` rows: prefill, or one step of decode."""
         if self._record and end > start:
-            self.spans.append(Span("phase", start, end, name, -1, -1, step, start))
+            self.spans.append(Span("phase", start, end, name, -1, -1, step, start, count))
 
     def free_at(self, lane: str) -> float:
         """When what was issued to this lane's resource so far ends."""

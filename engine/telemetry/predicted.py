@@ -1,0 +1,98 @@
+"""A simulated timeline as records of the kind that the engine makes, to be drawn and exported like those."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+
+from engine.planner.simulator.timeline import LANES, Span
+from engine.telemetry import lanes
+from engine.telemetry.records import COUNTERS, SPAN, STEP, Records, no_spans, no_steps
+
+_REQUEST, _DEVICE = 1, 0
+_ANY_LANE: Mapping[str, int] = MappingProxyType(
+    {
+        "prefill": lanes.PREFILL,
+        "decode": lanes.DECODE,
+        "batch step": lanes.BATCH_STEP,
+        "attention": lanes.ATTENTION,
+        "projections": lanes.DENSE,
+        "dense layer": lanes.DENSE,
+        "head": lanes.HEAD,
+        "experts": lanes.EXPERTS,
+        "expert": lanes.EXPERTS,
+        "activations": lanes.HIDDEN,
+        "hidden": lanes.HIDDEN,
+        "qkv": lanes.HIDDEN,
+        "results": lanes.RESULTS,
+        "post-fetch": lanes.POST_FETCH,
+        "prefetch": lanes.PREFETCH,
+        "weights": lanes.WHOLE_LAYER,
+        "attention weights": lanes.WHOLE_LAYER,
+        "page": lanes.WHOLE_LAYER,
+    }
+)
+"""The simulator's names; what is not among them, such as keys and values on their way, is a `copy`."""
+_READ_LATER = ("weights", "page", "attention weights", "prefetch")
+
+
+def predicted_records(spans: Sequence[Span], *, first_layer: int = 0) -> tuple[Records, Records]:
+    """(spans, steps) of a simulation, its beginning at 0 ns.
+
+    Hits are what the card computed and nobody fetched in the same step; a step is a phase of the simulation.
+
+    Args:
+        first_layer: of the decoder, which the simulation calls 0: the number of dense layers before it.
+    """
+    if not spans:
+        return no_spans(), no_steps()
+    phases = sorted((span for span in spans if span.lane == "phase"), key=lambda span: span.start)
+    starts = [span.start for span in phases]
+    rows = []
+    counted = [dict.fromkeys(COUNTERS, 0) for _ in phases]
+    for span in spans:
+        # What is issued for the next pass before this one ends is work of this one.
+        phase = max(bisect_right(starts, span.start) - 1, 0)
+        layer = span.layer + first_layer if span.layer >= 0 else -1
+        name = _name(span)
+        times = _nanoseconds(span.start), _nanoseconds(span.end)
+        of_what = (span.nbytes, _REQUEST, phase, layer, span.expert, span.count)
+        rows.append((*times, *of_what, LANES.index(span.lane), _DEVICE, name))
+        for counter, amount in _amounts(span, name) if phases else ():
+            counted[phase][counter] += amount
+    steps = []
+    for number, span in enumerate(phases):
+        amounts = (max(amount, 0) for amount in counted[number].values())
+        whose = (_REQUEST, number, _name(span), span.count)
+        steps.append((_nanoseconds(span.start), _nanoseconds(span.end), *whose, *amounts))
+    return np.array(rows, SPAN), np.array(steps, STEP) if steps else no_steps()
+
+
+def _name(span: Span) -> int:
+    if span.lane == "disk":
+        return lanes.READ_AHEAD if span.name in _READ_LATER else lanes.READ
+    if span.lane == "h2d" and span.name in ("expert", "experts"):
+        return lanes.FETCH
+    return _ANY_LANE.get(span.name, lanes.COPY)
+
+
+def _amounts(span: Span, name: int) -> Iterable[tuple[str, int]]:
+    """(counter, by how much this span raises it)."""
+    if name == lanes.EXPERTS:
+        yield ("on_cpu" if span.lane == "cpu_experts" else "hits"), span.count
+    elif name == lanes.FETCH:
+        yield "fetched", span.count
+        yield "hits", -span.count
+    elif name == lanes.POST_FETCH:
+        yield "post_fetches", span.count
+    elif name == lanes.PREFETCH:
+        yield "prefetched", span.count
+    if span.nbytes and span.lane in ("h2d", "d2h", "disk"):
+        yield f"{span.lane}_bytes", span.nbytes
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
