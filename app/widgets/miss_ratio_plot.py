@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
-from PySide6.QtCore import QEvent, QLineF, QPointF, QRectF, QSize, Qt, Signal
-from PySide6.QtGui import (
-    QBrush,
-    QColor,
-    QFocusEvent,
-    QFont,
-    QFontMetricsF,
-    QKeyEvent,
-    QMouseEvent,
-    QPainter,
-    QPaintEvent,
-    QPen,
-    QPolygonF,
-)
+from PySide6.QtCore import QEvent, QRectF, QSize, Qt, Signal
+from PySide6.QtGui import QFocusEvent, QFont, QFontMetricsF, QKeyEvent, QMouseEvent, QPainter, QPaintEvent
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
 from app.models.cache_figures import NO_FORECAST, Forecast
 from app.theme import ThemeController, tabular
+from app.widgets.miss_ratio_picture import MissRatioPicture, plot_area
 from app.widgets.quantities import memory, number
-from app.widgets.timeline.colours import faded
-from app.widgets.timeline.plots import polygon
 from engine.telemetry.messages import TierReport
 
-HANDLE_PX = 6.0
 _GRAB_PX = 12.0
 _LEAST_SLOTS = 1
-_DIFFERS = 0.02
-"""Of two curves, from when on both are drawn."""
 
 
 class MissRatioPlot(QWidget):
@@ -142,7 +125,7 @@ class MissRatioPlot(QWidget):
     def minimumSizeHint(self) -> QSize:
         return QSize(220, 150)
 
-    # --- geometry ---------------------------------------------------------------------------------
+    # --- painting ---------------------------------------------------------------------------------
 
     @property
     def _most(self) -> int:
@@ -153,172 +136,27 @@ class MissRatioPlot(QWidget):
         font.setPixelSize(max(9, round(self._theme.font_px * 11.5 / 14)))
         return font
 
-    def _area(self, metrics: QFontMetricsF) -> QRectF:
-        line = metrics.height()
-        right = metrics.horizontalAdvance("000") + 8 if len(self._forecast.tokens_per_s) else 4
-        left = metrics.horizontalAdvance("100%") + 8
-        return QRectF(self.rect()).adjusted(left, line + 10, -right, -line - 8)
+    def _area(self) -> QRectF:
+        return plot_area(QRectF(self.rect()), QFontMetricsF(self._font()), self._forecast)
 
-    def _x(self, area: QRectF, slots: float) -> float:
+    def _x(self, slots: float) -> float:
+        area = self._area()
         return area.left() + area.width() * slots / self._most
-
-    # --- painting ---------------------------------------------------------------------------------
 
     def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
         if self._tier is None:
             return
         painter = QPainter(self)
         painter.setRenderHint(QPainter.RenderHint.Antialiasing)
-        font = self._font()
-        painter.setFont(font)
-        metrics = QFontMetricsF(font)
-        area = self._area(metrics)
-        self._draw_axes(painter, area, metrics)
-        self._draw_curves(painter, area, metrics)
-        self._draw_present(painter, area)
-        self._draw_handle(painter, area, metrics)
+        painter.setFont(self._font())
+        picture = MissRatioPicture(
+            self._theme.theme, self._tier, self._forecast, self._room, self._measured, is_top=self._is_top
+        )
+        picture.draw(painter, self._area(), float(self.width()))
+        picture.draw_handle(
+            painter, self._area(), self.slots, self.texts(), is_moved=self.is_moved, has_focus=self.hasFocus()
+        )
         painter.end()
-
-    def _draw_axes(self, painter: QPainter, area: QRectF, metrics: QFontMetricsF) -> None:
-        theme = self._theme.theme
-        if self._room < self._most:
-            full = QRectF(QPointF(self._x(area, self._room), area.top()), area.bottomRight())
-            painter.setPen(Qt.PenStyle.NoPen)
-            painter.setBrush(QBrush(faded(QColor(theme.faint), 70), Qt.BrushStyle.BDiagPattern))
-            painter.drawRect(full)
-        for share in (0.0, 0.5, 1.0):
-            y = area.bottom() - share * area.height()
-            painter.setPen(QPen(QColor(theme.border), 1))
-            painter.drawLine(QLineF(area.left(), y, area.right(), y))
-            painter.setPen(QColor(theme.muted))
-            box = QRectF(0, y - metrics.height() / 2, area.left() - 6, metrics.height())
-            painter.drawText(box, Qt.AlignmentFlag.AlignRight, self.tr("{0}%").format(number(100 * share, 0)))
-        below = QRectF(area.left(), area.bottom() + 6, area.width(), metrics.height())
-        painter.drawText(below, Qt.AlignmentFlag.AlignLeft, number(0, 0))
-        painter.drawText(below, Qt.AlignmentFlag.AlignRight, self.tr("all {0} experts").format(number(self._most, 0)))
-        if self._room < self._most:
-            label = self.tr("no room")
-            width = metrics.horizontalAdvance(label) + 8
-            left = self._x(area, self._room) + 4
-            if left + width < area.right():  # what does not fit is said by the tool tip
-                box = QRectF(left, area.top() + 4, width, metrics.height() + 2)
-                painter.fillRect(box, QColor(theme.surface))
-                painter.drawText(box, Qt.AlignmentFlag.AlignCenter, label)
-
-    def _draw_curves(self, painter: QPainter, area: QRectF, metrics: QFontMetricsF) -> None:
-        theme, known = self._theme.theme, self._forecast
-        if not len(known.slots):
-            self._draw_legend(painter, area, metrics, [], self._why_no_curve())
-            return
-        solid = QColor(theme.hit) if theme.is_dark else QColor(theme.hit).darker(150)
-        bent = QPen(solid, 2)
-        lru = QPen(QColor(theme.muted), 1.2, Qt.PenStyle.DotLine)
-        speed = QPen(QColor(theme.text), 1.4, Qt.PenStyle.DashLine)
-        samples = [(bent, self.tr("hits, expected"))]
-        xs = area.left() + area.width() * known.slots / self._most
-        lines = [(known.hit_rates, bent)]
-        if np.abs(known.hit_rates - known.lru_rates).max() > _DIFFERS:
-            lines.insert(0, (known.lru_rates, lru))
-            samples.append((lru, self.tr("LRU")))
-        painter.save()
-        painter.setClipRect(area.adjusted(0, -2, 0, 2))
-        painter.setPen(Qt.PenStyle.NoPen)
-        painter.setBrush(faded(QColor(theme.hit), 45))
-        ys = area.bottom() - area.height() * known.hit_rates
-        corners = [area.bottom()] * 2
-        painter.drawPolygon(polygon(np.concatenate((xs, [xs[-1], xs[0]])), np.concatenate((ys, corners))))
-        painter.setBrush(Qt.BrushStyle.NoBrush)
-        top = _round_up(float(known.tokens_per_s.max())) if len(known.tokens_per_s) else 0.0
-        if top:
-            lines.append((known.tokens_per_s / top, speed))
-            samples.append((speed, self.tr("tokens/s, predicted")))
-        for shares, pen in lines:
-            painter.setPen(pen)
-            painter.drawPolyline(polygon(xs, area.bottom() - area.height() * shares))
-        painter.restore()
-        if top:
-            painter.setPen(QColor(theme.muted))
-            for share in (0.5, 1.0):
-                y = area.bottom() - share * area.height() - metrics.height() / 2
-                box = QRectF(area.right() + 6, y, self.width() - area.right() - 6, metrics.height())
-                painter.drawText(box, Qt.AlignmentFlag.AlignLeft, number(share * top, 0 if top >= 10 else 1))
-        self._draw_legend(painter, area, metrics, samples)
-
-    def _why_no_curve(self) -> str:
-        if self._tier is not None and self._tier.tier == "ram" and not self._is_top:
-            return self.tr("the curve is of VRAM")
-        return self.tr("no curve yet: too few tokens")
-
-    def _draw_legend(
-        self,
-        painter: QPainter,
-        area: QRectF,
-        metrics: QFontMetricsF,
-        samples: list[tuple[QPen, str]],
-        said: str = "",
-    ) -> None:
-        """Samples of the lines by name, in one row above the plot; `said` comes after them."""
-        muted = QColor(self._theme.theme.muted)
-        x, y = area.left(), metrics.height() / 2 + 1
-        base = y + metrics.ascent() / 2 - 1
-        for pen, text in samples:
-            painter.setPen(pen)
-            painter.drawLine(QLineF(x, y, x + 18, y))
-            painter.setPen(muted)
-            painter.drawText(QPointF(x + 23, base), text)
-            x += 23 + metrics.horizontalAdvance(text) + 14
-        if self._measured is not None:
-            text = self.tr("now")
-            painter.setPen(Qt.PenStyle.NoPen)
-            painter.setBrush(QColor(self._theme.theme.text))
-            painter.drawPolygon(_diamond(QPointF(x + 5, y)))
-            painter.setPen(muted)
-            painter.drawText(QPointF(x + 14, base), text)
-            x += 14 + metrics.horizontalAdvance(text) + 14
-        painter.setPen(muted)
-        painter.drawText(QPointF(x, base), said)
-
-    def _draw_present(self, painter: QPainter, area: QRectF) -> None:
-        theme, tier = self._theme.theme, self._tier
-        if tier is None:
-            return
-        x = self._x(area, tier.slots)
-        painter.setPen(QPen(QColor(theme.muted), 1, Qt.PenStyle.DotLine))
-        painter.drawLine(QLineF(x, area.top(), x, area.bottom()))
-        if self._measured is not None:
-            painter.setPen(QPen(QColor(theme.surface), 1))
-            painter.setBrush(QColor(theme.text))
-            painter.drawPolygon(_diamond(QPointF(x, area.bottom() - area.height() * self._measured)))
-
-    def _draw_handle(self, painter: QPainter, area: QRectF, metrics: QFontMetricsF) -> None:
-        theme = self._theme.theme
-        x = self._x(area, self.slots)
-        accent = QColor(theme.accent)
-        painter.setPen(QPen(accent, 2))
-        painter.drawLine(QLineF(x, area.top(), x, area.bottom()))
-        texts = [text for text in self.texts() if text]
-        width = max(metrics.horizontalAdvance(text) for text in texts) + 14
-        height = len(texts) * metrics.height() + 8
-        left = x + 10 if x + 10 + width <= area.right() else x - 10 - width
-        left = min(max(left, area.left() + 2), max(area.left() + 2, area.right() - width))
-        box = QRectF(left, area.bottom() - height - 8, width, height)
-        painter.setPen(QPen(accent if self.is_moved else QColor(theme.border), 1))
-        painter.setBrush(QColor(theme.raised))
-        painter.drawRoundedRect(box, 6, 6)
-        painter.setPen(QColor(theme.text))
-        for line, text in enumerate(texts):
-            row = QRectF(box.left() + 7, box.top() + 4 + line * metrics.height(), width, metrics.height())
-            painter.drawText(row, Qt.AlignmentFlag.AlignLeft, text)
-        painter.setPen(QPen(QColor(theme.surface), 1.5))
-        painter.setBrush(accent)
-        grip = QPointF(x, area.bottom())
-        if self.hasFocus():
-            painter.save()
-            painter.setPen(QPen(accent, 1.5))
-            painter.setBrush(Qt.BrushStyle.NoBrush)
-            painter.drawEllipse(grip, HANDLE_PX + 3, HANDLE_PX + 3)
-            painter.restore()
-        painter.drawEllipse(grip, HANDLE_PX, HANDLE_PX)
 
     # --- mouse and keys ---------------------------------------------------------------------------
 
@@ -327,9 +165,8 @@ class MissRatioPlot(QWidget):
             event.ignore()
             return
         self._before_drag, self._dragging = self._wanted, True
-        area = self._area(QFontMetricsF(self._font()))
         # Whoever takes the handle itself moves it from where it stands; elsewhere it comes to the mouse.
-        if abs(event.position().x() - self._x(area, self.slots)) > _GRAB_PX:
+        if abs(event.position().x() - self._x(self.slots)) > _GRAB_PX:
             self._move_to(self._slots_at(event.position().x()))
 
     def mouseMoveEvent(self, event: QMouseEvent) -> None:
@@ -342,7 +179,7 @@ class MissRatioPlot(QWidget):
             self._choose()
 
     def _slots_at(self, x: float) -> int:
-        area = self._area(QFontMetricsF(self._font()))
+        area = self._area()
         return round((x - area.left()) / max(area.width(), 1.0) * self._most)
 
     def _move_to(self, slots: int) -> None:
@@ -396,14 +233,3 @@ class MissRatioPlot(QWidget):
         super().changeEvent(event)
         if event.type() == QEvent.Type.StyleChange:
             self.update()
-
-
-def _diamond(at: QPointF) -> QPolygonF:
-    half = 5.0
-    return QPolygonF([at + QPointF(0, -half), at + QPointF(half, 0), at + QPointF(0, half), at + QPointF(-half, 0)])
-
-
-def _round_up(value: float) -> float:
-    """The next number of one figure, or two and a half: where an axis ends."""
-    power = float(10 ** np.floor(np.log10(max(value, 1e-6))))
-    return next(step * power for step in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 20) if step * power >= value * 1.02)
