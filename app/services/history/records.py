@@ -11,7 +11,7 @@ from engine.telemetry.records import Records
 
 
 class RecordHistory:
-    """At most about `most` records; whoever reads gets those that touch a stretch of time."""
+    """The last `most` records, and what came with the oldest of them; read by the stretch of time that they touch."""
 
     def __init__(self, most: int, empty: Records) -> None:
         self._most = most
@@ -36,7 +36,7 @@ class RecordHistory:
         for piece in [records[at : at + self._most] for at in range(0, len(records), self._most)]:
             self._pieces.append((int(piece["start_ns"].min()), int(piece["end_ns"].max()), piece))
             self._count += len(piece)
-        while self._count > self._most and len(self._pieces) > 1:
+        while len(self._pieces) > 1 and self._count - len(self._pieces[0][2]) >= self._most:
             self._count -= len(self._pieces.popleft()[2])
 
     def between(self, start_ns: int, end_ns: int) -> Records:

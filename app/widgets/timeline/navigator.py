@@ -138,7 +138,10 @@ class Navigator(QObject):
         history = self.history
         if self._preset_ns != WHOLE:
             end_ns = self.viewport.end_ns
-            self.viewport = replace(self.viewport, span_ns=float(self._preset_ns)).ending_at(end_ns)
+            viewport = replace(self.viewport, span_ns=float(self._preset_ns)).ending_at(end_ns)
+            if history is not None and history.start_ns is not None and history.end_ns is not None:
+                viewport = viewport.within(history.start_ns, history.end_ns)
+            self.viewport = viewport
             self.follow()
         elif history is not None and history.start_ns is not None:
             start, end = history.start_ns, self._end_ns()

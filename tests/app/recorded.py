@@ -1,0 +1,36 @@
+"""Records and samples that an engine and sensors could have sent."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.hardware.sensors import SensorSample
+from engine.telemetry.lanes import ATTENTION, CPU_ATTENTION, CPU_EXPERTS, DECODE, EXPERTS, FETCH, GPU, H2D
+from engine.telemetry.records import SPAN, STEP, Records
+
+STEP_NS = 20_000_000
+
+
+def decoded(steps: int, start_ns: int, *, layers: int = 4, on_device: bool = False) -> tuple[Records, Records]:
+    """Spans and steps of a decode without gaps: in each layer attention, then experts, and copies on a device."""
+    spans, layer_ns = [], STEP_NS // layers
+    for step in range(steps):
+        for layer in range(layers):
+            begin = start_ns + step * STEP_NS + layer * layer_ns
+            middle = begin + layer_ns // 3
+            spans.append((begin, middle, 0, 1, step, layer, -1, 1, GPU if on_device else CPU_ATTENTION, 0, ATTENTION))
+            spans.append((middle, begin + layer_ns, 0, 1, step, layer, -1, 7, CPU_EXPERTS, 0, EXPERTS))
+            if on_device:
+                spans.append((begin, begin + layer_ns // 2, 10_000, 1, step, layer, 3, 1, H2D, 0, FETCH))
+    records = np.zeros(steps, STEP)
+    records["start_ns"] = start_ns + np.arange(steps) * STEP_NS
+    records["end_ns"] = records["start_ns"] + STEP_NS
+    records["request"], records["step"] = 1, np.arange(steps)
+    records["name"], records["tokens"] = DECODE, 1
+    records["on_cpu"], records["hits"] = 20, 8 if on_device else 0
+    return np.array(spans, SPAN), records
+
+
+def sample(at_s: float = 0.0, busy: float = 0.5) -> SensorSample:
+    """A machine of two cores without a card."""
+    return SensorSample(at_s, (), (busy, busy), 1.0, ram_used=2**32, ram_total=2**34, ram_ours=2**30, minor_faults=10.0)

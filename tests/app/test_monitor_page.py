@@ -1,0 +1,335 @@
+"""The Monitor page with an engine that says what the test wants, and sessions on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PySide6.QtCore import Qt, Signal
+from PySide6.QtWidgets import QAbstractButton
+from pytestqt.qtbot import QtBot
+
+from app.services.engine_client import EngineState
+from app.services.session_library import open_session, sessions_in
+from app.services.session_recording import SessionRecording, sessions_dir
+from app.services.settings import Settings
+from app.services.telemetry_hub import RECORD_SETTING, TelemetryHub
+from app.theme import ThemeController
+from app.views.monitor import MonitorPage
+from app.views.monitor.summary import advice_sentence, waiting_sentence
+from app.widgets.expert_map.data import map_data
+from app.widgets.expert_map.picture import draw_map
+from app.widgets.expert_map.view import ExpertMapView
+from app.widgets.timeline.strip import TimelineStrip
+from engine.errors import EngineError
+from engine.telemetry.advice import Advice
+from engine.telemetry.analysis import OTHER, Waiting
+from engine.telemetry.messages import IN_RAM, IN_VRAM, ON_DISK, ExpertMap, TelemetryCounters, TelemetrySpans
+from engine.telemetry.records import Records, pack
+from tests.app.recorded import STEP_NS, decoded
+from tests.app.scripted_engine import STARTER
+from tests.app.scripted_engine import ScriptedEngine as ChatEngine
+
+
+class WatchedEngine(ChatEngine):
+    """The chat page's engine, and what can be watched of it."""
+
+    recorded = Signal(object)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watched: list[tuple[bool, bool]] = []
+
+    def watch_telemetry(self, *, on: bool, expert_map: bool = False) -> None:
+        self.watched.append((on, expert_map))
+
+    def resize_cache(self, tier: str, slots: int) -> None:
+        """Nothing is resized here."""
+
+
+@pytest.fixture
+def engine(qapp: object) -> Iterator[WatchedEngine]:
+    result = WatchedEngine()
+    yield result
+    result.deleteLater()
+
+
+@pytest.fixture
+def hub(engine: WatchedEngine, settings: Settings) -> Iterator[TelemetryHub]:
+    result = TelemetryHub(engine, settings)  # type: ignore[arg-type]
+    yield result
+    result.close()
+    result.deleteLater()
+
+
+@pytest.fixture
+def page(
+    qtbot: QtBot, engine: WatchedEngine, hub: TelemetryHub, settings: Settings, theme: ThemeController
+) -> Iterator[MonitorPage]:
+    result = MonitorPage(engine, hub, settings, theme)  # type: ignore[arg-type]
+    qtbot.addWidget(result)
+    result.resize(1072, 800)
+    with qtbot.waitSignal(hub.ready, timeout=20_000):
+        result.show()
+    yield result
+    result.hide()
+    result.close_down()
+
+
+def tell(engine: WatchedEngine, steps: int = 60, *, on_device: bool = False) -> tuple[Records, Records]:
+    """Lets the engine say that it has decoded until now."""
+    now = time.perf_counter_ns()
+    spans, made = decoded(steps, now - steps * STEP_NS, on_device=on_device)
+    engine.recorded.emit(TelemetrySpans(now, time.time(), len(spans), pack(spans), 0))
+    engine.recorded.emit(TelemetryCounters(len(made), pack(made), 0))
+    return spans, made
+
+
+def expert_map(rows: int = 3, columns: int = 8) -> ExpertMap:
+    """A map in which each row's experts are used the more the higher their number."""
+    heat = np.broadcast_to(np.arange(columns) * 255 // columns, (rows, columns)).astype(np.uint8)
+    places = np.broadcast_to(np.arange(columns) % 3, (rows, columns))
+    places = np.choose(places, [IN_VRAM | IN_RAM, IN_RAM, ON_DISK]).astype(np.uint8)
+    counts = heat.astype(np.uint32)
+    packed = [pack(part.reshape(-1)) for part in (heat, places, counts, counts // 2, counts)]
+    return ExpertMap(tuple(range(rows)), columns, 300, 9.0, *packed, (2**20,) * rows)
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def test_it_says_what_to_do_first(page: MonitorPage) -> None:
+    assert "Ask something in Chat" in page.summary.accessibleName()
+    assert page.summary.button.isHidden()
+
+
+def test_what_the_engine_says_is_shown(
+    page: MonitorPage, engine: WatchedEngine, hub: TelemetryHub, qtbot: QtBot
+) -> None:
+    with qtbot.waitSignal(hub.analysed, timeout=20_000):
+        tell(engine)
+    qtbot.waitUntil(lambda: "waiting for CPU experts" in page.summary.accessibleName(), timeout=20_000)
+    assert page.summary.accessibleName().startswith("Last 60 tokens: 67% waiting for CPU experts")
+    page.timeline.view.refresh()
+    page.grab()
+    assert [row.lane.key for row in page.timeline.view.rows][:2] == ["phase", "cpu"]
+
+
+def test_it_watches_while_it_is_seen(page: MonitorPage, engine: WatchedEngine, hub: TelemetryHub) -> None:
+    assert engine.watched[-1] == (True, True)
+    page.hide()
+    assert engine.watched[-1] == (True, False)  # for the recording
+
+
+def test_who_wants_no_recording_is_watched_by_nobody(
+    page: MonitorPage, engine: WatchedEngine, settings: Settings
+) -> None:
+    settings.set(RECORD_SETTING, False)
+    assert engine.watched[-1] == (True, True)
+    page.hide()
+    assert engine.watched[-1] == (False, False)
+
+
+def test_nonsense_harms_nothing(page: MonitorPage, engine: WatchedEngine, hub: TelemetryHub, qtbot: QtBot) -> None:
+    now = time.perf_counter_ns()
+    spans, _ = decoded(3, now)
+    spans["end_ns"] -= 10**9
+    engine.recorded.emit(TelemetrySpans(now, 0.0, 5, "no base64 %%%", 0))
+    engine.recorded.emit(TelemetrySpans(-(2**60), float("inf"), len(spans), pack(spans), 0))
+    engine.recorded.emit(TelemetryCounters(1, pack(np.zeros(3, np.uint8)), -5))
+    broken = dataclasses.replace(expert_map(), layers=(1, 2, 3, 4, 5))
+    engine.recorded.emit(broken)
+    qtbot.waitUntil(lambda: hub.experts is broken, timeout=20_000)
+    page._refresh()
+    assert page.experts.view.data is None
+    with qtbot.waitSignal(hub.analysed, timeout=20_000):
+        tell(engine)
+    assert hub.dropped >= 2
+
+
+def test_a_dead_engine_is_told_and_what_was_recorded_stays(
+    page: MonitorPage, engine: WatchedEngine, hub: TelemetryHub, qtbot: QtBot
+) -> None:
+    with qtbot.waitSignal(hub.analysed, timeout=20_000):
+        tell(engine)
+    engine.die()
+    assert "The engine has ended." in page.summary.accessibleName()
+    history = hub.history
+    assert history is not None
+    qtbot.waitUntil(lambda: bool(history.marks_between(0, 2**62)), timeout=20_000)
+    assert history.has_engine
+    engine.set_state(EngineState.STARTING)
+    assert "starting" in page.summary.accessibleName()
+
+
+def test_everything_that_can_be_pressed_has_a_name(page: MonitorPage) -> None:
+    for button in page.findChildren(QAbstractButton):
+        if button.isVisibleTo(page) and button.objectName() != "qt_tableview_cornerbutton":
+            assert button.accessibleName() or button.text()
+
+
+@pytest.mark.parametrize("choice", ["light", "dark"])
+def test_it_can_be_drawn_in_every_theme(
+    page: MonitorPage, engine: WatchedEngine, theme: ThemeController, qtbot: QtBot, choice: str, hub: TelemetryHub
+) -> None:
+    theme.set_choice("dark" if choice == "dark" else "light")
+    with qtbot.waitSignal(hub.analysed, timeout=20_000):
+        tell(engine, on_device=True)
+    engine.recorded.emit(expert_map())
+    qtbot.waitUntil(lambda: hub.experts is not None, timeout=20_000)
+    page._refresh()
+    page.timeline.machine.setChecked(True)
+    page.timeline.as_table.setChecked(True)
+    assert not page.grab().isNull()
+    page.timeline.as_table.setChecked(False)
+    assert not page.grab().isNull()
+
+
+def test_the_strip_opens_the_monitor(
+    qtbot: QtBot, hub: TelemetryHub, theme: ThemeController, page: MonitorPage
+) -> None:
+    strip = TimelineStrip(hub, theme)
+    qtbot.addWidget(strip)
+    strip.resize(600, strip.height())
+    tell(page._client, on_device=True)  # type: ignore[arg-type]
+    assert not strip.grab().isNull()
+    with qtbot.waitSignal(strip.opened):
+        qtbot.keyClick(strip, Qt.Key.Key_Return)
+
+
+# --- sentences ------------------------------------------------------------------------------------
+
+
+def test_sentences() -> None:
+    waited = Waiting(200, 4.0, {"cpu_experts": 0.61, OTHER: 0.3, "gpu": 0.08, "disk": 0.01})
+    assert waiting_sentence(waited) == (
+        "Last 200 tokens: 61% waiting for CPU experts, 30% Python and the sampler, 8% the GPU."
+    )
+    assert waiting_sentence(Waiting(0, 0.0, {})) == "Nothing has been decoded yet."
+    assert "int8 weights would be about 1.5 times" in advice_sentence(Advice("precision", "int8", 1.5))
+    assert advice_sentence(None) == ""
+
+
+# --- the map --------------------------------------------------------------------------------------
+
+
+def test_the_map_is_sorted_hovered_and_walked(qtbot: QtBot, theme: ThemeController) -> None:
+    view = ExpertMapView(theme)
+    qtbot.addWidget(view)
+    view.resize(400, 200)
+    view.show_data(map_data(expert_map()))
+    assert view.text_at(1, 0).startswith("Layer 1, expert 0 · used 0 times")
+    assert "in VRAM, in RAM" in view.text_at(1, 0)
+    view.sort_by_use(True)
+    assert view.text_at(1, 0).startswith("Layer 1, expert 7")
+    with qtbot.waitSignal(view.said) as said:
+        qtbot.keyClick(view, Qt.Key.Key_Right)
+    assert "expert 7" in said.args[0]
+    assert not view.grab().isNull()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (61, 1000), (94, 128), (2, 3)])
+def test_maps_of_every_size_can_be_drawn(rows: int, columns: int) -> None:
+    from PySide6.QtGui import QColor
+
+    data = map_data(expert_map(rows, columns))
+    for by_use in (False, True):
+        image = draw_map(data, data.order(by_use=by_use), 317, 149, QColor("white"), QColor("black"))
+        assert (image.width(), image.height()) == (317, 149)
+
+
+def test_a_map_that_does_not_fit_itself_is_refused() -> None:
+    for wrong in ({"experts": 9}, {"layers": ()}, {"heat": "x"}, {"record_bytes": (1,)}, {"experts": 2**40}):
+        with pytest.raises(EngineError):
+            map_data(dataclasses.replace(expert_map(), **wrong))
+
+
+# --- sessions -------------------------------------------------------------------------------------
+
+
+def record(folder: Path, steps: int = 40) -> tuple[Records, Records]:
+    """A session of so many steps, with a map and the machine's gauges."""
+    problems: list[str] = []
+    recording = SessionRecording(folder, problems.append)
+    recording.begin({"model": "Starter", "device": "cpu", "precision": "bf16"})
+    spans, made = decoded(steps, 10**15)
+    recording.clock(10**15, 1e9)
+    recording.spans(spans)
+    recording.steps(made)
+    recording.expert_map(10**15, expert_map())
+    recording.sample(10**15, {"cpu_all": 0.5})
+    recording.end()
+    assert problems == []
+    return spans, made
+
+
+def test_a_session_is_opened_as_it_was_recorded(tmp_path: Path, page: MonitorPage, qtbot: QtBot) -> None:
+    spans, made = record(tmp_path)
+    (entry,) = sessions_in(tmp_path)
+    session = open_session(entry)
+    start, end = int(made["start_ns"][0]), int(made["end_ns"][-1])
+    assert len(session.history.spans_between(start, end)) == len(spans)
+    assert session.about["model"] == STARTER.name
+    assert len(session.maps) == 1
+    with qtbot.waitSignal(page.sessions.opened, timeout=20_000):
+        page.sessions.read(entry, compare=False)
+    assert not page.timeline.view.navigator.is_live
+    assert page.experts.view.data is not None
+    assert "67% waiting for CPU experts" in page.summary.accessibleName()
+    with qtbot.waitSignal(page.sessions.compared, timeout=20_000):
+        page.sessions.read(entry, compare=True)
+    assert page.second.isVisibleTo(page)
+    page.second.dismiss()
+    page.show_now()
+    assert page.timeline.view.navigator.is_live
+
+
+def test_a_session_that_was_cut_short_is_opened_as_far_as_it_goes(tmp_path: Path, page: MonitorPage) -> None:
+    record(tmp_path)
+    (entry,) = sessions_in(tmp_path)
+    for keep in (0.98, 0.5, 0.05):
+        data = entry.paths[0].read_bytes()
+        entry.paths[0].write_bytes(data[: int(len(data) * keep)])
+        try:
+            session = open_session(entry)
+        except EngineError:
+            continue
+        assert not session.recorded.is_whole
+        page.show_session(session)
+        assert "cut short" in page.session_banner.text
+        page.grab()
+
+
+def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    problems: list[str] = []
+    recording = SessionRecording(tmp_path / "file" / "sessions", problems.append)
+    recording.begin({})
+    for _ in range(3):
+        recording.spans(decoded(2, 10**15)[0])
+    assert len(problems) == 1
+
+
+def test_what_is_shown_is_exported(
+    page: MonitorPage, engine: WatchedEngine, hub: TelemetryHub, qtbot: QtBot, tmp_path: Path
+) -> None:
+    with qtbot.waitSignal(hub.analysed, timeout=20_000):
+        spans, _ = tell(engine)
+    page.grab()
+    for name in ("trace.json", "spans.csv"):
+        with qtbot.waitSignal(page.export.told, timeout=20_000):
+            page.export.write_records(tmp_path / name)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == len(spans)
+    assert (tmp_path / "spans.csv").read_text().count("\n") == len(spans) + 1
+    assert (tmp_path / "spans-steps.csv").exists()
+    for name in ("picture.png", "drawing.svg"):
+        page.export.write_picture(tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 1000
+    page.export.write_picture(tmp_path / "no" / "such" / "folder.svg")
+    assert sessions_dir().is_dir()

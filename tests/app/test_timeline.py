@@ -1,0 +1,259 @@
+"""The timeline: where one looks, what lanes say, and a widget that takes whatever comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose
+from PySide6.QtCore import QPointF, Qt
+from PySide6.QtGui import QPolygonF
+from pytestqt.qtbot import QtBot
+
+from app.services.history.history import History
+from app.theme import ThemeController
+from app.widgets.timeline.blocks import MOST_ROWS, rows_of
+from app.widgets.timeline.lanes import lanes_of, nice, read_lane, reading
+from app.widgets.timeline.navigator import BEHIND_NS, WHOLE, Navigator
+from app.widgets.timeline.plots import polygon
+from app.widgets.timeline.readout import averages_text, token_at
+from app.widgets.timeline.table import LaneTable
+from app.widgets.timeline.view import TimelineView
+from app.widgets.timeline.viewport import Viewport, duration, tick_ns
+from engine.telemetry.lanes import DISK, READ
+from engine.telemetry.records import SPAN
+from tests.app.recorded import STEP_NS, decoded, sample
+
+ORIGIN_NS = 10**15
+STEPS = 300
+
+
+@pytest.fixture
+def history() -> History:
+    """Six seconds of decoding, and samples of the machine."""
+    result = History()
+    spans, steps = decoded(STEPS, ORIGIN_NS)
+    result.add_spans(spans)
+    result.add_steps(steps)
+    for index in range(24):
+        result.add_sample(ORIGIN_NS + index * 250_000_000, sample())
+    return result
+
+
+@pytest.fixture
+def view(qtbot: QtBot, theme: ThemeController, history: History) -> Iterator[TimelineView]:
+    result = TimelineView(theme)
+    qtbot.addWidget(result)
+    result.resize(900, 360)
+    result.navigator.set_source(history, recorded=False)
+    result.show()
+    result.grab()
+    yield result
+    result.hide()
+
+
+# --- the stretch of time --------------------------------------------------------------------------
+
+
+@given(st.floats(0, 1e17), st.floats(1e5, 1e13), st.integers(1, 3000), st.floats(0.01, 100), st.floats(0, 1))
+def test_zooming_leaves_the_moment_under_the_mouse_where_it_is(
+    start: float, span: float, width: int, factor: float, where: float
+) -> None:
+    before = Viewport(start, span, width)
+    anchor = before.start_ns + where * before.span_ns
+    after = before.zoomed(factor, anchor)
+    assert after.x(anchor) == pytest.approx(before.x(anchor), abs=0.5 + 32 / after.column_ns)
+
+
+@given(st.floats(1e9, 1e16), st.floats(1e5, 1e13), st.integers(1, 2000))
+def test_columns_lie_on_a_grid_that_does_not_move(start: float, span: float, width: int) -> None:
+    edges = Viewport(start, span, width).edges()
+    assert edges[0] <= start + 1
+    assert edges[-1] >= start + span - 1
+    column = span / width
+    assert_allclose(edges / column, np.round(edges / column), rtol=1e-9)
+
+
+@given(st.floats(1e4, 1e15), st.integers(2, 40))
+def test_an_axis_has_some_ticks_and_not_too_many(span: float, most: int) -> None:
+    step = tick_ns(span, most)
+    assert span / step <= most or step == 86400e9
+
+
+@given(st.floats(-1e16, 1e16))
+def test_every_duration_has_a_short_text(nanoseconds: float) -> None:
+    assert 0 < len(duration(nanoseconds)) < 24
+
+
+@given(st.floats(1e-6, 1e15))
+def test_a_scale_is_never_below_its_values(value: float) -> None:
+    assert value <= nice(value) * 1.001
+    assert nice(value) <= 2 * value + 1e-9
+
+
+# --- following and standing still -----------------------------------------------------------------
+
+
+def test_what_is_live_follows_and_what_is_frozen_does_not(history: History) -> None:
+    navigator = Navigator()
+    navigator.set_source(history, recorded=False)
+    assert navigator.viewport.end_ns == (history.end_ns or 0) - BEHIND_NS
+    navigator.toggle()
+    before = navigator.viewport
+    history.add_spans(decoded(10, ORIGIN_NS + 400 * STEP_NS)[0])
+    navigator.follow()
+    assert navigator.viewport == before
+    assert navigator.history is not history
+    navigator.go_live()
+    assert navigator.viewport.end_ns == (history.end_ns or 0) - BEHIND_NS
+
+
+@given(st.lists(st.tuples(st.sampled_from(["pan", "zoom", "preset"]), st.floats(-20, 20)), max_size=30))
+def test_something_of_the_past_is_always_in_sight(moves: list[tuple[str, float]]) -> None:
+    past = History()
+    past.add_spans(decoded(20, ORIGIN_NS)[0])
+    navigator = Navigator()
+    navigator.set_source(past, recorded=True)
+    for kind, amount in moves:
+        if kind == "pan":
+            navigator.pan(amount)
+        elif kind == "zoom":
+            navigator.zoom(2.0**amount, navigator.viewport.at(3.0))
+        else:
+            navigator.set_preset(WHOLE if amount > 0 else 10**10)
+        assert navigator.viewport.start_ns <= (past.end_ns or 0)
+        assert navigator.viewport.end_ns >= (past.start_ns or 0)
+
+
+# --- lanes ----------------------------------------------------------------------------------------
+
+
+def test_only_what_the_machine_has_gets_a_lane(history: History) -> None:
+    keys = [lane.key for lane in lanes_of(history, machine=True)]
+    assert keys == ["phase", "cpu", "disk", "experts", "tokens", "cpu_all", "ram", "faults"]
+    history.add_spans(decoded(3, ORIGIN_NS + 400 * STEP_NS, on_device=True)[0])
+    assert {"gpu", "h2d", "d2h"} <= {lane.key for lane in lanes_of(history, machine=False)}
+
+
+def test_before_an_engine_did_anything_the_machine_is_shown() -> None:
+    idle = History()
+    assert lanes_of(idle, machine=False) == []
+    idle.add_sample(ORIGIN_NS, sample())
+    assert [lane.key for lane in lanes_of(idle, machine=False)] == ["cpu_all", "ram", "faults"]
+
+
+def test_lanes_read_what_was_recorded(history: History) -> None:
+    viewport = Viewport(ORIGIN_NS, 5e9, 500)
+    said = {
+        lane.key: reading(lane, read_lane(lane, history, viewport, {}), 250) for lane in lanes_of(history, machine=True)
+    }
+    assert said["tokens"] == "50.0"
+    assert said["experts"] == "on the CPU 100%"
+    assert said["cpu"] == "100%"
+    assert said["cpu_all"] == "50% of 50%"
+
+
+def test_reads_beside_each_other_have_rows_of_their_own() -> None:
+    spans = np.zeros(6, SPAN)
+    spans["lane"], spans["name"] = DISK, READ
+    spans["start_ns"] = np.arange(6)
+    spans["end_ns"] = [10, 10, 3, 10, 20, 20]
+    rows = rows_of(spans)
+    assert max(rows) < MOST_ROWS
+    assert len({rows[0], rows[1], rows[2]}) == 3
+    assert rows[3] == rows[2]  # it was free again
+
+
+def test_points_become_a_polygon() -> None:
+    points = polygon(np.array([1.0, 2.0, 3.0]), np.array([4.0, 5.0, 6.0]))
+    assert isinstance(points, QPolygonF)
+    assert points.toList() == [QPointF(1, 4), QPointF(2, 5), QPointF(3, 6)]
+    assert polygon(np.empty(0), np.empty(0)).isEmpty()
+
+
+def test_a_token_says_what_it_waited_for(history: History) -> None:
+    token = token_at(history, ORIGIN_NS + 10 * STEP_NS + 100, 1000.0)
+    assert token is not None
+    assert token.step == 9
+    assert sum(end - start for start, end, _ in token.pieces) == STEP_NS
+    assert "67% CPU experts" in token.text()
+    assert "300 tokens at 50.0/s" in averages_text(history, ORIGIN_NS, ORIGIN_NS + STEPS * STEP_NS)
+
+
+# --- the widget -----------------------------------------------------------------------------------
+
+
+def test_every_key_is_harmless_and_the_picture_can_be_drawn(view: TimelineView, qtbot: QtBot) -> None:
+    key = Qt.Key
+    for pressed in (
+        key.Key_Up, key.Key_Up, key.Key_Left, key.Key_Period, key.Key_Comma, key.Key_BracketLeft, key.Key_BracketLeft,
+        key.Key_BracketRight, key.Key_Return, key.Key_Down, key.Key_PageUp, key.Key_PageDown, key.Key_Escape,
+        key.Key_Space, key.Key_Home, key.Key_Down, key.Key_Home, key.Key_Space,
+    ):  # fmt: skip
+        qtbot.keyClick(view, pressed)
+        assert not view.grab().isNull()
+    qtbot.keyClick(view, key.Key_Right, Qt.KeyboardModifier.ShiftModifier)
+    assert view.selection is not None
+
+
+def test_space_freezes_and_home_returns(view: TimelineView, qtbot: QtBot) -> None:
+    assert view.navigator.is_live
+    qtbot.keyClick(view, Qt.Key.Key_Space)
+    assert not view.navigator.is_live
+    qtbot.keyClick(view, Qt.Key.Key_Home)
+    assert view.navigator.is_live
+
+
+def test_zoomed_in_single_spans_show(view: TimelineView) -> None:
+    view.navigator.show(ORIGIN_NS + 10 * STEP_NS, ORIGIN_NS + 12 * STEP_NS)
+    view.grab()
+    blocks = {row.lane.key: row.blocks for row in view.rows}
+    assert blocks["cpu"] is not None
+    assert len(blocks["cpu"]) >= 16
+
+
+def test_the_crosshair_reads_every_lane(view: TimelineView, qtbot: QtBot) -> None:
+    with qtbot.waitSignal(view.said) as said:
+        view.set_cursor(ORIGIN_NS + 3e9)
+    assert "Tokens/s 50.0" in said.args[0]
+    assert "CPU 100%" in said.args[0]
+
+
+def test_hidden_it_does_not_draw(view: TimelineView, history: History, qtbot: QtBot) -> None:
+    view.hide()
+    drawn = view._drawn_revision
+    history.add_spans(decoded(5, ORIGIN_NS + 500 * STEP_NS)[0])
+    qtbot.wait(250)
+    assert view._drawn_revision == drawn
+    view.show()
+    view.grab()
+    assert view._drawn_revision != drawn
+
+
+@pytest.mark.parametrize("choice", ["light", "dark"])
+def test_an_empty_past_can_be_drawn(qtbot: QtBot, theme: ThemeController, choice: str) -> None:
+    theme.set_choice("dark" if choice == "dark" else "light")
+    empty = TimelineView(theme)
+    qtbot.addWidget(empty)
+    empty.resize(600, 300)
+    assert not empty.grab().isNull()
+    empty.navigator.set_source(History(), recorded=False)
+    for key in (Qt.Key.Key_Up, Qt.Key.Key_Left, Qt.Key.Key_BracketLeft, Qt.Key.Key_Home):
+        qtbot.keyClick(empty, key)
+        assert not empty.grab().isNull()
+
+
+def test_the_table_says_the_same(history: History) -> None:
+    table = LaneTable()
+    viewport = Viewport(ORIGIN_NS + 1e9, 4e9, 400)
+    table.show_lanes([(lane, read_lane(lane, history, viewport, {})) for lane in lanes_of(history, machine=False)])
+    rows = {
+        str(table.data(table.index(row, 0))): [table.data(table.index(row, column)) for column in (1, 2, 3)]
+        for row in range(table.rowCount())
+    }
+    assert rows["Tokens/s"] == ["50.0"] * 3
+    assert rows["Experts, on the CPU"] == ["100%"] * 3
+    assert table.headerData(0, Qt.Orientation.Horizontal) == "Lane"
