@@ -46,7 +46,7 @@ def apply_tuning(config: EngineConfig, folder: Path, look: Callable[[], Probe] =
         folder: the model's.
         look: finds out what the machine is; asked only if there is a result to hold against it.
     """
-    found = [one for one in results_of(model_mark(folder)) if one.won and is_same_question(one.asked, config)]
+    found = [one for one in results_of(model_mark(folder)) if one.won and answers(one, config)]
     if not found:
         return AppliedTuning(config)
     now = described(look())
@@ -61,6 +61,21 @@ def apply_tuning(config: EngineConfig, folder: Path, look: Callable[[], Probe] =
     if tuned is None or won is None:
         return AppliedTuning(config)
     return AppliedTuning(tuned, f"Tuned on {day(here.taken_at)}: {won.tokens_per_s:.1f} tokens/s.")
+
+
+def answers(result: TuningResult, config: EngineConfig) -> bool:
+    """Whether it was tuned for these settings: the same budgets and device.
+
+    What won on the CPU did so for `cpu` as well as for `auto`, if there is no card that `auto` could mean.
+    """
+    if is_same_question(result.asked, config):
+        return True
+    won = result.won
+    if won is None or won.device != "cpu" or {result.asked.device, config.device} != {"auto", "cpu"}:
+        return False
+    has_card = any(fact.name == "graphics card" and fact.value != "none" for fact in result.machine)
+    allowed = config.device == "cpu" or not has_card
+    return allowed and is_same_question(replace(result.asked, device=config.device), config)
 
 
 def tuned_config(config: EngineConfig, result: TuningResult) -> EngineConfig | None:

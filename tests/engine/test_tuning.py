@@ -96,7 +96,7 @@ def test_on_an_emulated_card_the_ways_of_meeting_misses_race(engine: Engine, mod
     assert any(one.tokens_per_s for one in timed)
     assert engine.info is None
     assert load(engine, config).count("Tuned on") == 1
-    assert load(engine, EngineConfig(str(model), device="cpu")) == ""
+    assert load(engine, EngineConfig(str(model), device="cpu")) == ""  # that question was not asked
 
 
 def test_a_tuning_that_is_no_longer_possible_is_not_insisted_on(engine: Engine, model: Path) -> None:

@@ -228,7 +228,7 @@ def test_explicit_settings_overrule(model: Path) -> None:
     run(MadeUpEngine(speeds), EngineConfig(str(model)))
     for asked in (
         EngineConfig(str(model), precision="bf16"),
-        EngineConfig(str(model), device="cpu"),
+        EngineConfig(str(model), device="emulated:slow-link"),
         EngineConfig(str(model), ram_bytes=10**9),
         EngineConfig(str(model), cache_slots=3),
     ):
@@ -237,6 +237,14 @@ def test_explicit_settings_overrule(model: Path) -> None:
         assert applied.note == ""
     kept = apply_tuning(EngineConfig(str(model), threads=3), model, lambda: MACHINE)
     assert (kept.config.precision, kept.config.threads) == ("int8", 3)
+
+
+@pytest.mark.parametrize(("asked", "used"), [("auto", "cpu"), ("cpu", "auto")])
+def test_where_there_is_no_card_automatic_is_the_processor(model: Path, asked: str, used: str) -> None:
+    run(MadeUpEngine(speeds), EngineConfig(str(model), device=asked))
+    applied = apply_tuning(EngineConfig(str(model), device=used), model, lambda: MACHINE)
+    assert applied.config.device in ("cpu", used)
+    assert applied.config.precision == "int8"
 
 
 def test_another_machine_makes_it_stale_which_is_said(model: Path) -> None:
