@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine.kernels.gpu.experts import CardExperts
-from engine.kernels.gpu.linear import CardLinear
-from engine.kernels.gpu.proof import runs_kernels, why_not
-from engine.kernels.interface import ExpertMath
-from engine.kernels.quantised.tiles import dequantise
-from engine.kernels.quantised.weights import quantise
-from tests.engine.card_experts import KINDS, PRECISIONS, check, check_nobody, check_not_numbers, layer_of, module_of
-from tests.engine.on_devices import MIB, PROMPT, opened
-from tests.engine.tiny_families import tiny_checkpoint
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from engine.kernels.gpu.experts import CardExperts  # noqa: E402
+from engine.kernels.gpu.linear import CardLinear  # noqa: E402
+from engine.kernels.gpu.proof import runs_kernels, why_not  # noqa: E402
+from engine.kernels.interface import ExpertMath  # noqa: E402
+from engine.kernels.quantised.tiles import dequantise  # noqa: E402
+from engine.kernels.quantised.weights import quantise  # noqa: E402
+from tests.engine.card_experts import KINDS, PRECISIONS, check, check_nobody, check_not_numbers, layer_of, module_of  # noqa: E402
+from tests.engine.on_devices import MIB, PROMPT, opened  # noqa: E402
+from tests.engine.tiny_families import tiny_checkpoint  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CARD = torch.device("cuda", 0)
@@ -24,8 +25,6 @@ CARD = torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def with_kernels() -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
     if torch.version.hip is None and torch.cuda.get_device_capability(0) < (8, 0):
         pytest.skip("an older card: it keeps torch's operators")
     assert runs_kernels(CARD), why_not(CARD)
