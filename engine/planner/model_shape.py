@@ -61,6 +61,8 @@ class ModelShape:
         expert_biases: whether these have biases.
         other_weights: parameters that are not routed experts', counted in the files' headers; 0 to derive them.
         kv_numbers: that one token adds to the cache, all layers together, counted; 0 to derive them.
+        left_out_weights: among `parameters`, but never run here: what serves pictures or sound, or predicts several
+            tokens at once.
     """
 
     name: str
@@ -85,6 +87,7 @@ class ModelShape:
     expert_biases: bool = False
     other_weights: int = 0
     kv_numbers: int = 0
+    left_out_weights: int = 0
 
     @property
     def moe_layers(self) -> int:

@@ -19,10 +19,12 @@ from engine.planner.model_shape import Attention, ModelShape
 
 _GIGA = 1e9
 _OPTIONAL_COUNTS = ("dense_layers", "shared_width", "dense_width")
-_WITH_DEFAULT = {"expert_matrices": 3, "other_weights": 0, "kv_numbers": 0}
+_WITH_DEFAULT = {"expert_matrices": 3, "other_weights": 0, "kv_numbers": 0, "left_out_weights": 0}
 
 
 def machines_dir() -> Path:
+    """Whole machines to plan for, with processor, RAM, disk and card; `resources/hardware` beside it holds the cards
+    that an emulated device can be, no more than their memory and their link."""
     return resources_dir() / "machines"
 
 
