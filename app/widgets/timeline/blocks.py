@@ -19,6 +19,8 @@ translate = QCoreApplication.translate
 
 MOST_ROWS = 4
 RUN_PX = 19
+_APART_PX = 3
+"""Ticks that are nearer to each other are a band."""
 _NAME_PX = 26
 """A narrower block has no room for its name."""
 
@@ -110,9 +112,9 @@ def draw_phases(painter: QPainter, area: QRectF, history: History, viewport: Vie
         painter.fillRect(rect, QColor(theme.accent_background if is_prefill else theme.hover))
         painter.fillRect(QRectF(rect.left(), rect.top(), min(2.0, rect.width()), RUN_PX), QColor(theme.faint))
         inner = rect.intersected(area).adjusted(7, 0, -4, 0)
-        if inner.width() > _NAME_PX:
+        text = next((text for text in run_labels(run) if metrics.horizontalAdvance(text) <= inner.width()), "")
+        if text:
             painter.setPen(QColor(theme.accent_text if is_prefill else theme.text))
-            text = metrics.elidedText(run_label(run), Qt.TextElideMode.ElideRight, inner.width())
             painter.drawText(inner, Qt.AlignmentFlag.AlignVCenter | Qt.AlignmentFlag.AlignLeft, text)
     ticks = visible_ticks(history, viewport)
     top, bottom = area.top() + RUN_PX + 2, area.top() + RUN_PX + 8
@@ -125,26 +127,29 @@ def draw_phases(painter: QPainter, area: QRectF, history: History, viewport: Vie
             if run.phase == DECODE:  # more ticks than there are pixels: a band of them
                 left, right = max(viewport.x(run.start_ns), 0.0), min(viewport.x(run.end_ns), float(viewport.width))
                 band = QRectF(area.left() + left, top, max(right - left, 1.0), bottom - top)
-                painter.fillRect(band, QBrush(QColor(theme.muted), Qt.BrushStyle.VerPattern))
+                painter.fillRect(band.adjusted(0, 1, 0, -2), faded(QColor(theme.muted), 110))
 
 
 def visible_ticks(history: History, viewport: Viewport) -> list[int]:
     """Moments of tokens, if they are far enough from each other to be told apart."""
-    if viewport.span_ns > 120e9:
-        return []
+    runs = history.runs_between(viewport.start_ns, viewport.end_ns)
+    tokens = sum(run.tokens for run in runs if run.phase == DECODE)
+    longest = sum(run.end_ns - run.start_ns for run in runs if run.phase == DECODE)
+    if viewport.span_ns > 120e9 or tokens * _APART_PX * viewport.column_ns > 2 * longest:
+        return []  # far too many: they need not even be looked at
     moments = token_ticks(history.steps_between(int(viewport.start_ns), int(viewport.end_ns)))
     if len(moments) < 2:
         return [int(at) for at in moments]
     apart = float(np.median(np.diff(moments))) / viewport.column_ns
-    return [int(at) for at in moments] if apart >= 3 else []
+    return [int(at) for at in moments] if apart >= _APART_PX else []
 
 
-def run_label(run: Run) -> str:
-    """`prefill 812 tokens`."""
+def run_labels(run: Run) -> tuple[str, ...]:
+    """`prefill 812 tokens`, and shorter ones."""
     name = span_name(run.phase)
     if run.tokens <= 0:
-        return name
-    return translate("Timeline", "{0} {1} tokens").format(name, run.tokens)
+        return (name,)
+    return translate("Timeline", "{0} {1} tokens").format(name, run.tokens), f"{name} {run.tokens}", name
 
 
 def draw_path(

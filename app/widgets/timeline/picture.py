@@ -102,6 +102,11 @@ def draw_rows(painter: QPainter, rows: list[Row], history: History, viewport: Vi
     _draw_marks(painter, rows, history, viewport, theme)
 
 
+def blended(one: QColor, other: QColor) -> QColor:
+    """Half of each: what is not transparent is drawn faster."""
+    return QColor(*((a + b) // 2 for a, b in zip(one.getRgb()[:3], other.getRgb()[:3], strict=True)))
+
+
 def scaled(font: QFont, part: float) -> QFont:
     """The same font at `part` of its size, whatever unit it was given in."""
     result = QFont(font)
@@ -122,8 +127,7 @@ def _draw_axis(painter: QPainter, area: QRectF, top: float, viewport: Viewport, 
     end_ns = float(history.end_ns or viewport.end_ns)
     step = tick_ns(viewport.span_ns, max(2, int(area.width() // 110)))
     zero = end_ns if viewport.span_ns > 2e9 else viewport.start_ns
-    faint = QColor(theme.border)
-    faint.setAlpha(130)
+    faint = blended(QColor(theme.border), QColor(theme.surface))
     first = int(np.ceil((viewport.start_ns - zero) / step))
     for index in range(first, first + int(viewport.span_ns / step) + 2):
         at_ns = zero + index * step
@@ -165,7 +169,7 @@ def _draw_marks(painter: QPainter, rows: list[Row], history: History, viewport: 
         if x > last_right:
             painter.setPen(QColor(theme.muted))
             width = painter.fontMetrics().horizontalAdvance(mark.text)
-            to_left = x + width + 8 > rows[0].area.right()
+            to_left = x - width - 8 > max(last_right, rows[0].area.left()) or x + width + 8 > rows[0].area.right()
             box = QRectF(x - width - 4 if to_left else x + 4, rows[0].area.bottom() - 11, width + 2, 14)
             painter.drawText(box, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter, mark.text)
             last_right = x + width + 8
