@@ -81,7 +81,8 @@ class BatchJobs(QObject):
 
     def list_again(self) -> None:
         """Reads the journals; `listed` tells when that is done."""
-        if self._listing is None:
+        # Asking whether somebody works on a job takes its lock for a moment: not while a job of ours may want it.
+        if self._listing is None and not self._running:
             self._listing = BackgroundCall(load_jobs, self)
             self._listing.done.connect(self._on_listed)
             self._listing.start()

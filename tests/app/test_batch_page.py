@@ -85,7 +85,8 @@ def answer_dialog(label: str) -> None:
 
 
 def words(widget: QWidget) -> str:
-    return "\n".join(label.text() for label in widget.findChildren(QLabel) if label.isVisible())
+    labels = [label for label in widget.findChildren(QLabel) if label.isVisible()]
+    return "\n".join(label.text() for label in sorted(labels, key=lambda one: one.mapTo(widget, QPoint()).y()))
 
 
 # --- a new job ------------------------------------------------------------------------------------

@@ -52,9 +52,9 @@ class Screen:
     def move(self, x: int, y: int) -> None:
         self._xdotool("mousemove", str(x), str(y))
 
-    def focus_window_of(self, pid: int, title: str = "Switchyard") -> None:
-        """Gives the keyboard to a window of the process: there is no window manager here that would."""
-        self._xdotool("search", "--sync", "--onlyvisible", "--pid", str(pid), "--name", title, "windowfocus")
+    def focus_window_of(self, pid: int) -> None:
+        """Gives the keyboard to the process's window: there is no window manager here that would."""
+        self._xdotool("search", "--sync", "--onlyvisible", "--pid", str(pid), "--name", "Switchyard", "windowfocus")
 
     def _xdotool(self, *arguments: str) -> None:
         subprocess.run(["xdotool", *arguments], env=self.variables, check=True, timeout=60, capture_output=True)

@@ -22,11 +22,16 @@ JOB_PATIENCE_S = 10 * PATIENCE_S
 def choose_file(window: RealWindow, file: Path) -> None:
     """In the dialog that asks for files."""
     window.click("Choose a file…")
-    window.widget("Files of prompts", "dialog")
-    window.screen.focus_window_of(window.process.pid, "Files of prompts")
+    eventually(lambda: window.widget("File name:", "text").is_focused, "the dialog had the keyboard")
     window.screen.type(str(file))
-    window.screen.press("Return")
-    eventually(lambda: not window.shows("Files of prompts"), "the dialog closed")
+    eventually(lambda: window.accessible.text(window.widget("File name:", "text")) == str(file), "the path was typed")
+
+    def is_closed() -> bool:
+        if window.shows("File name:"):
+            window.screen.press("Return")  # the first one may only close the list of names that fit
+        return not window.shows("File name:")
+
+    eventually(is_closed, "the dialog closed")
     window.screen.focus_window_of(window.process.pid)
 
 

@@ -18,9 +18,9 @@ from PySide6.QtWidgets import (
     QWidget,
 )
 
-from app.views.batch.flow_layout import flowing
+from app.views.batch.flow_layout import Flow
 from app.views.batch.form_card import FormCard, tell
-from app.views.batch.template_card import SystemEdit
+from app.views.batch.template_card import ShortEdit
 from app.views.chat.sampling_popover import MOST_TOKENS, SamplingPopover
 from engine.config import SamplingParams
 
@@ -56,7 +56,7 @@ class AnswerCard(FormCard):
         self.popover.changed.connect(self._on_sampling)
         self.more = QPushButton(self.tr("More sampling…"), self)
         self.more.clicked.connect(lambda: self.popover.edit(self._sampling, self.more))
-        line = flowing(
+        line = Flow(
             self._label(self.tr("At most"), self.max_tokens),
             self.max_tokens,
             self._label(self.tr("tokens"), None),
@@ -84,7 +84,7 @@ class AnswerCard(FormCard):
             button.setCheckable(True)
             self.kinds.addButton(button, number)
             buttons.append(button)
-        line = flowing(*buttons, parent=self._must_be)
+        line = Flow(*buttons, parent=self._must_be)
         self.kinds.button(TEXT).setChecked(True)
         self.kinds.idToggled.connect(lambda _number, on: self._show_kind() if on else None)
         self.choices = self._box(self.tr("Choices"), self.tr("A choice in each line, such as\npositive\nnegative"))
@@ -165,7 +165,7 @@ class AnswerCard(FormCard):
         self._filling = False
 
     def _box(self, name: str, example: str) -> QPlainTextEdit:
-        box = SystemEdit(self)
+        box = ShortEdit(4, self)
         box.setAccessibleName(name)
         box.setPlaceholderText(example)
         box.setTabChangesFocus(True)

@@ -79,13 +79,36 @@ class FlowLayout(QLayout):
         return lines
 
 
-def flowing(*widgets: QWidget, parent: QWidget) -> QWidget:
-    """A widget that holds others in lines that wrap."""
-    holder = QWidget(parent)
-    layout = FlowLayout(holder, 8)
-    policy = QSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Minimum)
-    policy.setHeightForWidth(True)
-    holder.setSizePolicy(policy)
-    for widget in widgets:
-        layout.addWidget(widget)
-    return holder
+class Flow(QWidget):
+    """Holds widgets in lines that wrap.
+
+    Its least height is that of one line: Qt would take the height at the least width, and leave a gap below.
+    """
+
+    def __init__(self, *widgets: QWidget, parent: QWidget, gap: int = 8) -> None:
+        super().__init__(parent)
+        self._lines = FlowLayout(self, gap)
+        policy = QSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Preferred)
+        policy.setHeightForWidth(True)
+        self.setSizePolicy(policy)
+        for widget in widgets:
+            self.add(widget)
+
+    def add(self, widget: QWidget) -> None:
+        """One more, at the end."""
+        self._lines.addWidget(widget)
+
+    def clear(self) -> None:
+        """Deletes all that it holds."""
+        while (item := self._lines.takeAt(0)) is not None:
+            widget = item.widget()
+            if widget is not None:
+                widget.hide()
+                widget.deleteLater()
+        self.updateGeometry()
+
+    def sizeHint(self) -> QSize:
+        return self._lines.minimumSize()
+
+    def minimumSizeHint(self) -> QSize:
+        return self._lines.minimumSize()

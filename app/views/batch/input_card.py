@@ -7,7 +7,7 @@ from PySide6.QtWidgets import QCheckBox, QComboBox, QPushButton, QWidget
 
 from app.models.batch_rows import InputRowsModel
 from app.services.batch_input import InputPreview
-from app.views.batch.flow_layout import flowing
+from app.views.batch.flow_layout import Flow
 from app.views.batch.form_card import FormCard, tell
 from app.views.batch.text_table import TextTable
 from app.views.chat.chip import ElidedLabel
@@ -57,7 +57,7 @@ class InputCard(FormCard):
         for label in (self._words, self._trouble):
             self.column.addWidget(label)
         self.column.addWidget(self.table)
-        self.column.addWidget(flowing(self.encoding, self.separator, self.whole_files, parent=self))
+        self.column.addWidget(Flow(self.encoding, self.separator, self.whole_files, parent=self))
         self._total: int | None = None
         self._preview: InputPreview | None = None
 

@@ -82,11 +82,6 @@ class NewJob(QWidget):
         self.input.reset_form()
         self._open(InputForm())
 
-    @property
-    def is_dirty(self) -> bool:
-        """Whether something was written that would be lost."""
-        return bool(self.template.system_prompt) or self.sample.answers > 0
-
     def job(self) -> BatchJob:
         """What the form says.
 
@@ -109,10 +104,18 @@ class NewJob(QWidget):
             whole_files=form.whole_files,
         )
 
-    def close_down(self) -> None:
-        """Ends what runs in the background."""
+    def refuse(self, sentence: str) -> None:
+        """Says why the job is not started."""
+        self._tell(sentence)
+
+    def leave(self) -> None:
+        """The form is not wanted for now: what runs for it is ended, and not waited for."""
         self._left.set()
         self._sampler.stop()
+
+    def close_down(self) -> None:
+        """Ends what runs in the background."""
+        self.leave()
         for call in self._calls:
             call.wait()
 
@@ -276,26 +279,21 @@ class NewJob(QWidget):
     def _lay_out(self) -> None:
         self._cards: tuple[FormCard, ...] = (self.input, self.template, self.answers, self.output, self.sample)
         cards = QWidget(self)
-        cards.setMaximumWidth(WIDTH_PX)
+        cards.setMaximumWidth(WIDTH_PX + 40)
         column = QVBoxLayout(cards)
-        column.setContentsMargins(0, 18, 0, 18)
+        column.setContentsMargins(20, 18, 20, 18)
         column.setSpacing(14)
         for card in self._cards:
             column.addWidget(card)
             card.setVisible(card is self.input)
         column.addStretch(1)
-        holder = QWidget(self)
-        row = QHBoxLayout(holder)
-        row.setContentsMargins(20, 0, 20, 0)
-        row.addStretch(1)
-        row.addWidget(cards, 1000)
-        row.addStretch(1)
         scroll = QScrollArea(self)
         scroll.setWidgetResizable(True)
         scroll.setFrameShape(QFrame.Shape.NoFrame)
         scroll.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
         scroll.setFocusPolicy(Qt.FocusPolicy.NoFocus)
-        scroll.setWidget(holder)
+        scroll.setAlignment(Qt.AlignmentFlag.AlignHCenter)
+        scroll.setWidget(cards)
         for label in (self.plan, self.trouble):
             label.setProperty("role", "secondary")
             label.setWordWrap(True)

@@ -19,7 +19,7 @@ from PySide6.QtWidgets import QStackedWidget, QVBoxLayout, QWidget
 
 from app.models.jobs import JobListModel
 from app.services.batch_input import can_be_read
-from app.services.batch_job import UNDER_WAY, JobEntry, key_of
+from app.services.batch_job import UNDER_WAY, JobEntry, JobState, key_of
 from app.services.batch_jobs import BatchJobs
 from app.services.batch_sample import BatchSample
 from app.services.engine_client import EngineClient
@@ -164,6 +164,11 @@ class BatchPage(QWidget):
     # --- jobs -----------------------------------------------------------------------------------------
 
     def _start(self, job: BatchJob, total: int | None) -> None:
+        other = self._jobs.entry(key_of(job.output))
+        if other is not None and (other.state in UNDER_WAY or other.state is JobState.QUEUED):
+            name = Path(job.output).name
+            self.form.refuse(self.tr("Another job writes {0}: name another result file.").format(name))
+            return
         key = self._jobs.add(job, total)
         if self._more:
             self._show_form(self._more.pop(0))
@@ -171,16 +176,9 @@ class BatchPage(QWidget):
             self.show_job(key)
 
     def _ask_replace(self, job: BatchJob, total: int | None) -> None:
-        key = key_of(job.output)
-        entry = self._jobs.entry(key)
-        name = Path(job.output).name
-        if entry is not None and entry.state in UNDER_WAY:
-            self.form.trouble.setText(self.tr("A job is writing {0} now: name another result file.").format(name))
-            self.form.trouble.show()
-            return
         ask(
             self,
-            self.tr("{0} is there already.").format(name),
+            self.tr("{0} is there already.").format(Path(job.output).name),
             self.tr("Replacing it discards the answers in it. To keep them, go back and choose another name."),
             [(self.tr("Replace it"), "destroy", lambda: self._start(replace(job, start="restart"), total))],
             self.tr("Back"),
@@ -188,7 +186,7 @@ class BatchPage(QWidget):
 
     def _leave_form(self) -> None:
         self._more = []
-        self.form.close_down()
+        self.form.leave()
         self._go_home()
 
     def _on_job_changed(self, entry: JobEntry) -> None:
@@ -245,7 +243,8 @@ class BatchPage(QWidget):
         if entry is None:
             return
         if not entry.output.exists():
-            self.trouble.tell(self.tr("{0} is not there any more.").format(entry.output))
+            words = self.tr("{0} is not there: it is written when the job is done, paused or stopped.")
+            self.trouble.tell(words.format(entry.output.name))
             return
         place = entry.output.parent if folder else entry.output
         QDesktopServices.openUrl(QUrl.fromLocalFile(str(place)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from datetime import datetime
 
 from PySide6.QtCore import QCoreApplication, QLocale, QTime
 
@@ -139,12 +139,3 @@ def plan_text(rate: SampleRate, total: int | None, now_s: float) -> str:
         "Batch",
         "At the rate of the three rows, all {0} are done by {1}; sooner, as more rows then share each weight load.",
     ).format(count(total), clock_text(now_s + rate.seconds / rate.rows * total))
-
-
-def span_text(seconds: float) -> str:
-    """A length of time, roughly."""
-    if seconds < 90:
-        return translate("Batch", "{0} s").format(round(seconds))
-    if seconds < 5400:
-        return translate("Batch", "{0} min").format(round(seconds / 60))
-    return translate("Batch", "{0} h").format(decimal(timedelta(seconds=seconds).total_seconds() / 3600))

@@ -184,7 +184,11 @@ class RowsCard(QFrame):
             self._read(self.model.last_row)
 
     def _read_failed_again(self) -> None:
-        if self.filters.checkedId() == FAILED:
+        if self.filters.checkedId() != FAILED:
+            return
+        if self.table.verticalScrollBar().value() == 0:
+            self._select(FAILED)  # rows end in any order
+        else:
             self._read(self.model.last_row)
 
     # --- showing --------------------------------------------------------------------------------------

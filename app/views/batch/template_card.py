@@ -6,18 +6,22 @@ from PySide6.QtCore import QSize, Signal
 from PySide6.QtWidgets import QPlainTextEdit, QPushButton, QSizePolicy, QWidget
 
 from app.theme import ThemeController
-from app.views.batch.flow_layout import FlowLayout
+from app.views.batch.flow_layout import Flow
 from app.views.batch.form_card import FormCard, tell
 from app.views.batch.template_edit import TemplateEdit
 from engine.batch_files.template import parse_template
 from engine.errors import EngineError
 
 
-class SystemEdit(QPlainTextEdit):
-    """Two lines; more scroll."""
+class ShortEdit(QPlainTextEdit):
+    """A few lines; more scroll."""
+
+    def __init__(self, lines: int, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self._lines = lines
 
     def sizeHint(self) -> QSize:
-        return QSize(super().sizeHint().width(), self.fontMetrics().lineSpacing() * 2 + 22)
+        return QSize(super().sizeHint().width(), self.fontMetrics().lineSpacing() * self._lines + 22)
 
     def minimumSizeHint(self) -> QSize:
         return QSize(120, self.sizeHint().height())
@@ -31,11 +35,7 @@ class TemplateCard(FormCard):
     def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
         super().__init__(self.tr("What to ask of each row"), parent)
         self._columns: tuple[str, ...] = ()
-        self._chips = QWidget(self)
-        self._flow = FlowLayout(self._chips)
-        policy = QSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Minimum)
-        policy.setHeightForWidth(True)
-        self._chips.setSizePolicy(policy)
+        self._chips = Flow(parent=self, gap=6)
         self.edit = TemplateEdit(theme, self)
         self.edit.setAccessibleName(self.tr("Template"))
         self.edit.setPlaceholderText(self.tr("Summarise in one line: {{text}}"))
@@ -44,7 +44,7 @@ class TemplateCard(FormCard):
             self.tr("A click on a column puts it where the cursor is; each row's own text goes there.")
         )
         self.trouble = self.words(warning=True)
-        self.system = SystemEdit(self)
+        self.system = ShortEdit(2, self)
         self.system.setAccessibleName(self.tr("System prompt"))
         self.system.setPlaceholderText(self.tr("System prompt: what the model is told before each row (optional)"))
         self.system.setTabChangesFocus(True)
@@ -57,17 +57,13 @@ class TemplateCard(FormCard):
     def set_columns(self, columns: tuple[str, ...], suggestion: str) -> None:
         """The columns of another input; what was written stays if it fits."""
         self._columns = columns
-        while (item := self._flow.takeAt(0)) is not None:
-            widget = item.widget()
-            if widget is not None:
-                widget.hide()
-                widget.deleteLater()
+        self._chips.clear()
         for name in columns:
             chip = QPushButton(name if len(name) <= 40 else f"{name[:39]}…", self._chips)
             chip.setProperty("kind", "chip")
             chip.setAccessibleName(self.tr("Insert column {0}").format(name))
             chip.clicked.connect(lambda _=False, name=name: self.edit.insert_column(name))
-            self._flow.addWidget(chip)
+            self._chips.add(chip)
             chip.show()
         self._chips.updateGeometry()
         self.edit.set_columns(columns)
