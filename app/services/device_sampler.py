@@ -13,7 +13,7 @@ from engine.hardware.sensors import DeviceSensors, SensorSample
 
 _log = logging.getLogger("switchyard.sampler")
 
-WATCHED_S, UNWATCHED_S = 0.25, 0.5
+WATCHED_S, UNWATCHED_S = 0.35, 0.5
 """Between two samples while somebody looks, and otherwise."""
 _BUSY_PART = 0.1
 """A sampler whose drivers are slow takes samples more rarely, so that it is busy for no more than this."""

@@ -33,7 +33,7 @@ RECORD_SETTING = "record_sessions"
 MOST_WAITING = 2000
 """Messages that nobody has taken yet; more are dropped and counted."""
 WAITING_TOKENS = 200
-_ANALYSE_EVERY_S = 2.0
+_ANALYSE_EVERY_S = 3.0
 _PULSE_S = 10.0
 """So often the map of experts is asked for while nobody looks at it, for the recording."""
 

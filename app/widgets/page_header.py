@@ -27,5 +27,5 @@ class PageHeader(QWidget):
         column.setContentsMargins(0, 0, 0, 0)
         column.setSpacing(0)
         column.addLayout(self.row, 1)
-        column.addWidget(line)
+        column.addWidget(line, 0, Qt.AlignmentFlag.AlignBottom)
         self.setMinimumHeight(HEIGHT_PX)

@@ -104,7 +104,8 @@ def draw_rows(painter: QPainter, rows: list[Row], history: History, viewport: Vi
 
 def blended(one: QColor, other: QColor) -> QColor:
     """Half of each: what is not transparent is drawn faster."""
-    return QColor(*((a + b) // 2 for a, b in zip(one.getRgb()[:3], other.getRgb()[:3], strict=True)))
+    pairs = ((one.red(), other.red()), (one.green(), other.green()), (one.blue(), other.blue()))
+    return QColor(*((mine + theirs) // 2 for mine, theirs in pairs))
 
 
 def scaled(font: QFont, part: float) -> QFont:

@@ -136,7 +136,7 @@ class TimelineView(QWidget):
     def _redraw(self) -> None:
         self._picture = None
         column_ms = self.navigator.viewport.column_ns / 1e6
-        self._refreshing.setInterval(int(min(max(4 * column_ms, _REFRESH_MS[0]), _REFRESH_MS[1])))
+        self._refreshing.setInterval(int(min(max(5 * column_ms, _REFRESH_MS[0]), _REFRESH_MS[1])))
         self.update()
 
     def showEvent(self, event: QShowEvent) -> None:
