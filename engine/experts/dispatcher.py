@@ -127,6 +127,16 @@ class HybridExperts:
         self.cache.layer_numbers[self._layer] = number
 
     @property
+    def source(self) -> RecordSource:
+        """Its records in RAM."""
+        return self._source
+
+    @property
+    def make_kernel(self) -> KernelMaker:
+        """Binds a kernel to slots."""
+        return self._make_kernel
+
+    @property
     def latency(self) -> LatencyModel:
         """What is known of how long an expert takes, on either side."""
         return self._latency

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,18 +24,18 @@ from engine.telemetry.recorder import RECORDER
 
 
 @dataclass
-class _Half:
+class Half:
     """One of two places for a layer.
 
     Attributes:
         layer: which is there, or on its way.
-        copied: the ends of its copies.
+        copied: the end of each expert's copy, in the order in which they cross the link.
         last_use: the end of the last computation from it.
     """
 
     segment: Segment
     layer: int | None = None
-    copied: Sequence[Event] = ()
+    copied: dict[int, Event] = field(default_factory=dict)
     last_use: Event | None = None
 
 
@@ -55,10 +55,10 @@ class LayerBuffers:
         """Of its layers in the decoder, for a timeline."""
         self._sources = sources
         experts = max(source.num_experts for source in sources)
-        self._halves: list[_Half] = []
+        self._halves: list[Half] = []
         try:
             for _ in range(2):
-                half = _Half(Segment(device, layout, experts, 0, MemoryCategory.EXPERTS))
+                half = Half(Segment(device, layout, experts, 0, MemoryCategory.EXPERTS))
                 self._halves.append(half)
                 # A layer may have fewer experts, and kernels may multiply what is not wanted by 0: it must not be NaN.
                 half.segment.records.records.zero_()
@@ -71,7 +71,7 @@ class LayerBuffers:
         """Device memory of both."""
         return sum(half.segment.records.records.nbytes for half in self._halves)
 
-    def load(self, layer: int) -> _Half:
+    def load(self, layer: int) -> Half:
         """Where a layer is, or will be after `copied`; begins to copy it if it is in neither place.
 
         Records that are not in RAM are waited for, as many at a time as RAM has slots for.
@@ -79,19 +79,39 @@ class LayerBuffers:
         Raises:
             EngineError: the device failed, or a record could not be read.
         """
+        half = self.begin(layer)
+        try:
+            self.bring(half, range(self.experts_of(layer)))
+        except BaseException:
+            half.layer = None  # not all its copies have been begun
+            raise
+        return half
+
+    def begin(self, layer: int) -> Half:
+        """Where a layer is or comes to; what is not there or on its way is for `bring`."""
         for half in self._halves:
             if half.layer == layer:
                 return half
         half = self._halves[0]
         self._halves.reverse()
-        half.layer = None  # until all its copies have been begun
-        stream = self.device.h2d_stream
         if half.last_use is not None:
-            stream.wait(half.last_use)
+            self.device.h2d_stream.wait(half.last_use)
             half.last_use = None
-        half.copied = copied = list[Event]()
+        half.layer, half.copied = layer, {}
+        return half
+
+    def bring(self, half: Half, experts: Sequence[int]) -> None:
+        """Begins to copy those experts of the half's layer that are not there yet, in this order as far as they are in
+        RAM: a page of the layer.
+
+        Raises:
+            EngineError: the device failed, or a record could not be read.
+        """
+        layer = half.layer
+        assert layer is not None
+        stream, copied = self.device.h2d_stream, half.copied
         source, slots = self._sources[layer], half.segment.records.records
-        left: Sequence[int] = range(source.num_experts)
+        left: Sequence[int] = [expert for expert in experts if expert not in copied]
         while left:
             held = source.acquire(left)
             try:
@@ -103,7 +123,7 @@ class LayerBuffers:
                         held.arriving[expert].result()
                     event = stream.copy(slots[expert], held.record(expert), direction=Direction.H2D)
                     held.until(expert, event)
-                    copied.append(event)
+                    copied[expert] = event
                     if RECORDER.on:
                         RECORDER.event(
                             event,
@@ -117,8 +137,34 @@ class LayerBuffers:
             finally:
                 held.release()
             left = held.left
-        half.layer = layer
-        return half
+
+    def compute(
+        self,
+        half: Half,
+        make_kernel: KernelMaker,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> tuple[torch.Tensor, Event]:
+        """Submits a layer's experts, to be computed once all are there: their sum [T, H], and the event after which
+        it is.  Arguments as of `engine.kernels.interface.ExpertKernel`, on the device.
+        """
+        assert half.layer is not None
+        experts, compute = self.experts_of(half.layer), self.device.compute_stream
+        for event in list(half.copied.values())[-1:]:  # copies end in order
+            compute.wait(event)
+        result = torch.empty_like(hidden_states)
+        kernel = half.segment.kernel(make_kernel)
+
+        def work() -> None:
+            # Slots beyond the layer's own experts hold another layer's.
+            ids = top_k_index.masked_fill(top_k_index >= experts, len(half.segment.slots))
+            result.copy_(kernel(hidden_states, ids, top_k_weights))
+
+        half.last_use = end = compute.submit(work)
+        if RECORDER.on:
+            RECORDER.event(end, lanes.GPU, lanes.EXPERTS, count=experts, device=self.device.index)
+        return result, end
 
     def experts_of(self, layer: int) -> int:
         """How many experts a layer has."""
@@ -131,12 +177,12 @@ class LayerBuffers:
     def forget(self) -> None:
         """After a failure whose streams have recovered: nobody knows what is where."""
         for half in self._halves:
-            half.layer, half.copied, half.last_use = None, (), None
+            half.layer, half.copied, half.last_use = None, {}, None
 
     def close(self) -> None:
         """Gives the memory back when nothing is in flight.  Harmless if repeated."""
         for half in self._halves:
-            for event in half.copied:
+            for event in half.copied.values():
                 with contextlib.suppress(EngineError):
                     event.wait()
         with contextlib.suppress(EngineError):
@@ -156,7 +202,6 @@ class WholeLayerExperts:
 
     def __init__(self, buffers: LayerBuffers, layer: int, make_kernel: KernelMaker) -> None:
         self._buffers, self._layer, self._make_kernel = buffers, layer, make_kernel
-        self._experts = buffers.experts_of(layer)
         self._device = buffers.device
 
     records_itself = True
@@ -178,19 +223,7 @@ class WholeLayerExperts:
         buffers = self._buffers
         try:
             half = buffers.load(self._layer)
-            compute, result = self._device.compute_stream, torch.empty_like(hidden_states)
-            for event in half.copied[-1:]:  # copies end in order
-                compute.wait(event)
-            kernel = half.segment.kernel(self._make_kernel)
-
-            def work() -> None:
-                # Slots beyond the layer's own experts hold another layer's.
-                ids = top_k_index.masked_fill(top_k_index >= self._experts, len(half.segment.slots))
-                result.copy_(kernel(hidden_states, ids, top_k_weights))
-
-            half.last_use = end = compute.submit(work)
-            if RECORDER.on:
-                RECORDER.event(end, lanes.GPU, lanes.EXPERTS, count=self._experts, device=self._device.index)
+            result, end = buffers.compute(half, self._make_kernel, hidden_states, top_k_index, top_k_weights)
             buffers.load(buffers.next_of(self._layer))
             if not self._device.compute_follows_caller or end.failure is not None:
                 end.wait()

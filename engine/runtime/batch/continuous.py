@@ -74,6 +74,11 @@ class ContinuousBatch:
         self.rows = []
         self._waiting = None
 
+    def free(self) -> None:
+        """As `close`, and the device has its memory back: no further run."""
+        self.close()
+        self._model.close()
+
     def _go_on(self, on_row: AnswerCallback, should_yield: Check, cancelled: Check) -> Outcome | None:
         """The sweep under way, to its end unless somebody wants it to stop between two layers."""
         assert self._sweep is not None

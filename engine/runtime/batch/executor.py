@@ -76,5 +76,5 @@ class BatchExecutor:
     def close(self) -> None:
         """Frees keys and values.  Harmless if repeated."""
         if self._batch is not None:
-            self._batch.close()
+            self._batch.free()
             self._batch = None

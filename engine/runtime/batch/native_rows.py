@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter_ns
 from typing import Any
 
@@ -65,6 +65,10 @@ class NativeRows:
                 return self._add_experts(layer.mlp, sparse.struct, out[0])[None]
             result = layer.mlp(layer.post_attention_layernorm(out))
             return torch.add(out, result[0] if isinstance(result, tuple) else result)
+
+    def linears(self, index: int) -> AbstractContextManager[None]:
+        """While in it, a layer's linear layers are computed by the kernels, whoever calls the layer."""
+        return _replaced(self._linears[index])
 
     def _add_experts(self, block: Any, struct: SparseBlockStruct, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, H] with what a sparse block makes of them added."""

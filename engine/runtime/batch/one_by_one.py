@@ -41,7 +41,7 @@ class OneByOne:
             else:
                 on_row(answer)
 
-    def close(self) -> None:
+    def free(self) -> None:
         """Frees the KV cache."""
         self._session.clear()
         self._interrupted = None

@@ -6,7 +6,7 @@ apart by it whose tokens are whose.  The library's masks are not made: what a to
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,6 +45,8 @@ class PagedStates:
         self._layers: dict[int, tuple[PagedLayer, PagedLayerStruct]] = {}
         self.pieces: Pieces | None = None
         """The rows whose tokens come next; `None` while the modules are still being met."""
+        self.elsewhere: Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+        """Attends in place of this, if set: it takes a module, queries, keys and values as `attend` does."""
 
     def allocate(self, kv_type: KvType, pages: int) -> None:
         """Makes the pages of all modules met so far."""
@@ -68,18 +70,31 @@ class PagedStates:
         Of a model on a card queries, keys and values come to RAM, where the pages are, and only hidden states go back
         (MoE-Lightning, section 4.1: that is less than the keys and values that a card would have to be sent).
         """
+        if self.elsewhere is not None:
+            return self.elsewhere(module, queries, keys, values)
         device = queries.device
         queries, keys, values = (_by_token(states.cpu()) for states in (queries, keys, values))
         if self.pieces is None:
             self._meet(module, queries, keys, values, options)
             group = queries.shape[1] // keys.shape[1]
             return values.repeat_interleave(group, 1)[None].to(device)
-        layer, struct = self._layers[id(module)]
-        if self._kernels is not None:
-            attended = attend(self._kernels, struct, self.pieces, queries, keys, values)
-        else:
-            attended = attend_in_torch(layer, self._terms[id(module)], self.pieces, queries, keys, values)
+        attended = self.attend_rows(self._kernels, module, self.pieces, queries, keys, values)
         return attended[None].to(device)
+
+    def attend_rows(
+        self,
+        kernels: NativeKernels | None,
+        module: Any,
+        pieces: Pieces,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        """[T, heads, dim] of these rows in RAM, bf16 or fp32 -> [T, heads, value_dim]."""
+        layer, struct = self._layers[id(module)]
+        if kernels is not None:
+            return attend(kernels, struct, pieces, queries, keys, values)
+        return attend_in_torch(layer, self._terms[id(module)], pieces, queries, keys, values)
 
     def _meet(
         self, module: Any, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: dict[str, Any]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from engine.devices.memory_budget import DeviceMemoryError
 from engine.kernels.native.paged_attention import KvType, Pieces
 from engine.runtime.batch.balance import balanced
 from engine.runtime.batch.layers import DecoderLayers, Recording
 from engine.runtime.batch.native_rows import NativeRows
 from engine.runtime.batch.packed_attention import PagedStates, configs_of, paged
+from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
+from engine.runtime.batch.pipeline.schedules import Schedule
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.row import PagedRow
 from engine.runtime.loaded_model import LoadedModel
@@ -60,14 +63,20 @@ class PackedModel:
         self._loaded, self._policy = loaded, policy
         self._layers = DecoderLayers(loaded.model)
         self._configs = configs_of(loaded.model)
+        config = loaded.model.config.get_text_config(decoder=True)
+        self._experts_per_token = getattr(config, "num_experts_per_tok", None) or 1
         self._states = PagedStates(loaded.kernels, policy.window, policy.kept)
         self._kv_type = policy.kv_type or (KvType.BF16 if loaded.model.dtype == torch.bfloat16 else KvType.FP32)
         self._native: NativeRows | None = None
+        self._pipeline: DevicePipeline | None = None
         self._meet_attention()
         if not self._states.shapes:
             raise LookupError("its attention does not go through the library's attention interface")
         if loaded.kernels is not None and loaded.device.type == "cpu":
             self._native = NativeRows(loaded.model, self._layers, self._states, loaded.kernels)
+        if policy.schedule is not Schedule.TODAY:
+            with suppress(LookupError, DeviceMemoryError):  # then experts are met as a chat meets them
+                self._pipeline = DevicePipeline(loaded, self._layers, self._states)
         page_bytes = self._states.page_bytes(self._kv_type)
         self.pages = max(1, policy.kv_bytes // page_bytes)
         """Pages that the budget has room for."""
@@ -88,12 +97,31 @@ class PackedModel:
             logits [R, V] on the CPU, for those that want them, in the order of `work`.
         """
         micro_batches = [self._prepare(part) for part in self._parts(work)]
+        schedule = self._schedule(work)
         for index in range(len(self._layers)):
+            if self._pipeline is not None and schedule is not Schedule.TODAY:
+                with self._attending(None), self._native.linears(index) if self._native is not None else nullcontext():
+                    self._pipeline.run(index, micro_batches, schedule)
+                yield
+                continue
             for batch in micro_batches:
                 with self._attending(batch.pieces):
                     batch.hidden = self._run(index, batch)
                 yield
         return self._logits(work, micro_batches)
+
+    def close(self) -> None:
+        """Gives back what sweeps have taken of a device.  Harmless if repeated."""
+        if self._pipeline is not None:
+            self._pipeline.close()
+            self._pipeline = None
+
+    def _schedule(self, work: list[Work]) -> Schedule:
+        """What was asked for; else CGOPipe, but for sweeps of so few tokens that most experts are not wanted."""
+        if self._pipeline is None or self._policy.schedule is not None:
+            return self._policy.schedule or Schedule.TODAY
+        visits = sum(each.tokens for each in work) * self._experts_per_token
+        return Schedule.CGOPIPE if visits >= self._pipeline.experts else Schedule.TODAY
 
     def _run(self, index: int, batch: _MicroBatch) -> torch.Tensor:
         if self._native is None:
@@ -103,6 +131,8 @@ class PackedModel:
     def _parts(self, work: list[Work]) -> list[list[Work]]:
         lengths = [each.tokens for each in work]
         count = -(-sum(lengths) // self._policy.micro_batch_tokens)
+        if self._policy.micro_batch_rows:
+            count = max(count, -(-len(work) // self._policy.micro_batch_rows))
         parts, _ = balanced(lengths, max(count, 1), most_rows=len(work))
         return [[work[place] for place in part] for part in parts]
 

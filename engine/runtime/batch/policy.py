@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
 from engine.kernels.native.paged_attention import KvType
 from engine.planner.plan_parts import BatchPlan
+from engine.runtime.batch.pipeline.schedules import Schedule
 from engine.runtime.loaded_model import LoadedModel
 
 _ROWS = 256
+_MICRO_BATCHES = 8
+"""Of one sweep on a device, if nobody has planned it: attention runs two ahead, a bubble is an eighth of a layer."""
 _KV_SHARE = 0.5
 """Of the RAM that is free: the rest is for activations, for the page cache of an input file, and for others."""
 _LEAST_KV_BYTES = 64 * 2**20
@@ -25,6 +28,8 @@ class BatchPolicy:
         kv_bytes: of all pages; rows wait while none are left.
         sweep_tokens: of prompts, read in one sweep through the layers beside the rows that decode.
         micro_batch_tokens: mu, here in tokens: what goes through a layer at once, and so the size of activations.
+        micro_batch_rows: mu, rows that go through a layer at once at most; 0 is all of them.
+        schedule: on a device, the order of a layer's work; `None` is what suits the model, `TODAY` where it has none.
         kv_type: how keys and values are held; `None` is the model's own precision.
         window, kept: if not 0, tokens see only the last `window` tokens and the first `kept` (StreamingLLM, Xiao et al.
             2024): for long rows, an approximation.
@@ -34,6 +39,8 @@ class BatchPolicy:
     kv_bytes: int = 2**30
     sweep_tokens: int = 1024
     micro_batch_tokens: int = 2048
+    micro_batch_rows: int = 0
+    schedule: Schedule | None = None
     kv_type: KvType | None = None
     window: int = 0
     kept: int = 0
@@ -53,4 +60,8 @@ def policy_for(loaded: LoadedModel, ram_bytes: int | None = None, plan: BatchPla
     # piece is what its memory has room for.
     piece = loaded.piece_tokens
     at_once = max(piece, rows) if loaded.devices is not None else max(BatchPolicy.micro_batch_tokens, piece)
-    return BatchPolicy(rows, kv_bytes, max(BatchPolicy.sweep_tokens, piece), at_once)
+    sizes = BatchPolicy(rows, kv_bytes, max(BatchPolicy.sweep_tokens, piece), at_once)
+    if plan is None:
+        return replace(sizes, micro_batch_rows=-(-rows // _MICRO_BATCHES)) if loaded.devices is not None else sizes
+    schedule = None if plan.experts_on_card else Schedule.TODAY
+    return replace(sizes, micro_batch_rows=plan.micro_batch, schedule=schedule)

@@ -1,0 +1,177 @@
+"""Attention on the CPU beside what the device does: states come to RAM, hidden states go back (MoE-Lightning, 4.1)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+
+from engine.devices.device import Device, Direction, Event, Stream
+from engine.devices.memory_budget import MemoryCategory
+from engine.kernels.native.paged_attention import Pieces
+from engine.runtime.batch.pipeline.layer_run import AttentionCall
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER
+
+Attend = Callable[[Any, Pieces, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Module, rows, queries, keys and values [T, heads, dim] in RAM -> [T, heads, value_dim]."""
+
+
+class _Place:
+    """Memory of one micro-batch on its way: on the host, and of the device where the attended states arrive."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._host: torch.Tensor | None = None
+        self._back: torch.Tensor | None = None
+        self._landed: torch.Tensor | None = None
+
+    def states(self, like: torch.Tensor) -> torch.Tensor:
+        """Host memory for states."""
+        if self._host is None or self._host.nbytes < like.nbytes:
+            self._release_host()
+            self._host = self._device.host_memory.allocate(like.nbytes)
+        return self._host[: like.nbytes].view(like.dtype).view(like.shape)
+
+    def attended(self, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(host memory, device memory) of so many bytes.
+
+        Raises:
+            DeviceMemoryError: the device has no room.
+        """
+        if self._back is None or self._landed is None or self._back.nbytes < nbytes:
+            self._release_back()
+            self._landed = self._device.memory.allocate(nbytes, MemoryCategory.ACTIVATIONS)
+            self._back = self._device.host_memory.allocate(nbytes)
+        return self._back[:nbytes], self._landed[:nbytes]
+
+    def release(self) -> None:
+        """Gives everything back."""
+        self._release_host()
+        self._release_back()
+
+    def _release_host(self) -> None:
+        if self._host is not None:
+            self._device.host_memory.release(self._host)
+        self._host = None
+
+    def _release_back(self) -> None:
+        if self._landed is not None:
+            self._device.memory.release(self._landed)
+        if self._back is not None:
+            self._device.host_memory.release(self._back)
+        self._landed = self._back = None
+
+
+class AttendedAhead:
+    """What a micro-batch's attention will have given.
+
+    Args:
+        future: ends with the event after which `landed` is on the device.
+    """
+
+    def __init__(self, device: Device, future: Future[Event], landed: torch.Tensor) -> None:
+        self._device, self._future, self._landed = device, future, landed
+
+    def take(self) -> torch.Tensor:
+        """[1, T, heads, value_dim] on the device, once it is there.
+
+        Raises:
+            EngineError: the device failed, or there was no memory for attention.
+        """
+        event = self._future.result()
+        self._device.compute_stream.wait(event)
+        if not self._device.compute_follows_caller:
+            event.wait()
+        return self._landed[None]
+
+
+class HostAttention:
+    """A thread that attends, for one micro-batch after the other.
+
+    Args:
+        attend: computes; only ever called by that thread.
+    """
+
+    def __init__(self, device: Device, attend: Attend) -> None:
+        self._device, self._attend = device, attend
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batch attention")
+        self._places: dict[int, _Place] = {}
+        self._under_way: list[Future[Event]] = []
+
+    def begin(
+        self, call: AttentionCall, pieces: Pieces, number: int, back: Stream, value_dim: int, layer: int
+    ) -> AttendedAhead:
+        """Sends a micro-batch's states to RAM, where they are attended as soon as its turn comes.
+
+        Args:
+            number: of the micro-batch: one of each number is under way at a time.
+            back: the stream that brings what was attended.
+            value_dim: of a head.
+
+        Raises:
+            DeviceMemoryError: the device has no room for what was attended.
+        """
+        device = self._device
+        parts = [states[0].transpose(0, 1) for states in (call.queries, call.keys, call.values)]
+        tokens, dtype = parts[0].shape[0], parts[0].dtype
+        packed = torch.cat([part.reshape(tokens, -1) for part in parts], dim=1)
+        place = self._places.setdefault(number, _Place(device))
+        states = place.states(packed)
+        shape = (tokens, parts[0].shape[1], value_dim)
+        nbytes = shape[0] * shape[1] * shape[2] * dtype.itemsize
+        outgoing, landed = (memory.view(dtype).view(shape) for memory in place.attended(nbytes))
+        if device.compute_follows_caller:
+            device.small_copy_stream.wait(device.compute_stream.record())
+        sent = device.small_copy_stream.copy(states, packed, direction=Direction.D2H)
+        _record(sent, lanes.HIDDEN, packed.nbytes, layer, device)
+        widths = [part.shape[1] * part.shape[2] for part in parts]
+
+        def work() -> Event:
+            sent.wait()
+            begun_ns = perf_counter_ns()
+            queries, keys, values = (
+                _computable(piece.view(part.shape))
+                for piece, part in zip(torch.split(states, widths, 1), parts, strict=True)
+            )
+            with torch.inference_mode():
+                outgoing.copy_(self._attend(call.module, pieces, queries, keys, values))
+            if RECORDER.on:
+                RECORDER.span(lanes.CPU_ATTENTION, lanes.ATTENTION, begun_ns, perf_counter_ns(), layer)
+            return back.copy(landed, outgoing, direction=Direction.H2D)
+
+        future = self._thread.submit(work)
+        self._under_way.append(future)
+        return AttendedAhead(device, future, landed)
+
+    def settle(self) -> None:
+        """Waits until nothing is under way, however it ends."""
+        for future in self._under_way:
+            with contextlib.suppress(Exception):
+                future.result().wait()
+        self._under_way = []
+
+    def forget_ended(self) -> None:
+        """What was taken needs no waiting for."""
+        self._under_way = [future for future in self._under_way if not future.done()]
+
+    def close(self) -> None:
+        """Ends the thread and frees the buffers.  Harmless if repeated."""
+        self.settle()
+        self._thread.shutdown()
+        for place in self._places.values():
+            place.release()
+        self._places = {}
+
+
+def _computable(states: torch.Tensor) -> torch.Tensor:
+    return states if states.dtype in (torch.bfloat16, torch.float32) else states.float()
+
+
+def _record(event: Event, name: int, nbytes: int, layer: int, device: Device) -> None:
+    if RECORDER.on:
+        RECORDER.event(event, lanes.SMALL_COPY, name, layer, nbytes=nbytes, device=device.index)

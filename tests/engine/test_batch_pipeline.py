@@ -1,0 +1,205 @@
+"""Sweeps over an emulated card: whatever the order of a layer's work, answers are those of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.config import SamplingParams
+from engine.devices.copy_log import CopyRecord
+from engine.devices.memory_budget import MemoryCategory
+from engine.errors import EngineError, ErrorCode
+from engine.runtime.batch.continuous import ContinuousBatch
+from engine.runtime.batch.executor import BatchExecutor
+from engine.runtime.batch.layers import DecoderLayers
+from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline, _sites_of
+from engine.runtime.batch.pipeline.schedules import Schedule
+from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.batch.request import BatchAnswer, BatchRequest, Outcome
+from engine.runtime.chat_session import ChatSession
+from engine.runtime.loaded_model import LoadedModel
+from tests.engine import on_devices
+from tests.engine.loaded_tiny import NO_END, random_prompt
+from tests.engine.tiny_families import tiny_checkpoint
+
+LENGTHS = [1, 40, 90, 12, 33, 7, 64]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint("mixtral", tmp_path_factory.mktemp("pipeline"), num_hidden_layers=3)
+
+
+@pytest.fixture(scope="module")
+def wanted(folder: Path) -> dict[int, tuple[int, ...]]:
+    with on_devices.opened(folder, 0) as loaded:
+        return {row.row: answer for row, answer in zip(_rows(), _alone(loaded), strict=True)}
+
+
+@pytest.fixture(scope="module")
+def on_card(folder: Path) -> Iterator[LoadedModel]:
+    with on_devices.opened(folder, 1, cache_slots=3) as loaded:
+        yield loaded
+
+
+def _rows() -> list[BatchRequest]:
+    sampling = SamplingParams(max_tokens=6)
+    return [
+        BatchRequest(row, ids=tuple(random_prompt(n, seed=row)), sampling=sampling, end_ids=NO_END)
+        for row, n in enumerate(LENGTHS)
+    ]
+
+
+def _alone(loaded: LoadedModel) -> list[tuple[int, ...]]:
+    chat = ChatSession(loaded)
+    return [chat.generate_from_ids(row.ids, row.sampling, end_ids=NO_END).token_ids for row in _rows()]
+
+
+def _policy(schedule: Schedule | None, rows: int = 2) -> BatchPolicy:
+    return BatchPolicy(rows=8, kv_bytes=2**22, sweep_tokens=120, micro_batch_rows=rows, schedule=schedule)
+
+
+def _answers(loaded: LoadedModel, policy: BatchPolicy) -> dict[int, tuple[int, ...]]:
+    answers: dict[int, tuple[int, ...]] = {}
+    executor = BatchExecutor(loaded, policy)
+    assert not executor.note
+    try:
+        executor.run(iter(_rows()), lambda answer: answers.__setitem__(answer.row, answer.token_ids))
+    finally:
+        executor.close()
+    return answers
+
+
+@pytest.mark.parametrize("schedule", [None, *Schedule])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_answers_are_those_of_the_cpu(
+    on_card: LoadedModel, wanted: dict[int, tuple[int, ...]], schedule: Schedule | None, rows: int
+) -> None:
+    assert _answers(on_card, _policy(schedule, rows)) == wanted
+
+
+@given(
+    schedule=st.sampled_from([each for each in Schedule if each is not Schedule.TODAY]),
+    rows=st.integers(1, 8),
+    tokens=st.integers(1, 150),
+    stops=st.lists(st.integers(0, 12), max_size=4),
+)
+@settings(max_examples=8, deadline=None)
+def test_rows_go_on_after_giving_way(
+    on_card: LoadedModel,
+    wanted: dict[int, tuple[int, ...]],
+    schedule: Schedule,
+    rows: int,
+    tokens: int,
+    stops: list[int],
+) -> None:
+    answers: dict[int, BatchAnswer] = {}
+    policy = BatchPolicy(rows=8, kv_bytes=2**22, sweep_tokens=tokens, micro_batch_rows=rows, schedule=schedule)
+    executor, source = BatchExecutor(on_card, policy), iter(_rows())
+    chat = ChatSession(on_card)
+    try:
+        for stop in stops:
+            looks = iter(range(stop))
+            outcome = executor.run(
+                source,
+                lambda answer: answers.__setitem__(answer.row, answer),
+                should_yield=lambda looks=looks: next(looks, None) is None,  # type: ignore[misc]
+            )
+            first = _rows()[1]
+            said = chat.generate_from_ids(first.ids, first.sampling, end_ids=NO_END)
+            assert said.token_ids == wanted[1]
+            if outcome is Outcome.FINISHED:
+                break
+        executor.run(source, lambda answer: answers.__setitem__(answer.row, answer))
+    finally:
+        executor.close()
+        chat.clear()
+    assert {row: answer.token_ids for row, answer in answers.items()} == wanted
+
+
+@pytest.mark.parametrize("schedule", [each for each in Schedule if each is not Schedule.TODAY])
+def test_a_batch_stops_when_it_is_cancelled_and_another_one_follows(
+    on_card: LoadedModel, wanted: dict[int, tuple[int, ...]], schedule: Schedule
+) -> None:
+    for stop in (1, 2, 5):
+        executor, looks = BatchExecutor(on_card, _policy(schedule)), iter(range(stop))
+        outcome = executor.run(iter(_rows()), lambda answer: None, cancelled=lambda: next(looks, None) is None)  # noqa: B023
+        assert outcome is Outcome.CANCELLED
+        executor.close()
+    assert _answers(on_card, _policy(schedule)) == wanted
+
+
+@pytest.mark.parametrize("schedule", [each for each in Schedule if each is not Schedule.TODAY])
+def test_rows_are_kept_when_attention_fails(
+    on_card: LoadedModel, wanted: dict[int, tuple[int, ...]], schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: dict[int, tuple[int, ...]] = {}
+    executor = BatchExecutor(on_card, _policy(schedule))
+    failures = iter(range(4))
+
+    def attend(self: DevicePipeline, *args: Any) -> Any:
+        if next(failures, None) == 3:
+            raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There was no memory left to compute attention.")
+        return attend_rows(self, *args)
+
+    attend_rows = DevicePipeline._attend
+    monkeypatch.setattr(DevicePipeline, "_attend", attend)
+    executor.close()
+    executor = BatchExecutor(on_card, _policy(schedule))
+    source = iter(_rows())
+    take = lambda answer: answers.__setitem__(answer.row, answer.token_ids)  # noqa: E731
+    with pytest.raises(EngineError, match="no memory left"):
+        executor.run(source, take)
+    executor.run(source, take)
+    executor.close()
+    assert answers == wanted
+
+
+def test_each_expert_crosses_the_link_once_a_sweep(on_card: LoadedModel) -> None:
+    assert on_card.devices is not None
+    (card,) = on_card.devices.devices
+    executor = BatchExecutor(on_card, _policy(Schedule.CGOPIPE))
+    batch = executor._batch
+    assert isinstance(batch, ContinuousBatch)
+    pipeline = batch._model._pipeline
+    assert pipeline is not None
+    record = next(iter(pipeline._sites.values())).experts.cache.layout.nbytes
+    copies: list[CopyRecord] = []
+    stop = card.copy_log.listen(copies.append)
+    sweeps = 0
+    sweep = batch._model.sweep
+
+    def counted(work: list[Any]) -> Any:
+        nonlocal sweeps
+        sweeps += 1
+        return sweep(work)
+
+    batch._model.sweep = counted  # type: ignore[method-assign]
+    executor.run(iter(_rows()), lambda answer: None)
+    pipeline._attention.settle()
+    card.synchronize()
+    stop()
+    assert card.memory.use().used <= card.memory.use().total
+    executor.close()
+    weights = sum(copy.nbytes == record and copy.direction == "h2d" for copy in copies)
+    layers, experts = len(pipeline._sites), pipeline.experts
+    # One layer more: the first one of a sweep that does not come any more is on its way.
+    assert weights == (sweeps * layers + 1) * experts
+    assert {copy.direction for copy in copies} == {"h2d", "d2h"}
+
+
+def test_a_card_without_room_for_two_layers_answers_as_well(folder: Path, wanted: dict[int, tuple[int, ...]]) -> None:
+    with on_devices.opened(folder, 1, cache_slots=3) as loaded:
+        assert loaded.devices is not None
+        (card,) = loaded.devices.devices
+        layers = [site.experts for site in _sites_of(DecoderLayers(loaded.model))[0].values()]
+        layer = layers[0].source.num_experts * layers[0].cache.layout.nbytes
+        loaded.devices.experts.give_back(0, card.memory.total)
+        taken = card.memory.reserve(card.memory.free - 2 * layer + 1, MemoryCategory.ACTIVATIONS)
+        assert _answers(loaded, _policy(None)) == wanted
+        taken.release()
