@@ -38,9 +38,9 @@ class TokenFigures:
         return sum(self.experts.values())
 
 
-def token_figures(history: History, last: int = LAST_STEPS) -> TokenFigures | None:
-    """Means over the last decode steps; None if nothing has been decoded."""
-    steps = history.last_steps(last)
+def token_figures(history: History, until_ns: int | None = None, last: int = LAST_STEPS) -> TokenFigures | None:
+    """Means over the last decode steps, of those that began before a moment; None if nothing has been decoded."""
+    steps = history.last_steps(last) if until_ns is None else history.steps_between(0, until_ns)[-last:]
     steps = steps[np.isin(steps["name"], (DECODE, BATCH_STEP)) & (steps["tokens"] > 0)]
     tokens = int(steps["tokens"].sum())
     if not tokens:

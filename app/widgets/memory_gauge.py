@@ -54,7 +54,10 @@ class MemoryLegend(QWidget):
     def show_parts(self, parts: tuple[MemoryPart, ...], theme: Theme) -> None:
         while len(self._rows) < len(parts):
             self._add_row()
-        for part, (swatch, name, amount) in zip(parts, self._rows, strict=True):
+        for row, widgets in enumerate(self._rows):
+            for widget in widgets:
+                widget.setVisible(row < len(parts))
+        for part, (swatch, name, amount) in zip(parts, self._rows, strict=False):
             swatch.show_parts((MemoryPart("", 1, part.colour, part.hatched),), 1, theme.border)
             name.setText(part.name)
             amount.setText(memory(part.amount))

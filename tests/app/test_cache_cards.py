@@ -168,7 +168,7 @@ def test_a_size_that_is_not_given_is_said(card: CacheCard) -> None:
     card.plot.chosen.emit(990)
     card.show_report(report())
     card.show_report(report())
-    assert "nearest to 990" in card.size_field.outcome
+    assert "990 is no size it can have" in card.size_field.outcome
 
 
 def test_the_field_and_the_handle_agree(card: CacheCard, qtbot: QtBot) -> None:

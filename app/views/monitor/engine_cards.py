@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import QEvent
+from PySide6.QtCore import QEvent, QSize
 from PySide6.QtGui import QResizeEvent
 from PySide6.QtWidgets import QBoxLayout, QVBoxLayout, QWidget
 
 from app.models.token_figures import token_figures
 from app.services.engine_client import EngineClient
-from app.services.history.history import History
+from app.services.session_library import OpenedSession
 from app.services.telemetry_hub import TelemetryHub
 from app.theme import ThemeController
 from app.views.monitor.cache import CacheCard, PoliciesCard, PredictionCard
+from app.views.monitor.expert_card import ExpertCard
 from app.views.monitor.memory_card import MemoryCard
 from app.views.monitor.token_card import TokenCard
 from engine.hardware.sensors import SensorSample
@@ -33,11 +34,12 @@ class EngineCards(QWidget):
         client: EngineClient,
         hub: TelemetryHub,
         theme: ThemeController,
-        experts: QWidget,
+        experts: ExpertCard,
         parent: QWidget | None = None,
     ) -> None:
         super().__init__(parent)
-        self._hub, self._theme = hub, theme
+        self._hub, self._theme, self._experts = hub, theme, experts
+        self._session: OpenedSession | None = None
         self.cache = CacheCard(theme, self)
         self.token = TokenCard(theme, self)
         self.policies = PoliciesCard(theme, self)
@@ -48,6 +50,7 @@ class EngineCards(QWidget):
         column = QVBoxLayout(self)
         column.setContentsMargins(0, 0, 0, 0)
         column.setSpacing(14)
+        column.setSizeConstraint(QVBoxLayout.SizeConstraint.SetNoConstraint)  # narrower than a row it turns the row
         first = ((experts, 42), (self.cache, 38), (self.token, 20))
         for cards in (first, ((self.policies, 1), (self.prediction, 1), (self.memory, 1))):
             row = QBoxLayout(QBoxLayout.Direction.LeftToRight)
@@ -57,10 +60,13 @@ class EngineCards(QWidget):
             column.addLayout(row, 1 if cards is first else 0)
             self._rows.append(row)
         self.cache.resize_wanted.connect(client.resize_cache)
+        experts.replay.valueChanged.connect(self._show_moment)
 
     def refresh(self) -> None:
-        """What is known now; cheap if nothing is new."""
+        """What is known now; cheap if nothing is new, or while a session is open."""
         hub = self._hub
+        if self._session is not None:
+            return
         sample = hub.sample
         used, total = (sample.ram_used, sample.ram_total) if sample is not None else (None, None)
         free = max(0, total - used) if used is not None and total is not None else None
@@ -70,20 +76,29 @@ class EngineCards(QWidget):
             self._revision = hub.history.revision
             self.token.show_figures(token_figures(hub.history), _watts(sample))
 
-    def show_recorded(self, report: CacheReport | None, history: History | None) -> None:
-        """A moment of a session that was opened, in place of what happens now."""
-        self.cache.is_recorded = True
-        self.cache.show_report(report)
-        self._show_rest(report, None, None)
-        self._revision = -1
-        self.token.show_figures(token_figures(history) if history is not None else None, None)
+    def show_session(self, session: OpenedSession) -> None:
+        """A session that was opened, in place of what happens now; the map's slider chooses the moment."""
+        self._session = session
+        self._show_moment()
 
     def show_live(self) -> None:
         """What happens now again."""
+        self._session = None
         self.cache.is_recorded = False
         self.cache.show_report(None)
         self._revision = -1
         self.refresh()
+
+    def _show_moment(self, *_place: int) -> None:
+        session = self._session
+        if session is None:
+            return
+        maps, place = session.maps, self._experts.replay.value()
+        until_ns = maps[place][0] if place < len(maps) - 1 else None
+        reports = [report for at_ns, report in session.reports if until_ns is None or at_ns <= until_ns]
+        self.cache.show_past(reports)
+        self._show_rest(reports[-1] if reports else None, None, None)
+        self.token.show_figures(token_figures(session.history, until_ns), None)
 
     def _show_rest(self, report: CacheReport | None, ram_used: int | None, ram_total: int | None) -> None:
         self.policies.show_report(report)
@@ -99,12 +114,25 @@ class EngineCards(QWidget):
         if event.type() == QEvent.Type.FontChange:
             self._turn()
 
+    def minimumSizeHint(self) -> QSize:
+        """As wide as the widest card: narrower than all side by side they stand below each other."""
+        whole = super().minimumSizeHint()
+        widest = max(card.minimumSizeHint().width() for row in self._rows for card in _shown(row))
+        return QSize(min(whole.width(), widest), whole.height())
+
     def _turn(self) -> None:
-        is_wide = self.width() >= _WIDE_PX * self._theme.font_px / 14
-        wanted = QBoxLayout.Direction.LeftToRight if is_wide else QBoxLayout.Direction.TopToBottom
         for row in self._rows:
+            needed = sum(card.minimumSizeHint().width() + row.spacing() for card in _shown(row))
+            is_wide = self.width() >= max(needed, _WIDE_PX * self._theme.font_px / 14)
+            wanted = QBoxLayout.Direction.LeftToRight if is_wide else QBoxLayout.Direction.TopToBottom
             if row.direction() != wanted:
                 row.setDirection(wanted)
+
+
+def _shown(row: QBoxLayout) -> list[QWidget]:
+    items = [row.itemAt(place) for place in range(row.count())]
+    cards = [item.widget() for item in items if item is not None]
+    return [card for card in cards if card is not None and not card.isHidden()]
 
 
 def _watts(sample: SensorSample | None) -> float | None:

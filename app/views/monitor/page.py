@@ -133,8 +133,7 @@ class MonitorPage(QWidget):
         """What changes more slowly than the timeline."""
         self.experts.show_event(self._hub.experts)
         self.timeline.refresh_table()
-        if self._session is None:
-            self.engine_cards.refresh()
+        self.engine_cards.refresh()
 
     # --- sessions ---------------------------------------------------------------------------------
 
@@ -143,6 +142,7 @@ class MonitorPage(QWidget):
         self._session = session
         self.timeline.view.navigator.set_source(session.history, recorded=True)
         self.experts.show_recording(session.maps)
+        self.engine_cards.show_session(session)
         words = self.tr("A recorded session: {0}.").format(session_words(session))
         if not session.recorded.is_whole:
             words += " " + self.tr("It was cut short; all that was whole is shown.")
@@ -154,6 +154,7 @@ class MonitorPage(QWidget):
         self._session = None
         self.session_banner.hide()
         self.experts.show_recording(None)
+        self.engine_cards.show_live()
         self._on_ready()
         self._refresh()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from PySide6.QtCore import Signal
 from PySide6.QtWidgets import QButtonGroup, QPushButton, QWidget
 
@@ -13,6 +15,7 @@ from app.views.monitor.cache.tier_row import TierRow
 from app.views.monitor.cache.words import policy_name
 from app.views.monitor.card import MonitorCard, secondary
 from app.widgets.miss_ratio_plot import MissRatioPlot
+from app.widgets.rate_line import VALUES
 from engine.telemetry.messages import CacheReport, CacheTier, TierReport
 
 _TIERS: tuple[CacheTier, ...] = ("vram", "ram")
@@ -85,6 +88,20 @@ class CacheCard(MonitorCard):
         self._free_ram = free_ram
         self._show(is_new=is_new)
 
+    def show_past(self, reports: Sequence[CacheReport]) -> None:
+        """Reports of a recorded session up to a moment: nothing can be resized then."""
+        self.is_recorded = True
+        self._forget()
+        self._event = reports[-1] if reports else None
+        for report in reports[-VALUES:]:
+            for tier in sound(report).tiers:
+                if tier.tier in self.rows:
+                    self.rows[tier.tier].show_tier(tier, is_new=True)
+        if reports:
+            self._take(sound(reports[-1]))
+        self._free_ram = None
+        self._show(is_new=False)
+
     def _take(self, report: CacheReport) -> None:
         self._report = report
         if not report.tiers:
@@ -125,8 +142,9 @@ class CacheCard(MonitorCard):
         known = self._forecast if is_top else NO_FORECAST
         self.plot.show_tier(tier, known, room_slots(report, tier, self._free_ram), measured, is_top=is_top)
         self.size_field.show_tier(tier, self.plot.slots)
-        adopted = self.tr("policy {0}, chosen while running") if tier.is_adaptive else self.tr("policy {0}")
+        adopted = self.tr("policy {0}, adopted") if tier.is_adaptive else self.tr("policy {0}")
         self.aside.setText(adopted.format(policy_name(tier.policy)))
+        self.aside.setToolTip(self.tr("Chosen while running, by what each would hit") if tier.is_adaptive else "")
         self._say_outcome()
         notes = [tier.note, report.note]
         if is_top and known.gains_nothing:

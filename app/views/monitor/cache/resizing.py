@@ -63,8 +63,10 @@ class Resizing:
         has, had = number(self.now.slots, 0), number(self.before.slots, 0)
         if self.now.slots == self.before.slots:
             no_room = translate("Resizing", "It stays at {0} experts: there is no room for {1}.")
-            nearest = translate("Resizing", "It stays at {0} experts: of the sizes it can have, the nearest to {1}.")
-            text = no_room if self.asked > self.now.slots else nearest
+            no_size = translate(
+                "Resizing", "It stays at {0} experts: {1} is no size it can have, or fewer than a step needs."
+            )
+            text = no_room if self.asked > self.now.slots else no_size
             return text.format(has, number(self.asked, 0))
         # Sizes are whole sets, so a few less than asked for is what was asked for.
         if self.now.slots < 0.9 * self.asked:
