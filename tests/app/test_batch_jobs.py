@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,11 +15,12 @@ from app.services.batch_job import JobState
 from app.services.batch_job_file import job_of, load_jobs
 from app.services.batch_jobs import BatchJobs
 from app.services.batch_sample import BatchSample, SampleRate
-from app.services.engine_client import EngineState
+from app.services.engine_client import EngineClient, EngineState
 from engine.batch_files.answer import Answer, failed
 from engine.batch_files.prepared_job import prepare
-from engine.config import BatchJob
+from engine.config import BatchJob, EngineConfig, SamplingParams
 from engine.errors import ErrorCode
+from engine.protocol import ChatMessage
 from tests.app.scripted_batches import ScriptedBatches, row
 
 
@@ -260,3 +262,17 @@ def test_answers_come_in_pages_with_their_prompts(
     assert reader.whole(4) is None
     Path(job.input).unlink()
     assert [one.prompt for one in JobAnswers(jobs.entries[0]).page(-1)] == ["", "", "", ""]
+
+
+def test_a_job_does_not_make_chats_wait(qtbot: QtBot, tmp_path: Path) -> None:
+    worker = Path(__file__).with_name("scripted_worker.py")
+    client = EngineClient(command=[sys.executable, str(worker)])
+    client.start()
+    client.load(EngineConfig("any"))
+    qtbot.waitUntil(lambda: client.state is EngineState.READY, timeout=60_000)
+    client.start_batch(a_job(tmp_path))
+    assert client.state is EngineState.READY  # what sends chats asks for this
+    client.generate([ChatMessage("user", "count 1")], SamplingParams())
+    assert client.state is EngineState.BUSY
+    client.close_now()
+    client.deleteLater()

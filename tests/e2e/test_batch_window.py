@@ -15,7 +15,7 @@ from tests.e2e.screen import Screen
 from tests.e2e.waiting import PATIENCE_S, eventually
 from tests.e2e.window_process import RealWindow, real_window
 
-ROWS = 120
+ROWS = 80
 JOB_PATIENCE_S = 10 * PATIENCE_S
 
 
@@ -63,7 +63,12 @@ def test_a_job_survives_its_engine_and_its_window(
     with real_window(screen, switchyard_home, starter) as window:
         window.click("Batch")
         choose_file(window, source)
-        window.fill("Most tokens of an answer", "40")
+        window.click("System prompt")
+        screen.press("Tab")  # by the keys, which bring into view what lies below the edge
+        eventually(lambda: window.widget("Most tokens of an answer").is_focused, "Tab led on")
+        screen.press("ctrl+a")
+        screen.type("40")
+        screen.press("Tab")
         window.click("Start")
         begun = job_after(2)
         assert begun.finished_s is None, "the job was over before it could be interrupted"
