@@ -23,12 +23,45 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
         most_tokens: capacity never exceeds this unless more tokens do come.
     """
 
+    _is_behind = False
+    """Whether rows were claimed since `keys` and `values` were last looked at: whoever claims does not look."""
+
     def __init__(self, most_tokens: int | None = None) -> None:
         super().__init__()
         self._most_tokens = most_tokens
         self._length = 0
         self._key_buffer: torch.Tensor | None = None
         self._value_buffer: torch.Tensor | None = None
+
+    @property
+    def keys(self) -> Any:
+        """What is held, [B, H, n, D]."""
+        self._catch_up()
+        return self._keys
+
+    @keys.setter
+    def keys(self, keys: Any) -> None:
+        self._catch_up()
+        self._keys = keys
+
+    @property
+    def values(self) -> Any:
+        """What is held, [B, H, n, D]."""
+        self._catch_up()
+        return self._values
+
+    @values.setter
+    def values(self, values: Any) -> None:
+        self._catch_up()
+        self._values = values
+
+    def _catch_up(self) -> None:
+        if self._is_behind:
+            self._is_behind = False
+            assert self._key_buffer is not None
+            assert self._value_buffer is not None
+            self._keys = self._key_buffer.narrow(-2, 0, self._length)
+            self._values = self._value_buffer.narrow(-2, 0, self._length)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -91,8 +124,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
             self._grow(self.keys, self.values, start + 1)
         keys, values = self._key_buffer, self._value_buffer
         self._length = start + 1
-        self.keys = keys.narrow(-2, 0, start + 1)
-        self.values = values.narrow(-2, 0, start + 1)
+        self._is_behind = True
         return keys, values, start
 
     def _grow(
@@ -131,6 +163,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
     def reset(self) -> None:
         """Forgets everything and frees the buffers."""
         super().reset()
+        self._is_behind = False
         self._length = 0
         self._key_buffer = self._value_buffer = None
 

@@ -52,7 +52,7 @@ def speed_up_decoder_layers(model: Any, kernels: NativeKernels) -> int:
     for name, layer in model.named_modules():
         kind = _attention_of(layer) if knows_layer(layer) else None
         if kind is not None:
-            layer.forward = _SingleTokenLayer(
+            layer.forward = SingleTokenLayer(
                 layer, kind(layer, kernels), SparseBlock.of(layer, kernels), lanes.layer_number(name)
             )
             count += 1
@@ -63,7 +63,7 @@ def route_in_library(model: Any) -> None:
     """Lets the library's own routers choose the experts again, in all layers, for somebody who listens to them."""
     for layer in model.modules():
         short_way = layer.__dict__.get("forward")
-        if isinstance(short_way, _SingleTokenLayer):
+        if isinstance(short_way, SingleTokenLayer):
             short_way.leave_routing()
 
 
@@ -74,14 +74,18 @@ def _attention_of(layer: Any) -> type[GroupedAttention] | type[LatentAttention] 
     return None
 
 
-class _SingleTokenLayer:
-    """The `forward` of one decoder layer."""
+class SingleTokenLayer:
+    """The `forward` of one decoder layer.
+
+    Attributes:
+        in_library: the one that it takes the place of.
+    """
 
     def __init__(
         self, layer: Any, attention: GroupedAttention | LatentAttention, sparse: SparseBlock | None, number: int
     ) -> None:
         # Bound before it is replaced: the way for everything that is not a single token.
-        self._library_forward = layer.forward
+        self.in_library = layer.forward
         self._layer = layer
         self._hidden: int = layer.input_layernorm.weight.numel()
         self._attention = attention
@@ -93,7 +97,7 @@ class _SingleTokenLayer:
         self._sparse = None
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        out, begun_ns = None, 0
+        out = None
         cache: Any = kwargs.get("past_key_values")
         positions: Any = kwargs.get("position_embeddings")
         if (
@@ -103,19 +107,28 @@ class _SingleTokenLayer:
             and positions is not None
             and _hides_nothing(kwargs.get("attention_mask"))
         ):
-            hidden_states = hidden_states.contiguous()
-            if RECORDER.on:
-                begun_ns = perf_counter_ns()
-            out = self._attention.step(hidden_states, cache, positions)
+            out = self.step(hidden_states.contiguous(), cache, positions)
+        return self.in_library(hidden_states, *args, **kwargs) if out is None else out
+
+    def step(self, hidden_states: torch.Tensor, cache: Any, positions: Any) -> torch.Tensor | None:
+        """One token's hidden state [1, 1, hidden] in bf16, contiguous -> what the layer makes of it.
+
+        Args:
+            cache: takes its keys and values.
+            positions: its cosine and sine, or whatever the model gives its layers instead.
+
+        Returns:
+            `None`, and nothing was done, if these are not for the short way.
+        """
+        begun_ns = perf_counter_ns() if RECORDER.on else 0
+        out = self._attention.step(hidden_states, cache, positions)
         if out is None:
-            return self._library_forward(hidden_states, *args, **kwargs)
+            return None
         if begun_ns:
             return self._recorded_mlp(out, begun_ns)
-        if self._sparse is not None:
-            return self._sparse.step(out)
-        return self._library_mlp(out)
+        return self._sparse.step(out) if self._sparse is not None else self._library_mlp(out)
 
-    def _recorded_mlp(self, out: torch.Tensor, begun_ns: int) -> Any:
+    def _recorded_mlp(self, out: torch.Tensor, begun_ns: int) -> torch.Tensor:
         """What follows attention, which has begun then, and the spans of both."""
         recorder = RECORDER
         attended_ns = perf_counter_ns()
@@ -131,9 +144,10 @@ class _SingleTokenLayer:
             recorder.dense(lanes.DENSE, attended_ns, ended_ns, self._number)
         return out
 
-    def _library_mlp(self, out: torch.Tensor) -> Any:
+    def _library_mlp(self, out: torch.Tensor) -> torch.Tensor:
         result = self._layer.mlp(self._layer.post_attention_layernorm(out))
-        return out + (result[0] if isinstance(result, tuple) else result)
+        own: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        return out + own
 
 
 def _hides_nothing(mask: torch.Tensor | None) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from engine.runtime.short_way.token_step import TokenStep
+
 
 class StepModel:
     """Calls a transformers model the way its own `generate` does, without what `generate` does around it.
@@ -27,6 +29,7 @@ class StepModel:
         self._last_only: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._wants_positions = "position_ids" in parameters
         self._positions = self._lay_out(context_tokens)
+        self._single = TokenStep.of(model)
 
     @property
     def attends_in_chunks(self) -> bool:
@@ -48,6 +51,10 @@ class StepModel:
         if end > self._positions.shape[1]:
             self._positions = self._lay_out(2 * end)
         positions = self._positions[:, start:end]
+        if self._single is not None and cache is not None and tokens.numel() == 1:
+            logits = self._single.step(tokens, positions, start, cache)
+            if logits is not None:
+                return logits, cache
         if tokens.shape[0] > 1:
             # One row per sequence, as `generate` passes them: some families keep them beside the cache.
             positions = positions.expand(tokens.shape[0], -1)

@@ -16,7 +16,7 @@ from engine.runtime.growing_cache import GrowingLayer, new_cache
 from engine.runtime.growing_window import GrowingWindowLayer
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.loading import load_model
-from engine.runtime.native_decoder import _SingleTokenLayer
+from engine.runtime.native_decoder import SingleTokenLayer
 from tests.engine.tiny_families import tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
@@ -57,7 +57,7 @@ def test_logits_of_every_token_are_those_of_the_library(
     monkeypatch.setenv("SWITCHYARD_NATIVE", "0")
     library = _load(path)
     try:
-        short = [m for m in native.model.modules() if isinstance(getattr(m, "forward", None), _SingleTokenLayer)]
+        short = [m for m in native.model.modules() if isinstance(getattr(m, "forward", None), SingleTokenLayer)]
         assert len(short) == native.model.config.num_hidden_layers
         torch.manual_seed(5)
         tokens = torch.randint(3, library.model.config.vocab_size, (1, 300))

@@ -1,0 +1,110 @@
+"""A whole token's short way against the library's model around the same layers: the same logits, bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicCache
+
+from engine.config import EngineConfig
+from engine.kernels.native.build import library_path
+from engine.runtime.growing_cache import new_cache
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.loading import load_model
+from engine.runtime.short_way.token_step import TokenStep
+from engine.runtime.step_model import StepModel
+from tests.engine.tiny_families import tiny_checkpoint
+
+pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
+
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    ("mixtral", {"sliding_window": None}),
+    ("mixtral", {"sliding_window": 64}),
+    ("qwen3_moe", {}),
+    ("llama", {}),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}),
+    ("qwen3", {}),
+    ("olmoe", {}),
+    ("qwen2_moe", {}),
+    ("gpt_oss", {}),
+    ("deepseek_v2", {}),
+    ("deepseek_v3", {}),
+]
+PROMPT, END = 250, 262
+"""The angles of 256 positions are computed together: some of either side of that."""
+
+
+def _load(path: Path, precision: Literal["bf16", "int8", "int4"] = "bf16") -> LoadedModel:
+    config = EngineConfig(str(path), precision=precision, threads=2)
+    return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+
+
+def _steps(loaded: LoadedModel, kind_of_cache: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Logits [V] of every token after a prompt: by steps, and by calls of the library's model."""
+    torch.manual_seed(7)
+    tokens = torch.randint(3, loaded.model.config.vocab_size, (1, END))
+    step, caches = StepModel(loaded.model, END), (kind_of_cache(), kind_of_cache())
+    ours, librarys = [], []
+    with torch.inference_mode():
+        for start, end in [(0, PROMPT), *((at, at + 1) for at in range(PROMPT, END))]:
+            ours.append(step(tokens[:, start:end], caches[0], start)[0][0])
+            output = loaded.model(input_ids=tokens[:, start:end], past_key_values=caches[1], use_cache=True)
+            librarys.append(output.logits[0, -1])
+    assert caches[0].get_seq_length() == caches[1].get_seq_length()
+    for mine, theirs in zip(caches[0].layers, caches[1].layers, strict=True):
+        assert torch.equal(mine.keys, theirs.keys)
+        assert torch.equal(mine.values, theirs.values)
+    return ours, librarys
+
+
+@pytest.mark.parametrize(("family", "options"), FAMILIES)
+def test_steps_are_the_librarys(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    loaded = _load(tiny_checkpoint(family, tmp_path, **options))
+    try:
+        short = TokenStep.of(loaded.model)
+        assert short is not None
+        ours, librarys = _steps(loaded, lambda: new_cache(loaded.model))
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, librarys, strict=True))
+    finally:
+        loaded.close()
+
+
+def test_a_cache_that_is_not_written_into_is_the_librarys_to_fill(tmp_path: Path) -> None:
+    loaded = _load(tiny_checkpoint("qwen3_moe", tmp_path), "int8")
+    try:
+        ours, librarys = _steps(loaded, lambda: DynamicCache(config=loaded.model.config))
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, librarys, strict=True))
+    finally:
+        loaded.close()
+
+
+def test_whoever_listens_to_layers_hears_them(tmp_path: Path) -> None:
+    loaded = _load(tiny_checkpoint("qwen3_moe", tmp_path))
+    try:
+        step, cache = StepModel(loaded.model, 16), new_cache(loaded.model)
+        heard: list[int] = []
+        layers = loaded.model.model.layers
+        with torch.inference_mode():
+            step(torch.tensor([[3, 4, 5]]), cache, 0)
+            handles = [layer.register_forward_hook(lambda *_, i=i: heard.append(i)) for i, layer in enumerate(layers)]
+            step(torch.tensor([[6]]), cache, 3)
+            for handle in handles:
+                handle.remove()
+            step(torch.tensor([[7]]), cache, 4)
+        assert heard == list(range(len(layers)))
+        assert cache is not None
+        assert cache.get_seq_length() == 5
+    finally:
+        loaded.close()
+
+
+def test_models_without_native_layers_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWITCHYARD_NATIVE", "0")
+    loaded = _load(tiny_checkpoint("mixtral", tmp_path))
+    try:
+        assert TokenStep.of(loaded.model) is None
+    finally:
+        loaded.close()
