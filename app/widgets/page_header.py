@@ -26,6 +26,8 @@ class PageHeader(QWidget):
         column = QVBoxLayout(self)
         column.setContentsMargins(0, 0, 0, 0)
         column.setSpacing(0)
-        column.addLayout(self.row, 1)
-        column.addWidget(line, 0, Qt.AlignmentFlag.AlignBottom)
+        column.addStretch(1)  # buttons do not grow, so that the row would not fill the height and the line would rise
+        column.addLayout(self.row)
+        column.addStretch(1)
+        column.addWidget(line)
         self.setMinimumHeight(HEIGHT_PX)
