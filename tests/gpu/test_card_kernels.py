@@ -9,15 +9,15 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from engine.kernels.gpu.experts import CardExperts  # noqa: E402
-from engine.kernels.gpu.linear import CardLinear  # noqa: E402
-from engine.kernels.gpu.proof import runs_kernels, why_not  # noqa: E402
-from engine.kernels.interface import ExpertMath  # noqa: E402
-from engine.kernels.quantised.tiles import dequantise  # noqa: E402
-from engine.kernels.quantised.weights import quantise  # noqa: E402
-from tests.engine.card_experts import KINDS, PRECISIONS, check, check_nobody, check_not_numbers, layer_of, module_of  # noqa: E402
-from tests.engine.on_devices import MIB, PROMPT, opened  # noqa: E402
-from tests.engine.tiny_families import tiny_checkpoint  # noqa: E402
+from engine.kernels.gpu.experts import CardExperts
+from engine.kernels.gpu.linear import CardLinear
+from engine.kernels.gpu.proof import runs_kernels, why_not
+from engine.kernels.interface import ExpertMath
+from engine.kernels.quantised.tiles import dequantise
+from engine.kernels.quantised.weights import quantise
+from tests.engine.card_experts import KINDS, PRECISIONS, check, check_nobody, check_not_numbers, layer_of, module_of
+from tests.engine.on_devices import MIB, PROMPT, opened
+from tests.engine.tiny_families import tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CARD = torch.device("cuda", 0)
