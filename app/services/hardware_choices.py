@@ -61,4 +61,4 @@ def typed_card(text: str, base: HardwareProfile, vram_bytes: int | None) -> Hard
         raise EngineError(
             ErrorCode.INVALID_REQUEST, f"How much memory does the {text.strip()} have? Set VRAM, or type it behind."
         )
-    return replace(base, gpu=GpuProfile(text.strip(), memory, *known), link=assumed_link(None))
+    return replace(base, gpu=GpuProfile(_SIZE.sub("", text).strip(), memory, *known), link=assumed_link(None))

@@ -10,13 +10,15 @@ from PySide6.QtGui import QColor, QFocusEvent, QFont, QFontMetricsF, QHelpEvent,
 from PySide6.QtWidgets import QSizePolicy, QToolTip, QWidget
 
 from app.theme import Theme, ThemeController, tabular
+from app.widgets.small_font import small_font
 
 Part = Literal["gpu", "cpu", "ram", "disk"]
 PARTS: tuple[Part, ...] = ("gpu", "cpu", "ram", "disk")
 _PAD = 14.0
 _RADIUS = 10.0
 _WIDEST, _NARROWEST = 26.0, 3.0
-_LINES = 4
+_MOST_LINES, _FEWEST_LINES = 4, 2
+_LONGEST_LABEL = "about 0.50 GB/s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class MachinePicture(QWidget):
         """Draws this machine."""
         self._boxes = {box.part: box for box in boxes}
         self._links = {link.part: link for link in links}
+        self.setFixedHeight(self._height())
         said = [box.spoken for box in boxes] + [link.spoken for link in links]
         self.setAccessibleDescription("\n".join(said))
         self.update()
@@ -120,39 +123,40 @@ class MachinePicture(QWidget):
     # --- where things are -------------------------------------------------------------------------
 
     def _restyle(self, _theme: Theme) -> None:
-        self.updateGeometry()
+        self.setFixedHeight(self._height())
         self.update()
 
     def _text_height(self) -> float:
         return QFontMetricsF(self._small()).height() + 2
 
     def _small(self) -> QFont:
-        font = tabular(self.font())
-        font.setPointSizeF(font.pointSizeF() * 12.5 / 14)
-        return font
+        return small_font(self.font(), 12.5)
 
-    def _box_height(self) -> float:
-        return 2 * 11 + QFontMetricsF(self.font()).height() + 5 + _LINES * self._text_height()
+    def _box_height(self, *parts: Part) -> float:
+        """Of a row of boxes: as high as the fullest of them."""
+        lines = max(
+            (min(_MOST_LINES, len(self._boxes[part].lines)) for part in parts if part in self._boxes), default=1
+        )
+        return 2 * 12 + QFontMetricsF(self.font()).height() + 5 + max(_FEWEST_LINES, lines) * self._text_height()
 
     def _gap(self) -> float:
-        return 2 * self._text_height() + 22
+        return 2 * self._text_height() + 24
 
     def _height(self) -> int:
-        return round(2 * self._box_height() + self._gap() + 6)
+        return round(self._box_height("gpu", "cpu") + self._box_height("ram", "disk") + self._gap() + 6)
 
     def _areas(self) -> dict[Part, QRectF]:
         """RAM lies under the card and, for a part, under the CPU, so that both links go straight down."""
-        width, box, top = float(self.width()), self._box_height(), 3.0
-        low = top + box + self._gap()
-        upper = min(0.46 * width, 400.0)
-        disk = min(0.34 * width, 300.0)
-        middle = max(90.0, 0.13 * width)
-        cpu_left = width - upper - 3
+        width, top = float(self.width()), 3.0
+        upper, lower = self._box_height("gpu", "cpu"), self._box_height("ram", "disk")
+        low = top + upper + self._gap()
+        side, disk = 0.475 * width - 3, 0.25 * width
+        middle = QFontMetricsF(self._small()).horizontalAdvance(_LONGEST_LABEL) + 12
         return {
-            "gpu": QRectF(3, top, upper, box),
-            "cpu": QRectF(cpu_left, top, upper, box),
-            "ram": QRectF(3, low, width - disk - middle - 6, box),
-            "disk": QRectF(width - disk - 3, low, disk, box),
+            "gpu": QRectF(3, top, side, upper),
+            "cpu": QRectF(width - side - 3, top, side, upper),
+            "ram": QRectF(3, low, width - disk - middle - 6, lower),
+            "disk": QRectF(width - disk - 3, low, disk, lower),
         }
 
     def _link_line(self, part: Part) -> tuple[QPointF, QPointF]:
@@ -164,8 +168,7 @@ class MachinePicture(QWidget):
         if part == "gpu":
             x = areas["gpu"].left() + 0.3 * areas["gpu"].width()
         else:
-            x = max(areas["cpu"].left() + _WIDEST, ram.right() - 0.5 * (ram.right() - areas["cpu"].left()))
-            x = min(x, ram.right() - _WIDEST / 2 - 2)
+            x = (areas["cpu"].left() + ram.right()) / 2  # the middle of where both are
         return QPointF(x, areas[part].bottom()), QPointF(x, ram.top())
 
     def _link_width(self, link: Link) -> float:
@@ -182,7 +185,7 @@ class MachinePicture(QWidget):
         start, end = self._link_line(part)
         if part == "disk":
             high = 2 * self._text_height()
-            return QRectF(start.x() + 4, start.y() - _WIDEST / 2 - high, end.x() - start.x() - 8, high)
+            return QRectF(start.x() + 2, start.y() - _WIDEST / 2 - high, end.x() - start.x() - 4, high)
         left = start.x() + _WIDEST / 2 + 10
         right = self._link_line("cpu")[0].x() - _WIDEST / 2 - 8 if part == "gpu" else float(self.width())
         return QRectF(left, start.y() + 9, max(0.0, right - left), end.y() - start.y() - 18)
@@ -234,7 +237,7 @@ class MachinePicture(QWidget):
         painter.setPen(QColor(theme.muted))
         y = inner.top() + metrics.height() + 5
         small = QFontMetricsF(self._small())
-        for line in box.lines[:_LINES]:
+        for line in box.lines[:_MOST_LINES]:
             text = small.elidedText(line.text, Qt.TextElideMode.ElideRight, inner.width())
             painter.drawText(
                 QRectF(inner.left(), y, inner.width(), self._text_height()), Qt.AlignmentFlag.AlignTop, text

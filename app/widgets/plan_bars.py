@@ -9,8 +9,9 @@ from PySide6.QtCore import QPointF, QRectF, QSize, Qt
 from PySide6.QtGui import QBrush, QColor, QFont, QFontMetricsF, QPainter, QPainterPath, QPaintEvent, QPen, QResizeEvent
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
-from app.theme import Theme, ThemeController, tabular
+from app.theme import Theme, ThemeController
 from app.widgets.quantities import number
+from app.widgets.small_font import small_font
 
 _GIB = 2**30
 _BAR_PX, _SWATCH_PX = 14.0, 9.0
@@ -97,7 +98,7 @@ class PlanBars(QWidget):
     def _labels(self, tier: TierBar) -> list[tuple[str, str, BarPart | None]]:
         """(name, amount, part) of what is there, free room last: together they are the total."""
         parts = [part for part in tier.parts if part.amount > 0]
-        amounts = [_tenths(one) for one in self._tenths(tier)]
+        amounts = [_tenths(one) if one else self.tr("under {0}").format(_tenths(1)) for one in self._tenths(tier)]
         found: list[tuple[str, str, BarPart | None]] = [
             (part.name, amount, part) for part, amount in zip(parts, amounts, strict=False)
         ]
@@ -122,9 +123,7 @@ class PlanBars(QWidget):
     # --- drawing ----------------------------------------------------------------------------------
 
     def _small(self) -> QFont:
-        font = tabular(self.font())
-        font.setPointSizeF(font.pointSizeF() * 12.5 / 14)
-        return font
+        return small_font(self.font(), 12.5)
 
     def _lines(self, tier: TierBar, width: float) -> list[list[tuple[float, str, str, BarPart | None]]]:
         """Labels in lines: (x, name, amount, part)."""

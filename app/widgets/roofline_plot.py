@@ -12,8 +12,9 @@ from PySide6.QtCore import QEvent, QPointF, QRectF, QSize, Qt
 from PySide6.QtGui import QColor, QFont, QFontMetricsF, QHelpEvent, QPainter, QPaintEvent, QPen, QPolygonF
 from PySide6.QtWidgets import QSizePolicy, QToolTip, QWidget
 
-from app.theme import ThemeController, tabular
+from app.theme import ThemeController
 from app.widgets.quantities import arithmetic, figures, rate
+from app.widgets.small_font import small_font
 from engine.planner.plan_parts import RooflinePicture, RooflinePoint
 
 _LEFT, _TOP, _RIGHT = 12.0, 26.0, 14.0
@@ -110,12 +111,10 @@ class RooflinePlot(QWidget):
         return left, right, low, math.log10(max(roof.flops for roof in roofs)) + 0.12
 
     def _plot_area(self) -> QRectF:
-        return QRectF(self.rect()).adjusted(_LEFT, _TOP, -_RIGHT, -QFontMetricsF(self._small()).height() - 10)
+        return QRectF(self.rect()).adjusted(_LEFT, _TOP, -_RIGHT, -2 * QFontMetricsF(self._small()).height() - 8)
 
     def _small(self) -> QFont:
-        font = tabular(self.font())
-        font.setPointSizeF(font.pointSizeF() * 11.5 / 14)
-        return font
+        return small_font(self.font(), 11.5)
 
     def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
         picture = self._picture
@@ -133,6 +132,7 @@ class RooflinePlot(QWidget):
         self._draw_points(painter, area, ranges, picture, taken)
         for roof in roofs:
             self._label_roof(painter, area, ranges, roof, taken)
+            self._label_top(painter, area, ranges, roof, taken)
         painter.end()
 
     def _at(self, area: QRectF, ranges: tuple[float, float, float, float], x: float, y: float) -> QPointF:
@@ -151,11 +151,10 @@ class RooflinePlot(QWidget):
             painter.setPen(QPen(QColor(theme.border), 1))
             painter.drawLine(QPointF(x, area.top()), QPointF(x, area.bottom()))
             painter.setPen(QColor(theme.muted))
-            if x < area.right() - metrics.horizontalAdvance(self._axis_name()) - 34:
-                box = QRectF(x - 30, area.bottom() + 4, 60, metrics.height())
-                painter.drawText(box, Qt.AlignmentFlag.AlignHCenter, f"{10.0**power:g}")
+            box = QRectF(x - 30, area.bottom() + 4, 60, metrics.height())
+            painter.drawText(box, Qt.AlignmentFlag.AlignHCenter, f"{10.0**power:g}")
         painter.setPen(QColor(theme.muted))
-        line = QRectF(area.left(), area.bottom() + 4, area.width(), metrics.height())
+        line = QRectF(area.left(), area.bottom() + 4 + metrics.height(), area.width(), metrics.height())
         painter.drawText(line, Qt.AlignmentFlag.AlignRight, self._axis_name())
         painter.drawText(QRectF(area.left(), 2, area.width(), metrics.height()), 0, self.tr("operations a second"))
 
@@ -202,6 +201,24 @@ class RooflinePlot(QWidget):
         at = self._at(area, ranges, 10**flat, roof.flops)
         box = QRectF(at.x() - width / 2, at.y() + 4, width, height)
         self._place(painter, area, box, text, roof.colour, taken)
+
+    def _label_top(
+        self,
+        painter: QPainter,
+        area: QRectF,
+        ranges: tuple[float, float, float, float],
+        roof: Roof,
+        taken: list[QRectF],
+    ) -> None:
+        """The arithmetic, under the flat part or over it; left away where there is no room."""
+        if roof.dashed:  # the same as the card's own
+            return
+        text, metrics = arithmetic(roof.flops), QFontMetricsF(painter.font())
+        width, end = metrics.horizontalAdvance(text) + 12, self._at(area, ranges, 10 ** ranges[1], roof.flops)
+        for y in (end.y() + 5, end.y() - metrics.height() - 5):
+            for x in (end.x() - width, end.x() - 2 * width):
+                if self._place(painter, area, QRectF(x, y, width, metrics.height()), text, roof.colour, taken):
+                    return
 
     def _place(self, painter: QPainter, area: QRectF, box: QRectF, text: str, colour: str, taken: list[QRectF]) -> bool:
         whole = area.adjusted(0, -_TOP + 18, _RIGHT, 0)

@@ -10,6 +10,8 @@ from app.services.engine_client import EngineState
 from engine.config import EngineConfig, SamplingParams
 from engine.errors import ErrorCode
 from engine.protocol import ChatMessage, Failed, Finished, FinishReason, ModelInfo, Progress, Token
+from engine.tuning.messages import StartTuning, Until
+from engine.tuning.result import TuningKind
 
 STARTER = ModelInfo(
     name="Starter",
@@ -38,6 +40,7 @@ class ScriptedEngine(QObject):
     progress = Signal(object)
     token = Signal(object)
     telemetry = Signal(object)
+    tuning_told = Signal(object)
     finished = Signal(object)
 
     def __init__(self, model: ModelInfo | None = STARTER) -> None:
@@ -51,6 +54,7 @@ class ScriptedEngine(QObject):
         self.restarts = 0
         self.loads: list[EngineConfig] = []
         self.knows_a_model = True
+        self.tunings: list[StartTuning] = []
         self._tokens = 0
 
     # --- what the page calls ---
@@ -69,6 +73,17 @@ class ScriptedEngine(QObject):
         self.restarts += 1
         self.set_state(EngineState.STARTING)
         return "load" if self.knows_a_model else None
+
+    def start(self) -> None:
+        self.set_state(EngineState.READY)
+
+    def start_tuning(
+        self, config: EngineConfig, kind: TuningKind = "quick", until: Until = "timed", *, measure_again: bool = False
+    ) -> str:
+        request = StartTuning(f"t{len(self.tunings)}", config, kind, until, measure_again)
+        self.tunings.append(request)
+        self.set_state(EngineState.BUSY)
+        return request.request_id
 
     def load(self, config: EngineConfig) -> str:
         self.loads.append(config)

@@ -20,9 +20,10 @@ COMBO_WIDTH_PX = 240
 
 
 class ModelCard(SettingsCard):
-    """Signals: `reload_wanted`, when the default model or its threads are to take effect now."""
+    """Signals: `reload_wanted`, when the default model or its threads are to take effect now; `tune_wanted`."""
 
     reload_wanted = Signal()
+    tune_wanted = Signal()
 
     def __init__(self, settings: Settings, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -50,6 +51,12 @@ class ModelCard(SettingsCard):
         self._apply.clicked.connect(self._reload)
         self._apply.setEnabled(False)
         self.add_row("", self.tr("A change holds from the next start, or at once with this button."), self._apply)
+
+        tune = QPushButton(self.tr("Tune…"), self)
+        tune.clicked.connect(self.tune_wanted)
+        self.add_row(
+            self.tr("Speed"), self.tr("Measures this machine, times real tokens and keeps what is fastest."), tune
+        )
 
     def close_down(self) -> None:
         """Waits for a listing under way."""

@@ -158,7 +158,8 @@ def _disk(look: MachineLook) -> Box:
     if disk is None:
         silent = BoxLine(translate("Tune", "It does not answer."), told)
         return Box("disk", translate("Tune", "Disk"), (silent,), is_there=False)
-    kind = _DISKS[disk.kind] + (f", {disk.model}" if disk.model else "")
+    known = [disk.model] if disk.model else [name for name in (disk.device, disk.file_system) if name]
+    kind = ", ".join((_DISKS[disk.kind], *known))
     lines: tuple[BoxLine, ...] = (BoxLine(kind[:1].upper() + kind[1:], told),)
     if disk.free_bytes is not None:
         lines += (BoxLine(translate("Tune", "{0} free").format(memory(disk.free_bytes)), told),)
@@ -169,8 +170,8 @@ def _card_link(look: MachineLook, found: Found) -> Link | None:
     if look.profile.gpu is None:
         return None
     link, numbers = look.profile.link, _Numbers(look, found)
-    up = numbers.line("link.h2d", link.h2d, "h2d", words=translate("Tune", "{0} to the card"))
-    down = numbers.line("link.d2h", link.d2h, "d2h", words=translate("Tune", "{0} back"))
+    up = numbers.line("link.h2d", link.h2d, "h2d", words=translate("Tune", "{0} up"))
+    down = numbers.line("link.d2h", link.d2h, "d2h", words=translate("Tune", "{0} down"))
     labels = [up, down]
     card = look.probe.compute_gpu if not look.device.startswith("emulated") else None
     if card is not None and card.pcie_generation:

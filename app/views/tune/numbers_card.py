@@ -81,6 +81,7 @@ class NumbersCard(Card):
         for name in [name for name in self._rows if name not in numbers]:
             for label in self._rows.pop(name):
                 self._grid.removeWidget(label)
+                label.hide()
                 label.deleteLater()
         for at, (name, (value, detail)) in enumerate(numbers.items()):
             if name not in self._rows:

@@ -134,15 +134,17 @@ class TunePage(QWidget):
         )
 
     def _lay_out(self) -> None:
-        header = PageHeader(self.tr("Tune"), self)
+        self.header = header = PageHeader(self.tr("Tune"), self)
         header.row.setStretch(0, 0)
-        header.row.addWidget(self.steps)
+        header.row.addWidget(self.steps, 0, Qt.AlignmentFlag.AlignVCenter)
         header.row.addStretch(1)
-        header.row.addWidget(self.what_if_button)
-        header.row.addWidget(self.copy_button)
+        for button in (self.what_if_button, self.copy_button):
+            header.row.addWidget(button, 0, Qt.AlignmentFlag.AlignVCenter)
         self.grid = QGridLayout()
         self.grid.setSpacing(14)
         body = QWidget(self)
+        for card in self._cards:
+            card.setParent(body)
         column = QVBoxLayout(body)
         column.setContentsMargins(20, 16, 20, 20)
         column.setSpacing(14)
@@ -165,11 +167,13 @@ class TunePage(QWidget):
     def _arrange(self) -> None:
         """Cards of the step in two columns, or in one where two would be cramped."""
         wide = self.width() >= _WIDE_PX
+        machine: list[tuple[QWidget, int]] = [(self.machine_card, 2), (self.numbers, 1)]
+        plan: list[tuple[QWidget, int]] = [(self.plan_card, 2), (self.roofline_card, 1)]
         places: dict[int, list[tuple[QWidget, int]]] = {
-            MACHINE: [(self.machine_card, 2), (self.numbers, 1)],
-            MEASURE: [(self.machine_card, 2), (self.numbers, 1)],
-            PLAN: [(self.plan_card, 2), (self.roofline_card, 1)],
-            TIMED: [(self.race, 3), (self.plan_card, 2), (self.roofline_card, 1)],
+            MACHINE: [*machine, *plan],
+            MEASURE: [*machine, *plan],
+            PLAN: [*plan, *machine],
+            TIMED: [(self.race, 3), *plan],
         }
         shown = list(places[self._step])
         if self.what_if_button.isChecked() and self._step in (PLAN, TIMED):
@@ -227,6 +231,9 @@ class TunePage(QWidget):
 
     def resizeEvent(self, event: QResizeEvent) -> None:
         super().resizeEvent(event)
+        others = (self.header.title, self.what_if_button, self.copy_button)
+        room = event.size().width() - sum(widget.sizeHint().width() for widget in others) - 100
+        self.steps.show_short(short=self.steps.full_width() > room)
         if (event.size().width() >= _WIDE_PX) != (event.oldSize().width() >= _WIDE_PX):
             self._arrange()
 
@@ -361,7 +368,7 @@ class TunePage(QWidget):
             self.picture.show_at_work(_PART.get(number.what))
             self._draw_machine()
             self.numbers.show_found(self._found)
-            self.run_card.show_progress(f"{stage_sentence(event)}: {number_words(number)}", event.done)
+            self.run_card.show_progress(f"{stage_sentence(event)}, {number_words(number)}", event.done)
         elif event.stage == "restoring":
             self.table.stop()
 
@@ -422,9 +429,6 @@ class TunePage(QWidget):
     def _on_chosen(self, name: str) -> None:
         self.race.show_in_use(name)
         self.run_card.set_primary(primary=not self.race.has_offer)
-        self._client_words()
-
-    def _client_words(self) -> None:
         self.run_card.show_notes(self.tr("Saved. The model is being loaded with it."))
 
     def _copy(self) -> None:

@@ -18,12 +18,12 @@ def stage_sentence(progress: TuningProgress) -> str:
     """What a run does now."""
     texts = {
         "probing": translate("Tune", "Looking at the machine"),
-        "measuring": translate("Tune", "Measuring: {0}").format(progress.name)
+        "measuring": translate("Tune", "Measuring {0}").format(progress.name)
         if progress.name
         else translate("Tune", "Measuring"),
         "planning": translate("Tune", "Planning"),
-        "loading": translate("Tune", "Loading: {0}").format(progress.name),
-        "timing": translate("Tune", "Timing real tokens: {0}").format(progress.name),
+        "loading": translate("Tune", "Loading {0}").format(progress.name),
+        "timing": translate("Tune", "Timing real tokens of {0}").format(progress.name),
         "restoring": translate("Tune", "Loading {0} again").format(progress.name),
     }
     return texts[progress.stage]

@@ -34,7 +34,7 @@ class RaceCard(Card):
         self.gain.setProperty("role", "title")
         use_tabular_figures(self.gain)
         self.verdict = muted_label(self, role="")
-        self.use = QPushButton(self.tr("Use the winner"), self)
+        self.use = QPushButton(self.tr("Use the winner now"), self)
         self.use.setProperty("kind", "primary")
         self.keep = QPushButton(self.tr("Keep as before"), self)
         buttons = QHBoxLayout()

@@ -17,6 +17,7 @@ from PySide6.QtWidgets import (
 
 from app.models.plan_table import BAR, NAME, PREDICTED, TIMED, PlanRow, PlanTable
 from app.theme import ThemeController, tabular
+from app.widgets.small_font import small_font
 
 _PAD = 8.0
 _BAR_PX = 12.0
@@ -29,6 +30,7 @@ class RaceView(QTableView):
     def __init__(self, table: PlanTable, theme: ThemeController, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._table = table
+        self.name_width = 200
         self.setModel(table)
         self.setItemDelegate(RaceDelegate(table, theme, self))
         self.setAccessibleName(self.tr("Plans, predicted and timed"))
@@ -61,6 +63,7 @@ class RaceView(QTableView):
         self.setColumnWidth(PREDICTED, number)
         self.setColumnWidth(TIMED, number)
         self.setColumnWidth(BAR, max(110, round(0.3 * self.viewport().width())))
+        self.name_width = self.viewport().width() - sum(self.columnWidth(at) for at in (PREDICTED, TIMED, BAR))
         self.resizeRowsToContents()
         rows = sum(self.rowHeight(at) for at in range(self._table.rowCount()))
         self.setFixedHeight(self.horizontalHeader().sizeHint().height() + rows + 4)
@@ -69,13 +72,13 @@ class RaceView(QTableView):
 class RaceDelegate(QStyledItemDelegate):
     """Paints every cell of the table."""
 
-    def __init__(self, table: PlanTable, theme: ThemeController, view: QTableView) -> None:
+    def __init__(self, table: PlanTable, theme: ThemeController, view: RaceView) -> None:
         super().__init__(view)
         self._table, self._theme, self._view = table, theme, view
 
     def sizeHint(self, option: QStyleOptionViewItem, index: QModelIndex | QPersistentModelIndex) -> QSize:
         row: PlanRow = index.data(PlanTable.ROW)
-        width = self._view.columnWidth(NAME) - 2 * _PAD
+        width = self._view.name_width - 2 * _PAD
         high = self._heights(option.font, row, width)
         return QSize(40, round(high[0] + high[1] + 16))
 
@@ -118,7 +121,7 @@ class RaceDelegate(QStyledItemDelegate):
         return " · ".join(said)
 
     def _heights(self, font: QFont, row: PlanRow, width: float) -> tuple[float, float]:
-        small = _small(font)
+        small = small_font(font, 12)
         metrics, smaller = QFontMetricsF(font), QFontMetricsF(small)
         room = QRectF(0, 0, max(width, 60), 400)
         flags = int(Qt.TextFlag.TextWordWrap)
@@ -138,7 +141,7 @@ class RaceDelegate(QStyledItemDelegate):
         painter.setFont(bold)
         painter.setPen(QColor(theme.text))
         painter.drawText(QRectF(inner.left(), top, inner.width(), first), flags, row.contestant.name)
-        painter.setFont(_small(font))
+        painter.setFont(small_font(font, 12))
         painter.setPen(QColor(theme.danger if row.problem else theme.accent_text if row.is_winner else theme.muted))
         painter.drawText(QRectF(inner.left(), top + first, inner.width(), second), flags, self._second_line(row))
 
@@ -168,9 +171,3 @@ class RaceDelegate(QStyledItemDelegate):
             at = bar.left() + per * one.predicted_tokens_per_s
             painter.setPen(QPen(QColor(theme.text), 2.2))
             painter.drawLine(QPointF(at, bar.top() - 3), QPointF(at, bar.bottom() + 3))
-
-
-def _small(font: QFont) -> QFont:
-    small = QFont(font)
-    small.setPointSizeF(font.pointSizeF() * 12 / 14)
-    return small

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from PySide6.QtCore import Qt, Signal
+from PySide6.QtCore import QSize, Qt, Signal
+from PySide6.QtGui import QResizeEvent
 from PySide6.QtWidgets import (
+    QBoxLayout,
     QButtonGroup,
     QComboBox,
     QHBoxLayout,
@@ -47,6 +49,7 @@ class RunCard(Card):
         )
         self.models.setMinimumWidth(200)
         self.typed = QLineEdit(self)
+        self.typed.setProperty("bare", "true")
         self.models.setLineEdit(self.typed)
         self.typed.setPlaceholderText(self.tr("Library model or hub id"))
         self.quick = self._segment(self.tr("Quick, 10 s"), self.tr("Quick: measures for about ten seconds"))
@@ -72,6 +75,7 @@ class RunCard(Card):
         self.notes.hide()
         self._lay_out()
         self._show_running(running=False)
+        self.show_models([model])
         self.models.activated.connect(self._on_activated)
         self.typed.editingFinished.connect(self._on_typed)
         self.start.clicked.connect(self.run_wanted)
@@ -146,6 +150,20 @@ class RunCard(Card):
             self.start.style().unpolish(self.start)
             self.start.style().polish(self.start)
 
+    def minimumSizeHint(self) -> QSize:
+        # As narrow as in two lines; the width then decides whether one will do.
+        size = super().minimumSizeHint()
+        return QSize(min(size.width(), 380), size.height())
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        buttons = (self.quick, self.thorough, self.measure_only, self.start, self.models)
+        wanted = sum(button.sizeHint().width() for button in buttons) + 120
+        one_line = event.size().width() >= wanted
+        direction = QBoxLayout.Direction.LeftToRight if one_line else QBoxLayout.Direction.TopToBottom
+        if direction != self._row.direction():
+            self._row.setDirection(direction)
+
     # --- inside -----------------------------------------------------------------------------------
 
     def _segment(self, text: str, spoken: str) -> QPushButton:
@@ -157,16 +175,18 @@ class RunCard(Card):
 
     def _lay_out(self) -> None:
         self.choices = QWidget(self)
-        row = QHBoxLayout(self.choices)
-        row.setContentsMargins(0, 0, 0, 0)
-        row.setSpacing(8)
-        row.addWidget(self.models, 1)
-        row.addSpacing(4)
-        row.addWidget(self.quick)
-        row.addWidget(self.thorough)
-        row.addSpacing(4)
-        row.addWidget(self.measure_only)
-        row.addWidget(self.start)
+        self._row = QBoxLayout(QBoxLayout.Direction.LeftToRight, self.choices)
+        self._row.setContentsMargins(0, 0, 0, 0)
+        self._row.setSpacing(12)
+        self._row.addWidget(self.models, 1)
+        buttons = QHBoxLayout()
+        buttons.setSpacing(8)
+        buttons.addWidget(self.quick)
+        buttons.addWidget(self.thorough)
+        buttons.addStretch(1)
+        buttons.addWidget(self.measure_only)
+        buttons.addWidget(self.start)
+        self._row.addLayout(buttons)
         self.running = QWidget(self)
         words = QVBoxLayout()
         words.setSpacing(6)

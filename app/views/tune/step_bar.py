@@ -20,6 +20,7 @@ class StepBar(QWidget):
         row.setContentsMargins(0, 0, 0, 0)
         row.setSpacing(4)
         self._group = QButtonGroup(self)
+        self._short = False
         self._names = (self.tr("Your machine"), self.tr("Measure"), self.tr("Plan"), self.tr("Timed tokens"))
         for at, name in enumerate(self._names):
             if at:
@@ -39,3 +40,23 @@ class StepBar(QWidget):
     def show_step(self, step: int) -> None:
         """Marks a step; emits nothing."""
         self._group.button(step).setChecked(True)
+        self._name_them()
+
+    def show_short(self, *, short: bool) -> None:
+        """Whether only the step that is shown has its name, where there is no room for all."""
+        if short != self._short:
+            self._short = short
+            self._name_them()
+
+    def full_width(self) -> int:
+        """Pixels that all names take."""
+        texts = [self._text(at, short=False) for at in range(len(self._names))]
+        return sum(self.fontMetrics().horizontalAdvance(text) + 44 for text in texts)
+
+    def _name_them(self) -> None:
+        for at in range(len(self._names)):
+            self._group.button(at).setText(self._text(at, short=self._short))
+
+    def _text(self, at: int, *, short: bool) -> str:
+        button = self._group.button(at)
+        return f"{at + 1} {self._names[at]}" if not short or button.isChecked() else str(at + 1)

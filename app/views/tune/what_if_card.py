@@ -36,6 +36,7 @@ class WhatIfCard(Card):
         self.card = QComboBox(self)
         self.card.setEditable(True)
         self.typed = QLineEdit(self)
+        self.typed.setProperty("bare", "true")
         self.card.setLineEdit(self.typed)
         self.card.setInsertPolicy(QComboBox.InsertPolicy.NoInsert)
         self.card.addItem(self.tr("Graphics card as it is"))
@@ -133,6 +134,7 @@ class WhatIfCard(Card):
         box.setSingleStep(4)
         box.setSuffix(suffix)
         box.setSpecialValueText(special)
+        box.lineEdit().setTextMargins(8, 0, 0, 0)
         return box
 
     def _speed(self, suffix: str, special: str) -> QDoubleSpinBox:
@@ -141,6 +143,7 @@ class WhatIfCard(Card):
         box.setDecimals(1)
         box.setSuffix(suffix)
         box.setSpecialValueText(special)
+        box.lineEdit().setTextMargins(8, 0, 0, 0)
         return box
 
     def _ask(self, *_news: object) -> None:
@@ -157,6 +160,7 @@ class WhatIfCard(Card):
         if change.gpu is None and change.link_bytes_per_s is not None and self._look.profile.gpu is None:
             self._show("", self.tr("There is no graphics card for the link: choose one first."))
             return
+        self._show("", self.tr("Planning…"))
         self.planning.ask(PlanQuestion(self._look, self._config, change))
 
     def _on_planned(self, answer: PlanAnswer) -> None:

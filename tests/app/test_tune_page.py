@@ -1,0 +1,319 @@
+"""The Tune page with a scripted engine: a run to its end, cancelled anywhere, and an engine that dies in the middle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from PySide6.QtCore import Qt
+from PySide6.QtGui import QGuiApplication
+from PySide6.QtTest import QTest
+from pytestqt.qtbot import QtBot
+
+import app.services.planning as planning
+import app.services.tuning as tuning
+from app.services.engine_client import EngineState
+from app.services.machine_look import MachineLook, look_at_machine
+from app.services.planning import PlanAnswer, PlanQuestion
+from app.services.settings import Settings
+from app.theme import ThemeController
+from app.views.tune.page import TunePage
+from app.views.tune.step_bar import MACHINE, MEASURE, PLAN, TIMED
+from engine.config import EngineConfig
+from engine.errors import ErrorCode
+from engine.protocol import Failed, TuningFinished
+from engine.tuning.keeping import results_of, save_result
+from engine.tuning.messages import TuningMeasured, TuningNumber, TuningPlans, TuningProgress, TuningTimed
+from engine.tuning.result import Fact, TuningResult
+from tests.app import tuning_results as made
+from tests.app.scripted_engine import STARTER, ScriptedEngine
+
+LOOK = made.look(made.gpu())
+PATIENCE_MS = 60_000
+"""What runs in the background may be kept waiting by whatever else the machine does."""
+
+
+class Scene:
+    """A page, its engine, and the machine that it sees."""
+
+    def __init__(self, page: TunePage, engine: ScriptedEngine, qtbot: QtBot) -> None:
+        self.page, self.engine, self.qtbot = page, engine, qtbot
+
+    def tell(self, event: object) -> None:
+        self.engine.tuning_told.emit(event)
+
+    def progress(self, stage: str, name: str = "", done: float = 0.5, number: TuningNumber | None = None) -> None:
+        self.tell(TuningProgress(self.id, stage, name, done, number))  # type: ignore[arg-type]
+
+    @property
+    def id(self) -> str:
+        return self.engine.tunings[-1].request_id
+
+    def start(self) -> None:
+        QTest.mouseClick(self.page.run_card.start, Qt.MouseButton.LeftButton)
+
+    def upto(self, stage: str) -> None:
+        """Events of a run until, and with, the first of a stage."""
+        plan = made.plan(LOOK)
+        steps: dict[str, Callable[[], None]] = {
+            "waiting": lambda: None,
+            "probing": lambda: self.progress("probing"),
+            "measuring": lambda: self.progress(
+                "measuring", "RAM", 0.2, TuningNumber("ram", "8 threads", 58e9, "bytes/s")
+            ),
+            "planning": self._measured,
+            "loading": lambda: (
+                self.tell(TuningPlans(self.id, plan, made.CONTESTANTS)),
+                self.progress("loading", made.CONTESTANTS[0].name),
+            ),  # type: ignore[func-returns-value]
+            "timing": lambda: self.progress(
+                "timing", made.CONTESTANTS[0].name, 0.3, TuningNumber("decode", "", 21.5, "tokens/s")
+            ),
+            "restoring": lambda: self.progress("restoring", "starter"),
+        }
+        for name, do in steps.items():
+            do()
+            if name == stage:
+                return
+
+    def _measured(self) -> None:
+        self.tell(
+            TuningMeasured(self.id, "cuda:0", "quick", "2026-11-21T07:00:00+00:00", False, ("It became hot.",), ())
+        )
+        self.progress("planning")
+
+    def finish(self, result: TuningResult | None = None, **other: object) -> None:
+        ending = TuningFinished(self.id, result is not None, result, True, None)
+        self.engine.set_state(EngineState.READY)
+        self.engine.finished.emit(replace(ending, **other))  # type: ignore[arg-type]
+
+    def die(self) -> None:
+        request = self.id
+        self.engine.state = EngineState.READY  # no answer was under way: what ends is told below
+        self.engine.die()
+        self.engine.finished.emit(Failed(request, ErrorCode.ENGINE_DIED, "The engine was killed (signal 9)."))
+
+
+@pytest.fixture
+def scene(qtbot: QtBot, settings: Settings, theme: ThemeController, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    monkeypatch.setattr(tuning, "look_at_machine", lambda *_: LOOK)
+    monkeypatch.setattr(planning, "answer", _planned)
+    engine = ScriptedEngine()
+    page = TunePage(engine, settings, theme)  # type: ignore[arg-type]
+    qtbot.addWidget(page)
+    page.resize(1072, 800)
+    page.show()
+    qtbot.waitUntil(lambda: bool(page.picture.accessibleDescription()) and page._plan is not None, timeout=PATIENCE_MS)
+    yield Scene(page, engine, qtbot)
+    page.close_down()
+
+
+def _planned(question: PlanQuestion) -> PlanAnswer:
+    if question.config.model == "huge":
+        return PlanAnswer(question, None, "huge does not fit on this machine: nearest would be 96.0 GB of RAM in all.")
+    plan = made.plan(question.look)
+    if question.change is not None:
+        plan = replace(plan, speed=replace(plan.speed, decode_tokens_per_s=99.0))
+    return PlanAnswer(question, plan)
+
+
+def test_before_anything_is_run(scene: Scene) -> None:
+    page = scene.page
+    assert page.plan_card.speed.text().endswith("tokens/s")
+    assert page.table.rowCount() == 0
+    assert page.machine_card.isVisible()
+    assert page.run_card.start.isEnabled()
+    for step in (TIMED, PLAN, MEASURE, MACHINE):  # every step can be gone to
+        QTest.mouseClick(page.steps._group.button(step), Qt.MouseButton.LeftButton)
+        assert page.race.isVisible() == (step == TIMED)
+
+
+def test_a_run_to_its_end(scene: Scene) -> None:
+    page = scene.page
+    scene.start()
+    assert scene.engine.tunings[0].config.model == "starter"
+    assert page.run_card.cancel.isVisible()
+    scene.upto("measuring")
+    assert page._step == MEASURE
+    assert "58.0 GB/s" in page.run_card.doing.text()
+    scene.upto("planning")
+    assert "hot" in page.run_card.notes.text()
+    scene.upto("timing")
+    assert page._step == TIMED
+    assert page.table.rows[0].live == 21.5
+    scene.tell(TuningTimed(scene.id, made.timed(made.CONTESTANTS[0], 24.6)))
+    scene.upto("restoring")
+    scene.finish(made.result(LOOK))
+    assert "13.9 → after 24.6" in page.race.gain.text()
+    assert page.table.rows[-1].problem
+    assert not page.run_card.cancel.isVisible()
+    assert page.race.use.isVisible()  # another model is loaded than the one that was tuned
+    assert not page.tuning.is_running
+
+
+@pytest.mark.parametrize("stage", ["waiting", "probing", "measuring", "planning", "loading", "timing", "restoring"])
+def test_cancelled_at_any_step(scene: Scene, stage: str) -> None:
+    page = scene.page
+    scene.start()
+    scene.upto(stage)
+    QTest.mouseClick(page.run_card.cancel, Qt.MouseButton.LeftButton)
+    QTest.mouseClick(page.run_card.cancel, Qt.MouseButton.LeftButton)
+    assert scene.engine.cancelled == [scene.id]
+    assert not page.run_card.cancel.isEnabled()
+    scene.progress("restoring", "starter")
+    assert "Cancelling" in page.run_card.doing.text()
+    scene.finish(note="The model that was loaded is not loaded now: no memory.")
+    assert "Cancelled" in page.run_card.notes.text()
+    assert "no memory" in page.run_card.notes.text()
+    assert page.run_card.start.isVisible()
+    assert all(not row.doing and not row.live for row in page.table.rows)
+    scene.start()
+    assert len(scene.engine.tunings) == 2
+
+
+@pytest.mark.parametrize("stage", ["waiting", "measuring", "timing"])
+def test_the_engine_dies_in_the_middle(scene: Scene, stage: str) -> None:
+    scene.start()
+    scene.upto(stage)
+    scene.die()
+    assert "killed" in scene.page.run_card.notes.text()
+    assert scene.page.run_card.start.isVisible()
+    scene.start()  # starts it again
+    assert scene.engine.state is EngineState.BUSY
+
+
+def test_escape_cancels(scene: Scene) -> None:
+    scene.start()
+    scene.upto("measuring")
+    scene.page._cancel()
+    assert scene.engine.cancelled == [scene.id]
+
+
+def test_a_model_that_fits_nowhere(scene: Scene) -> None:
+    page = scene.page
+    page.run_card.typed.setText("huge")
+    page.run_card.typed.editingFinished.emit()
+    scene.qtbot.waitUntil(lambda: "nearest would be" in page.plan_card.problem.text(), timeout=PATIENCE_MS)
+    assert not page.plan_card.speed.isVisible()
+    assert not page.run_card.start.isEnabled()  # it is not in the library: it can be planned for alone
+    page.run_card.choose("starter")
+    assert page.run_card.start.isEnabled()
+
+
+def test_a_run_that_finds_no_room(scene: Scene) -> None:
+    scene.start()
+    scene.upto("planning")
+    scene.finish(problem="m does not fit on this machine: the nearest that fits is int4.")
+    assert "int4" in scene.page.run_card.notes.text()
+
+
+def test_who_walks_on_is_not_called_back(scene: Scene) -> None:
+    scene.start()
+    QTest.mouseClick(scene.page.steps._group.button(MACHINE), Qt.MouseButton.LeftButton)
+    scene.upto("timing")
+    assert scene.page._step == MACHINE
+
+
+def test_only_measuring(scene: Scene) -> None:
+    QTest.mouseClick(scene.page.run_card.measure_only, Qt.MouseButton.LeftButton)
+    assert scene.engine.tunings[0].until == "measured"
+    scene.upto("measuring")
+    scene.finish(finished=True)
+    assert scene.page._step == PLAN
+
+
+def test_events_of_other_runs_are_not_ours(scene: Scene) -> None:
+    scene.start()
+    scene.tell(TuningProgress("another", "timing", "x", 0.9))
+    assert scene.page._step == MEASURE
+
+
+def test_keeping_the_old_way(scene: Scene) -> None:
+    loaded = replace(STARTER, path="/models/m")
+    scene.engine.model = loaded
+    scene.start()
+    scene.upto("timing")
+    result = made.result(LOOK)
+    scene.finish(result, loaded=loaded)
+    page = scene.page
+    assert not page.race.use.isVisible()  # it is in use already
+    QTest.mouseClick(page.race.keep, Qt.MouseButton.LeftButton)
+    scene.qtbot.waitUntil(lambda: bool(scene.engine.loads), timeout=PATIENCE_MS)
+    assert scene.engine.loads[0].model == "/models/m"
+    assert results_of(result.model_mark)[0].winner == made.CONTESTANTS[2].name
+    assert page.race.use.isVisible()
+    assert not page.race.keep.isVisible()
+    QTest.mouseClick(page.race.use, Qt.MouseButton.LeftButton)
+    scene.qtbot.waitUntil(lambda: len(scene.engine.loads) == 2, timeout=PATIENCE_MS)
+    assert results_of(result.model_mark)[0].winner == made.CONTESTANTS[0].name
+
+
+def test_what_if(scene: Scene) -> None:
+    page = scene.page
+    page.what_if_button.click()
+    card = page.what_if
+    assert page._step == PLAN
+    card.card.setCurrentIndex(3)
+    scene.qtbot.waitUntil(lambda: "99.0" in card.result.text(), timeout=PATIENCE_MS)
+    card.card.setEditText("Voodoo 2")
+    card.typed.editingFinished.emit()
+    assert "Voodoo 2" in card.words.text()
+    assert not card.result.isVisible()
+    card.card.setEditText("rtx 4070 super")
+    card.typed.editingFinished.emit()
+    assert "How much memory" in card.words.text()
+    card.vram.setValue(12)
+    scene.qtbot.waitUntil(lambda: "99.0" in card.result.text(), timeout=PATIENCE_MS)
+    card.reset.click()
+    assert "Change something" in card.words.text()
+    card.close_button.click()
+    assert not card.isVisible()
+
+
+def test_the_report_is_copied(scene: Scene) -> None:
+    scene.page.copy_button.click()
+    text = QGuiApplication.clipboard().text()
+    assert "RTX 4060" in text
+    assert "Plan for" in text
+
+
+def test_other_hardware_is_said(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    look = replace(LOOK, changed=("The RAM was 16 GiB and is 32 GiB.",))
+    monkeypatch.setattr(tuning, "look_at_machine", lambda *_: look)
+    scene.page.tuning.look()
+    scene.qtbot.waitUntil(scene.page.changed.isVisible, timeout=PATIENCE_MS)
+    assert "16 GiB" in scene.page.changed.text
+
+
+def test_what_changed_since_is_found(switchyard_home: Path) -> None:
+    now: MachineLook = look_at_machine()
+    assert now.changed == ()
+    here = made.result(now)
+    other = replace(here, model_mark="f" * 16, machine=(Fact("RAM", "1 GiB"), *here.machine))
+    other = replace(other, machine=tuple(fact for fact in other.machine if (fact.name, fact.value) != ("RAM", "")))
+    other = replace(other, machine=tuple({fact.name: fact for fact in reversed(other.machine)}.values()))
+    save_result(other)
+    assert any("RAM was 1 GiB" in one for one in look_at_machine().changed)
+    save_result(here)
+    assert look_at_machine().changed == ()
+
+
+def test_nothing_is_planned_for_a_question_that_was_overtaken(qtbot: QtBot, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def slow(question: PlanQuestion) -> PlanAnswer:
+        asked.append(question.config.model)
+        return PlanAnswer(question, None, question.config.model)
+
+    monkeypatch.setattr(planning, "answer", slow)
+    one = planning.Planning()
+    told: list[SimpleNamespace] = []
+    one.planned.connect(told.append)
+    for name in ("a", "b", "c"):
+        one.ask(PlanQuestion(LOOK, EngineConfig(name)))
+    qtbot.waitUntil(lambda: bool(told), timeout=PATIENCE_MS)
+    assert asked == ["c"]
+    one.close()
