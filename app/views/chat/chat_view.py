@@ -176,6 +176,7 @@ class ChatView(QWidget):
         if make is not None:
             strip = make(self)
             strip.setMaximumWidth(self.composer.maximumWidth())
+            self._strip_row.setContentsMargins(24, 0, 24, 8)
             self._strip_row.addWidget(strip)
 
     _make_strip: Callable[[QWidget], QWidget] | None = None

@@ -50,11 +50,15 @@ def draw_map(
         left = np.concatenate(([True], np.diff(xs) != 0))
         top = np.concatenate(([True], np.diff(ys) != 0))
         gaps = left[None, :] | top[:, None]
+        wide = cell_width >= OUTLINE_FROM_PX
         if min(cell_width, cell_height) >= OUTLINE_FROM_PX:
             inner = (np.roll(left, 1) | np.roll(left, -1))[None, :] | (np.roll(top, 1) | np.roll(top, -1))[:, None]
         else:
-            mark = np.roll(left, 1) | (np.roll(left, 2) & (cell_width >= OUTLINE_FROM_PX))
+            mark = np.roll(left, 1) | ((np.roll(left, 2) | np.roll(left, 3)) & wide)
             inner = np.broadcast_to(mark[None, :], gaps.shape)
+        if wide:  # a dark edge: white alone would be lost on yellow
+            edge = np.roll(left, 4 if cell_height < OUTLINE_FROM_PX else 2)
+            pixels[edge[None, :] & ~gaps & ((where & IN_VRAM) != 0)] = QColor("#14161A").rgb()
         pixels[inner & ~gaps & ((where & IN_VRAM) != 0)] = outline.rgb()
         dotted = (np.arange(width)[None, :] + np.arange(height)[:, None]) % 4 < 2
         pixels[inner & ~gaps & dotted & ((where & ARRIVING) != 0) & ((where & IN_VRAM) == 0)] = outline.rgb()
