@@ -84,7 +84,7 @@ def make_plan(
         speed=_speed(best, measured=measured),
         bottleneck=bottleneck_sentence(best, costs, memory),
         helps=helps,
-        what_helps=help_sentence(helps),
+        what_helps=help_sentence(helps, workload),
         alternatives=_alternatives(question, best, outcomes, measured=measured),
         roofline=roofline_picture(costs, workload),
         limits=limits,

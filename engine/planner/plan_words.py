@@ -6,6 +6,7 @@ from engine.planner.costs import EXPERT_OPERATORS, LAYER_OPERATORS, Costs
 from engine.planner.engine_memory import EngineMemory
 from engine.planner.plan_parts import Help
 from engine.planner.simulator.outcome import Outcome
+from engine.planner.workload import Workload
 
 
 def bottleneck_sentence(outcome: Outcome, costs: Costs, memory: EngineMemory) -> str:
@@ -42,10 +43,11 @@ def bottleneck_sentence(outcome: Outcome, costs: Costs, memory: EngineMemory) ->
     )
 
 
-def help_sentence(helps: tuple[Help, ...]) -> str:
-    """The change with the biggest gain."""
+def help_sentence(helps: tuple[Help, ...], workload: Workload) -> str:
+    """The change with the biggest gain: in steps of one sequence, or in tokens of all."""
     if not helps:
         return "No single change of memory, link, disk or precision would make it noticeably faster."
     best = helps[0]
     change = best.change[0].upper() + best.change[1:]
-    return f"{change} would help most: about {best.gain:.2g} times as fast, {best.decode_tokens_per_s:.3g} tokens/s."
+    speed = best.decode_tokens_per_s if workload.sequences == 1 else best.tokens_per_s
+    return f"{change} would help most: about {best.gain:.2g} times as fast, {speed:.3g} tokens/s."

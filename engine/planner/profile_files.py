@@ -144,6 +144,8 @@ class _File:
         if content is None:
             try:
                 content = json.loads(path.read_text(encoding="utf-8"))
+            except FileNotFoundError:
+                raise EngineError(ErrorCode.INVALID_REQUEST, f"There is no profile {path}: name another.") from None
             except (OSError, ValueError, RecursionError) as error:
                 raise _refused(path, f"cannot be read ({error})") from None
             if not isinstance(content, dict):

@@ -120,7 +120,10 @@ def plan_text(plan: Plan) -> str:
     if plan.batch is not None:
         batch = plan.batch
         lines.append(
-            f"batches       {batch.schedule}: N = {batch.sequences}, mu = {batch.micro_batch}, n = {batch.batches}, "
+            ("batches       " if batch.schedule == plan.policy else "batches, if made like ")
+            + f"{batch.schedule}: N = {batch.sequences}, mu = {batch.micro_batch}, n = {batch.batches}"
+            + (f" (to hide the transfers: {batch.fewest_batches})" if batch.fewest_batches else "")
+            + ", "
             f"A_g = {batch.attention_on_card:d}, F_g = {batch.experts_on_card:d}, r_w = {batch.weights_on_card:g}, "
             f"r_c = {batch.cache_on_card:g}"
         )

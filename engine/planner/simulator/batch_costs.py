@@ -76,12 +76,14 @@ class PassCosts:
     def fetch_cache(self, timeline: Timeline, policy: BatchPolicy, after: float, layer: int) -> float:
         """Issues one micro-batch's keys and values on their way to the card, as far as they are not there."""
         nbytes = self.cached() * (1 - policy.cached)
-        return timeline.run("h2d", self.costs.h2d(nbytes) if nbytes else 0.0, "kv", after, layer=layer)
+        seconds = self.costs.h2d(nbytes) if nbytes else 0.0
+        return timeline.run("h2d", seconds, "kv", after, layer=layer, nbytes=nbytes)
 
     def store_cache(self, timeline: Timeline, policy: BatchPolicy, after: float, layer: int) -> None:
         """Issues its new keys and values on their way into RAM."""
         nbytes = self.new_cache() * (1 - policy.cached)
-        timeline.run("d2h", self.costs.d2h(nbytes) if nbytes else 0.0, "kv", after, layer=layer)
+        seconds = self.costs.d2h(nbytes) if nbytes else 0.0
+        timeline.run("d2h", seconds, "kv", after, layer=layer, nbytes=nbytes)
 
     def used(self) -> float:
         """Experts that one micro-batch uses."""

@@ -37,20 +37,23 @@ class Klotski:
         used = max(1, round(distinct_experts(model.experts, model.experts_per_token, work.rows * count)))
         wanted = used if self.hot_only else model.experts
         hot = min(model.experts_per_token, wanted) if self.hot_only else wanted
-        copy = costs.h2d(costs.expert_bytes * (1 - policy.resident), pinned=self.pinned)
+        nbytes = costs.expert_bytes * (1 - policy.resident)
+        copy = costs.h2d(nbytes, pinned=self.pinned)
         arrivals: list[float] = []
 
         def fetch(after: float) -> None:
             expert = len(arrivals)
-            arrivals.append(timeline.run("h2d", copy, "expert", max(after, in_ram), layer=layer, expert=expert))
+            begin = max(after, in_ram)
+            arrivals.append(timeline.run("h2d", copy, "expert", begin, layer=layer, expert=expert, nbytes=nbytes))
 
         gates = self._attend(timeline, work, policy, state, layer, fetch, hot)
         while len(arrivals) < hot:
             fetch(state.done)
         while len(arrivals) < wanted:
             fetch(gates)
+        nbytes_next = 2.0 * model.layer_weights
         weights = timeline.run(
-            "h2d", costs.h2d(2.0 * model.layer_weights), "attention weights", in_ram, layer=layer + 1
+            "h2d", costs.h2d(nbytes_next), "attention weights", in_ram, layer=layer + 1, nbytes=nbytes_next
         )
         if self.reordered:
             done = gates
