@@ -107,7 +107,7 @@ def _case(
         rates, rounds = [], []
         for _ in range(plan.repeats):
             rounds.append(_measured(machine, config, shape, device))
-            rates.append(_rate(loaded, text))
+            rates.append(_rate(loaded, text, 1 if device is None else _STEPS))
         profile = machine_profile(machine, _together(rounds), precision=config.precision)
         found = predict_decode(profile, shape, config, prompt_tokens=_PROMPT_TOKENS, tokens=len(text.answer))
         report.rows.append(row(name, [max(rates)], "tokens/s", predicted=found.tokens_per_s))
@@ -167,8 +167,8 @@ class _AtItsBest(Run):
         return min(once() for _ in range(repeats))
 
 
-def _rate(loaded: LoadedModel, text: ForcedText) -> float:
-    """Of the best run of some steps: one alone may have been lucky with its experts."""
+def _rate(loaded: LoadedModel, text: ForcedText, steps: int) -> float:
+    """Of the best run of so many steps: all are alike on the CPU, with a cache one may be lucky."""
     seconds = decode_seconds(loaded, text, _PASS_S)
-    count = min(_STEPS, len(seconds))
+    count = min(steps, len(seconds))
     return max(count / sum(seconds[begin : begin + count]) for begin in range(len(seconds) - count + 1))
