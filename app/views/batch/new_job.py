@@ -150,6 +150,8 @@ class NewJob(QWidget):
         for card in self._cards:
             card.setVisible(card is not self.template or not preview.openai)
         self._show_state()
+        if self.input.change.hasFocus():  # nobody has gone on meanwhile: what is to be written next
+            (self.answers.max_tokens if preview.openai else self.template.edit).setFocus()
         path, form = preview.path, preview.form
         self._call(lambda: count_rows(path, form, left.is_set), lambda total: self._on_counted(total, left))
 
