@@ -30,6 +30,7 @@ class SizeChooser(QWidget):
         self.field.setAccessibleName(self.tr("Experts kept in this tier"))
         self.field.setKeyboardTracking(False)
         self.field.setGroupSeparatorShown(True)
+        self.field.lineEdit().setTextMargins(8, 0, 0, 0)  # which the style sheet's padding does not reach
         label.setBuddy(self.field)
         self.button = QPushButton(self.tr("Resize"), self)
         self.button.setToolTip(self.tr("Holds until the model is loaded again; Tune chooses a size that stays."))
