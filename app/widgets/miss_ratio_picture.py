@@ -143,8 +143,8 @@ class MissRatioPicture:
             painter.setPen(muted)
             painter.drawText(QPointF(x + 23, base), text)
             x += 23 + metrics.horizontalAdvance(text) + 14
-        if self._measured is not None:
-            text = translate("MissRatioPlot", "now")
+        text = translate("MissRatioPlot", "now")
+        if self._measured is not None and x + 14 + metrics.horizontalAdvance(text) < self._width:
             painter.setPen(Qt.PenStyle.NoPen)
             painter.setBrush(QColor(self._theme.text))
             painter.drawPolygon(_diamond(QPointF(x + 5, y)))
