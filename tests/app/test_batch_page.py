@@ -19,6 +19,7 @@ from app.theme import ThemeController
 from app.views.batch import BatchPage
 from engine.batch_files.answer import Answer, failed
 from engine.batch_files.prepared_job import prepare
+from engine.config import SamplingParams
 from engine.errors import ErrorCode
 from tests.app.scripted_batches import ScriptedBatches, row
 
@@ -105,6 +106,7 @@ def test_a_dropped_file_shows_its_columns_and_rows(page: BatchPage, qtbot: QtBot
     assert [model.headerData(n, Qt.Orientation.Horizontal) for n in range(2)] == ["text", "mark"]
     assert model.rowCount() == 5
     assert page.form.template.template == "{{text}}"
+    assert page.form.job().sampling == SamplingParams()
     assert page.form.output.path == table.with_name("complaints.answers.csv")
     qtbot.waitUntil(lambda: "6 rows" in words(page.form.input))
 

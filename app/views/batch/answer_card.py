@@ -66,11 +66,11 @@ class AnswerCard(FormCard):
             parent=self,
         )
         self.max_tokens.setAccessibleName(self.tr("Most tokens of an answer"))
+        self._show_sampling()
         self._must_be = QWidget(self)
         self._lay_out_kinds()
         self.column.addWidget(line)
         self.column.addWidget(self._must_be)
-        self._show_sampling()
 
     def _lay_out_kinds(self) -> None:
         grid = QGridLayout(self._must_be)
