@@ -291,6 +291,7 @@ def _steps(count: int) -> np.ndarray:
     steps["start_ns"] = np.arange(count) * 10_000_000
     steps["end_ns"] = steps["start_ns"] + 8_000_000
     steps["hits"], steps["fetched"], steps["on_cpu"], steps["h2d_bytes"] = 250, 30, 104, 3 * MIB
+    steps["late"] = 5  # of the misses: fetched or on the CPU, so they are not counted again
     return steps
 
 

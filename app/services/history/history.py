@@ -24,7 +24,7 @@ MOST_MARKS = 500
 _PER_DEVICE = frozenset((GPU, H2D, D2H))
 _WITH_BYTES = frozenset((H2D, D2H, DISK))
 MOST_DEVICES = 16
-EXPERT_KINDS = {"hit": ("hits", "late"), "fetched": ("fetched",), "cpu": ("on_cpu",)}
+EXPERT_KINDS = {"hit": ("hits",), "fetched": ("fetched",), "cpu": ("on_cpu",)}
 """How the experts of a step were met: found in video memory, brought there, or computed on the CPU."""
 
 
