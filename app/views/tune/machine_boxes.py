@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from PySide6.QtCore import QCoreApplication
 
 from app.services.machine_look import MachineLook
-from app.widgets.machine_picture import Box, BoxLine, Link
+from app.widgets.machine_picture import Box, BoxLine, Link, Part
 from app.widgets.quantities import arithmetic, memory, rate
 from engine.hardware.disk import DiskKind
 from engine.hardware.gpu_info import GpuInfo
@@ -17,6 +17,19 @@ from engine.tuning.messages import Measured, TuningNumber
 translate = QCoreApplication.translate
 Found = Mapping[Measured, TuningNumber]
 """The best number of each kind that a run under way has found."""
+
+PART_OF: dict[Measured, Part] = {
+    "ram": "ram",
+    "cpu_flops": "cpu",
+    "cpu_experts": "cpu",
+    "gpu_flops": "gpu",
+    "gpu_memory": "gpu",
+    "gpu_experts": "gpu",
+    "h2d": "gpu",
+    "d2h": "gpu",
+    "disk": "disk",
+}
+"""The box that a number belongs to."""
 
 _SETS = (
     ("avx512_vnni", "AVX-512 VNNI"),

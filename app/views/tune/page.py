@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from PySide6.QtCore import Qt, Signal
 from PySide6.QtGui import QGuiApplication, QKeySequence, QResizeEvent, QShortcut, QShowEvent
 from PySide6.QtWidgets import QFrame, QGridLayout, QPushButton, QScrollArea, QVBoxLayout, QWidget
@@ -15,7 +17,8 @@ from app.services.planning import PlanAnswer, Planning, PlanQuestion
 from app.services.settings import STARTER, Settings
 from app.services.tuning import Tuning
 from app.theme import ThemeController
-from app.views.tune.machine_boxes import machine_boxes
+from app.views.tune.arrangement import WIDE_PX, arrange
+from app.views.tune.machine_boxes import PART_OF, machine_boxes
 from app.views.tune.numbers_card import NumbersCard
 from app.views.tune.phrases import number_words, stage_sentence
 from app.views.tune.plan_card import PlanCard
@@ -26,7 +29,7 @@ from app.views.tune.step_bar import MACHINE, MEASURE, PLAN, TIMED, StepBar
 from app.views.tune.what_if_card import WhatIfCard
 from app.widgets.banner import Banner
 from app.widgets.card import Card
-from app.widgets.machine_picture import MachinePicture, Part
+from app.widgets.machine_picture import MachinePicture
 from app.widgets.page_header import PageHeader
 from app.widgets.roofline_plot import RooflinePlot
 from engine.planner.planned import Plan
@@ -41,19 +44,6 @@ from engine.tuning.messages import (
     Until,
 )
 from engine.tuning.result import TuningResult
-
-_WIDE_PX = 860
-_PART: dict[Measured, Part] = {
-    "ram": "ram",
-    "cpu_flops": "cpu",
-    "cpu_experts": "cpu",
-    "gpu_flops": "gpu",
-    "gpu_memory": "gpu",
-    "gpu_experts": "gpu",
-    "h2d": "gpu",
-    "d2h": "gpu",
-    "disk": "disk",
-}
 
 
 class TunePage(QWidget):
@@ -166,7 +156,7 @@ class TunePage(QWidget):
 
     def _arrange(self) -> None:
         """Cards of the step in two columns, or in one where two would be cramped."""
-        wide = self.width() >= _WIDE_PX
+        wide = self.width() >= WIDE_PX
         machine: list[tuple[QWidget, int]] = [(self.machine_card, 2), (self.numbers, 1)]
         plan: list[tuple[QWidget, int]] = [(self.plan_card, 2), (self.roofline_card, 1)]
         places: dict[int, list[tuple[QWidget, int]]] = {
@@ -178,18 +168,7 @@ class TunePage(QWidget):
         shown = list(places[self._step])
         if self.what_if_button.isChecked() and self._step in (PLAN, TIMED):
             shown.insert(0, (self.what_if, 3))
-        for one in self._cards:
-            self.grid.removeWidget(one)
-            one.setVisible(any(one is card for card, _share in shown))
-        for column in range(3):
-            self.grid.setColumnStretch(column, 1 if wide else 0)
-        row = at = 0
-        for card, share in shown:
-            span = share if wide else 3
-            if at + span > 3:
-                row, at = row + 1, 0
-            self.grid.addWidget(card, row, at, 1, span)
-            at += span
+        arrange(self.grid, self._cards, shown, wide=wide)
 
     def _connect(self) -> None:
         self.steps.chosen.connect(self._on_step)
@@ -234,7 +213,7 @@ class TunePage(QWidget):
         others = (self.header.title, self.what_if_button, self.copy_button)
         room = event.size().width() - sum(widget.sizeHint().width() for widget in others) - 100
         self.steps.show_short(short=self.steps.full_width() > room)
-        if (event.size().width() >= _WIDE_PX) != (event.oldSize().width() >= _WIDE_PX):
+        if (event.size().width() >= WIDE_PX) != (event.oldSize().width() >= WIDE_PX):
             self._arrange()
 
     def _list_models(self) -> None:
@@ -365,7 +344,7 @@ class TunePage(QWidget):
             known = self._found.get(number.what)
             if known is None or number.value > known.value:
                 self._found[number.what] = number
-            self.picture.show_at_work(_PART.get(number.what))
+            self.picture.show_at_work(PART_OF.get(number.what))
             self._draw_machine()
             self.numbers.show_found(self._found)
             self.run_card.show_progress(f"{stage_sentence(event)}, {number_words(number)}", event.done)
@@ -413,7 +392,7 @@ class TunePage(QWidget):
 
     def _show_result(self, result: TuningResult) -> None:
         loaded = self._client.model
-        runs = loaded is not None and loaded.path == result.asked.model
+        runs = loaded is not None and os.path.realpath(loaded.path) == os.path.realpath(result.asked.model)
         self.race.show_result(result, result.winner if runs else "")
         self.run_card.set_primary(primary=not self.race.has_offer)
 

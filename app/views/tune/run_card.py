@@ -158,7 +158,7 @@ class RunCard(Card):
     def resizeEvent(self, event: QResizeEvent) -> None:
         super().resizeEvent(event)
         buttons = (self.quick, self.thorough, self.measure_only, self.start, self.models)
-        wanted = sum(button.sizeHint().width() for button in buttons) + 120
+        wanted = sum(max(button.sizeHint().width(), button.minimumWidth()) for button in buttons) + 120
         one_line = event.size().width() >= wanted
         direction = QBoxLayout.Direction.LeftToRight if one_line else QBoxLayout.Direction.TopToBottom
         if direction != self._row.direction():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import Signal
+from PySide6.QtCore import QSize, Signal
 from PySide6.QtWidgets import QButtonGroup, QHBoxLayout, QLabel, QPushButton, QWidget
 
 MACHINE, MEASURE, PLAN, TIMED = range(4)
@@ -47,6 +47,11 @@ class StepBar(QWidget):
         if short != self._short:
             self._short = short
             self._name_them()
+
+    def minimumSizeHint(self) -> QSize:
+        # Of the short names: the full ones are there only where there is room.
+        widest = max(self.fontMetrics().horizontalAdvance(name) for name in self._names)
+        return QSize(widest + 44 + 3 * 56, super().minimumSizeHint().height())
 
     def full_width(self) -> int:
         """Pixels that all names take."""

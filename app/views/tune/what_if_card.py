@@ -42,7 +42,8 @@ class WhatIfCard(Card):
         self.card.addItem(self.tr("Graphics card as it is"))
         for choice in card_choices():
             self.card.addItem(choice.name, choice.machine)
-        self.card.setMinimumWidth(180)
+        self.card.setSizeAdjustPolicy(QComboBox.SizeAdjustPolicy.AdjustToMinimumContentsLengthWithIcon)
+        self.card.setMinimumContentsLength(16)
         self.vram = self._size(self.tr(" GB of VRAM"), self.tr("VRAM as it is"))
         self.ram = self._size(self.tr(" GB of RAM"), self.tr("RAM as it is"))
         self.link = self._speed(self.tr(" GB/s to the card"), self.tr("Link as it is"))
@@ -55,6 +56,7 @@ class WhatIfCard(Card):
             (self.disk, self.tr("Disk")),
         ):
             widget.setAccessibleName(name)
+            widget.setMinimumWidth(130)
         self.reset = QPushButton(self.tr("As it is"), self)
         self.close_button = QPushButton(self.tr("Close"), self)
         self.close_button.setProperty("kind", "quiet")
