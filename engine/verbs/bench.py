@@ -78,6 +78,12 @@ def add_parser(subparsers: Any) -> None:
     batch.add_argument("--rows", type=positive_int, default=64, metavar="N", help="prompts")
     batch.add_argument("--tokens", type=positive_int, default=32, metavar="N", help="generated for each")
     batch.add_argument("--peers", action="store_true", help="run transformers and llama.cpp beside us, in turn")
+    batch.add_argument(
+        "--schedules", action="store_true", help="on a device: every order of a layer's work against CGOPipe, in turn"
+    )
+    batch.add_argument(
+        "--micro-batch", type=positive_int, default=8, metavar="N", help="rows of a micro-batch with --schedules"
+    )
     _add_common(batch, repeats=3)
     add_engine_options(batch)
     batch.set_defaults(run=_run_batch)
@@ -200,6 +206,11 @@ def _run_batch(args: argparse.Namespace) -> int:
     from engine.bench.batch import BatchBenchPlan, bench_batch
 
     config, report = _config(args), _report()
+    if args.schedules:
+        from engine.bench.batch_schedules import SchedulesPlan, bench_schedules
+
+        bench_schedules(config, SchedulesPlan(args.rows, args.tokens, args.repeats, args.micro_batch), report, note)
+        return _emit(report, args)
     bench_batch(config, BatchBenchPlan(args.rows, args.tokens, args.repeats, args.peers), report, note)
     return _emit(report, args)
 

@@ -63,8 +63,6 @@ class PackedModel:
         self._loaded, self._policy = loaded, policy
         self._layers = DecoderLayers(loaded.model)
         self._configs = configs_of(loaded.model)
-        config = loaded.model.config.get_text_config(decoder=True)
-        self._experts_per_token = getattr(config, "num_experts_per_tok", None) or 1
         self._states = PagedStates(loaded.kernels, policy.window, policy.kept)
         self._kv_type = policy.kv_type or (KvType.BF16 if loaded.model.dtype == torch.bfloat16 else KvType.FP32)
         self._native: NativeRows | None = None
@@ -120,7 +118,7 @@ class PackedModel:
         """What was asked for; else CGOPipe, but for sweeps of so few tokens that most experts are not wanted."""
         if self._pipeline is None or self._policy.schedule is not None:
             return self._policy.schedule or Schedule.TODAY
-        visits = sum(each.tokens for each in work) * self._experts_per_token
+        visits = sum(each.tokens for each in work) * self._pipeline.experts_per_token
         return Schedule.CGOPIPE if visits >= self._pipeline.experts else Schedule.TODAY
 
     def _run(self, index: int, batch: _MicroBatch) -> torch.Tensor:

@@ -9,11 +9,14 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.devices.device import Device
+from engine.devices.device import Device, Event
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.errors import EngineError
 from engine.experts.dispatch import BANK_LAYER, compute_experts, interrupted_by_experts
 from engine.experts.dispatcher import HybridExperts, Misses
+from engine.experts.partial_sums import PartialSums
+from engine.experts.prediction.batch_correlation import BatchCorrelation
+from engine.experts.routing import Routing
 from engine.experts.whole_layer import LayerBuffers
 from engine.kernels.native.library import load_kernels
 from engine.kernels.native.paged_attention import Pieces
@@ -23,6 +26,7 @@ from engine.runtime.batch.pipeline.host_attention import AttendedAhead, HostAtte
 from engine.runtime.batch.pipeline.layer_run import AttentionCall, ExpertsCall, LayerRun, ask
 from engine.runtime.batch.pipeline.schedules import ORDERS, Schedule
 from engine.runtime.loaded_model import LoadedModel
+from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 
 
@@ -77,9 +81,14 @@ class DevicePipeline:
             raise
         self._buffers.layer_numbers = [index for index, number in enumerate(self._first_of) if number is not None]
         self.experts = most
+        self._whole = True
+        self._routing: tuple[ExpertsCall, Routing] | None = None
         # Another pool than the model's: that is busy with the layers of the next micro-batch meanwhile.
         self._kernels = load_kernels(torch.get_num_threads()) if loaded.kernels is not None else None
         self._attention = HostAttention(self.device, self._attend)
+        self._uses = BatchCorrelation(len(modules), most)
+        config = loaded.model.config.get_text_config(decoder=True)
+        self.experts_per_token: int = getattr(config, "num_experts_per_tok", None) or 1
 
     def run(self, index: int, batches: Sequence[Batch], schedule: Schedule) -> None:
         """Takes all micro-batches through a layer.
@@ -88,10 +97,12 @@ class DevicePipeline:
             EngineError: the device failed, or a record could not be read; nothing is under way then.
         """
         RECORDER.layer = index
+        self._whole = schedule not in (Schedule.HOT_ONLY, Schedule.KLOTSKI)
         try:
             with self._interrupting():
                 ORDERS[schedule](_Layer(self, index, batches))
             self._attention.forget_ended()
+            self._routing = None
         except BaseException:
             self._give_up()
             raise
@@ -116,7 +127,7 @@ class DevicePipeline:
         site = self._sites.get(id(call.module))
         if site is None or not call.index.numel():
             return compute_experts(call.module, call.hidden, call.index, call.weights)
-        half = self._buffers.load(site.number)
+        half = self._buffers.load(site.number) if self._whole else self._buffers.begin(site.number)
         result, end = self._buffers.compute(half, site.experts.make_kernel, call.hidden, call.index, call.weights)
         if not self.device.compute_follows_caller:
             end.wait()
@@ -133,6 +144,43 @@ class DevicePipeline:
         half, count = self._buffers.begin(number), self._buffers.experts_of(number)
         self._buffers.bring(half, range(page * count // pages, (page + 1) * count // pages))
 
+    def bring_hot(self, index: int, *, of_next: bool) -> None:
+        """See `LayerWork.bring_hot`."""
+        number = self._next(index) if of_next else self._first_of[index]
+        if number is not None:
+            half = self._buffers.begin(number)
+            self._buffers.bring(half, self._uses.hot(number, self.experts_per_token))
+
+    def bring_wanted(self, calls: Sequence[ExpertsCall]) -> None:
+        """See `LayerWork.bring_wanted`."""
+        for number, routing in self._routings(calls):
+            wanted = sorted(routing.experts, key=lambda expert: -routing.tokens(expert))
+            self._buffers.bring(self._buffers.begin(number), wanted)
+
+    def compute_together(self, calls: Sequence[ExpertsCall]) -> list[torch.Tensor]:
+        """What their experts make of each of these, all of one layer."""
+        ((number, routing),) = self._routings(calls)
+        site = self._sites[id(calls[0].module)]
+        hidden, weights = (torch.cat([getattr(call, name) for call in calls]) for name in ("hidden", "weights"))
+        shape = (weights.numel(), hidden.shape[1])
+        try:
+            rows = self._held.activations[0].rows(shape, hidden.dtype)
+        except DeviceMemoryError as refused:
+            if not self._held.give_back(0, refused.asked):
+                raise
+            rows = self._held.activations[0].rows(shape, hidden.dtype)
+        sums, compute = PartialSums(hidden, weights, routing, rows), self.device.compute_stream
+        half = self._buffers.begin(number)
+        kernel = half.segment.kernel(site.experts.make_kernel)
+        for expert, arrived in half.copied.items():
+            if expert in routing.visits:
+                compute.wait(arrived)
+                self._record(compute.submit(sums.on_device(kernel, {expert: expert})), expert)
+        half.last_use = end = compute.submit(sums.finish())
+        if not self.device.compute_follows_caller:
+            end.wait()
+        return list(torch.split(sums.result, [len(call.hidden) for call in calls]))
+
     def close(self) -> None:
         """Gives all memory back.  Harmless if repeated."""
         self._attention.close()
@@ -141,6 +189,21 @@ class DevicePipeline:
             self._kernels.close()
             self._kernels = None
         self._held.take_back()
+
+    def _routings(self, calls: Sequence[ExpertsCall]) -> list[tuple[int, Routing]]:
+        """(number of the site, which tokens want which expert) of calls of one layer; none if there are no calls."""
+        if not calls or id(calls[0].module) not in self._sites:
+            return []
+        number = self._sites[id(calls[0].module)].number
+        if self._routing is None or self._routing[0] is not calls[0]:
+            index = torch.cat([call.index for call in calls]).cpu()
+            self._uses.observe(number, index.numpy())
+            self._routing = calls[0], Routing(index, self._buffers.experts_of(number))
+        return [(number, self._routing[1])]
+
+    def _record(self, event: Event, expert: int) -> None:
+        if RECORDER.on:
+            RECORDER.event(event, lanes.GPU, lanes.EXPERTS, expert=expert, device=self.device.index)
 
     def _next(self, index: int) -> int:
         cycle = (*self._first_of[index + 1 :], *self._first_of[: index + 1])
@@ -165,6 +228,7 @@ class DevicePipeline:
 
     def _give_up(self) -> None:
         self._attention.settle()
+        self._routing = None
         with contextlib.suppress(EngineError):
             self.device.recover()
         self._buffers.forget()
@@ -194,8 +258,24 @@ class _Layer:
                 run.answer(self.attend_on_cpu(number, run).take())
         self._batches[number].hidden = run.result
 
+    def bring_hot(self, *, of_next: bool = False) -> None:
+        self._pipeline.bring_hot(self._index, of_next=of_next)
+
+    def bring_wanted(self, runs: Sequence[LayerRun]) -> None:
+        self._pipeline.bring_wanted(_expert_calls(runs))
+
+    def compute_together(self, runs: Sequence[LayerRun]) -> None:
+        if runs:
+            results = self._pipeline.compute_together(_expert_calls(runs))
+            for run, result in zip(runs, results, strict=True):
+                run.answer(result)
+
     def bring_page(self, page: int, pages: int) -> None:
         self._pipeline.bring_page(self._index, page, pages)
+
+
+def _expert_calls(runs: Sequence[LayerRun]) -> list[ExpertsCall]:
+    return [run.call for run in runs if isinstance(run.call, ExpertsCall)]
 
 
 def _sites_of(layers: DecoderLayers) -> tuple[dict[int, _Site], list[int | None]]:

@@ -1,0 +1,117 @@
+"""`switchyard bench batch --schedules`: the orders of a layer's work on a device, on the same rows, in turn."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from engine.bench.batch import batch_rate, prompt_lengths
+from engine.bench.forced_text import random_text
+from engine.bench.opened import opened
+from engine.bench.report import Report, row
+from engine.config import EngineConfig
+from engine.devices.copy_log import CopyRecord
+from engine.devices.device import Device, Direction
+from engine.errors import EngineError, ErrorCode
+from engine.runtime.batch.executor import BatchExecutor
+from engine.runtime.batch.pipeline.schedules import Schedule
+from engine.runtime.batch.policy import BatchPolicy, policy_for
+from engine.runtime.loaded_model import LoadedModel
+
+_WARM_UP_TOKENS = 2
+_SIMPLE = "simple pipeline"
+"""Klotski's table 3 begins with it: each micro-batch goes through the whole model by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulesPlan:
+    """What to run: `rows` prompts of MTBench's lengths, `tokens` generated for each, `micro_batch` rows at once."""
+
+    rows: int
+    tokens: int
+    repeats: int
+    micro_batch: int
+
+
+def bench_schedules(config: EngineConfig, plan: SchedulesPlan, report: Report, say: Callable[[str], None]) -> None:
+    """Adds rows: generated tokens per second by CGOPipe against each other schedule, and how busy the link was.
+
+    Nothing is cached on the device, so that all schedules move the same weights.
+
+    Raises:
+        EngineError: as `load_model`; `INVALID_REQUEST` if no experts are brought to a device.
+    """
+    config = replace(config, cache_slots=0)
+    if config.threads is None and config.device.startswith("emulated:"):
+        config = replace(config, threads=1)  # the emulated card computes as well
+    with opened(config) as loaded:
+        device = _device(loaded)
+        vocabulary = int(loaded.model.config.get_text_config().vocab_size)
+        lengths = prompt_lengths(plan.rows)
+        prompts = [random_text(vocabulary, length, 0, seed=seed).prompt for seed, length in enumerate(lengths)]
+        rates: dict[str, list[float]] = {}
+        busy: dict[str, list[float]] = {}
+        for repeat in range(plan.repeats + 1):
+            for name, policy in _policies(loaded, plan).items():
+                tokens = plan.tokens if repeat else _WARM_UP_TOKENS
+                rate, share = _run(loaded, device, policy, prompts, tokens)
+                say(
+                    f"{f'repeat {repeat}' if repeat else 'warm-up'}: {name}: {rate:.1f} tokens/s, link {share:.0%} busy"
+                )
+                if repeat:
+                    rates.setdefault(name, []).append(rate)
+                    busy.setdefault(name, []).append(share * 100)
+    ours = rates.pop(Schedule.CGOPIPE)
+    title = f"{plan.rows} rows, {plan.tokens} tokens each, CGOPipe"
+    report.rows.append(row(title, ours, "tokens/s"))
+    report.rows += [row(title, ours, "tokens/s", peer=peer, peer_values=theirs) for peer, theirs in rates.items()]
+    report.rows += [
+        row(f"link busy, {name}", [statistics.median(shares)], "%", limit=100.0) for name, shares in busy.items()
+    ]
+
+
+def busy_share(copies: Sequence[CopyRecord], since_s: float, until_s: float) -> float:
+    """The part of a time in which at least one of these copies was under way."""
+    total, reached = 0.0, since_s
+    for copy in sorted(copies, key=lambda copy: copy.started_s):
+        begin, end = max(copy.started_s, reached), min(copy.ended_s, until_s)
+        if end > begin:
+            total += end - begin
+            reached = end
+    return total / (until_s - since_s)
+
+
+def _policies(loaded: LoadedModel, plan: SchedulesPlan) -> dict[str, BatchPolicy]:
+    base = replace(policy_for(loaded), rows=plan.rows, micro_batch_rows=plan.micro_batch)
+    policies = {str(schedule): replace(base, schedule=schedule) for schedule in Schedule}
+    policies[_SIMPLE] = replace(base, rows=plan.micro_batch, schedule=Schedule.MULTI_BATCH)
+    return policies
+
+
+def _run(
+    loaded: LoadedModel, device: Device, policy: BatchPolicy, prompts: Sequence[Sequence[int]], tokens: int
+) -> tuple[float, float]:
+    """(tokens per second, share of the time from the first copy to the device to the last in which the link was busy)."""
+    copies: list[CopyRecord] = []
+    executor = BatchExecutor(loaded, policy)
+    stop = device.copy_log.listen(copies.append)
+    try:
+        rate = batch_rate(executor, prompts, tokens)
+    finally:
+        stop()
+        executor.close()
+    there = [copy for copy in copies if copy.direction == Direction.H2D]
+    if not there:
+        return rate, 0.0
+    return rate, busy_share(there, min(c.started_s for c in there), max(c.ended_s for c in there))
+
+
+def _device(loaded: LoadedModel) -> Device:
+    if loaded.devices is None or len(loaded.devices.devices) != 1 or not loaded.devices.experts.activations:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"{loaded.info.name} on {loaded.info.device} brings no experts to a device: choose --device cuda:0 or "
+            "emulated:slow-link, and a model with experts.",
+        )
+    return loaded.devices.devices[0]
