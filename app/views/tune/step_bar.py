@@ -35,6 +35,7 @@ class StepBar(QWidget):
             button.setShortcut(f"Alt+{at + 1}")
             self._group.addButton(button, at)
             row.addWidget(button)
+        row.addStretch(1)
         self._group.idClicked.connect(self.chosen)
 
     def show_step(self, step: int) -> None:
