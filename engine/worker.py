@@ -17,6 +17,7 @@ import psutil
 
 from engine.batch_files.answer import Answer
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
+from engine.batch_files.messages import SampleBatch, StartBatch
 from engine.batch_files.prepared_job import PreparedJob
 from engine.config import EngineConfig, SamplingParams
 from engine.errors import EngineError, ErrorCode
@@ -43,9 +44,7 @@ from engine.protocol import (
     Phase,
     Progress,
     Ready,
-    SampleBatch,
     Shutdown,
-    StartBatch,
     Telemetry,
     TerminalEvent,
     Token,

@@ -8,7 +8,7 @@ from typing import Any
 
 from PySide6.QtCore import QAbstractTableModel, QModelIndex, QObject, QPersistentModelIndex, Qt
 
-from engine.protocol import BatchRow
+from engine.batch_files.messages import BatchRow
 
 ROW_ROLE = Qt.ItemDataRole.UserRole + 1
 MOST_LATEST = 500

@@ -9,10 +9,10 @@ from dataclasses import replace
 from app.services.batch_job import JobEntry
 from engine.batch_files.answer import Answer
 from engine.batch_files.job_list import read_answers
+from engine.batch_files.messages import BatchRow
 from engine.batch_files.prepared_job import prepare
 from engine.batch_files.request import RowRequest
 from engine.errors import EngineError
-from engine.protocol import BatchRow
 
 PAGE_ROWS = 200
 _MOST_CHARACTERS = 400

@@ -15,9 +15,10 @@ from app.services.batch_job import RESUMABLE, UNDER_WAY, JobEntry, JobState, key
 from app.services.batch_job_file import load_jobs, save_jobs
 from app.services.engine_client import EngineClient, EngineState
 from engine.batch_files.journal import discard
+from engine.batch_files.messages import BatchFinished, BatchProgress, BatchRows
 from engine.config import BatchJob, BatchStart
 from engine.errors import ErrorCode
-from engine.protocol import BatchFinished, BatchProgress, BatchRows, Failed
+from engine.protocol import Failed
 
 _log = logging.getLogger("switchyard.batch")
 

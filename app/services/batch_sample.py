@@ -8,9 +8,10 @@ from PySide6.QtCore import QObject, Signal
 
 from app.services.batch_jobs import BatchJobs
 from app.services.engine_client import EngineClient
+from engine.batch_files.messages import BatchFinished, BatchRows
 from engine.config import BatchJob
 from engine.errors import ErrorCode
-from engine.protocol import BatchFinished, BatchRows, Failed
+from engine.protocol import Failed
 
 SAMPLE_ROWS = 3
 

@@ -16,14 +16,18 @@ from enum import Enum
 from PySide6.QtCore import QCoreApplication, QObject, QTimer, Signal
 
 from app.services.worker_process import WorkerProcess
+from engine.batch_files.messages import (
+    BatchProgress,
+    BatchRows,
+    SampleBatch,
+    StartBatch,
+)
 from engine.config import BatchJob, EngineConfig, SamplingParams
 from engine.errors import ErrorCode
 from engine.paths import python_module
 from engine.protocol import (
     HEARTBEAT_S,
     PROTOCOL_VERSION,
-    BatchProgress,
-    BatchRows,
     Cancel,
     ChatMessage,
     Command,
@@ -35,8 +39,6 @@ from engine.protocol import (
     ModelLoaded,
     Progress,
     Ready,
-    SampleBatch,
-    StartBatch,
     Telemetry,
     TerminalEvent,
     Token,

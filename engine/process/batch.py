@@ -8,10 +8,18 @@ from typing import Protocol
 
 from engine.batch_files.answer import Answer
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
+from engine.batch_files.messages import (
+    BatchFinished,
+    BatchProgress,
+    BatchRow,
+    BatchRows,
+    SampleBatch,
+    StartBatch,
+)
 from engine.batch_files.pace import Pace
 from engine.batch_files.prepared_job import PreparedJob, prepare
 from engine.process.requests import RequestQueue
-from engine.protocol import BatchFinished, BatchProgress, BatchRow, BatchRows, Event, Generate, SampleBatch, StartBatch
+from engine.protocol import Event, Generate
 
 _ROWS_S = 0.25
 _MOST_ROWS = 24

@@ -7,15 +7,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from engine.batch_files.messages import BatchFinished, SampleBatch, StartBatch
 from engine.protocol import (
-    BatchFinished,
     Cancelled,
     Finished,
     FinishReason,
     Generate,
     LoadModel,
-    SampleBatch,
-    StartBatch,
     TerminalEvent,
     TuningFinished,
     UnloadModel,

@@ -6,9 +6,15 @@ from dataclasses import replace
 
 from PySide6.QtCore import Signal
 
+from engine.batch_files.messages import (
+    BatchFinished,
+    BatchProgress,
+    BatchRow,
+    BatchRows,
+)
 from engine.config import BatchJob
 from engine.errors import ErrorCode
-from engine.protocol import BatchFinished, BatchProgress, BatchRow, BatchRows, Failed
+from engine.protocol import Failed
 from tests.app.scripted_engine import STARTER, ScriptedEngine
 
 

@@ -11,24 +11,20 @@ import pytest
 
 from engine.batch_files.answer import Answer, failed
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
+from engine.batch_files.messages import (
+    BatchFinished,
+    BatchProgress,
+    BatchRows,
+    SampleBatch,
+    StartBatch,
+)
 from engine.batch_files.pace import Pace
 from engine.batch_files.prepared_job import PreparedJob
 from engine.config import BatchJob, EngineConfig, SamplingParams
 from engine.errors import EngineError
 from engine.process.batch import BatchService
 from engine.process.requests import Request, RequestQueue, cancelled_event
-from engine.protocol import (
-    BatchFinished,
-    BatchProgress,
-    BatchRows,
-    ChatMessage,
-    Event,
-    Finished,
-    Generate,
-    LoadModel,
-    SampleBatch,
-    StartBatch,
-)
+from engine.protocol import ChatMessage, Event, Finished, Generate, LoadModel
 
 _PACE = Pace(done=2, failed=1, total=None, tokens_per_s=3.0, remaining_low_s=None, remaining_high_s=None)
 

@@ -14,7 +14,7 @@ from app.views.batch.progress_card import ProgressCard
 from app.views.batch.row_detail import RowDetail
 from app.views.batch.rows_card import RowsCard
 from app.views.batch.settings_card import SettingsCard
-from engine.protocol import BatchRow
+from engine.batch_files.messages import BatchRow
 
 SIDE_PX = 320
 NARROW_PX = 860

@@ -9,7 +9,7 @@ from PySide6.QtCore import QCoreApplication, QLocale, QTime
 from app.services.batch_job import JobEntry, JobState
 from app.services.batch_sample import SampleRate
 from app.views.chat.phrases import SEPARATOR, count, decimal, percent
-from engine.protocol import BatchRow
+from engine.batch_files.messages import BatchRow
 
 translate = QCoreApplication.translate
 

@@ -10,7 +10,7 @@ from app.services.background import BackgroundCall
 from app.services.batch_answers import JobAnswers
 from app.views.batch.phrases import end_text
 from app.views.chat.phrases import SEPARATOR, count
-from engine.protocol import BatchRow
+from engine.batch_files.messages import BatchRow
 
 
 class RowDetail(QFrame):

@@ -15,7 +15,7 @@ from app.theme import ThemeController, use_tabular_figures
 from app.views.batch.phrases import end_text
 from app.views.batch.text_table import TextTable
 from app.views.chat.phrases import count
-from engine.protocol import BatchRow
+from engine.batch_files.messages import BatchRow
 
 LATEST, ALL, FAILED = range(3)
 READ_AGAIN_MS = 1500

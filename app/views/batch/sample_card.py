@@ -10,7 +10,7 @@ from PySide6.QtWidgets import QFrame, QLabel, QPushButton, QVBoxLayout, QWidget
 from app.views.batch.form_card import FormCard, tell
 from app.views.batch.phrases import end_text
 from app.views.chat.phrases import SEPARATOR, count, translate
-from engine.protocol import BatchRow
+from engine.batch_files.messages import BatchRow
 
 _SHOWN_CHARACTERS = 400
 
