@@ -92,7 +92,7 @@ def _policies(loaded: LoadedModel, plan: SchedulesPlan) -> dict[str, BatchPolicy
 def _run(
     loaded: LoadedModel, device: Device, policy: BatchPolicy, prompts: Sequence[Sequence[int]], tokens: int
 ) -> tuple[float, float]:
-    """(tokens per second, share of the time from the first copy to the device to the last in which the link was busy)."""
+    """(tokens per second, share of the time from the first copy to the last in which the link was busy)."""
     copies: list[CopyRecord] = []
     executor = BatchExecutor(loaded, policy)
     stop = device.copy_log.listen(copies.append)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from engine.config import SamplingParams
 from engine.devices.copy_log import CopyRecord
 from engine.devices.memory_budget import MemoryCategory
 from engine.errors import EngineError, ErrorCode
+from engine.kernels.native.paged_attention import KvType
 from engine.runtime.batch.continuous import ContinuousBatch
 from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.layers import DecoderLayers
@@ -138,25 +140,28 @@ def test_a_batch_stops_when_it_is_cancelled_and_another_one_follows(
 def test_rows_are_kept_when_attention_fails(
     on_card: LoadedModel, wanted: dict[int, tuple[int, ...]], schedule: Schedule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers: dict[int, tuple[int, ...]] = {}
-    executor = BatchExecutor(on_card, _policy(schedule))
     failures = iter(range(4))
+    name = "attend_there" if schedule is Schedule.S4 else "_attend"
+    own = getattr(DevicePipeline, name)
 
     def attend(self: DevicePipeline, *args: Any) -> Any:
         if next(failures, None) == 3:
             raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There was no memory left to compute attention.")
-        return attend_rows(self, *args)
+        return own(self, *args)
 
-    attend_rows = DevicePipeline._attend
-    monkeypatch.setattr(DevicePipeline, "_attend", attend)
-    executor.close()
-    executor = BatchExecutor(on_card, _policy(schedule))
-    source = iter(_rows())
-    take = lambda answer: answers.__setitem__(answer.row, answer.token_ids)  # noqa: E731
-    with pytest.raises(EngineError, match="no memory left"):
+    monkeypatch.setattr(DevicePipeline, name, attend)
+    answers: dict[int, tuple[int, ...]] = {}
+
+    def take(answer: BatchAnswer) -> None:
+        answers[answer.row] = answer.token_ids
+
+    executor, source = BatchExecutor(on_card, _policy(schedule)), iter(_rows())
+    try:
+        with pytest.raises(EngineError, match="no memory left"):
+            executor.run(source, take)
         executor.run(source, take)
-    executor.run(source, take)
-    executor.close()
+    finally:
+        executor.close()
     assert answers == wanted
 
 
@@ -191,6 +196,12 @@ def test_each_expert_crosses_the_link_once_a_sweep(on_card: LoadedModel) -> None
     # One layer more: the first one of a sweep that does not come any more is on its way.
     assert weights == (sweeps * layers + 1) * experts
     assert {copy.direction for copy in copies} == {"h2d", "d2h"}
+
+
+def test_int8_caches_are_attended_on_the_cpu(on_card: LoadedModel) -> None:
+    """Their scales are not sent to cards."""
+    policies = [replace(_policy(schedule), kv_type=KvType.INT8) for schedule in (Schedule.S4, Schedule.CGOPIPE)]
+    assert _answers(on_card, policies[0]) == _answers(on_card, policies[1])
 
 
 def test_a_card_without_room_for_two_layers_answers_as_well(folder: Path, wanted: dict[int, tuple[int, ...]]) -> None:

@@ -118,6 +118,13 @@ class PagedLayer:
         self.key_scales = torch.empty(*heads, PAGE_TOKENS) if scaled else None
         self.value_scales = torch.empty(*heads, PAGE_TOKENS) if scaled else None
 
+    @classmethod
+    def of(cls, shape: KvShape, kv_type: KvType, keys: torch.Tensor, values: torch.Tensor) -> PagedLayer:
+        """Pages that somebody else has allocated, of a type that needs no scales."""
+        layer = cls(shape, kv_type, 0)
+        layer.keys, layer.values = keys, values
+        return layer
+
     def struct(self, terms: AttentionTerms) -> PagedLayerStruct:
         """As the kernels read it; it points into these pages and into `terms.sinks`."""
         shape, sinks = self.shape, terms.sinks

@@ -58,6 +58,10 @@ class PagedStates:
         """Bytes of one page of all layers."""
         return sum(shape.page_bytes(kv_type) for shape in self.shapes.values())
 
+    def terms_of(self, module: Any) -> AttentionTerms:
+        """How this module attends."""
+        return self._terms[id(module)]
+
     def layer_of(self, module: Any) -> tuple[PagedLayer, PagedLayerStruct]:
         """The pages of this module."""
         return self._layers[id(module)]

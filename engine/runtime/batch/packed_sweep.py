@@ -116,6 +116,8 @@ class PackedModel:
 
     def _schedule(self, work: list[Work]) -> Schedule:
         """What was asked for; else CGOPipe, but for sweeps of so few tokens that most experts are not wanted."""
+        if self._policy.schedule is Schedule.S4 and self._kv_type is KvType.INT8:
+            return Schedule.CGOPIPE  # scales are not sent to devices
         if self._pipeline is None or self._policy.schedule is not None:
             return self._policy.schedule or Schedule.TODAY
         visits = sum(each.tokens for each in work) * self._pipeline.experts_per_token

@@ -22,6 +22,7 @@ from engine.kernels.native.library import load_kernels
 from engine.kernels.native.paged_attention import Pieces
 from engine.runtime.batch.layers import DecoderLayers, Recording
 from engine.runtime.batch.packed_attention import PagedStates
+from engine.runtime.batch.pipeline.device_attention import CacheAhead, DeviceAttention
 from engine.runtime.batch.pipeline.host_attention import AttendedAhead, HostAttention
 from engine.runtime.batch.pipeline.layer_run import AttentionCall, ExpertsCall, LayerRun, ask
 from engine.runtime.batch.pipeline.schedules import ORDERS, Schedule
@@ -86,6 +87,7 @@ class DevicePipeline:
         # Another pool than the model's: that is busy with the layers of the next micro-batch meanwhile.
         self._kernels = load_kernels(torch.get_num_threads()) if loaded.kernels is not None else None
         self._attention = HostAttention(self.device, self._attend)
+        self._device_attention = DeviceAttention(self.device, self._held.kernels)
         self._uses = BatchCorrelation(len(modules), most)
         config = loaded.model.config.get_text_config(decoder=True)
         self.experts_per_token: int = getattr(config, "num_experts_per_tok", None) or 1
@@ -101,6 +103,7 @@ class DevicePipeline:
         try:
             with self._interrupting():
                 ORDERS[schedule](_Layer(self, index, batches))
+            self._device_attention.forget_ended()
             self._attention.forget_ended()
             self._routing = None
         except BaseException:
@@ -121,6 +124,21 @@ class DevicePipeline:
             if not self._held.give_back(0, refused.asked):
                 raise
         return self._attention.begin(call, pieces, number, back, value_dim, index)
+
+    def fetch_cache(self, index: int, pieces: Pieces) -> CacheAhead:
+        """See `LayerWork.fetch_cache`."""
+        module = next(module for module in self._layers[index].modules() if id(module) in self._states.shapes)
+        layer = self._states.layer_of(module)[0]
+        try:
+            return self._device_attention.fetch(layer, pieces)
+        except DeviceMemoryError as refused:
+            if not self._held.give_back(0, refused.asked):
+                raise
+        return self._device_attention.fetch(layer, pieces)
+
+    def attend_there(self, index: int, call: AttentionCall, cache: CacheAhead) -> torch.Tensor:
+        """See `LayerWork.attend_on_device`."""
+        return self._device_attention.attend(call, cache, self._states.terms_of(call.module), index)
 
     def compute(self, call: ExpertsCall) -> torch.Tensor:
         """What a layer's experts make of a micro-batch, once all of them are there."""
@@ -184,6 +202,7 @@ class DevicePipeline:
     def close(self) -> None:
         """Gives all memory back.  Harmless if repeated."""
         self._attention.close()
+        self._device_attention.close()
         self._buffers.close()
         if self._kernels is not None:
             self._kernels.close()
@@ -228,6 +247,7 @@ class DevicePipeline:
 
     def _give_up(self) -> None:
         self._attention.settle()
+        self._device_attention.settle()
         self._routing = None
         with contextlib.suppress(EngineError):
             self.device.recover()
@@ -249,6 +269,13 @@ class _Layer:
         assert isinstance(call, AttentionCall)
         pieces = self._batches[number].pieces
         return self._pipeline.attend(call, pieces, number, self._index, behind=behind_weights)
+
+    def fetch_cache(self, number: int) -> CacheAhead:
+        return self._pipeline.fetch_cache(self._index, self._batches[number].pieces)
+
+    def attend_on_device(self, run: LayerRun, cache: CacheAhead) -> None:
+        assert isinstance(run.call, AttentionCall)
+        run.answer(self._pipeline.attend_there(self._index, run.call, cache))
 
     def finish(self, number: int, run: LayerRun) -> None:
         while run.call is not None:

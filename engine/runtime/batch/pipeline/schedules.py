@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol
 
+from engine.runtime.batch.pipeline.device_attention import CacheAhead
 from engine.runtime.batch.pipeline.host_attention import AttendedAhead
 from engine.runtime.batch.pipeline.layer_run import AttentionCall, ExpertsCall, LayerRun
 
@@ -26,6 +27,7 @@ class Schedule(StrEnum):
 
     CGOPIPE = "cgopipe"
     S3 = "s3"
+    S4 = "s4"
     MULTI_BATCH = "multi-batch"
     HOT_ONLY = "hot-only"
     KLOTSKI = "klotski"
@@ -46,6 +48,12 @@ class LayerWork(Protocol):
         Args:
             behind_weights: whether what was attended comes back behind the weights that are on their way.
         """
+
+    def fetch_cache(self, number: int) -> CacheAhead:
+        """Begins to bring a micro-batch's keys and values."""
+
+    def attend_on_device(self, run: LayerRun, cache: CacheAhead) -> None:
+        """Answers the attention that `run` wants, once its keys and values are there."""
 
     def finish(self, number: int, run: LayerRun) -> None:
         """The rest of the layer, computed as it comes: experts once this layer's weights are all there."""
@@ -155,6 +163,24 @@ def s3(work: LayerWork) -> None:
             run.abandon()
 
 
+def s4(work: LayerWork) -> None:
+    """FlexGen with attention on the device: the next layer's weights in one piece, keys and values behind them, one
+    micro-batch ahead."""
+    work.bring_page(0, 1)
+    coming = work.fetch_cache(0)
+    for number in range(work.count):
+        cache = coming
+        if number + 1 < work.count:
+            coming = work.fetch_cache(number + 1)
+        run = work.begin(number)
+        try:
+            if isinstance(run.call, AttentionCall):
+                work.attend_on_device(run, cache)
+            work.finish(number, run)
+        finally:
+            run.abandon()
+
+
 def _abandon(runs: Mapping[int, LayerRun]) -> None:
     for run in runs.values():
         run.abandon()
@@ -163,6 +189,7 @@ def _abandon(runs: Mapping[int, LayerRun]) -> None:
 ORDERS: dict[Schedule, Callable[[LayerWork], None]] = {
     Schedule.CGOPIPE: cgopipe,
     Schedule.S3: s3,
+    Schedule.S4: s4,
     Schedule.MULTI_BATCH: multi_batch,
     Schedule.HOT_ONLY: hot_only,
     Schedule.KLOTSKI: klotski,

@@ -1,0 +1,196 @@
+"""Attention on the device: each micro-batch's keys and values come from RAM, new ones go back (FlexGen, S4)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from engine.devices.device import Device, Direction, Event
+from engine.devices.memory_budget import MemoryCategory
+from engine.kernels.native.library import NativeKernels
+from engine.kernels.native.paged_attention import PAGE_TOKENS, AttentionTerms, PagedLayer, Piece, Pieces, attend
+from engine.kernels.reference_paged import attend_in_torch
+from engine.runtime.batch.pipeline.layer_run import AttentionCall
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER
+
+
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """Pages of some rows, one row after the other.
+
+    Attributes:
+        all: their numbers in RAM [P].
+        pieces: the rows, with the numbers that the pages have on the device.
+        changed: places in `all` of those that new tokens come to.
+    """
+
+    all: torch.Tensor
+    pieces: Pieces
+    changed: torch.Tensor
+
+
+class _Place:
+    """Pages of one micro-batch: on the device, and in RAM on their way."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._memory: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def halves(self, nbytes: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(device memory, host memory) of keys and of values.
+
+        Raises:
+            DeviceMemoryError: the device has no room.
+        """
+        if any(held.nbytes < wanted for (held, _), wanted in zip(self._memory, nbytes, strict=False)):
+            self.release()
+        while len(self._memory) < len(nbytes):
+            wanted = nbytes[len(self._memory)]
+            landed = self._device.memory.allocate(wanted, MemoryCategory.KV)
+            self._memory.append((landed, self._device.host_memory.allocate(wanted)))
+        return [(held[:wanted], host[:wanted]) for (held, host), wanted in zip(self._memory, nbytes, strict=True)]
+
+    def release(self) -> None:
+        for landed, host in self._memory:
+            self._device.memory.release(landed)
+            self._device.host_memory.release(host)
+        self._memory = []
+
+
+@dataclass(frozen=True, slots=True)
+class CacheAhead:
+    """Keys and values of a micro-batch on their way to the device."""
+
+    layer: PagedLayer
+    on_device: PagedLayer
+    pages: _Pages
+    arrived: Future[Event]
+
+
+class DeviceAttention:
+    """Attends on the device over pages that lie in RAM.  Two micro-batches have room there.
+
+    Args:
+        kernels: native ones that compute for the device, if it is an emulated one.
+    """
+
+    def __init__(self, device: Device, kernels: NativeKernels | None) -> None:
+        self._device, self._kernels = device, kernels
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batch cache")
+        self._places = [_Place(device), _Place(device)]
+        self._under_way: list[Future[Event]] = []
+
+    def fetch(self, layer: PagedLayer, pieces: Pieces) -> CacheAhead:
+        """Sends the keys and values of these rows to the device, behind all weights that are on their way.
+
+        Raises:
+            DeviceMemoryError: it has no room.
+        """
+        pages = _pages_of(pieces)
+        place = self._places.pop(0)
+        self._places.append(place)
+        count = len(pages.all)
+        stores = (layer.keys, layer.values)
+        memory = place.halves([store[:1].nbytes * count for store in stores])
+        views = [
+            [part.view(store.dtype).view(count, *store.shape[1:]) for part in parts]
+            for store, parts in zip(stores, memory, strict=True)
+        ]
+        on_device = PagedLayer.of(layer.shape, layer.kv_type, views[0][0], views[1][0])
+        stream = self._device.h2d_stream
+
+        def work() -> Event:
+            for store, (landed, gathered) in zip(stores, views, strict=True):
+                torch.index_select(store, 0, pages.all, out=gathered)
+                event = stream.copy(landed, gathered, direction=Direction.H2D)
+            return event
+
+        return CacheAhead(layer, on_device, pages, self._submit(work))
+
+    def attend(self, call: AttentionCall, ahead: CacheAhead, terms: AttentionTerms, index: int) -> torch.Tensor:
+        """[1, T, heads, value_dim] on the device; what is new of the cache is on its way back to RAM.
+
+        Raises:
+            EngineError: the device failed.
+        """
+        device, pages = self._device, ahead.pages
+        compute, arrived = device.compute_stream, ahead.arrived.result()
+        compute.wait(arrived)
+        queries, keys, values = (
+            states[0].transpose(0, 1).contiguous() for states in (call.queries, call.keys, call.values)
+        )
+        shape = ahead.on_device.shape
+        result = queries.new_empty(len(queries), shape.heads, shape.value_dim)
+
+        def work() -> None:
+            if self._kernels is not None and queries.dtype in (torch.bfloat16, torch.float32):
+                struct = ahead.on_device.struct(terms)
+                result.copy_(attend(self._kernels, struct, pages.pieces, queries, keys, values))
+            else:
+                result.copy_(attend_in_torch(ahead.on_device, terms, pages.pieces, queries, keys, values))
+
+        end = compute.submit(work)
+        if RECORDER.on:
+            RECORDER.event(end, lanes.GPU, lanes.ATTENTION, index, device=device.index)
+        if not device.compute_follows_caller:
+            end.wait()
+        device.d2h_stream.wait(end)
+        changed = pages.changed.to(device.torch_device)
+
+        def store() -> Event:
+            end.wait()
+            numbers = pages.all[pages.changed]
+            stores = (ahead.layer.keys, ahead.layer.values)
+            for into, there in zip(stores, (ahead.on_device.keys, ahead.on_device.values), strict=True):
+                packed = there.index_select(0, changed)
+                landed = torch.empty(packed.shape, dtype=packed.dtype)
+                event = device.d2h_stream.copy(landed, packed, direction=Direction.D2H)
+                event.wait()
+                into.index_copy_(0, numbers, landed)
+            return event
+
+        self._submit(store)  # before the next `fetch` into this place, by the same thread
+        return result[None]
+
+    def settle(self) -> None:
+        """Waits until nothing is under way, however it ends."""
+        for future in self._under_way:
+            with contextlib.suppress(Exception):
+                future.result().wait()
+        self._under_way = []
+
+    def forget_ended(self) -> None:
+        """What has ended needs no waiting for."""
+        self._under_way = [future for future in self._under_way if not future.done()]
+
+    def close(self) -> None:
+        """Ends the thread and frees the memory.  Harmless if repeated."""
+        self.settle()
+        self._thread.shutdown()
+        for place in self._places:
+            place.release()
+
+    def _submit(self, work: Callable[[], Event]) -> Future[Event]:
+        def run() -> Event:
+            with torch.inference_mode():
+                return work()
+
+        future = self._thread.submit(run)
+        self._under_way.append(future)
+        return future
+
+
+def _pages_of(pieces: Pieces) -> _Pages:
+    numbers, moved, changed, begin = list[torch.Tensor](), list[Piece](), list[int](), 0
+    for piece in pieces.pieces:
+        count = -(-(piece.held + piece.tokens) // PAGE_TOKENS)
+        numbers.append(piece.pages[:count])
+        moved.append(Piece(torch.arange(begin, begin + count, dtype=torch.int32), piece.held, piece.tokens))
+        changed += range(begin + piece.held // PAGE_TOKENS, begin + count)
+        begin += count
+    return _Pages(torch.cat(numbers).long(), Pieces(moved), torch.tensor(changed))
