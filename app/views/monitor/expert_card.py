@@ -6,14 +6,14 @@ from PySide6.QtCore import Qt
 from PySide6.QtWidgets import QPushButton, QSizePolicy, QSlider, QSpacerItem, QWidget
 
 from app.theme import ThemeController
-from app.views.monitor.card import MonitorCard, secondary
+from app.widgets.card import Card, muted_label
 from app.widgets.expert_map.data import MapData, map_data, place_bits
 from app.widgets.expert_map.view import ExpertMapView
 from engine.errors import EngineError
 from engine.telemetry.messages import ExpertMap
 
 
-class ExpertCard(MonitorCard):
+class ExpertCard(Card):
     """What experts are used, and where they are."""
 
     def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
@@ -26,7 +26,7 @@ class ExpertCard(MonitorCard):
         self.by_use.setToolTip(self.tr("Sort each layer's experts by use instead of by number"))
         self.head.addWidget(self.by_use)
         self.view = ExpertMapView(theme, self)
-        self._hint = secondary("", self)
+        self._hint = muted_label(self)
         self.body.addWidget(self.view, 1)
         self.body.addWidget(self._hint)
         self._room = QSpacerItem(0, 0)

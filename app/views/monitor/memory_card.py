@@ -6,7 +6,7 @@ from PySide6.QtWidgets import QVBoxLayout, QWidget
 
 from app.models.cache_figures import FREE, memory_places, sound
 from app.theme import Theme, ThemeController
-from app.views.monitor.card import MonitorCard, secondary
+from app.widgets.card import Card, muted_label
 from app.widgets.memory_bar import MemoryPart
 from app.widgets.memory_gauge import MemoryGauge, MemoryLegend
 from engine.telemetry.messages import CacheReport
@@ -14,7 +14,7 @@ from engine.telemetry.messages import CacheReport
 _RAM = "ram"
 
 
-class MemoryCard(MonitorCard):
+class MemoryCard(Card):
     """A bar for each place and the parts by name; what an engine has counted is told by it, the rest by the system."""
 
     def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
@@ -25,7 +25,7 @@ class MemoryCard(MonitorCard):
         self._column = QVBoxLayout()
         self._column.setSpacing(6)
         self.body.addLayout(self._column)
-        self._empty = secondary(self.tr("What a model holds, and where, shows here once one is loaded."), self)
+        self._empty = muted_label(self, self.tr("What a model holds, and where, shows here once one is loaded."))
         self.body.addWidget(self._empty)
         self.body.addStretch(1)
         self._places: dict[str, tuple[MemoryGauge, MemoryLegend]] = {}

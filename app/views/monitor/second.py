@@ -8,12 +8,12 @@ from PySide6.QtWidgets import QPushButton, QWidget
 
 from app.services.history.history import History
 from app.theme import ThemeController
-from app.views.monitor.card import MonitorCard
+from app.widgets.card import Card
 from app.widgets.timeline.navigator import Navigator
 from app.widgets.timeline.view import TimelineView
 
 
-class SecondTimeline(MonitorCard):
+class SecondTimeline(Card):
     """Shows as much time as the first, and as far from its own end: the two can be compared stretch by stretch."""
 
     def __init__(self, first: Navigator, theme: ThemeController, parent: QWidget | None = None) -> None:

@@ -7,7 +7,7 @@ from PySide6.QtWidgets import QGridLayout, QLabel, QWidget
 
 from app.models.token_figures import TokenFigures
 from app.theme import ThemeController, use_tabular_figures
-from app.views.monitor.card import MonitorCard, secondary
+from app.widgets.card import Card, muted_label
 from app.widgets.quantities import number
 from app.widgets.share_bar import ShareBar
 
@@ -16,7 +16,7 @@ _SWATCH = QSize(10, 10)
 _KINDS = ("hit", "fetched", "cpu")
 
 
-class TokenCard(MonitorCard):
+class TokenCard(Card):
     """Means over the last tokens; what is not known is a dash, what cannot be known says so."""
 
     def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
@@ -40,7 +40,7 @@ class TokenCard(MonitorCard):
         self._add_row("moved", self.tr("To the GPU"))
         self._add_row("read", self.tr("From disk"))
         self._add_row("energy", self.tr("Energy"))
-        self._note = secondary("", self)
+        self._note = muted_label(self)
         self.body.addLayout(self._grid)
         self.body.addStretch(1)
         self.body.addWidget(self._note)

@@ -13,7 +13,7 @@ from app.views.monitor.cache.resizing import Resizing
 from app.views.monitor.cache.size_chooser import SizeChooser
 from app.views.monitor.cache.tier_row import TierRow
 from app.views.monitor.cache.words import policy_name
-from app.views.monitor.card import MonitorCard, secondary
+from app.widgets.card import Card, muted_label
 from app.widgets.miss_ratio_plot import MissRatioPlot
 from app.widgets.rate_line import VALUES
 from engine.telemetry.messages import CacheReport, CacheTier, TierReport
@@ -21,7 +21,7 @@ from engine.telemetry.messages import CacheReport, CacheTier, TierReport
 _TIERS: tuple[CacheTier, ...] = ("vram", "ram")
 
 
-class CacheCard(MonitorCard):
+class CacheCard(Card):
     """Signals: `resize_wanted(str, int)`, a tier and how many experts it shall keep."""
 
     resize_wanted = Signal(str, int)
@@ -53,7 +53,7 @@ class CacheCard(MonitorCard):
         self.rows: dict[CacheTier, TierRow] = {tier: TierRow(theme, self) for tier in _TIERS}
         self.plot = MissRatioPlot(theme, self)
         self.size_field = SizeChooser(self)
-        self._note = secondary("", self)
+        self._note = muted_label(self)
         for row in self.rows.values():
             self.body.addWidget(row)
         self.body.addWidget(self.plot, 1)

@@ -9,7 +9,7 @@ from app.models.cache_figures import policies, sound
 from app.theme import ThemeController, use_tabular_figures
 from app.views.monitor.cache.tier_row import tier_name
 from app.views.monitor.cache.words import policy_name, policy_tip
-from app.views.monitor.card import MonitorCard, secondary
+from app.widgets.card import Card, muted_label
 from app.widgets.memory_bar import MemoryBar, MemoryPart
 from app.widgets.quantities import number
 from engine.telemetry.messages import CacheReport, TierReport
@@ -18,7 +18,7 @@ _PARTS = 1000
 """Of a bar."""
 
 
-class PoliciesCard(MonitorCard):
+class PoliciesCard(Card):
     """What each policy would hit if it decided alone."""
 
     def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
@@ -31,7 +31,7 @@ class PoliciesCard(MonitorCard):
         self._grid.setVerticalSpacing(5)
         self._grid.setColumnStretch(1, 1)
         self._rows: list[tuple[QLabel, MemoryBar, QLabel]] = []
-        self.note = secondary("", self)
+        self.note = muted_label(self)
         self.body.addLayout(self._grid)
         self.body.addWidget(self.note)
         self.body.addStretch(1)

@@ -9,13 +9,13 @@ from app.models.cache_figures import sound
 from app.theme import ThemeController, use_tabular_figures
 from app.views.monitor.cache.tier_row import tier_name
 from app.views.monitor.cache.words import predictor_name
-from app.views.monitor.card import MonitorCard, secondary
+from app.widgets.card import Card, muted_label
 from app.widgets.memory_bar import MemoryBar, MemoryPart
 from app.widgets.quantities import number
 from engine.telemetry.messages import CacheReport, TierReport
 
 
-class PredictionCard(MonitorCard):
+class PredictionCard(Card):
     """Predictors in a table, and the fate of what was prefetched as a bar for each tier."""
 
     def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
@@ -23,7 +23,7 @@ class PredictionCard(MonitorCard):
         self._theme = theme
         self.heading.setText(self.tr("Prefetching"))
         self.setAccessibleName(self.tr("Prefetching"))
-        self._said = secondary("", self)
+        self._said = muted_label(self)
         self._grid = QGridLayout()
         self._grid.setHorizontalSpacing(12)
         self._grid.setVerticalSpacing(4)
@@ -33,7 +33,7 @@ class PredictionCard(MonitorCard):
         self.body.addWidget(self._said)
         self.body.addLayout(self._grid)
         for _ in range(2):
-            bar, label = MemoryBar(self), secondary("", self)
+            bar, label = MemoryBar(self), muted_label(self)
             self.body.addWidget(bar)
             self.body.addWidget(label)
             self._fates.append((bar, label))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from PySide6.QtCore import Signal
 from PySide6.QtWidgets import QHBoxLayout, QLabel, QPushButton, QSpinBox, QVBoxLayout, QWidget
 
-from app.views.monitor.card import secondary
+from app.widgets.card import muted_label
 from engine.telemetry.messages import TierReport
 
 
@@ -47,7 +47,7 @@ class SizeChooser(QWidget):
         row.addWidget(self.button)
         row.addWidget(self.undo)
         row.addStretch(1)
-        self._outcome = secondary("", self)
+        self._outcome = muted_label(self)
         column = QVBoxLayout(self)
         column.setContentsMargins(0, 0, 0, 0)
         column.setSpacing(6)
