@@ -19,6 +19,7 @@ from engine.kernels.native.paged_attention import KvType
 from engine.runtime.batch.continuous import ContinuousBatch
 from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.layers import DecoderLayers
+from engine.runtime.batch.pipeline.choice import ScheduleChoice
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline, _sites_of
 from engine.runtime.batch.pipeline.schedules import Schedule
 from engine.runtime.batch.policy import BatchPolicy
@@ -214,3 +215,14 @@ def test_a_card_without_room_for_two_layers_answers_as_well(folder: Path, wanted
         taken = card.memory.reserve(card.memory.free - 2 * layer + 1, MemoryCategory.ACTIVATIONS)
         assert _answers(loaded, _policy(None)) == wanted
         taken.release()
+
+
+def test_the_fastest_schedule_is_kept_for_sweeps_of_a_size() -> None:
+    choice, seconds = ScheduleChoice(), {Schedule.CGOPIPE: 3.0, Schedule.KLOTSKI: 1.0, Schedule.TODAY: 2.0}
+    tried = []
+    for _ in range(9):
+        schedule = choice.of(10)
+        tried.append(schedule)
+        choice.took(schedule, 10, seconds[schedule])
+    assert tried == [each for each in seconds for _ in range(2)] + [Schedule.KLOTSKI] * 3
+    assert choice.of(100) is Schedule.CGOPIPE

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from engine.runtime.batch.balance import balanced
 from engine.runtime.batch.layers import DecoderLayers, Recording
 from engine.runtime.batch.native_rows import NativeRows
 from engine.runtime.batch.packed_attention import PagedStates, configs_of, paged
+from engine.runtime.batch.pipeline.choice import ScheduleChoice
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
 from engine.runtime.batch.pipeline.schedules import Schedule
 from engine.runtime.batch.policy import BatchPolicy
@@ -67,6 +70,7 @@ class PackedModel:
         self._kv_type = policy.kv_type or (KvType.BF16 if loaded.model.dtype == torch.bfloat16 else KvType.FP32)
         self._native: NativeRows | None = None
         self._pipeline: DevicePipeline | None = None
+        self._choice = ScheduleChoice()
         self._meet_attention()
         if not self._states.shapes:
             raise LookupError("its attention does not go through the library's attention interface")
@@ -94,19 +98,36 @@ class PackedModel:
         Returns:
             logits [R, V] on the CPU, for those that want them, in the order of `work`.
         """
-        micro_batches = [self._prepare(part) for part in self._parts(work)]
-        schedule = self._schedule(work)
+        tokens, busy_s = sum(each.tokens for each in work), 0.0
+        schedule = self._schedule(tokens)
+        parts = self._parts(work, schedule)
+        micro_batches = [self._prepare(part) for part in parts]
         for index in range(len(self._layers)):
-            if self._pipeline is not None and schedule is not Schedule.TODAY:
+            for layers in self._steps(index, micro_batches, schedule):
+                begun_s = perf_counter()
+                layers()
+                busy_s += perf_counter() - begun_s
+                yield
+        self._choice.took(schedule, tokens, busy_s)
+        return self._logits(work, parts, micro_batches)
+
+    def _steps(self, index: int, micro_batches: list[_MicroBatch], schedule: Schedule) -> Iterator[Callable[[], None]]:
+        """What is to be done of a layer, in pieces between which it may give way."""
+        if self._pipeline is not None and schedule is not Schedule.TODAY:
+            pipeline = self._pipeline
+
+            def by_schedule() -> None:
                 with self._attending(None), self._native.linears(index) if self._native is not None else nullcontext():
-                    self._pipeline.run(index, micro_batches, schedule)
-                yield
-                continue
-            for batch in micro_batches:
-                with self._attending(batch.pieces):
-                    batch.hidden = self._run(index, batch)
-                yield
-        return self._logits(work, micro_batches)
+                    pipeline.run(index, micro_batches, schedule)
+
+            yield by_schedule
+            return
+        for batch in micro_batches:
+            yield partial(self._step, index, batch)
+
+    def _step(self, index: int, batch: _MicroBatch) -> None:
+        with self._attending(batch.pieces):
+            batch.hidden = self._run(index, batch)
 
     def close(self) -> None:
         """Gives back what sweeps have taken of a device.  Harmless if repeated."""
@@ -114,24 +135,26 @@ class PackedModel:
             self._pipeline.close()
             self._pipeline = None
 
-    def _schedule(self, work: list[Work]) -> Schedule:
-        """What was asked for; else CGOPipe, but for sweeps of so few tokens that most experts are not wanted."""
+    def _schedule(self, tokens: int) -> Schedule:
+        """What was asked for; else what has been fastest, with `TODAY` where most experts are not wanted anyway."""
+        if self._pipeline is None:
+            return Schedule.TODAY
         if self._policy.schedule is Schedule.S4 and self._kv_type is KvType.INT8:
             return Schedule.CGOPIPE  # scales are not sent to devices
-        if self._pipeline is None or self._policy.schedule is not None:
-            return self._policy.schedule or Schedule.TODAY
-        visits = sum(each.tokens for each in work) * self._pipeline.experts_per_token
-        return Schedule.CGOPIPE if visits >= self._pipeline.experts else Schedule.TODAY
+        if self._policy.schedule is not None:
+            return self._policy.schedule
+        wants_most = tokens * self._pipeline.experts_per_token >= self._pipeline.experts
+        return self._choice.of(tokens) if wants_most else Schedule.TODAY
 
     def _run(self, index: int, batch: _MicroBatch) -> torch.Tensor:
         if self._native is None:
             return self._layers.run(index, batch.hidden, batch.recording)
         return self._native.run(index, batch.hidden, batch.recording, batch.pieces)
 
-    def _parts(self, work: list[Work]) -> list[list[Work]]:
+    def _parts(self, work: list[Work], schedule: Schedule) -> list[list[Work]]:
         lengths = [each.tokens for each in work]
         count = -(-sum(lengths) // self._policy.micro_batch_tokens)
-        if self._policy.micro_batch_rows:
+        if self._policy.micro_batch_rows and schedule is not Schedule.TODAY:
             count = max(count, -(-len(work) // self._policy.micro_batch_rows))
         parts, _ = balanced(lengths, max(count, 1), most_rows=len(work))
         return [[work[place] for place in part] for part in parts]
@@ -151,7 +174,7 @@ class PackedModel:
             )
         return _MicroBatch(pieces, recording, recording.hidden, wanted)
 
-    def _logits(self, work: list[Work], micro_batches: list[_MicroBatch]) -> torch.Tensor:
+    def _logits(self, work: list[Work], parts: list[list[Work]], micro_batches: list[_MicroBatch]) -> torch.Tensor:
         rows = [batch.hidden[:, batch.wanted] for batch in micro_batches]
         hidden = torch.cat([part.to(rows[0].device) for part in rows], dim=1)
         if not hidden.shape[1]:
@@ -159,7 +182,7 @@ class PackedModel:
         with self._attending(None):
             logits = (self._native or self._layers).logits(hidden).cpu()
         # Micro-batches are not in the order of the rows.
-        order = [each for part in self._parts(work) for each in part if each.wants_logits]
+        order = [each for part in parts for each in part if each.wants_logits]
         wanted = [each for each in work if each.wants_logits]
         places = {id(each.row): place for place, each in enumerate(order)}
         return logits[[places[id(each.row)] for each in wanted]] if len(micro_batches) > 1 else logits

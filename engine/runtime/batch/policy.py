@@ -29,7 +29,7 @@ class BatchPolicy:
         sweep_tokens: of prompts, read in one sweep through the layers beside the rows that decode.
         micro_batch_tokens: mu, here in tokens: what goes through a layer at once, and so the size of activations.
         micro_batch_rows: mu, rows that go through a layer at once at most; 0 is all of them.
-        schedule: on a device, the order of a layer's work; `None` is what suits the model, `TODAY` where it has none.
+        schedule: on a device, the order of a layer's work; `None` is what turns out fastest.
         kv_type: how keys and values are held; `None` is the model's own precision.
         window, kept: if not 0, tokens see only the last `window` tokens and the first `kept` (StreamingLLM, Xiao et al.
             2024): for long rows, an approximation.
