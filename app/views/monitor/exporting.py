@@ -59,6 +59,7 @@ class ExportButton(QPushButton):
 
     def write_picture(self, path: Path) -> None:
         """Writes what is shown as PNG, or as SVG if the name ends so."""
+        self._view.refresh()  # what has come since it was painted last belongs to it
         is_drawing = path.suffix == ".svg"
         done = _write_svg(self._view, path) if is_drawing else self._view.grab().save(str(path))
         self.told.emit(

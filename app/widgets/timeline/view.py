@@ -174,6 +174,8 @@ class TimelineView(QWidget):
         """The same in lines and areas, for a drawing that can be scaled."""
         history = self.navigator.history
         if history is not None:
+            if self._picture is None:  # the lanes are read when they are drawn
+                self._picture = self._draw(history)
             painter.fillRect(self.rect(), QColor(self._theme.theme.surface))
             painter.setFont(scaled(tabular(self.font()), 0.82))
             draw_rows(painter, self._rows, history, self.navigator.viewport, self._theme.theme)
