@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -16,6 +17,7 @@ from engine.runtime.decoding import Limits, decode, decode_beams
 from engine.runtime.encoder_decoder_session import EncoderDecoderSession, source_prompt
 from engine.runtime.generation import (
     CancelCheck,
+    Constraint,
     GenerationResult,
     ProgressCallback,
     TextCallback,
@@ -75,8 +77,12 @@ class ChatSession:
         on_progress: ProgressCallback = ignore_progress,
         on_text: TextCallback = ignore_text,
         cancelled: CancelCheck = never_cancelled,
+        constraint: Constraint | None = None,
     ) -> GenerationResult:
         """Answers the conversation.  A cancelled request returns what it has, with finish reason `cancelled`.
+
+        Args:
+            constraint: what the answer must satisfy, unless it is searched for with beams; it knows of no token yet.
 
         Raises:
             EngineError: `PROMPT_TOO_LONG`, `INVALID_REQUEST`, `MODEL_UNSUPPORTED` (its template) or
@@ -93,6 +99,7 @@ class ChatSession:
             on_progress,
             on_text,
             cancelled,
+            constraint,
         )
 
     def generate_from_ids(
@@ -104,17 +111,20 @@ class ChatSession:
         on_progress: ProgressCallback = ignore_progress,
         on_text: TextCallback = ignore_text,
         cancelled: CancelCheck = never_cancelled,
+        constraint: Constraint | None = None,
     ) -> GenerationResult:
         """Continues a prompt given as tokens.
 
         Args:
             end_ids: tokens that end the answer; `None` is the model's own, the empty set lets it run to its limit.
+            constraint: see `generate`.
 
         Raises:
             EngineError: as `generate`.
         """
         ends = self._end_ids if end_ids is None else end_ids
-        return self._run(list(ids), sampling, sampling.stop, ends, perf_counter(), on_progress, on_text, cancelled)
+        begun = perf_counter()
+        return self._run(list(ids), sampling, sampling.stop, ends, begun, on_progress, on_text, cancelled, constraint)
 
     def _run(
         self,
@@ -126,6 +136,7 @@ class ChatSession:
         on_progress: ProgressCallback,
         on_text: TextCallback,
         cancelled: CancelCheck,
+        constraint: Constraint | None,
     ) -> GenerationResult:
         if not ids:
             raise EngineError(ErrorCode.INVALID_REQUEST, "The prompt is empty: write something first.")
@@ -134,7 +145,7 @@ class ChatSession:
             check_length(len(ids), self._loaded.context_tokens)
         reached: FinishReason = "length" if sampling.max_tokens <= room else "context"
         limits = Limits(end_ids, stop, min(sampling.max_tokens, room), reached)
-        run = decode_beams if sampling.beams > 1 else decode
+        run = decode_beams if sampling.beams > 1 else partial(decode, constraint=constraint)
         if RECORDER.on:
             RECORDER.begin_request(seconds_ns(begun))
             RECORDER.phase(PROMPT, 0)

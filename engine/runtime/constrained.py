@@ -84,6 +84,10 @@ class ConstrainedAnswer:
         self._matcher.consume_token(token_id)
         return bool(self._matcher.is_stopped())
 
+    def reset(self) -> None:
+        """As if nothing had been accepted."""
+        self._matcher.reset()
+
 
 def grammar_of(constraint: Constraint) -> str:
     """The constraint in llguidance's own form.

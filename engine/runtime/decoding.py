@@ -13,7 +13,7 @@ from engine.config import SamplingParams
 from engine.protocol import FinishReason
 from engine.runtime.beam_search import beam_search
 from engine.runtime.detokenizer import IncrementalDetokenizer, decode_text
-from engine.runtime.generation import CancelCheck, TextCallback
+from engine.runtime.generation import CancelCheck, Constraint, TextCallback
 from engine.runtime.sampling import make_chooser, penalise_repetition
 from engine.runtime.session import Session
 from engine.runtime.stopping import StopStrings
@@ -58,8 +58,13 @@ def decode(
     tokenizer: Any,
     on_text: TextCallback,
     cancelled: CancelCheck,
+    constraint: Constraint | None = None,
 ) -> Decoded:
-    """One token at a time, starting from the logits [1, V] after the prompt."""
+    """One token at a time, starting from the logits [1, V] after the prompt.
+
+    Args:
+        constraint: what the answer must satisfy; it knows of no token yet.
+    """
     choose = make_chooser(sampling, logits.device)
     seen = _Seen(answer_prefix, limits.max_tokens, logits.device) if sampling.repetition_penalty != 1 else None
     detokenizer = IncrementalDetokenizer(tokenizer)
@@ -72,6 +77,8 @@ def decode(
     while True:
         if seen is not None:
             logits = penalise_repetition(logits.float(), seen.ids(), penalty)
+        if constraint is not None:
+            logits = constraint.restrict(logits[0].float())[None]
         token = choose(logits)
         token_id = int(token)
         last_s = perf_counter()
@@ -83,11 +90,15 @@ def decode(
         if token_id in end_ids:
             reason: FinishReason = "stop"
             break
+        complete = constraint is not None and constraint.accept(token_id)
         text, stopped = stops.feed(detokenizer.feed(token_id))
         parts.append(text)
         on_text(text, len(ids))
         if stopped:
             return Decoded(ids, "".join(parts), "stop_string", first_s, last_s, len(ids))
+        if complete:
+            reason = "stop"
+            break
         if len(ids) >= max_tokens:
             reason = limits.reached
             break

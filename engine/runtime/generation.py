@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from engine.protocol import FinishReason
+
+if TYPE_CHECKING:
+    import torch
 
 ProgressCallback = Callable[[int, int], None]
 """Prompt tokens read so far, and prompt tokens to read."""
@@ -15,6 +19,19 @@ TextCallback = Callable[[str, int], None]
 
 CancelCheck = Callable[[], bool]
 """Whether to stop now; asked once per token and once per piece of a prompt."""
+
+
+class Constraint(Protocol):
+    """What an answer must satisfy, token by token; one object for each answer."""
+
+    def restrict(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [V] with those of tokens that may not come next at -inf."""
+
+    def accept(self, token_id: int) -> bool:
+        """Takes the token that was chosen; whether the answer is complete with it."""
+
+    def reset(self) -> None:
+        """The answer begins anew."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -239,6 +240,9 @@ def test_repetition_penalties_stop_strings_and_constraints_are_each_rows_own(mix
         def accept(self, token_id: int) -> bool:
             return token_id % 10 == 0
 
+        def reset(self) -> None:
+            pass
+
     plain = _rows([20], SamplingParams(max_tokens=30))[0]
     text = _answers(mixtral, [plain])[0].text
     rows = [
@@ -285,6 +289,45 @@ def test_other_families_are_answered_one_by_one_with_a_word_about_it() -> None:
     executor.close()
     answers = _answers(loaded, rows)
     assert {row: answer.token_ids for row, answer in answers.items()} == {row.row: _alone(loaded, row) for row in rows}
+
+
+class _Spelling:
+    """Each token is one more than the one before, beginning with `first`; three of them are enough."""
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+        self.reset()
+
+    def reset(self) -> None:
+        self._next = self._first
+
+    def restrict(self, logits: torch.Tensor) -> torch.Tensor:
+        only = torch.full_like(logits, float("-inf"))
+        only[self._next] = logits[self._next]
+        return only
+
+    def accept(self, token_id: int) -> bool:
+        assert token_id == self._next
+        self._next += 1
+        return self._next == self._first + 3
+
+
+def test_one_by_one_answers_keep_to_their_constraints_even_if_they_had_to_give_way() -> None:
+    loaded = tiny_loaded("qwen3_next")
+    rows = [replace(row, constraint=_Spelling(10 + row.row)) for row in _rows([5, 12], SamplingParams(max_tokens=9))]
+    answers: dict[int, BatchAnswer] = {}
+    executor, source, looks = BatchExecutor(loaded), iter(rows), iter(range(3))
+    try:
+        outcome = executor.run(
+            source, lambda answer: answers.__setitem__(answer.row, answer), lambda: next(looks, None) is None
+        )
+        assert outcome is Outcome.YIELDED
+        assert not answers
+        executor.run(source, lambda answer: answers.__setitem__(answer.row, answer))
+    finally:
+        executor.close()
+    assert {row: answer.token_ids for row, answer in answers.items()} == {0: (10, 11, 12), 1: (11, 12, 13)}
+    assert {answer.finish_reason for answer in answers.values()} == {"stop"}
 
 
 @given(

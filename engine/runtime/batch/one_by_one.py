@@ -48,13 +48,15 @@ class OneByOne:
 
     def _answer(self, new: Prepared, interrupted: Check) -> BatchAnswer:
         request = new.request
-        sampling = request.sampling
+        sampling, constraint = request.sampling, request.constraint
+        if constraint is not None:
+            constraint.reset()  # it may have had to give way before
         if request.ids:
             result = self._session.generate_from_ids(
-                request.ids, sampling, end_ids=request.end_ids, cancelled=interrupted
+                request.ids, sampling, end_ids=request.end_ids, cancelled=interrupted, constraint=constraint
             )
         else:
-            result = self._session.generate(request.messages, sampling, cancelled=interrupted)
+            result = self._session.generate(request.messages, sampling, cancelled=interrupted, constraint=constraint)
         return BatchAnswer(
             request.row,
             result.text,

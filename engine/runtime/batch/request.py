@@ -5,23 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, Protocol
-
-import torch
+from typing import Literal
 
 from engine.config import SamplingParams
 from engine.errors import EngineError
 from engine.protocol import ChatMessage, FinishReason
-
-
-class Constraint(Protocol):
-    """What an answer must satisfy, token by token; one object for each row."""
-
-    def restrict(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [V] with those of tokens that may not come next at -inf."""
-
-    def accept(self, token_id: int) -> bool:
-        """Takes the token that was chosen; whether the answer is complete with it."""
+from engine.runtime.generation import Constraint
 
 
 @dataclass(frozen=True, slots=True)
