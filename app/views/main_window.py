@@ -18,9 +18,9 @@ from app.services.starter_download import StarterDownload
 from app.services.telemetry_hub import TelemetryHub
 from app.theme import ThemeController
 from app.views.machine_footer import MachineFooter
+from app.views.models_placeholder import models_placeholder
 from app.views.sidebar import Sidebar
 from app.views.starter_panel import StarterPanel
-from app.views.unbuilt_pages import make_unbuilt
 from app.widgets.banner import Banner
 
 CHAT, BATCH, MONITOR, TUNE, SETTINGS = 0, 1, 2, 3, 5
@@ -215,7 +215,7 @@ class MainWindow(QMainWindow):
             tune = TunePage(self._client, self._settings, self._theme, self)
             self.closing.connect(tune.close_down)
             return tune
-        return make_unbuilt(index, self._theme)
+        return models_placeholder(self._theme)
 
     def _passing_banner(self, kind: str, theme: ThemeController) -> Banner:
         banner = Banner("warning" if kind == "warning" else "info", theme, self)
