@@ -87,7 +87,7 @@ def test_answers_are_those_of_the_cpu(
 
 
 @given(
-    schedule=st.sampled_from([each for each in Schedule if each is not Schedule.TODAY]),
+    schedule=st.sampled_from([each for each in Schedule if each is not Schedule.HYBRID]),
     rows=st.integers(1, 8),
     tokens=st.integers(1, 150),
     stops=st.lists(st.integers(0, 12), max_size=4),
@@ -125,7 +125,7 @@ def test_rows_go_on_after_giving_way(
     assert {row: answer.token_ids for row, answer in answers.items()} == wanted
 
 
-@pytest.mark.parametrize("schedule", [each for each in Schedule if each is not Schedule.TODAY])
+@pytest.mark.parametrize("schedule", [each for each in Schedule if each is not Schedule.HYBRID])
 def test_a_batch_stops_when_it_is_cancelled_and_another_one_follows(
     on_card: LoadedModel, wanted: dict[int, tuple[int, ...]], schedule: Schedule
 ) -> None:
@@ -137,7 +137,7 @@ def test_a_batch_stops_when_it_is_cancelled_and_another_one_follows(
     assert _answers(on_card, _policy(schedule)) == wanted
 
 
-@pytest.mark.parametrize("schedule", [each for each in Schedule if each is not Schedule.TODAY])
+@pytest.mark.parametrize("schedule", [each for each in Schedule if each is not Schedule.HYBRID])
 def test_rows_are_kept_when_attention_fails(
     on_card: LoadedModel, wanted: dict[int, tuple[int, ...]], schedule: Schedule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +218,7 @@ def test_a_card_without_room_for_two_layers_answers_as_well(folder: Path, wanted
 
 
 def test_the_fastest_schedule_is_kept_for_sweeps_of_a_size() -> None:
-    choice, seconds = ScheduleChoice(), {Schedule.CGOPIPE: 3.0, Schedule.KLOTSKI: 1.0, Schedule.TODAY: 2.0}
+    choice, seconds = ScheduleChoice(), {Schedule.CGOPIPE: 3.0, Schedule.KLOTSKI: 1.0, Schedule.HYBRID: 2.0}
     tried = []
     for _ in range(9):
         schedule = choice.of(10)

@@ -76,7 +76,7 @@ class PackedModel:
             raise LookupError("its attention does not go through the library's attention interface")
         if loaded.kernels is not None and loaded.device.type == "cpu":
             self._native = NativeRows(loaded.model, self._layers, self._states, loaded.kernels)
-        if policy.schedule is not Schedule.TODAY:
+        if policy.schedule is not Schedule.HYBRID:
             with suppress(LookupError, DeviceMemoryError):  # then experts are met as a chat meets them
                 self._pipeline = DevicePipeline(loaded, self._layers, self._states)
         page_bytes = self._states.page_bytes(self._kv_type)
@@ -113,7 +113,7 @@ class PackedModel:
 
     def _steps(self, index: int, micro_batches: list[_MicroBatch], schedule: Schedule) -> Iterator[Callable[[], None]]:
         """What is to be done of a layer, in pieces between which it may give way."""
-        if self._pipeline is not None and schedule is not Schedule.TODAY:
+        if self._pipeline is not None and schedule is not Schedule.HYBRID:
             pipeline = self._pipeline
 
             def by_schedule() -> None:
@@ -136,15 +136,15 @@ class PackedModel:
             self._pipeline = None
 
     def _schedule(self, tokens: int) -> Schedule:
-        """What was asked for; else what has been fastest, with `TODAY` where most experts are not wanted anyway."""
+        """What was asked for; else what has been fastest, with `HYBRID` where most experts are not wanted anyway."""
         if self._pipeline is None:
-            return Schedule.TODAY
+            return Schedule.HYBRID
         if self._policy.schedule is Schedule.S4 and self._kv_type is KvType.INT8:
             return Schedule.CGOPIPE  # scales are not sent to devices
         if self._policy.schedule is not None:
             return self._policy.schedule
         wants_most = tokens * self._pipeline.experts_per_token >= self._pipeline.experts
-        return self._choice.of(tokens) if wants_most else Schedule.TODAY
+        return self._choice.of(tokens) if wants_most else Schedule.HYBRID
 
     def _run(self, index: int, batch: _MicroBatch) -> torch.Tensor:
         if self._native is None:
@@ -154,7 +154,7 @@ class PackedModel:
     def _parts(self, work: list[Work], schedule: Schedule) -> list[list[Work]]:
         lengths = [each.tokens for each in work]
         count = -(-sum(lengths) // self._policy.micro_batch_tokens)
-        if self._policy.micro_batch_rows and schedule is not Schedule.TODAY:
+        if self._policy.micro_batch_rows and schedule is not Schedule.HYBRID:
             count = max(count, -(-len(work) // self._policy.micro_batch_rows))
         parts, _ = balanced(lengths, max(count, 1), most_rows=len(work))
         return [[work[place] for place in part] for part in parts]

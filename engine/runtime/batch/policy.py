@@ -63,5 +63,5 @@ def policy_for(loaded: LoadedModel, ram_bytes: int | None = None, plan: BatchPla
     sizes = BatchPolicy(rows, kv_bytes, max(BatchPolicy.sweep_tokens, piece), at_once)
     if plan is None:
         return replace(sizes, micro_batch_rows=-(-rows // _MICRO_BATCHES)) if loaded.devices is not None else sizes
-    schedule = (Schedule.S4 if plan.attention_on_card else None) if plan.experts_on_card else Schedule.TODAY
+    schedule = (Schedule.S4 if plan.attention_on_card else None) if plan.experts_on_card else Schedule.HYBRID
     return replace(sizes, micro_batch_rows=plan.micro_batch, schedule=schedule)

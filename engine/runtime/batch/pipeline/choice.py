@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.runtime.batch.pipeline.schedules import Schedule
 
-_CANDIDATES = (Schedule.CGOPIPE, Schedule.KLOTSKI, Schedule.TODAY)
+_CANDIDATES = (Schedule.CGOPIPE, Schedule.KLOTSKI, Schedule.HYBRID)
 _TRIALS = 2
 """Sweeps by which each is judged; the shorter counts, for somebody else may have had the machine meanwhile."""
 

@@ -126,6 +126,7 @@ class DeviceAttention:
         )
         shape = ahead.on_device.shape
         result = queries.new_empty(len(queries), shape.heads, shape.value_dim)
+        changed, packed = pages.changed.to(device.torch_device), list[torch.Tensor]()
 
         def work() -> None:
             if self._kernels is not None and queries.dtype in (torch.bfloat16, torch.float32):
@@ -133,6 +134,7 @@ class DeviceAttention:
                 result.copy_(attend(self._kernels, struct, pages.pieces, queries, keys, values))
             else:
                 result.copy_(attend_in_torch(ahead.on_device, terms, pages.pieces, queries, keys, values))
+            packed.extend(there.index_select(0, changed) for there in (ahead.on_device.keys, ahead.on_device.values))
 
         end = compute.submit(work)
         if RECORDER.on:
@@ -140,16 +142,14 @@ class DeviceAttention:
         if not device.compute_follows_caller:
             end.wait()
         device.d2h_stream.wait(end)
-        changed = pages.changed.to(device.torch_device)
 
         def store() -> Event:
             end.wait()
             numbers = pages.all[pages.changed]
             stores = (ahead.layer.keys, ahead.layer.values)
-            for into, there in zip(stores, (ahead.on_device.keys, ahead.on_device.values), strict=True):
-                packed = there.index_select(0, changed)
-                landed = torch.empty(packed.shape, dtype=packed.dtype)
-                event = device.d2h_stream.copy(landed, packed, direction=Direction.D2H)
+            for into, new in zip(stores, packed, strict=True):
+                landed = torch.empty(new.shape, dtype=new.dtype)
+                event = device.d2h_stream.copy(landed, new, direction=Direction.D2H)
                 event.wait()
                 into.index_copy_(0, numbers, landed)
             return event
@@ -164,9 +164,15 @@ class DeviceAttention:
                 future.result().wait()
         self._under_way = []
 
-    def forget_ended(self) -> None:
-        """What has ended needs no waiting for."""
-        self._under_way = [future for future in self._under_way if not future.done()]
+    def finish(self) -> None:
+        """Waits until all new keys and values are in RAM: rows must not move on without.
+
+        Raises:
+            EngineError: the device failed.
+        """
+        for future in self._under_way:
+            future.result().wait()
+        self._under_way = []
 
     def close(self) -> None:
         """Ends the thread and frees the memory.  Harmless if repeated."""

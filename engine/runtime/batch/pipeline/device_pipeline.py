@@ -103,7 +103,8 @@ class DevicePipeline:
         try:
             with self._interrupting():
                 ORDERS[schedule](_Layer(self, index, batches))
-            self._device_attention.forget_ended()
+            if index == len(self._layers) - 1:
+                self._device_attention.finish()
             self._attention.forget_ended()
             self._routing = None
         except BaseException:

@@ -22,7 +22,7 @@ class Schedule(StrEnum):
     """Orders of a layer's work.
 
     `MULTI_BATCH`, `HOT_ONLY` and `KLOTSKI` are the steps of Klotski's ablation (its table 3), attention on the CPU.
-    `TODAY`: micro-batch after micro-batch, experts met one step at a time by the cache (`HybridExperts`).
+    `HYBRID`: micro-batch after micro-batch, experts met one step at a time by the cache (`HybridExperts`).
     """
 
     CGOPIPE = "cgopipe"
@@ -31,7 +31,7 @@ class Schedule(StrEnum):
     MULTI_BATCH = "multi-batch"
     HOT_ONLY = "hot-only"
     KLOTSKI = "klotski"
-    TODAY = "today"
+    HYBRID = "hybrid"
 
 
 class LayerWork(Protocol):
