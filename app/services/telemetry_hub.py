@@ -34,6 +34,8 @@ MOST_WAITING = 2000
 """Messages that nobody has taken yet; more are dropped and counted."""
 WAITING_TOKENS = 200
 _ANALYSE_EVERY_S = 3.0
+_LOOKED = "looked"
+"""In the queue: somebody has come to look."""
 _PULSE_S = 10.0
 """So often the map of experts is asked for while nobody looks at it, for the recording."""
 
@@ -72,7 +74,6 @@ class TelemetryHub(QObject):
         self._pulse_due_s = 0.0
         self._model: ModelInfo | None = None
         self._analyse_due_s = 0.0
-        self._analysed_steps = -1
 
     # --- on the GUI's thread ----------------------------------------------------------------------
 
@@ -113,6 +114,7 @@ class TelemetryHub(QObject):
         self._watchers.add(who)
         (self._map_watchers.add if experts else self._map_watchers.discard)(who)
         self._watch()
+        self._put(_LOOKED)  # what was decoded before is told at once, not with the next token
 
     def look_away(self, who: object) -> None:
         """`who` is no longer on the screen."""
@@ -216,6 +218,9 @@ class TelemetryHub(QObject):
             died = item is EngineState.DIED
             history.add_mark(now_ns, self.tr("The engine ended unexpectedly") if died else self.tr("The engine ended"))
             recording.end()
+        elif item == _LOOKED:
+            self._analyse_due_s = 0.0
+            self._analyse()
         elif item == RECORD_SETTING:
             recording.is_on = self.is_recording
             if not recording.is_on:

@@ -64,7 +64,7 @@ def _kill_and_resume(folder: Path, monkeypatch: pytest.MonkeyPatch, kills: int, 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_killed_jobs_answer_each_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _kill_and_resume(tmp_path, monkeypatch, kills=4, seed=1)
+    _kill_and_resume(tmp_path, monkeypatch, kills=2, seed=1)
 
 
 @pytest.mark.exhaustive

@@ -35,7 +35,7 @@ PADDING = MIB // 4
 """What tiles and pages add to models so small; in real ones it does not show."""
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_no_plan_runs_out_of_memory(batch: int) -> None:

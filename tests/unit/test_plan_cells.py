@@ -23,7 +23,7 @@ def test_no_policy_is_faster_than_the_plan(cell: tuple[str, str, str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", _SHUFFLED[8:48], ids="/".join)
+@pytest.mark.parametrize("cell", _SHUFFLED[8:16], ids="/".join)
 def test_no_policy_is_faster_than_the_plan_in_more_cells(cell: tuple[str, str, str]) -> None:
     assert_nobody_is_faster(*cell, layers=12)
 

@@ -3,6 +3,7 @@
 #pragma once
 #include "own_memory.h"
 #include "paged_attention.h"
+#include "rows_kernels.h"
 
 namespace {
 
@@ -31,6 +32,13 @@ void try_linear(SwitchyardPool *pool, Random &random, int32_t precision) {
     require(switchyard_linear(alone.pool, &own.matrix, tokens, x.data(), added, again.data()) == 0, "no product");
     require(out == again, "a linear layer depends on the number of threads");
     record("linear", out);
+    const auto many = static_cast<int32_t>(draw(random, 1, 90));
+    const auto rows_x = draw_row(random, many * own.matrix.columns);
+    std::vector<uint16_t> rows_out(static_cast<size_t>(many * own.matrix.rows)), rows_again(rows_out);
+    require(switchyard_linear_rows(pool, &own.matrix, many, rows_x.data(), added, rows_out.data()) == 0, "no products");
+    require(switchyard_linear_rows(alone.pool, &own.matrix, many, rows_x.data(), added, rows_again.data()) == 0,
+            "no products");
+    require(rows_out == rows_again, "many rows depend on the number of threads");
 }
 
 void try_experts(SwitchyardPool *pool, Random &random, int32_t precision) {
@@ -90,6 +98,43 @@ void try_sparse(SwitchyardPool *pool, Random &random, int32_t precision) {
     for (const int64_t expert : chosen) require(expert >= 0 && expert < experts, "an expert that is not there");
     record("chosen", std::vector<uint16_t>(chosen.begin(), chosen.end()));
     record("sparse", out);
+    const auto tokens = static_cast<int32_t>(draw(random, 1, 20));
+    const auto rows = draw_row(random, int64_t{tokens} * hidden);
+    std::vector<uint16_t> normed(rows.size());
+    std::vector<int64_t> routed(static_cast<size_t>(tokens) * chosen.size());
+    std::vector<float> parts(routed.size());
+    require(switchyard_route_rows(pool, &block, tokens, rows.data(), normed.data(), routed.data(), parts.data()) == 0,
+            "no routing of rows");
+    for (const int64_t expert : routed) require(expert >= 0 && expert < experts, "an expert that is not there");
+}
+
+// The same layer over pages: two sequences, some tokens each.
+void try_attention_rows(SwitchyardPool *pool, Random &random, const SwitchyardAttention &layer) {
+    SwitchyardPagedLayer paged{};
+    paged.kv_heads = layer.kv_heads, paged.heads = layer.heads;
+    paged.key_dim = paged.value_dim = layer.head_dim;
+    paged.type = static_cast<int32_t>(draw(random, 0, 3));
+    paged.scale = layer.scale;
+    if (coin(random)) paged.window = static_cast<int32_t>(draw(random, 1, 90));
+    const size_t element = paged.type == SWITCHYARD_KV_FP32 ? 4 : paged.type == SWITCHYARD_KV_INT8 ? 1 : 2;
+    const auto slots = static_cast<size_t>(8 * kPageTokens * layer.kv_heads);
+    std::vector<uint8_t> keys(slots * layer.head_dim * element), values(keys);
+    std::vector<float> key_scales(slots), value_scales(slots);
+    paged.keys = keys.data(), paged.values = values.data();
+    if (paged.type == SWITCHYARD_KV_INT8) paged.key_scales = key_scales.data(), paged.value_scales = value_scales.data();
+    const int32_t order[2][4] = {{5, 0, 3, 6}, {7, 2, 1, 4}};
+    int64_t held[2] = {0, 0};
+    for (int call = 0; call < 2; ++call) {
+        const auto first = static_cast<int32_t>(draw(random, 1, 40)), second = static_cast<int32_t>(draw(random, 1, 40));
+        const SwitchyardPiece pieces[2] = {{order[0], held[0], first, 0}, {order[1], held[1], second, first}};
+        const int64_t tokens = first + second, half = layer.head_dim / 2;
+        const auto x = draw_row(random, tokens * layer.hidden);
+        const auto cos = draw_row(random, tokens * half), sin = draw_row(random, tokens * half);
+        std::vector<uint16_t> out(x.size());
+        require(switchyard_attention_rows(pool, &layer, &paged, pieces, 2, x.data(), cos.data(), sin.data(), half,
+                                          out.data()) == 0, "no attention of rows");
+        held[0] += first, held[1] += second;
+    }
 }
 
 void try_attention(SwitchyardPool *pool, Random &random, int32_t precision) {
@@ -127,6 +172,7 @@ void try_attention(SwitchyardPool *pool, Random &random, int32_t precision) {
                                       capacity, length, out.data()) == 0,
             "no attention");
     record("attention", out);
+    try_attention_rows(pool, random, layer);
 }
 
 void try_latent(SwitchyardPool *pool, Random &random, int32_t precision) {

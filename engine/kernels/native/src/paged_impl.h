@@ -72,7 +72,11 @@ struct Int8 {
         std::memcpy(&bytes, x, sizeof bytes);
         return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
     }
-    static Element store(float x, float inverse) { return static_cast<Element>(std::nearbyint(x * inverse)); }
+    static Element store(float x, float inverse) {
+        const float scaled_x = x * inverse;
+        // What is not a number has no place among whole ones; the comparison is false for it.
+        return std::fabs(scaled_x) <= 127.5f ? static_cast<Element>(std::nearbyint(std::fmin(scaled_x, 127.0f))) : 0;
+    }
 };
 struct Fp32 {
     typedef float Element;
