@@ -74,6 +74,7 @@ class TelemetryHub(QObject):
         self._pulse_due_s = 0.0
         self._model: ModelInfo | None = None
         self._analyse_due_s = 0.0
+        self._unanalysed = False
 
     # --- on the GUI's thread ----------------------------------------------------------------------
 
@@ -202,6 +203,7 @@ class TelemetryHub(QObject):
             steps = clock.aligned(unpack(item.packed, STEP), now_ns)
             history.add_steps(steps)
             recording.steps(steps)
+            self._unanalysed = True
             self._analyse()
         elif isinstance(item, TelemetryRequest):
             pass  # answers are not told apart by name here: a request's number is in its spans
@@ -219,8 +221,9 @@ class TelemetryHub(QObject):
             history.add_mark(now_ns, self.tr("The engine ended unexpectedly") if died else self.tr("The engine ended"))
             recording.end()
         elif item == _LOOKED:
-            self._analyse_due_s = 0.0
+            self._unanalysed, self._analyse_due_s = True, 0.0
             self._analyse()
+            self._analyse_due_s = 0.0  # the next tokens are news all the same
         elif item == RECORD_SETTING:
             recording.is_on = self.is_recording
             if not recording.is_on:
@@ -235,14 +238,15 @@ class TelemetryHub(QObject):
             self.sample = item
             self.history.add_sample(now_ns, item)
             self._recording.sample(now_ns, gauges_of(item))
+            self._analyse()  # the last tokens of an answer may have come too soon after those before them
 
     def _analyse(self) -> None:
         from app.services.waiting import advice_for, waiting_for_last
 
         now_s = time.monotonic()
-        if self.history is None or not self._watchers or now_s < self._analyse_due_s:
+        if self.history is None or not self._watchers or not self._unanalysed or now_s < self._analyse_due_s:
             return
-        self._analyse_due_s = now_s + _ANALYSE_EVERY_S
+        self._unanalysed, self._analyse_due_s = False, now_s + _ANALYSE_EVERY_S
         self.waiting = waiting_for_last(self.history, WAITING_TOKENS)
         self.advice = advice_for(self.waiting, self.report, self._model, self.sample)
         self._emit(self.analysed)

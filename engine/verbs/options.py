@@ -84,9 +84,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ram", type=parse_size, metavar="SIZE", help="most memory to use, such as 512MiB")
     group.add_argument("--threads", type=positive_int, metavar="N", help="CPU threads that compute")
     group.add_argument("--precision", choices=PRECISIONS, default="auto", help="of the weights in memory")
-    group.add_argument(
-        "--graphs", choices=GRAPHS, default="auto", help="whether a card repeats decode steps as graphs"
-    )
+    group.add_argument("--graphs", choices=GRAPHS, default="auto", help="whether a card repeats decode steps as graphs")
     cache = parser.add_argument_group("the expert cache, for models bigger than the graphics card")
     cache.add_argument(
         "--cache-slots", type=count, metavar="N", help="experts kept on each device; as many as fit, if not given"
