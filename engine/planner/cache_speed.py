@@ -1,0 +1,113 @@
+"""How fast decoding would be with another number of expert slots, given what each number misses (a miss-ratio curve).
+
+The simulator answers the same by playing steps; here each layer's misses are a binomial draw, so that a whole curve
+takes about a millisecond and can follow a slider or a live session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import comb
+
+from engine.config import EngineConfig
+from engine.planner.costs import Costs
+from engine.planner.engine_costs import engine_costs
+from engine.planner.engine_memory import memory_rule
+from engine.planner.machine import HardwareProfile
+from engine.planner.memory import share_on_disk
+from engine.planner.model_shape import ModelShape
+from engine.planner.predict import limits_of, predict_decode
+
+
+def tokens_per_s_by_slots(
+    machine: HardwareProfile,
+    model: ModelShape,
+    config: EngineConfig,
+    miss_ratio_curve: Iterable[tuple[int, float]],
+    *,
+    context: int = 256,
+) -> list[tuple[int, float]]:
+    """Predicted decode speed of one sequence, at each point of the curve.
+
+    The slots are the card's where the configuration uses one, else those in RAM in front of experts on disk.
+
+    Args:
+        config: how misses are met, threads, precision; `auto` is resolved as a load would.
+        miss_ratio_curve: (slots, share of expert uses that miss with so many slots).
+        context: tokens that each step sees.
+
+    Returns:
+        (slots, tokens / s), in the order of the curve.
+
+    Raises:
+        EngineError: `NOT_ENOUGH_MEMORY`: with precision `auto`, and the model fits in none.
+        ValueError: a miss ratio is not between 0 and 1.
+    """
+    precision = config.precision
+    if precision == "auto":
+        precision = predict_decode(machine, model, config, tokens=8).precision  # type: ignore[assignment]
+    costs = engine_costs(machine, model, precision, config.threads)
+    on_card = config.device != "cpu" and machine.gpu is not None
+    # Without a card every miss is the disk's; else as many of them as do not lie in RAM.
+    rule = memory_rule(costs, limits_of(config))
+    disk_s = costs.disk(costs.expert_bytes) * (share_on_disk(machine, model, precision, rule=rule) if on_card else 1.0)
+    missing = range(model.experts_per_token + 1)
+    if on_card:
+        times = [_on_card_s(costs, config.misses, misses, context, disk_s) for misses in missing]
+    else:
+        times = [_on_cpu_s(costs, misses, context, disk_s) for misses in missing]
+    fixed_s = _beside_experts_s(costs, context, on_card)
+    curve = []
+    for slots, miss_ratio in miss_ratio_curve:
+        if not 0 <= miss_ratio <= 1:
+            raise ValueError(f"a miss ratio is from 0 to 1, not {miss_ratio}")
+        share = 1.0 if config.misses == "off" and on_card else miss_ratio
+        layer_s = sum(weight * time for weight, time in zip(_binomial(len(times) - 1, share), times, strict=True))
+        curve.append((slots, 1 / (fixed_s + model.moe_layers * layer_s)))
+    return curve
+
+
+def _binomial(draws: int, share: float) -> list[float]:
+    """Probability of each number of misses among a layer's experts of one token."""
+    return [comb(draws, n) * share**n * (1 - share) ** (draws - n) for n in range(draws + 1)]
+
+
+def _beside_experts_s(costs: Costs, context: int, on_card: bool) -> float:
+    """Head and dense layers."""
+    dense = costs.model.dense_layers
+    if on_card:
+        return costs.gpu_head(1) + dense * costs.gpu_layer(1, context, dense=True)
+    return costs.cpu_head(1) + dense * costs.cpu_layer(1, context, dense=True)
+
+
+def _on_cpu_s(costs: Costs, misses: int, context: int, disk_s: float) -> float:
+    """A layer with experts of which `misses` are read from disk before they are computed."""
+    used = costs.model.experts_per_token
+    return costs.cpu_layer(1, context) + misses * disk_s + costs.cpu_experts(used, used)
+
+
+def _on_card_s(costs: Costs, way: str, misses: int, context: int, disk_s: float) -> float:
+    """A layer with experts of which `misses` are not on the card."""
+    used, experts = costs.model.experts_per_token, costs.model.experts
+    attention_s = costs.gpu_layer(1, context)
+    if way == "layer":
+        whole = max(costs.h2d(experts * costs.expert_bytes), experts * disk_s)
+        return max(whole, attention_s + costs.gpu_experts(used, used, grouped=True))
+    hits_s = costs.gpu_experts(used - misses, used - misses, grouped=True)
+    fetches = {"cpu": [0], "fetch": [misses]}.get(way, range(misses + 1))
+    return attention_s + min(_met_s(costs, fetched, misses - fetched, hits_s, disk_s) for fetched in fetches)
+
+
+def _met_s(costs: Costs, fetched: int, computed: int, hits_s: float, disk_s: float) -> float:
+    """Until a layer's experts are done: some fetched in turn while the card does the hits, some computed on the CPU.
+
+    The disk serves the CPU's first; what it still reads is on its way to the card as it comes.
+    """
+    read = computed * disk_s
+    card_s = hits_s
+    if fetched:
+        copied = max(fetched * costs.transfer_expert() + disk_s, read + fetched * disk_s + costs.transfer_expert())
+        card_s = max(hits_s, copied if disk_s else fetched * costs.transfer_expert()) + costs.gpu_experts(1)
+    if not computed:
+        return card_s
+    return max(card_s, 2 * costs.activations(computed) + read + costs.cpu_experts(computed, computed))
