@@ -11,6 +11,7 @@ from engine.planner.engine_memory import EngineMemory, engine_memory, memory_rul
 from engine.planner.machine import HardwareProfile, Origin
 from engine.planner.model_shape import ModelShape
 from engine.planner.plan_parts import Limits
+from engine.planner.simulator.outcome import Outcome
 from engine.planner.simulator.requests import Setting, run_requests
 from engine.planner.simulator.strategy import HOST_ONLY, Miss, Prefetch, Residency, Strategy
 from engine.planner.workload import Workload
@@ -56,6 +57,37 @@ def predict_decode(
     Raises:
         EngineError: `NOT_ENOUGH_MEMORY`, the model does not fit so.
     """
+    outcome, memory, precision = simulate_decode(machine, model, config, prompt_tokens=prompt_tokens, tokens=tokens)
+    speed = outcome.decode_tokens_per_s
+    off = _MEASURED if machine.origins.get("cpu.ram_bytes_per_s") is Origin.MEASURED else _LOOKED_UP
+    return DecodePrediction(
+        speed,
+        speed * (1 - off),
+        speed * (1 + off),
+        outcome.ttft_s,
+        outcome.hit_rate if memory.slots else None,
+        memory,
+        precision,
+    )
+
+
+def simulate_decode(
+    machine: HardwareProfile,
+    model: ModelShape,
+    config: EngineConfig,
+    *,
+    prompt_tokens: int = 32,
+    tokens: int = 128,
+    record: bool = False,
+) -> tuple[Outcome, EngineMemory, str]:
+    """(what `predict_decode` goes by, memory that will be held, precision of the experts).
+
+    Args:
+        record: keep the spans of the simulation.
+
+    Raises:
+        EngineError: `NOT_ENOUGH_MEMORY`, the model does not fit so.
+    """
     limits = limits_of(config)
     on_card = config.device != "cpu" and machine.gpu is not None
     precisions = _PRECISION_OF_AUTO if config.precision == "auto" else (config.precision,)
@@ -79,22 +111,12 @@ def predict_decode(
         ways=config.cache_ways or 0,
         rule=memory_rule(costs, limits),
     )
-    outcome = run_requests(_strategy(config, memory), setting)
+    outcome = run_requests(_strategy(config, memory), setting, record=record)
     if outcome is None:
         raise EngineError(
             ErrorCode.NOT_ENOUGH_MEMORY, f"{model.name} does not fit on {machine.name} with these settings."
         )
-    speed = outcome.decode_tokens_per_s
-    off = _MEASURED if machine.origins.get("cpu.ram_bytes_per_s") is Origin.MEASURED else _LOOKED_UP
-    return DecodePrediction(
-        speed,
-        speed * (1 - off),
-        speed * (1 + off),
-        outcome.ttft_s,
-        outcome.hit_rate if memory.slots else None,
-        memory,
-        costs.precision,
-    )
+    return outcome, memory, costs.precision
 
 
 def limits_of(config: EngineConfig) -> Limits:
