@@ -149,10 +149,6 @@ class ConversationListModel(QAbstractListModel):
         self._hits = None if hits is None else tuple(hits)
         self._rebuild()
 
-    def regroup(self) -> None:
-        """Put conversations under the right day, such as after midnight."""
-        self._rebuild()
-
     def _rebuild(self) -> None:
         new = self._wanted()
         if new == self._entries:

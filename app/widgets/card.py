@@ -40,3 +40,18 @@ def muted_label(parent: QWidget, text: str = "", *, role: str = "secondary") -> 
     label.setTextInteractionFlags(Qt.TextInteractionFlag.TextSelectableByMouse)
     label.setSizePolicy(QSizePolicy.Policy.Ignored, QSizePolicy.Policy.Preferred)
     return label
+
+
+def warning_label(parent: QWidget) -> QLabel:
+    """What is wrong, in a line that `tell` shows."""
+    label = muted_label(parent)
+    label.setProperty("tone", "warning")
+    label.hide()
+    return label
+
+
+def tell(label: QLabel, text: str) -> None:
+    """Shows a line that is there only while it has something to say."""
+    label.setText(text)
+    label.setAccessibleName(text)
+    label.setVisible(bool(text))

@@ -19,15 +19,15 @@ from PySide6.QtWidgets import (
 )
 
 from app.views.batch.flow_layout import Flow
-from app.views.batch.form_card import FormCard, tell
 from app.views.batch.template_card import ShortEdit
 from app.views.chat.sampling_popover import MOST_TOKENS, SamplingPopover
+from app.widgets.card import Card, tell, warning_label
 from engine.config import SamplingParams
 
 TEXT, CHOICES, SCHEMA = range(3)
 
 
-class AnswerCard(FormCard):
+class AnswerCard(Card):
     """Signals: `changed`, after every edit.
 
     Args:
@@ -69,8 +69,8 @@ class AnswerCard(FormCard):
         self._show_sampling()
         self._must_be = QWidget(self)
         self._lay_out_kinds()
-        self.column.addWidget(line)
-        self.column.addWidget(self._must_be)
+        self.body.addWidget(line)
+        self.body.addWidget(self._must_be)
 
     def _lay_out_kinds(self) -> None:
         grid = QGridLayout(self._must_be)
@@ -92,7 +92,7 @@ class AnswerCard(FormCard):
             self.tr("JSON schema"), '{"type": "object", "properties": {"topic": {"type": "string"}}}'
         )
         self.schema.setProperty("code", "true")
-        self.trouble = self.words(warning=True)
+        self.trouble = warning_label(self)
         grid.addWidget(line, 0, 0)
         for row, widget in enumerate((self.choices, self.schema, self.trouble), start=1):
             grid.addWidget(widget, row, 0)
@@ -133,7 +133,7 @@ class AnswerCard(FormCard):
     def set_openai(self, openai: bool) -> None:
         """OpenAI requests say themselves what an answer must be; what stands here fills in what they leave out."""
         self._must_be.setVisible(not openai)
-        self.heading.setText(self.tr("Answers, where a request does not say") if openai else self.tr("Answers"))
+        self.set_heading(self.tr("Answers, where a request does not say") if openai else self.tr("Answers"))
 
     # --- inside ---
 

@@ -8,10 +8,10 @@ from PySide6.QtWidgets import QCheckBox, QComboBox, QPushButton, QWidget
 from app.models.batch_rows import InputRowsModel
 from app.services.batch_input import InputPreview
 from app.views.batch.flow_layout import Flow
-from app.views.batch.form_card import FormCard, tell
 from app.views.batch.text_table import TextTable
 from app.views.chat.chip import ElidedLabel
 from app.views.chat.phrases import SEPARATOR, count
+from app.widgets.card import Card, muted_label, tell, warning_label
 from engine.batch_files.opening import InputForm
 
 _ENCODINGS = ("utf-8", "cp1252", "latin-1", "utf-16", "cp1251", "cp1250", "shift_jis", "gb18030", "euc_kr", "big5")
@@ -20,7 +20,7 @@ SHORT, LEAST, MOST = 22, 26, 100
 """Characters: of a column that is shown whole, of any other at least, of all before the table scrolls."""
 
 
-class InputCard(FormCard):
+class InputCard(Card):
     """Signals: `form_changed`, an `InputForm`; `change_wanted`, for another file."""
 
     form_changed = Signal(object)
@@ -32,15 +32,12 @@ class InputCard(FormCard):
         self._name.setProperty("role", "heading")
         self.head.replaceWidget(self.heading, self._name)
         self.heading.hide()
-        self._facts = ElidedLabel(self)
-        self._facts.setProperty("role", "secondary")
-        self.head.insertWidget(1, self._facts)
         self.change = QPushButton(self.tr("Another file…"), self)
         self.change.setProperty("compact", "true")
         self.change.clicked.connect(self.change_wanted)
         self.head.addWidget(self.change)
-        self._words = self.words()
-        self._trouble = self.words(warning=True)
+        self._words = muted_label(self)
+        self._trouble = warning_label(self)
         self._rows = InputRowsModel(self)
         self.table = TextTable(self._rows, self.tr("First rows of the file"), self)
         self.encoding = self._combo(self.tr("Encoding"))
@@ -55,16 +52,16 @@ class InputCard(FormCard):
         self.whole_files.setToolTip(self.tr("Otherwise each of its lines is a row"))
         self.whole_files.clicked.connect(self._on_form)
         for label in (self._words, self._trouble):
-            self.column.addWidget(label)
-        self.column.addWidget(self.table)
-        self.column.addWidget(Flow(self.encoding, self.separator, self.whole_files, parent=self))
+            self.body.addWidget(label)
+        self.body.addWidget(self.table)
+        self.body.addWidget(Flow(self.encoding, self.separator, self.whole_files, parent=self))
         self._total: int | None = None
         self._preview: InputPreview | None = None
 
     def show_loading(self, name: str) -> None:
         """Says that a file is being opened."""
         self._name.set_full_text(name)
-        self._facts.set_full_text("")
+        self.aside.setText("")
         tell(self._words, self.tr("Reading the file…"))
         tell(self._trouble, "")
         self.table.hide()
@@ -136,7 +133,7 @@ class InputCard(FormCard):
         if self._total is not None:
             rows = self.tr("1 row") if self._total == 1 else self.tr("{0} rows").format(count(self._total))
             parts.insert(0, rows)
-        self._facts.set_full_text(SEPARATOR.join(parts))
+        self.aside.setText(SEPARATOR.join(parts))
 
     def _combo(self, name: str) -> QComboBox:
         combo = QComboBox(self)

@@ -18,12 +18,12 @@ from app.services.batch_sample import BatchSample, SampleRate
 from app.services.engine_client import EngineClient
 from app.theme import ThemeController
 from app.views.batch.answer_card import AnswerCard
-from app.views.batch.form_card import FormCard, tell
 from app.views.batch.input_card import InputCard
 from app.views.batch.output_card import OutputCard
 from app.views.batch.phrases import plan_text, sample_text
 from app.views.batch.sample_card import SampleCard
 from app.views.batch.template_card import TemplateCard
+from app.widgets.card import Card, tell
 from engine.batch_files.opening import InputForm
 from engine.batch_files.prepared_job import prepare
 from engine.config import BatchJob
@@ -279,7 +279,7 @@ class NewJob(QWidget):
         self._show_state()
 
     def _lay_out(self) -> None:
-        self._cards: tuple[FormCard, ...] = (self.input, self.template, self.answers, self.output, self.sample)
+        self._cards: tuple[Card, ...] = (self.input, self.template, self.answers, self.output, self.sample)
         cards = QWidget(self)
         cards.setMaximumWidth(WIDTH_PX + 40)
         column = QVBoxLayout(cards)

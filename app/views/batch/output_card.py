@@ -9,12 +9,12 @@ from PySide6.QtWidgets import QComboBox, QHBoxLayout, QLabel, QLineEdit, QPushBu
 
 from app.services.batch_input import InputPreview, free_output, usual_suffix
 from app.views.batch.dialogs import ask_folder
-from app.views.batch.form_card import FormCard
 from app.views.chat.chip import ElidedLabel
+from app.widgets.card import Card, muted_label
 from engine.batch_files.result_file import OUTPUT_SUFFIXES
 
 
-class OutputCard(FormCard):
+class OutputCard(Card):
     """Signals: `changed`, after every edit."""
 
     changed = Signal()
@@ -45,10 +45,10 @@ class OutputCard(FormCard):
         into.setProperty("role", "secondary")
         where.addWidget(into)
         where.addWidget(self._place, 1)
-        self._words = self.words()
-        self.column.addLayout(line)
-        self.column.addLayout(where)
-        self.column.addWidget(self._words)
+        self._words = muted_label(self)
+        self.body.addLayout(line)
+        self.body.addLayout(where)
+        self.body.addWidget(self._words)
 
     def suggest(self, preview: InputPreview) -> None:
         """A free name beside the input."""
@@ -69,12 +69,6 @@ class OutputCard(FormCard):
     @property
     def path(self) -> Path:
         return self._folder / self.name.text().strip()
-
-    def set_path(self, path: Path) -> None:
-        """Another name for the result file."""
-        self._folder = path.parent
-        self.name.setText(path.name)
-        self._show()
 
     def problem(self) -> str:
         """Why there can be no such file, as a sentence; empty if there can."""

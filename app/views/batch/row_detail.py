@@ -4,31 +4,26 @@ from __future__ import annotations
 
 from PySide6.QtCore import Qt, Signal
 from PySide6.QtGui import QGuiApplication, QKeyEvent
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPlainTextEdit, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QLabel, QPlainTextEdit, QPushButton, QWidget
 
 from app.services.background import BackgroundCall
 from app.services.batch_answers import JobAnswers
 from app.views.batch.phrases import end_text
 from app.views.chat.phrases import SEPARATOR, count
+from app.widgets.card import Card, muted_label
 from engine.batch_files.messages import BatchRow
 
 
-class RowDetail(QFrame):
+class RowDetail(Card):
     """Signals: `closed`."""
 
     closed = Signal()
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__(parent)
-        self.setProperty("card", "true")
+        super().__init__("", parent)
         self._reading: BackgroundCall | None = None
         self._row = -1
-        self._title = QLabel(self)
-        self._title.setProperty("role", "heading")
-        self._facts = QLabel(self)
-        self._facts.setProperty("role", "secondary")
-        self._facts.setWordWrap(True)
-        self._facts.setTextFormat(Qt.TextFormat.PlainText)
+        self._facts = muted_label(self)
         self.prompt = self._box(self.tr("Prompt"))
         self.answer = self._box(self.tr("Answer"))
         copy = QPushButton(self.tr("Copy"), self)
@@ -38,21 +33,16 @@ class RowDetail(QFrame):
         close = QPushButton(self.tr("Close"), self)
         close.setProperty("compact", "true")
         close.clicked.connect(self.close_detail)
-        head = QHBoxLayout()
-        head.setSpacing(6)
-        head.addWidget(self._title, 1)
-        head.addWidget(copy)
-        head.addWidget(close)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(16, 14, 16, 14)
-        column.setSpacing(6)
-        column.addLayout(head)
-        column.addWidget(self._facts)
+        self.head.setSpacing(6)
+        self.head.addWidget(copy)
+        self.head.addWidget(close)
+        self.body.setSpacing(6)
+        self.body.addWidget(self._facts)
         for name, box, share in ((self.tr("Prompt"), self.prompt, 2), (self.tr("Answer"), self.answer, 3)):
             label = QLabel(name, self)
             label.setProperty("role", "caption")
-            column.addWidget(label)
-            column.addWidget(box, share)
+            self.body.addWidget(label)
+            self.body.addWidget(box, share)
 
     def show_row(self, row: BatchRow, answers: JobAnswers | None) -> None:
         """Shows what is known of a row at once, and all of it when it has been read."""
@@ -84,7 +74,7 @@ class RowDetail(QFrame):
             self._show(row)
 
     def _show(self, row: BatchRow) -> None:
-        self._title.setText(self.tr("Row {0}").format(count(row.row + 1)))
+        self.set_heading(self.tr("Row {0}").format(count(row.row + 1)))
         facts = [end_text(row), self.tr("{0} tokens").format(count(row.generated_tokens))]
         if row.problem:
             facts = [self.tr("Failed: the row {0}.").format(row.problem)]

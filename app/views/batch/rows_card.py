@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from PySide6.QtCore import QModelIndex, Qt, QTimer, Signal, SignalInstance
-from PySide6.QtWidgets import QButtonGroup, QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QButtonGroup, QLabel, QPushButton, QWidget
 
 from app.models.batch_rows import ROW_ROLE, AnsweredRowsModel, Column
 from app.services.background import BackgroundCall
@@ -15,6 +15,7 @@ from app.theme import ThemeController, use_tabular_figures
 from app.views.batch.phrases import end_text
 from app.views.batch.text_table import TextTable
 from app.views.chat.phrases import count
+from app.widgets.card import Card
 from engine.batch_files.messages import BatchRow
 
 LATEST, ALL, FAILED = range(3)
@@ -22,7 +23,7 @@ READ_AGAIN_MS = 1500
 NEAR_END_PX = 400
 
 
-class RowsCard(QFrame):
+class RowsCard(Card):
     """Signals: `opened`, the `BatchRow` to be shown whole; `moved`, one that the keys went to; `left`, on Esc."""
 
     opened = Signal(object)
@@ -30,8 +31,8 @@ class RowsCard(QFrame):
     left = Signal()
 
     def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
-        super().__init__(parent)
-        self.setProperty("card", "true")
+        super().__init__("", parent)
+        self.set_heading(self.tr("Finished rows"))
         self._entry: JobEntry | None = None
         self._answers: JobAnswers | None = None
         self._reading: BackgroundCall | None = None
@@ -58,25 +59,16 @@ class RowsCard(QFrame):
         self._again = QTimer(self, singleShot=True, interval=READ_AGAIN_MS)
         self._again.timeout.connect(self._read_failed_again)
         self.filters = QButtonGroup(self)
-        heading = QLabel(self.tr("Finished rows"), self)
-        heading.setProperty("role", "heading")
-        head = QHBoxLayout()
-        head.setSpacing(8)
-        head.addWidget(heading)
-        head.addStretch(1)
         for number, name in ((LATEST, self.tr("Latest")), (ALL, self.tr("All")), (FAILED, self.tr("Failed"))):
             chip = QPushButton(name, self)
             chip.setProperty("kind", "chip")
             chip.setCheckable(True)
             self.filters.addButton(chip, number)
-            head.addWidget(chip)
+            self.head.addWidget(chip)
         self.filters.idClicked.connect(self._choose)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(16, 14, 16, 10)
-        column.setSpacing(8)
-        column.addLayout(head)
-        column.addWidget(self.table, 1)
-        column.addWidget(self._nothing, 1)
+        self.body.setContentsMargins(16, 14, 16, 10)
+        self.body.addWidget(self.table, 1)
+        self.body.addWidget(self._nothing, 1)
         theme.changed.connect(self._fit)
 
     def show_job(self, entry: JobEntry) -> None:

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from PySide6.QtCore import Signal
 from PySide6.QtWidgets import QFrame, QLabel, QPushButton, QVBoxLayout, QWidget
 
-from app.views.batch.form_card import FormCard, tell
 from app.views.batch.phrases import end_text
 from app.views.chat.phrases import SEPARATOR, count, translate
+from app.widgets.card import Card, muted_label, tell, warning_label
 from engine.batch_files.messages import BatchRow
 
 _SHOWN_CHARACTERS = 400
 
 
-class SampleCard(FormCard):
+class SampleCard(Card):
     """Signals: `wanted`, to answer the first rows; `stop_wanted`."""
 
     wanted = Signal()
@@ -27,14 +27,14 @@ class SampleCard(FormCard):
         self.button = QPushButton(self)
         self.button.clicked.connect(lambda: (self.stop_wanted if self._running else self.wanted).emit())
         self.head.addWidget(self.button)
-        self._words = self.words()
-        self._trouble = self.words(warning=True)
+        self._words = muted_label(self)
+        self._trouble = warning_label(self)
         self._answers = QVBoxLayout()
         self._answers.setSpacing(0)
         self._shown: list[_Answer] = []
-        self.column.addWidget(self._words)
-        self.column.addWidget(self._trouble)
-        self.column.addLayout(self._answers)
+        self.body.addWidget(self._words)
+        self.body.addWidget(self._trouble)
+        self.body.addLayout(self._answers)
         self.clear()
 
     def clear(self) -> None:

@@ -6,27 +6,26 @@ import html
 import re
 
 from PySide6.QtCore import Qt
-from PySide6.QtWidgets import QFrame, QGridLayout, QLabel, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QGridLayout, QLabel, QWidget
 
 from app.services.batch_job import JobEntry
 from app.theme import ThemeController
 from app.views.chat.chip import ElidedLabel
 from app.views.chat.phrases import count, decimal
+from app.widgets.card import Card
 
 _PLACE = re.compile(r"\{\{.+?\}\}")
 _MOST_CHARACTERS = 600
 
 
-class SettingsCard(QFrame):
+class SettingsCard(Card):
     """To be read, not changed: a job's answers all come of the same settings."""
 
     def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
-        super().__init__(parent)
-        self.setProperty("card", "true")
+        super().__init__("", parent)
+        self.set_heading(self.tr("Template"))
         self._theme = theme
         self._entry: JobEntry | None = None
-        title = QLabel(self.tr("Template"), self)
-        title.setProperty("role", "heading")
         self._template = QLabel(self)
         self._template.setWordWrap(True)
         self._template.setTextFormat(Qt.TextFormat.RichText)
@@ -36,13 +35,9 @@ class SettingsCard(QFrame):
         self._grid.setHorizontalSpacing(12)
         self._grid.setVerticalSpacing(6)
         self._grid.setColumnStretch(1, 1)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(16, 14, 16, 14)
-        column.setSpacing(10)
-        column.addWidget(title)
-        column.addWidget(self._template)
-        column.addLayout(self._grid)
-        column.addStretch(1)
+        self.body.addWidget(self._template)
+        self.body.addLayout(self._grid)
+        self.body.addStretch(1)
         self._values: list[ElidedLabel] = []
         for row, name in enumerate(
             (

@@ -25,7 +25,6 @@ QHeaderView::section {
     border: none; border-bottom: 1px solid $border; padding: 4px 8px;
 }
 QPlainTextEdit[code="true"] { background: $sunken; }
-QLabel[tone="warning"] { color: $danger; }
 """)
 
 

@@ -7,8 +7,8 @@ from PySide6.QtWidgets import QPlainTextEdit, QPushButton, QSizePolicy, QWidget
 
 from app.theme import ThemeController
 from app.views.batch.flow_layout import Flow
-from app.views.batch.form_card import FormCard, tell
 from app.views.batch.template_edit import TemplateEdit
+from app.widgets.card import Card, muted_label, tell, warning_label
 from engine.batch_files.template import parse_template
 from engine.errors import EngineError
 
@@ -27,7 +27,7 @@ class ShortEdit(QPlainTextEdit):
         return QSize(120, self.sizeHint().height())
 
 
-class TemplateCard(FormCard):
+class TemplateCard(Card):
     """Signals: `changed`, after every edit."""
 
     changed = Signal()
@@ -40,17 +40,17 @@ class TemplateCard(FormCard):
         self.edit.setAccessibleName(self.tr("Template"))
         self.edit.setPlaceholderText(self.tr("Summarise in one line: {{text}}"))
         self.edit.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
-        self._hint = self.words(
-            self.tr("A click on a column puts it where the cursor is; each row's own text goes there.")
+        self._hint = muted_label(
+            self, self.tr("A click on a column puts it where the cursor is; each row's own text goes there.")
         )
-        self.trouble = self.words(warning=True)
+        self.trouble = warning_label(self)
         self.system = ShortEdit(2, self)
         self.system.setAccessibleName(self.tr("System prompt"))
         self.system.setPlaceholderText(self.tr("System prompt: what the model is told before each row (optional)"))
         self.system.setTabChangesFocus(True)
         self.system.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
         for widget in (self._hint, self._chips, self.edit, self.trouble, self.system):
-            self.column.addWidget(widget)
+            self.body.addWidget(widget)
         self.edit.textChanged.connect(self._on_edited)
         self.system.textChanged.connect(self.changed)
 
