@@ -28,6 +28,8 @@ class Costs:
         efficiency: distance from the data sheet.
         dequantised: experts are unpacked into 16-bit weights in the card's memory before they are used.
         host_layer_s: seconds of a layer on the CPU beside reading and arithmetic.
+        score_bytes: traffic of one attention score of a prompt: written in 32 bits, read for the softmax, and the same
+            again in 16 bits; 0 where one kernel does it all.
     """
 
     machine: HardwareProfile
@@ -38,6 +40,7 @@ class Costs:
     dequantised: bool = False
     dense_precision: str = "bf16"
     host_layer_s: float = 0.0
+    score_bytes: float = 12.0
 
     @cached_property
     def expert_bytes(self) -> float:
@@ -106,26 +109,36 @@ class Costs:
         launched = EXPERT_OPERATORS * (1.0 if grouped else experts)
         return max(reading, arithmetic) + launched * self.efficiency.operator_s
 
-    def gpu_layer(self, tokens: float, context: float, *, dense: bool = False, cached: bool = True) -> float:
+    def gpu_layer(
+        self, tokens: float, context: float, *, dense: bool = False, cached: bool = True, prompts: float = 0.0
+    ) -> float:
         """Attention, router and shared experts of one layer for `tokens` rows that each see `context` tokens.
 
         Args:
             dense: the layer has a dense feed-forward block instead of experts.
             cached: keys and values are read here, else attention itself is done elsewhere.
+            prompts: how many prompts the rows are; 0 if each row is a sequence's next token.
         """
         model = self.model
         weights = model.dense_layer_weights if dense else model.layer_weights
         reading = 2.0 * weights
         flops = 2.0 * tokens * weights
         if cached:
-            reading += self.kv_read_bytes(tokens, context)
+            reading += self._attention_bytes(tokens, context, prompts)
             flops += 4.0 * tokens * context * model.attention.heads * model.attention.head_dim
         time = max(reading / self.card_bytes_per_s, flops / self.card_flops)
         return time + LAYER_OPERATORS * self.efficiency.operator_s
 
     def kv_read_bytes(self, tokens: float, context: float) -> float:
-        """Bytes of one layer's cache that `tokens` decode rows read; a prefill reads it once, not once per row."""
+        """Bytes of one layer's cache that so many sequences read, on average over the layers."""
         return 2.0 * self.model.attention.kv_elements * context * tokens * self._kv_share
+
+    def _attention_bytes(self, tokens: float, context: float, prompts: float) -> float:
+        """Traffic of attention itself: each row reads its sequence's cache; the rows of a prompt read it together."""
+        if not prompts:
+            return self.kv_read_bytes(tokens, context)
+        scores = self.score_bytes * tokens * context * self.model.attention.heads * self._kv_share
+        return self.kv_read_bytes(prompts, context) + scores
 
     @property
     def _kv_share(self) -> float:
@@ -145,11 +158,11 @@ class Costs:
         reading = experts * self.expert_bytes / self.cpu_bytes_per_s
         return max(reading, tokens * self._expert_flops / self.cpu_flops)
 
-    def cpu_layer(self, tokens: float, context: float, *, dense: bool = False) -> float:
+    def cpu_layer(self, tokens: float, context: float, *, dense: bool = False, prompts: float = 0.0) -> float:
         """`gpu_layer` on the CPU."""
         model = self.model
         weights = model.dense_layer_weights if dense else model.layer_weights
-        reading = bytes_per_weight(self.dense_precision) * weights + self.kv_read_bytes(tokens, context)
+        reading = bytes_per_weight(self.dense_precision) * weights + self._attention_bytes(tokens, context, prompts)
         flops = 2.0 * tokens * weights + 4.0 * tokens * context * model.attention.heads * model.attention.head_dim
         return max(reading / self.cpu_bytes_per_s, flops / self.cpu_flops) + self.host_layer_s
 

@@ -38,4 +38,5 @@ def engine_costs(machine: HardwareProfile, model: ModelShape, precision: str, th
         efficiency=efficiency,
         dense_precision=careful_precision(precision, model.total_weights),
         host_layer_s=HOST_LAYER_S,
+        score_bytes=0.0,
     )

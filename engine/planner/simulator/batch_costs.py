@@ -101,8 +101,8 @@ class PassCosts:
     def attention(self) -> float:
         """Projections, attention and router of one micro-batch on the card."""
         if self.prefill:
-            # Causal: a row sees half of the prompt on average, and the cache is read once for all rows.
-            return self.costs.gpu_layer(self.rows, self.context / 2)
+            # Causal: a row sees half of the prompt on average.
+            return self.costs.gpu_layer(self.rows, self.context / 2, prompts=self.sequences)
         return self.costs.gpu_layer(self.rows, self.context)
 
     def projections(self) -> float:

@@ -55,7 +55,7 @@ class RequestSimulation:
         context: float,
         after: float,
         step: int,
-        prefill: bool,
+        prompts: int = 0,
     ) -> float:
         """All layers once; returns when the last one has ended.
 
@@ -63,42 +63,46 @@ class RequestSimulation:
             loads: each MoE layer's load.
             following: the first layer's load in the next pass, for what is prefetched across passes.
             rows: tokens of the pass.
-            context: tokens that each row sees.
+            context: tokens that each row sees, the last one of a prompt.
+            prompts: how many prompts the rows are; 0 in a step of decode.
         """
-        costs, model = self._costs, self._costs.model
+        costs, model, prefill = self._costs, self._costs.model, prompts > 0
         seen = context / 2 if prefill else context
         at = after
         for _ in range(model.dense_layers):
-            at = self._dense_layer(rows, seen, at, step)
+            at = self._dense_layer(rows, seen, prompts, at, step)
         begun = at
         for layer, load in enumerate(loads):
             coming = loads[layer + 1] if layer + 1 < len(loads) else following
             self._prefetch_at_start((layer + 1) % len(loads), coming, at, step)
             if self._on_cpu(layer):
-                at = self._cpu_layer(layer, load, rows, seen, at, step)
+                at = self._cpu_layer(layer, load, rows, seen, prompts, at, step)
                 continue
-            attended = self._timeline.run("gpu", costs.gpu_layer(rows, seen), "attention", at, layer=layer, step=step)
+            seconds = costs.gpu_layer(rows, seen, prompts=prompts)
+            attended = self._timeline.run("gpu", seconds, "attention", at, layer=layer, step=step)
             at = self._experts(layer, load, attended, step, prefill, coming, len(loads))
             self._end_of_layer = [self._end_of_layer[1], at]
         self.moe_s = at - begun
-        wanted = 1 if prefill else rows
+        wanted = prompts or rows
         if self._strategy.host_only:
             return self._timeline.run("cpu_experts", costs.cpu_head(wanted), "head", at, step=step)
         return self._timeline.run("gpu", costs.gpu_head(wanted), "head", at, step=step)
 
-    def _dense_layer(self, rows: int, context: float, at: float, step: int) -> float:
-        costs = self._costs
-        if self._strategy.host_only:
-            seconds = costs.cpu_layer(rows, context, dense=True)
-            return self._timeline.run("cpu_attention", seconds, "dense layer", at, step=step)
-        return self._timeline.run("gpu", costs.gpu_layer(rows, context, dense=True), "dense layer", at, step=step)
+    def _dense_layer(self, rows: int, context: float, prompts: int, at: float, step: int) -> float:
+        on_host, costs = self._strategy.host_only, self._costs
+        layer = costs.cpu_layer if on_host else costs.gpu_layer
+        seconds = layer(rows, context, dense=True, prompts=prompts)
+        return self._timeline.run("cpu_attention" if on_host else "gpu", seconds, "dense layer", at, step=step)
 
     def _on_cpu(self, layer: int) -> bool:
         return self._strategy.residency is Residency.LAYERS and not self._residents.capacity[layer]
 
-    def _cpu_layer(self, layer: int, load: Load, rows: int, context: float, at: float, step: int) -> float:
+    def _cpu_layer(
+        self, layer: int, load: Load, rows: int, context: float, prompts: int, at: float, step: int
+    ) -> float:
         run, costs = self._timeline.run, self._costs
-        at = run("cpu_attention", costs.cpu_layer(rows, context), "attention", at, layer=layer, step=step)
+        seconds = costs.cpu_layer(rows, context, prompts=prompts)
+        at = run("cpu_attention", seconds, "attention", at, layer=layer, step=step)
         at = self._from_disk(len(load), at, layer, step)
         seconds = costs.cpu_experts(sum(count for _, count in load), len(load))
         self.uses += len(load)

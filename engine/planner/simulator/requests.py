@@ -116,7 +116,7 @@ def run_requests(strategy: Strategy, setting: Setting, *, record: bool = False) 
     prefill = _prefill_loads(setting, shares, prompt)
     decode = _decode_loads(setting, shares, rows)
     first = simulation.run_pass(
-        prefill, decode[0][0], rows=prompt, context=workload.prompt_tokens, after=0.0, step=-1, prefill=True
+        prefill, decode[0][0], rows=prompt, context=workload.prompt_tokens, after=0.0, step=-1, prompts=together
     )
     timeline.mark("prefill", 0.0, first, count=prompt)
     undrawn = model.moe_layers / layers - 1
@@ -131,7 +131,6 @@ def run_requests(strategy: Strategy, setting: Setting, *, record: bool = False) 
             context=workload.mean_context,
             after=ends[-1],
             step=step,
-            prefill=False,
         )
         timeline.mark("decode", ends[-1], end, step=step, count=rows)
         ends.append(end)
