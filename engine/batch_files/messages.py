@@ -40,6 +40,7 @@ class BatchProgress:
         total: rows in all; -1 while nobody knows.
         remaining_low_s, remaining_high_s: seconds until the end; -1 while there is nothing to tell by.
         blocked: why nothing goes on, as a sentence; empty if it does.
+        under_way: rows that share each sweep through the weights now.
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class BatchProgress:
     remaining_low_s: float
     remaining_high_s: float
     blocked: str
+    under_way: int = 0
 
 
 @dataclass(frozen=True, slots=True)

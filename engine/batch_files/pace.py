@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 _WINDOW_S = 120.0
 _LEAST_S = 3.0
+_STEADY_S = 10.0
+"""By then the first prompts have been read, so that tokens come as they will go on coming."""
 _PARTS = 6
 
 
@@ -19,7 +21,9 @@ class Pace:
         total: rows in all; None while nobody knows.
         tokens_per_s: generated over the last two minutes; 0 while there is nothing to tell by.
         remaining_low_s, remaining_high_s: seconds until the end, as the fastest and the slowest part of those two
-            minutes went; None while there is nothing to tell by.
+            minutes went, wider while few rows have ended, and no more than if every answer were as long as it may be.
+            None while there is nothing to tell by; before the first row has ended that is the low one alone.
+        under_way: rows that share each sweep through the weights now.
     """
 
     done: int
@@ -28,6 +32,7 @@ class Pace:
     tokens_per_s: float
     remaining_low_s: float | None
     remaining_high_s: float | None
+    under_way: int = 0
 
 
 class PaceMeter:
@@ -35,10 +40,12 @@ class PaceMeter:
 
     Args:
         done, failed: rows that had ended when this run began, which are no work of this one.
+        most_tokens: of one answer; None if nothing limits it.
     """
 
-    def __init__(self, done: int, failed: int, now: float) -> None:
+    def __init__(self, done: int, failed: int, now: float, most_tokens: int | None = None) -> None:
         self._done, self._failed = done, failed
+        self._most_tokens = most_tokens
         self._tokens = 0
         self._seen: deque[tuple[float, int, int]] = deque([(now, done, 0)])
 
@@ -53,12 +60,12 @@ class PaceMeter:
         """Generated for rows that ended in this run."""
         return self._tokens
 
-    def pace(self, total: int | None, now: float, *, under_way_tokens: int = 0) -> Pace:
+    def pace(self, total: int | None, now: float, *, under_way: int = 0, under_way_tokens: int = 0) -> Pace:
         """The progress at `now`.
 
         Args:
             total: rows in all, if known.
-            under_way_tokens: generated so far for rows that have not ended.
+            under_way, under_way_tokens: rows that have not ended, and what has been generated for them so far.
         """
         tokens = self._tokens + under_way_tokens
         if now - self._seen[-1][0] >= _WINDOW_S / _PARTS / 4 or len(self._seen) == 1:
@@ -68,10 +75,19 @@ class PaceMeter:
         begun, done_then, tokens_then = self._seen[0]
         elapsed = now - begun
         if elapsed < _LEAST_S:
-            return Pace(self._done, self._failed, total, 0.0, None, None)
+            return Pace(self._done, self._failed, total, 0.0, None, None, under_way)
         rate = max(0.0, (tokens - tokens_then) / elapsed)
         low, high = self._remaining(total, now, done_then, elapsed)
-        return Pace(self._done, self._failed, total, rate, low, high)
+        most = self._most_remaining(total, rate, under_way_tokens) if elapsed >= _STEADY_S else None
+        if most is not None:
+            low, high = None if low is None else min(low, most), most if high is None else min(high, most)
+        return Pace(self._done, self._failed, total, rate, low, high, under_way)
+
+    def _most_remaining(self, total: int | None, rate: float, under_way_tokens: int) -> float | None:
+        """Seconds if every answer becomes as long as it may."""
+        if total is None or self._most_tokens is None or rate <= 0:
+            return None
+        return max(0.0, (total - self._done) * self._most_tokens - under_way_tokens) / rate
 
     def _remaining(
         self, total: int | None, now: float, done_then: int, elapsed: float
@@ -79,7 +95,8 @@ class PaceMeter:
         if total is None or self._done == done_then:
             return None, None
         left = max(0, total - self._done)
-        mean = elapsed / (self._done - done_then)
+        ended = self._done - done_then
+        mean = elapsed / ended
         times = [mean]
         points = [*self._seen, (now, self._done, 0)]
         step = max(1, len(points) // _PARTS)
@@ -88,4 +105,6 @@ class PaceMeter:
                 times.append((last[0] - first[0]) / (last[1] - first[1]))
         # A part in which hardly a row ended says more about chance than about the machine.
         low, high = max(min(times), mean / 2), min(max(times), mean * 2)
-        return left * low, left * high
+        # Ends of answers come about as events of a Poisson process do: of few, the rate is known to 1 / sqrt(n).
+        unsure = 1 + 2 / ended**0.5
+        return left * min(low, mean / unsure), left * max(high, mean * unsure)

@@ -40,6 +40,14 @@ class PreparedJob:
     output: Path
     openai: bool
 
+    @property
+    def most_tokens(self) -> int | None:
+        """Generated for one row at most; None where each row says so itself."""
+        if self.openai:
+            return None
+        is_held = bool(self.job.schema or self.job.choices)  # then it may be asked again
+        return self.job.sampling.max_tokens * (self.job.tries if is_held else 1)
+
     def asked(self) -> Iterator[tuple[float, RowRequest | Answer]]:
         """For each row the share of the input that has been read, and its prompt or its ending."""
         for row in self.source.rows():

@@ -133,6 +133,7 @@ class _Told:
                 remaining_low_s=-1.0 if pace.remaining_low_s is None else pace.remaining_low_s,
                 remaining_high_s=-1.0 if pace.remaining_high_s is None else pace.remaining_high_s,
                 blocked=blocked,
+                under_way=pace.under_way,
             )
         )
 

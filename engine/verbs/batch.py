@@ -237,6 +237,8 @@ def pace_text(pace: Pace) -> str:
     left = ""
     if pace.remaining_low_s is not None and pace.remaining_high_s is not None:
         left = f", done in {_span(pace.remaining_low_s)} to {_span(pace.remaining_high_s)}"
+    elif pace.remaining_high_s is not None:
+        left = f", done in {_span(pace.remaining_high_s)} at most"
     return f"{pace.done:,}{total} rows{failed}{rate}{left}"
 
 

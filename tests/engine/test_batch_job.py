@@ -41,6 +41,10 @@ class ShuffledExecutor:
         self._held: list[BatchRequest] = []
         self.asked: list[tuple[int, int | None]] = []
 
+    @property
+    def under_way(self) -> tuple[int, int]:
+        return len(self._held), 0
+
     def run(
         self, rows: Iterator[BatchRequest], on_row: AnswerCallback, should_yield: Check, cancelled: Check
     ) -> Outcome:

@@ -64,6 +64,11 @@ class ContinuousBatch:
             if outcome is not None:
                 return outcome
 
+    @property
+    def under_way(self) -> tuple[int, int]:
+        """Rows that share each sweep now, and the tokens that have been generated for them."""
+        return len(self.rows), sum(len(row.text.ids) for row in self.rows)
+
     def close(self) -> None:
         """Lets go of all rows and their pages."""
         if self._sweep is not None:

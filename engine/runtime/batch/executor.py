@@ -68,6 +68,11 @@ class BatchExecutor:
         prepared = self._preparation.prepared(rows, on_row)
         return self._batch.run(prepared, on_row, should_yield, cancelled)
 
+    @property
+    def under_way(self) -> tuple[int, int]:
+        """Rows that share each sweep through the weights now, and the tokens that have been generated for them."""
+        return self._batch.under_way if self._batch is not None else (0, 0)
+
     def forget_prefixes(self) -> None:
         """Beginnings of prompts are not shared with later rows: for measurements."""
         if isinstance(self._batch, ContinuousBatch):

@@ -34,6 +34,10 @@ class RowExecutor(Protocol):
     ) -> Outcome:
         """See `BatchExecutor.run`."""
 
+    @property
+    def under_way(self) -> tuple[int, int]:
+        """See `BatchExecutor.under_way`."""
+
 
 class JobRun:
     """Runs one job to its end or to its cancellation; what it has answered is kept either way.
@@ -57,7 +61,7 @@ class JobRun:
         self._stamp = stamp(prepared.source)
         self._watched_s = self._told_s = time.monotonic()
         done, bad, _tokens = journal.counts()
-        self._meter = PaceMeter(done, bad, self._watched_s)
+        self._meter = PaceMeter(done, bad, self._watched_s, prepared.most_tokens)
         self._keeping = SafeKeeping(journal, on_blocked=self._blocked, cancelled=watcher.cancelled)
         self._asking = Asking(prepared.job.tries, make_constrained)
         self._count = RowCount(prepared.source, watcher.cancelled)
@@ -85,7 +89,7 @@ class JobRun:
     def _answer_all(self) -> bool:
         rows = self._requests()
         while True:
-            outcome = self._executor.run(rows, self._answered, self._watcher.should_yield, self._watcher.cancelled)
+            outcome = self._executor.run(rows, self._answered, self._should_yield, self._watcher.cancelled)
             if outcome is Outcome.CANCELLED:
                 return False
             if outcome is Outcome.YIELDED:
@@ -95,6 +99,12 @@ class JobRun:
                 rows = self._asked_again()
             else:
                 return not self._watcher.cancelled()
+
+    def _should_yield(self) -> bool:
+        """Asked between layers: a good moment to tell how far rows are that have long answers."""
+        if time.monotonic() - self._told_s >= _TELL_S:
+            self._tell()
+        return self._watcher.should_yield()
 
     def _requests(self) -> Iterator[BatchRequest]:
         """Every row without an ending, read from the input as the executor has room for it."""
@@ -144,7 +154,8 @@ class JobRun:
         self._tell(f"Waiting: {reason}" if reason else "")
 
     def _pace(self) -> Pace:
-        return self._meter.pace(self._count.total, time.monotonic())
+        rows, tokens = self._executor.under_way
+        return self._meter.pace(self._count.total, time.monotonic(), under_way=rows, under_way_tokens=tokens)
 
     def _watch_input(self) -> None:
         now = time.monotonic()

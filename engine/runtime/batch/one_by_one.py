@@ -41,6 +41,11 @@ class OneByOne:
             else:
                 on_row(answer)
 
+    @property
+    def under_way(self) -> tuple[int, int]:
+        """One row, whose tokens count when it ends."""
+        return 1, 0
+
     def free(self) -> None:
         """Frees the KV cache."""
         self._session.clear()
