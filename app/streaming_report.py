@@ -17,7 +17,8 @@ from app.services.atomic_file import write_text
 from app.services.engine_client import EngineClient
 from app.views.chat.chat_view import ChatView
 from engine.config import SamplingParams
-from engine.protocol import Failed, Finished, ModelInfo, Token
+from engine.model_info import ModelInfo
+from engine.protocol import Failed, Finished, Token
 
 TOKENS = 512
 """Streamed in all; short answers are followed by further questions."""

@@ -11,27 +11,27 @@ while the pipe is slow.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-import types
 import typing
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin
+from typing import Literal, get_args
 
 from engine.batch_files.messages import BatchFinished, BatchProgress, BatchRows, SampleBatch, StartBatch
 from engine.config import EngineConfig, SamplingParams
 from engine.errors import EngineError, ErrorCode
+from engine.json_fields import from_fields
+from engine.model_info import ModelInfo
 from engine.telemetry.messages import (
     CacheReport,
     ExpertMap,
     ResizeCache,
+    Telemetry,
     TelemetryCounters,
     TelemetryRequest,
     TelemetrySpans,
     WatchTelemetry,
 )
-from engine.tuning.messages import StartTuning, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
-from engine.tuning.result import TuningResult
+from engine.tuning.messages import StartTuning, TuningFinished, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
 
 PROTOCOL_VERSION = 2
 HEARTBEAT_S = 1.0
@@ -51,39 +51,6 @@ class ChatMessage:
 
     role: Role
     content: str
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What is loaded and where it really runs: what the window keeps in sight.
-
-    Attributes:
-        name: the name to show; `path` is the checkpoint directory.
-        family: transformers' `model_type`.
-        device: `cpu`, `cuda:0`, ...; `device_note` says why it is not what was asked for, if so.
-        precision: of the weights in memory.
-        experts, experts_per_token: 0 for dense models.
-        weights_bytes, experts_bytes: bytes held by non-expert and expert weights.
-        kv_bytes_per_token: bytes of KV that one more token of context costs.
-        template_note: set when the tokenizer has no chat template, and says what is used instead.
-    """
-
-    name: str
-    path: str
-    family: str
-    device: str
-    precision: str
-    threads: int
-    parameters: int
-    layers: int
-    experts: int
-    experts_per_token: int
-    context_tokens: int
-    weights_bytes: int
-    experts_bytes: int
-    kv_bytes_per_token: int
-    device_note: str = ""
-    template_note: str = ""
 
 
 # --- commands: window -> worker -------------------------------------------------------------------
@@ -217,29 +184,6 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class TuningFinished:
-    """Terminal event of `StartTuning`.
-
-    Attributes:
-        finished: whether all that was asked for was done; else it was cancelled or failed, and no result is kept.
-        result: None if it did not finish, or was to end before anything was timed.
-        reloaded: whether models were freed or loaded; else what was loaded before is, untouched.
-        loaded: if `reloaded`, the model that is loaded now: the one that was before, tuned if it is that which was
-            tuned; None if there was none, or it could not be had again, which the note says.
-        note: what else the user should know; may be empty.
-        problem: why it failed half-way, as a sentence; empty if it did not.
-    """
-
-    request_id: str
-    finished: bool
-    result: TuningResult | None
-    reloaded: bool
-    loaded: ModelInfo | None
-    note: str = ""
-    problem: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Cancelled:
     """Terminal event of a `LoadModel` that was cancelled."""
 
@@ -253,29 +197,6 @@ class Failed:
     request_id: str
     code: ErrorCode
     message: str
-
-
-@dataclass(frozen=True, slots=True)
-class Telemetry:
-    """Latest sample of what the engine holds and does; a newer one replaces it unsent.
-
-    Attributes:
-        rss_bytes: resident memory of the worker; the next three are parts of it.
-        kv_tokens, kv_bytes: context now held.
-        tokens_per_s: over the last second of decoding; 0 when idle.
-        device_total_bytes, device_used_bytes: what the model may use of its devices' memory, and what it does;
-            device_experts_bytes is the part of that which experts have.  All 0 on the CPU.
-    """
-
-    rss_bytes: int
-    weights_bytes: int
-    experts_bytes: int
-    kv_bytes: int
-    kv_tokens: int
-    tokens_per_s: float
-    device_total_bytes: int = 0
-    device_used_bytes: int = 0
-    device_experts_bytes: int = 0
 
 
 Sample = Telemetry | ExpertMap | CacheReport
@@ -371,48 +292,3 @@ class LineReader:
         if len(self._rest) > MAX_LINE_BYTES:
             raise EngineError(ErrorCode.PROTOCOL, f"A protocol line has no end after {MAX_LINE_BYTES} bytes.")
         return [line for line in lines if line.strip()]
-
-
-@functools.cache
-def _field_types(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
-def from_fields(cls: type, raw: dict[str, Any]) -> Any:
-    """The dataclass that `dataclasses.asdict` and JSON made these fields of.
-
-    Raises:
-        EngineError, LookupError, TypeError, ValueError: they are not its fields.
-    """
-    hints = _field_types(cls)
-    unknown = raw.keys() - hints.keys()
-    if unknown:
-        raise TypeError(f"{cls.__name__} has no field {sorted(unknown)[0]!r}")
-    return cls(**{name: _convert(hints[name], value) for name, value in raw.items()})
-
-
-def _convert(hint: Any, value: Any) -> Any:
-    """`value` from JSON as the type that the field declares, or TypeError."""
-    origin = get_origin(hint)
-    if origin in (types.UnionType, typing.Union):
-        if value is None and type(None) in get_args(hint):
-            return None
-        (inner,) = [arg for arg in get_args(hint) if arg is not type(None)]
-        return _convert(inner, value)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise TypeError(f"expected a list, got {value!r}")
-        return tuple(_convert(get_args(hint)[0], item) for item in value)
-    if origin is Literal:
-        if value not in get_args(hint):
-            raise TypeError(f"{value!r} is none of {get_args(hint)}")
-        return value
-    if dataclasses.is_dataclass(hint):
-        return from_fields(typing.cast(type, hint), value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint is ErrorCode:
-        return ErrorCode(value)
-    if type(value) is not hint:
-        raise TypeError(f"expected {hint.__name__}, got {value!r}")
-    return value

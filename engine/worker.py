@@ -21,6 +21,7 @@ from engine.batch_files.messages import SampleBatch, StartBatch
 from engine.batch_files.prepared_job import PreparedJob
 from engine.config import EngineConfig, SamplingParams
 from engine.errors import EngineError, ErrorCode
+from engine.model_info import ModelInfo
 from engine.process.batch import BatchService
 from engine.process.environment import quiet_libraries
 from engine.process.failures import as_engine_error, log_failure
@@ -38,14 +39,12 @@ from engine.protocol import (
     Generate,
     LineReader,
     LoadModel,
-    ModelInfo,
     ModelLoaded,
     ModelUnloaded,
     Phase,
     Progress,
     Ready,
     Shutdown,
-    Telemetry,
     TerminalEvent,
     Token,
     UnloadModel,
@@ -53,7 +52,7 @@ from engine.protocol import (
     request_id_of,
 )
 from engine.runtime.cancellation import RequestCancelled
-from engine.telemetry.messages import ResizeCache, WatchTelemetry
+from engine.telemetry.messages import ResizeCache, Telemetry, WatchTelemetry
 from engine.tuning.decode_rate import DecodeRate
 from engine.tuning.messages import StartTuning
 

@@ -6,8 +6,8 @@ import json
 
 from engine.hardware.measurement_files import load_measurements
 from engine.hardware.probe import probe
+from engine.model_info import ModelInfo
 from engine.paths import resources_dir
-from engine.protocol import ModelInfo
 
 _EMULATED = "emulated:"
 

@@ -13,9 +13,17 @@ from app.services.engine_client import EngineClient, EngineState
 from app.services.machine_look import MachineLook, look_at_machine
 from app.services.model_start import wanted_config
 from app.services.settings import Settings
-from engine.protocol import Failed, TuningFinished
+from engine.protocol import Failed
 from engine.tuning.keeping import model_mark, results_of, save_result
-from engine.tuning.messages import Stage, TuningMeasured, TuningPlans, TuningProgress, TuningTimed, Until
+from engine.tuning.messages import (
+    Stage,
+    TuningFinished,
+    TuningMeasured,
+    TuningPlans,
+    TuningProgress,
+    TuningTimed,
+    Until,
+)
 from engine.tuning.result import TuningKind, TuningResult
 
 

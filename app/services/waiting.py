@@ -8,7 +8,7 @@ import psutil
 
 from app.services.history.history import History
 from engine.hardware.sensors import SensorSample
-from engine.protocol import ModelInfo
+from engine.model_info import ModelInfo
 from engine.telemetry.advice import Advice, Running, advise
 from engine.telemetry.analysis import Waiting, waiting
 from engine.telemetry.lanes import DECODE

@@ -11,7 +11,9 @@ from app.theme import Theme, ThemeController
 from app.widgets.memory_bar import MemoryPart
 from app.widgets.memory_gauge import MemoryGauge, MemoryLegend
 from engine.hardware.probe import GpuInfo, HardwareProfile
-from engine.protocol import ModelInfo, Progress, Telemetry
+from engine.model_info import ModelInfo
+from engine.protocol import Progress
+from engine.telemetry.messages import Telemetry
 
 _NOTHING = Telemetry(0, 0, 0, 0, 0, 0.0)
 

@@ -15,10 +15,9 @@ from engine.protocol import (
     Generate,
     LoadModel,
     TerminalEvent,
-    TuningFinished,
     UnloadModel,
 )
-from engine.tuning.messages import StartTuning
+from engine.tuning.messages import StartTuning, TuningFinished
 
 _log = logging.getLogger(__name__)
 

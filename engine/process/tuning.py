@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 from engine.process.requests import RequestQueue
-from engine.protocol import Event, TuningFinished
-from engine.tuning.messages import StartTuning, TuningProgress
+from engine.protocol import Event
+from engine.tuning.messages import StartTuning, TuningFinished, TuningProgress
 from engine.tuning.run import TunedEngine, TuningEvent, tune
 
 _PROGRESS_S = 0.05

@@ -12,7 +12,8 @@ from engine.batch_files.prepared_job import PreparedJob
 from engine.checkpoint.library import resolve
 from engine.config import EngineConfig, SamplingParams
 from engine.errors import EngineError, ErrorCode
-from engine.protocol import ChatMessage, ModelInfo
+from engine.model_info import ModelInfo
+from engine.protocol import ChatMessage
 from engine.runtime.batch.whole_job import run_sample, run_whole_job
 from engine.runtime.chat_session import ChatSession
 from engine.runtime.decode_timing import TIMED_PROMPT, time_decode

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.experts.sites import unbind
-from engine.protocol import ModelInfo
+from engine.model_info import ModelInfo
 from engine.runtime.prefill_pieces import SHORT_TOKENS
 
 if TYPE_CHECKING:

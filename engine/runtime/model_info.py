@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.checkpoint.profile import ModelProfile
 from engine.experts.sites import ExpertsSite
-from engine.protocol import ModelInfo
+from engine.model_info import ModelInfo
 from engine.runtime.memory import gigabytes
 from engine.runtime.model_devices import ModelDevices
 

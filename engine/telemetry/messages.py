@@ -1,6 +1,6 @@
 """What worker and window say to each other about telemetry; part of `engine.protocol`.
 
-`ExpertMap` and `CacheReport` are samples: a newer one replaces one not yet sent.  Spans and counters arrive in order;
+`Telemetry`, `ExpertMap` and `CacheReport` are samples: a newer one replaces one not yet sent.  Spans and counters arrive in order;
 what a slow pipe has no room for is dropped, and counted.
 """
 
@@ -37,6 +37,29 @@ class ResizeCache:
 
 
 # --- events ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """Latest sample of what the engine holds and does; a newer one replaces it unsent.
+
+    Attributes:
+        rss_bytes: resident memory of the worker; the next three are parts of it.
+        kv_tokens, kv_bytes: context now held.
+        tokens_per_s: over the last second of decoding; 0 when idle.
+        device_total_bytes, device_used_bytes: what the model may use of its devices' memory, and what it does;
+            device_experts_bytes is the part of that which experts have.  All 0 on the CPU.
+    """
+
+    rss_bytes: int
+    weights_bytes: int
+    experts_bytes: int
+    kv_bytes: int
+    kv_tokens: int
+    tokens_per_s: float
+    device_total_bytes: int = 0
+    device_used_bytes: int = 0
+    device_experts_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.hardware.measurement_files import described
 from engine.hardware.probe import probe
+from engine.json_fields import from_fields
 from engine.kept_file import write_kept
 from engine.paths import data_dir
-from engine.protocol import from_fields
 from engine.tuning.result import Correction, Fact, TuningResult
 
 _VERSION = 1

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.config import EngineConfig
+from engine.model_info import ModelInfo
 from engine.planner.planned import Plan
-from engine.tuning.result import Contestant, Timed, TuningKind
+from engine.tuning.result import Contestant, Timed, TuningKind, TuningResult
 
 Stage = Literal["probing", "measuring", "planning", "loading", "timing", "restoring"]
 STAGES: tuple[Stage, ...] = ("probing", "measuring", "planning", "loading", "timing", "restoring")
@@ -114,3 +115,26 @@ class TuningTimed:
 
     request_id: str
     timed: Timed
+
+
+@dataclass(frozen=True, slots=True)
+class TuningFinished:
+    """Terminal event of `StartTuning`.
+
+    Attributes:
+        finished: whether all that was asked for was done; else it was cancelled or failed, and no result is kept.
+        result: None if it did not finish, or was to end before anything was timed.
+        reloaded: whether models were freed or loaded; else what was loaded before is, untouched.
+        loaded: if `reloaded`, the model that is loaded now: the one that was before, tuned if it is that which was
+            tuned; None if there was none, or it could not be had again, which the note says.
+        note: what else the user should know; may be empty.
+        problem: why it failed half-way, as a sentence; empty if it did not.
+    """
+
+    request_id: str
+    finished: bool
+    result: TuningResult | None
+    reloaded: bool
+    loaded: ModelInfo | None
+    note: str = ""
+    problem: str = ""

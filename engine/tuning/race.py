@@ -10,8 +10,8 @@ from typing import Protocol
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
+from engine.model_info import ModelInfo
 from engine.planner.precision import worthwhile
-from engine.protocol import ModelInfo
 from engine.runtime.cancellation import RequestCancelled
 from engine.tuning.decode_rate import DecodeRate
 from engine.tuning.result import Contestant, Timed

@@ -16,8 +16,8 @@ from engine.hardware.measured import Measurements, machine_profile
 from engine.hardware.measurement_files import described, save_measurements
 from engine.hardware.probe import HardwareProfile as Probe
 from engine.hardware.probe import probe as probe_machine
+from engine.model_info import ModelInfo
 from engine.planner.plan_parts import Limits
-from engine.protocol import ModelInfo
 from engine.runtime.cancellation import RequestCancelled
 from engine.tuning.applying import apply_tuning
 from engine.tuning.contestants import Field, Situation, choose_contestants
@@ -56,7 +56,7 @@ class TunedEngine(RacedEngine, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TuningEnding:
-    """How a run ended; see `engine.protocol.TuningFinished`."""
+    """How a run ended; see `engine.tuning.messages.TuningFinished`."""
 
     finished: bool
     result: TuningResult | None = None

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import SamplingParams
 from engine.errors import EngineError, ErrorCode
-from engine.protocol import ChatMessage, ModelInfo
+from engine.model_info import ModelInfo
+from engine.protocol import ChatMessage
 from engine.verbs.options import add_engine_options, engine_config, positive_int, seed, stop_string
 from engine.verbs.output import emit, note, write_text
 from engine.verbs.tracing import traced

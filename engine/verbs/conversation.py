@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from engine.config import SamplingParams
 from engine.errors import EngineError
-from engine.protocol import ChatMessage, ModelInfo
+from engine.model_info import ModelInfo
+from engine.protocol import ChatMessage
 from engine.verbs.output import note, write_text
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import sys
 import time
 
 from engine.errors import EngineError, ErrorCode
-from engine.protocol import ModelInfo
+from engine.model_info import ModelInfo
 from engine.runtime.cancellation import RequestCancelled
 from engine.runtime.generation import GenerationResult
 from engine.worker import serve

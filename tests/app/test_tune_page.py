@@ -24,9 +24,16 @@ from app.views.tune.page import TunePage
 from app.views.tune.step_bar import MACHINE, MEASURE, PLAN, TIMED
 from engine.config import EngineConfig
 from engine.errors import ErrorCode
-from engine.protocol import Failed, TuningFinished
+from engine.protocol import Failed
 from engine.tuning.keeping import results_of, save_result
-from engine.tuning.messages import TuningMeasured, TuningNumber, TuningPlans, TuningProgress, TuningTimed
+from engine.tuning.messages import (
+    TuningFinished,
+    TuningMeasured,
+    TuningNumber,
+    TuningPlans,
+    TuningProgress,
+    TuningTimed,
+)
 from engine.tuning.result import Fact, TuningResult
 from tests.app import tuning_results as made
 from tests.app.scripted_engine import STARTER, ScriptedEngine

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from engine.protocol import ModelInfo
+from engine.model_info import ModelInfo
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.tiny_families import tiny_config, tiny_model
 from tests.engine.tiny_tokenizer import TEMPLATE, save_tiny_tokenizer

@@ -15,7 +15,7 @@ import pytest
 
 from engine import cli
 from engine.config import SamplingParams
-from engine.protocol import ModelInfo
+from engine.model_info import ModelInfo
 from engine.runtime.generation import GenerationResult
 from engine.verbs import conversation
 from tests.engine.tiny_families import tiny_checkpoint

@@ -18,14 +18,14 @@ from engine.hardware.probe import HardwareProfile
 from engine.hardware.probe import probe as probe_machine
 from engine.process.requests import RequestQueue
 from engine.process.tuning import run_tuning
-from engine.protocol import Event, TuningFinished, decode, encode
+from engine.protocol import Event, decode, encode
 from engine.runtime.decode_timing import time_decode
 from engine.runtime.engine import Engine
 from engine.runtime.loading import load_model
 from engine.tuning import measuring
 from engine.tuning.keeping import model_mark, results_of, save_result
 from engine.tuning.measuring import MeasuredMachine
-from engine.tuning.messages import StartTuning, TuningPlans, TuningProgress, TuningTimed
+from engine.tuning.messages import StartTuning, TuningFinished, TuningPlans, TuningProgress, TuningTimed
 from engine.tuning.race import Pace
 from engine.tuning.run import Surroundings, TuningEvent, tune
 from tests.unit.made_up_tuning import measurements

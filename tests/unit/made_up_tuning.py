@@ -13,7 +13,7 @@ from engine.errors import EngineError, ErrorCode
 from engine.hardware.measured import Arithmetic, ExpertTime, Measurements, RamRead
 from engine.hardware.measurement_files import described
 from engine.hardware.probe import HardwareProfile
-from engine.protocol import ModelInfo
+from engine.model_info import ModelInfo
 from engine.runtime.cancellation import RequestCancelled
 from engine.tuning.decode_rate import DecodeRate
 from engine.tuning.measuring import MeasuredMachine

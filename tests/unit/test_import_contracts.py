@@ -13,6 +13,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 APP_MAY_USE = (
     "engine.protocol",
+    "engine.model_info",
     "engine.config",
     "engine.errors",
     "engine.paths",

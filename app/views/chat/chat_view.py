@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from PySide6.QtCore import QCoreApplication, QTimer, QUrl
+from PySide6.QtCore import QCoreApplication, QTimer, QUrl, Signal
 from PySide6.QtGui import QDesktopServices, QKeySequence, QShortcut, QShowEvent
 from PySide6.QtWidgets import QHBoxLayout, QStackedWidget, QVBoxLayout, QWidget
 
@@ -15,6 +15,7 @@ from app.services.engine_client import EngineClient, EngineState
 from app.services.settings import Settings
 from app.services.token_counter import TokenCounter
 from app.theme import ThemeController
+from app.views.chat.batch_hint import BatchHint
 from app.views.chat.close_guard import CloseGuard
 from app.views.chat.composer import Composer
 from app.views.chat.conversation_panel import ConversationPanel
@@ -29,14 +30,20 @@ from app.views.chat.transcript import Transcript
 from app.widgets.banner import Banner
 from app.widgets.markdown_view import import_parser
 from engine.config import EngineConfig
-from engine.protocol import ModelInfo, Progress
+from engine.model_info import ModelInfo
+from engine.protocol import Progress
 
 _IMPORT_AFTER_MS = 150
 """Not while the window is being opened."""
 
 
 class ChatView(QWidget):
-    """Takes its services ready made; everything it knows is in the store or on its way there."""
+    """Takes its services ready made; everything it knows is in the store or on its way there.
+
+    Signals: `job_wanted`: the batch job that runs is to be shown.
+    """
+
+    job_wanted = Signal()
 
     def __init__(
         self,
@@ -62,6 +69,8 @@ class ChatView(QWidget):
         self.transcript = Transcript(self.presenter.model, theme, self)
         self.empty = EmptyChat(self)
         self.composer = Composer(self)
+        self.batch_hint = BatchHint(client, theme, self)
+        self.batch_hint.opened.connect(self.job_wanted)
         self.trouble_banner = Banner("warning", theme, self)
         self.notice_banner = Banner("info", theme, self)
         self.notice_banner.add_action(self.tr("Dismiss"), self.notice_banner.hide, kind="quiet")
@@ -96,6 +105,10 @@ class ChatView(QWidget):
         self._strip_row = QHBoxLayout()
         self._strip_row.setContentsMargins(24, 0, 24, 0)
         right.addLayout(self._strip_row)
+        hint_row = QHBoxLayout()
+        hint_row.setContentsMargins(24, 0, 24, 0)
+        hint_row.addWidget(self.batch_hint)
+        right.addLayout(hint_row)
         right.addLayout(box_row)
         below = QHBoxLayout()
         below.setSpacing(0)
@@ -366,6 +379,7 @@ class ChatView(QWidget):
         self.setStyleSheet(chat_style_sheet(self._theme.theme, self._theme.font_px))
         width = scaled(COLUMN_PX, self._theme.font_px)
         self.composer.setMaximumWidth(width)
+        self.batch_hint.setMaximumWidth(width)
         self.empty.set_column_width(width)
 
 

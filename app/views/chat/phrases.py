@@ -8,7 +8,7 @@ from app.models.conversation_defaults import Preset
 from app.services.answer_queue import CANCELLED, Phase, Stage
 from app.services.chat_store import Message, MessageState
 from engine.errors import ErrorCode
-from engine.protocol import ModelInfo
+from engine.model_info import ModelInfo
 
 translate = QCoreApplication.translate
 

@@ -33,9 +33,10 @@ from app.widgets.machine_picture import MachinePicture
 from app.widgets.page_header import PageHeader
 from app.widgets.roofline_plot import RooflinePlot
 from engine.planner.planned import Plan
-from engine.protocol import Failed, TuningFinished
+from engine.protocol import Failed
 from engine.tuning.messages import (
     Measured,
+    TuningFinished,
     TuningMeasured,
     TuningNumber,
     TuningPlans,

@@ -1,0 +1,38 @@
+"""What a loaded model is: part of the messages that tell of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is loaded and where it really runs: what the window keeps in sight.
+
+    Attributes:
+        name: the name to show; `path` is the checkpoint directory.
+        family: transformers' `model_type`.
+        device: `cpu`, `cuda:0`, ...; `device_note` says why it is not what was asked for, if so.
+        precision: of the weights in memory.
+        experts, experts_per_token: 0 for dense models.
+        weights_bytes, experts_bytes: bytes held by non-expert and expert weights.
+        kv_bytes_per_token: bytes of KV that one more token of context costs.
+        template_note: set when the tokenizer has no chat template, and says what is used instead.
+    """
+
+    name: str
+    path: str
+    family: str
+    device: str
+    precision: str
+    threads: int
+    parameters: int
+    layers: int
+    experts: int
+    experts_per_token: int
+    context_tokens: int
+    weights_bytes: int
+    experts_bytes: int
+    kv_bytes_per_token: int
+    device_note: str = ""
+    template_note: str = ""
