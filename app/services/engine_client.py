@@ -24,6 +24,7 @@ from engine.batch_files.messages import (
 )
 from engine.config import BatchJob, EngineConfig, SamplingParams
 from engine.errors import ErrorCode
+from engine.model_info import ModelInfo
 from engine.paths import python_module
 from engine.protocol import (
     HEARTBEAT_S,
@@ -35,14 +36,11 @@ from engine.protocol import (
     Generate,
     LoadModel,
     Message,
-    ModelInfo,
     ModelLoaded,
     Progress,
     Ready,
-    Telemetry,
     TerminalEvent,
     Token,
-    TuningFinished,
     UnloadModel,
 )
 from engine.telemetry.messages import (
@@ -50,12 +48,21 @@ from engine.telemetry.messages import (
     CacheTier,
     ExpertMap,
     ResizeCache,
+    Telemetry,
     TelemetryCounters,
     TelemetryRequest,
     TelemetrySpans,
     WatchTelemetry,
 )
-from engine.tuning.messages import StartTuning, TuningMeasured, TuningPlans, TuningProgress, TuningTimed, Until
+from engine.tuning.messages import (
+    StartTuning,
+    TuningFinished,
+    TuningMeasured,
+    TuningPlans,
+    TuningProgress,
+    TuningTimed,
+    Until,
+)
 from engine.tuning.result import TuningKind
 
 NOT_RESPONDING_S = 10.0
@@ -132,6 +139,11 @@ class EngineClient(QObject):
     def model(self) -> ModelInfo | None:
         """The model that is loaded and where it runs; None while none is."""
         return self._model
+
+    @property
+    def config(self) -> EngineConfig | None:
+        """How the model was asked for that is loaded, or loading; None if none is wanted."""
+        return self._last_config
 
     @property
     def last_error(self) -> str:

@@ -5,6 +5,7 @@ Costs nothing until `start`: numpy and the drivers are loaded by its own thread.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import queue
 import threading
@@ -15,8 +16,9 @@ from PySide6.QtCore import QObject, Signal
 
 from app.services.engine_client import EngineClient, EngineState
 from app.services.settings import Settings
+from engine.config import EngineConfig
 from engine.errors import EngineError
-from engine.protocol import ModelInfo
+from engine.model_info import ModelInfo
 from engine.telemetry.messages import CacheReport, ExpertMap, TelemetryCounters, TelemetryRequest, TelemetrySpans
 
 if TYPE_CHECKING:
@@ -73,6 +75,7 @@ class TelemetryHub(QObject):
         self._map_watchers: set[object] = set()
         self._pulse_due_s = 0.0
         self._model: ModelInfo | None = None
+        self._config: EngineConfig | None = None
         self._analyse_due_s = 0.0
         self._unanalysed = False
 
@@ -87,7 +90,7 @@ class TelemetryHub(QObject):
         self._client.state_changed.connect(self._on_state)
         self._client.model_loaded.connect(self._on_model)
         self._settings.changed.connect(self._on_setting)
-        self._model = self._client.model
+        self._model, self._config = self._client.model, self._client.config
         self._watch()
         if self._model is not None:
             self._put(self._model)
@@ -147,7 +150,7 @@ class TelemetryHub(QObject):
             self._put(state)
 
     def _on_model(self, model: ModelInfo) -> None:
-        self._model = model
+        self._model, self._config = model, self._client.config
         self._put(model)
 
     def _on_setting(self, key: str) -> None:
@@ -215,7 +218,7 @@ class TelemetryHub(QObject):
             recording.expert_map(now_ns, item)
         elif isinstance(item, ModelInfo):
             history.add_mark(now_ns, self.tr("{0} loaded").format(item.name))
-            recording.begin(_about(item))
+            recording.begin(_about(item, self._config))
         elif isinstance(item, EngineState):
             died = item is EngineState.DIED
             history.add_mark(now_ns, self.tr("The engine ended unexpectedly") if died else self.tr("The engine ended"))
@@ -262,7 +265,7 @@ class TelemetryHub(QObject):
             _log.info("the window is gone")
 
 
-def _about(model: ModelInfo) -> dict[str, Any]:
+def _about(model: ModelInfo, config: EngineConfig | None) -> dict[str, Any]:
     return {
         "model": model.name,
         "device": model.device,
@@ -271,4 +274,5 @@ def _about(model: ModelInfo) -> dict[str, Any]:
         "layers": model.layers,
         "experts": model.experts,
         "experts_per_token": model.experts_per_token,
+        "config": {} if config is None else dataclasses.asdict(config),
     }

@@ -9,7 +9,8 @@ from PySide6.QtCore import QObject, Signal
 from app.services.engine_client import EngineState
 from engine.config import EngineConfig, SamplingParams
 from engine.errors import ErrorCode
-from engine.protocol import ChatMessage, Failed, Finished, FinishReason, ModelInfo, Progress, Token
+from engine.model_info import ModelInfo
+from engine.protocol import ChatMessage, Failed, Finished, FinishReason, Progress, Token
 from engine.tuning.messages import StartTuning, Until
 from engine.tuning.result import TuningKind
 
@@ -41,12 +42,14 @@ class ScriptedEngine(QObject):
     token = Signal(object)
     telemetry = Signal(object)
     tuning_told = Signal(object)
+    batch_told = Signal(object)
     finished = Signal(object)
 
     def __init__(self, model: ModelInfo | None = STARTER) -> None:
         super().__init__()
         self.model = model
         self.state = EngineState.READY if model is not None else EngineState.STARTING
+        self.config: EngineConfig | None = None
         self.last_error = ""
         self.is_responding = True
         self.requests: list[tuple[str, tuple[ChatMessage, ...], SamplingParams]] = []

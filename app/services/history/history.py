@@ -181,6 +181,11 @@ class History:
         with self._lock:
             return self._runs.between(start_ns, end_ns)
 
+    def last_request(self, before_ns: float) -> list[Run]:
+        """Phases up to the last decode that began before a moment, of its request, in order; none if nothing did."""
+        with self._lock:
+            return self._runs.last_request(before_ns)
+
     def marks_between(self, start_ns: float, end_ns: float) -> list[Mark]:
         """What happened in a stretch."""
         with self._lock:

@@ -16,13 +16,18 @@ _KIND = {PROMPT: PREFILL, SAMPLE: PREFILL}
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Steps of one phase (`PREFILL`, `DECODE`, `BATCH_STEP`, or a name of its own), one after the other."""
+    """Steps of one phase (`PREFILL`, `DECODE`, `BATCH_STEP`, or a name of its own), one after the other.
+
+    Attributes:
+        first_step: number of the first of them.
+    """
 
     phase: int
     request: int
     start_ns: int
     end_ns: int
     tokens: int
+    first_step: int = -1
 
 
 class RunHistory:
@@ -35,14 +40,17 @@ class RunHistory:
         """More steps, in order."""
         phases, requests = steps["name"].tolist(), steps["request"].tolist()
         starts, ends, tokens = steps["start_ns"].tolist(), steps["end_ns"].tolist(), steps["tokens"].tolist()
-        for phase, request, start, end, made in zip(phases, requests, starts, ends, tokens, strict=True):
+        numbers = steps["step"].tolist()
+        for phase, request, start, end, made, number in zip(
+            phases, requests, starts, ends, tokens, numbers, strict=True
+        ):
             kind = _KIND.get(phase, phase)
             read = made if phase in (PREFILL, DECODE, BATCH_STEP) else 0  # a prompt's tokens count once
             last = self._runs[-1] if self._runs else None
             if last is not None and (last.phase, last.request) == (kind, request) and start - last.end_ns <= _GAP_NS:
                 self._runs[-1] = replace(last, end_ns=max(end, last.end_ns), tokens=last.tokens + read)
             else:
-                self._runs.append(Run(kind, request, start, end, read))
+                self._runs.append(Run(kind, request, start, end, read, number))
 
     def between(self, start_ns: float, end_ns: float) -> list[Run]:
         """Those that touch [start, end)."""
@@ -52,6 +60,17 @@ class RunHistory:
                 break
             if run.start_ns < end_ns:
                 found.append(run)
+        return found[::-1]
+
+    def last_request(self, before_ns: float) -> list[Run]:
+        """Phases up to the last decode that began before a moment, of its request, in order; none if nothing did."""
+        found: list[Run] = []
+        for run in reversed(self._runs):
+            if not found and not (run.phase == DECODE and run.start_ns < before_ns):
+                continue
+            if found and run.request != found[-1].request:
+                break  # numbers begin anew with each engine
+            found.append(run)
         return found[::-1]
 
     def copy(self) -> RunHistory:

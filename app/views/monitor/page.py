@@ -9,6 +9,7 @@ from PySide6.QtWidgets import QFrame, QScrollArea, QVBoxLayout, QWidget
 from app.services.background import BackgroundCall
 from app.services.ceilings import measured_ceilings
 from app.services.engine_client import EngineClient, EngineState
+from app.services.predicted_timeline import Predicted
 from app.services.session_library import OpenedSession
 from app.services.settings import Settings
 from app.services.telemetry_hub import WAITING_TOKENS, TelemetryHub
@@ -17,6 +18,7 @@ from app.theme import ThemeController
 from app.views.monitor.engine_cards import EngineCards
 from app.views.monitor.expert_card import ExpertCard
 from app.views.monitor.exporting import ExportButton
+from app.views.monitor.predicting import PredictButton
 from app.views.monitor.range_bar import RangeBar
 from app.views.monitor.second import SecondTimeline
 from app.views.monitor.sessions import SessionsButton, session_words
@@ -24,7 +26,7 @@ from app.views.monitor.summary import SummaryCard, waiting_sentence
 from app.views.monitor.timeline_card import TimelineCard
 from app.widgets.banner import Banner
 from app.widgets.page_header import PageHeader
-from engine.protocol import ModelInfo
+from engine.model_info import ModelInfo
 
 _REFRESH_MS = 500
 
@@ -54,7 +56,9 @@ class MonitorPage(QWidget):
         self.experts = ExpertCard(theme, self)
         self.engine_cards = EngineCards(client, hub, theme, self.experts, self)
         self.ranges = RangeBar(self.timeline.view.navigator, self)
-        self.second = SecondTimeline(self.timeline.view.navigator, theme, self)
+        self.second = SecondTimeline(self.timeline.view, theme, self)
+        self.predict = PredictButton(client, hub, self.timeline.view.navigator, self)
+        self.timeline.add_control(self.predict)
         self.sessions = SessionsButton(self)
         self.export = ExportButton(self.timeline.view, self._about, self)
         self.notice = Banner("info", theme, self)
@@ -71,6 +75,10 @@ class MonitorPage(QWidget):
         self.sessions.compared.connect(self._compare)
         self.sessions.told.connect(self.notice.tell)
         self.export.told.connect(self.notice.tell)
+        self.predict.told.connect(self.notice.tell)
+        self.predict.predicted.connect(self._show_predicted)
+        self.predict.unwanted.connect(self._drop_predicted)
+        self.second.dismissed.connect(lambda: self.predict.setChecked(False))
         client.model_loaded.connect(self._find_ceilings)
         hub.ready.connect(self._on_ready)
         hub.analysed.connect(self._say)
@@ -134,6 +142,7 @@ class MonitorPage(QWidget):
         self.experts.show_event(self._hub.experts)
         self.timeline.refresh_table()
         self.engine_cards.refresh()
+        self.predict.follow()
 
     # --- sessions ---------------------------------------------------------------------------------
 
@@ -141,6 +150,7 @@ class MonitorPage(QWidget):
         """A recorded session in place of what happens now; recording goes on."""
         self._session = session
         self.timeline.view.navigator.set_source(session.history, recorded=True)
+        self.predict.show_session(session)
         self.experts.show_recording(session.maps)
         self.engine_cards.show_session(session)
         words = self.tr("A recorded session: {0}.").format(session_words(session))
@@ -152,6 +162,7 @@ class MonitorPage(QWidget):
     def show_now(self) -> None:
         """What happens now."""
         self._session = None
+        self.predict.show_session(None)
         self.session_banner.hide()
         self.experts.show_recording(None)
         self.engine_cards.show_live()
@@ -162,11 +173,20 @@ class MonitorPage(QWidget):
         """Waits for what reads or writes files; before the window goes."""
         self.sessions.wait()
         self.export.wait()
+        self.predict.wait()
         if self._ceilings_call is not None:
             self._ceilings_call.wait()
 
     def _compare(self, session: OpenedSession) -> None:
+        self.predict.setChecked(False)
         self.second.show_history(self.tr("Compared with"), session_words(session), session.history)
+
+    def _show_predicted(self, predicted: Predicted) -> None:
+        self.second.show_predicted(predicted, self.predict.measured_tokens_per_s())
+
+    def _drop_predicted(self) -> None:
+        if self.second.predicted is not None:
+            self.second.dismiss()
 
     def _about(self) -> dict[str, str]:
         if self._session is not None:

@@ -4,51 +4,100 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from PySide6.QtCore import Signal
 from PySide6.QtWidgets import QPushButton, QWidget
 
+from app.services.history.aligning import aligned_ns
 from app.services.history.history import History
+from app.services.predicted_timeline import Predicted
 from app.theme import ThemeController
-from app.widgets.card import Card
-from app.widgets.timeline.navigator import Navigator
+from app.views.monitor.predicted_words import assumptions, speeds
+from app.widgets.card import Card, muted_label
 from app.widgets.timeline.view import TimelineView
 
 
 class SecondTimeline(Card):
-    """Shows as much time as the first, and as far from its own end: the two can be compared stretch by stretch."""
+    """Shows as much time as the first, and the same place of it.
 
-    def __init__(self, first: Navigator, theme: ThemeController, parent: QWidget | None = None) -> None:
+    Another session: as far from its own end.  A prediction: the same step of the request.
+
+    Signals: `dismissed`, when the user has closed it.
+    """
+
+    dismissed = Signal()
+
+    def __init__(self, first: TimelineView, theme: ThemeController, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
         self._first = first
+        self._predicted: Predicted | None = None
         self.view = TimelineView(theme, self)
         self.view.setAccessibleName(self.tr("Second timeline"))
         close = QPushButton(self.tr("Close"), self)
         close.setProperty("kind", "quiet")
-        close.clicked.connect(self.dismiss)
+        close.clicked.connect(self._close)
         self.head.addWidget(close)
+        self.said = muted_label(self)
+        self.body.setContentsMargins(16, 10, 12, 10)  # so that both have their lanes in the same place
+        self.body.setSpacing(4)
+        self.body.addWidget(self.said)
         self.body.addWidget(self.view, 1)
-        first.moved.connect(self._follow)
+        first.navigator.moved.connect(self._follow)
+        first.pointed.connect(self._point)
         self.hide()
 
     def show_history(self, title: str, aside: str, history: History) -> None:
-        """Shows a past that does not change."""
-        self.heading.setText(title)
-        self.aside.setText(aside)
-        self.setAccessibleName(title)
-        self.view.navigator.set_source(history, recorded=True)
-        self.show()
-        self._follow()
+        """Shows another past that does not change."""
+        self._predicted = None
+        self.said.hide()
+        self._show(title, aside, history)
+
+    def show_predicted(self, predicted: Predicted, measured_tokens_per_s: float | None) -> None:
+        """Shows what the simulator foretells for the request that the first shows."""
+        self._predicted = predicted
+        self.said.setText(assumptions(predicted))
+        self.said.setAccessibleName(self.said.text())
+        self.said.show()
+        self._show(self.tr("Predicted"), speeds(predicted, measured_tokens_per_s), predicted.history)
+
+    @property
+    def predicted(self) -> Predicted | None:
+        """What is foretold, if that is what it shows."""
+        return self._predicted
 
     def dismiss(self) -> None:
         """Hides it, and forgets what it showed."""
         self.hide()
+        self._predicted = None
         self.view.navigator.set_source(None, recorded=True)
 
+    def _close(self) -> None:
+        self.dismiss()
+        self.dismissed.emit()
+
+    def _show(self, title: str, aside: str, history: History) -> None:
+        self.heading.setText(title)
+        self.aside.setText(aside)
+        self.setAccessibleName(f"{title}. {aside}")
+        self.view.navigator.set_source(history, recorded=True)
+        self.show()
+        self._follow()
+
     def _follow(self) -> None:
-        mine, first = self.view.navigator, self._first
+        mine, first = self.view.navigator, self._first.navigator
         theirs = first.history
         if self.isHidden() or theirs is None or theirs.end_ns is None or mine.history is None:
             return
+        viewport = replace(mine.viewport, span_ns=first.viewport.span_ns)
+        if self._predicted is not None:
+            start_ns = aligned_ns(theirs, first.viewport.start_ns, first.viewport.end_ns, self._predicted.steps_ns)
+            mine.place(replace(viewport, start_ns=start_ns or 0.0))
+            return
         end_ns = mine.history.end_ns or 0
         behind = min(theirs.end_ns - first.viewport.end_ns, float(end_ns - (mine.history.start_ns or 0)))
-        viewport = replace(mine.viewport, span_ns=first.viewport.span_ns)
         mine.place(viewport.ending_at(end_ns - max(behind, 0.0)))
+
+    def _point(self, at_ns: float | None) -> None:
+        """The crosshair of the first, at the same place."""
+        if not self.isHidden():
+            theirs, mine = self._first.navigator.viewport, self.view.navigator.viewport
+            self.view.set_cursor(None if at_ns is None else mine.start_ns + at_ns - theirs.start_ns)

@@ -76,6 +76,10 @@ class TimelineCard(QFrame):
         self.body.addLayout(self.foot)
         self.view.said.connect(lambda text: self._said.setText(text or self._hint))
 
+    def add_control(self, control: QWidget) -> None:
+        """Another button beside those below the lanes."""
+        self.foot.addWidget(control)
+
     def refresh_table(self) -> None:
         """What the timeline would show now, if the table stands in its place."""
         if self.as_table.isChecked():

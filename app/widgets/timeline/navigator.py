@@ -41,6 +41,18 @@ class Navigator(QObject):
         return self._still is None and not self._is_recorded
 
     @property
+    def zero_ns(self) -> float:
+        """The moment that times are told from: the end of what goes on, the beginning of what was recorded."""
+        history = self.history
+        moment = None if history is None else history.start_ns if self._is_recorded else history.end_ns
+        return float(moment) if moment is not None else self.viewport.end_ns
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether it has no living end."""
+        return self._is_recorded
+
+    @property
     def preset_ns(self) -> int:
         """The length chosen, `WHOLE` for the whole session; -1 once it was zoomed."""
         return self._preset_ns

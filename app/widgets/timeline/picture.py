@@ -27,6 +27,8 @@ RIGHT_PX = 12
 SMALLEST_LANE_PX = 27
 PHASE_PX = 32.0
 LANE_GAP_PX = 9
+_SHORT_NS = 2e9
+"""So short a stretch has an axis of its own: what matters is how long things take, not when it was."""
 _BLOCKS_BELOW_NS = 3e9
 """Single spans are looked for only in less time than this: in more there are always too many."""
 
@@ -73,8 +75,21 @@ def read_rows(
     return rows
 
 
-def draw_rows(painter: QPainter, rows: list[Row], history: History, viewport: Viewport, theme: Theme) -> None:
-    """All plots, the lines between them, marks and the axis."""
+def draw_rows(
+    painter: QPainter,
+    rows: list[Row],
+    history: History,
+    viewport: Viewport,
+    theme: Theme,
+    *,
+    zero_ns: float,
+    is_recorded: bool = False,
+) -> None:
+    """All plots, the lines between them, marks and the axis.
+
+    Args:
+        zero_ns: the moment that times on the axis are told from; now, unless it `is_recorded`.
+    """
     if not rows:
         return
     left, right = rows[0].area.left(), rows[0].area.right()
@@ -82,7 +97,8 @@ def draw_rows(painter: QPainter, rows: list[Row], history: History, viewport: Vi
     edges = viewport.edges()
     xs = left + (edges - viewport.start_ns) / viewport.column_ns
     border = QPen(QColor(theme.border), 1)
-    _draw_axis(painter, QRectF(left, bottom + 3, right - left, AXIS_PX), rows[0].area.top(), viewport, history, theme)
+    below = QRectF(left, bottom + 3, right - left, AXIS_PX)
+    _draw_axis(painter, below, rows[0].area.top(), viewport, theme, zero_ns, is_recorded=is_recorded)
     for row in rows:
         painter.setPen(border)
         base = row.area.bottom() + LANE_GAP_PX / 2
@@ -123,40 +139,37 @@ def _draw_ceiling_label(painter: QPainter, row: Row, theme: Theme) -> None:
     painter.drawText(at, Qt.AlignmentFlag.AlignRight | Qt.AlignmentFlag.AlignTop, text)
 
 
-def _draw_axis(painter: QPainter, area: QRectF, top: float, viewport: Viewport, history: History, theme: Theme) -> None:
-    """Times before the end of all that is known, which is 0."""
-    end_ns = float(history.end_ns or viewport.end_ns)
+def _draw_axis(
+    painter: QPainter, area: QRectF, top: float, viewport: Viewport, theme: Theme, zero_ns: float, *, is_recorded: bool
+) -> None:
+    """Times from `zero_ns`; in short stretches from their own beginning."""
     step = tick_ns(viewport.span_ns, max(2, int(area.width() // 110)))
-    zero = end_ns if viewport.span_ns > 2e9 else viewport.start_ns
+    is_short = viewport.span_ns <= _SHORT_NS
+    zero = viewport.start_ns if is_short else zero_ns
     faint = blended(QColor(theme.border), QColor(theme.surface))
+    now = "" if is_recorded or is_short else translate("Timeline", "now")
+    room = area.right() - (painter.fontMetrics().horizontalAdvance(now) + 12 if now else 0)
     first = int(np.ceil((viewport.start_ns - zero) / step))
+    height = area.height() - 4
     for index in range(first, first + int(viewport.span_ns / step) + 2):
-        at_ns = zero + index * step
-        x = area.left() + viewport.x(at_ns)
+        x = area.left() + viewport.x(zero + index * step)
         if not area.left() - 1 <= x <= area.right() + 1:
             continue
         painter.setPen(QPen(faint, 1))
         painter.drawLine(QPointF(x, top), QPointF(x, area.top()))
-        painter.setPen(QColor(theme.muted))
-        text = duration(index * step) if zero != end_ns else (duration(index * step) if index else "")
-        box = QRectF(x - 50, area.top(), 100, area.height() - 4)
-        flags = Qt.AlignmentFlag.AlignVCenter | Qt.AlignmentFlag.AlignHCenter
-        if x - area.left() < 40:
-            box, flags = (
-                QRectF(x, area.top(), 100, area.height() - 4),
-                Qt.AlignmentFlag.AlignVCenter | Qt.AlignmentFlag.AlignLeft,
-            )
-        elif area.right() - x < 34:
-            box, flags = (
-                QRectF(x - 100, area.top(), 100 + RIGHT_PX, area.height() - 4),
-                Qt.AlignmentFlag.AlignVCenter | Qt.AlignmentFlag.AlignRight,
-            )
-        if area.right() - x > 34 or zero != end_ns:
-            painter.drawText(box, flags, text)
-    if viewport.end_ns >= end_ns - 1e9 and viewport.span_ns > 2e9:
+        text = duration(index * step)
+        if index == 0 and now:
+            continue
+        half = painter.fontMetrics().horizontalAdvance(text) / 2
+        middle = min(max(x, area.left() + half), area.right() + RIGHT_PX / 2 - half)
+        if middle + half < room or not now:
+            painter.setPen(QColor(theme.muted))
+            box = QRectF(middle - half - 1, area.top(), 2 * half + 2, height)
+            painter.drawText(box, Qt.AlignmentFlag.AlignVCenter | Qt.AlignmentFlag.AlignHCenter, text)
+    if now and viewport.end_ns >= zero_ns - 1e9:
         painter.setPen(QColor(theme.muted))
         flags = Qt.AlignmentFlag.AlignVCenter | Qt.AlignmentFlag.AlignRight
-        painter.drawText(area.adjusted(0, 0, 0, -4), flags, translate("Timeline", "now"))
+        painter.drawText(QRectF(area.left(), area.top(), area.width(), height), flags, now)
 
 
 def _draw_marks(painter: QPainter, rows: list[Row], history: History, viewport: Viewport, theme: Theme) -> None:

@@ -49,9 +49,11 @@ class TimelineView(QWidget):
 
     Signals:
         said(str): what is under the crosshair, in the selection, or of the token chosen; empty if nothing is.
+        pointed(object): the moment of the crosshair, nanoseconds; None if it has gone.
     """
 
     said = Signal(str)
+    pointed = Signal(object)
 
     def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -178,7 +180,7 @@ class TimelineView(QWidget):
                 self._picture = self._draw(history)
             painter.fillRect(self.rect(), QColor(self._theme.theme.surface))
             painter.setFont(scaled(tabular(self.font()), 0.82))
-            draw_rows(painter, self._rows, history, self.navigator.viewport, self._theme.theme)
+            self._draw_lanes(painter, history)
             self._draw_above(painter)
 
     def _draw_above(self, painter: QPainter) -> None:
@@ -211,9 +213,22 @@ class TimelineView(QWidget):
         self._rows = read_rows(lanes, areas, history, viewport, self._ceilings)
         painter = QPainter(picture)
         painter.setFont(scaled(tabular(self.font()), 0.82))
-        draw_rows(painter, self._rows, history, viewport, self._theme.theme)
+        self._draw_lanes(painter, history)
         painter.end()
         return picture
+
+    def _draw_lanes(self, painter: QPainter, history: History) -> None:
+        navigator = self.navigator
+        zero_ns, theme = navigator.zero_ns, self._theme.theme
+        draw_rows(
+            painter,
+            self._rows,
+            history,
+            navigator.viewport,
+            theme,
+            zero_ns=zero_ns,
+            is_recorded=navigator.is_recorded,
+        )
 
     def _column_read(self) -> int:
         """Column under the crosshair, or the last one."""
@@ -319,6 +334,7 @@ class TimelineView(QWidget):
         self._cursor_ns = at_ns
         self._say()
         self.update()
+        self.pointed.emit(at_ns)
 
     def select(self, start_ns: float, end_ns: float) -> None:
         """Selects a stretch; its averages are said."""
@@ -361,7 +377,7 @@ class TimelineView(QWidget):
             text = self._token.text()
         elif history is not None and self._cursor_ns is not None:
             column = self._column_read()
-            ago = duration(self._cursor_ns - float(history.end_ns or 0))
+            ago = duration(self._cursor_ns - self.navigator.zero_ns)
             parts = [
                 f"{row.lane.title} {said}"
                 for row in self._rows

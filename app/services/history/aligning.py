@@ -1,0 +1,42 @@
+"""Which moment of a request another one is compared at: both show the same step at the same place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from app.services.history.history import History
+from engine.telemetry.lanes import DECODE
+
+_STEPS = 8
+"""Steps after a moment of which the first is looked for: some may not have been told singly."""
+
+
+def aligned_ns(history: History, start_ns: float, end_ns: float, steps_ns: Sequence[int]) -> float | None:
+    """The moment of a prediction that belongs where `start_ns` of a past is.
+
+    A request whose beginning is in [start, end) begins where its prediction begins; otherwise the first decode step
+    that begins there does.
+
+    Args:
+        steps_ns: beginning of each predicted decode step; the prediction begins at 0.
+
+    Returns:
+        None if nothing was decoded before `end_ns`.
+    """
+    runs = history.last_request(end_ns)
+    if not runs or not steps_ns:
+        return None
+    first_decode = next(run for run in runs if run.phase == DECODE)
+    begin = runs[0].start_ns if runs[0] is not first_decode else first_decode.start_ns - steps_ns[0]
+    if start_ns <= begin or start_ns < first_decode.start_ns:
+        return start_ns - begin
+    in_sight = next((run for run in reversed(runs) if run.phase == DECODE and run.start_ns <= start_ns), first_decode)
+    one_ns = (in_sight.end_ns - in_sight.start_ns) / max(in_sight.tokens, 1)
+    steps = history.steps_between(int(start_ns), int(start_ns + _STEPS * one_ns) + 1)
+    steps = steps[(steps["name"] == DECODE) & (steps["start_ns"] >= start_ns)]
+    if len(steps):
+        number, at_ns = int(steps["step"][0]) - first_decode.first_step, int(steps["start_ns"][0])
+    else:  # beyond its end, or so long ago that steps are not kept: by the mean
+        number = int((start_ns - first_decode.start_ns) / max(one_ns, 1.0))
+        at_ns = round(first_decode.start_ns + number * one_ns)
+    return steps_ns[number % len(steps_ns)] - (at_ns - start_ns)
