@@ -23,7 +23,7 @@ from app.services.window_log import close_window_log, open_window_log
 from app.startup_report import report_if_asked
 from app.theme import ThemeController
 from app.translations import install_translations, translations_dir
-from app.views.main_window import MONITOR, MainWindow
+from app.views.main_window import BATCH, MONITOR, MainWindow
 from engine.paths import data_dir, log_dir
 
 _log = logging.getLogger("switchyard.window")
@@ -82,13 +82,14 @@ def _run(app: QApplication, reports: CrashReports) -> int:
 
         chat = ChatView(client, store, theme, settings)
         chat.add_strip(make_strip)
+        chat.job_wanted.connect(lambda: window.show_page(BATCH))
         if os.environ.get(STREAMING_REPORT_VARIABLE):
             from app.streaming_report import StreamingReport
 
             StreamingReport(client, chat, Path(os.environ[STREAMING_REPORT_VARIABLE]))
         return chat
 
-    window = MainWindow(client, settings, theme, make_chat, telemetry=telemetry)
+    window = MainWindow(client, settings, theme, make_chat, telemetry=telemetry, make_strip=make_strip)
     if settings.notice:
         window.notice_banner.tell(settings.notice)
     report = reports.pending()

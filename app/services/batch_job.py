@@ -43,6 +43,8 @@ class JobEntry:
         total: rows in all; None while nobody knows.
         tokens_per_s: generated lately; 0 while there is nothing to tell by.
         ends_low_s, ends_high_s: when it will be done, seconds since 1970; None while there is nothing to tell by.
+        under_way: rows that share each sweep through the weights now; 0 while nobody knows.
+        gives_way: it runs, and waits while a chat is answered.
         blocked: why nothing goes on though it runs, as a sentence.
         reason: why it does not run, as a sentence; empty if the user wished so.
         note: a word about how its rows were run.
@@ -59,6 +61,8 @@ class JobEntry:
     tokens_per_s: float = 0.0
     ends_low_s: float | None = None
     ends_high_s: float | None = None
+    under_way: int = 0
+    gives_way: bool = False
     blocked: str = ""
     reason: str = ""
     note: str = ""

@@ -61,7 +61,7 @@ class BatchJobs(QObject):
         self._watch.timeout.connect(self.list_again)
         client.batch_told.connect(self._on_told)
         client.finished.connect(self._on_finished)
-        client.state_changed.connect(self._start_next)
+        client.state_changed.connect(self._on_state)
         client.model_loaded.connect(self._start_next)
 
     # --- what is known ----------------------------------------------------------------------------
@@ -179,7 +179,9 @@ class BatchJobs(QObject):
         self._running = key
         self._wish = JobState.PAUSED
         # Whatever ends this run, the next one goes on with what it has answered.
-        self._put(replace(entry, job=replace(job, start="resume"), state=JobState.RUNNING, model=model))
+        gives_way = self._client.state is EngineState.BUSY
+        resumed = replace(job, start="resume")
+        self._put(replace(entry, job=resumed, state=JobState.RUNNING, model=model, gives_way=gives_way))
         self._request = self._client.start_batch(job)
 
     def _end_by_wish(self, key: str, state: JobState) -> None:
@@ -195,6 +197,14 @@ class BatchJobs(QObject):
             self._put(replace(entry, state=state, reason=""))
 
     # --- what the engine says ---------------------------------------------------------------------
+
+    def _on_state(self, state: EngineState) -> None:
+        entry = self.running
+        # A job alone leaves the engine READY; what makes it BUSY beside one is a chat, to which the job gives way.
+        gives_way = state is EngineState.BUSY
+        if entry is not None and entry.gives_way != gives_way:
+            self._put(replace(entry, gives_way=gives_way), to_file=False)
+        self._start_next()
 
     def _on_told(self, event: object) -> None:
         entry = self.running
@@ -213,6 +223,7 @@ class BatchJobs(QObject):
             tokens_per_s=event.tokens_per_s,
             ends_low_s=now + event.remaining_low_s if event.remaining_low_s >= 0 else None,
             ends_high_s=now + event.remaining_high_s if event.remaining_high_s >= 0 else None,
+            under_way=event.under_way,
             blocked=event.blocked,
         )
         self._put(new, to_file=total != entry.total)
@@ -222,7 +233,7 @@ class BatchJobs(QObject):
         if entry is None or not isinstance(event, BatchFinished | Failed) or event.request_id != self._request:
             return
         self._running, self._request = "", ""
-        entry = replace(entry, blocked="", ends_low_s=None, ends_high_s=None)
+        entry = replace(entry, blocked="", gives_way=False, under_way=0, ends_low_s=None, ends_high_s=None)
         if isinstance(event, BatchFinished):
             entry = self._ended(entry, event)
         elif event.code in (ErrorCode.ENGINE_DIED, ErrorCode.DISK_FULL):

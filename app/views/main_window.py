@@ -33,6 +33,8 @@ SMALLEST = QSize(900, 600)
 class MainWindow(QMainWindow):
     """Takes its services ready made and its chat page from `make_chat`, which is called once.
 
+    `make_strip` makes what shows the machine at work in little, on pages that are about something else.
+
     Signals: `closing`, before the window closes.
     """
 
@@ -46,6 +48,7 @@ class MainWindow(QMainWindow):
         make_chat: Callable[[], QWidget],
         *,
         telemetry: TelemetryHub | None = None,
+        make_strip: Callable[[QWidget], QWidget] | None = None,
         parent: QWidget | None = None,
     ) -> None:
         super().__init__(parent)
@@ -75,7 +78,7 @@ class MainWindow(QMainWindow):
         self.starter_panel = StarterPanel(self.download, self)
         self.pages = QStackedWidget(self)
         self._built: dict[int, QWidget] = {}
-        self._make_chat = make_chat
+        self._make_chat, self._make_strip = make_chat, make_strip
         self._lay_out()
 
         self.sidebar.page_chosen.connect(self.show_page)
@@ -207,6 +210,8 @@ class MainWindow(QMainWindow):
             from app.views.batch import make_batch_page
 
             batch = make_batch_page(self._client, self._theme, self)
+            if self._make_strip is not None:
+                batch.add_strip(self._make_strip)
             self.closing.connect(batch.close_down)
             return batch
         if index == TUNE:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from PySide6.QtCore import Signal
-
 from engine.batch_files.messages import (
     BatchFinished,
     BatchProgress,
@@ -20,8 +18,6 @@ from tests.app.scripted_engine import STARTER, ScriptedEngine
 
 class ScriptedBatches(ScriptedEngine):
     """`jobs` and `samples` hold what was asked: request id and job."""
-
-    batch_told = Signal(object)
 
     def __init__(self, *, loaded: bool = True) -> None:
         super().__init__(STARTER if loaded else None)

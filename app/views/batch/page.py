@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,6 +78,10 @@ class BatchPage(QWidget):
             self.model.put(entry)
         self._go_home()
         jobs.list_again()
+
+    def add_strip(self, make: Callable[[QWidget], QWidget]) -> None:
+        """What shows the machine at work in little; it is made once a job runs."""
+        self.job_view.progress.add_strip(make)
 
     # --- files --------------------------------------------------------------------------------------
 

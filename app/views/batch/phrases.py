@@ -17,6 +17,8 @@ translate = QCoreApplication.translate
 def state_text(job: JobEntry) -> str:
     """A job's state in a word or two."""
     if job.state is JobState.RUNNING:
+        if job.gives_way:
+            return translate("Batch", "paused for a chat")
         share = job.share
         return translate("Batch", "running") if share is None else percent(share)
     return {
@@ -49,12 +51,15 @@ def rows_text(job: JobEntry) -> str:
 
 def pace_text(job: JobEntry) -> tuple[str, str]:
     """The rate, and when the job will be done; empty where there is nothing to tell by."""
-    if job.state is not JobState.RUNNING:
+    if job.state is not JobState.RUNNING or job.gives_way:
         return "", ""
     rate = translate("Batch", "{0} tokens/s").format(rate_figure(job.tokens_per_s)) if job.tokens_per_s else ""
-    if job.ends_low_s is None or job.ends_high_s is None:
+    if job.ends_high_s is None:
         return rate, ""
-    first, last = clock_text(job.ends_low_s), clock_text(job.ends_high_s)
+    last = clock_text(job.ends_high_s)
+    if job.ends_low_s is None:
+        return rate, translate("Batch", "done by {0} at the latest").format(last)
+    first = clock_text(job.ends_low_s)
     if first == last:
         return rate, translate("Batch", "done at about {0}").format(first)
     return rate, translate("Batch", "done between {0} and {1}").format(first, last)
@@ -90,11 +95,17 @@ def status_text(job: JobEntry) -> str:
     if job.state is JobState.RUNNING:
         if job.blocked:
             return job.blocked
+        if job.gives_way:
+            return translate("Batch", "Paused while you chat; the job goes on right after the answer.")
         if job.total is None and not job.done:
             return translate("Batch", "Reading the file…")
-        if not job.done:
-            return translate("Batch", "The first rows are being answered. Rows share each load of a layer's weights.")
-        return translate("Batch", "Rows share each load of a layer's weights. A chat is answered first at any time.")
+        if job.under_way > 1:
+            shared = translate("Batch", "{0} rows share each load of a layer's weights.").format(count(job.under_way))
+        else:
+            shared = ""
+        first = translate("Batch", "The first rows are being answered.")
+        said = shared if job.done else f"{first} {shared}"
+        return f"{said} {translate('Batch', 'A chat is answered first at any time.')}".strip()
     if job.state is JobState.QUEUED:
         return job.reason or translate("Batch", "It begins when the job before it is done and a model is loaded.")
     if job.state is JobState.STOPPING:

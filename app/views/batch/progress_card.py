@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from PySide6.QtCore import Qt
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QProgressBar, QVBoxLayout, QWidget
 
-from app.services.batch_job import JobEntry, JobState
+from app.services.batch_job import UNDER_WAY, JobEntry, JobState
 from app.theme import use_tabular_figures
 from app.views.batch.phrases import pace_text, rows_text, state_text, status_text
 from app.views.chat.phrases import percent
 
 
 class ProgressCard(QFrame):
-    """`strip` takes what shows the machine at work, below the words."""
+    """Words, a bar, and while the job runs what shows the machine at work."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -48,7 +50,6 @@ class ProgressCard(QFrame):
         head.addStretch(1)
         head.addWidget(right)
         self._head, self._right = head, right
-        self.strip = QVBoxLayout()
         column = QVBoxLayout(self)
         column.setContentsMargins(16, 14, 16, 14)
         column.setSpacing(10)
@@ -58,7 +59,20 @@ class ProgressCard(QFrame):
         head.addWidget(right)
         column.addWidget(self._bar)
         column.addWidget(self._status)
-        column.addLayout(self.strip)
+        self._column = column
+        self._make_strip: Callable[[QWidget], QWidget] | None = None
+        self._strip: QWidget | None = None
+
+    def add_strip(self, make: Callable[[QWidget], QWidget]) -> None:
+        """What stands below the words while a job runs; it is made for the first."""
+        self._make_strip = make
+
+    def _show_strip(self, shown: bool) -> None:
+        if shown and self._strip is None and self._make_strip is not None:
+            self._strip = self._make_strip(self)
+            self._column.addWidget(self._strip)
+        if self._strip is not None:
+            self._strip.setVisible(shown)
 
     def show_job(self, job: JobEntry) -> None:
         """Shows how far this job is."""
@@ -73,6 +87,7 @@ class ProgressCard(QFrame):
         self._bar.setRange(0, 0 if busy else 1000)
         if not busy:
             self._bar.setValue(int((share or 0.0) * 1000))
+        self._show_strip(job.state in UNDER_WAY)
         status = status_text(job)
         warns = bool(job.blocked) or job.state is JobState.FAILED
         if self._status.property("tone") != ("warning" if warns else ""):

@@ -1,0 +1,76 @@
+"""A line in the chat while a batch job runs: chats come first, so that nobody waits for rows."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import Signal
+from PySide6.QtWidgets import QHBoxLayout, QPushButton, QWidget
+
+from app.services.engine_client import EngineClient, EngineState
+from app.theme import Theme, ThemeController
+from app.views.chat.chip import Dot, ElidedLabel
+from app.views.chat.phrases import percent
+from engine.batch_files.messages import BatchFinished, BatchProgress
+from engine.protocol import Failed
+
+
+class BatchHint(QWidget):
+    """Follows the engine by itself; hidden while no job runs.
+
+    Signals: `opened`, when the job is to be shown.
+    """
+
+    opened = Signal()
+
+    def __init__(self, client: EngineClient, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self._client = client
+        self._job = ""
+        self._share: float | None = None
+        self._dot = Dot(self)
+        self._words = ElidedLabel(self)
+        self._words.setProperty("role", "secondary")
+        self.button = QPushButton(self.tr("Show the job"), self)
+        self.button.setProperty("kind", "quiet")
+        self.button.setProperty("compact", "true")
+        self.button.clicked.connect(self.opened)
+        row = QHBoxLayout(self)
+        row.setContentsMargins(4, 0, 0, 4)
+        row.setSpacing(8)
+        row.addWidget(self._dot)
+        row.addWidget(self._words, 1)
+        row.addWidget(self.button)
+        client.batch_told.connect(self._on_told)
+        client.finished.connect(self._on_finished)
+        client.state_changed.connect(self._refresh)
+        theme.changed.connect(self._apply)
+        self._apply(theme.theme)
+        self.hide()
+
+    @property
+    def text(self) -> str:
+        return self._words.full_text
+
+    def _on_told(self, event: object) -> None:
+        if isinstance(event, BatchProgress):
+            self._job = event.request_id
+            self._share = min(1.0, event.done / event.total) if event.total > 0 else None
+            self._refresh()
+
+    def _on_finished(self, event: object) -> None:
+        if isinstance(event, BatchFinished | Failed) and event.request_id == self._job:
+            self._job = ""
+            self._refresh()
+
+    def _refresh(self, *_: object) -> None:
+        self.setVisible(bool(self._job))
+        if not self._job:
+            return
+        share = "" if self._share is None else f" ({percent(self._share)})"
+        if self._client.state is EngineState.BUSY:
+            words = self.tr("The batch job{0} is paused while you chat; it goes on right after the answer.")
+        else:
+            words = self.tr("A batch job is running{0}. Chats come first: it pauses while you are answered.")
+        self._words.set_full_text(words.format(share))
+
+    def _apply(self, theme: Theme) -> None:
+        self._dot.set_colour(theme.cpu)
