@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from engine.bench.forced_text import ForcedText, decode_seconds, own_text, random_text
 from engine.bench.opened import opened, with_quarter_resident
-from engine.bench.report import Report, row
+from engine.bench.report import Report, Row, row
 from engine.bench.synthetic import is_synthetic, resolve_model
 from engine.checkpoint.model_shapes import find_shape
 from engine.config import EngineConfig, Precision
@@ -25,8 +25,9 @@ from engine.hardware.probe import HardwareProfile, probe
 from engine.measure.arithmetic import CpuArithmetic, DeviceArithmetic
 from engine.measure.experts import CpuExperts, ExpertShape
 from engine.measure.link import Copies
+from engine.measure.measuring import cold_bytes
 from engine.measure.ram import RamBandwidth
-from engine.measure.run import Measurement, Run
+from engine.measure.run import Measurement, NotMeasuredError, Run
 from engine.measure.sets import one_and_all
 from engine.paths import models_dir
 from engine.planner.predict import predict_decode
@@ -78,9 +79,19 @@ def bench_predictions(config: EngineConfig, plan: PredictionPlan, report: Report
                 name = f"{model.removeprefix('synthetic:').partition('?')[0]}, {precision}, {device}"
                 say(name)
                 try:
-                    _case(name, case, shape, plan, machine, report, has_own_text=not is_synthetic(model))
+                    found = _case(name, case, shape, plan, machine, has_own_text=not is_synthetic(model))
                 except EngineError as error:
                     report.skip_peer(name, error.message)
+                except (
+                    NotMeasuredError,
+                    MemoryError,
+                    RuntimeError,
+                    OSError,
+                ) as error:  # of this case, not of the others
+                    report.skip_peer(name, (str(error).strip().splitlines() or [type(error).__name__])[0])
+                else:
+                    report.rows.append(found)
+                    say(f"  {found.value:.1f} tokens/s, predicted {found.predicted:.1f}: {found.deviation:+.0%}")
 
 
 def _case(
@@ -89,10 +100,9 @@ def _case(
     shape: ModelShape,
     plan: PredictionPlan,
     machine: HardwareProfile,
-    report: Report,
     *,
     has_own_text: bool,
-) -> None:
+) -> Row:
     with ExitStack() as stack:
         device: Device | None = None
         if config.device != "cpu":
@@ -110,7 +120,7 @@ def _case(
             rates.append(_rate(loaded, text, 1 if device is None else _STEPS))
         profile = machine_profile(machine, _together(rounds), precision=config.precision)
         found = predict_decode(profile, shape, config, prompt_tokens=_PROMPT_TOKENS, tokens=len(text.answer))
-        report.rows.append(row(name, [max(rates)], "tokens/s", predicted=found.tokens_per_s))
+        return row(name, [max(rates)], "tokens/s", predicted=found.tokens_per_s)
 
 
 def _together(rounds: Sequence[Measurements]) -> Measurements:
@@ -142,7 +152,7 @@ def _measured(machine: HardwareProfile, config: EngineConfig, shape: ModelShape,
         Copies((64 * 2**10, 4 * _MIB, 32 * _MIB), _SAMPLES, 1.0),
     )
     cores = max(1, min(machine.physical_cores or machine.usable_cpus, machine.usable_cpus))
-    run = _AtItsBest(device, models_dir(), cores, 192 * _MIB, lambda: False, lambda _row: None)
+    run = _AtItsBest(device, models_dir(), cores, cold_bytes(machine, 256 * _MIB), lambda: False, lambda _row: None)
     for measurement in (*of_cpu, *(of_device if device is not None else ())):
         measurement(run)
     return Measurements(

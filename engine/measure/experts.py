@@ -27,6 +27,12 @@ from engine.measure.run import NotMeasuredError, Run
 _AT_ONCE = 8
 """Experts of one call: most models route a token to about so many."""
 _MOST_EXPERTS = 2048
+_FEWEST = 2
+"""Experts that have to lie side by side, or one would be read again while it is still in a cache."""
+_NARROWEST = 256
+"""Inner width: what is narrower is another expert, and no part of it."""
+_TILE = 32
+"""Widths are multiples of this in quantised records."""
 _DEVICE_BYTES = 2**29
 """Of weights on a device: more than its caches hold."""
 
@@ -53,10 +59,7 @@ class CpuExperts:
 
     def __call__(self, run: Run) -> None:
         """See `Measurement`."""
-        biggest = max(_layout(shape, precision).nbytes for shape in self.shapes for precision in self.precisions)
         room = allocate_records(max(1, run.cold_bytes // 4096), RecordLayout((), 4096), torch.device("cpu")).view(-1)
-        if biggest > room.nbytes:
-            raise NotMeasuredError("there is too little free RAM for one expert")
         room.fill_(60)  # as weights and as scales: small numbers
         for threads in self.threads_of(run.threads):
             native = load_kernels(threads)
@@ -71,8 +74,9 @@ class CpuExperts:
         self, run: Run, room: torch.Tensor, native: NativeKernels | None, threads: int, all_tokens: tuple[int, ...]
     ) -> None:
         kinds = [
-            (shape, precision, _layer(shape, precision, room))
+            (part, precision, _layer(part, precision, room))
             for shape, precision in itertools.product(self.shapes, self.precisions)
+            for part in (_fitting(shape, precision, room.nbytes),)
         ]
         kernels = [choose_kernel(_module(shape), layer, native) for shape, _, layer in kinds]
         # One token of everything first: it is what plans need most, if the time does not suffice for more.
@@ -156,6 +160,23 @@ def _timed(calls: _Calls) -> float:
     with torch.inference_mode():
         calls()
     return max(time.perf_counter() - started_s, 1e-9)
+
+
+def _fitting(shape: ExpertShape, precision: str, room_bytes: int) -> ExpertShape:
+    """The expert, or as much of its inner width as lets several of them lie side by side.
+
+    A narrower part reads the same rows of gate and up and as long pieces of down, and what is found is told of the
+    part: its widths, its bytes, its seconds.
+
+    Raises:
+        NotMeasuredError: there is no room for anything like it.
+    """
+    part = shape
+    while _FEWEST * _layout(part, precision).nbytes > room_bytes:
+        part = ExpertShape(shape.hidden, part.inner // 2 // _TILE * _TILE)
+        if part.inner < _NARROWEST:
+            raise NotMeasuredError("there is too little free RAM for one expert")
+    return part
 
 
 def _module(shape: ExpertShape) -> StandardExperts:

@@ -9,9 +9,11 @@ import pytest
 
 from engine import cli
 from engine.bench import predicted_decode
+from engine.config import EngineConfig
 from engine.hardware.measured import CopyTime, ExpertTime, Measurements
 from engine.hardware.measurement_files import save_measurements
-from engine.hardware.probe import probe
+from engine.hardware.probe import HardwareProfile, probe
+from engine.measure.run import NotMeasuredError
 from tests.unit.made_up_tuning import measurements
 
 TINY = "synthetic:qwen3-moe-tiny?layers=2"
@@ -32,6 +34,21 @@ def test_predictions_stand_beside_measurements(
     names = [row["name"] for row in document["rows"]]
     assert names == [f"qwen3-moe-tiny, {precision}, cpu" for precision in ("bf16", "int8", "int4")]
     assert all(row["value"] > 0 and row["predicted"] > 0 for row in document["rows"])
+
+
+def test_what_cannot_be_measured_loses_no_other_row(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(machine: HardwareProfile, config: EngineConfig, *_args: object) -> Measurements:
+        if config.precision == "int8":
+            raise NotMeasuredError("there is too little free RAM for one expert")
+        return measurements(machine)
+
+    monkeypatch.setattr(predicted_decode, "_measured", measured)
+    document = bench(capsys, "--predict", "--device", "cpu", "--threads", "1")
+    assert [row["name"].split(", ")[1] for row in document["rows"]] == ["bf16", "int4"]
+    (missing,) = document["peers_not_run"]
+    assert missing == {"peer": "qwen3-moe-tiny, int8, cpu", "reason": "there is too little free RAM for one expert"}
 
 
 def test_of_several_rounds_the_best_counts() -> None:

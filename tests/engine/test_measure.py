@@ -16,7 +16,7 @@ from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
 from engine.devices.memory_budget import MemoryCategory
 from engine.errors import EngineError, ErrorCode
-from engine.hardware.measured import DiskRead, Measurements, RamRead, machine_profile
+from engine.hardware.measured import DiskRead, ExpertTime, Measurements, RamRead, machine_profile
 from engine.hardware.probe import HardwareProfile, probe
 from engine.hardware.profiles import DeviceProfile, read_profile
 from engine.measure.arithmetic import CpuArithmetic, DeviceArithmetic
@@ -350,3 +350,14 @@ def test_the_sets_measure_everything_in_the_time_that_is_said() -> None:
         assert len(set(names)) == len(names)
         kinds = {type(each) for each in what.measurements}
         assert {RamBandwidth, CpuExperts, DeviceExperts, Copies, DiskReads} <= kinds
+
+
+def test_of_an_expert_that_is_too_big_a_narrower_part_is_measured(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    CpuExperts((ExpertShape(2048, 768),), ("int4",), (1,), lambda _most: (1,), 2, 10.0)(run)
+    (found,) = run.rows
+    assert isinstance(found, ExpertTime)
+    assert (found.hidden, found.inner) == (2048, 384)
+    assert 2 * found.nbytes <= run.cold_bytes
+    with pytest.raises(NotMeasuredError, match="too little free RAM"):
+        CpuExperts((ExpertShape(2048, 768),), ("bf16",), (1,), lambda _most: (1,), 2, 10.0)(run)
