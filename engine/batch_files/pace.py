@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 _WINDOW_S = 120.0
 _LEAST_S = 3.0
-_STEADY_S = 10.0
-"""By then the first prompts have been read, so that tokens come as they will go on coming."""
+_TELLING_TOKENS = 2
+"""Of each row under way on average: before, most of the time went into prompts, and tokens come slower than later."""
 _PARTS = 6
 
 
@@ -76,9 +76,10 @@ class PaceMeter:
         elapsed = now - begun
         if elapsed < _LEAST_S:
             return Pace(self._done, self._failed, total, 0.0, None, None, under_way)
-        rate = max(0.0, (tokens - tokens_then) / elapsed)
+        generated = max(0, tokens - tokens_then)
+        rate = generated / elapsed if generated >= _TELLING_TOKENS * under_way else 0.0
         low, high = self._remaining(total, now, done_then, elapsed)
-        most = self._most_remaining(total, rate, under_way_tokens) if elapsed >= _STEADY_S else None
+        most = self._most_remaining(total, rate, under_way_tokens)
         if most is not None:
             low, high = None if low is None else min(low, most), most if high is None else min(high, most)
         return Pace(self._done, self._failed, total, rate, low, high, under_way)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from PySide6.QtCore import QCoreApplication, QLocale, QTime
+from PySide6.QtCore import QCoreApplication, QDate, QLocale, QTime
 
 from app.services.batch_job import JobEntry, JobState
 from app.services.batch_sample import SampleRate
@@ -87,7 +87,7 @@ def clock_text(moment_s: float, now: datetime | None = None) -> str:
         return translate("Batch", "tomorrow {0}").format(time)
     if days < 7:
         return f"{locale.dayName(moment.isoweekday())} {time}"
-    return translate("Batch", "{0} days from now").format(count(days))
+    return locale.toString(QDate(moment.year, moment.month, moment.day), "d MMM")
 
 
 def status_text(job: JobEntry) -> str:
