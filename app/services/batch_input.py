@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from engine.batch_files.aside import StoppedError
 from engine.batch_files.folder import FolderRows
 from engine.batch_files.openai_requests import holds_openai_requests
 from engine.batch_files.opening import INPUT_SUFFIXES, InputForm, open_source
-from engine.batch_files.row_count import RowCount
+from engine.batch_files.row_count import counted_rows
 from engine.batch_files.template import as_text, template_of
 from engine.errors import EngineError
 
@@ -83,9 +84,14 @@ def look_at(path: Path, form: InputForm) -> InputPreview:
 
 def count_rows(path: Path, form: InputForm, cancelled: Callable[[], bool]) -> int | None:
     """How many rows there are; None where counting would take long, or the input cannot be read."""
+
+    def between(_share: float) -> None:
+        if cancelled():
+            raise StoppedError
+
     try:
-        return RowCount(open_source(path, form), cancelled).total
-    except (EngineError, OSError):
+        return counted_rows(open_source(path, form), between)
+    except (EngineError, OSError, StoppedError):
         return None
 
 

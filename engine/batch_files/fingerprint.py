@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
+from engine.batch_files.aside import Between, on_and_on
 from engine.batch_files.folder import FolderRows
 from engine.batch_files.row import RowSource
 from engine.errors import EngineError, ErrorCode
@@ -40,21 +40,24 @@ def stamp(source: RowSource) -> Stamp:
     return Stamp(tuple(signs))
 
 
-def content_hash(source: RowSource, cancelled: Callable[[], bool] = lambda: False) -> str:
+def content_hash(source: RowSource, between: Between = on_and_on) -> str:
     """A hash of all content and of the names within a folder; reads everything once.
 
     Raises:
-        EngineError: `INVALID_REQUEST`, if a file cannot be read or the caller has cancelled.
+        EngineError: `INVALID_REQUEST`, if a file cannot be read.
+        StoppedError: see `Between`.
     """
     whole = hashlib.sha256()
+    total = max(1, sum(size for _name, size, _time in stamp(source).signs))
+    done = 0
     for path in files_of(source):
         part = xxhash.xxh3_128()
         try:
             with open(path, "rb", buffering=0) as file:
                 while block := file.read(_BLOCK):
-                    if cancelled():
-                        raise EngineError(ErrorCode.INVALID_REQUEST, "Reading the input was cancelled.")
                     part.update(block)
+                    done += len(block)
+                    between(min(1.0, done / total))
         except OSError as error:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST, f"{path} cannot be read ({error.strerror}): check that it is still there."

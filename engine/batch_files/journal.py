@@ -43,7 +43,7 @@ def journal_path(output: Path) -> Path:
 
 
 class Journal:
-    """The endings of a job's rows, for the one thread that works on it; `job_list` reads it from elsewhere.
+    """The endings of a job's rows, for whoever works on it, one thread at a time; `job_list` reads it from elsewhere.
 
     Args:
         settings: the job as JSON, for lists of jobs.
@@ -60,7 +60,8 @@ class Journal:
             self._lock = _locked(path)
         try:
             with self._explained():
-                self._connection = sqlite3.connect(path, isolation_level=None)
+                # One thread at a time: while a result is written aside, whoever waits for it leaves the journal alone.
+                self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
                 self._connection.execute("PRAGMA journal_mode = WAL")
                 self._connection.execute("PRAGMA synchronous = FULL")
                 self._connection.executescript(_SCHEMA)

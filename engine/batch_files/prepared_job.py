@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from engine.batch_files.answer import Answer
+from engine.batch_files.aside import Between, on_and_on
 from engine.batch_files.fingerprint import content_hash
 from engine.batch_files.journal import Journal, discard, journal_path
 from engine.batch_files.manifest import Manifest
@@ -53,18 +54,19 @@ class PreparedJob:
         for row in self.source.rows():
             yield row.share, self.prompts(row)
 
-    def manifest(self, model: str, precision: str, cancelled: Callable[[], bool]) -> Manifest:
+    def manifest(self, model: str, precision: str, between: Between = on_and_on) -> Manifest:
         """What the answers depend on; reads the whole input once.
 
         Args:
             model: its fingerprint.
 
         Raises:
-            EngineError: the input cannot be read, or the caller has cancelled.
+            EngineError: the input cannot be read.
+            StoppedError: see `Between`.
         """
         job = self.job
         return Manifest(
-            input_hash=content_hash(self.source, cancelled),
+            input_hash=content_hash(self.source, between),
             template=self.prompts.template.text if isinstance(self.prompts, TemplatePrompts) else "",
             system=job.system,
             model=model,

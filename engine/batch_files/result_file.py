@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.batch_files.answer import Answer
+from engine.batch_files.aside import Between, on_and_on
 from engine.batch_files.new_file import beside
 from engine.batch_files.openai_responses import write_openai
 from engine.batch_files.result_formats import CsvResult, JsonLinesResult, ParquetResult, SpreadsheetResult
@@ -30,6 +31,7 @@ _FORMATS: dict[str, ResultFormat] = {
     ".xlsx": SpreadsheetResult(),
 }
 OUTPUT_SUFFIXES = tuple(_FORMATS)
+_ROWS_AT_ONCE = 64
 
 
 def check_output(path: Path, source: RowSource) -> None:
@@ -59,7 +61,14 @@ def check_output(path: Path, source: RowSource) -> None:
         )
 
 
-def write_result(path: Path, source: RowSource, answers: Iterable[Answer], *, openai: bool = False) -> int:
+def write_result(
+    path: Path,
+    source: RowSource,
+    answers: Iterable[Answer],
+    *,
+    openai: bool = False,
+    between: Between = on_and_on,
+) -> int:
     """Writes all rows that have an answer, in the input's order, replacing what is there.
 
     Args:
@@ -71,8 +80,9 @@ def write_result(path: Path, source: RowSource, answers: Iterable[Answer], *, op
 
     Raises:
         EngineError: `DISK_FULL`, `INVALID_REQUEST`; the old file is then as it was.
+        StoppedError: see `Between`; the old file is as it was.
     """
-    counted = _Counted(_answered(source, iter(answers)))
+    counted = _Counted(_answered(source, iter(answers), between))
     if openai:
         write_openai(path, counted)
     else:
@@ -107,11 +117,13 @@ class _Counted:
         return pair
 
 
-def _answered(source: RowSource, answers: Iterator[Answer]) -> Iterator[tuple[Row, Answer]]:
+def _answered(source: RowSource, answers: Iterator[Answer], between: Between) -> Iterator[tuple[Row, Answer]]:
     answer = next(answers, None)
     for row in source.rows():
         if answer is None:
             return
+        if row.index % _ROWS_AT_ONCE == 0:
+            between(row.share)
         if answer.row == row.index:
             yield row, answer
             answer = next(answers, None)

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from engine.batch_files.aside import Between, on_and_on
 from engine.batch_files.fingerprint import stamp
 from engine.batch_files.row import RowSource
 
 _COUNTED_BYTES = 100 * 10**6
+_ROWS_AT_ONCE = 64
 _TOLD_BY = 200
+
+
+def counted_rows(source: RowSource, between: Between = on_and_on) -> int | None:
+    """The number of rows; None of an input so big that counting would take long.
+
+    Raises:
+        EngineError: as the source's `rows`.
+        StoppedError: see `Between`.
+    """
+    if sum(size for _name, size, _time in stamp(source).signs) > _COUNTED_BYTES:
+        return None
+    count = 0
+    for count, row in enumerate(source.rows(), start=1):
+        if count % _ROWS_AT_ONCE == 1:
+            between(row.share)
+    return count
 
 
 class RowCount:
     """The number of rows, as well as it is known.
 
     Args:
-        cancelled: asked while counting.
+        counted: see `counted_rows`.
     """
 
-    def __init__(self, source: RowSource, cancelled: Callable[[], bool]) -> None:
-        self._total: int | None = None
-        self._exact = False
-        if sum(size for _name, size, _time in stamp(source).signs) <= _COUNTED_BYTES:
-            count = 0
-            for _row in source.rows():
-                count += 1
-                if cancelled():
-                    return
-            self._total, self._exact = count, True
+    def __init__(self, counted: int | None) -> None:
+        self._total = counted
+        self._exact = counted is not None
 
     @property
     def total(self) -> int | None:

@@ -11,59 +11,46 @@ from engine.errors import EngineError, ErrorCode
 
 _FLUSH_S = 0.5
 _MOST_WAITING = 64
-_RETRY_S = 1.0
 
 
 class SafeKeeping:
-    """Writes answers in groups, each put safely on the disk.
-
-    Args:
-        on_blocked: told the reason each time a write has to wait, and "" when it went on.
-        cancelled: asked while waiting.
+    """Writes answers in groups, each put safely on the disk.  It never waits: who calls it does, as long as it has a
+    `problem`, and brings no new rows under way meanwhile.
     """
 
-    def __init__(
-        self,
-        journal: Journal,
-        *,
-        on_blocked: Callable[[str], None],
-        cancelled: Callable[[], bool],
-        sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, journal: Journal, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._journal = journal
-        self._on_blocked = on_blocked
-        self._cancelled = cancelled
-        self._sleep, self._clock = sleep, clock
+        self._clock = clock
         self._waiting: list[Answer] = []
         self._flushed_s = clock()
+        self.problem = ""
+        """Why answers cannot be written now, as a sentence; empty if they can."""
 
     def keep(self, answer: Answer) -> None:
-        """Takes one answer; returns when there is room for the next."""
-        self._waiting.append(answer)
-        if len(self._waiting) >= _MOST_WAITING or self._clock() - self._flushed_s >= _FLUSH_S:
-            self.flush()
-
-    def flush(self) -> None:
-        """Everything taken so far is on the disk when this returns, or the caller has cancelled.
+        """Takes one answer, and writes those that it has if it is time to.
 
         Raises:
             EngineError: the journal cannot be written for another reason than a full disk.
         """
-        blocked = False
-        while self._waiting:
-            try:
-                self._journal.record(self._waiting)
-            except EngineError as error:
-                if error.code != ErrorCode.DISK_FULL:
-                    raise
-                blocked = True
-                self._on_blocked(error.message)
-                if self._cancelled():
-                    return  # they are asked again at the next resume
-                self._sleep(_RETRY_S)
-                continue
-            self._waiting.clear()
+        self._waiting.append(answer)
+        due = len(self._waiting) >= _MOST_WAITING or self._clock() - self._flushed_s >= _FLUSH_S
+        if due and not self.problem:
+            self.flush()
+
+    def flush(self) -> bool:
+        """Whether everything taken so far is on the disk; if not, `problem` says why.
+
+        Raises:
+            EngineError: the journal cannot be written for another reason than a full disk.
+        """
+        try:
+            self._journal.record(self._waiting)
+        except EngineError as error:
+            if error.code != ErrorCode.DISK_FULL:
+                raise
+            self.problem = error.message
+            return False
+        self._waiting.clear()
+        self.problem = ""
         self._flushed_s = self._clock()
-        if blocked:
-            self._on_blocked("")
+        return True

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from engine.batch_files.answer import Answer
+from engine.batch_files.aside import StoppedError, aside
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.messages import (
     BatchFinished,
@@ -72,10 +73,13 @@ class BatchService:
             while chat_waits():
                 self._answer_next()
 
-        prepared = prepare(request.job)
         watcher = JobWatcher(told.pace, told.answer, chat_waits, give_way, cancelled)
         try:
+            # A book of a pdf, a folder of ten thousand files: no chat waits until they are opened.
+            prepared = aside(lambda _between: prepare(request.job), watcher, lambda _share: None)
             ending = engine.run_batch(prepared, watcher)
+        except StoppedError:
+            return BatchFinished(request.request_id, False, 0, 0, 0, 0, time.monotonic() - begun, "")
         finally:
             told.rows_now()
         pace = ending.pace

@@ -49,7 +49,7 @@ def a_job(folder: Path, name: str = "one") -> BatchJob:
 def journal_of(job: BatchJob, *answers: Answer, finished: bool = False) -> None:
     """What an engine would have left."""
     prepared = prepare(job)
-    journal = prepared.open_journal(prepared.manifest("m", "fp32", lambda: False), "Model M")
+    journal = prepared.open_journal(prepared.manifest("m", "fp32"), "Model M")
     journal.record(answers)
     if finished:
         journal.finish()

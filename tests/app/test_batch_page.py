@@ -292,7 +292,7 @@ def test_rows_of_a_finished_job_are_read_from_its_journal(
 ) -> None:
     start(page, qtbot, table)
     prepared = prepare(engine.jobs[-1][1])
-    journal = prepared.open_journal(prepared.manifest("m", "fp32", lambda: False), "M")
+    journal = prepared.open_journal(prepared.manifest("m", "fp32"), "M")
     journal.record([*(Answer(n, f"answer {n} " * 200, "stop", 1, 2) for n in range(5)), failed(5, "is empty")])
     journal.close()
     engine.end(ROWS, 1)

@@ -87,33 +87,13 @@ class _FullFor:
 
 def test_a_full_disk_delays_answers_and_loses_none(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "job", _MANIFEST)
-    told: list[str] = []
-    slept: list[float] = []
-    keeping = SafeKeeping(
-        _FullFor(journal, 3),  # type: ignore[arg-type]
-        on_blocked=told.append,
-        cancelled=lambda: False,
-        sleep=slept.append,
-        clock=lambda: 0.0,
-    )
+    full = _FullFor(journal, 3)
+    keeping = SafeKeeping(full, clock=lambda: 0.0)  # type: ignore[arg-type]
     for row in range(100):
         keeping.keep(Answer(row, "x", "stop") if row % 2 else failed(row, "is odd"))
-    keeping.flush()
+    assert keeping.problem == "The disk is full."
+    assert full.refusals == 2, "a disk that is full is asked again when its owner says so, not for every answer"
+    assert [keeping.flush() for _ in range(3)] == [False, False, True]
+    assert keeping.problem == ""
     assert [answer.row for answer in journal.answers()] == list(range(100))
-    assert told == ["The disk is full."] * 3 + [""]
-    assert len(slept) == 3
-    journal.close()
-
-
-def test_waiting_for_room_can_be_cancelled(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "job", _MANIFEST)
-    keeping = SafeKeeping(
-        _FullFor(journal, 10**9),  # type: ignore[arg-type]
-        on_blocked=lambda _reason: None,
-        cancelled=lambda: True,
-        sleep=lambda _seconds: None,
-    )
-    keeping.keep(Answer(0, "x", "stop"))
-    keeping.flush()
-    assert journal.counts() == (0, 0, 0)
     journal.close()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from engine.batch_files.answer import Answer
+from engine.batch_files.aside import Between, StoppedError, aside
 from engine.batch_files.fingerprint import content_hash, stamp
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.journal import Journal
@@ -14,16 +15,21 @@ from engine.batch_files.manifest import Manifest
 from engine.batch_files.pace import Pace, PaceMeter
 from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.result_file import write_result
-from engine.batch_files.row_count import RowCount
+from engine.batch_files.row_count import RowCount, counted_rows
 from engine.batch_files.safe_keeping import SafeKeeping
 from engine.errors import EngineError, ErrorCode
-from engine.runtime.batch.asking import Asking, question_of
-from engine.runtime.batch.request import AnswerCallback, BatchAnswer, BatchRequest, Check, Outcome
+from engine.runtime.batch.asking import Asking
+from engine.runtime.batch.request import AnswerCallback, BatchAnswer, BatchRequest, Check, Outcome, never
+from engine.runtime.batch.row_feed import RowFeed
 from engine.runtime.constrained import ConstrainedAnswers
 
 _WATCH_S = 5.0
 """How often the input is asked whether it has changed."""
 _TELL_S = 0.5
+_RETRY_S = 1.0
+"""How often a full disk is asked whether there is room again."""
+_REST_S = 0.02
+_Result = TypeVar("_Result")
 
 
 class RowExecutor(Protocol):
@@ -41,6 +47,9 @@ class RowExecutor(Protocol):
 
 class JobRun:
     """Runs one job to its end or to its cancellation; what it has answered is kept either way.
+
+    Whoever has priority never waits longer than a layer: what takes long and is no layer is done `aside`, a full disk
+    is waited for with nothing on the engine's thread, and rows that are only read past are left when somebody comes.
 
     Args:
         journal: of this job and `manifest`; the caller closes it.
@@ -60,11 +69,12 @@ class JobRun:
         self._executor, self._watcher = executor, watcher
         self._stamp = stamp(prepared.source)
         self._watched_s = self._told_s = time.monotonic()
+        self._looks_changed = False
         done, bad, _tokens = journal.counts()
         self._meter = PaceMeter(done, bad, self._watched_s, prepared.most_tokens)
-        self._keeping = SafeKeeping(journal, on_blocked=self._blocked, cancelled=watcher.cancelled)
+        self._keeping = SafeKeeping(journal)
         self._asking = Asking(prepared.job.tries, make_constrained)
-        self._count = RowCount(prepared.source, watcher.cancelled)
+        self._count = RowCount(None)
 
     def run(self) -> JobEnding:
         """Answers every row that has no ending yet, and writes the result.
@@ -72,67 +82,71 @@ class JobRun:
         Raises:
             EngineError: the input changed, the journal or the result cannot be written, or the model gave up.
         """
-        self._tell()
         try:
+            counted = self._aside("Counting the rows", lambda between: counted_rows(self._prepared.source, between))
+            self._count = RowCount(counted)
+            self._tell()
             finished = self._answer_all()
+        except StoppedError:
+            finished = False
         finally:
             self._keeping.flush()
-        self._require_same_input()
-        source, output = self._prepared.source, self._prepared.output
         if finished:
             self._require_all_rows()
-        written = write_result(output, source, self._journal.answers(), openai=self._prepared.openai)
-        if finished:
-            self._journal.finish()
-        return JobEnding(finished, self._pace(), written, self._meter.tokens)
+        else:
+            self._look_at_input(at_once=True)
+            if self._looks_changed:
+                self._require_same_input(never)
+        return self._written(finished)
 
     def _answer_all(self) -> bool:
-        rows = self._requests()
+        """Whether all rows have their endings; else it was cancelled."""
+        feed = RowFeed(self._prepared, self._journal, self._asking, self._count, self._keep, self._must_pause)
+
+        def should_yield() -> bool:
+            # Asked between layers: a good moment to tell how far rows are that have long answers.
+            if time.monotonic() - self._told_s >= _TELL_S:
+                self._tell()
+            return feed.paused or self._must_pause()
+
         while True:
-            outcome = self._executor.run(rows, self._answered, self._should_yield, self._watcher.cancelled)
-            if outcome is Outcome.CANCELLED:
+            outcome = self._executor.run(feed.rows(), self._answered, should_yield, self._watcher.cancelled)
+            if outcome is Outcome.CANCELLED or not self._may_go_on():
                 return False
-            if outcome is Outcome.YIELDED:
-                self._keeping.flush()
-                self._watcher.give_way()
-            elif self._asking.waiting:  # rows that are asked once more, after the last one had been handed out
-                rows = self._asked_again()
-            else:
-                return not self._watcher.cancelled()
+            if outcome is Outcome.FINISHED and feed.is_over:
+                self._look_at_input(at_once=True)
+                return self._may_go_on()
 
-    def _should_yield(self) -> bool:
-        """Asked between layers: a good moment to tell how far rows are that have long answers."""
-        if time.monotonic() - self._told_s >= _TELL_S:
-            self._tell()
-        return self._watcher.should_yield()
+    def _must_pause(self) -> bool:
+        """Whether something comes before the next row."""
+        self._look_at_input()
+        return bool(self._keeping.problem) or self._looks_changed or self._watcher.should_yield()
 
-    def _requests(self) -> Iterator[BatchRequest]:
-        """Every row without an ending, read from the input as the executor has room for it."""
-        count = 0
-        for share, asked in self._prepared.asked():
-            yield from self._asked_again()
-            count += 1
-            self._count.read(count, share)
+    def _may_go_on(self) -> bool:
+        """Does what comes before the next row; False if the job was cancelled meanwhile."""
+        while not self._keeping.flush():
+            if not self._wait_for_room(self._keeping.problem):
+                return False
+        if self._looks_changed:
+            self._require_same_input()
+        self._give_way()
+        return not self._watcher.cancelled()
+
+    def _wait_for_room(self, problem: str) -> bool:
+        """Lets a moment pass in which others have the machine; False if the job was cancelled."""
+        self._tell(f"Waiting: {problem}")
+        until = time.monotonic() + _RETRY_S
+        while time.monotonic() < until:
             if self._watcher.cancelled():
-                return
-            self._watch_input()
-            if self._journal.has(asked.row):
-                continue
-            if isinstance(asked, Answer):
-                self._keep(asked, "")
-            else:
-                yield from self._runnable(self._asking.ask(asked), question_of(asked))
-        self._count.ended(count)
+                return False
+            self._give_way()
+            time.sleep(_REST_S)
+        self._tell()
+        return True
 
-    def _asked_again(self) -> Iterator[BatchRequest]:
-        for request in self._asking.again():
-            yield from self._runnable(request, "")
-
-    def _runnable(self, request: BatchRequest | Answer, question: str) -> Iterator[BatchRequest]:
-        if isinstance(request, Answer):
-            self._keep(request, question)
-        else:
-            yield request
+    def _give_way(self) -> None:
+        if self._watcher.should_yield():
+            self._watcher.give_way()
 
     def _answered(self, answer: BatchAnswer) -> None:
         ended = self._asking.ended(answer)
@@ -150,31 +164,35 @@ class JobRun:
         self._told_s = time.monotonic()
         self._watcher.on_pace(self._pace(), blocked)
 
-    def _blocked(self, reason: str) -> None:
-        self._tell(f"Waiting: {reason}" if reason else "")
-
     def _pace(self) -> Pace:
         rows, tokens = self._executor.under_way
         return self._meter.pace(self._count.total, time.monotonic(), under_way=rows, under_way_tokens=tokens)
 
-    def _watch_input(self) -> None:
-        now = time.monotonic()
-        if now - self._watched_s >= _WATCH_S:
-            self._watched_s = now
-            self._require_same_input()
+    def _aside(self, doing: str, work: Callable[[Between], _Result], cancelled: Check | None = None) -> _Result:
+        def on_share(share: float) -> None:
+            if time.monotonic() - self._told_s >= _TELL_S:
+                self._tell(f"{doing}: {share:.0%}")
 
-    def _require_same_input(self) -> None:
-        signs = stamp(self._prepared.source)
-        if signs == self._stamp:
-            return
-        # Touched, or copied back: what counts is what is in it.
-        if content_hash(self._prepared.source) != self._manifest.input_hash:
+        return aside(work, self._watcher, on_share, cancelled=cancelled)
+
+    def _look_at_input(self, *, at_once: bool = False) -> None:
+        now = time.monotonic()
+        if at_once or now - self._watched_s >= _WATCH_S:
+            self._watched_s = now
+            self._looks_changed = self._looks_changed or stamp(self._prepared.source) != self._stamp
+
+    def _require_same_input(self, cancelled: Check | None = None) -> None:
+        """Touched, or copied back: what counts is what is in it."""
+        source = self._prepared.source
+        signs = stamp(source)
+        found = self._aside("Reading the input", lambda between: content_hash(source, between), cancelled)
+        if found != self._manifest.input_hash:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,
-                f"{self._prepared.source.path} was changed while the job ran: put the old file back and resume, or "
+                f"{source.path} was changed while the job ran: put the old file back and resume, or "
                 f"restart the job with the new one; the answers so far are kept.",
             )
-        self._stamp = signs
+        self._stamp, self._looks_changed = signs, False
 
     def _require_all_rows(self) -> None:
         """Every row has had its ending: what says otherwise is a fault of ours, and better said than written."""
@@ -183,3 +201,26 @@ class JobRun:
             raise EngineError(
                 ErrorCode.INTERNAL, f"Of {self._count.total} rows {done} were answered: resume the job and report this."
             )
+
+    def _written(self, finished: bool) -> JobEnding:
+        """Writes the result, of a cancelled job as far as there is one, and says what was done."""
+        source, output = self._prepared.source, self._prepared.output
+        while True:
+            try:
+                written = self._aside(
+                    "Writing the result",
+                    lambda between: write_result(
+                        output, source, self._journal.answers(), openai=self._prepared.openai, between=between
+                    ),
+                    cancelled=None if finished else never,
+                )
+                if finished:
+                    self._journal.finish()
+                return JobEnding(finished, self._pace(), written, self._meter.tokens)
+            except StoppedError:
+                return JobEnding(False, self._pace(), 0, self._meter.tokens)
+            except EngineError as error:
+                if error.code != ErrorCode.DISK_FULL:
+                    raise
+                if not finished or not self._wait_for_room(error.message):
+                    return JobEnding(False, self._pace(), 0, self._meter.tokens, note=error.message)

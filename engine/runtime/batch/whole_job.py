@@ -8,7 +8,11 @@ from itertools import islice
 from pathlib import Path
 
 from engine.batch_files.answer import Answer
+from engine.batch_files.aside import StoppedError, aside
+from engine.batch_files.job_list import read_job
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
+from engine.batch_files.journal import journal_path
+from engine.batch_files.pace import Pace
 from engine.batch_files.prepared_job import PreparedJob
 from engine.checkpoint.fingerprint import fingerprint
 from engine.checkpoint.shards import read_tensors
@@ -29,7 +33,16 @@ def run_whole_job(prepared: PreparedJob, loaded: LoadedModel, watcher: JobWatche
     """
     directory = Path(loaded.info.path)
     digest = str(fingerprint(directory, read_tensors(directory).values())["headers"])
-    manifest = prepared.manifest(digest, loaded.info.precision, watcher.cancelled)
+    so_far = read_job(journal_path(prepared.output)) if prepared.job.start != "restart" else None
+    known = Pace(so_far.done if so_far else 0, so_far.failed if so_far else 0, None, 0.0, None, None)
+    try:
+        manifest = aside(
+            lambda between: prepared.manifest(digest, loaded.info.precision, between),
+            watcher,
+            lambda share: watcher.on_pace(known, f"Reading the input: {share:.0%}"),
+        )
+    except StoppedError:
+        return JobEnding(False, known, 0)
     journal = prepared.open_journal(manifest, loaded.info.path)
     executor = BatchExecutor(loaded)
     try:
