@@ -16,7 +16,14 @@ import typing
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from engine.batch_files.messages import BatchFinished, BatchProgress, BatchRows, SampleBatch, StartBatch
+from engine.batch_files.messages import (
+    BatchFinished,
+    BatchPlanned,
+    BatchProgress,
+    BatchRows,
+    SampleBatch,
+    StartBatch,
+)
 from engine.config import EngineConfig, SamplingParams
 from engine.errors import EngineError, ErrorCode
 from engine.json_fields import from_fields
@@ -209,6 +216,7 @@ Event = (
     | ModelLoaded
     | ModelUnloaded
     | Finished
+    | BatchPlanned
     | BatchProgress
     | BatchRows
     | BatchFinished

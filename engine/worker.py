@@ -22,6 +22,7 @@ from engine.batch_files.prepared_job import PreparedJob
 from engine.config import EngineConfig, SamplingParams
 from engine.errors import EngineError, ErrorCode
 from engine.model_info import ModelInfo
+from engine.planner.batch_prediction import JobPrediction
 from engine.process.batch import BatchService
 from engine.process.environment import quiet_libraries
 from engine.process.failures import as_engine_error, log_failure
@@ -113,7 +114,12 @@ class WorkerEngine(Protocol):
     def run_batch(self, prepared: PreparedJob, watcher: JobWatcher) -> JobEnding: ...
 
     def sample_batch(
-        self, prepared: PreparedJob, rows: int, on_answer: Callable[[Answer, str], None], cancelled: Callable[[], bool]
+        self,
+        prepared: PreparedJob,
+        rows: int,
+        on_answer: Callable[[Answer, str], None],
+        cancelled: Callable[[], bool],
+        on_plan: Callable[[JobPrediction], None],
     ) -> None: ...
 
     def generate(

@@ -17,6 +17,7 @@ from PySide6.QtCore import QCoreApplication, QObject, QTimer, Signal
 
 from app.services.worker_process import WorkerProcess
 from engine.batch_files.messages import (
+    BatchPlanned,
     BatchProgress,
     BatchRows,
     SampleBatch,
@@ -86,7 +87,7 @@ class EngineClient(QObject):
         state_changed(EngineState), responding_changed(bool), model_loaded(ModelInfo),
         progress(Progress), token(Token), telemetry(Telemetry),
         recorded(TelemetrySpans | TelemetryCounters | TelemetryRequest | ExpertMap | CacheReport): while watched,
-        batch_told(BatchProgress | BatchRows): while a job runs,
+        batch_told(BatchPlanned | BatchProgress | BatchRows): while a job runs,
         tuning_told(TuningProgress | TuningMeasured | TuningPlans | TuningTimed): while a tuning run goes on,
         finished(ModelLoaded | ModelUnloaded | Finished | BatchFinished | TuningFinished | Cancelled | Failed): one for
             every request.
@@ -281,7 +282,7 @@ class EngineClient(QObject):
         elif isinstance(message, TuningProgress | TuningMeasured | TuningPlans | TuningTimed):
             if message.request_id in self._open:
                 self.tuning_told.emit(message)
-        elif isinstance(message, BatchProgress | BatchRows):
+        elif isinstance(message, BatchPlanned | BatchProgress | BatchRows):
             if message.request_id in self._open:
                 self.batch_told.emit(message)
         elif isinstance(message, Telemetry):

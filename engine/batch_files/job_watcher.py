@@ -7,6 +7,11 @@ from dataclasses import dataclass
 
 from engine.batch_files.answer import Answer
 from engine.batch_files.pace import Pace
+from engine.planner.batch_prediction import JobPrediction
+
+
+def _nobody(_prediction: JobPrediction) -> None:
+    """For callers that do not ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +23,7 @@ class JobWatcher:
         on_answer: told each answer, with the last message that was asked (empty if the row could not be asked).
         should_yield: whether somebody else has priority; `give_way` then returns when they are done.
         cancelled: whether to stop.
+        on_plan: told how fast the job will be, before its first answer.
     """
 
     on_pace: Callable[[Pace, str], None]
@@ -25,6 +31,7 @@ class JobWatcher:
     should_yield: Callable[[], bool]
     give_way: Callable[[], None]
     cancelled: Callable[[], bool]
+    on_plan: Callable[[JobPrediction], None] = _nobody
 
 
 @dataclass(frozen=True, slots=True)

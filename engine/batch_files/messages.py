@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.config import BatchJob
+from engine.planner.batch_prediction import JobPrediction
 
 # --- commands -------------------------------------------------------------------------------------
 
@@ -52,6 +53,56 @@ class BatchProgress:
     remaining_high_s: float
     blocked: str
     under_way: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlanned:
+    """How a job is going to be run, before its first answer; after a sample, with what the sample has shown.
+
+    See `engine.planner.batch_prediction.JobPrediction`.
+
+    Attributes:
+        rows_together: rows that share each weight load.
+        micro_batches: pieces in which they go through a layer.
+        schedule: the order of a layer's work on a card; empty on the CPU.
+        rows: in all, as the beginning of the input lets expect.
+        tokens_per_row: that answers were assumed to have.
+        tokens_per_s_low, tokens_per_s_high: generated.
+        seconds_low, seconds_high: for all rows.
+        bottleneck: `arithmetic`, `weights`, `attention`, `disk`, `link` or `card`.
+        is_measured: whether answers of this job have been timed for it.
+    """
+
+    request_id: str
+    rows_together: int
+    micro_batches: int
+    schedule: str
+    rows: int
+    tokens_per_row: float
+    tokens_per_s_low: float
+    tokens_per_s_high: float
+    seconds_low: float
+    seconds_high: float
+    bottleneck: str
+    is_measured: bool
+
+    @classmethod
+    def of(cls, request_id: str, prediction: JobPrediction) -> BatchPlanned:
+        """What was predicted, as a message."""
+        return cls(
+            request_id=request_id,
+            rows_together=prediction.rows_together,
+            micro_batches=prediction.micro_batches,
+            schedule=prediction.schedule,
+            rows=prediction.job.rows,
+            tokens_per_row=prediction.job.generated_tokens,
+            tokens_per_s_low=prediction.low,
+            tokens_per_s_high=prediction.high,
+            seconds_low=prediction.seconds_low,
+            seconds_high=prediction.seconds_high,
+            bottleneck=str(prediction.bottleneck),
+            is_measured=prediction.is_measured,
+        )
 
 
 @dataclass(frozen=True, slots=True)

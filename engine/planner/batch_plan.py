@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.planner.batch_prediction import JobRows
 from engine.planner.costs import Costs
 from engine.planner.engine_memory import (
     EngineMemory,
@@ -12,10 +13,19 @@ from engine.planner.engine_memory import (
     record_nbytes,
 )
 from engine.planner.klotski import block_times, fewest_batches
+from engine.planner.machine import HardwareProfile
+from engine.planner.model_shape import ModelShape
 from engine.planner.plan_parts import BatchPlan, Limits, TierBytes
 from engine.planner.plan_search import Question
+from engine.planner.simulator.batch_policies import CGOPIPE, FLEXGEN_S4, KLOTSKI
 from engine.planner.simulator.outcome import Outcome
+from engine.planner.simulator.plans import run_policy
 from engine.planner.workload import Workload
+
+_OF_THE_ENGINE = (CGOPIPE, KLOTSKI, FLEXGEN_S4)
+"""Schedules that the batch executor has and that may be fastest: S3 never is."""
+_MOST_SEQUENCES = 512
+_DRAWN_LAYERS = 4
 
 
 def plan_batch(question: Question, outcomes: list[Outcome]) -> BatchPlan | None:
@@ -39,6 +49,23 @@ def plan_batch(question: Question, outcomes: list[Outcome]) -> BatchPlan | None:
         hides_transfers=fewest is not None and policy.micro_batches >= fewest,
         tokens_per_s=found.tokens_per_s,
     )
+
+
+def best_batch(
+    machine: HardwareProfile, model: ModelShape, limits: Limits, precision: str, rows: JobRows
+) -> tuple[BatchPlan, str] | None:
+    """(how the engine runs these rows on a card, the lane that is busiest then); None if no schedule fits."""
+    work = Workload(
+        "job", round(rows.prompt_tokens), max(1, round(rows.generated_tokens)), min(rows.rows, _MOST_SEQUENCES)
+    )
+    question = Question(machine, model, work, limits, precision)
+    setting = question.setting(_DRAWN_LAYERS)
+    outcomes = [found for name in _OF_THE_ENGINE if (found := run_policy(name, setting)) is not None]
+    plan = plan_batch(question, outcomes)
+    if plan is None:
+        return None
+    use = next(one.utilisation for one in outcomes if one.policy == plan.schedule)
+    return plan, max(use, key=lambda lane: use[lane], default="")
 
 
 def batch_memory(costs: Costs, limits: Limits, workload: Workload, outcome: Outcome) -> EngineMemory:

@@ -11,6 +11,7 @@ from engine.batch_files.aside import StoppedError, aside
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.messages import (
     BatchFinished,
+    BatchPlanned,
     BatchProgress,
     BatchRow,
     BatchRows,
@@ -19,6 +20,7 @@ from engine.batch_files.messages import (
 )
 from engine.batch_files.pace import Pace
 from engine.batch_files.prepared_job import PreparedJob, prepare
+from engine.planner.batch_prediction import JobPrediction
 from engine.process.requests import RequestQueue
 from engine.protocol import Event, Generate
 
@@ -33,7 +35,12 @@ class BatchEngine(Protocol):
     def run_batch(self, prepared: PreparedJob, watcher: JobWatcher) -> JobEnding: ...
 
     def sample_batch(
-        self, prepared: PreparedJob, rows: int, on_answer: Callable[[Answer, str], None], cancelled: Callable[[], bool]
+        self,
+        prepared: PreparedJob,
+        rows: int,
+        on_answer: Callable[[Answer, str], None],
+        cancelled: Callable[[], bool],
+        on_plan: Callable[[JobPrediction], None],
     ) -> None: ...
 
 
@@ -73,7 +80,7 @@ class BatchService:
             while chat_waits():
                 self._answer_next()
 
-        watcher = JobWatcher(told.pace, told.answer, chat_waits, give_way, cancelled)
+        watcher = JobWatcher(told.pace, told.answer, chat_waits, give_way, cancelled, told.plan)
         try:
             # A book of a pdf, a folder of ten thousand files: no chat waits until they are opened.
             prepared = aside(lambda _between: prepare(request.job), watcher, lambda _share: None)
@@ -112,9 +119,13 @@ class BatchService:
             told.rows_now()
 
         prepared = prepare(request.job)
-        engine.sample_batch(prepared, request.rows, answered, lambda: self._requests.is_cancelled(request.request_id))
+
+        def cancelled() -> bool:
+            return self._requests.is_cancelled(request.request_id)
+
+        engine.sample_batch(prepared, request.rows, answered, cancelled, told.plan)
         done, failed, tokens = counts
-        finished = not self._requests.is_cancelled(request.request_id)
+        finished = not cancelled()
         return BatchFinished(request.request_id, finished, done, failed, 0, tokens, time.monotonic() - begun, "")
 
 
@@ -140,6 +151,9 @@ class _Told:
                 under_way=pace.under_way,
             )
         )
+
+    def plan(self, prediction: JobPrediction) -> None:
+        self._send(BatchPlanned.of(self._request_id, prediction))
 
     def answer(self, answer: Answer, question: str) -> None:
         shown = (question[:_MOST_CHARACTERS], answer.text[:_MOST_CHARACTERS])

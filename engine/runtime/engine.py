@@ -13,6 +13,7 @@ from engine.checkpoint.library import resolve
 from engine.config import EngineConfig, SamplingParams
 from engine.errors import EngineError, ErrorCode
 from engine.model_info import ModelInfo
+from engine.planner.batch_prediction import JobPrediction
 from engine.protocol import ChatMessage
 from engine.runtime.batch.whole_job import run_sample, run_whole_job
 from engine.runtime.chat_session import ChatSession
@@ -201,10 +202,15 @@ class Engine:
         return run_whole_job(prepared, self._ready(), watcher)
 
     def sample_batch(
-        self, prepared: PreparedJob, rows: int, on_answer: Callable[[Answer, str], None], cancelled: Callable[[], bool]
+        self,
+        prepared: PreparedJob,
+        rows: int,
+        on_answer: Callable[[Answer, str], None],
+        cancelled: Callable[[], bool],
+        on_plan: Callable[[JobPrediction], None] = lambda _prediction: None,
     ) -> None:
         """Answers the first rows of a job and keeps nothing; see `run_sample`."""
-        run_sample(prepared, self._ready(), rows, on_answer, cancelled)
+        run_sample(prepared, self._ready(), rows, on_answer, cancelled, on_plan)
 
     def _drop_session(self) -> None:
         if self._session is not None:

@@ -13,6 +13,7 @@ from engine.batch_files.answer import Answer, failed
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.messages import (
     BatchFinished,
+    BatchPlanned,
     BatchProgress,
     BatchRows,
     SampleBatch,
@@ -22,11 +23,14 @@ from engine.batch_files.pace import Pace
 from engine.batch_files.prepared_job import PreparedJob
 from engine.config import BatchJob, EngineConfig, SamplingParams
 from engine.errors import EngineError
+from engine.planner.batch_prediction import Bottleneck, JobPrediction, JobRows
 from engine.process.batch import BatchService
 from engine.process.requests import Request, RequestQueue, cancelled_event
 from engine.protocol import ChatMessage, Event, Finished, Generate, LoadModel
 
 _PACE = Pace(done=2, failed=1, total=None, tokens_per_s=3.0, remaining_low_s=None, remaining_high_s=None)
+
+_PREDICTION = JobPrediction(JobRows(30, 20.0, 10.0), 24, 3, "", 300.0, 150.0, 450.0, 1.0, 2.0, Bottleneck.LINK)
 
 
 class Engine:
@@ -37,6 +41,7 @@ class Engine:
         self.seen: list[str] = []
 
     def run_batch(self, prepared: PreparedJob, watcher: JobWatcher) -> JobEnding:
+        watcher.on_plan(_PREDICTION)
         for step in range(self._steps):
             self._between(step)
             if watcher.cancelled():
@@ -50,10 +55,16 @@ class Engine:
         return JobEnding(True, _PACE, 6, tokens=12, note="one by one")
 
     def sample_batch(
-        self, prepared: PreparedJob, rows: int, on_answer: Callable[[Answer, str], None], cancelled: Callable[[], bool]
+        self,
+        prepared: PreparedJob,
+        rows: int,
+        on_answer: Callable[[Answer, str], None],
+        cancelled: Callable[[], bool],
+        on_plan: Callable[[JobPrediction], None],
     ) -> None:
         on_answer(Answer(0, "yes", "stop", 1, 2), "question")
         on_answer(failed(1, "is empty"), "")
+        on_plan(_PREDICTION.corrected(2.0, 0.5))
 
 
 class Process:
@@ -107,6 +118,8 @@ def test_chats_come_first_and_the_job_goes_on(job: BatchJob) -> None:
     assert [row.row for row in shown] == list(range(6))
     assert all(len(row.answer) < 1000 for row in shown)
     assert _of(BatchProgress, process.sent)[0].total == -1
+    planned = BatchPlanned("job", 24, 3, "", 30, 10.0, 150.0, 450.0, 1.0, 2.0, "link", is_measured=False)
+    assert _of(BatchPlanned, process.sent) == [planned]
 
 
 @pytest.mark.parametrize("stop", ["cancel", "another model"])
@@ -139,6 +152,8 @@ def test_a_sample_shows_each_row_as_it_comes(job: BatchJob) -> None:
     ending = process.batches.sample(Engine(), SampleBatch("sample", job, 3))
     assert (ending.finished, ending.done, ending.failed, ending.tokens) == (True, 2, 1, 2)
     assert [len(event.rows) for event in _of(BatchRows, process.sent)] == [1, 1]
+    (planned,) = _of(BatchPlanned, process.sent)
+    assert (planned.tokens_per_s_low, planned.tokens_per_s_high, planned.is_measured) == (300.0, 900.0, True)
 
 
 def test_a_job_that_cannot_be_begun_is_refused(job: BatchJob) -> None:

@@ -70,7 +70,7 @@ class PackedModel:
         self._kv_type = policy.kv_type or (KvType.BF16 if loaded.model.dtype == torch.bfloat16 else KvType.FP32)
         self._native: NativeRows | None = None
         self._pipeline: DevicePipeline | None = None
-        self._choice = ScheduleChoice()
+        self._choice = ScheduleChoice(policy.planned)
         self._meet_attention()
         if not self._states.shapes:
             raise LookupError("its attention does not go through the library's attention interface")
@@ -139,12 +139,11 @@ class PackedModel:
         """What was asked for; else what has been fastest, with `HYBRID` where most experts are not wanted anyway."""
         if self._pipeline is None:
             return Schedule.HYBRID
-        if self._policy.schedule is Schedule.S4 and self._kv_type is KvType.INT8:
-            return Schedule.CGOPIPE  # scales are not sent to devices
-        if self._policy.schedule is not None:
-            return self._policy.schedule
         wants_most = tokens * self._pipeline.experts_per_token >= self._pipeline.experts
-        return self._choice.of(tokens) if wants_most else Schedule.HYBRID
+        chosen = self._policy.schedule or (self._choice.of(tokens) if wants_most else Schedule.HYBRID)
+        if chosen is Schedule.S4 and self._kv_type is KvType.INT8:
+            return Schedule.CGOPIPE  # scales are not sent to devices
+        return chosen
 
     def _run(self, index: int, batch: _MicroBatch) -> torch.Tensor:
         if self._native is None:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 import psutil
 
 from engine.kernels.native.paged_attention import KvType
+from engine.planner.batch_prediction import ROWS_TOGETHER, SWEEP_TOKENS
 from engine.planner.plan_parts import BatchPlan
+from engine.planner.simulator.batch_policies import KLOTSKI
 from engine.runtime.batch.pipeline.schedules import Schedule
 from engine.runtime.loaded_model import LoadedModel
 
-_ROWS = 256
 _MICRO_BATCHES = 8
 """Of one sweep on a device, if nobody has planned it: attention runs two ahead, a bubble is an eighth of a layer."""
 _KV_SHARE = 0.5
@@ -30,17 +31,19 @@ class BatchPolicy:
         micro_batch_tokens: mu, here in tokens: what goes through a layer at once, and so the size of activations.
         micro_batch_rows: mu, rows that go through a layer at once at most; 0 is all of them.
         schedule: on a device, the order of a layer's work; `None` is what turns out fastest.
+        planned: the schedule that the planner expects to be, which is tried first.
         kv_type: how keys and values are held; `None` is the model's own precision.
         window, kept: if not 0, tokens see only the last `window` tokens and the first `kept` (StreamingLLM, Xiao et al.
             2024): for long rows, an approximation.
     """
 
-    rows: int = _ROWS
+    rows: int = ROWS_TOGETHER
     kv_bytes: int = 2**30
-    sweep_tokens: int = 1024
+    sweep_tokens: int = SWEEP_TOKENS
     micro_batch_tokens: int = 2048
     micro_batch_rows: int = 0
     schedule: Schedule | None = None
+    planned: Schedule | None = None
     kv_type: KvType | None = None
     window: int = 0
     kept: int = 0
@@ -55,7 +58,7 @@ def policy_for(loaded: LoadedModel, ram_bytes: int | None = None, plan: BatchPla
     """
     free = int(psutil.virtual_memory().available * _KV_SHARE)
     kv_bytes = max(_LEAST_KV_BYTES, min(free, ram_bytes or free))
-    rows = plan.sequences if plan is not None else _ROWS
+    rows = plan.sequences if plan is not None else ROWS_TOGETHER
     # Where weights come from disk or over a link, a prompt is read in long pieces: each brings them once.  On a card a
     # piece is what its memory has room for.
     piece = loaded.piece_tokens
@@ -63,5 +66,12 @@ def policy_for(loaded: LoadedModel, ram_bytes: int | None = None, plan: BatchPla
     sizes = BatchPolicy(rows, kv_bytes, max(BatchPolicy.sweep_tokens, piece), at_once)
     if plan is None:
         return replace(sizes, micro_batch_rows=-(-rows // _MICRO_BATCHES)) if loaded.devices is not None else sizes
-    schedule = (Schedule.S4 if plan.attention_on_card else None) if plan.experts_on_card else Schedule.HYBRID
-    return replace(sizes, micro_batch_rows=plan.micro_batch, schedule=schedule)
+    return replace(sizes, micro_batch_rows=plan.micro_batch, planned=_planned(plan))
+
+
+def _planned(plan: BatchPlan) -> Schedule:
+    if not plan.experts_on_card:
+        return Schedule.HYBRID
+    if plan.schedule == KLOTSKI:
+        return Schedule.KLOTSKI
+    return Schedule.S4 if plan.attention_on_card else Schedule.CGOPIPE

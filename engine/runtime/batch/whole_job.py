@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -16,9 +17,11 @@ from engine.batch_files.pace import Pace
 from engine.batch_files.prepared_job import PreparedJob
 from engine.checkpoint.fingerprint import fingerprint
 from engine.checkpoint.shards import read_tensors
+from engine.planner.batch_prediction import JobPrediction
 from engine.runtime.batch.asking import Asking, question_of
 from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.job import JobRun
+from engine.runtime.batch.job_plan import plan_job, predicted_after
 from engine.runtime.batch.request import BatchAnswer, BatchRequest, Check
 from engine.runtime.constrained import ConstrainedAnswers
 from engine.runtime.loaded_model import LoadedModel
@@ -44,7 +47,10 @@ def run_whole_job(prepared: PreparedJob, loaded: LoadedModel, watcher: JobWatche
     except StoppedError:
         return JobEnding(False, known, 0)
     journal = prepared.open_journal(manifest, loaded.info.path)
-    executor = BatchExecutor(loaded)
+    plan = plan_job(prepared, loaded)
+    if plan.prediction is not None:
+        watcher.on_plan(plan.prediction)
+    executor = BatchExecutor(loaded, plan.policy)
     try:
         ending = JobRun(prepared, manifest, journal, executor, lambda: _constrained(loaded), watcher).run()
         return replace(ending, note=executor.note)
@@ -59,11 +65,13 @@ def run_sample(
     rows: int,
     on_answer: Callable[[Answer, str], None],
     cancelled: Check,
+    on_plan: Callable[[JobPrediction], None] = lambda _prediction: None,
 ) -> None:
     """Answers the first rows of a job, and keeps nothing.
 
     Args:
         on_answer: told each answer with the message that it answers, in any order.
+        on_plan: told how fast the whole job will be, at the end: as predicted, corrected by what these rows took.
     """
     asking = Asking(prepared.job.tries, lambda: _constrained(loaded))
 
@@ -84,18 +92,27 @@ def run_sample(
         for request in asking.again():
             yield from runnable(request, "")
 
+    timed = list[BatchAnswer]()
+
     def answered(answer: BatchAnswer) -> None:
+        timed.append(answer)
         ended = asking.ended(answer)
         if ended is not None:
             on_answer(*ended)
 
     executor = BatchExecutor(loaded)
+    begun_s = time.perf_counter()
     try:
         executor.run(requests(), answered, cancelled=cancelled)
         while asking.waiting and not cancelled():
             executor.run(again(), answered, cancelled=cancelled)
+        taken_s = time.perf_counter() - begun_s
     finally:
         executor.close()
+    if not cancelled():
+        prediction = predicted_after(prepared, loaded, timed, taken_s)
+        if prediction is not None:
+            on_plan(prediction)
 
 
 def _constrained(loaded: LoadedModel) -> ConstrainedAnswers:

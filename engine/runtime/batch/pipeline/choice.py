@@ -12,20 +12,26 @@ _TRIALS = 2
 class ScheduleChoice:
     """Tries each schedule on the first sweeps of a size, and keeps to the fastest.
 
+    Args:
+        planned: what the planner expects to be the fastest: tried first.
+
     Sizes within a factor of two count as one: how many experts a sweep wants, and how much it computes from each, is
     what decides between a link that brings all of them and a CPU that computes some.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, planned: Schedule | None = None) -> None:
+        self._candidates = list(_CANDIDATES)
+        if planned is not None:
+            self._candidates = [planned, *(each for each in _CANDIDATES if each is not planned)]
         self._seconds: dict[int, dict[Schedule, list[float]]] = {}
 
     def of(self, tokens: int) -> Schedule:
         """For a sweep of so many tokens."""
         known = self._known(tokens)
-        for schedule in _CANDIDATES:
+        for schedule in self._candidates:
             if len(known[schedule]) < _TRIALS:
                 return schedule
-        return min(_CANDIDATES, key=lambda schedule: min(known[schedule]))
+        return min(self._candidates, key=lambda schedule: min(known[schedule]))
 
     def took(self, schedule: Schedule, tokens: int, seconds: float) -> None:
         """What a sweep has taken by one of them; after the trials it is of no interest."""
@@ -34,4 +40,4 @@ class ScheduleChoice:
             known.append(seconds / tokens)
 
     def _known(self, tokens: int) -> dict[Schedule, list[float]]:
-        return self._seconds.setdefault(tokens.bit_length(), {schedule: [] for schedule in _CANDIDATES})
+        return self._seconds.setdefault(tokens.bit_length(), {schedule: [] for schedule in self._candidates})

@@ -1,0 +1,166 @@
+"""How a job is to be run with a loaded model, and how fast it will be: what its first rows say, and the planner."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from engine.batch_files.answer import Answer
+from engine.batch_files.prepared_job import PreparedJob
+from engine.checkpoint.model_shapes import find_shape
+from engine.errors import EngineError
+from engine.hardware.measured import machine_profile
+from engine.hardware.measurement_files import load_measurements
+from engine.hardware.probe import HardwareProfile as Probe
+from engine.hardware.probe import probe
+from engine.hardware.profiles import read_profile
+from engine.planner.batch_plan import best_batch
+from engine.planner.batch_prediction import (
+    LOOKED_UP_OFF,
+    MEASURED_OFF,
+    JobPrediction,
+    JobRows,
+    predict_on_cpu,
+    predicted_on_card,
+)
+from engine.planner.engine_costs import engine_costs
+from engine.planner.machine import GpuProfile, HardwareProfile, LinkProfile
+from engine.planner.model_shape import ModelShape
+from engine.planner.plan_parts import BatchPlan, Limits
+from engine.runtime.batch.families import can_pack
+from engine.runtime.batch.policy import BatchPolicy, policy_for
+from engine.runtime.batch.request import BatchAnswer
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.prompt import chat_prompt
+
+_READ_ROWS = 48
+"""Rows whose prompts are looked at: enough for a mean, and a moment's work."""
+_TIMED = 0.25
+"""How far a prediction may be off, as a share, after answers were timed."""
+_MOST_FACTOR = 8.0
+"""Rows that took so much longer or shorter than predicted say something else than how fast the machine is."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlan:
+    """What `plan_job` found.
+
+    Attributes:
+        policy: what the executor goes by.
+        rows: what is known of the job's rows.
+        prediction: None if nothing can be said of this model.
+    """
+
+    policy: BatchPolicy
+    rows: JobRows
+    prediction: JobPrediction | None
+
+
+def plan_job(prepared: PreparedJob, loaded: LoadedModel, generated_tokens: float | None = None) -> JobPlan:
+    """Reads the job's first rows and plans for all of them.
+
+    Args:
+        generated_tokens: of a row, if answers have shown it; else as many as a row may have.
+    """
+    rows = job_rows(prepared, loaded, generated_tokens)
+    try:
+        shape = find_shape(loaded.info.path)
+    except EngineError:  # it runs nonetheless, and how fast will be seen
+        return JobPlan(policy_for(loaded), rows, None)
+    return plan_rows(rows, loaded, shape)
+
+
+def predicted_after(
+    prepared: PreparedJob, loaded: LoadedModel, answers: Sequence[BatchAnswer], seconds: float
+) -> JobPrediction | None:
+    """How fast the whole job will be, after some of its rows were answered in so many seconds.
+
+    On the CPU the rows' own speed corrects the prediction; on a card a few rows say little about many.
+    """
+    told = [answer for answer in answers if answer.generated_tokens]
+    if not told:
+        return plan_job(prepared, loaded).prediction
+    generated = statistics.fmean(answer.generated_tokens for answer in told)
+    plan = plan_job(prepared, loaded, generated)
+    if plan.prediction is None or plan.prediction.schedule or seconds <= 0:
+        return plan.prediction
+    prompt = statistics.fmean(answer.prompt_tokens for answer in told)
+    of_these = plan_rows(JobRows(len(told), max(1.0, prompt), generated), loaded, find_shape(loaded.info.path))
+    assert of_these.prediction is not None
+    factor = len(told) * generated / seconds / of_these.prediction.tokens_per_s
+    return plan.prediction.corrected(min(max(factor, 1 / _MOST_FACTOR), _MOST_FACTOR), _TIMED)
+
+
+def plan_rows(rows: JobRows, loaded: LoadedModel, shape: ModelShape, found: Probe | None = None) -> JobPlan:
+    """The same for rows of which all is known."""
+    found = found or probe()
+    card = loaded.devices.devices[0] if loaded.devices is not None and len(loaded.devices.devices) == 1 else None
+    name = "" if card is None else card.name.partition("#")[0]
+    measured = load_measurements(found, name)
+    precision = "bf16" if loaded.info.precision == "fp32" else loaded.info.precision
+    machine = machine_profile(found, measured, precision=precision)
+    off = LOOKED_UP_OFF if measured is None else MEASURED_OFF
+    if loaded.devices is None:
+        policy = policy_for(loaded)
+        costs = engine_costs(machine, shape, precision, loaded.info.threads)
+        together = min(policy.rows, _with_room(policy, rows, shape)) if can_pack(loaded.model) else 1
+        told = predict_on_cpu(costs, rows, together, sweep_tokens=policy.sweep_tokens, off=off)
+        return JobPlan(policy, rows, told)
+    if card is None:
+        return JobPlan(policy_for(loaded), rows, None)
+    memory = card.memory.total
+    machine = _with_card(machine, name, memory)
+    limits = Limits(vram_bytes=memory, threads=loaded.info.threads, precision=precision)
+    best = best_batch(machine, shape, limits, precision, rows)
+    if best is None:
+        return JobPlan(policy_for(loaded), rows, None)
+    plan, lane = best
+    return JobPlan(policy_for(loaded, plan=plan), rows, _told(rows, plan, lane, off))
+
+
+def job_rows(prepared: PreparedJob, loaded: LoadedModel, generated_tokens: float | None = None) -> JobRows:
+    """What the first rows say of all: their number by how much of the input they are."""
+    lengths, limits, count, reached = list[int](), list[float](), 0, 0.0
+    for share, asked in islice(prepared.asked(), _READ_ROWS):
+        count, reached = count + 1, share
+        if isinstance(asked, Answer) or not asked.messages:
+            continue
+        try:
+            lengths.append(len(chat_prompt(loaded.tokenizer, asked.messages)))
+        except EngineError:  # it will be told about its own row
+            continue
+        limits.append(min(asked.sampling.max_tokens, max(1, loaded.context_tokens - lengths[-1])))
+    total = count if count < _READ_ROWS else max(count, round(count / reached) if reached > 0 else count)
+    return JobRows(
+        max(1, total),
+        max(1.0, statistics.fmean(lengths)) if lengths else 1.0,
+        max(1.0, generated_tokens or (statistics.fmean(limits) if limits else 1.0)),
+    )
+
+
+def _with_room(policy: BatchPolicy, rows: JobRows, shape: ModelShape) -> int:
+    """Rows whose keys and values have room together."""
+    each = shape.kv_bytes_per_token() * (rows.prompt_tokens + rows.generated_tokens)
+    return max(1, int(policy.kv_bytes // max(each, 1.0)))
+
+
+def _with_card(machine: HardwareProfile, name: str, memory: int) -> HardwareProfile:
+    """The machine with this card in it, if nobody has measured it: an emulated one is as its profile says."""
+    if machine.gpu is not None or not name.startswith("emulated:"):
+        return machine
+    profile = read_profile(name.removeprefix("emulated:").partition("x")[0])
+    link = LinkProfile(
+        profile.link_h2d_gbps * 1e9,
+        profile.link_d2h_gbps * 1e9,
+        profile.link_h2d_gbps * 1e9,
+        profile.link_latency_us / 1e6,
+    )
+    cpu = machine.cpu
+    card = GpuProfile(name, memory, cpu.flops / profile.compute_slowdown, cpu.ram_bytes_per_s)
+    return replace(machine, gpu=card, link=link)
+
+
+def _told(rows: JobRows, plan: BatchPlan, lane: str, off: float) -> JobPrediction:
+    return predicted_on_card(rows, plan.sequences, plan.batches, plan.schedule, plan.tokens_per_s, lane, off)

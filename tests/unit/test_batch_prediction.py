@@ -1,0 +1,69 @@
+"""How fast a job will be, before it has run."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.planner.batch_plan import best_batch
+from engine.planner.batch_prediction import Bottleneck, JobRows, predict_on_cpu, predicted_on_card
+from engine.planner.engine_costs import engine_costs
+from engine.planner.plan_parts import Limits
+from engine.planner.profile_files import machine_names, model_names, read_machine, read_model
+
+MODELS = st.sampled_from(model_names())
+MACHINES = st.sampled_from(machine_names())
+ROWS = st.builds(JobRows, st.integers(1, 5000), st.floats(1, 3000), st.floats(1, 600))
+
+
+@given(MACHINES, MODELS, ROWS, st.integers(1, 512), st.sampled_from(["bf16", "int8", "int4"]))
+def test_more_rows_together_are_never_slower(machine: str, model: str, job: JobRows, rows: int, precision: str) -> None:
+    costs = engine_costs(read_machine(machine), read_model(model), precision)
+    few = predict_on_cpu(costs, job, rows, sweep_tokens=1024)
+    many = predict_on_cpu(costs, job, 2 * rows, sweep_tokens=1024)
+    assert few.rows_together == min(rows, job.rows)
+    assert many.tokens_per_s >= few.tokens_per_s * 0.999
+    assert few.low < few.tokens_per_s < few.high
+    assert few.seconds_low < job.rows * job.generated_tokens / few.tokens_per_s < few.seconds_high
+    from_disk = predict_on_cpu(costs, job, rows, sweep_tokens=1024, disk_share=0.5)
+    assert from_disk.tokens_per_s < few.tokens_per_s
+
+
+def test_what_limits_a_job_is_named() -> None:
+    costs = engine_costs(read_machine("gcp-l4"), read_model("mixtral-8x7b"), "bf16")
+    job = JobRows(1000, 30.0, 200.0)
+    assert predict_on_cpu(costs, job, 1, sweep_tokens=1024).bottleneck is Bottleneck.WEIGHTS
+    assert predict_on_cpu(costs, job, 256, sweep_tokens=1024).bottleneck is Bottleneck.ARITHMETIC
+    assert predict_on_cpu(costs, job, 4, sweep_tokens=1024, disk_share=1.0).bottleneck is Bottleneck.DISK
+    of_lanes = [predicted_on_card(job, 64, 4, "Klotski", 10.0, lane, 0.2).bottleneck for lane in ("h2d", "gpu", "disk")]
+    assert of_lanes == [Bottleneck.LINK, Bottleneck.CARD, Bottleneck.DISK]
+
+
+def test_answers_that_were_timed_overrule_what_was_predicted() -> None:
+    job = JobRows(100, 50.0, 20.0)
+    predicted = predicted_on_card(job, 64, 4, "Klotski", 40.0, "h2d", 0.5)
+    corrected = predicted.corrected(2.0, 0.25)
+    assert (corrected.low, corrected.tokens_per_s, corrected.high) == pytest.approx((60.0, 80.0, 100.0))
+    assert (corrected.seconds_low, corrected.seconds_high) == pytest.approx((20.0, 2000 / 60))
+    assert corrected.is_measured
+    assert not predicted.is_measured
+
+
+def test_no_rows_cannot_be_predicted() -> None:
+    costs = engine_costs(read_machine("gcp-l4"), read_model("mixtral-8x7b"), "bf16")
+    with pytest.raises(ValueError, match="no rows"):
+        predict_on_cpu(costs, JobRows(0, 10.0, 10.0), 4, sweep_tokens=1024)
+
+
+@given(MACHINES, MODELS, ROWS)
+@settings(max_examples=12, deadline=None)
+def test_a_plan_of_a_card_has_no_more_rows_than_the_job(machine: str, model: str, job: JobRows) -> None:
+    found = best_batch(read_machine(machine), read_model(model), Limits(), "int4", job)
+    if found is None:
+        return
+    plan, lane = found
+    assert 1 <= plan.micro_batch <= plan.sequences <= min(job.rows, 512)
+    assert plan.batches == -(-plan.sequences // plan.micro_batch)
+    assert plan.tokens_per_s > 0
+    assert lane
