@@ -7,25 +7,74 @@ from typing import Any, cast
 import numpy as np
 import shiboken6
 from PySide6.QtCore import QPointF, QRectF, Qt
-from PySide6.QtGui import QBrush, QColor, QPainter, QPen, QPolygonF
+from PySide6.QtGui import QBrush, QColor, QPaintEngine, QPainter, QPen, QPolygonF
 
 from app.services.history.buckets import Floats
 from app.theme import Theme
 from app.widgets.timeline.colours import FILL_ALPHA, expert_colours, faded
 from app.widgets.timeline.lanes import Lane, LaneData
+from app.widgets.timeline.raster import LaneRaster, Shares, over
 
 LINE_PX = 1.3
+_FAINT_PART = 170 / 255
+"""Of a part of a stack, between its hatches."""
 
 
 def draw_lane(
     painter: QPainter, area: QRectF, xs: Floats, lane: Lane, data: LaneData, theme: Theme, colour: QColor
 ) -> None:
-    """One lane's plot.
+    """One lane's plot: as pixels on a screen, as lines and areas in a drawing that can be scaled.
 
     Args:
         area: the whole plot of the lane.
         xs: left edges of its columns, and the right one of the last, [n + 1].
     """
+    if painter.paintEngine().type() == QPaintEngine.Type.SVG:
+        _draw_outlines(painter, area, xs, lane, data, theme, colour)
+    else:
+        _draw_pixels(painter, area, xs, lane, data, theme, colour)
+    if data.ceiling is not None and data.ceiling <= data.scale:
+        y = area.bottom() - area.height() * data.ceiling / data.scale
+        painter.setPen(QPen(colour, 1.0, Qt.PenStyle.DashLine))
+        painter.drawLine(QPointF(area.left(), y), QPointF(area.right(), y))
+
+
+def _draw_pixels(
+    painter: QPainter, area: QRectF, xs: Floats, lane: Lane, data: LaneData, theme: Theme, colour: QColor
+) -> None:
+    raster = LaneRaster(area, xs, painter.device().devicePixelRatioF())
+    if lane.kind == "experts":
+        below = np.zeros(len(xs) - 1)
+        for part, (own, values) in enumerate(zip(expert_colours(theme), data.values, strict=True)):
+            above = below + np.nan_to_num(values)
+            if above.max(initial=0.0) > 0:
+                covered = raster.columns(below, above)
+                if part:
+                    covered = covered * (_FAINT_PART + (1 - _FAINT_PART) * raster.hatched(forward=part == 1))
+                raster.draw(painter, covered, own)
+            below = above
+        return
+    layers: list[Shares] = []
+    below = np.zeros(len(xs) - 1)
+    for layer, values in enumerate(data.values):
+        above = below + np.nan_to_num(values)
+        if above.any():
+            fill, hatch, line = (FILL_ALPHA // 2, 150 / 255, 1.0) if layer else (FILL_ALPHA, 0.0, LINE_PX)
+            covered = raster.area(below / data.scale, above / data.scale)
+            layers.append(np.asarray(covered * np.float32(fill / 255)))
+            if hatch:
+                layers.append(np.asarray(covered * raster.hatched() * np.float32(hatch)))
+            layers.append(raster.line(_top(below, above, data.scale, hatched=layer > 0), line))
+        below = above
+    if data.line is not None:
+        layers.append(raster.line(data.line / data.scale, LINE_PX, dashed=bool(lane.gauges)))
+    if layers:
+        raster.draw(painter, over(*layers), colour)
+
+
+def _draw_outlines(
+    painter: QPainter, area: QRectF, xs: Floats, lane: Lane, data: LaneData, theme: Theme, colour: QColor
+) -> None:
     if lane.kind == "experts":
         _draw_stack(painter, area, xs, data.values, theme)
         return
@@ -38,11 +87,17 @@ def draw_lane(
     if data.line is not None:
         dashed = bool(lane.gauges)
         draw_line(painter, area, xs, data.line / data.scale, QPen(colour, LINE_PX), dashed=dashed)
-    if data.ceiling is not None and data.ceiling <= data.scale:
-        y = area.bottom() - area.height() * data.ceiling / data.scale
-        pen = QPen(colour, 1.0, Qt.PenStyle.DashLine)
-        painter.setPen(pen)
-        painter.drawLine(QPointF(area.left(), y), QPointF(area.right(), y))
+
+
+def _top(below: Floats, above: Floats, scale: float, *, hatched: bool) -> Floats:
+    """Where the line on top of an area runs; where nothing is, and nothing beside it, there is none."""
+    there = above > below
+    if hatched:
+        return np.where(there, above / scale, np.nan)
+    near = there.copy()
+    near[1:] |= there[:-1]
+    near[:-1] |= there[1:]
+    return np.where(near, above / scale, np.nan)
 
 
 def draw_line(painter: QPainter, area: QRectF, xs: Floats, shares: Floats, pen: QPen, *, dashed: bool = False) -> None:
@@ -97,12 +152,7 @@ def _draw_area(
     if hatched:
         painter.setBrush(QBrush(faded(colour, 150), Qt.BrushStyle.BDiagPattern))
         painter.drawPolygon(outline)
-    # Where nothing is, and nothing beside it, there is no line: also not along the bottom.
-    there = above > below
-    near = there.copy()
-    near[1:] |= there[:-1]
-    near[:-1] |= there[1:]
-    top = np.where(there if hatched else near, (area.bottom() - high) / area.height(), np.nan)
+    top = _top(below, above, scale, hatched=hatched)
     draw_line(painter, area, xs, top, QPen(colour, 1.0 if hatched else LINE_PX))
 
 
@@ -126,7 +176,7 @@ def _draw_stack(painter: QPainter, area: QRectF, xs: Floats, shares: Floats, the
         ]
         bottoms = bottoms - heights
         if pattern is not Qt.BrushStyle.SolidPattern:
-            painter.setBrush(faded(colour, 170))
+            painter.setBrush(faded(colour, round(255 * _FAINT_PART)))
             painter.drawRects(rectangles)
         painter.setBrush(QBrush(colour, pattern))
         painter.drawRects(rectangles)
