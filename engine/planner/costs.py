@@ -17,17 +17,36 @@ EXPERT_OPERATORS = 5
 """Operators of one expert: three products, an activation, a weighted sum."""
 
 
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """What it costs an engine that a layer's experts are shared between the card and the CPU; nothing by default.
+
+    Attributes:
+        layer_s: seconds of each layer: the router's choice is brought to the CPU and looked up, the sum is made.
+        card_s: more if the card computes any; host_s: more if the CPU does.
+        host_expert_s: more for each expert that the CPU computes so.
+        host_rate: of the bandwidth at which the CPU reads experts that it computes alone, all in one call.
+    """
+
+    layer_s: float = 0.0
+    card_s: float = 0.0
+    host_s: float = 0.0
+    host_expert_s: float = 0.0
+    host_rate: float = 1.0
+
+
 @dataclass(frozen=True)
 class Costs:
     """Times of a model's parts on a machine.
 
     Attributes:
         machine, model, precision: `precision` is that of the routed experts.
-        dense_precision: of all else where the CPU computes it; on a card that is 16-bit.
+        dense_precision: of all else where the CPU computes it; card_dense_precision: the same on a card.
         threads: of the CPU; 0 for all cores.
         efficiency: distance from the data sheet.
         dequantised: experts are unpacked into 16-bit weights in the card's memory before they are used.
         host_layer_s: seconds of a layer on the CPU beside reading and arithmetic.
+        dispatch: of experts that card and CPU share.
         score_bytes: traffic of one attention score of a prompt: written in 32 bits, read for the softmax, and the same
             again in 16 bits; 0 where one kernel does it all.
     """
@@ -40,6 +59,8 @@ class Costs:
     dequantised: bool = False
     dense_precision: str = "bf16"
     host_layer_s: float = 0.0
+    card_dense_precision: str = "bf16"
+    dispatch: Dispatch = field(default=Dispatch())
     score_bytes: float = 12.0
 
     @cached_property
@@ -121,7 +142,7 @@ class Costs:
         """
         model = self.model
         weights = model.dense_layer_weights if dense else model.layer_weights
-        reading = 2.0 * weights
+        reading = bytes_per_weight(self.card_dense_precision) * weights
         flops = 2.0 * tokens * weights
         if cached:
             reading += self._attention_bytes(tokens, context, prompts)
@@ -147,7 +168,8 @@ class Costs:
     def gpu_head(self, rows: float) -> float:
         """Embedding and head for `rows` tokens whose next token is wanted."""
         weights = self.model.vocabulary * self.model.hidden
-        return max(2.0 * weights / self.card_bytes_per_s, 2.0 * rows * weights / self.card_flops)
+        reading = bytes_per_weight(head_precision(self.card_dense_precision)) * weights
+        return max(reading / self.card_bytes_per_s, 2.0 * rows * weights / self.card_flops)
 
     # On the CPU
 
@@ -157,6 +179,23 @@ class Costs:
             return 0.0
         reading = experts * self.expert_bytes / self.cpu_bytes_per_s
         return max(reading, tokens * self._expert_flops / self.cpu_flops)
+
+    def host_share(self, tokens: float, experts: float) -> float:
+        """`cpu_experts` of a layer whose other experts the card computes, or could have."""
+        if tokens <= 0 or experts <= 0:
+            return 0.0
+        reading = experts * self.expert_bytes / (self.cpu_bytes_per_s * self.dispatch.host_rate)
+        seconds = max(reading, tokens * self._expert_flops / self.cpu_flops)
+        return seconds + experts * self.dispatch.host_expert_s
+
+    @cached_property
+    def side_by_side(self) -> float:
+        """How many times as long card and CPU take when both compute at once: an emulated card reads the same RAM."""
+        gpu, cpu = self.machine.gpu, self.machine.cpu
+        if gpu is None or not gpu.name.startswith("emulated"):
+            return 1.0
+        together = max(cpu.weights_bytes_per_s.values(), default=cpu.ram_bytes_per_s * self.efficiency.host_memory)
+        return max(1.0, (self.cpu_bytes_per_s + self.card_bytes_per_s) / together)
 
     def cpu_layer(self, tokens: float, context: float, *, dense: bool = False, prompts: float = 0.0) -> float:
         """`gpu_layer` on the CPU."""
