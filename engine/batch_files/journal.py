@@ -33,6 +33,8 @@ CREATE TABLE IF NOT EXISTS answers (
     prompt_tokens INTEGER NOT NULL, generated_tokens INTEGER NOT NULL, problem TEXT NOT NULL
 );
 """
+_LOCK_S = 1.0
+"""Whoever lists jobs has a lock for a moment, and a worker that was killed a little longer than its window."""
 _COLUMNS = "row, text, finish_reason, prompt_tokens, generated_tokens, problem"
 
 
@@ -171,10 +173,14 @@ class Journal:
 def _locked(path: Path) -> int:
     """A descriptor that holds the job's lock."""
     lock = path.with_name(path.name + ".lock")
+    until = time.monotonic() + _LOCK_S
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
         if not try_lock(descriptor):
             os.close(descriptor)
+            if time.monotonic() < until:
+                time.sleep(_LOCK_S / 20)
+                continue
             raise EngineError(
                 ErrorCode.BUSY, f"Another run is working on the job of {path.stem}: let it end or stop it first."
             )

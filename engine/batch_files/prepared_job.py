@@ -12,7 +12,9 @@ from engine.batch_files.aside import Between, on_and_on
 from engine.batch_files.fingerprint import content_hash
 from engine.batch_files.journal import Journal, discard, journal_path
 from engine.batch_files.manifest import Manifest
+from engine.batch_files.new_file import remove_left_over
 from engine.batch_files.openai_requests import holds_openai_requests
+from engine.batch_files.openai_responses import errors_path
 from engine.batch_files.opening import InputForm, open_source
 from engine.batch_files.prompts import OpenAiPrompts, Prompts, TemplatePrompts
 from engine.batch_files.request import Constraint, RowRequest
@@ -92,6 +94,8 @@ class PreparedJob:
         journal = Journal(path, manifest, settings)
         if self.job.start == "retry_failed":
             journal.forget_failed()
+        for written in (self.output, errors_path(self.output)):
+            remove_left_over(written)
         return journal
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -46,17 +47,13 @@ def run_whole_job(prepared: PreparedJob, loaded: LoadedModel, watcher: JobWatche
         )
     except StoppedError:
         return JobEnding(False, known, 0)
-    journal = prepared.open_journal(manifest, loaded.info.path)
-    plan = plan_job(prepared, loaded)
-    if plan.prediction is not None:
-        watcher.on_plan(plan.prediction)
-    executor = BatchExecutor(loaded, plan.policy)
-    try:
-        ending = JobRun(prepared, manifest, journal, executor, lambda: _constrained(loaded), watcher).run()
-        return replace(ending, note=executor.note)
-    finally:
-        executor.close()
-        journal.close()
+    with closing(prepared.open_journal(manifest, loaded.info.path)) as journal:
+        plan = plan_job(prepared, loaded)
+        if plan.prediction is not None:
+            watcher.on_plan(plan.prediction)
+        with closing(BatchExecutor(loaded, plan.policy)) as executor:
+            ending = JobRun(prepared, manifest, journal, executor, lambda: _constrained(loaded), watcher).run()
+            return replace(ending, note=ending.note or executor.note)
 
 
 def run_sample(
