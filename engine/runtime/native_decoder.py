@@ -134,7 +134,8 @@ class SingleTokenLayer:
         attended_ns = perf_counter_ns()
         if self._sparse is not None:
             out = self._sparse.step(out)
-            recorder.single_token_layer(self._number, begun_ns, attended_ns, perf_counter_ns(), self._sparse.chosen())
+            ended_ns = recorder.layer_since_ns = perf_counter_ns()
+            recorder.layers.append((self._number, begun_ns, attended_ns, ended_ns, self._sparse.chosen()))
             return out
         recorder.dense(lanes.ATTENTION, begun_ns, attended_ns, self._number)
         recorder.layer_since_ns = attended_ns

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engine.telemetry.lanes import ATTENTION, CPU_ATTENTION, CPU_EXPERTS, EXPERTS, HEAD, PHASE
+from engine.telemetry.lanes import CPU_ATTENTION, HEAD, PHASE
+from engine.telemetry.layer_log import Layer, LayerLog
 from engine.telemetry.records import COUNTERS, SPAN, STEP, Records, no_spans, no_steps
 
 RING_SPANS = 2**16
@@ -110,6 +111,8 @@ class Recorder:
         request, step: what is computed now, on the thread of the engine; 0 and -1 while nothing is.
         layer: of the decoder, that the thread of the engine computes; -1 while it is in none.
         layer_since_ns: when the experts of the layer before ended, or the phase began.
+        layers: what takes a single token through a layer in two calls on the CPU adds that layer here, as `Layer`
+            says, and sets `layer_since_ns`; more than that would be felt.
         on_cpu: experts that decode steps have had computed by the CPU where no cache of a device counts them.
         dense_lane: where the caller's thread computes what is between expert layers; None if it only queues it, so
             that nobody here knows when it is done.
@@ -124,6 +127,7 @@ class Recorder:
         self.step = -1
         self.layer = -1
         self.layer_since_ns = 0
+        self.layers: list[Layer] = []
         self.on_cpu = 0
         self.dense_lane: int | None = CPU_ATTENTION
         self.uses: deque[tuple[Any, ...]] | None = None
@@ -133,6 +137,7 @@ class Recorder:
         self._pending = Ring(PENDING_EVENTS)
         self._waiting: list[tuple[Any, ...]] = []
         self._steps = Ring(RING_STEPS)
+        self._layer_log = LayerLog()
         self._gone = 0
         self._requests = 0
         self._next_step = 0
@@ -144,10 +149,12 @@ class Recorder:
 
     def start(self) -> None:
         """Record from now on; what was recorded before is forgotten."""
+        self.layers = []
         self.take_spans()
         self.take_steps()
         self._waiting = []
         with self._taking:
+            self._layer_log.reset()
             for ring in [*self._rings, self._pending, self._steps]:
                 ring.appended = ring.taken = 0
         self._gone = 0
@@ -171,6 +178,7 @@ class Recorder:
 
     def begin_request(self, now_ns: int | None = None) -> None:
         """What is recorded from now on belongs to another request."""
+        self._log_layers()
         self._requests += 1
         self.request = self._requests
         self.step = self._next_step
@@ -180,6 +188,7 @@ class Recorder:
     def phase(self, name: int, tokens: int, now_ns: int | None = None) -> None:
         """The time since the last phase, or since the request began, was this one; with it a step has ended."""
         now_ns = time.perf_counter_ns() if now_ns is None else now_ns
+        self._log_layers()
         since_ns, request = self._since_ns, self.request
         step = self._next_step  # not self.step, which is none where recording began in the middle of a request
         self._mine.ring.append((PHASE, name, since_ns, now_ns, -1, -1, 0, tokens, 0, request, step))
@@ -198,6 +207,7 @@ class Recorder:
 
     def end_request(self) -> None:
         """What is recorded from now on belongs to nobody."""
+        self._log_layers()
         self.request, self.step, self.layer = 0, -1, -1
 
     def span(
@@ -261,26 +271,14 @@ class Recorder:
         if self.dense_lane is not None:
             self.span(self.dense_lane, name, start_ns, end_ns, layer)
 
-    def single_token_layer(self, layer: int, begun_ns: int, attended_ns: int, ended_ns: int, chosen: bytes) -> None:
-        """A layer's attention and then its experts, `chosen` int64 [k], on the CPU in two calls.
-
-        One entry for all of it: layers that take tens of microseconds are not to wait for their own record.
-        """
-        ring = self._mine.ring
-        ring.entries.append((layer, begun_ns, attended_ns, ended_ns, chosen, self.dense_lane, self.request, self.step))
-        ring.appended += 1
-        self.layer_since_ns = ended_ns
-        self.on_cpu += len(chosen) // 8
-
     def take_spans(self) -> Records:
         """All spans that have ended since the last call, sorted by nothing."""
         with self._taking:
-            entries = [entry for ring in self._rings for entry in ring.take()]
+            taken = [entry for ring in self._rings for entry in ring.take()]
+            logged = self._layer_log.take()
             self._forget_ended_threads()
             self._waiting += self._pending.take()
             waiting = self._waiting
-        taken = [entry for entry in entries if len(entry) == len(_SPAN_FIELDS)]
-        layers = [entry for entry in entries if len(entry) != len(_SPAN_FIELDS)] if len(taken) < len(entries) else []
         still: list[tuple[Any, ...]] = []
         for entry in waiting:
             work = entry[0]
@@ -291,7 +289,11 @@ class Recorder:
                 taken.append((lane, name, round(work.started_s * 1e9), round(work.ended_s * 1e9), *rest))
         self._waiting = still
         spans = as_records(taken, _SPAN_FIELDS, SPAN) if taken else no_spans()
-        return np.concatenate([spans, *self._of_layers(layers)]) if layers else spans
+        if logged is None:
+            return spans
+        if self.uses is not None:
+            self.uses.append((logged.steps, logged.layers, logged.experts, logged.counts, None))
+        return np.concatenate([spans, logged.spans])
 
     def take_steps(self) -> Records:
         """All steps that have ended since the last call, in order."""
@@ -301,28 +303,21 @@ class Recorder:
     @property
     def dropped_spans(self) -> int:
         """Spans that were lost since `start`, because nobody took them in time."""
-        return self._gone + self._pending.dropped + sum(ring.dropped for ring in self._rings)
+        rings = sum(ring.dropped for ring in self._rings)
+        return self._gone + self._pending.dropped + self._layer_log.dropped + rings
 
     @property
     def dropped_steps(self) -> int:
         """The same of steps."""
         return self._steps.dropped
 
-    def _of_layers(self, entries: list[tuple[Any, ...]]) -> list[Records]:
-        """The two spans that each entry of a single-token layer stands for; there are a great many of them."""
-        layer, begun, attended, ended, chosen, lane, request, step = zip(*entries, strict=True)
-        experts = np.zeros(len(entries), SPAN)
-        experts["start_ns"], experts["end_ns"] = attended, ended
-        experts["layer"], experts["request"], experts["step"] = layer, request, step
-        experts["lane"], experts["name"], experts["expert"] = CPU_EXPERTS, EXPERTS, -1
-        experts["count"] = counts = np.fromiter(map(len, chosen), np.int64, len(chosen)) // 8
-        if self.uses is not None:
-            self.uses.append((np.array(step), np.array(layer), np.frombuffer(b"".join(chosen), np.int64), counts, None))
-        attention = experts.copy()
-        attention["start_ns"], attention["end_ns"] = begun, attended
-        attention["name"], attention["count"] = ATTENTION, 1
-        attention["lane"] = [-1 if each is None else each for each in lane]
-        return [attention[attention["lane"] >= 0], experts]
+    def _log_layers(self) -> None:
+        """The step is over that `layers` belong to."""
+        layers = self.layers
+        if layers:
+            self._layer_log.add(layers, self.request, self.step, self.dense_lane)
+            self.on_cpu += sum([len(chosen) for *_, chosen in layers]) // 8
+            self.layers = []
 
     def _forget_ended_threads(self) -> None:
         for ring in [ring for ring in self._rings if ring.owner is not None and not ring.owner.is_alive()]:

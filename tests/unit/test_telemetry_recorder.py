@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.errors import EngineError
 from engine.telemetry.lanes import CPU_ATTENTION, CPU_EXPERTS, DECODE, EXPERTS, GPU, H2D, PHASE, PREFILL, layer_number
+from engine.telemetry.layer_log import LayerLog
 from engine.telemetry.recorder import Recorder, Ring
 from engine.telemetry.records import COUNTERS, SPAN, STEP, pack, unpack
 from tests.unit.recorded import spans, steps
@@ -105,15 +106,41 @@ def test_a_single_token_layer_is_two_spans_and_its_choice() -> None:
     recorder = Recorder()
     recorder.uses = deque()
     recorder.start()
-    for layer in (3, 4):
-        recorder.single_token_layer(layer, 10, 20, 50, np.array([7, 2], np.int64).tobytes())
+    chosen = np.array([7, 2], np.int64).tobytes()
+    recorder.begin_request(0)
+    recorder.layers += [(3, 10, 20, 50, chosen), (4, 10, 20, 50, chosen)]
+    assert not len(recorder.take_spans())  # whose they are is known when their step has ended
+    recorder.phase(DECODE, 1, 60)
     taken = recorder.take_spans()
+    assert set(taken["step"].tolist()) == {0}
+    assert set(taken["request"].tolist()) == {1}
     attention, experts = taken[taken["lane"] == CPU_ATTENTION], taken[taken["lane"] == CPU_EXPERTS]
     assert attention[["layer", "start_ns", "end_ns", "count"]].tolist() == [(3, 10, 20, 1), (4, 10, 20, 1)]
     assert experts[["layer", "start_ns", "end_ns", "count"]].tolist() == [(3, 20, 50, 2), (4, 20, 50, 2)]
     ((_, layers, chosen, counts, _),) = recorder.uses
     assert (layers.tolist(), chosen.tolist(), counts.tolist()) == ([3, 4], [7, 2, 7, 2], [2, 2])
     assert recorder.on_cpu == 4
+
+
+def test_layers_that_nobody_takes_in_time_are_counted() -> None:
+    log = LayerLog(capacity=4)
+    for step in range(10):
+        log.add([(layer, 0, 1, 2, b"") for layer in range(step)], 1, step, CPU_ATTENTION)
+    assert log.dropped == 2 * sum(range(6))
+    taken = log.take()
+    assert taken is not None
+    assert len(taken.spans) == 2 * sum(range(6, 10))
+    assert set(taken.steps.tolist()) == {6, 7, 8, 9}
+    assert log.dropped == 2 * sum(range(6))
+    assert log.take() is None
+
+
+def test_attention_on_a_device_leaves_only_experts() -> None:
+    log = LayerLog()
+    log.add([(0, 0, 1, 2, b"")], 1, 0, None)
+    taken = log.take()
+    assert taken is not None
+    assert taken.spans["lane"].tolist() == [CPU_EXPERTS]
 
 
 class _Work:

@@ -26,7 +26,11 @@ _SOFTMAX, _SIGMOID = 0, 1
 
 
 class SparseBlock:
-    """The sparse block of one decoder layer."""
+    """The sparse block of one decoder layer.
+
+    Attributes:
+        chosen: whom the last step chose: int64 [k].
+    """
 
     def __init__(self, struct: SparseBlockStruct, kernels: NativeKernels) -> None:
         self.struct = struct
@@ -34,7 +38,7 @@ class SparseBlock:
         self._kernels = kernels
         self._chosen = torch.zeros(struct.router.top_k, dtype=torch.int64)
         self._shares = torch.zeros(struct.router.top_k)
-        self._chosen_array = self._chosen.numpy()
+        self.chosen: Callable[[], bytes] = self._chosen.numpy().tobytes
         self._routing = (self._chosen.data_ptr(), self._shares.data_ptr())
 
     @classmethod
@@ -82,10 +86,6 @@ class SparseBlock:
         if kernels.sparse_step(kernels.pool, self._address, hidden_states.data_ptr(), *self._routing, out.data_ptr()):
             raise out_of_memory()
         return out
-
-    def chosen(self) -> bytes:
-        """Whom the last step chose: int64 [k]."""
-        return self._chosen_array.tobytes()
 
 
 def _is_plain_mlp(mlp: Any) -> bool:

@@ -73,7 +73,7 @@ class ExpertUses:
         steps, layers = (np.fromiter((entry[place] for entry in taken), np.int64, len(taken)) for place in (0, 1))
         self._count(steps, layers, *_joined([entry[2] for entry in taken]))
         hits, _ = self._cells(layers, *_joined([entry[3] for entry in taken]))
-        np.add.at(self.hits, hits, 1)
+        self.hits += self._tally(hits).astype(np.uint32)
 
     def curve(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """(slots for the whole model, LRU hit rate), both [n]; empty until enough steps have been seen."""
@@ -102,16 +102,23 @@ class ExpertUses:
         self.heat *= 0.5 ** (max(0, newest - self.step) / HALF_LIFE_STEPS)
         self.step = max(self.step, newest)
         cells, of_entry = self._cells(layers, experts, counts)
-        np.add.at(self.uses, cells, 1)
-        np.add.at(self.heat, cells, 1)
-        np.maximum.at(self.last_step, cells, (steps[of_entry] + 1).clip(0).astype(np.uint32))
+        tally = self._tally(cells)
+        self.uses += tally.astype(np.uint32)
+        self.heat += tally.astype(np.float32)
+        np.maximum.at(self.last_step.reshape(-1), cells, (steps + 1).clip(0).astype(np.uint32)[of_entry])
 
-    def _cells(self, layers: Ids, experts: Ids, counts: Ids) -> tuple[tuple[Ids, Ids], Ids]:
-        """((row, column) of each use, the entry that it is of); ids that are no expert are left out."""
+    def _cells(self, layers: Ids, experts: Ids, counts: Ids) -> tuple[Ids, Ids]:
+        """(place of each use among all experts, the entry that it is of); ids that are no expert are left out."""
         of_entry = np.repeat(np.arange(len(counts)), counts)
         rows = self._row_of[np.clip(layers, -1, len(self._row_of) - 1)][of_entry]
-        valid = (rows >= 0) & (experts >= 0) & (experts < self.heat.shape[1])
-        return (rows[valid], experts[valid]), of_entry[valid]
+        width = self.heat.shape[1]
+        valid = (rows >= 0) & (experts >= 0) & (experts < width)
+        cells = rows * width + experts
+        return (cells, of_entry) if valid.all() else (cells[valid], of_entry[valid])
+
+    def _tally(self, cells: Ids) -> Ids:
+        """How often each expert is among them, [layers, experts]."""
+        return np.bincount(cells, minlength=self.heat.size).reshape(self.heat.shape)
 
 
 def _joined(experts: list[Sequence[int]]) -> tuple[Ids, Ids]:
