@@ -7,6 +7,7 @@ from enum import Enum
 from pathlib import Path
 
 from engine.batch_files.journal import journal_path
+from engine.batch_files.messages import BatchPlanned
 from engine.config import BatchJob
 
 
@@ -43,6 +44,7 @@ class JobEntry:
         total: rows in all; None while nobody knows.
         tokens_per_s: generated lately; 0 while there is nothing to tell by.
         ends_low_s, ends_high_s: when it will be done, seconds since 1970; None while there is nothing to tell by.
+        plan: how it was going to be run when it last began; None where that was not said.
         under_way: rows that share each sweep through the weights now; 0 while nobody knows.
         gives_way: it runs, and waits while a chat is answered.
         blocked: why nothing goes on though it runs, as a sentence.
@@ -61,6 +63,7 @@ class JobEntry:
     tokens_per_s: float = 0.0
     ends_low_s: float | None = None
     ends_high_s: float | None = None
+    plan: BatchPlanned | None = None
     under_way: int = 0
     gives_way: bool = False
     blocked: str = ""

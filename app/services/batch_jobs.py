@@ -15,7 +15,7 @@ from app.services.batch_job import RESUMABLE, UNDER_WAY, JobEntry, JobState, key
 from app.services.batch_job_file import load_jobs, save_jobs
 from app.services.engine_client import EngineClient, EngineState
 from engine.batch_files.journal import discard
-from engine.batch_files.messages import BatchFinished, BatchProgress, BatchRows
+from engine.batch_files.messages import BatchFinished, BatchPlanned, BatchProgress, BatchRows
 from engine.config import BatchJob, BatchStart
 from engine.errors import ErrorCode
 from engine.protocol import Failed
@@ -208,7 +208,12 @@ class BatchJobs(QObject):
 
     def _on_told(self, event: object) -> None:
         entry = self.running
-        if entry is None or not isinstance(event, BatchProgress | BatchRows) or event.request_id != self._request:
+        if entry is None or not isinstance(event, BatchPlanned | BatchProgress | BatchRows):
+            return
+        if event.request_id != self._request:
+            return
+        if isinstance(event, BatchPlanned):
+            self._put(replace(entry, plan=event), to_file=False)
             return
         if isinstance(event, BatchRows):
             self.answered.emit(entry.key, event.rows)

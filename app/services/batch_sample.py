@@ -8,7 +8,7 @@ from PySide6.QtCore import QObject, Signal
 
 from app.services.batch_jobs import BatchJobs
 from app.services.engine_client import EngineClient
-from engine.batch_files.messages import BatchFinished, BatchRows
+from engine.batch_files.messages import BatchFinished, BatchPlanned, BatchRows
 from engine.config import BatchJob
 from engine.errors import ErrorCode
 from engine.protocol import Failed
@@ -30,11 +30,13 @@ class BatchSample(QObject):
 
     Signals:
         answered: `BatchRow`s as they end.
+        planned: a `BatchPlanned` of the whole job, with what these rows have shown.
         ended: a `SampleRate`, or None if it was stopped.
         failed: one sentence.
     """
 
     answered = Signal(object)
+    planned = Signal(object)
     ended = Signal(object)
     failed = Signal(str)
 
@@ -63,6 +65,8 @@ class BatchSample(QObject):
     def _on_told(self, event: object) -> None:
         if isinstance(event, BatchRows) and event.request_id == self._request:
             self.answered.emit(event.rows)
+        elif isinstance(event, BatchPlanned) and event.request_id == self._request:
+            self.planned.emit(event)
 
     def _on_finished(self, event: object) -> None:
         if not self._request or not isinstance(event, BatchFinished | Failed) or event.request_id != self._request:

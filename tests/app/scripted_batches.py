@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from engine.batch_files.messages import (
     BatchFinished,
+    BatchPlanned,
     BatchProgress,
     BatchRow,
     BatchRows,
@@ -47,6 +48,13 @@ class ScriptedBatches(ScriptedEngine):
     def answer(self, *rows: BatchRow, sample: bool = False) -> None:
         request_id = (self.samples if sample else self.jobs)[-1][0]
         self.batch_told.emit(BatchRows(request_id, rows))
+
+    def plan(self, *, sample: bool = False, measured: bool = False) -> None:
+        """How the latest job, or sample, says that all rows will be run."""
+        request_id = (self.samples if sample else self.jobs)[-1][0]
+        self.batch_told.emit(
+            BatchPlanned(request_id, 24, 1, "", 6, 40.0, 200.0, 400.0, 60.0, 120.0, "weights", is_measured=measured)
+        )
 
     def end(self, done: int, failed: int = 0, *, finished: bool = True) -> None:
         """The latest job ends, finished or stopped."""

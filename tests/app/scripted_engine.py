@@ -51,6 +51,7 @@ class ScriptedEngine(QObject):
         self.state = EngineState.READY if model is not None else EngineState.STARTING
         self.config: EngineConfig | None = None
         self.last_error = ""
+        self.config: EngineConfig | None = None
         self.is_responding = True
         self.requests: list[tuple[str, tuple[ChatMessage, ...], SamplingParams]] = []
         self.cancelled: list[str] = []
@@ -58,6 +59,7 @@ class ScriptedEngine(QObject):
         self.loads: list[EngineConfig] = []
         self.knows_a_model = True
         self.tunings: list[StartTuning] = []
+        self.answering: tuple[str, ...] = ()
         self._tokens = 0
 
     # --- what the page calls ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -16,12 +17,16 @@ from app.models.jobs import JOB_ROLE, JobListModel
 from app.services.batch_input import count_rows, free_output, look_at, usual_suffix
 from app.services.batch_job import JobEntry, JobState
 from app.services.batch_sample import SampleRate
-from app.views.batch.phrases import clock_text, pace_text, plan_text, rows_text, sample_text, state_text, status_text
+from app.views.batch.figures import clock_text
+from app.views.batch.phrases import pace_text, rows_text, sample_text, state_text, status_text
+from app.views.batch.plan_words import plan_text
+from engine.batch_files.messages import BatchPlanned
 from engine.batch_files.opening import InputForm
 from engine.config import BatchJob
 from engine.errors import EngineError
 from tests.app.scripted_batches import row
 
+PLAN = BatchPlanned("", 24, 1, "", 300, 48.0, 150.0, 450.0, 32.0, 96.0, "weights", is_measured=False)
 HEADINGS = ("Row", "Prompt", "Answer", "End", "Tokens")
 
 
@@ -105,7 +110,7 @@ def test_a_clock_says_the_day_where_it_is_not_today() -> None:
     assert "tomorrow" not in clock_text(today.timestamp(), now)
     assert clock_text(tomorrow.timestamp(), now).startswith("tomorrow")
     assert clock_text(datetime(2026, 11, 23, 2, 0).timestamp(), now).startswith("Mon")
-    assert clock_text(datetime(2026, 12, 20).timestamp(), now) == "30 days from now"
+    assert clock_text(datetime(2026, 12, 20).timestamp(), now) == "20 Dec"
 
 
 def test_an_end_is_a_range_of_clock_times() -> None:
@@ -131,12 +136,22 @@ def test_what_holds_a_job_up_is_said() -> None:
     assert rows_text(entry(done=1)) == "1 row done"
 
 
-def test_a_plan_says_only_what_follows_from_the_sample() -> None:
-    rate = SampleRate(rows=3, tokens=60, seconds=6.0)
-    assert sample_text(rate) == "3 rows took 6.0 s, at 10 tokens/s."
-    assert plan_text(rate, None, 0.0) == ""
-    assert plan_text(rate, 3, 0.0) == ""
-    assert "all 300" in plan_text(rate, 300, 0.0)
+def test_a_sample_says_what_it_took() -> None:
+    assert sample_text(SampleRate(rows=3, tokens=60, seconds=6.0)) == "3 rows took 6.0 s, at 10 tokens/s."
+
+
+def test_a_plan_in_words_says_how_sure_it_is() -> None:
+    predicted = plan_text(PLAN, 0.0, alone_tokens_per_s=25.0)
+    assert "24 rows share each load of a layer's weights; 150 to 450 tokens/s; done by" in predicted
+    assert "even if every answer takes all 48 tokens" in predicted
+    assert "Reading weights from RAM limits it. One row after the other it would be 25 tokens/s." in predicted
+    assert "Predicted, give or take 50%" in predicted
+    measured = plan_text(replace(PLAN, is_measured=True, seconds_low=3600.0, seconds_high=7200.0), 0.0)
+    assert "done between" in measured
+    assert "Measured on the rows tried" in measured
+    assert plan_text(replace(PLAN, rows_together=1, bottleneck="tomorrow's"), 0.0).startswith("Rows are answered one")
+    running = status_text(entry(done=1, total=9, plan=PLAN, under_way=8))
+    assert running.startswith("8 rows share each load of a layer's weights. Expected: 150 to 450 tokens/s.")
 
 
 # --- the input ------------------------------------------------------------------------------------

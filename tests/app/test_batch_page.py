@@ -66,12 +66,12 @@ def drop(page: BatchPage, *paths: Path) -> None:
 def fill(page: BatchPage, qtbot: QtBot, file: Path) -> None:
     """The form, ready to start."""
     drop(page, file)
-    qtbot.waitUntil(page.form.start.isEnabled)
+    qtbot.waitUntil(page.form.foot.start.isEnabled)
 
 
 def start(page: BatchPage, qtbot: QtBot, file: Path) -> None:
     fill(page, qtbot, file)
-    page.form.start.click()
+    page.form.foot.start.click()
     qtbot.waitUntil(lambda: page.pages.currentWidget() is page.job_view)
 
 
@@ -118,7 +118,7 @@ def test_what_is_no_file_of_rows_is_refused_in_a_sentence(page: BatchPage, qtbot
     empty.touch()
     drop(page, empty)
     qtbot.waitUntil(lambda: "empty.csv" in words(page.form.input) and "Reading" not in words(page.form.input))
-    assert not page.form.start.isEnabled()
+    assert not page.form.foot.start.isEnabled()
 
 
 def test_an_unknown_column_is_told_at_once(page: BatchPage, qtbot: QtBot, table: Path) -> None:
@@ -130,17 +130,17 @@ def test_an_unknown_column_is_told_at_once(page: BatchPage, qtbot: QtBot, table:
     assert template.template == "{{mark}}"
     template.edit.insertPlainText(" {{nme}}")
     assert "{{nme}}" in template.trouble.text()
-    assert not page.form.start.isEnabled()
+    assert not page.form.foot.start.isEnabled()
     template.edit.setPlainText("Say {{text}}")
     assert not template.trouble.isVisible()
-    assert page.form.start.isEnabled()
+    assert page.form.foot.start.isEnabled()
 
 
 def test_choices_and_schemas_are_checked(page: BatchPage, qtbot: QtBot, table: Path) -> None:
     fill(page, qtbot, table)
     answers = page.form.answers
     answers.kinds.button(1).click()
-    assert not page.form.start.isEnabled()
+    assert not page.form.foot.start.isEnabled()
     answers.choices.setPlainText("good\nbad\ngood\n")
     assert page.form.job().choices == ("good", "bad")
     answers.kinds.button(2).click()
@@ -165,25 +165,26 @@ def test_three_rows_are_tried_and_the_plan_follows(
     assert engine.samples[-1][1].start == "resume"
     engine.answer(row(1), sample=True)
     engine.answer(row(0), row(2, problem="is empty"), sample=True)
+    engine.plan(sample=True, measured=True)
     engine.end_sample()
     qtbot.waitUntil(lambda: "The row is empty." in words(page.form.sample))
     shown = words(page.form.sample)
     assert shown.index("answer 0") < shown.index("answer 1") < shown.index("The row is empty.")
     assert "3 rows took 2.0 s, at 15 tokens/s." in shown
-    assert "all 6 are done by" in page.form.plan.text()
+    assert "24 rows share each load of a layer's weights; 200 to 400 tokens/s" in page.form.foot.plan.text()
     page.form.template.edit.setPlainText("Say {{text}}")  # now it is another job
     assert page.form.sample.answers == 0
-    assert page.form.plan.text() == ""
+    assert page.form.foot.plan.text() == ""
 
 
 def test_an_existing_result_is_asked_about(page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path) -> None:
     fill(page, qtbot, table)
     page.form.output.path.write_text("precious", encoding="utf-8")
-    page.form.start.click()
+    page.form.foot.start.click()
     qtbot.waitUntil(lambda: any(isinstance(w, QMessageBox) for w in QApplication.topLevelWidgets() if w.isVisible()))
     answer_dialog("Back")
     assert engine.jobs == []
-    page.form.start.click()
+    page.form.foot.start.click()
     qtbot.waitUntil(lambda: any(isinstance(w, QMessageBox) for w in QApplication.topLevelWidgets() if w.isVisible()))
     answer_dialog("Replace it")
     assert engine.jobs[-1][1].start == "restart"
@@ -193,9 +194,9 @@ def test_the_input_is_never_the_output(page: BatchPage, engine: ScriptedBatches,
     fill(page, qtbot, table)
     page.form.output.name.selectAll()
     qtbot.keyClicks(page.form.output.name, table.name)
-    page.form.start.click()
-    qtbot.waitUntil(page.form.trouble.isVisible)
-    assert "the input" in page.form.trouble.text()
+    page.form.foot.start.click()
+    qtbot.waitUntil(page.form.foot.trouble.isVisible)
+    assert "the input" in page.form.foot.trouble.text()
     assert engine.jobs == []
 
 
@@ -205,12 +206,12 @@ def test_several_files_are_taken_one_after_the_other(
     second = table.with_name("second.csv")
     second.write_text(table.read_text(encoding="utf-8"), encoding="utf-8")
     drop(page, table, second)
-    qtbot.waitUntil(page.form.start.isEnabled)
+    qtbot.waitUntil(page.form.foot.start.isEnabled)
     page.form.template.edit.setPlainText("Say {{text}}")
-    page.form.start.click()
+    page.form.foot.start.click()
     qtbot.waitUntil(lambda: page.form.output.path.name == "second.answers.csv")
     assert page.form.template.template == "Say {{text}}"
-    page.form.start.click()
+    page.form.foot.start.click()
     qtbot.waitUntil(lambda: len(page._jobs.entries) == 2)
     assert [entry.state for entry in page._jobs.entries] == [JobState.QUEUED, JobState.RUNNING]
     assert page.strip.isVisible()
@@ -363,7 +364,7 @@ def test_nothing_is_cut_off_in_a_small_window(
     page.resize(692, 600)
     fill(page, qtbot, table)
     _nothing_cut_off(page)
-    page.form.start.click()
+    page.form.foot.start.click()
     qtbot.waitUntil(lambda: page.pages.currentWidget() is page.job_view)
     engine.tell(3, ROWS, failed=1, rate=31.0, left=60.0)
     _nothing_cut_off(page)

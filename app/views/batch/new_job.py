@@ -10,20 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from PySide6.QtCore import Qt, Signal
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QScrollArea, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFrame, QScrollArea, QVBoxLayout, QWidget
 
 from app.services.background import BackgroundCall
+from app.services.batch_forecast import BatchForecasts, Forecast, ForecastQuestion
 from app.services.batch_input import InputPreview, count_rows, look_at
 from app.services.batch_sample import BatchSample, SampleRate
 from app.services.engine_client import EngineClient
 from app.theme import ThemeController
 from app.views.batch.answer_card import AnswerCard
+from app.views.batch.form_foot import FormFoot
 from app.views.batch.input_card import InputCard
 from app.views.batch.output_card import OutputCard
-from app.views.batch.phrases import plan_text, sample_text
+from app.views.batch.phrases import sample_text
+from app.views.batch.plan_words import plan_text
 from app.views.batch.sample_card import SampleCard
 from app.views.batch.template_card import TemplateCard
 from app.widgets.card import Card, tell
+from engine.batch_files.messages import BatchPlanned
 from engine.batch_files.opening import InputForm
 from engine.batch_files.prepared_job import prepare
 from engine.config import BatchJob
@@ -63,16 +67,15 @@ class NewJob(QWidget):
         self._calls: list[BackgroundCall] = []
         self._left = threading.Event()
         self._checking = False
-        self._planned = ""
+        self._planned: BatchPlanned | None = None
+        self._forecast: Forecast | None = None
+        self._forecasts = BatchForecasts(self)
         self.input = InputCard(self)
         self.template = TemplateCard(theme, self)
         self.answers = AnswerCard(page, self)
         self.output = OutputCard(self)
         self.sample = SampleCard(self)
-        self.plan = QLabel(self)
-        self.trouble = QLabel(self)
-        self.start = QPushButton(self.tr("Start"), self)
-        self.cancel = QPushButton(self.tr("Cancel"), self)
+        self.foot = FormFoot(self)
         self._lay_out()
         self._connect(sample)
 
@@ -111,11 +114,13 @@ class NewJob(QWidget):
     def leave(self) -> None:
         """The form is not wanted for now: what runs for it is ended, and not waited for."""
         self._left.set()
+        self._forecasts.forget()
         self._sampler.stop()
 
     def close_down(self) -> None:
         """Ends what runs in the background."""
         self.leave()
+        self._forecasts.close()
         for call in self._calls:
             call.wait()
 
@@ -125,7 +130,8 @@ class NewJob(QWidget):
         path = self._path
         self._left.set()
         self._left = left = threading.Event()
-        self._preview, self._total, self._planned = None, None, ""
+        self._preview, self._total = None, None
+        self._forget_plan()
         self.input.show_loading(path.name)
         self.sample.clear()
         self._show_state()
@@ -166,6 +172,7 @@ class NewJob(QWidget):
         if not left.is_set():
             self._total = total
             self.input.show_total(total)
+            self._show_state()
 
     # --- trying three rows --------------------------------------------------------------------------
 
@@ -176,12 +183,19 @@ class NewJob(QWidget):
             self.sample.fail(error.message)
             return
         self.sample.begin()
-        self._planned = ""
+        self._planned = None
         self._sampler.start(job)
 
     def _on_sampled(self, rate: SampleRate | None) -> None:
         self.sample.end("" if rate is None else sample_text(rate))
-        self._planned = "" if rate is None else plan_text(rate, self._total, self._clock())
+        self._show_state()
+
+    def _on_planned(self, plan: BatchPlanned) -> None:
+        self._planned = plan
+        self._show_state()
+
+    def _on_forecast(self, forecast: Forecast | None) -> None:
+        self._forecast = forecast
         self._show_state()
 
     def _on_sample_failed(self, sentence: str) -> None:
@@ -218,7 +232,7 @@ class NewJob(QWidget):
         self._tell("")
         if self.sample.answers and not self._sampler.is_running:
             self.sample.clear()  # what was tried is not what would run
-            self._planned = ""
+            self._planned = None
         self._show_state()
 
     def _show_state(self) -> None:
@@ -226,9 +240,6 @@ class NewJob(QWidget):
         openai = self._preview is not None and self._preview.openai
         wrong = [] if openai else [self.template.problem(), self.answers.problem()]
         problem = next((text for text in (*wrong, self.output.problem()) if text), "") if ready else ""
-        self.start.setEnabled(ready and not problem and not self._checking)
-        self.start.setText(self.tr("Checking…") if self._checking else self.tr("Start"))
-        self.start.setToolTip(problem)
         loaded = self._client.model is not None
         self.sample.set_able(
             ready and not problem and loaded, problem or ("" if loaded else self.tr("No model is loaded yet."))
@@ -236,11 +247,35 @@ class NewJob(QWidget):
         told = self.template.trouble.text() or self.answers.trouble.text()  # where it can be mended
         words = problem if problem != told else ""
         if ready and not problem:
-            words = self._planned if loaded else self.tr("The job begins when a model is loaded.")
-        tell(self.plan, words)
+            words = self._plan_words() if loaded else self.tr("The job begins when a model is loaded.")
+        able = ready and not problem
+        self.foot.show_state(able=able, checking=self._checking, why_not=problem, words=words)
+        self._ask_forecast(wanted=able)
+
+    def _plan_words(self) -> str:
+        alone = self._forecast.alone_tokens_per_s if self._forecast is not None else 0.0
+        if self._planned is not None:
+            return plan_text(self._planned, self._clock())
+        return plan_text(self._forecast.plan, self._clock(), alone) if self._forecast is not None else ""
+
+    def _ask_forecast(self, *, wanted: bool) -> None:
+        model = self._client.model
+        if not wanted or model is None:
+            self._forecast = None
+            self._forecasts.forget()
+            return
+        try:
+            job = self.job()
+        except EngineError:
+            return
+        self._forecasts.ask(ForecastQuestion(job, model, self._client.config, self._total))
+
+    def _forget_plan(self) -> None:
+        self._planned = self._forecast = None
+        self._forecasts.forget()
 
     def _tell(self, sentence: str) -> None:
-        tell(self.trouble, sentence)
+        tell(self.foot.trouble, sentence)
 
     def _call(
         self,
@@ -270,10 +305,12 @@ class NewJob(QWidget):
         self.sample.wanted.connect(self._try)
         self.sample.stop_wanted.connect(sample.stop)
         sample.answered.connect(self.sample.add)
+        sample.planned.connect(self._on_planned)
         sample.ended.connect(self._on_sampled)
         sample.failed.connect(self._on_sample_failed)
-        self.start.clicked.connect(self._start)
-        self.cancel.clicked.connect(self.cancelled)
+        self.foot.start_wanted.connect(self._start)
+        self.foot.cancelled.connect(self.cancelled)
+        self._forecasts.told.connect(self._on_forecast)
         self._client.state_changed.connect(lambda _state: self._show_state())
         self._client.model_loaded.connect(lambda _info: self._show_state())
         self._show_state()
@@ -296,31 +333,11 @@ class NewJob(QWidget):
         scroll.setFocusPolicy(Qt.FocusPolicy.NoFocus)
         scroll.setAlignment(Qt.AlignmentFlag.AlignHCenter)
         scroll.setWidget(cards)
-        for label in (self.plan, self.trouble):
-            label.setProperty("role", "secondary")
-            label.setWordWrap(True)
-            label.setTextFormat(Qt.TextFormat.PlainText)
-        self.trouble.setProperty("tone", "warning")
-        self.trouble.hide()
-        words = QVBoxLayout()
-        words.setSpacing(2)
-        words.addWidget(self.trouble)
-        words.addWidget(self.plan)
-        self.start.setProperty("kind", "primary")
-        foot = QWidget(self)
-        foot.setObjectName("formFoot")
-        foot.setAttribute(Qt.WidgetAttribute.WA_StyledBackground)
-        line = QHBoxLayout(foot)
-        line.setContentsMargins(20, 10, 20, 10)
-        line.setSpacing(12)
-        line.addLayout(words, 1)
-        line.addWidget(self.cancel)
-        line.addWidget(self.start)
         page = QVBoxLayout(self)
         page.setContentsMargins(0, 0, 0, 0)
         page.setSpacing(0)
         page.addWidget(scroll, 1)
-        page.addWidget(foot)
+        page.addWidget(self.foot)
 
 
 def _check(job: BatchJob) -> bool:

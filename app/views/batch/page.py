@@ -83,6 +83,11 @@ class BatchPage(QWidget):
         """What shows the machine at work in little; it is made once a job runs."""
         self.job_view.progress.add_strip(make)
 
+    @property
+    def jobs(self) -> BatchJobs:
+        """The queue of the window's jobs."""
+        return self._jobs
+
     # --- files --------------------------------------------------------------------------------------
 
     def open_files(self, paths: list[Path]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import datetime
-
-from PySide6.QtCore import QCoreApplication, QDate, QLocale, QTime
+from PySide6.QtCore import QCoreApplication
 
 from app.services.batch_job import JobEntry, JobState
 from app.services.batch_sample import SampleRate
+from app.views.batch.figures import clock_text, rate_figure
+from app.views.batch.plan_words import planned_text, shared_text
 from app.views.chat.phrases import SEPARATOR, count, decimal, percent
 from engine.batch_files.messages import BatchRow
 
@@ -65,31 +65,6 @@ def pace_text(job: JobEntry) -> tuple[str, str]:
     return rate, translate("Batch", "done between {0} and {1}").format(first, last)
 
 
-def rate_figure(tokens_per_s: float) -> str:
-    """With a decimal only where that says something."""
-    return decimal(tokens_per_s) if tokens_per_s < 10 else count(round(tokens_per_s))
-
-
-def clock_text(moment_s: float, now: datetime | None = None) -> str:
-    """A time of the day; with the day if that is not today.
-
-    Args:
-        moment_s: seconds since 1970.
-    """
-    now = now or datetime.now()
-    moment = datetime.fromtimestamp(moment_s)
-    locale = QLocale()
-    time = locale.toString(QTime(moment.hour, moment.minute), QLocale.FormatType.ShortFormat)
-    days = (moment.date() - now.date()).days
-    if days <= 0:
-        return time
-    if days == 1:
-        return translate("Batch", "tomorrow {0}").format(time)
-    if days < 7:
-        return f"{locale.dayName(moment.isoweekday())} {time}"
-    return locale.toString(QDate(moment.year, moment.month, moment.day), "d MMM")
-
-
 def status_text(job: JobEntry) -> str:
     """The line under the bar: what is happening, or why nothing is, and what to do."""
     if job.state is JobState.RUNNING:
@@ -99,13 +74,7 @@ def status_text(job: JobEntry) -> str:
             return translate("Batch", "Paused while you chat; the job goes on right after the answer.")
         if job.total is None and not job.done:
             return translate("Batch", "Reading the file…")
-        if job.under_way > 1:
-            shared = translate("Batch", "{0} rows share each load of a layer's weights.").format(count(job.under_way))
-        else:
-            shared = ""
-        first = translate("Batch", "The first rows are being answered.")
-        said = shared if job.done else f"{first} {shared}"
-        return f"{said} {translate('Batch', 'A chat is answered first at any time.')}".strip()
+        return _running_text(job)
     if job.state is JobState.QUEUED:
         return job.reason or translate("Batch", "It begins when the job before it is done and a model is loaded.")
     if job.state is JobState.STOPPING:
@@ -120,6 +89,15 @@ def status_text(job: JobEntry) -> str:
         return translate("Batch", "Stopped: the rows that were answered are in {0}.").format(job.output.name)
     go_on = translate("Batch", "Resume goes on where it stopped.")
     return f"{job.reason} {go_on}" if job.reason and job.state is JobState.PAUSED else job.reason or go_on
+
+
+def _running_text(job: JobEntry) -> str:
+    first = "" if job.done else translate("Batch", "The first rows are being answered.")
+    rows = job.under_way or (job.plan.rows_together if job.plan is not None else 0)
+    shared = f"{shared_text(rows)}." if rows else ""
+    expected = planned_text(job.plan) if job.plan is not None else ""
+    chat = translate("Batch", "A chat is answered first at any time.")
+    return " ".join(part for part in (first, shared, expected, chat) if part)
 
 
 def end_text(row: BatchRow) -> str:
@@ -140,13 +118,3 @@ def sample_text(rate: SampleRate) -> str:
         decimal(rate.seconds, 1 if rate.seconds < 10 else 0),
         rate_figure(rate.tokens / rate.seconds),
     )
-
-
-def plan_text(rate: SampleRate, total: int | None, now_s: float) -> str:
-    """What a sample says of the whole: only what follows from what was measured."""
-    if total is None or total <= rate.rows:
-        return ""
-    return translate(
-        "Batch",
-        "At the rate of the three rows, all {0} are done by {1}; sooner, as more rows then share each weight load.",
-    ).format(count(total), clock_text(now_s + rate.seconds / rate.rows * total))

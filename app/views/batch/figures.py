@@ -1,0 +1,36 @@
+"""Rates and times of the day as people write them."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from PySide6.QtCore import QCoreApplication, QDate, QLocale, QTime
+
+from app.views.chat.phrases import count, decimal
+
+translate = QCoreApplication.translate
+
+
+def rate_figure(tokens_per_s: float) -> str:
+    """With a decimal only where that says something."""
+    return decimal(tokens_per_s) if tokens_per_s < 10 else count(round(tokens_per_s))
+
+
+def clock_text(moment_s: float, now: datetime | None = None) -> str:
+    """A time of the day; with the day if that is not today.
+
+    Args:
+        moment_s: seconds since 1970.
+    """
+    now = now or datetime.now()
+    moment = datetime.fromtimestamp(moment_s)
+    locale = QLocale()
+    time = locale.toString(QTime(moment.hour, moment.minute), QLocale.FormatType.ShortFormat)
+    days = (moment.date() - now.date()).days
+    if days <= 0:
+        return time
+    if days == 1:
+        return translate("Batch", "tomorrow {0}").format(time)
+    if days < 7:
+        return f"{locale.dayName(moment.isoweekday())} {time}"
+    return locale.toString(QDate(moment.year, moment.month, moment.day), "d MMM")

@@ -1,0 +1,71 @@
+"""How a job will run and how fast, in words, with how sure that is."""
+
+from __future__ import annotations
+
+from app.views.batch.figures import clock_text, rate_figure, translate
+from app.views.chat.phrases import count, percent
+from engine.batch_files.messages import BatchPlanned
+from engine.planner.batch_prediction import Bottleneck
+
+
+def plan_text(plan: BatchPlanned, now_s: float, alone_tokens_per_s: float = 0.0) -> str:
+    """A job that has not begun: rows that share weights, rate, end, what limits it, and how sure all that is.
+
+    Args:
+        alone_tokens_per_s: with one row after the other; 0 where nobody knows.
+    """
+    shared = shared_text(plan.rows_together)
+    rate = translate("Batch", "{0} to {1} tokens/s").format(*_rates(plan))
+    if plan.is_measured:
+        first, last = clock_text(now_s + plan.seconds_low), clock_text(now_s + plan.seconds_high)
+        end = translate("Batch", "done between {0} and {1}").format(first, last)
+        if first == last:
+            end = translate("Batch", "done at about {0}").format(first)
+        sure = translate("Batch", "Measured on the rows tried, give or take {0}.").format(percent(_off(plan)))
+    else:
+        end = translate("Batch", "done by {0} even if every answer takes all {1} tokens").format(
+            clock_text(now_s + plan.seconds_high), count(round(plan.tokens_per_row))
+        )
+        sure = translate("Batch", "Predicted, give or take {0}; trying three rows tells more.").format(
+            percent(_off(plan))
+        )
+    parts = [f"{shared}; {rate}; {end}.", limit_text(plan.bottleneck), sure]
+    if alone_tokens_per_s > 0 and plan.rows_together > 1:
+        one_by_one = translate("Batch", "One row after the other it would be {0} tokens/s.")
+        parts.insert(2, one_by_one.format(rate_figure(alone_tokens_per_s)))
+    return " ".join(part for part in parts if part)
+
+
+def shared_text(rows: int) -> str:
+    """How many rows share each weight load; the beginning of a sentence."""
+    if rows <= 1:
+        return translate("Batch", "Rows are answered one after the other")
+    return translate("Batch", "{0} rows share each load of a layer's weights").format(count(rows))
+
+
+def planned_text(plan: BatchPlanned) -> str:
+    """What had been expected, beside what a job that runs is found to do."""
+    expected = translate("Batch", "Expected: {0} to {1} tokens/s.").format(*_rates(plan))
+    return f"{expected} {limit_text(plan.bottleneck)}".strip()
+
+
+def limit_text(bottleneck: str) -> str:
+    """What limits a job, as a sentence; empty for what this window does not know."""
+    words: dict[str, str] = {
+        Bottleneck.ARITHMETIC: translate("Batch", "Arithmetic of the processor limits it."),
+        Bottleneck.WEIGHTS: translate("Batch", "Reading weights from RAM limits it."),
+        Bottleneck.ATTENTION: translate("Batch", "Attention on the processor limits it."),
+        Bottleneck.DISK: translate("Batch", "Reading experts from disk limits it."),
+        Bottleneck.LINK: translate("Batch", "The link to the card limits it."),
+        Bottleneck.CARD: translate("Batch", "The card's arithmetic limits it."),
+    }
+    return words.get(bottleneck, "")
+
+
+def _rates(plan: BatchPlanned) -> tuple[str, str]:
+    return rate_figure(plan.tokens_per_s_low), rate_figure(plan.tokens_per_s_high)
+
+
+def _off(plan: BatchPlanned) -> float:
+    both = plan.tokens_per_s_low + plan.tokens_per_s_high
+    return round((plan.tokens_per_s_high - plan.tokens_per_s_low) / both, 2) + 1e-9 if both > 0 else 0.0
