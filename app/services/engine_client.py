@@ -157,6 +157,11 @@ class EngineClient(QObject):
         return self._responding
 
     @property
+    def answering(self) -> tuple[str, ...]:
+        """Request ids of the answers that are being written or wait for it."""
+        return tuple(request_id for request_id, command in self._open.items() if isinstance(command, Generate))
+
+    @property
     def worker_pid(self) -> int:
         """The worker's process id; 0 while none runs."""
         return self._worker.pid if self._worker is not None else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from PySide6.QtCore import QByteArray, QSize, Qt, QTimer, Signal
 from PySide6.QtGui import QCloseEvent, QGuiApplication, QShowEvent
@@ -22,6 +23,9 @@ from app.views.models_placeholder import models_placeholder
 from app.views.sidebar import Sidebar
 from app.views.starter_panel import StarterPanel
 from app.widgets.banner import Banner
+
+if TYPE_CHECKING:
+    from app.services.batch_jobs import BatchJobs
 
 CHAT, BATCH, MONITOR, TUNE, SETTINGS = 0, 1, 2, 3, 5
 SIZE = QSize(1280, 800)
@@ -182,6 +186,14 @@ class MainWindow(QMainWindow):
         batch = self._built.get(BATCH)
         batch.guard.before_another_model(load) if isinstance(batch, BatchPage) else load()
 
+    def _batch_jobs(self) -> BatchJobs | None:
+        if BATCH not in self._built:
+            return None
+        from app.views.batch import BatchPage
+
+        batch = self._built[BATCH]
+        return batch.jobs if isinstance(batch, BatchPage) else None
+
     def _on_model_loaded(self) -> None:
         self.problem_banner.hide()
         self.starter_panel.hide()
@@ -217,7 +229,7 @@ class MainWindow(QMainWindow):
         if index == TUNE:
             from app.views.tune import TunePage
 
-            tune = TunePage(self._client, self._settings, self._theme, self)
+            tune = TunePage(self._client, self._settings, self._theme, self, jobs=self._batch_jobs)
             self.closing.connect(tune.close_down)
             return tune
         return models_placeholder(self._theme)

@@ -60,7 +60,7 @@ class Scene:
         return self.engine.tunings[-1].request_id
 
     def start(self) -> None:
-        QTest.mouseClick(self.page.run_card.start, Qt.MouseButton.LeftButton)
+        QTest.mouseClick(self.page.cards.run.start, Qt.MouseButton.LeftButton)
 
     def upto(self, stage: str) -> None:
         """Events of a run until, and with, the first of a stage."""
@@ -113,7 +113,9 @@ def scene(qtbot: QtBot, settings: Settings, theme: ThemeController, monkeypatch:
     qtbot.addWidget(page)
     page.resize(1072, 800)
     page.show()
-    qtbot.waitUntil(lambda: bool(page.picture.accessibleDescription()) and page._plan is not None, timeout=PATIENCE_MS)
+    qtbot.waitUntil(
+        lambda: bool(page.cards.picture.accessibleDescription()) and page._plan is not None, timeout=PATIENCE_MS
+    )
     yield Scene(page, engine, qtbot)
     page.close_down()
 
@@ -129,35 +131,35 @@ def _planned(question: PlanQuestion) -> PlanAnswer:
 
 def test_before_anything_is_run(scene: Scene) -> None:
     page = scene.page
-    assert page.plan_card.speed.text().endswith("tokens/s")
-    assert page.table.rowCount() == 0
-    assert page.machine_card.isVisible()
-    assert page.run_card.start.isEnabled()
+    assert page.cards.plan.speed.text().endswith("tokens/s")
+    assert page.cards.table.rowCount() == 0
+    assert page.cards.machine.isVisible()
+    assert page.cards.run.start.isEnabled()
     for step in (TIMED, PLAN, MEASURE, MACHINE):  # every step can be gone to
         QTest.mouseClick(page.steps._group.button(step), Qt.MouseButton.LeftButton)
-        assert page.race.isVisible() == (step == TIMED)
+        assert page.cards.race.isVisible() == (step == TIMED)
 
 
 def test_a_run_to_its_end(scene: Scene) -> None:
     page = scene.page
     scene.start()
     assert scene.engine.tunings[0].config.model == "starter"
-    assert page.run_card.cancel.isVisible()
+    assert page.cards.run.cancel.isVisible()
     scene.upto("measuring")
-    assert page._step == MEASURE
-    assert "58.0 GB/s" in page.run_card.doing.text()
+    assert page.step == MEASURE
+    assert "58.0 GB/s" in page.cards.run.doing.text()
     scene.upto("planning")
-    assert "hot" in page.run_card.notes.text()
+    assert "hot" in page.cards.run.notes.text()
     scene.upto("timing")
-    assert page._step == TIMED
-    assert page.table.rows[0].live == 21.5
+    assert page.step == TIMED
+    assert page.cards.table.rows[0].live == 21.5
     scene.tell(TuningTimed(scene.id, made.timed(made.CONTESTANTS[0], 24.6)))
     scene.upto("restoring")
     scene.finish(made.result(LOOK))
-    assert "13.9 → after 24.6" in page.race.gain.text()
-    assert page.table.rows[-1].problem
-    assert not page.run_card.cancel.isVisible()
-    assert page.race.use.isVisible()  # another model is loaded than the one that was tuned
+    assert "13.9 → after 24.6" in page.cards.race.gain.text()
+    assert page.cards.table.rows[-1].problem
+    assert not page.cards.run.cancel.isVisible()
+    assert page.cards.race.use.isVisible()  # another model is loaded than the one that was tuned
     assert not page.tuning.is_running
 
 
@@ -166,17 +168,17 @@ def test_cancelled_at_any_step(scene: Scene, stage: str) -> None:
     page = scene.page
     scene.start()
     scene.upto(stage)
-    QTest.mouseClick(page.run_card.cancel, Qt.MouseButton.LeftButton)
-    QTest.mouseClick(page.run_card.cancel, Qt.MouseButton.LeftButton)
+    QTest.mouseClick(page.cards.run.cancel, Qt.MouseButton.LeftButton)
+    QTest.mouseClick(page.cards.run.cancel, Qt.MouseButton.LeftButton)
     assert scene.engine.cancelled == [scene.id]
-    assert not page.run_card.cancel.isEnabled()
+    assert not page.cards.run.cancel.isEnabled()
     scene.progress("restoring", "starter")
-    assert "Cancelling" in page.run_card.doing.text()
+    assert "Cancelling" in page.cards.run.doing.text()
     scene.finish(note="The model that was loaded is not loaded now: no memory.")
-    assert "Cancelled" in page.run_card.notes.text()
-    assert "no memory" in page.run_card.notes.text()
-    assert page.run_card.start.isVisible()
-    assert all(not row.doing and not row.live for row in page.table.rows)
+    assert "Cancelled" in page.cards.run.notes.text()
+    assert "no memory" in page.cards.run.notes.text()
+    assert page.cards.run.start.isVisible()
+    assert all(not row.doing and not row.live for row in page.cards.table.rows)
     scene.start()
     assert len(scene.engine.tunings) == 2
 
@@ -186,8 +188,8 @@ def test_the_engine_dies_in_the_middle(scene: Scene, stage: str) -> None:
     scene.start()
     scene.upto(stage)
     scene.die()
-    assert "killed" in scene.page.run_card.notes.text()
-    assert scene.page.run_card.start.isVisible()
+    assert "killed" in scene.page.cards.run.notes.text()
+    assert scene.page.cards.run.start.isVisible()
     scene.start()  # starts it again
     assert scene.engine.state is EngineState.BUSY
 
@@ -195,47 +197,47 @@ def test_the_engine_dies_in_the_middle(scene: Scene, stage: str) -> None:
 def test_escape_cancels(scene: Scene) -> None:
     scene.start()
     scene.upto("measuring")
-    scene.page._cancel()
+    scene.page.following.cancel()
     assert scene.engine.cancelled == [scene.id]
 
 
 def test_a_model_that_fits_nowhere(scene: Scene) -> None:
     page = scene.page
-    page.run_card.typed.setText("huge")
-    page.run_card.typed.editingFinished.emit()
-    scene.qtbot.waitUntil(lambda: "nearest would be" in page.plan_card.problem.text(), timeout=PATIENCE_MS)
-    assert not page.plan_card.speed.isVisible()
-    assert not page.run_card.start.isEnabled()  # it is not in the library: it can be planned for alone
-    page.run_card.choose("starter")
-    assert page.run_card.start.isEnabled()
+    page.cards.run.typed.setText("huge")
+    page.cards.run.typed.editingFinished.emit()
+    scene.qtbot.waitUntil(lambda: "nearest would be" in page.cards.plan.problem.text(), timeout=PATIENCE_MS)
+    assert not page.cards.plan.speed.isVisible()
+    assert not page.cards.run.start.isEnabled()  # it is not in the library: it can be planned for alone
+    page.cards.run.choose("starter")
+    assert page.cards.run.start.isEnabled()
 
 
 def test_a_run_that_finds_no_room(scene: Scene) -> None:
     scene.start()
     scene.upto("planning")
     scene.finish(problem="m does not fit on this machine: the nearest that fits is int4.")
-    assert "int4" in scene.page.run_card.notes.text()
+    assert "int4" in scene.page.cards.run.notes.text()
 
 
 def test_who_walks_on_is_not_called_back(scene: Scene) -> None:
     scene.start()
     QTest.mouseClick(scene.page.steps._group.button(MACHINE), Qt.MouseButton.LeftButton)
     scene.upto("timing")
-    assert scene.page._step == MACHINE
+    assert scene.page.step == MACHINE
 
 
 def test_only_measuring(scene: Scene) -> None:
-    QTest.mouseClick(scene.page.run_card.measure_only, Qt.MouseButton.LeftButton)
+    QTest.mouseClick(scene.page.cards.run.measure_only, Qt.MouseButton.LeftButton)
     assert scene.engine.tunings[0].until == "measured"
     scene.upto("measuring")
     scene.finish(finished=True)
-    assert scene.page._step == PLAN
+    assert scene.page.step == PLAN
 
 
 def test_events_of_other_runs_are_not_ours(scene: Scene) -> None:
     scene.start()
     scene.tell(TuningProgress("another", "timing", "x", 0.9))
-    assert scene.page._step == MEASURE
+    assert scene.page.step == MEASURE
 
 
 def test_keeping_the_old_way(scene: Scene) -> None:
@@ -246,14 +248,14 @@ def test_keeping_the_old_way(scene: Scene) -> None:
     result = made.result(LOOK)
     scene.finish(result, loaded=loaded)
     page = scene.page
-    assert not page.race.use.isVisible()  # it is in use already
-    QTest.mouseClick(page.race.keep, Qt.MouseButton.LeftButton)
+    assert not page.cards.race.use.isVisible()  # it is in use already
+    QTest.mouseClick(page.cards.race.keep, Qt.MouseButton.LeftButton)
     scene.qtbot.waitUntil(lambda: bool(scene.engine.loads), timeout=PATIENCE_MS)
     assert scene.engine.loads[0].model == "/models/m"
     assert results_of(result.model_mark)[0].winner == made.CONTESTANTS[2].name
-    assert page.race.use.isVisible()
-    assert not page.race.keep.isVisible()
-    QTest.mouseClick(page.race.use, Qt.MouseButton.LeftButton)
+    assert page.cards.race.use.isVisible()
+    assert not page.cards.race.keep.isVisible()
+    QTest.mouseClick(page.cards.race.use, Qt.MouseButton.LeftButton)
     scene.qtbot.waitUntil(lambda: len(scene.engine.loads) == 2, timeout=PATIENCE_MS)
     assert results_of(result.model_mark)[0].winner == made.CONTESTANTS[0].name
 
@@ -261,8 +263,8 @@ def test_keeping_the_old_way(scene: Scene) -> None:
 def test_what_if(scene: Scene) -> None:
     page = scene.page
     page.what_if_button.click()
-    card = page.what_if
-    assert page._step == PLAN
+    card = page.cards.what_if
+    assert page.step == PLAN
     card.card.setCurrentIndex(3)
     scene.qtbot.waitUntil(lambda: "99.0" in card.result.text(), timeout=PATIENCE_MS)
     card.card.setEditText("Voodoo 2")

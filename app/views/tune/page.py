@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 
-from PySide6.QtCore import Qt, Signal
+from PySide6.QtCore import Qt
 from PySide6.QtGui import QGuiApplication, QKeySequence, QResizeEvent, QShortcut, QShowEvent
-from PySide6.QtWidgets import QFrame, QGridLayout, QPushButton, QScrollArea, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFrame, QPushButton, QScrollArea, QVBoxLayout, QWidget
 
-from app.models.plan_table import PlanTable
 from app.services.background import BackgroundCall
+from app.services.batch_jobs import BatchJobs
 from app.services.engine_client import EngineClient
 from app.services.machine_look import MachineLook
 from app.services.model_start import wanted_config
@@ -17,40 +17,23 @@ from app.services.planning import PlanAnswer, Planning, PlanQuestion
 from app.services.settings import STARTER, Settings
 from app.services.tuning import Tuning
 from app.theme import ThemeController
-from app.views.tune.arrangement import WIDE_PX, arrange
-from app.views.tune.machine_boxes import PART_OF, machine_boxes
-from app.views.tune.numbers_card import NumbersCard
-from app.views.tune.phrases import number_words, stage_sentence
-from app.views.tune.plan_card import PlanCard
-from app.views.tune.race_card import RaceCard
+from app.views.tune.arrangement import WIDE_PX
+from app.views.tune.cards import TuneCards
+from app.views.tune.making_room import MakingRoom
 from app.views.tune.report import page_report
-from app.views.tune.run_card import RunCard
-from app.views.tune.step_bar import MACHINE, MEASURE, PLAN, TIMED, StepBar
-from app.views.tune.what_if_card import WhatIfCard
+from app.views.tune.run_following import RunFollowing
+from app.views.tune.step_bar import MACHINE, PLAN, TIMED, StepBar
 from app.widgets.banner import Banner
-from app.widgets.card import Card
-from app.widgets.machine_picture import MachinePicture
 from app.widgets.page_header import PageHeader
-from app.widgets.roofline_plot import RooflinePlot
 from engine.planner.planned import Plan
-from engine.protocol import Failed
-from engine.tuning.messages import (
-    Measured,
-    TuningFinished,
-    TuningMeasured,
-    TuningNumber,
-    TuningPlans,
-    TuningProgress,
-    TuningTimed,
-    Until,
-)
-from engine.tuning.result import TuningResult
 
 
 class TunePage(QWidget):
-    """Follows a run from step to step until the user goes to one."""
+    """Follows a run from step to step until the user goes to one.
 
-    tuned = Signal()
+    Args:
+        jobs: gives the window's batch jobs, which a run has to wait for or to pause; None while there are none.
+    """
 
     def __init__(
         self,
@@ -58,25 +41,30 @@ class TunePage(QWidget):
         settings: Settings,
         theme: ThemeController,
         parent: QWidget | None = None,
+        *,
+        jobs: Callable[[], BatchJobs | None] = lambda: None,
     ) -> None:
         super().__init__(parent)
-        self._client, self._settings = client, settings
+        self._settings = settings
         self.setFocusPolicy(Qt.FocusPolicy.ClickFocus)
         self.setAccessibleName(self.tr("Tune"))
         self.tuning = Tuning(client, settings, self)
         self.planning = Planning(self)
-        self.table = PlanTable(self)
+        self.cards = TuneCards(settings.default_model, theme)
+        self.following = RunFollowing(client, self.tuning, MakingRoom(client, jobs, self), self.cards, self)
         self._listing: BackgroundCall | None = None
-        self._found: dict[Measured, TuningNumber] = {}
         self._plan: Plan | None = None
         self._follows = False
         self._step = MACHINE
-        self._columns = 0
         self._was_shown = False
-        self._make_widgets(theme)
-        self._lay_out()
+        self._lay_out(theme)
         self._connect()
         self.show_step(MACHINE)
+
+    @property
+    def step(self) -> int:
+        """The step that is shown."""
+        return self._step
 
     def show_step(self, step: int) -> None:
         """Goes to a step."""
@@ -89,65 +77,31 @@ class TunePage(QWidget):
         """Waits for what runs in the background."""
         self.tuning.close()
         self.planning.close()
-        self.what_if.planning.close()
+        self.cards.what_if.planning.close()
         if self._listing is not None:
             self._listing.wait()
 
     # --- building ---------------------------------------------------------------------------------
 
-    def _make_widgets(self, theme: ThemeController) -> None:
+    def _lay_out(self, theme: ThemeController) -> None:
         self.steps = StepBar(self)
         self.what_if_button = QPushButton(self.tr("What if…"), self)
         self.what_if_button.setCheckable(True)
         self.copy_button = QPushButton(self.tr("Copy report"), self)
         self.changed = Banner("info", theme, self)
         self.changed.add_action(self.tr("Dismiss"), self.changed.hide, kind="quiet")
-        self.run_card = RunCard(self._settings.default_model, self)
-        self.machine_card = Card(self.tr("Your machine"), self)
-        self.machine_card.aside.setText(self.tr("Links grow wider with bandwidth; hollow ones are assumed."))
-        self.picture = MachinePicture(theme, self)
-        self.machine_card.body.addWidget(self.picture)
-        self.machine_card.body.addStretch(1)
-        self.numbers = NumbersCard(self)
-        self.plan_card = PlanCard(theme, self)
-        self.roofline_card = Card(self.tr("Where work belongs"), self)
-        self.roofline = RooflinePlot(theme, self)
-        self.roofline_card.body.addWidget(self.roofline, 1)
-        self.what_if = WhatIfCard(theme, self)
-        self.race = RaceCard(self.table, theme, self)
-        self._cards = (
-            self.machine_card,
-            self.numbers,
-            self.plan_card,
-            self.roofline_card,
-            self.what_if,
-            self.race,
-        )
-
-    def _lay_out(self) -> None:
         self.header = header = PageHeader(self.tr("Tune"), self)
         header.row.setStretch(0, 0)
         header.row.addWidget(self.steps, 0, Qt.AlignmentFlag.AlignVCenter)
         header.row.addStretch(1)
         for button in (self.what_if_button, self.copy_button):
             header.row.addWidget(button, 0, Qt.AlignmentFlag.AlignVCenter)
-        self.grid = QGridLayout()
-        self.grid.setSpacing(14)
-        body = QWidget(self)
-        for card in self._cards:
-            card.setParent(body)
-        column = QVBoxLayout(body)
-        column.setContentsMargins(20, 16, 20, 20)
-        column.setSpacing(14)
-        column.addWidget(self.run_card)
-        column.addLayout(self.grid)
-        column.addStretch(1)
         self.scrolling = QScrollArea(self)
         self.scrolling.setWidgetResizable(True)
         self.scrolling.setFrameShape(QFrame.Shape.NoFrame)
         self.scrolling.setFocusPolicy(Qt.FocusPolicy.NoFocus)
         self.scrolling.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        self.scrolling.setWidget(body)
+        self.scrolling.setWidget(self.cards)
         whole = QVBoxLayout(self)
         whole.setContentsMargins(0, 0, 0, 0)
         whole.setSpacing(0)
@@ -156,45 +110,24 @@ class TunePage(QWidget):
         whole.addWidget(self.scrolling, 1)
 
     def _arrange(self) -> None:
-        """Cards of the step in two columns, or in one where two would be cramped."""
-        wide = self.width() >= WIDE_PX
-        machine: list[tuple[QWidget, int]] = [(self.machine_card, 2), (self.numbers, 1)]
-        plan: list[tuple[QWidget, int]] = [(self.plan_card, 2), (self.roofline_card, 1)]
-        places: dict[int, list[tuple[QWidget, int]]] = {
-            MACHINE: [*machine, *plan],
-            MEASURE: [*machine, *plan],
-            PLAN: [*plan, *machine],
-            TIMED: [(self.race, 3), *plan],
-        }
-        shown = list(places[self._step])
-        if self.what_if_button.isChecked() and self._step in (PLAN, TIMED):
-            shown.insert(0, (self.what_if, 3))
-        arrange(self.grid, self._cards, shown, wide=wide)
+        self.cards.show_step(self._step, what_if=self.what_if_button.isChecked(), wide=self.width() >= WIDE_PX)
 
     def _connect(self) -> None:
         self.steps.chosen.connect(self._on_step)
         self.what_if_button.toggled.connect(self._on_what_if)
-        self.what_if.close_wanted.connect(lambda: self.what_if_button.setChecked(False))
+        self.cards.what_if.close_wanted.connect(lambda: self.what_if_button.setChecked(False))
         self.copy_button.clicked.connect(self._copy)
-        self.run_card.model_chosen.connect(lambda _model: self._on_model())
-        self.run_card.run_wanted.connect(lambda: self._run(only_measure=False))
-        self.run_card.measuring_wanted.connect(lambda: self._run(only_measure=True))
-        self.run_card.cancel_wanted.connect(self._cancel)
-        self.race.use_wanted.connect(self._use)
-        tuning = self.tuning
-        tuning.looked.connect(self._on_looked)
-        tuning.progressed.connect(self._on_progress)
-        tuning.measured.connect(self._on_measured)
-        tuning.planned.connect(self._on_contestants)
-        tuning.timed.connect(self._on_timed)
-        tuning.ended.connect(self._on_ended)
-        tuning.recalled.connect(self._on_recalled)
-        tuning.chosen.connect(self._on_chosen)
-        tuning.problem.connect(lambda sentence: self.run_card.show_notes(sentence))
+        self.cards.run.model_chosen.connect(lambda _model: self._on_model())
+        following = self.following
+        following.began.connect(self._on_began)
+        following.reached.connect(self._follow)
+        following.planned.connect(self._show_plan)
+        following.stopped.connect(self._on_stopped)
+        following.ended.connect(self.tuning.look)
+        self.tuning.looked.connect(self._on_looked)
         self.planning.planned.connect(self._on_planned)
-        QShortcut(
-            QKeySequence(Qt.Key.Key_Escape), self, self._cancel, context=Qt.ShortcutContext.WidgetWithChildrenShortcut
-        )
+        context = Qt.ShortcutContext.WidgetWithChildrenShortcut
+        QShortcut(QKeySequence(Qt.Key.Key_Escape), self, following.cancel, context=context)
 
     # --- looking ----------------------------------------------------------------------------------
 
@@ -207,7 +140,7 @@ class TunePage(QWidget):
         self._list_models()
         if not self._was_shown:
             self._was_shown = True
-            self.tuning.recall(self.run_card.model)
+            self.tuning.recall(self.cards.run.model)
 
     def resizeEvent(self, event: QResizeEvent) -> None:
         super().resizeEvent(event)
@@ -226,12 +159,12 @@ class TunePage(QWidget):
 
     def _on_listed(self, names: list[str]) -> None:
         self._listing = None
-        self.run_card.show_models([STARTER, *names])
+        self.cards.run.show_models([STARTER, *names])
 
     def _on_looked(self, look: MachineLook) -> None:
-        self._draw_machine()
+        self.following.draw_machine()
         if not self.tuning.is_running:
-            self.numbers.show_kept(look)
+            self.cards.numbers.show_kept(look)
             self._ask_for_plan()
         if look.changed and not self.tuning.is_running:
             said = " ".join(look.changed)
@@ -241,49 +174,48 @@ class TunePage(QWidget):
         else:
             self.changed.hide()
 
-    def _draw_machine(self) -> None:
-        if self.tuning.machine is not None:
-            self.picture.show_machine(*machine_boxes(self.tuning.machine, self._found))
-
     # --- planning ---------------------------------------------------------------------------------
 
     def _on_model(self) -> None:
         self._plan = None
-        self.table.clear()
-        self.race.show_none()
-        self.run_card.show_notes()
-        self.run_card.set_primary(primary=True)
-        self.tuning.recall(self.run_card.model)
-        self.plan_card.show_busy(self._model_name())
+        cards = self.cards
+        cards.table.clear()
+        cards.race.show_none()
+        cards.run.show_notes()
+        cards.run.set_primary(primary=True)
+        self.tuning.recall(cards.run.model)
+        cards.plan.show_busy(self._model_name())
         self._ask_for_plan()
         if self._step == TIMED:
             self.show_step(PLAN)
 
     def _ask_for_plan(self) -> None:
         if self.tuning.machine is not None:
-            config = wanted_config(self._settings, self.run_card.model)
+            config = wanted_config(self._settings, self.cards.run.model)
             self.planning.ask(PlanQuestion(self.tuning.machine, config))
 
     def _on_planned(self, answer: PlanAnswer) -> None:
-        if answer.question.config.model != self.run_card.model or self.tuning.is_running:
+        if answer.question.config.model != self.cards.run.model or self.tuning.is_running:
             return
         if answer.plan is not None:
             self._show_plan(answer.plan)
         else:
-            self._plan = None
-            self.plan_card.show_problem(self._model_name(), answer.problem)
-            self.roofline.show_picture(None)
-        self.what_if.show_base(answer.question.look, answer.question.config, answer.plan)
+            self._show_problem(answer.problem)
+        self.cards.what_if.show_base(answer.question.look, answer.question.config, answer.plan)
 
     def _show_plan(self, plan: Plan) -> None:
         self._plan = plan
-        self.plan_card.show_plan(plan, self._model_name(), self.tuning.machine)
-        self.roofline.show_picture(plan.roofline)
+        self.cards.plan.show_plan(plan, self._model_name(), self.tuning.machine)
+        self.cards.roofline.show_picture(plan.roofline)
+
+    def _show_problem(self, problem: str) -> None:
+        self._plan = None
+        self.cards.plan.show_problem(self._model_name(), problem)
+        self.cards.roofline.show_picture(None)
 
     def _model_name(self) -> str:
-        return (
-            self.tr("Starter") if self.run_card.model == STARTER else self.run_card.model.rstrip("/").rpartition("/")[2]
-        )
+        model = self.cards.run.model
+        return self.tr("Starter") if model == STARTER else model.rstrip("/").rpartition("/")[2]
 
     def _on_what_if(self, on: bool) -> None:
         if on and self._step not in (PLAN, TIMED):
@@ -291,39 +223,19 @@ class TunePage(QWidget):
             self.show_step(PLAN)
         self._arrange()
         if on and self.tuning.machine is not None:
-            config = wanted_config(self._settings, self.run_card.model)
-            self.what_if.show_base(self.tuning.machine, config, self._plan)
-            self.what_if.card.setFocus()
+            config = wanted_config(self._settings, self.cards.run.model)
+            self.cards.what_if.show_base(self.tuning.machine, config, self._plan)
+            self.cards.what_if.card.setFocus()
 
     # --- a run ------------------------------------------------------------------------------------
 
-    def _run(self, *, only_measure: bool) -> None:
-        if self.tuning.is_running:
-            return
+    def _on_began(self) -> None:
         self._follows = True
-        self._found = {}
         self.changed.hide()
-        self.run_card.show_waiting(self.tr("Waiting for the engine"))
-        self.numbers.show_found({})
-        if not only_measure:
-            self.table.clear()
-            self.race.show_none()
-        self.show_step(MEASURE)
-        # Somebody who only measures wants new numbers; whoever tunes takes those that are still true.
-        until: Until = "measured" if only_measure else "timed"
-        self.tuning.start(
-            self.run_card.model, self.run_card.kind, until, measure_again=only_measure or self._has_numbers()
-        )
-        self.run_card.cancel.setFocus()
 
-    def _has_numbers(self) -> bool:
-        """Whether numbers are there already: then pressing the button again means to take them again."""
-        return self.tuning.machine is not None and self.tuning.machine.measurements is not None
-
-    def _cancel(self) -> None:
-        if self.tuning.is_running and not self.tuning.is_cancelling:
-            self.run_card.show_cancelling()
-            self.tuning.cancel()
+    def _on_stopped(self, problem: str) -> None:
+        if problem:
+            self._show_problem(problem)
 
     def _on_step(self, step: int) -> None:
         self._follows = False
@@ -333,86 +245,8 @@ class TunePage(QWidget):
         if self._follows and self._step != step:
             self.show_step(step)
 
-    def _on_progress(self, event: TuningProgress) -> None:
-        self.run_card.show_progress(stage_sentence(event), event.done)
-        number = event.number
-        if event.stage in ("loading", "timing"):
-            self._follow(TIMED)
-            live = number.value if number is not None and event.stage == "timing" else 0.0
-            doing = self.tr("is being timed") if event.stage == "timing" else self.tr("is being loaded")
-            self.table.show_doing(event.name, doing, live)
-        elif event.stage == "measuring" and number is not None:
-            known = self._found.get(number.what)
-            if known is None or number.value > known.value:
-                self._found[number.what] = number
-            self.picture.show_at_work(PART_OF.get(number.what))
-            self._draw_machine()
-            self.numbers.show_found(self._found)
-            self.run_card.show_progress(f"{stage_sentence(event)}, {number_words(number)}", event.done)
-        elif event.stage == "restoring":
-            self.table.stop()
-
-    def _on_measured(self, event: TuningMeasured) -> None:
-        self.picture.show_at_work(None)
-        self.run_card.show_notes(*event.notes)
-
-    def _on_contestants(self, event: TuningPlans) -> None:
-        self._show_plan(event.plan)
-        self.table.show_contestants(event.contestants)
-        self._follow(PLAN)
-
-    def _on_timed(self, event: TuningTimed) -> None:
-        self.table.show_timed(event.timed)
-
-    def _on_ended(self, event: TuningFinished | Failed) -> None:
-        had_focus = self.run_card.cancel.hasFocus()
-        self.picture.show_at_work(None)
-        self.table.stop()
-        self._found = {}
-        result = event.result if isinstance(event, TuningFinished) else None
-        self.run_card.show_idle(again=result is not None)
-        if isinstance(event, Failed):
-            self.run_card.show_notes(event.message)
-        elif event.problem or not event.finished:
-            problem = event.problem or self.tr("Cancelled: no result was kept, and everything runs as before.")
-            self.run_card.show_notes(problem, event.note)
-            if event.problem:
-                self.plan_card.show_problem(self._model_name(), event.problem)
-        elif result is not None:
-            self.run_card.show_notes(event.note)
-            self._show_result(result)
-            self._follow(TIMED)
-            self.tuned.emit()
-        else:
-            self._follow(PLAN)
-        if had_focus:
-            (self.race.use if self.race.has_offer else self.run_card.start).setFocus()
-        self.tuning.look()
-
-    # --- the result -------------------------------------------------------------------------------
-
-    def _show_result(self, result: TuningResult) -> None:
-        loaded = self._client.model
-        runs = loaded is not None and os.path.realpath(loaded.path) == os.path.realpath(result.asked.model)
-        self.race.show_result(result, result.winner if runs else "")
-        self.run_card.set_primary(primary=not self.race.has_offer)
-
-    def _on_recalled(self, result: TuningResult | None) -> None:
-        if result is not None and not self.tuning.is_running:
-            self.run_card.show_idle(again=True)
-            self._show_result(result)
-
-    def _use(self, name: str) -> None:
-        if self.race.result is not None:
-            self.tuning.use(self.race.result, name)
-
-    def _on_chosen(self, name: str) -> None:
-        self.race.show_in_use(name)
-        self.run_card.set_primary(primary=not self.race.has_offer)
-        self.run_card.show_notes(self.tr("Saved. The model is being loaded with it."))
-
     def _copy(self) -> None:
-        text = page_report(self.tuning.machine, self._plan, self.race.result)
+        text = page_report(self.tuning.machine, self._plan, self.cards.race.result)
         QGuiApplication.clipboard().setText(text)
         self.copy_button.setText(self.tr("Copied"))
 

@@ -1,0 +1,67 @@
+"""The cards of the Tune page, and which of them a step shows."""
+
+from __future__ import annotations
+
+from PySide6.QtWidgets import QGridLayout, QVBoxLayout, QWidget
+
+from app.models.plan_table import PlanTable
+from app.theme import ThemeController
+from app.views.tune.arrangement import arrange
+from app.views.tune.numbers_card import NumbersCard
+from app.views.tune.plan_card import PlanCard
+from app.views.tune.race_card import RaceCard
+from app.views.tune.run_card import RunCard
+from app.views.tune.step_bar import MACHINE, MEASURE, PLAN, TIMED
+from app.views.tune.what_if_card import WhatIfCard
+from app.widgets.card import Card
+from app.widgets.machine_picture import MachinePicture
+from app.widgets.roofline_plot import RooflinePlot
+
+
+class TuneCards(QWidget):
+    """One above all that says what is tuned, the others below it in the order that suits the step."""
+
+    def __init__(self, model: str, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self.run = RunCard(model, self)
+        self.machine = Card(self.tr("Your machine"), self)
+        self.machine.aside.setText(self.tr("Links grow wider with bandwidth; hollow ones are assumed."))
+        self.picture = MachinePicture(theme, self)
+        self.machine.body.addWidget(self.picture)
+        self.machine.body.addStretch(1)
+        self.numbers = NumbersCard(self)
+        self.plan = PlanCard(theme, self)
+        self.work = Card(self.tr("Where work belongs"), self)
+        self.roofline = RooflinePlot(theme, self)
+        self.work.body.addWidget(self.roofline, 1)
+        self.what_if = WhatIfCard(theme, self)
+        self.table = PlanTable(self)
+        self.race = RaceCard(self.table, theme, self)
+        self._all = (self.machine, self.numbers, self.plan, self.work, self.what_if, self.race)
+        self._grid = QGridLayout()
+        self._grid.setSpacing(14)
+        column = QVBoxLayout(self)
+        column.setContentsMargins(20, 16, 20, 20)
+        column.setSpacing(14)
+        column.addWidget(self.run)
+        column.addLayout(self._grid)
+        column.addStretch(1)
+
+    def show_step(self, step: int, *, what_if: bool, wide: bool) -> None:
+        """Shows the cards of a step, in two columns or, where those would be cramped, in one.
+
+        Args:
+            what_if: whether the card that tries out other hardware is asked for; it belongs to plans.
+        """
+        machine: list[tuple[QWidget, int]] = [(self.machine, 2), (self.numbers, 1)]
+        plan: list[tuple[QWidget, int]] = [(self.plan, 2), (self.work, 1)]
+        places: dict[int, list[tuple[QWidget, int]]] = {
+            MACHINE: [*machine, *plan],
+            MEASURE: [*machine, *plan],
+            PLAN: [*plan, *machine],
+            TIMED: [(self.race, 3), *plan],
+        }
+        shown = list(places[step])
+        if what_if and step in (PLAN, TIMED):
+            shown.insert(0, (self.what_if, 3))
+        arrange(self._grid, self._all, shown, wide=wide)

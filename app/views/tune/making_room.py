@@ -1,0 +1,110 @@
+"""Tuning wants the engine to itself: what it would interrupt is said before, and a batch job goes on afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from PySide6.QtCore import QObject
+from PySide6.QtWidgets import QWidget
+
+from app.services.batch_job import JobState
+from app.services.batch_jobs import BatchJobs
+from app.services.engine_client import EngineClient
+
+
+class MakingRoom(QObject):
+    """Asks before a run pauses a batch job or waits for an answer.
+
+    Args:
+        jobs: gives the window's batch jobs; None while there are none.
+    """
+
+    def __init__(self, client: EngineClient, jobs: Callable[[], BatchJobs | None], page: QWidget) -> None:
+        super().__init__(page)
+        self._client, self._jobs, self._page = client, jobs, page
+        self._held: BatchJobs | None = None
+        self._precision = ""
+
+    def before_run(self, run: Callable[[], object]) -> None:
+        """Does `run` at once if the engine has nothing to do, else when the user agrees to what that means."""
+        jobs = self._jobs()
+        if jobs is not None and jobs.running is not None:
+            self._ask(
+                self.tr("A batch job is running."),
+                self.tr(
+                    "Tuning needs the engine to itself: the job is paused, and goes on by itself when tuning has "
+                    "ended. No answered row is lost."
+                ),
+                [(self.tr("Pause it and tune"), lambda: self._begin(run))],
+            )
+        elif self._client.answering:
+            self._ask(
+                self.tr("An answer is being written."),
+                self.tr("Tuning needs the engine to itself. An answer that is stopped keeps the text it has."),
+                [
+                    (self.tr("Tune after the answer"), lambda: self._begin(run)),
+                    (self.tr("Stop the answer"), lambda: self._stop_answers(run)),
+                ],
+            )
+        else:
+            self._begin(run)
+
+    def before_loading(self, load: Callable[[], object]) -> None:
+        """Does `load`, which loads the model with other settings, at once if no batch job runs, else if it may stop."""
+        jobs = self._jobs()
+        running = jobs.running if jobs is not None else None
+        if jobs is None or running is None:
+            load()
+            return
+
+        def stop_and_load() -> None:
+            if jobs.running is not None:
+                jobs.pause(running.key)
+            load()
+
+        self._ask(
+            self.tr("A batch job is running."),
+            self.tr(
+                "Loading the model with other settings pauses it. No answered row is lost: it can be resumed in the "
+                "precision that it began with."
+            ),
+            [(self.tr("Pause the job"), stop_and_load)],
+        )
+
+    def run_ended(self) -> str:
+        """Lets jobs go on that were held; a sentence about those that cannot, or an empty text."""
+        jobs, self._held = self._held, None
+        if jobs is None:
+            return ""
+        now = self._client.model.precision if self._client.model is not None else self._precision
+        waiting = [entry for entry in jobs.entries if entry.state is JobState.QUEUED and entry.done]
+        stays = waiting if now != self._precision else []
+        for entry in stays:  # answers of two precisions are not mixed: the engine would refuse
+            jobs.pause(entry.key)
+        jobs.go_on()
+        if not stays:
+            return ""
+        return self.tr(
+            "The batch job for {0} stays paused: it began in {1}, and the model now runs in {2}. “Keep as before” lets "
+            "it be resumed."
+        ).format(stays[0].output.name, self._precision, now)
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _begin(self, run: Callable[[], object]) -> None:
+        jobs = self._jobs()
+        self._precision = self._client.model.precision if self._client.model is not None else ""
+        if jobs is not None:
+            jobs.hold()
+            self._held = jobs
+        run()
+
+    def _stop_answers(self, run: Callable[[], object]) -> None:
+        for request_id in self._client.answering:
+            self._client.cancel(request_id)
+        self._begin(run)
+
+    def _ask(self, question: str, details: str, choices: list[tuple[str, Callable[[], object]]]) -> None:
+        from app.views.batch.dialogs import ask  # hardly ever needed
+
+        ask(self._page.window(), question, details, [(label, "do", answer) for label, answer in choices])

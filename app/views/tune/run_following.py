@@ -1,0 +1,186 @@
+"""A tuning run on the page: how far it is, what it has found, and what came of it."""
+
+from __future__ import annotations
+
+import os
+
+from PySide6.QtCore import QObject, Signal
+
+from app.services.engine_client import EngineClient
+from app.services.tuning import Tuning
+from app.views.tune.cards import TuneCards
+from app.views.tune.machine_boxes import PART_OF, machine_boxes
+from app.views.tune.making_room import MakingRoom
+from app.views.tune.phrases import number_words, stage_sentence
+from app.views.tune.step_bar import MEASURE, PLAN, TIMED
+from engine.protocol import Failed
+from engine.tuning.messages import (
+    Measured,
+    TuningFinished,
+    TuningMeasured,
+    TuningNumber,
+    TuningPlans,
+    TuningProgress,
+    TuningTimed,
+    Until,
+)
+from engine.tuning.result import TuningResult
+
+
+class RunFollowing(QObject):
+    """Starts runs and shows in the cards what they tell.
+
+    Signals:
+        began: a run was asked for.
+        reached(int): the step that it has come to.
+        planned(Plan): the engine's first choice.
+        stopped(str): it ended half-way, for this reason; empty if it was cancelled.
+        ended: however it went.
+    """
+
+    began = Signal()
+    reached = Signal(int)
+    planned = Signal(object)
+    stopped = Signal(str)
+    ended = Signal()
+
+    def __init__(
+        self, client: EngineClient, tuning: Tuning, room: MakingRoom, cards: TuneCards, parent: QObject | None = None
+    ) -> None:
+        super().__init__(parent)
+        self._client, self._tuning, self._room, self._cards = client, tuning, room, cards
+        self._found: dict[Measured, TuningNumber] = {}
+        tuning.progressed.connect(self._on_progress)
+        tuning.measured.connect(self._on_measured)
+        tuning.planned.connect(self._on_contestants)
+        tuning.timed.connect(self._on_timed)
+        tuning.ended.connect(self._on_ended)
+        tuning.recalled.connect(self._on_recalled)
+        tuning.chosen.connect(self._on_chosen)
+        tuning.problem.connect(lambda sentence: cards.run.show_notes(sentence))
+        cards.run.run_wanted.connect(lambda: self.ask_to_run(only_measure=False))
+        cards.run.measuring_wanted.connect(lambda: self.ask_to_run(only_measure=True))
+        cards.run.cancel_wanted.connect(self.cancel)
+        cards.race.use_wanted.connect(self._use)
+
+    def ask_to_run(self, *, only_measure: bool) -> None:
+        """Begins a run, if the user agrees where that takes the engine from something else."""
+        if not self._tuning.is_running:
+            self._room.before_run(lambda: self._run(only_measure=only_measure))
+
+    def cancel(self) -> None:
+        """Stops the run, if there is one."""
+        if self._tuning.is_running and not self._tuning.is_cancelling:
+            self._cards.run.show_cancelling()
+            self._tuning.cancel()
+
+    def draw_machine(self) -> None:
+        """The picture of the machine, with what the run has found so far."""
+        if self._tuning.machine is not None:
+            self._cards.picture.show_machine(*machine_boxes(self._tuning.machine, self._found))
+
+    # --- a run ------------------------------------------------------------------------------------
+
+    def _run(self, *, only_measure: bool) -> None:
+        if self._tuning.is_running:
+            return
+        cards, run = self._cards, self._cards.run
+        self._found = {}
+        waits = bool(self._client.answering)
+        run.show_waiting(self.tr("Waiting for the answer to end") if waits else self.tr("Waiting for the engine"))
+        cards.numbers.show_found({})
+        if not only_measure:
+            cards.table.clear()
+            cards.race.show_none()
+        self.began.emit()
+        self.reached.emit(MEASURE)
+        # Somebody who only measures wants new numbers; whoever tunes takes those that are still true.
+        until: Until = "measured" if only_measure else "timed"
+        self._tuning.start(run.model, run.kind, until, measure_again=only_measure or self._has_numbers())
+        run.cancel.setFocus()
+
+    def _has_numbers(self) -> bool:
+        """Whether numbers are there already: then pressing the button again means to take them again."""
+        return self._tuning.machine is not None and self._tuning.machine.measurements is not None
+
+    def _on_progress(self, event: TuningProgress) -> None:
+        cards, number = self._cards, event.number
+        cards.run.show_progress(stage_sentence(event), event.done)
+        if event.stage in ("loading", "timing"):
+            self.reached.emit(TIMED)
+            live = number.value if number is not None and event.stage == "timing" else 0.0
+            doing = self.tr("is being timed") if event.stage == "timing" else self.tr("is being loaded")
+            cards.table.show_doing(event.name, doing, live)
+        elif event.stage == "measuring" and number is not None:
+            known = self._found.get(number.what)
+            if known is None or number.value > known.value:
+                self._found[number.what] = number
+            cards.picture.show_at_work(PART_OF.get(number.what))
+            self.draw_machine()
+            cards.numbers.show_found(self._found)
+            cards.run.show_progress(f"{stage_sentence(event)}, {number_words(number)}", event.done)
+        elif event.stage == "restoring":
+            cards.table.stop()
+
+    def _on_measured(self, event: TuningMeasured) -> None:
+        self._cards.picture.show_at_work(None)
+        self._cards.run.show_notes(*event.notes)
+
+    def _on_contestants(self, event: TuningPlans) -> None:
+        self.planned.emit(event.plan)
+        self._cards.table.show_contestants(event.contestants)
+        self.reached.emit(PLAN)
+
+    def _on_timed(self, event: TuningTimed) -> None:
+        self._cards.table.show_timed(event.timed)
+
+    def _on_ended(self, event: TuningFinished | Failed) -> None:
+        cards, run = self._cards, self._cards.run
+        had_focus = run.cancel.hasFocus()
+        cards.picture.show_at_work(None)
+        cards.table.stop()
+        self._found = {}
+        of_jobs = self._room.run_ended()
+        result = event.result if isinstance(event, TuningFinished) else None
+        run.show_idle(again=result is not None)
+        if isinstance(event, Failed):
+            run.show_notes(event.message, of_jobs)
+            self.stopped.emit("")
+        elif event.problem or not event.finished:
+            problem = event.problem or self.tr("Cancelled: no result was kept, and everything runs as before.")
+            run.show_notes(problem, event.note, of_jobs)
+            self.stopped.emit(event.problem)
+        elif result is not None:
+            run.show_notes(event.note, of_jobs)
+            self._show_result(result)
+            self.reached.emit(TIMED)
+        else:
+            if event.note or of_jobs:  # else what was said of the measurements stays
+                run.show_notes(event.note, of_jobs)
+            self.reached.emit(PLAN)
+        if had_focus:
+            (cards.race.use if cards.race.has_offer else run.start).setFocus()
+        self.ended.emit()
+
+    # --- the result -------------------------------------------------------------------------------
+
+    def _show_result(self, result: TuningResult) -> None:
+        loaded = self._client.model
+        runs = loaded is not None and os.path.realpath(loaded.path) == os.path.realpath(result.asked.model)
+        self._cards.race.show_result(result, result.winner if runs else "")
+        self._cards.run.set_primary(primary=not self._cards.race.has_offer)
+
+    def _on_recalled(self, result: TuningResult | None) -> None:
+        if result is not None and not self._tuning.is_running:
+            self._cards.run.show_idle(again=True)
+            self._show_result(result)
+
+    def _use(self, name: str) -> None:
+        result = self._cards.race.result
+        if result is not None:
+            self._room.before_loading(lambda: self._tuning.use(result, name))
+
+    def _on_chosen(self, name: str) -> None:
+        self._cards.race.show_in_use(name)
+        self._cards.run.set_primary(primary=not self._cards.race.has_offer)
+        self._cards.run.show_notes(self.tr("Saved. The model is being loaded with it."))
