@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter_ns
 from typing import Any
@@ -66,9 +66,9 @@ class NativeRows:
             result = layer.mlp(layer.post_attention_layernorm(out))
             return torch.add(out, result[0] if isinstance(result, tuple) else result)
 
-    def linears(self, index: int) -> AbstractContextManager[None]:
-        """While in it, a layer's linear layers are computed by the kernels, whoever calls the layer."""
-        return _replaced(self._linears[index])
+    def linears(self, layers: Iterable[int]) -> AbstractContextManager[None]:
+        """While in it, these layers' linear layers are computed by the kernels, whoever calls the layers."""
+        return _replaced([pair for index in layers for pair in self._linears[index]])
 
     def _add_experts(self, block: Any, struct: SparseBlockStruct, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, H] with what a sparse block makes of them added."""

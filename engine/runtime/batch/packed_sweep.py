@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -102,28 +102,32 @@ class PackedModel:
         schedule = self._schedule(tokens)
         parts = self._parts(work, schedule)
         micro_batches = [self._prepare(part) for part in parts]
-        for index in range(len(self._layers)):
-            for layers in self._steps(index, micro_batches, schedule):
-                begun_s = perf_counter()
-                layers()
-                busy_s += perf_counter() - begun_s
-                yield
+        for step in self._steps(micro_batches, schedule):
+            begun_s = perf_counter()
+            step()
+            busy_s += perf_counter() - begun_s
+            yield
         self._choice.took(schedule, tokens, busy_s)
         return self._logits(work, parts, micro_batches)
 
-    def _steps(self, index: int, micro_batches: list[_MicroBatch], schedule: Schedule) -> Iterator[Callable[[], None]]:
-        """What is to be done of a layer, in pieces between which it may give way."""
-        if self._pipeline is not None and schedule is not Schedule.HYBRID:
-            pipeline = self._pipeline
-
-            def by_schedule() -> None:
-                with self._attending(None), self._native.linears(index) if self._native is not None else nullcontext():
-                    pipeline.run(index, micro_batches, schedule)
-
-            yield by_schedule
+    def _steps(self, micro_batches: list[_MicroBatch], schedule: Schedule) -> Iterator[Callable[[], None]]:
+        """What is to be done of a sweep, in pieces between which it may give way."""
+        if self._pipeline is None or schedule is Schedule.HYBRID:
+            for index in range(len(self._layers)):
+                for batch in micro_batches:
+                    yield partial(self._step, index, batch)
             return
-        for batch in micro_batches:
-            yield partial(self._step, index, batch)
+        with closing(self._pipeline.sweep(micro_batches, schedule)) as sweep:
+            for index in range(len(self._layers)):
+                yield partial(self._step_by_schedule, index, sweep)
+            for _ in sweep:
+                raise AssertionError("a sweep stops once behind each layer")
+
+    def _step_by_schedule(self, index: int, sweep: Iterator[None]) -> None:
+        """Of a layer what is left, and of the next one what has begun meanwhile."""
+        both = range(index, min(index + 2, len(self._layers)))
+        with self._attending(None), self._native.linears(both) if self._native is not None else nullcontext():
+            next(sweep)
 
     def _step(self, index: int, batch: _MicroBatch) -> None:
         with self._attending(batch.pieces):

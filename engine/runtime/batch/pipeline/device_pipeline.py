@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -92,27 +92,31 @@ class DevicePipeline:
         config = loaded.model.config.get_text_config(decoder=True)
         self.experts_per_token: int = getattr(config, "num_experts_per_tok", None) or 1
 
-    def run(self, index: int, batches: Sequence[Batch], schedule: Schedule) -> None:
-        """Takes all micro-batches through a layer.
+    def sweep(self, batches: Sequence[Batch], schedule: Schedule) -> Generator[None, None, None]:
+        """Takes all micro-batches through all layers; stops behind each, where anybody may use the model.
 
         Raises:
             EngineError: the device failed, or a record could not be read; nothing is under way then.
         """
-        RECORDER.layer = index
         self._whole = schedule not in (Schedule.HOT_ONLY, Schedule.KLOTSKI)
+        order = ORDERS[schedule]([_Layer(self, index, batches) for index in range(len(self._layers))])
         try:
-            with self._interrupting():
-                ORDERS[schedule](_Layer(self, index, batches))
-            if index == len(self._layers) - 1:
-                self._device_attention.finish()
-            self._attention.forget_ended()
-            self._routing = None
-        except BaseException:
+            for index in range(len(self._layers)):
+                with self._interrupting():
+                    next(order)
+                if index == len(self._layers) - 1:
+                    self._device_attention.finish()
+                self._attention.forget_ended()
+                self._routing = None
+                yield
+        except BaseException:  # also of somebody who wants no more of it
+            order.close()
             self._give_up()
             raise
 
     def begin(self, index: int, batch: Batch) -> LayerRun:
         """See `LayerWork.begin`."""
+        RECORDER.layer = index
         return LayerRun(lambda: self._layers.run(index, batch.hidden, batch.recording))
 
     def attend(self, call: AttentionCall, pieces: Pieces, number: int, index: int, *, behind: bool) -> AttendedAhead:
@@ -279,6 +283,7 @@ class _Layer:
         run.answer(self._pipeline.attend_there(self._index, run.call, cache))
 
     def finish(self, number: int, run: LayerRun) -> None:
+        RECORDER.layer = self._index
         while run.call is not None:
             if isinstance(run.call, ExpertsCall):
                 run.answer(self._pipeline.compute(run.call))

@@ -1,12 +1,13 @@
-"""One layer of a sweep, in the orders that MoE-Lightning and Klotski compare.
+"""The layers of a sweep, in the orders that MoE-Lightning and Klotski compare.
 
 They are those of `engine.planner.simulator.batch_schedules`, on a device.  Each is given all micro-batches' hidden
-states in front of a layer and leaves those behind it; the next layer's weights are on their way by then.
+states in front of the first layer, and stops behind every layer: the next layer's weights are on their way by then, and
+where attention runs ahead its first micro-batches have begun.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol
 
@@ -71,37 +72,72 @@ class LayerWork(Protocol):
         """Answers these runs, expert by expert for all of them, in the order in which the experts arrive."""
 
 
-def cgopipe(work: LayerWork) -> None:
-    """MoE-Lightning's Algorithm 1: CPU attention two micro-batches ahead, weights in pages between hidden states."""
-    _ahead(work, work.count)
+Layers = Sequence[LayerWork]
+"""All layers of a sweep, of as many micro-batches each."""
 
 
-def multi_batch(work: LayerWork) -> None:
+def cgopipe(layers: Layers) -> Generator[None, None, None]:
+    """MoE-Lightning's Algorithm 1: CPU attention two micro-batches ahead, weights in pages between hidden states.
+
+    Both go on across the borders of layers: while a layer's last micro-batches compute, the next layer's first ones
+    attend, and its successor's first pages follow as soon as their buffer is free.
+    """
+    return _ahead(layers, layers[0].count)
+
+
+def multi_batch(layers: Layers) -> Generator[None, None, None]:
     """Klotski's first step: the next layer's weights in one piece, for all micro-batches; attention ahead."""
-    _ahead(work, 1)
+    return _ahead(layers, 1)
 
 
-def _ahead(work: LayerWork, pages: int) -> None:
+def _ahead(layers: Layers, pages: int) -> Generator[None, None, None]:
+    count = layers[0].count
+    lead = min(_AHEAD, count)  # a micro-batch's next layer begins when it has left the one before
     attended: dict[int, AttendedAhead] = {}
     runs: dict[int, LayerRun] = {}
 
-    def ahead(number: int) -> None:
-        if number < work.count:
-            _begin(work, number, runs, attended)
-        if number < pages:
-            work.bring_page(number, pages)
+    def begin(place: int) -> None:
+        if place < len(layers) * count:
+            _begin(layers[place // count], place % count, runs, attended, place)
 
     try:
-        for number in range(_AHEAD):
-            ahead(number)
-        for number in range(work.count):
-            run = runs[number]
-            if number in attended:
-                run.answer(attended.pop(number).take())
-            work.finish(number, run)
-            ahead(number + _AHEAD)
+        _bring_first(layers[0], pages)
+        for place in range(lead):
+            begin(place)
+        for place in range(len(layers) * count):
+            index, number = divmod(place, count)
+            run = runs[place]
+            if place in attended:
+                run.answer(attended.pop(place).take())
+            layers[index].finish(number, run)
+            del runs[place]
+            is_last = number == count - 1
+            if is_last and index + 1 < len(layers):
+                _bring_first(layers[index + 1], pages)
+            elif number + _AHEAD < pages:
+                layers[index].bring_page(number + _AHEAD, pages)
+            begin(place + lead)
+            if is_last:
+                yield
     finally:
         _abandon(runs)
+
+
+def _bring_first(layer: LayerWork, pages: int) -> None:
+    """The first pages of a layer's successor: the link always has one to go on with."""
+    for page in range(min(_AHEAD, pages)):
+        layer.bring_page(page, pages)
+
+
+def _layer_by_layer(order: Callable[[LayerWork], None]) -> Callable[[Layers], Generator[None, None, None]]:
+    """A schedule that begins a layer when all of the one before is done."""
+
+    def run(layers: Layers) -> Generator[None, None, None]:
+        for layer in layers:
+            order(layer)
+            yield
+
+    return run
 
 
 def hot_only(work: LayerWork) -> None:
@@ -143,10 +179,18 @@ def _up_to_gates(work: LayerWork, runs: dict[int, LayerRun]) -> None:
     work.bring_hot(of_next=True)
 
 
-def _begin(work: LayerWork, number: int, runs: dict[int, LayerRun], attended: dict[int, AttendedAhead]) -> None:
-    run = runs[number] = work.begin(number)
+def _begin(
+    work: LayerWork,
+    number: int,
+    runs: dict[int, LayerRun],
+    attended: dict[int, AttendedAhead],
+    place: int | None = None,
+) -> None:
+    """Begins a micro-batch's layer, under its number or another `place`."""
+    place = number if place is None else place
+    run = runs[place] = work.begin(number)
     if isinstance(run.call, AttentionCall):
-        attended[number] = work.attend_on_cpu(number, run)
+        attended[place] = work.attend_on_cpu(number, run)
 
 
 def s3(work: LayerWork) -> None:
@@ -186,12 +230,12 @@ def _abandon(runs: Mapping[int, LayerRun]) -> None:
         run.abandon()
 
 
-ORDERS: dict[Schedule, Callable[[LayerWork], None]] = {
+ORDERS: dict[Schedule, Callable[[Layers], Generator[None, None, None]]] = {
     Schedule.CGOPIPE: cgopipe,
-    Schedule.S3: s3,
-    Schedule.S4: s4,
+    Schedule.S3: _layer_by_layer(s3),
+    Schedule.S4: _layer_by_layer(s4),
     Schedule.MULTI_BATCH: multi_batch,
-    Schedule.HOT_ONLY: hot_only,
-    Schedule.KLOTSKI: klotski,
+    Schedule.HOT_ONLY: _layer_by_layer(hot_only),
+    Schedule.KLOTSKI: _layer_by_layer(klotski),
 }
-"""What each schedule does with a layer."""
+"""What each schedule does with a sweep: it stops behind every layer."""
