@@ -41,6 +41,7 @@ class RequestSimulation:
         self._random = np.random.default_rng(seed)
         self._underway: dict[int, dict[int, float]] = {}
         self._end_of_layer = [0.0, 0.0]
+        self._layer_begun = 0.0
         self.uses = 0
         self.hits = 0
         self.moe_s = 0.0
@@ -102,11 +103,26 @@ class RequestSimulation:
     ) -> float:
         run, costs = self._timeline.run, self._costs
         seconds = costs.cpu_layer(rows, context, prompts=prompts)
+        # A prompt that wants most of a layer has it read while the layer before is computed.
+        foreseen = prompts and 3 * len(load) >= 2 * costs.model.experts and self._strategy.host_only
+        begun, self._layer_begun = self._layer_begun, at
         at = run("cpu_attention", seconds, "attention", at, layer=layer, step=step)
-        at = self._from_disk(len(load), at, layer, step)
-        seconds = costs.cpu_experts(sum(count for _, count in load), len(load))
         self.uses += len(load)
-        return run("cpu_experts", seconds, "experts", at, layer=layer, step=step, count=len(load))
+        return self._host_experts(load, at, layer, step, reads_from=begun if foreseen else at)
+
+    def _host_experts(self, load: Load, at: float, layer: int, step: int, *, reads_from: float) -> float:
+        """Those in RAM are computed while the others are read, and these as they arrive."""
+        run, count = self._timeline.run, len(load)
+        seconds = self._costs.cpu_experts(sum(rows for _, rows in load), count)
+        if not self._disk_share:
+            return run("cpu_experts", seconds, "experts", at, layer=layer, step=step, count=count)
+        read = self._from_disk(count, reads_from, layer, step)
+        late = seconds * self._disk_share
+        arriving = max(1, round(count * self._disk_share))
+        there = seconds - late
+        at = run("cpu_experts", there, "experts", at, layer=layer, step=step, count=count - arriving)
+        last = max(at, read + late / arriving - late)
+        return run("cpu_experts", late, "experts", last, layer=layer, step=step, count=arriving)
 
     def _from_disk(self, experts: int, at: float, layer: int, step: int) -> float:
         if not self._disk_share or not experts:
@@ -239,9 +255,7 @@ class RequestSimulation:
         run, costs = self._timeline.run, self._costs
         rows = sum(count for _, count in computed)
         at = run("d2h", costs.activations(rows), "activations", ready, layer=layer, step=step)
-        at = self._from_disk(len(computed), at, layer, step)
-        seconds = costs.cpu_experts(rows, len(computed))
-        at = run("cpu_experts", seconds, "experts", at, layer=layer, step=step, count=len(computed))
+        at = self._host_experts(computed, at, layer, step, reads_from=at)
         return run("small_copy", costs.activations(rows), "results", at, layer=layer, step=step)
 
     def _divide(
@@ -261,17 +275,31 @@ class RequestSimulation:
     def _split(
         self, misses: list[tuple[int, int]], ready: float
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Mixed: the link takes experts of many rows, the CPU those of few, so that both end together."""
-        costs = self._costs
+        """Mixed: the link takes experts of many rows, the CPU those of few, so that both end together.
+
+        The disk reads for the CPU first, and then for the link.
+        """
+        costs, count = self._costs, len(misses)
         link = max(self._timeline.free_at("h2d") - ready, 0.0)
         busy = self._timeline.free_at("gpu") - ready
         copy = self._transfer_s
+        read = costs.disk(costs.expert_bytes) * self._disk_share
+        disk = max(self._timeline.free_at("disk") - ready, 0.0) if read else 0.0
+
+        def on_host(rows: int, experts: int) -> float:
+            if not experts:
+                return 0.0
+            seconds = costs.cpu_experts(rows, experts)
+            read_s = disk + experts * read + seconds / experts if read else 0.0
+            return max(seconds, read_s) + 2 * costs.activations(rows)
+
         rest = sum(rows for _, rows in misses)
-        best = (costs.cpu_experts(rest, len(misses)), 0)
+        best = (on_host(rest, count), 0)
+        arrived = disk + count * read + copy if read else 0.0
         for fetched, (_, rows) in enumerate(misses, start=1):
             rest -= rows
-            card = max(link + fetched * copy, busy) + costs.gpu_experts(rows)
-            best = min(best, (max(costs.cpu_experts(rest, len(misses) - fetched), card), fetched))
+            card = max(link + fetched * copy, arrived, busy) + costs.gpu_experts(rows)
+            best = min(best, (max(on_host(rest, count - fetched), card), fetched))
             if card > best[0]:
                 break
         return misses[: best[1]], misses[best[1] :]
