@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
 from engine.checkpoint.config_file import read_config
 from engine.checkpoint.hub import read_hub_model
-from engine.checkpoint.names import in_library, is_path_like, resolve
+from engine.checkpoint.names import STARTER_NAME, in_library, is_path_like, resolve
 from engine.checkpoint.shards import read_tensors
+from engine.errors import EngineError, ErrorCode
+from engine.paths import models_dir
 from engine.planner.checkpoint_shape import shape_of
 from engine.planner.model_shape import ModelShape
-from engine.planner.profile_files import model_names, read_model
+from engine.planner.profile_files import model_names, near_names, read_model
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
@@ -24,14 +27,27 @@ def find_shape(model: str) -> ModelShape:
             (`ORG/NAME`), of which the configuration and the headers are read over the network unless a profile has it.
 
     Raises:
-        EngineError: there is none, or it cannot be understood; the message says why.
+        EngineError: there is none, or it cannot be understood; the message says why, and what may have been meant.
     """
-    if model.endswith(".json") or (model in model_names() and in_library(model) is None):
+    if model.endswith(".json") or (model.casefold() in model_names() and in_library(model) is None):
         return read_model(model)
     if _HUB_ID.fullmatch(model) and not Path(model).exists():
-        known = next((shape for shape in map(read_model, model_names()) if shape.hub_id == model), None)
-        return known or shape_of(model.rpartition("/")[2], *read_hub_model(model), hub_id=model)
-    if not is_path_like(model) and in_library(model) is None and model != "starter":
-        return read_model(model)  # which says what names there are
+        known = (shape for shape in map(read_model, model_names()) if shape.hub_id.casefold() == model.casefold())
+        return next(known, None) or shape_of(model.rpartition("/")[2], *read_hub_model(model), hub_id=model)
+    if model.strip() and not is_path_like(model) and in_library(model) is None and model != STARTER_NAME:
+        raise _unknown(model)
     folder = resolve(model)
     return shape_of(folder.name, read_config(folder), read_tensors(folder).values())
+
+
+def _unknown(model: str) -> EngineError:
+    names = model_names()
+    with contextlib.suppress(OSError):  # nothing is in the library yet
+        names += [entry.name for entry in models_dir().iterdir() if entry.is_dir()]
+    near = near_names(model, names)
+    meant = f"did you mean {' or '.join(near)}?" if near else f"known by name are {', '.join(model_names())}."
+    return EngineError(
+        ErrorCode.MODEL_NOT_FOUND,
+        f"There is no model called {model!r}, in the library or among those known by name: {meant} "
+        "A model's folder does as well, or its hub id such as Qwen/Qwen3-30B-A3B.",
+    )

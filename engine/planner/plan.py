@@ -22,7 +22,7 @@ from engine.planner.plan_search import (
     PRECISIONS,
     Question,
     choose_precision,
-    chosen,
+    in_order,
     quick_best,
     runs_here,
     search,
@@ -61,8 +61,8 @@ def make_plan(
     precision = choose_precision(question) if limits.precision == "auto" else limits.precision
     question = replace(question, precision=precision)
     outcomes = search(question)
-    best = chosen(outcomes) if outcomes else None
-    memory = _memory(question, best) if best is not None else None
+    able = ((one, _memory(question, one)) for one in in_order(outcomes, workload))
+    best, memory = next(((one, held) for one, held in able if held is not None), (None, None))
     if best is None or memory is None:
         raise does_not_fit(question)
     costs = question.setting().costs
@@ -132,7 +132,9 @@ def _alternatives(
     question: Question, best: Outcome, outcomes: list[Outcome], *, measured: bool
 ) -> tuple[Alternative, ...]:
     found = [
-        Alternative(one.policy, question.precision, _speed(one, measured=measured), runs_here(one.policy))
+        Alternative(
+            one.policy, question.precision, _speed(one, measured=measured), runs_here(one.policy, question.workload)
+        )
         for one in outcomes
         if one is not best
     ]

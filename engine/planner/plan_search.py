@@ -13,7 +13,7 @@ from engine.planner.model_shape import ModelShape
 from engine.planner.plan_parts import Limits
 from engine.planner.precision import worthwhile
 from engine.planner.simulator.outcome import Outcome
-from engine.planner.simulator.plans import BATCH_SCHEDULES, POLICY_NAMES, SWITCHYARD, run_policy
+from engine.planner.simulator.plans import POLICY_NAMES, SWITCHYARD, run_policy
 from engine.planner.simulator.requests import Setting
 from engine.planner.workload import Workload
 
@@ -33,14 +33,16 @@ ENGINE_SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "CPU-GPU collaborative": {"misses": "cpu", "cache_policy": "lru"},
     "DuoServe-MoE": {"misses": "fetch", "cache_slots": 0, "prefetch": "mlp"},
 }
-"""Policy -> what `EngineConfig` runs it with.  The policies of many sequences are the batch executor's."""
+"""Policy -> what `EngineConfig` runs it with."""
+
+EXECUTED_SCHEDULES = ("MoE-Lightning (CGOPipe)", "Klotski", "FlexGen (S4)", "FlexGen, CPU attention (S3)")
+"""Schedules of many sequences that the batch executor has, the one that it would rather take first."""
 
 _QUICK, _LONGER = 4, 12
 """MoE layers that the two simulations draw; of many rows, which use all experts of a layer, fewer."""
 _DRAWN_EXPERTS = 768
 """Experts of all drawn layers that the longer one draws of many rows; the quick one a third."""
 _EQUAL = 1 - 1e-9
-_BATCH_ORDER = ("MoE-Lightning (CGOPipe)", "Klotski", "FlexGen (S4)", "FlexGen, CPU attention (S3)", "DeepSpeed")
 _SHORTLIST = ("Switchyard mixed, static", "Switchyard mixed", "CPU only")
 _BATCH_SHORTLIST = (*_SHORTLIST, "Klotski", "MoE-Lightning (CGOPipe)")
 
@@ -69,9 +71,9 @@ class Question:
         return Setting(costs, self.workload, rule=memory_rule(costs, self.limits), drawn_layers=drawn_layers)
 
 
-def runs_here(policy: str) -> bool:
-    """Whether the engine has it."""
-    return policy in ENGINE_SETTINGS or policy in BATCH_SCHEDULES
+def runs_here(policy: str, workload: Workload) -> bool:
+    """Whether the engine can carry it out; else it is there to compare with."""
+    return policy in ENGINE_SETTINGS or (workload.sequences > 1 and policy in EXECUTED_SCHEDULES)
 
 
 def search(question: Question) -> list[Outcome]:
@@ -79,13 +81,15 @@ def search(question: Question) -> list[Outcome]:
     return _run([name for name in POLICY_NAMES if name != SWITCHYARD], question.setting(_LONGER))
 
 
-def chosen(outcomes: Iterable[Outcome]) -> Outcome:
-    """The fastest; of equal ones what the engine does without being told, the plainest."""
-    ordered = list(outcomes)
-    best = ordered[0].tokens_per_s
-    equal = [one for one in ordered if one.tokens_per_s >= _EQUAL * best and runs_here(one.policy)] or ordered[:1]
-    plainest = [*ENGINE_SETTINGS, *_BATCH_ORDER]
-    return min(equal, key=lambda one: plainest.index(one.policy) if one.policy in plainest else len(plainest))
+def in_order(outcomes: Iterable[Outcome], workload: Workload) -> list[Outcome]:
+    """Those that the engine can carry out, the fastest first; of equal ones what it does without being told first."""
+    plainest = [*ENGINE_SETTINGS, *EXECUTED_SCHEDULES]
+    able = [one for one in outcomes if runs_here(one.policy, workload)]
+    best = max((one.tokens_per_s for one in able), default=0.0)
+    equal = sorted(
+        (one for one in able if one.tokens_per_s >= _EQUAL * best), key=lambda one: plainest.index(one.policy)
+    )
+    return [*equal, *(one for one in able if one not in equal)]
 
 
 def quick_best(question: Question) -> Outcome | None:

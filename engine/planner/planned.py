@@ -68,10 +68,16 @@ class Plan:
             ram_bytes=limits.ram_bytes,
             threads=self.threads,
             context_tokens=limits.context_tokens,
-            # As many as fit is what the engine finds out by itself, and better: what is free changes.
-            cache_slots=0 if self.card is not None and cache.slots == 0 and cache.misses != "layer" else None,
+            # As many as fit is what the engine finds out by itself, and better: what is free changes.  A batch's
+            # schedule has the cache's memory for as long as it runs.
+            cache_slots=0 if self._without_cache else None,
             cache_ways=cache.ways,
             cache_policy=cast("CachePolicy", cache.policy),
             misses=cast("Misses", cache.misses),
             prefetch=cast("Prefetch", cache.prefetch),
         )
+
+    @property
+    def _without_cache(self) -> bool:
+        runs_batches = self.batch is not None and self.batch.schedule == self.policy
+        return self.card is not None and self.cache.slots == 0 and self.cache.misses != "layer" and not runs_batches

@@ -5,9 +5,10 @@ What a file says is checked: a number that no machine has is refused with a sent
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from engine.planner.model_shape import Attention, ModelShape
 
 _GIGA = 1e9
 _OPTIONAL_COUNTS = ("dense_layers", "shared_width", "dense_width")
+_MOST_NEAR, _NEAR_ENOUGH = 4, 0.5
 _WITH_DEFAULT = {"expert_matrices": 3, "other_weights": 0, "kv_numbers": 0, "left_out_weights": 0}
 
 
@@ -125,15 +127,27 @@ def read_model(name: str, folder: Path | None = None) -> ModelShape:
     )
 
 
+def near_names(name: str, names: Sequence[str]) -> list[str]:
+    """Those that may have been meant, likeliest first; capitals do not matter."""
+    plain = {each.casefold(): each for each in names}
+    wanted = name.casefold().rpartition("/")[2]
+    holding = [each for each in plain if wanted and wanted in each]
+    close = difflib.get_close_matches(wanted, plain, _MOST_NEAR, _NEAR_ENOUGH)
+    return [plain[each] for each in dict.fromkeys([*holding, *close])][:_MOST_NEAR]
+
+
 def _find(name: str, folder: Path, names: list[str], kind: str) -> Path:
     if name.endswith(".json"):
         return Path(name)
-    if name not in names:
+    exact = {each.casefold(): each for each in names}.get(name.casefold())
+    if exact is None:
+        near = near_names(name, names)
+        known = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names) or '(none)'}."
         raise EngineError(
             ErrorCode.INVALID_REQUEST,
-            f"There is no profile of a {kind} called {name!r}: use one of {', '.join(names) or '(none)'}, or a file.",
+            f"There is no profile of a {kind} called {name!r}: {known} A JSON file of your own does as well.",
         )
-    return folder / f"{name}.json"
+    return folder / f"{exact}.json"
 
 
 class _File:

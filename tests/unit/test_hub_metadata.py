@@ -158,5 +158,5 @@ def test_a_known_model_needs_no_network(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.chdir(tmp_path)
     assert find_shape("Qwen/Qwen3-30B-A3B").name == "qwen3-30b-a3b"
-    with pytest.raises(EngineError, match="no profile of a model called"):
+    with pytest.raises(EngineError, match="no model called"):
         find_shape("nonsense")

@@ -48,3 +48,26 @@ def test_what_makes_no_sense_is_refused_in_one_line(wrong: list[str], capsys: py
 def test_this_machine_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "olmoe-1b-7b", "--device", "cpu", "--workload", "64x8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["machine"] == "this machine"
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("qwen3-30b", "did you mean qwen3-30b-a3b"),
+        ("Mixtral", "mixtral-8x7b"),
+        ("zzzz", "known by name are dbrx"),
+    ],
+)
+def test_an_unknown_model_is_told_what_may_be_meant(model: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "fit", model]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "folder" in error
+    assert "hub id" in error
+
+
+def test_capitals_do_not_matter_to_known_names(capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--hardware", "Desktop-No-GPU-64GB", "--workload", "64x8", "--json"]
+    for model in ("OLMoE-1B-7B", "allenai/olmoe-1b-7b-0924-instruct"):
+        assert main(["plan", "--model", model, *where]) == 0
+        assert json.loads(capsys.readouterr().out)["model"] == "olmoe-1b-7b"
