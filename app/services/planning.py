@@ -106,30 +106,31 @@ def answer(question: PlanQuestion) -> PlanAnswer:
 
     Where this model was timed on this machine, predictions are corrected by what came out.
     """
-    look, config = question.look, question.config
+    config = question.config
     try:
-        shape = _shape(config.model)
-        plan = _best(question, shape)
+        return PlanAnswer(question, _best(question, _shape(config.model), _corrections(config.model, question.look)))
     except EngineError as error:
         return PlanAnswer(question, None, error.message)
-    return PlanAnswer(question, corrected_plan(plan, _corrections(config.model, look)))
 
 
-def _best(question: PlanQuestion, shape: ModelShape) -> Plan:
+def _best(question: PlanQuestion, shape: ModelShape, corrections: tuple[Correction, ...]) -> Plan:
     limits = question.look.limits(question.config)
     if question.change is not None and question.change.gpu is not None:
         limits = replace(limits, use_card=True, vram_of_others=0)
     measured = question.look.measurements is not None and question.change is None
     if limits.precision != "auto":
-        return make_plan(_machine(question, limits.precision), shape, CHAT, limits, measured=measured)
+        plan = make_plan(_machine(question, limits.precision), shape, CHAT, limits, measured=measured)
+        return corrected_plan(plan, corrections)
     plans: dict[str, Plan] = {}
     problem: EngineError | None = None
     for precision in PRECISIONS:
         try:
             one = replace(limits, precision=precision)
-            plans[precision] = make_plan(_machine(question, precision), shape, CHAT, one, measured=measured)
+            plan = make_plan(_machine(question, precision), shape, CHAT, one, measured=measured)
         except EngineError as error:
             problem = error
+        else:
+            plans[precision] = corrected_plan(plan, corrections)  # before choosing: what was timed decides
     chosen = worthwhile({name: plan.speed.decode_tokens_per_s for name, plan in plans.items()})
     if chosen is None:
         assert problem is not None

@@ -49,5 +49,8 @@ def help_sentence(helps: tuple[Help, ...], workload: Workload) -> str:
         return "No single change of memory, link, disk or precision would make it noticeably faster."
     best = helps[0]
     change = best.change[0].upper() + best.change[1:]
-    speed = best.decode_tokens_per_s if workload.sequences == 1 else best.tokens_per_s
-    return f"{change} would help most: about {best.gain:.2g} times as fast, {speed:.3g} tokens/s."
+    if workload.sequences == 1:
+        faster = f"{best.decode_tokens_per_s:.3g} tokens/s, with the prompt counted {best.gain:.2g} times as fast"
+    else:
+        faster = f"about {best.gain:.2g} times as fast, {best.tokens_per_s:.3g} tokens/s"
+    return f"{change} would help most: {faster}."

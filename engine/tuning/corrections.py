@@ -6,7 +6,11 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from engine.planner.plan_parts import Speed
+from engine.planner.plan_words import help_sentence
 from engine.planner.planned import Plan
+from engine.planner.simulator.strategy import HOST_ONLY
+from engine.planner.workload import Workload
 from engine.tuning.result import Correction, Timed
 
 _LEAST, _MOST = 0.1, 10.0
@@ -54,21 +58,44 @@ def corrections_from(timed: Iterable[Timed], modelled: Mapping[str, float]) -> t
 
 
 def corrected_plan(plan: Plan, corrections: Iterable[Correction]) -> Plan:
-    """The plan with its speed as it was seen to be.
+    """The plan with its speed as it was seen to be, and so its alternatives and what would help.
 
     The time until the first token is left alone: it is limited by other things.
     """
+    known = tuple(corrections)
+    if not known:
+        return plan
+    speed = _corrected_speed(plan, known, plan.precision, plan.speed, on_card=plan.card is not None)
     before = plan.speed
-    off = before.high / before.decode_tokens_per_s - 1 if before.decode_tokens_per_s else 0.0
-    rate, on_card = before.decode_tokens_per_s, plan.card is not None
-    decode, low, high = corrected(corrections, plan.precision, plan.threads, rate, on_card=on_card, off=off)
-    speed = replace(before, tokens_per_s=_delivered(plan, decode), decode_tokens_per_s=decode, low=low, high=high)
-    return replace(plan, speed=speed)
+    delivered = speed.tokens_per_s / before.tokens_per_s if before.tokens_per_s else 1.0
+    decoded = speed.decode_tokens_per_s / before.decode_tokens_per_s if before.decode_tokens_per_s else 1.0
+    helps = tuple(
+        replace(one, tokens_per_s=delivered * one.tokens_per_s, decode_tokens_per_s=decoded * one.decode_tokens_per_s)
+        for one in plan.helps
+    )
+    others = tuple(
+        replace(
+            one, speed=_corrected_speed(plan, known, one.precision, one.speed, on_card=one.policy != HOST_ONLY.name)
+        )
+        for one in plan.alternatives
+    )
+    others = tuple(sorted(others, key=lambda one: -one.speed.tokens_per_s))
+    what_helps = help_sentence(helps, plan.workload)
+    return replace(plan, speed=speed, helps=helps, what_helps=what_helps, alternatives=others)
 
 
-def _delivered(plan: Plan, decode: float) -> float:
+def _corrected_speed(
+    plan: Plan, corrections: tuple[Correction, ...], precision: str, before: Speed, *, on_card: bool
+) -> Speed:
+    rate = before.decode_tokens_per_s
+    off = before.high / rate - 1 if rate else 0.0
+    decode, low, high = corrected(corrections, precision, plan.threads, rate, on_card=on_card, off=off)
+    delivered = _delivered(plan.workload, before, decode)
+    return replace(before, tokens_per_s=delivered, decode_tokens_per_s=decode, low=low, high=high)
+
+
+def _delivered(work: Workload, before: Speed, decode: float) -> float:
     """Tokens per second, prefill counted, once decoding has another speed."""
-    work, before = plan.workload, plan.speed
     if not before.tokens_per_s or not before.decode_tokens_per_s or work.sequences > 1:
         return before.tokens_per_s
     seconds = work.tokens_out / before.tokens_per_s

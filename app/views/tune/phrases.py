@@ -6,7 +6,7 @@ from PySide6.QtCore import QCoreApplication
 
 from app.services.machine_look import MachineLook
 from app.widgets.plan_bars import BarPart, TierBar
-from app.widgets.quantities import arithmetic, figures, rate
+from app.widgets.quantities import arithmetic, figures, memory, rate
 from engine.planner.plan_parts import TierBytes
 from engine.planner.planned import Plan
 from engine.tuning.messages import Measured, TuningNumber, TuningProgress
@@ -22,8 +22,8 @@ def stage_sentence(progress: TuningProgress) -> str:
         if progress.name
         else translate("Tune", "Measuring"),
         "planning": translate("Tune", "Planning"),
-        "loading": translate("Tune", "Loading {0}").format(progress.name),
-        "timing": translate("Tune", "Timing real tokens of {0}").format(progress.name),
+        "loading": translate("Tune", "Loading: {0}").format(progress.name),
+        "timing": translate("Tune", "Timing real tokens: {0}").format(progress.name),
         "restoring": translate("Tune", "Loading {0} again").format(progress.name),
     }
     return texts[progress.stage]
@@ -80,6 +80,16 @@ def plan_summary(plan: Plan) -> str:
         if plan.cache.hit_rate is not None:
             parts.append(translate("Tune", "about {0}% hits").format(round(100 * plan.cache.hit_rate)))
     return " · ".join(parts)
+
+
+def disk_warning(plan: Plan, look: MachineLook | None) -> str:
+    """That the disk has no room for what is to lie there; empty if it has, or nobody knows."""
+    disk = look.probe.models_disk if look is not None else None
+    if disk is None or disk.free_bytes is None or plan.disk_bytes <= disk.free_bytes:
+        return ""
+    return translate("Tune", "The disk has no room: {0} of experts would lie there, and {1} are free.").format(
+        memory(plan.disk_bytes), memory(disk.free_bytes)
+    )
 
 
 def tier_bars(plan: Plan, look: MachineLook | None) -> tuple[TierBar, ...]:

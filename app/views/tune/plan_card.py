@@ -6,7 +6,7 @@ from PySide6.QtWidgets import QLabel, QWidget
 
 from app.services.machine_look import MachineLook
 from app.theme import ThemeController, use_tabular_figures
-from app.views.tune.phrases import plan_summary, speed_headline, speed_range, tier_bars
+from app.views.tune.phrases import disk_warning, plan_summary, speed_headline, speed_range, tier_bars
 from app.widgets.card import Card, muted_label
 from app.widgets.plan_bars import PlanBars
 from app.widgets.quantities import figures
@@ -53,7 +53,8 @@ class PlanCard(Card):
         self.range.setText(speed_range(plan))
         self.summary.setText(plan_summary(plan))
         self.bars.show_tiers(tier_bars(plan, look))
-        self.bottleneck.setText(plan.bottleneck)
+        warning = disk_warning(plan, look)
+        self.bottleneck.setText(f"{warning}\n{plan.bottleneck}" if warning else plan.bottleneck)
         self.helps.setText(plan.what_helps)
         here = [one for one in plan.alternatives if one.runs_here][:3]
         if here:
