@@ -7,10 +7,11 @@ takes about a millisecond and can follow a slider or a live session.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from math import comb
 
 from engine.config import EngineConfig
-from engine.planner.costs import Costs
+from engine.planner.costs import Costs, Dispatch
 from engine.planner.engine_costs import engine_costs
 from engine.planner.engine_memory import memory_rule
 from engine.planner.machine import HardwareProfile
@@ -52,17 +53,21 @@ def tokens_per_s_by_slots(
     rule = memory_rule(costs, limits_of(config))
     disk_s = costs.disk(costs.expert_bytes) * (share_on_disk(machine, model, precision, rule=rule) if on_card else 1.0)
     missing = range(model.experts_per_token + 1)
+    alone = replace(costs, dispatch=Dispatch())  # nobody has to look where experts are that cannot be missing
     if on_card:
         times = [_on_card_s(costs, config.misses, misses, context, disk_s) for misses in missing]
+        times_of_all = [_on_card_s(alone, config.misses, misses, context, disk_s) for misses in missing]
     else:
-        times = [_on_cpu_s(costs, misses, context, disk_s) for misses in missing]
+        times = times_of_all = [_on_cpu_s(costs, misses, context, disk_s) for misses in missing]
     fixed_s = _beside_experts_s(costs, context, on_card)
     curve = []
     for slots, miss_ratio in miss_ratio_curve:
         if not 0 <= miss_ratio <= 1:
             raise ValueError(f"a miss ratio is from 0 to 1, not {miss_ratio}")
         share = 1.0 if config.misses == "off" and on_card else miss_ratio
-        layer_s = sum(weight * time for weight, time in zip(_binomial(len(times) - 1, share), times, strict=True))
+        is_all = slots >= model.moe_layers * model.experts
+        weights = _binomial(len(times) - 1, share)
+        layer_s = sum(weight * time for weight, time in zip(weights, times_of_all if is_all else times, strict=True))
         curve.append((slots, 1 / (fixed_s + model.moe_layers * layer_s)))
     return curve
 
@@ -93,9 +98,11 @@ def _on_card_s(costs: Costs, way: str, misses: int, context: int, disk_s: float)
     if way == "layer":
         whole = max(costs.h2d(experts * costs.expert_bytes), experts * disk_s)
         return max(whole, attention_s + costs.gpu_experts(used, used, grouped=True))
-    hits_s = costs.gpu_experts(used - misses, used - misses, grouped=True)
+    hits, dispatch = used - misses, costs.dispatch
+    hits_s = costs.gpu_experts(hits, hits, grouped=True) + (dispatch.card_s if hits else 0.0)
     fetches = {"cpu": [0], "fetch": [misses]}.get(way, range(misses + 1))
-    return attention_s + min(_met_s(costs, fetched, misses - fetched, hits_s, disk_s) for fetched in fetches)
+    found = min(_met_s(costs, fetched, misses - fetched, hits_s, disk_s) for fetched in fetches)
+    return attention_s + dispatch.layer_s + found
 
 
 def _met_s(costs: Costs, fetched: int, computed: int, hits_s: float, disk_s: float) -> float:
@@ -110,4 +117,6 @@ def _met_s(costs: Costs, fetched: int, computed: int, hits_s: float, disk_s: flo
         card_s = max(hits_s, copied if disk_s else fetched * costs.transfer_expert()) + costs.gpu_experts(1)
     if not computed:
         return card_s
-    return max(card_s, 2 * costs.activations(computed) + read + costs.cpu_experts(computed, computed))
+    host_s = costs.dispatch.host_s + costs.host_share(computed, computed)
+    # Each is computed as it arrives, so that only the last one's time is not behind the reading.
+    return max(card_s, 2 * costs.activations(computed) + max(host_s, read + host_s / computed))

@@ -26,6 +26,8 @@ class Dispatch:
         card_s: more if the card computes any; host_s: more if the CPU does.
         host_expert_s: more for each expert that the CPU computes so.
         host_rate: of the bandwidth at which the CPU reads experts that it computes alone, all in one call.
+        seen_card_expert_s: by so much an expert on the card is taken for slower than it is when card and CPU are
+            weighed: the engine sees how long single ones take, each with a call of its own.
     """
 
     layer_s: float = 0.0
@@ -33,6 +35,7 @@ class Dispatch:
     host_s: float = 0.0
     host_expert_s: float = 0.0
     host_rate: float = 1.0
+    seen_card_expert_s: float = 0.0
 
 
 @dataclass(frozen=True)

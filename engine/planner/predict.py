@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.config import EngineConfig
 from engine.errors import EngineError, ErrorCode
 from engine.planner.engine_costs import engine_costs
@@ -12,7 +15,7 @@ from engine.planner.machine import HardwareProfile, Origin
 from engine.planner.model_shape import ModelShape
 from engine.planner.plan_parts import Limits
 from engine.planner.simulator.outcome import Outcome
-from engine.planner.simulator.requests import Setting, run_requests
+from engine.planner.simulator.requests import DECODE_STEPS, Setting, run_requests
 from engine.planner.simulator.strategy import HOST_ONLY, Miss, Prefetch, Residency, Strategy
 from engine.planner.workload import Workload
 
@@ -48,16 +51,21 @@ def predict_decode(
     *,
     prompt_tokens: int = 32,
     tokens: int = 128,
+    routing: NDArray[np.int16] | None = None,
 ) -> DecodePrediction:
     """Decode speed of the engine with this configuration.
 
     Args:
         machine: with a card if one is used, measured or not; an emulated one too.
+        routing: experts that consecutive tokens of this model were seen to use, [tokens, MoE layers, k]: how often a
+            cache hits is the model's own; without it routing is made up as published measurements are.
 
     Raises:
         EngineError: `NOT_ENOUGH_MEMORY`, the model does not fit so.
     """
-    outcome, memory, precision = simulate_decode(machine, model, config, prompt_tokens=prompt_tokens, tokens=tokens)
+    outcome, memory, precision = simulate_decode(
+        machine, model, config, prompt_tokens=prompt_tokens, tokens=tokens, routing=routing
+    )
     speed = outcome.decode_tokens_per_s
     off = _MEASURED if machine.origins.get("cpu.ram_bytes_per_s") is Origin.MEASURED else _LOOKED_UP
     return DecodePrediction(
@@ -78,11 +86,13 @@ def simulate_decode(
     *,
     prompt_tokens: int = 32,
     tokens: int = 128,
+    routing: NDArray[np.int16] | None = None,
     record: bool = False,
 ) -> tuple[Outcome, EngineMemory, str]:
     """(what `predict_decode` goes by, memory that will be held, precision of the experts).
 
     Args:
+        routing: see `predict_decode`.
         record: keep the spans of the simulation.
 
     Raises:
@@ -110,6 +120,7 @@ def simulate_decode(
         slots=memory.slots,
         ways=config.cache_ways or 0,
         rule=memory_rule(costs, limits),
+        recorded=routing if routing is not None and len(routing) >= DECODE_STEPS else None,
     )
     outcome = run_requests(_strategy(config, memory), setting, record=record)
     if outcome is None:

@@ -40,6 +40,7 @@ class RequestSimulation:
         self._transfer_s = costs.transfer_expert(pinned=strategy.pinned)
         self._random = np.random.default_rng(seed)
         self._underway: dict[int, dict[int, float]] = {}
+        self._slower = 1.0
         self._end_of_layer = [0.0, 0.0]
         self._layer_begun = 0.0
         self.uses = 0
@@ -108,12 +109,14 @@ class RequestSimulation:
         begun, self._layer_begun = self._layer_begun, at
         at = run("cpu_attention", seconds, "attention", at, layer=layer, step=step)
         self.uses += len(load)
-        return self._host_experts(load, at, layer, step, reads_from=begun if foreseen else at)
+        seconds = costs.cpu_experts(sum(rows for _, rows in load), len(load))
+        return self._host_experts(load, seconds, at, layer, step, reads_from=begun if foreseen else at)
 
-    def _host_experts(self, load: Load, at: float, layer: int, step: int, *, reads_from: float) -> float:
+    def _host_experts(
+        self, load: Load, seconds: float, at: float, layer: int, step: int, *, reads_from: float
+    ) -> float:
         """Those in RAM are computed while the others are read, and these as they arrive."""
         run, count = self._timeline.run, len(load)
-        seconds = self._costs.cpu_experts(sum(rows for _, rows in load), count)
         if not self._disk_share:
             return run("cpu_experts", seconds, "experts", at, layer=layer, step=step, count=count)
         read = self._from_disk(count, reads_from, layer, step)
@@ -172,7 +175,10 @@ class RequestSimulation:
     def _experts(
         self, layer: int, load: Load, ready: float, step: int, prefill: bool, coming: Load, layers: int
     ) -> float:
+        costs = self._costs
         underway = self._underway.pop(layer, {})
+        if costs.dispatch.layer_s and self._is_shared(layer):
+            ready = self._timeline.run("small_copy", costs.dispatch.layer_s, "routing", ready, layer=layer, step=step)
         there: list[tuple[float, int, int]] = []
         misses: list[tuple[int, int]] = []
         ids = [expert for expert, _ in load]
@@ -190,6 +196,10 @@ class RequestSimulation:
                 there.append((arrival, expert, rows))
         self.uses += len(load)
         self._residents.touch(layer, ids)
+        alone = not prefill and self._cpu_is_sooner(there, misses)
+        if alone:
+            there, misses = [], list(load)
+        self._slower = costs.side_by_side if there and misses else 1.0
         predicts = self._strategy.prefetch is Prefetch.PREDICTED
         done = ready
         if self._strategy.grouped:
@@ -200,7 +210,8 @@ class RequestSimulation:
             if predicts and not prefill and index == 0:
                 self._predict((layer + 1) % layers, coming, done, step)
                 predicts = False
-        done = max(done, self._meet(layer, misses, frozenset(ids), ready, step, prefill))
+        divided = ([], misses) if alone else self._divide(misses, ready, prefill)
+        done = max(done, self._meet(layer, *divided, frozenset(ids), ready, step, prefill))
         if predicts:
             first = coming[: self._costs.model.experts_per_token if not prefill else 1]
             if prefill:
@@ -216,7 +227,8 @@ class RequestSimulation:
         present = [entry for entry in there if entry[0] <= ready]
         if present:
             rows = sum(count for _, _, count in present)
-            seconds = self._costs.gpu_experts(rows, len(present), grouped=True)
+            seconds = self._slower * self._costs.gpu_experts(rows, len(present), grouped=True)
+            seconds += self._costs.dispatch.card_s if self._is_shared(layer) else 0.0
             self._timeline.run("gpu", seconds, "experts", ready, layer=layer, step=step, count=len(present))
         return [entry for entry in there if entry[0] > ready]
 
@@ -226,9 +238,15 @@ class RequestSimulation:
         )
 
     def _meet(
-        self, layer: int, misses: list[tuple[int, int]], in_use: Container[int], ready: float, step: int, prefill: bool
+        self,
+        layer: int,
+        fetched: list[tuple[int, int]],
+        computed: list[tuple[int, int]],
+        in_use: Container[int],
+        ready: float,
+        step: int,
+        prefill: bool,
     ) -> float:
-        fetched, computed = self._divide(misses, ready, prefill)
         done = ready
         if computed:
             done = self._on_host(layer, computed, ready, step)
@@ -243,6 +261,8 @@ class RequestSimulation:
         for expert, _ in computed:
             if prefill or not self._residents.can_admit(layer, in_use, ready):
                 break
+            if self._residents.arrival(layer, expert) is not None:
+                continue
             if self._strategy.waits_for_arrival or self._timeline.free_at("h2d") <= ready:
                 self._keep(layer, expert, self._copy(layer, expert, ready, step, "post-fetch"), in_use, ready)
         return max(done, last)
@@ -255,8 +275,23 @@ class RequestSimulation:
         run, costs = self._timeline.run, self._costs
         rows = sum(count for _, count in computed)
         at = run("d2h", costs.activations(rows), "activations", ready, layer=layer, step=step)
-        at = self._host_experts(computed, at, layer, step, reads_from=at)
+        seconds = costs.dispatch.host_s + self._slower * costs.host_share(rows, len(computed))
+        at = self._host_experts(computed, seconds, at, layer, step, reads_from=at)
         return run("small_copy", costs.activations(rows), "results", at, layer=layer, step=step)
+
+    def _is_shared(self, layer: int) -> bool:
+        """Whether any of its experts could be missing: else nobody has to look where they are."""
+        return self._residents.capacity[layer] < self._costs.model.experts
+
+    def _cpu_is_sooner(self, there: list[tuple[float, int, int]], misses: list[tuple[int, int]]) -> bool:
+        """As the engine decides it, by times of single experts: whether the card is left alone though it has some."""
+        costs, strategy = self._costs, self._strategy
+        if not (there and strategy.grouped and strategy.miss is Miss.MIXED) or self._disk_share:
+            return False
+        here, held = sum(rows for _, rows in misses), sum(rows for _, _, rows in there)
+        held_s = costs.gpu_experts(held, len(there), grouped=True) + len(there) * costs.dispatch.seen_card_expert_s
+        both_s = max(costs.host_share(here, len(misses)), held_s) + costs.dispatch.card_s
+        return costs.host_share(here + held, len(misses) + len(there)) < both_s
 
     def _divide(
         self, misses: list[tuple[int, int]], ready: float, prefill: bool
@@ -289,7 +324,7 @@ class RequestSimulation:
         def on_host(rows: int, experts: int) -> float:
             if not experts:
                 return 0.0
-            seconds = costs.cpu_experts(rows, experts)
+            seconds = costs.host_share(rows, experts)
             read_s = disk + experts * read + seconds / experts if read else 0.0
             return max(seconds, read_s) + 2 * costs.activations(rows)
 

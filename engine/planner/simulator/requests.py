@@ -97,7 +97,7 @@ def run_requests(strategy: Strategy, setting: Setting, *, record: bool = False) 
         slots = 0
     # A few layers may stand for all, with their part of the slots.
     layers = setting.drawn
-    shares = popularity(model.moe_layers, model.experts, setting.statistics)[:layers]
+    shares = _shares(setting)[:layers]
     held, slots = slots, slots * layers // model.moe_layers
     ways = setting.ways or min(model.experts, max(1, slots // layers))
     timeline = Timeline(record=record)
@@ -153,6 +153,15 @@ def run_requests(strategy: Strategy, setting: Setting, *, record: bool = False) 
         slots=held,
         ways=setting.ways,
     )
+
+
+def _shares(setting: Setting) -> NDArray[np.float64]:
+    """Each expert's part of its layer's uses, [MoE layers, experts]: as recorded, or made up."""
+    model, recorded = setting.costs.model, setting.recorded
+    if recorded is None:
+        return popularity(model.moe_layers, model.experts, setting.statistics)
+    counts = np.stack([np.bincount(layer.ravel(), minlength=model.experts) for layer in recorded.transpose(1, 0, 2)])
+    return np.asarray(counts / np.maximum(counts.sum(axis=1, keepdims=True), 1))
 
 
 def _staging(strategy: Strategy, experts: int, per_token: int) -> float:
