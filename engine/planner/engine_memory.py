@@ -52,7 +52,7 @@ def all_records_nbytes(model: ModelShape, precision: str) -> int:
 
 
 def dense_in_ram(model: ModelShape, precision: str) -> int:
-    """Bytes of everything but the routed experts where the CPU computes it.
+    """Bytes of everything but the routed experts where it is quantised as they are.
 
     Embeddings, routers and norms are never quantised, and the head is int8 at the least; where it shares the
     embedding's weights it takes memory of its own once it is quantised.
@@ -71,9 +71,22 @@ def dense_in_ram(model: ModelShape, precision: str) -> int:
     )
 
 
+def dense_on_card(costs: Costs) -> int:
+    """The same on a card: quantised on a real one, in 16 bits on an emulated one."""
+    gpu, model, precision = costs.machine.gpu, costs.model, costs.precision
+    if gpu is not None and _is_emulated(gpu):
+        return dense_in_ram(model, "bf16" if precision in ("int8", "int4") else precision)
+    return dense_in_ram(model, precision)
+
+
 def memory_rule(costs: Costs, limits: Limits) -> MemoryRule:
     """What the engine may take of the card and of the RAM."""
-    return MemoryRule(card_usable(costs, limits), activations(costs, limits)[1], ram_usable(costs, limits))
+    return MemoryRule(
+        card_usable(costs, limits),
+        activations(costs, limits)[1],
+        ram_usable(costs, limits),
+        weights=dense_on_card(costs),
+    )
 
 
 def card_usable(costs: Costs, limits: Limits) -> int:
@@ -87,7 +100,11 @@ def card_usable(costs: Costs, limits: Limits) -> int:
 
 def headroom_bytes(gpu: GpuProfile) -> int:
     """Of all cards together; an emulated one has neither driver nor desktop."""
-    return 0 if gpu.name.startswith("emulated") else footprint.CARD_HEADROOM_BYTES * gpu.count
+    return 0 if _is_emulated(gpu) else footprint.CARD_HEADROOM_BYTES * gpu.count
+
+
+def _is_emulated(gpu: GpuProfile) -> bool:
+    return gpu.name.startswith("emulated")
 
 
 def ram_usable(costs: Costs, limits: Limits) -> int:
@@ -101,7 +118,7 @@ def activations(costs: Costs, limits: Limits) -> tuple[int, int]:
     """(tokens of a piece of a prompt on the card, bytes of its activations)."""
     model = costs.model
     each = footprint.activation_token_bytes(model.hidden, model.experts_per_token, _width(costs.precision))
-    room = card_usable(costs, limits) - round(model.non_expert_bytes())
+    room = card_usable(costs, limits) - dense_on_card(costs)
     piece = footprint.piece_tokens(room, each, context_tokens(model, limits))
     return piece, piece * each
 
@@ -137,7 +154,7 @@ def engine_memory(
         return None
     context, record = context_tokens(model, limits), record_nbytes(model, precision)
     every = model.moe_layers * model.experts
-    dense = round(model.non_expert_bytes()) * (2 if precision == "fp32" else 1)
+    dense = dense_on_card(costs)
     kv = round(model.kv_bytes_per_token()) * _width(precision) // 2
     working = activations(costs, limits)[1]
     if footprint.device_needs(dense, 1, working, kv, context) > usable:

@@ -23,11 +23,13 @@ class MemoryRule:
         card: bytes of all cards together that allocations may take.
         runtime: bytes of these that are neither weights, nor keys and values, nor experts.
         ram: bytes of RAM for weights, keys and values.
+        weights: bytes of the non-expert weights on the card; None where they are kept in 16 bits.
     """
 
     card: float
     runtime: float
     ram: float
+    weights: float | None = None
 
 
 def usual_rule(machine: HardwareProfile) -> MemoryRule:
@@ -83,7 +85,7 @@ def card_memory(
     rule = rule or usual_rule(machine)
     return CardMemory(
         usable=rule.card,
-        weights=model.non_expert_bytes(),
+        weights=model.non_expert_bytes() if rule.weights is None else rule.weights,
         kv=model.kv_bytes_per_token() * cached_tokens,
         staging=staging_experts * model.expert_bytes(precision),
         runtime=rule.runtime,

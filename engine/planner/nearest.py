@@ -26,7 +26,7 @@ def does_not_fit(question: Question) -> EngineError:
     least = dense_in_ram(model, lowest) + max(model.experts_per_token, 1) * record_nbytes(model, lowest)
     usable = ram_usable(costs, limits)
     needed = _ram_for(question, least)
-    on_card = round(model.non_expert_bytes()) + footprint.CARD_HEADROOM_BYTES
+    on_card = dense_in_ram(model, lowest) + footprint.CARD_HEADROOM_BYTES
     return _error(
         f"{here}, even at {lowest} with its experts read from disk: that needs {_gb(least)} of RAM that may be used, "
         f"and there are {_gb(usable)}; nearest would be {_gb(needed)} of RAM in all, or a graphics card with "

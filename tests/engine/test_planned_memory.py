@@ -6,14 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.bench.synthetic import make_synthetic
 from engine.checkpoint.model_shapes import find_shape
 from engine.config import EngineConfig, Precision
 from engine.devices.memory_budget import MemoryCategory
+from engine.kernels.dense import quantised_sizes
 from engine.planner.engine_costs import engine_costs
-from engine.planner.engine_memory import engine_memory
+from engine.planner.engine_memory import dense_on_card, engine_memory
 from engine.planner.machine import CpuProfile, GpuProfile, HardwareProfile, LinkProfile
+from engine.planner.precision import careful_precision
 from engine.planner.predict import limits_of
 from engine.runtime.loading import load_model
 from tests.engine.on_devices import memory_use
@@ -84,3 +88,21 @@ def machine(vram: int) -> HardwareProfile:
         "test", "", "", None, LinkProfile(2e9, 2e9, 2e9), CpuProfile("", 2, 1e11, 3e10, 24 * 2**30), 1e9
     )
     return replace(found, gpu=GpuProfile("emulated:slow-link", vram * MIB, 1e11, 1e10)) if vram else found
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_dense_weights_on_a_real_card(folder: Path, precision: Precision, tied: bool) -> None:
+    """As the engine counts them before it loads: no card is needed for that."""
+    config = AutoConfig.from_pretrained(folder)
+    config.tie_word_embeddings = tied
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    shape = replace(find_shape(str(folder)), tied_embeddings=tied)
+    shape = replace(shape, other_weights=shape.other_weights - (shape.vocabulary * shape.hidden if tied else 0))
+    experts = {name for name, _ in model.named_parameters() if ".experts." in name}
+    sizes = {name: value.nbytes for name, value in model.named_parameters() if name not in experts}
+    held = quantised_sizes(model, careful_precision(precision, shape.total_weights), sizes)
+    gpu = GpuProfile("a card", 2**30, 1e12, 1e11)
+    costs = engine_costs(replace(machine(64), gpu=gpu), shape, precision, 1)
+    assert dense_on_card(costs) == pytest.approx(sum(held.values()), rel=0.05)
