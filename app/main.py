@@ -31,6 +31,9 @@ _log = logging.getLogger("switchyard.window")
 STREAMING_REPORT_VARIABLE = "SWITCHYARD_STREAMING_REPORT"
 """Names a file: then the window asks by itself and writes how long the GUI was kept waiting (`bench startup`)."""
 
+MONITOR_REPORT_VARIABLE = "SWITCHYARD_MONITOR_REPORT"
+"""Names a file: then the window asks by itself and writes what its Monitor costs (`bench monitor`)."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Opens the window; the exit code.  A second start for the same data folder raises the first and returns 0."""
@@ -97,6 +100,10 @@ def _run(app: QApplication, reports: CrashReports) -> int:
         window.offer_crash_report(report, reports.dismiss)
     instance.raise_requested.connect(window.come_forward)
     report_if_asked(window)
+    if path := os.environ.get(MONITOR_REPORT_VARIABLE):
+        from app.monitor_report import MonitorReport
+
+        MonitorReport(client, window, Path(path), float(os.environ.get("SWITCHYARD_MONITOR_SECONDS", "60")))
     for ending in (signal.SIGINT, signal.SIGTERM):  # noticed at the next sample of the memory, a second at most
         signal.signal(ending, lambda *_: app.quit())
     window.show()

@@ -5,18 +5,37 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
+from engine.hardware.nvml import own_processes
 from engine.hardware.sensors import DeviceSensors, SensorSample
 
 _log = logging.getLogger("switchyard.sampler")
 
-WATCHED_S, UNWATCHED_S = 0.35, 0.5
+WATCHED_S, UNWATCHED_S = 0.4, 0.5
 """Between two samples while somebody looks, and otherwise."""
+_FAMILY_S = 2.0
+"""So often it is asked who has been started: an engine is seen so much later."""
 _BUSY_PART = 0.1
 """A sampler whose drivers are slow takes samples more rarely, so that it is busy for no more than this."""
+
+
+class OwnProcesses:
+    """This process and all that it has started, looked up now and then: that means looking at every process."""
+
+    def __init__(self, look: Callable[[], Iterable[int]] = own_processes) -> None:
+        self._look = look
+        self._due_s = 0.0
+        self._found: frozenset[int] = frozenset()
+
+    def __call__(self) -> frozenset[int]:
+        now_s = time.monotonic()
+        if now_s >= self._due_s:
+            self._due_s = now_s + _FAMILY_S
+            self._found = frozenset(self._look())
+        return self._found
 
 
 class Sensors(Protocol):
@@ -26,6 +45,10 @@ class Sensors(Protocol):
     def close(self) -> None: ...
 
 
+def _sensors(folder: Path | None) -> Sensors:
+    return DeviceSensors(folder, pids=OwnProcesses())
+
+
 class DeviceSampler:
     """Calls `take` with each sample, from its own thread, until it is closed."""
 
@@ -33,7 +56,7 @@ class DeviceSampler:
         self,
         folder: Path | None,
         take: Callable[[SensorSample], None],
-        make_sensors: Callable[[Path | None], Sensors] = DeviceSensors,
+        make_sensors: Callable[[Path | None], Sensors] = _sensors,
     ) -> None:
         self._folder, self._take, self._make = folder, take, make_sensors
         self._closing = threading.Event()

@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from PySide6.QtCore import QObject, Signal
@@ -35,7 +36,7 @@ RECORD_SETTING = "record_sessions"
 MOST_WAITING = 2000
 """Messages that nobody has taken yet; more are dropped and counted."""
 WAITING_TOKENS = 200
-_ANALYSE_EVERY_S = 3.0
+_ANALYSE_EVERY_S = 5.0
 _LOOKED = "looked"
 """In the queue: somebody has come to look."""
 _PULSE_S = 10.0
@@ -55,9 +56,16 @@ class TelemetryHub(QObject):
     problem = Signal(str)
     analysed = Signal()
 
-    def __init__(self, client: EngineClient, settings: Settings, parent: QObject | None = None) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        settings: Settings,
+        parent: QObject | None = None,
+        *,
+        clock_ns: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
         super().__init__(parent)
-        self._client, self._settings = client, settings
+        self._client, self._settings, self._clock_ns = client, settings, clock_ns
         self.history: History | None = None
         self.report: CacheReport | None = None
         self.experts: ExpertMap | None = None
@@ -138,7 +146,7 @@ class TelemetryHub(QObject):
         if isinstance(message, ExpertMap) and not self._map_watchers:
             self._client.watch_telemetry(on=True, expert_map=False)  # the pulse has been answered
         elif isinstance(message, CacheReport) and not self._map_watchers and self.is_recording:
-            now_s = time.monotonic()
+            now_s = self._clock_ns() / 1e9
             if now_s >= self._pulse_due_s:
                 self._pulse_due_s = now_s + _PULSE_S
                 self._client.watch_telemetry(on=True, expert_map=True)
@@ -162,7 +170,7 @@ class TelemetryHub(QObject):
         if self._queue.qsize() >= MOST_WAITING and isinstance(item, TelemetrySpans | TelemetryCounters):
             self.dropped += 1
             return
-        self._queue.put((time.perf_counter_ns(), item))
+        self._queue.put((self._clock_ns(), item))
 
     # --- on the thread of the hub -----------------------------------------------------------------
 
@@ -246,7 +254,7 @@ class TelemetryHub(QObject):
     def _analyse(self) -> None:
         from app.services.waiting import advice_for, waiting_for_last
 
-        now_s = time.monotonic()
+        now_s = self._clock_ns() / 1e9
         if self.history is None or not self._watchers or not self._unanalysed or now_s < self._analyse_due_s:
             return
         self._unanalysed, self._analyse_due_s = False, now_s + _ANALYSE_EVERY_S

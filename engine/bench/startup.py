@@ -58,7 +58,7 @@ def bench_startup(repeats: int, report: Report, say: Callable[[str], None]) -> N
 
 def _window_seconds() -> float:
     with tempfile.TemporaryDirectory(prefix="switchyard-bench-") as home:
-        document = _run_window(Path(home), "SWITCHYARD_STARTUP_REPORT", {"SWITCHYARD_QUIT_AFTER_STARTUP": "1"})
+        document = run_window(Path(home), "SWITCHYARD_STARTUP_REPORT", {"SWITCHYARD_QUIT_AFTER_STARTUP": "1"})
         if document["heavy_modules"]:
             loaded = document["heavy_modules"]
             raise EngineError(ErrorCode.INTERNAL, f"The window loaded modules that belong in the engine: {loaded}.")
@@ -70,13 +70,13 @@ def _longest_gui_wait_ms(starter: Path) -> float:
         models = Path(home) / "data" / "models"
         models.mkdir(parents=True)
         (models / "starter").symlink_to(starter, target_is_directory=True)
-        document = _run_window(Path(home), "SWITCHYARD_STREAMING_REPORT", {})
+        document = run_window(Path(home), "SWITCHYARD_STREAMING_REPORT", {})
         if document["error"]:
             raise EngineError(ErrorCode.INTERNAL, f"No answer streamed in the window: {document['error']}")
         return float(str(document["longest_wait_ms"]))
 
 
-def _run_window(home: Path, report_variable: str, variables: dict[str, str]) -> dict[str, object]:
+def run_window(home: Path, report_variable: str, variables: dict[str, str]) -> dict[str, object]:
     """The real window in a home of its own, until it has written its report and closed itself."""
     report = home / "report.json"
     command, own = python_module("app.main")

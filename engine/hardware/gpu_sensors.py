@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,9 +56,16 @@ class GpuSample:
 
 
 class GpuSensors:
-    """Reads all cards.  A driver that goes away leaves fewer cards, and they are back when it is."""
+    """Reads all cards.  A driver that goes away leaves fewer cards, and they are back when it is.
 
-    def __init__(self, nvml: Nvml | None = None, drm: Path = DRM) -> None:
+    Args:
+        pids: the processes that are ours.
+    """
+
+    def __init__(
+        self, nvml: Nvml | None = None, drm: Path = DRM, pids: Callable[[], Iterable[int]] = own_processes
+    ) -> None:
+        self._pids = pids
         self._nvml = nvml or Nvml()
         self._drm = drm
         self._seen: tuple[GpuSample, ...] = ()
@@ -67,7 +75,7 @@ class GpuSensors:
 
         A card that was there and does not answer is still listed, with nothing known about it.
         """
-        ours = own_processes()
+        ours = frozenset(self._pids())
         try:
             found = tuple(self._nvml.look(lambda card: _nvidia(card, ours), timeout_s=_TIMEOUT_S))
         except NvmlUnavailableError:

@@ -79,7 +79,7 @@ class DeviceSensors:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._pids = pids
-        self._gpus = gpus or GpuSensors()
+        self._gpus = gpus or GpuSensors(pids=pids)
         self._sys = sys_root
         self._clock = clock
         self._disk = _disk_of(folder, sys_root)

@@ -20,7 +20,9 @@ def add_parser(subparsers: Any) -> None:
     """Mount the verb and its kinds."""
     parser = subparsers.add_parser("bench", help="measure this machine, with peers in the same run")
     kinds = parser.add_subparsers(
-        dest="kind", required=True, metavar="{startup,decode,prefill,batch,cache,disk,kernels,quality,telemetry}"
+        dest="kind",
+        required=True,
+        metavar="{startup,decode,prefill,batch,cache,disk,kernels,quality,telemetry,monitor}",
     )
 
     telemetry = kinds.add_parser("telemetry", help="decode with all telemetry on against off")
@@ -35,6 +37,17 @@ def add_parser(subparsers: Any) -> None:
     )
     _add_common(startup, repeats=5)
     startup.set_defaults(run=_run_startup)
+
+    monitor = kinds.add_parser("monitor", help="what the window costs while the Monitor shows a fast decode")
+    monitor.add_argument(
+        "--seconds",
+        type=positive_int,
+        default=60,
+        metavar="N",
+        help="of decoding to be shown; as many again are measured",
+    )
+    _add_common(monitor, repeats=1)
+    monitor.set_defaults(run=_run_monitor)
 
     decode = kinds.add_parser("decode", help="tokens per second at batch 1")
     _add_model(decode)
@@ -142,6 +155,14 @@ def _run_startup(args: argparse.Namespace) -> int:
 
     report = _report()
     bench_startup(args.repeats, report, note)
+    return _emit(report, args)
+
+
+def _run_monitor(args: argparse.Namespace) -> int:
+    from engine.bench.monitor import bench_monitor
+
+    report = _report()
+    bench_monitor(args.seconds, args.repeats, report, note)
     return _emit(report, args)
 
 

@@ -67,6 +67,7 @@ class MonitorPage(QWidget):
         self.session_banner.add_action(self.tr("Back to now"), self.show_now)
         self._session: OpenedSession | None = None
         self._ceilings_call: BackgroundCall | None = None
+        self._is_second = False
         self._lay_out()
         self._refreshing = QTimer(self, interval=_REFRESH_MS)
         self._refreshing.timeout.connect(self._refresh)
@@ -124,6 +125,7 @@ class MonitorPage(QWidget):
         self._hub.start()
         self._hub.look(self, experts=True)
         self._refreshing.start()
+        self._is_second = False
         self._refresh()
         self.timeline.view.setFocus()
 
@@ -140,9 +142,11 @@ class MonitorPage(QWidget):
     def _refresh(self) -> None:
         """What changes more slowly than the timeline."""
         self.experts.show_event(self._hub.experts)
-        self.timeline.refresh_table()
-        self.engine_cards.refresh()
-        self.predict.follow()
+        self._is_second = not self._is_second
+        if self._is_second:  # twice a second is for the map alone
+            self.timeline.refresh_table()
+            self.engine_cards.refresh()
+            self.predict.follow()
 
     # --- sessions ---------------------------------------------------------------------------------
 
@@ -167,6 +171,7 @@ class MonitorPage(QWidget):
         self.experts.show_recording(None)
         self.engine_cards.show_live()
         self._on_ready()
+        self._is_second = False
         self._refresh()
 
     def close_down(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from PySide6.QtCore import QPointF, QRectF, QSize, Qt, QTimer, Signal
 from PySide6.QtGui import (
     QColor,
@@ -42,6 +44,10 @@ from app.widgets.timeline.viewport import duration
 _DRAG_PX = 4
 _TICK_REACH_PX = 6.0
 _REFRESH_MS = (100, 1000)
+_NEW_COLUMNS = 5
+"""Come between two paintings."""
+_PAINTING_PART = 1 / 30
+"""Of the time at most: what takes long to paint is painted more rarely."""
 
 
 class TimelineView(QWidget):
@@ -65,6 +71,7 @@ class TimelineView(QWidget):
         self._lanes: list[Lane] = []
         self._picture: QPixmap | None = None
         self._drawn_revision = -1
+        self._drawing_s = 0.0
         self._cursor_ns: float | None = None
         self._selection: tuple[float, float] | None = None
         self._pressed: QPointF | None = None
@@ -137,8 +144,9 @@ class TimelineView(QWidget):
 
     def _redraw(self) -> None:
         self._picture = None
-        column_ms = self.navigator.viewport.column_ns / 1e6
-        self._refreshing.setInterval(int(min(max(5 * column_ms, _REFRESH_MS[0]), _REFRESH_MS[1])))
+        columns_ms = _NEW_COLUMNS * self.navigator.viewport.column_ns / 1e6
+        wanted_ms = max(columns_ms, 1000 * self._drawing_s / _PAINTING_PART)
+        self._refreshing.setInterval(int(min(max(wanted_ms, _REFRESH_MS[0]), _REFRESH_MS[1])))
         self.update()
 
     def showEvent(self, event: QShowEvent) -> None:
@@ -199,6 +207,7 @@ class TimelineView(QWidget):
             draw_gutter(painter, rows, self._column_read(), self.font(), theme)
 
     def _draw(self, history: History) -> QPixmap:
+        began_s = time.thread_time()
         ratio = self.devicePixelRatioF()
         picture = QPixmap(round(self.width() * ratio), round(self.height() * ratio))
         picture.setDevicePixelRatio(ratio)
@@ -215,6 +224,7 @@ class TimelineView(QWidget):
         painter.setFont(scaled(tabular(self.font()), 0.82))
         self._draw_lanes(painter, history)
         painter.end()
+        self._drawing_s = time.thread_time() - began_s
         return picture
 
     def _draw_lanes(self, painter: QPainter, history: History) -> None:

@@ -1,0 +1,89 @@
+"""What the window costs while the Monitor shows a fast decode, for `switchyard bench monitor`.
+
+The window asks the loaded model by itself, again and again, with the Monitor open.  Once there is something to show, it
+notes how much of a core its process takes, and then how long GUI events, due every few milliseconds, had to wait for
+their turn: from the clock, and in time that the GUI's own thread was computing.  Others that compute, the engine first
+of all, make the first longer and not the second.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from time import perf_counter, process_time, thread_time
+
+from PySide6.QtCore import QObject, Qt, QTimer
+from PySide6.QtWidgets import QApplication
+
+from app.services.atomic_file import write_text
+from app.services.engine_client import EngineClient
+from app.views.main_window import MONITOR, MainWindow
+from engine.config import SamplingParams
+from engine.model_info import ModelInfo
+from engine.protocol import ChatMessage, Failed, Finished
+
+_EVERY_MS = 5
+_TOKENS = 4000
+_QUESTION = "Write a long story about a railway yard, with a table of its tracks and a program that sorts the cars."
+
+
+class MonitorReport(QObject):
+    """Writes the figures after `2 * seconds` of decoding, and quits."""
+
+    def __init__(self, client: EngineClient, window: MainWindow, path: Path, seconds: float) -> None:
+        super().__init__(window)
+        self._client, self._window, self._path, self._seconds = client, window, path, seconds
+        self._waits_s: list[float] = []
+        self._works_s: list[float] = []
+        self._due_s = self._worked_s = self._began_s = self._spent_s = 0.0
+        self._share = 0.0
+        self._ticking = QTimer(self)
+        self._ticking.setTimerType(Qt.TimerType.PreciseTimer)
+        self._ticking.timeout.connect(self._note_wait)
+        client.model_loaded.connect(self._begin)
+        client.finished.connect(self._on_finished)
+
+    def _begin(self, _model: ModelInfo) -> None:
+        self._window.show_page(MONITOR)
+        self._ask()
+        QTimer.singleShot(round(1000 * self._seconds), self, self._begin_share)
+
+    def _ask(self) -> None:
+        sampling = SamplingParams(temperature=0.7, repetition_penalty=1.1, seed=7, max_tokens=_TOKENS)
+        self._client.generate([ChatMessage("user", _QUESTION)], sampling)
+
+    def _begin_share(self) -> None:
+        self._began_s, self._spent_s = perf_counter(), process_time()
+        QTimer.singleShot(round(500 * self._seconds), self, self._begin_waits)
+
+    def _begin_waits(self) -> None:
+        self._share = (process_time() - self._spent_s) / (perf_counter() - self._began_s)
+        self._due_s, self._worked_s = perf_counter() + _EVERY_MS / 1000, thread_time()
+        self._ticking.start(_EVERY_MS)
+        QTimer.singleShot(round(500 * self._seconds), self, lambda: self._write(""))
+
+    def _note_wait(self) -> None:
+        now_s, worked_s = perf_counter(), thread_time()
+        self._waits_s.append(max(now_s - self._due_s, 0.0))
+        self._works_s.append(worked_s - self._worked_s)
+        self._due_s, self._worked_s = now_s + _EVERY_MS / 1000, worked_s
+
+    def _on_finished(self, event: object) -> None:
+        if isinstance(event, Failed):
+            self._write(event.message)
+        elif isinstance(event, Finished):
+            QTimer.singleShot(0, self, self._ask)
+
+    def _write(self, error: str) -> None:
+        self._ticking.stop()
+        report = self._window.telemetry.report
+        document = {
+            "share_of_a_core": self._share,
+            "events": len(self._waits_s),
+            "longest_wait_ms": 1000 * max(self._waits_s, default=0.0),
+            "longest_work_ms": 1000 * max(self._works_s, default=0.0),
+            "tokens_per_s": report.steps_per_s if report is not None else 0.0,
+            "error": error,
+        }
+        write_text(self._path, json.dumps(document) + "\n")
+        QApplication.quit()

@@ -1,0 +1,52 @@
+"""`switchyard bench monitor`: what the window costs while its Monitor shows a fast decode."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.bench.report import Report, row
+from engine.bench.startup import GUI_WAIT_LIMIT_MS, run_window
+from engine.checkpoint.library import resolve
+from engine.errors import EngineError, ErrorCode
+
+SHARE_LIMIT_PERCENT = 10.0
+
+
+def bench_monitor(seconds: int, repeats: int, report: Report, say: Callable[[str], None]) -> None:
+    """Adds the rows.  The window is the real one, on the display there is, else drawn off screen.
+
+    Args:
+        seconds: of decoding before anything is measured; half of that each of the two measurements takes.
+
+    Raises:
+        EngineError: `MODEL_NOT_FOUND` without the starter; `INTERNAL` if the window did not come up.
+    """
+    starter = resolve("starter")
+    shares: list[float] = []
+    waits: list[float] = []
+    works: list[float] = []
+    speeds: list[float] = []
+    for repeat in range(1, repeats + 1):
+        say(f"repeat {repeat} of {repeats}")
+        with tempfile.TemporaryDirectory(prefix="switchyard-bench-") as home:
+            models = Path(home) / "data" / "models"
+            models.mkdir(parents=True)
+            (models / "starter").symlink_to(starter, target_is_directory=True)
+            variables = {"SWITCHYARD_MONITOR_SECONDS": str(seconds)}
+            document = run_window(Path(home), "SWITCHYARD_MONITOR_REPORT", variables)
+        if document["error"]:
+            raise EngineError(ErrorCode.INTERNAL, f"Nothing was decoded in the window: {document['error']}")
+        shares.append(100 * float(str(document["share_of_a_core"])))
+        waits.append(float(str(document["longest_wait_ms"])))
+        works.append(float(str(document["longest_work_ms"])))
+        speeds.append(float(str(document["tokens_per_s"])))
+    report.rows.append(
+        row("window with the Monitor open, of a core", shares, "%", limit=SHARE_LIMIT_PERCENT, higher_is_better=False)
+    )
+    report.rows.append(row("longest wait of a GUI event", waits, "ms", limit=GUI_WAIT_LIMIT_MS, higher_is_better=False))
+    report.rows.append(
+        row("longest work of the GUI's thread at a time", works, "ms", limit=GUI_WAIT_LIMIT_MS, higher_is_better=False)
+    )
+    report.rows.append(row("the starter meanwhile", speeds, "tokens/s"))
