@@ -47,6 +47,8 @@ class JobEntry:
         plan: how it was going to be run when it last began; None where that was not said.
         under_way: rows that share each sweep through the weights now; 0 while nobody knows.
         gives_way: it runs, and waits while a chat is answered.
+        turn: its place in the queue, 1 for the next; 0 if it does not wait.
+        ran_tokens, ran_s: what was generated in the last run, and the seconds that it took.
         blocked: why nothing goes on though it runs, as a sentence.
         reason: why it does not run, as a sentence; empty if the user wished so.
         note: a word about how its rows were run.
@@ -66,6 +68,9 @@ class JobEntry:
     plan: BatchPlanned | None = None
     under_way: int = 0
     gives_way: bool = False
+    turn: int = 0
+    ran_tokens: int = 0
+    ran_s: float = 0.0
     blocked: str = ""
     reason: str = ""
     note: str = ""

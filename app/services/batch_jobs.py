@@ -94,8 +94,8 @@ class BatchJobs(QObject):
         """A new job, last in the queue; its key."""
         key = key_of(job.output)
         self._bin.pop(key, None)
-        self._put(JobEntry(key, job, JobState.QUEUED, self._clock(), total=total))
         self._turns.append(key)
+        self._put(JobEntry(key, job, JobState.QUEUED, self._clock(), total=total))
         self._start_next()
         return key
 
@@ -106,8 +106,8 @@ class BatchJobs(QObject):
             done = 0 if start == "restart" else entry.done - (entry.failed if start == "retry_failed" else 0)
             failed = 0 if start != "resume" else entry.failed
             job = replace(entry.job, start=start)
-            self._put(replace(entry, job=job, state=JobState.QUEUED, reason="", note="", done=done, failed=failed))
             self._turns.append(key)
+            self._put(replace(entry, job=job, state=JobState.QUEUED, reason="", note="", done=done, failed=failed))
             self._start_next()
 
     def pause(self, key: str) -> None:
@@ -118,6 +118,14 @@ class BatchJobs(QObject):
         """Ends a job before its last row; the result file then holds the rows that are answered."""
         self._end_by_wish(key, JobState.STOPPED)
 
+    def move(self, key: str, places: int) -> None:
+        """Puts a job that waits so many places later in the queue, or earlier if that is negative."""
+        if key in self._turns:
+            place = self._turns.index(key)
+            self._turns.remove(key)
+            self._turns.insert(max(0, place + places), key)
+            self._tell_turns()
+
     def remove(self, key: str) -> None:
         """Takes a job off the list, its answers being kept until `empty_bin`; the result file stays where it is."""
         entry = self._entries[key]
@@ -127,6 +135,7 @@ class BatchJobs(QObject):
                 self._turns.remove(key)
             self.removed.emit(key)
             self._save()
+            self._tell_turns()
 
     def bring_back(self, key: str) -> None:
         """Undoes `remove`."""
@@ -251,6 +260,7 @@ class BatchJobs(QObject):
         self._start_next()
 
     def _ended(self, entry: JobEntry, event: BatchFinished) -> JobEntry:
+        entry = replace(entry, ran_tokens=event.tokens, ran_s=event.seconds)
         if event.finished:
             return replace(
                 entry, state=JobState.FINISHED, done=event.done, failed=event.failed, total=event.done, note=event.note
@@ -265,10 +275,25 @@ class BatchJobs(QObject):
     # --- keeping ----------------------------------------------------------------------------------
 
     def _put(self, entry: JobEntry, *, to_file: bool = True) -> None:
+        before = self._entries.get(entry.key)
+        entry = replace(entry, turn=self._turn(entry.key))
         self._entries[entry.key] = entry
         if to_file:
             self._save()
         self.changed.emit(entry)
+        if before is None or before.turn != entry.turn:
+            self._tell_turns()
+
+    def _turn(self, key: str) -> int:
+        return self._turns.index(key) + 1 if key in self._turns else 0
+
+    def _tell_turns(self) -> None:
+        """Every job that waits has its place."""
+        for key in list(self._turns):
+            entry = self._entries.get(key)
+            if entry is not None and entry.turn != self._turn(key):
+                self._entries[key] = entry = replace(entry, turn=self._turn(key))
+                self.changed.emit(entry)
 
     def _save(self) -> None:
         try:

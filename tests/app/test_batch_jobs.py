@@ -62,6 +62,38 @@ def state(jobs: BatchJobs, key: str) -> JobState:
     return entry.state
 
 
+def test_jobs_that_wait_change_places(jobs: BatchJobs, engine: ScriptedBatches, tmp_path: Path) -> None:
+    keys = [jobs.add(a_job(tmp_path, name)) for name in ("one", "two", "three", "four")]
+
+    def turns() -> list[int]:
+        return [entry.turn for key in keys if (entry := jobs.entry(key)) is not None]
+
+    assert turns() == [0, 1, 2, 3]
+    jobs.move(keys[3], -1)
+    assert turns() == [0, 1, 3, 2]
+    jobs.move(keys[1], 5)
+    assert turns() == [0, 3, 2, 1]
+    jobs.move(keys[0], 1)  # it runs
+    jobs.pause(keys[2])
+    assert turns() == [0, 2, 0, 1]
+    engine.end(6)
+    assert (state(jobs, keys[3]), turns()) == (JobState.RUNNING, [0, 1, 0, 0])
+
+
+def test_a_job_that_runs_beside_a_chat_waits_for_it(jobs: BatchJobs, engine: ScriptedBatches, tmp_path: Path) -> None:
+    key = jobs.add(a_job(tmp_path, "one"), 6)
+    engine.plan()
+    engine.generate((), SamplingParams())
+    entry = jobs.entry(key)
+    assert entry is not None
+    assert entry.gives_way
+    assert entry.plan is not None
+    engine.finish()
+    entry = jobs.entry(key)
+    assert entry is not None
+    assert not entry.gives_way
+
+
 def test_jobs_run_one_after_the_other(jobs: BatchJobs, engine: ScriptedBatches, tmp_path: Path) -> None:
     first = jobs.add(a_job(tmp_path, "one"), 6)
     second = jobs.add(a_job(tmp_path, "two"))

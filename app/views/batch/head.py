@@ -11,13 +11,17 @@ from app.widgets.page_header import PageHeader
 
 
 class BatchHead(PageHeader):
-    """Signals: what was chosen in a menu; `pause`, `resume`, `retry` and `open` are buttons."""
+    """Signals: what was chosen in a menu; `moved` says by how many places in the queue.
+
+    `pause`, `resume`, `retry` and `open` are buttons.
+    """
 
     file_wanted = Signal()
     folder_wanted = Signal()
     stop_wanted = Signal()
     restart_wanted = Signal()
     remove_wanted = Signal()
+    moved = Signal(int)
     folder_shown = Signal()
 
     def __init__(self, parent: QWidget | None = None) -> None:
@@ -41,6 +45,8 @@ class BatchHead(PageHeader):
         self.show_folder = more.addAction(self.tr("Show in folder"), self.folder_shown.emit)
         self.stop = more.addAction(self.tr("Stop, and keep what is answered"), self.stop_wanted.emit)
         self.restart = more.addAction(self.tr("Begin anew…"), self.restart_wanted.emit)
+        self.earlier = more.addAction(self.tr("Earlier in the queue"), lambda: self.moved.emit(-1))
+        self.later = more.addAction(self.tr("Later in the queue"), lambda: self.moved.emit(1))
         more.addSeparator()
         self.remove = more.addAction(self.tr("Take off the list"), self.remove_wanted.emit)
         self.menu.setMenu(more)
@@ -49,8 +55,13 @@ class BatchHead(PageHeader):
         kinds.addAction(self.tr("From a folder…"), self.folder_wanted.emit)
         self.new.setMenu(kinds)
 
-    def show_job(self, job: JobEntry | None, *, on_form: bool, empty: bool) -> None:
-        """Offers what can be done with this job; `on_form` while a new one is written, `empty` while there is none."""
+    def show_job(self, job: JobEntry | None, *, on_form: bool, empty: bool, waiting: int = 0) -> None:
+        """Offers what can be done with this job.
+
+        Args:
+            on_form: while a new one is written; empty: while there is none.
+            waiting: jobs in the queue.
+        """
         state = job.state if job is not None else None
         self._names.set_full_text(f"{job.input.name} → {job.output.name}" if job is not None else "")
         if on_form:
@@ -66,6 +77,9 @@ class BatchHead(PageHeader):
         idle = state in RESUMABLE or state is JobState.FINISHED
         self.stop.setVisible(state in (JobState.RUNNING, JobState.PAUSED, JobState.QUEUED))
         self.restart.setVisible(idle)
+        turn = job.turn if job is not None else 0
+        self.earlier.setVisible(turn > 1)
+        self.later.setVisible(0 < turn < waiting)
         self.remove.setVisible(idle or state is JobState.QUEUED)
 
     def show_more(self, text: str) -> None:

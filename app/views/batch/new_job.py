@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from PySide6.QtCore import Qt, Signal
+from PySide6.QtCore import Qt, QTimer, Signal
 from PySide6.QtWidgets import QFrame, QScrollArea, QVBoxLayout, QWidget
 
 from app.services.background import BackgroundCall
@@ -27,7 +27,7 @@ from app.views.batch.plan_words import plan_text
 from app.views.batch.sample_card import SampleCard
 from app.views.batch.template_card import TemplateCard
 from app.widgets.card import Card, tell
-from engine.batch_files.messages import BatchPlanned
+from engine.batch_files.messages import BatchPlanned, BatchRow
 from engine.batch_files.opening import InputForm
 from engine.batch_files.prepared_job import prepare
 from engine.config import BatchJob
@@ -156,7 +156,7 @@ class NewJob(QWidget):
         for card in self._cards:
             card.setVisible(card is not self.template or not preview.openai)
         self._show_state()
-        if self.input.change.hasFocus():  # nobody has gone on meanwhile: what is to be written next
+        if self.window().focusWidget() is self.input.change:  # nobody has gone on meanwhile: what is to be written next
             (self.answers.max_tokens if preview.openai else self.template.edit).setFocus()
         path, form = preview.path, preview.form
         self._call(lambda: count_rows(path, form, left.is_set), lambda total: self._on_counted(total, left))
@@ -185,6 +185,11 @@ class NewJob(QWidget):
         self.sample.begin()
         self._planned = None
         self._sampler.start(job)
+
+    def _on_row_tried(self, rows: Sequence[BatchRow]) -> None:
+        self.sample.add(rows)
+        # Below the edge nobody would see it come: laid out first, then brought into view.
+        QTimer.singleShot(0, self, lambda: self._scroll.ensureWidgetVisible(self.sample, 0, 18))
 
     def _on_sampled(self, rate: SampleRate | None) -> None:
         self.sample.end("" if rate is None else sample_text(rate))
@@ -304,7 +309,7 @@ class NewJob(QWidget):
             card.changed.connect(self._on_changed)
         self.sample.wanted.connect(self._try)
         self.sample.stop_wanted.connect(sample.stop)
-        sample.answered.connect(self.sample.add)
+        sample.answered.connect(self._on_row_tried)
         sample.planned.connect(self._on_planned)
         sample.ended.connect(self._on_sampled)
         sample.failed.connect(self._on_sample_failed)
@@ -338,6 +343,9 @@ class NewJob(QWidget):
         page.setSpacing(0)
         page.addWidget(scroll, 1)
         page.addWidget(self.foot)
+        self._scroll = scroll
+        self.setTabOrder(self.sample.button, self.foot.cancel)
+        self.setTabOrder(self.foot.cancel, self.foot.start)
 
 
 def _check(job: BatchJob) -> bool:

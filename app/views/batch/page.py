@@ -168,7 +168,9 @@ class BatchPage(QWidget):
         self.strip.setVisible(self.model.rowCount() > (0 if on_form else 1))  # one job's name stands above anyway
         entry = self._jobs.entry(self._shown)
         more = len(self._more)
-        self.head.show_job(entry if not on_form else None, on_form=on_form, empty=entry is None and not on_form)
+        waiting = sum(one.state is JobState.QUEUED for one in self._jobs.entries)
+        empty = entry is None and not on_form
+        self.head.show_job(entry if not on_form else None, on_form=on_form, empty=empty, waiting=waiting)
         self.head.show_more(self.tr("{0} more after this one").format(more) if on_form and more else "")
 
     # --- jobs -----------------------------------------------------------------------------------------
@@ -184,6 +186,7 @@ class BatchPage(QWidget):
             self._show_form(self._more.pop(0))
         else:
             self.show_job(key)
+            self.head.pause.setFocus()  # the button that had the keyboard is gone
 
     def _ask_replace(self, job: BatchJob, total: int | None) -> None:
         ask(
@@ -207,7 +210,7 @@ class BatchPage(QWidget):
             self._show_head()
         elif new and self.pages.currentWidget() is self.empty:
             self._go_home()
-        elif new:
+        elif new or entry.state is JobState.QUEUED:
             self._show_head()
 
     def _on_listed(self) -> None:
@@ -283,6 +286,7 @@ class BatchPage(QWidget):
         head.stop_wanted.connect(lambda: jobs.stop(self._shown))
         head.retry.clicked.connect(lambda: jobs.resume(self._shown, "retry_failed"))
         head.restart_wanted.connect(lambda: self._ask_restart(self._shown))
+        head.moved.connect(lambda places: jobs.move(self._shown, places))
         head.remove_wanted.connect(lambda: self._remove(self._shown))
         head.open.clicked.connect(lambda: self._open_result(self._shown, folder=False))
         head.folder_shown.connect(lambda: self._open_result(self._shown, folder=True))

@@ -22,14 +22,14 @@ def state_text(job: JobEntry) -> str:
         share = job.share
         return translate("Batch", "running") if share is None else percent(share)
     return {
-        JobState.QUEUED: translate("Batch", "waiting"),
+        JobState.QUEUED: translate("Batch", "waiting") if job.turn < 2 else translate("Batch", "waiting, place {0}"),
         JobState.STOPPING: translate("Batch", "stopping"),
         JobState.PAUSED: translate("Batch", "paused"),
         JobState.STOPPED: translate("Batch", "stopped"),
         JobState.FINISHED: translate("Batch", "done"),
         JobState.FAILED: translate("Batch", "cannot go on"),
         JobState.ELSEWHERE: translate("Batch", "runs elsewhere"),
-    }[job.state]
+    }[job.state].format(job.turn)
 
 
 def job_text(job: JobEntry) -> str:
@@ -84,11 +84,22 @@ def status_text(job: JobEntry) -> str:
     if job.state is JobState.FINISHED:
         end = translate("Batch", "All rows are in {0}.").format(job.output.name)
         failed = translate("Batch", "Column “problem” says why rows failed.") if job.failed else ""
-        return " ".join(part for part in (end, failed, job.note) if part)
+        return " ".join(part for part in (end, failed, _ran_text(job), job.note) if part)
     if job.state is JobState.STOPPED:
         return translate("Batch", "Stopped: the rows that were answered are in {0}.").format(job.output.name)
     go_on = translate("Batch", "Resume goes on where it stopped.")
     return f"{job.reason} {go_on}" if job.reason and job.state is JobState.PAUSED else job.reason or go_on
+
+
+def _ran_text(job: JobEntry) -> str:
+    if job.ran_tokens <= 0 or job.ran_s <= 0:
+        return ""
+    minutes, seconds = divmod(round(job.ran_s), 60)
+    span = translate("Batch", "{0} min {1} s").format(count(minutes), seconds)
+    words = translate("Batch", "{0} tokens in {1}, {2} tokens/s.")
+    short = translate("Batch", "{0} s").format(decimal(job.ran_s) if job.ran_s < 10 else round(job.ran_s))
+    rate = rate_figure(job.ran_tokens / job.ran_s)
+    return words.format(count(job.ran_tokens), span if minutes else short, rate)
 
 
 def _running_text(job: JobEntry) -> str:

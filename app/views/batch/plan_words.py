@@ -32,7 +32,7 @@ def plan_text(plan: BatchPlanned, now_s: float, alone_tokens_per_s: float = 0.0)
     parts = [f"{shared}; {rate}; {end}.", limit_text(plan.bottleneck), sure]
     if alone_tokens_per_s > 0 and plan.rows_together > 1:
         one_by_one = translate("Batch", "One row after the other it would be {0} tokens/s.")
-        parts.insert(2, one_by_one.format(rate_figure(alone_tokens_per_s)))
+        parts.insert(2, one_by_one.format(rate_figure(_two_digits(alone_tokens_per_s))))
     return " ".join(part for part in parts if part)
 
 
@@ -63,7 +63,12 @@ def limit_text(bottleneck: str) -> str:
 
 
 def _rates(plan: BatchPlanned) -> tuple[str, str]:
-    return rate_figure(plan.tokens_per_s_low), rate_figure(plan.tokens_per_s_high)
+    return rate_figure(_two_digits(plan.tokens_per_s_low)), rate_figure(_two_digits(plan.tokens_per_s_high))
+
+
+def _two_digits(value: float) -> float:
+    """More would say more than is known."""
+    return float(f"{value:.2g}")
 
 
 def _off(plan: BatchPlanned) -> float:

@@ -77,7 +77,7 @@ class SettingsCard(Card):
         values = (
             job.input,
             job.output,
-            entry.model or self.tr("the one that is loaded"),
+            _name(entry.model) or self.tr("the one that is loaded"),
             self.tr("{0} tokens").format(count(job.sampling.max_tokens)),
             self.tr("0 (the likeliest token)") if temperature == 0 else decimal(temperature, 2),
             must_be,

@@ -58,12 +58,15 @@ class TemplateCard(Card):
         """The columns of another input; what was written stays if it fits."""
         self._columns = columns
         self._chips.clear()
+        before: QWidget = self.edit.previousInFocusChain() or self.edit
         for name in columns:
             chip = QPushButton(name if len(name) <= 40 else f"{name[:39]}…", self._chips)
             chip.setProperty("kind", "chip")
             chip.setAccessibleName(self.tr("Insert column {0}").format(name))
             chip.clicked.connect(lambda _=False, name=name: self.edit.insert_column(name))
             self._chips.add(chip)
+            self.setTabOrder(before, chip)  # in the order in which they are seen, whenever they were made
+            before = chip
             chip.show()
         self._chips.updateGeometry()
         self.edit.set_columns(columns)
