@@ -36,3 +36,8 @@ class ModelInfo:
     kv_bytes_per_token: int
     device_note: str = ""
     template_note: str = ""
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether it runs as a tuning run found best: `device_note` then says when, and how fast that was."""
+        return self.device_note.startswith("Tuned")

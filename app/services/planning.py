@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -17,6 +18,7 @@ from engine.hardware.measurement_files import described
 from engine.planner.machine import HardwareProfile
 from engine.planner.model_shape import ModelShape
 from engine.planner.plan import make_plan
+from engine.planner.plan_parts import Alternative
 from engine.planner.plan_search import PRECISIONS
 from engine.planner.planned import Plan
 from engine.planner.precision import worthwhile
@@ -135,7 +137,15 @@ def _best(question: PlanQuestion, shape: ModelShape, corrections: tuple[Correcti
     if chosen is None:
         assert problem is not None
         raise problem
-    return plans[chosen]
+    return _with_others(plans[chosen], plans)
+
+
+def _with_others(plan: Plan, plans: Mapping[str, Plan]) -> Plan:
+    """The plan with those of other precisions as its alternatives: each with the rates that were measured for it."""
+    same = [one for one in plan.alternatives if one.precision == plan.precision]
+    others = [Alternative(one.policy, one.precision, one.speed, runs_here=True) for one in plans.values()]
+    others = [one for one in others if one.precision != plan.precision]
+    return replace(plan, alternatives=tuple(sorted([*same, *others], key=lambda one: -one.speed.tokens_per_s)))
 
 
 def _machine(question: PlanQuestion, precision: str) -> HardwareProfile:

@@ -166,7 +166,8 @@ class MachineFooter(QWidget):
         if model is not None:
             device = "CPU" if model.device.startswith("cpu") else model.device.replace("cuda", "GPU")
             threads = self.tr("1 thread") if model.threads == 1 else self.tr("{0} threads").format(model.threads)
-            text = f"{model.name}\n{device}, {threads} · {model.precision}"
+            tuned = " · " + self.tr("tuned") if model.is_tuned else ""
+            text = f"{model.name}\n{device}, {threads} · {model.precision}{tuned}"
             self._where.setToolTip(model.device_note or self.tr("Where the model runs: told by the engine."))
         elif self._client.state is EngineState.LOADING:
             text = self._loading or self.tr("Loading the model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from PySide6.QtWidgets import QApplication, QLabel
@@ -114,6 +115,15 @@ def test_it_says_where_the_model_runs(
     monkeypatch.setattr(client, "_model", MODEL)
     client.model_loaded.emit(MODEL)
     assert "starter\nCPU, 2 threads · bf16" in _texts(footer)
+
+
+def test_it_says_whether_the_model_runs_as_tuned(footer: MachineFooter, client: EngineClient) -> None:
+    client._model = replace(MODEL, device_note="Tuned on 21 Nov 2026: 34.1 tokens/s.")
+    client.model_loaded.emit(client._model)
+    assert "CPU, 2 threads · bf16 · tuned" in "\n".join(_texts(footer))
+    client._model = replace(MODEL, device_note="The tuning of 21 Nov 2026 is not used: the RAM was 8 GB.")
+    client.model_loaded.emit(client._model)
+    assert "tuned" not in "\n".join(_texts(footer))
 
 
 def test_a_real_sample_is_of_this_machine(devices: DeviceMonitor, qtbot: QtBot) -> None:

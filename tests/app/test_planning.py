@@ -32,6 +32,7 @@ def test_what_was_timed_chooses_the_precision(monkeypatch: pytest.MonkeyPatch) -
     other = next(name for name in ("bf16", "int8", "int4") if name != modelled.precision)
     timed = planned(monkeypatch, slow, Correction(other, False, modelled.threads, 1.0))
     assert timed.precision != modelled.precision
+    assert {one.precision for one in timed.alternatives} >= {"bf16", "int8", "int4"} - {timed.precision}
     losers = [one for one in timed.alternatives if one.precision == modelled.precision and one.policy == "CPU only"]
     assert losers
     assert losers[0].speed.decode_tokens_per_s == pytest.approx(0.2 * modelled.speed.decode_tokens_per_s, rel=0.01)

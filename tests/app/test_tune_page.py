@@ -240,6 +240,26 @@ def test_events_of_other_runs_are_not_ours(scene: Scene) -> None:
     assert scene.page.step == MEASURE
 
 
+def test_a_result_of_earlier_is_in_use_once_its_model_is_loaded(scene: Scene) -> None:
+    page = scene.page
+    page.tuning.recalled.emit(made.result(LOOK))
+    assert page.cards.race.use.isVisibleTo(page.cards.race)
+    loaded = replace(STARTER, path="/models/m")
+    scene.engine.end_loading(loaded)
+    assert not page.cards.race.use.isVisibleTo(page.cards.race)
+    assert page.cards.race.in_use == made.result(LOOK).winner
+
+
+def test_steps_have_keys(scene: Scene) -> None:
+    page = scene.page
+    page.resize(700, 600)  # short names
+    page.activateWindow()
+    for number, step in enumerate((MACHINE, MEASURE, PLAN, TIMED), 1):
+        assert page.steps._group.button(step).shortcut().toString() == f"Alt+{number}"
+    page.show_step(MACHINE)
+    assert page.steps._group.button(PLAN).shortcut().toString() == "Alt+3"
+
+
 def test_keeping_the_old_way(scene: Scene) -> None:
     loaded = replace(STARTER, path="/models/m")
     scene.engine.model = loaded

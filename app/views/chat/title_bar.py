@@ -106,8 +106,9 @@ class TitleBar(QFrame):
         self.device_chip.setVisible(shown)
         if model is not None and shown:
             note = model.device_note
-            text = device_text(model)
-            self.device_chip.show_text(f"{text} · {note}" if note else text, theme, warns=bool(note), tip=note)
+            said = self.tr("tuned") if model.is_tuned else note
+            text = " · ".join(filter(None, (device_text(model), said)))
+            self.device_chip.show_text(text, theme, warns=bool(note) and not model.is_tuned, tip=note)
 
     def _model_tip(self) -> str:
         model = self._client.model

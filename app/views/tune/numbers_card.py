@@ -54,7 +54,10 @@ class NumbersCard(Card):
         kind = self.tr("quick") if measured.kind == "quick" else self.tr("thorough")
         self.words.setText(self.tr("Taken on {0}, {1}. The best of each kind:").format(day(measured.taken_at), kind))
         self._show(best_numbers(look, measured))
-        skipped = [self.tr("Not measured: {0} ({1})").format(name, why) for name, why in measured.skipped.items()]
+        names: dict[str, list[str]] = {}
+        for name, why in measured.skipped.items():
+            names.setdefault(why, []).append(name)
+        skipped = [self.tr("Left out: {0} ({1}).").format(", ".join(left), why) for why, left in names.items()]
         unsteady = [
             self.tr("{0} went on changing by {1}%, however often it was repeated.").format(name, round(100 * by))
             for name, by in measured.unsteady.items()

@@ -60,6 +60,11 @@ class RaceCard(Card):
         return self._result
 
     @property
+    def in_use(self) -> str:
+        """Name of the contestant that the loaded model runs with; empty if it is not loaded."""
+        return self._in_use
+
+    @property
     def has_offer(self) -> bool:
         """Whether the winner waits to be used: then that is the page's filled button."""
         return self.use.isVisibleTo(self)

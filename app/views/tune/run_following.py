@@ -57,6 +57,7 @@ class RunFollowing(QObject):
         tuning.ended.connect(self._on_ended)
         tuning.recalled.connect(self._on_recalled)
         tuning.chosen.connect(self._on_chosen)
+        client.model_loaded.connect(self._on_model_loaded)
         tuning.problem.connect(lambda sentence: cards.run.show_notes(sentence))
         cards.run.run_wanted.connect(lambda: self.ask_to_run(only_measure=False))
         cards.run.measuring_wanted.connect(lambda: self.ask_to_run(only_measure=True))
@@ -169,6 +170,11 @@ class RunFollowing(QObject):
         runs = loaded is not None and os.path.realpath(loaded.path) == os.path.realpath(result.asked.model)
         self._cards.race.show_result(result, result.winner if runs else "")
         self._cards.run.set_primary(primary=not self._cards.race.has_offer)
+
+    def _on_model_loaded(self, _info: object) -> None:
+        result = self._cards.race.result
+        if result is not None and not self._cards.race.in_use and not self._tuning.is_running:
+            self._show_result(result)
 
     def _on_recalled(self, result: TuningResult | None) -> None:
         if result is not None and not self._tuning.is_running:

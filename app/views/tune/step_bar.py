@@ -32,7 +32,6 @@ class StepBar(QWidget):
             button.setCheckable(True)
             button.setAccessibleName(self.tr("Step {0}: {1}").format(at + 1, name))
             button.setToolTip(self.tr("Alt+{0}").format(at + 1))
-            button.setShortcut(f"Alt+{at + 1}")
             self._group.addButton(button, at)
             row.addWidget(button)
         row.addStretch(1)
@@ -61,7 +60,9 @@ class StepBar(QWidget):
 
     def _name_them(self) -> None:
         for at in range(len(self._names)):
-            self._group.button(at).setText(self._text(at, short=self._short))
+            button = self._group.button(at)
+            button.setText(self._text(at, short=self._short))
+            button.setShortcut(f"Alt+{at + 1}")  # a new text takes the old shortcut away
 
     def _text(self, at: int, *, short: bool) -> str:
         button = self._group.button(at)
