@@ -80,21 +80,37 @@ def sound(report: CacheReport) -> CacheReport:
     )
 
 
-def forecast(report: CacheReport) -> Forecast:
-    """Of a sound report; `NO_FORECAST` while too little has been seen."""
-    if not report.curve_slots or not report.tiers:
+def forecast(report: CacheReport, place: int = 0) -> Forecast:
+    """Of one tier of a sound report, the topmost unless `place` says another; `NO_FORECAST` while too little is seen.
+
+    A lower tier is asked for what the one above it misses: of two LRU caches, the bigger one holds what the smaller
+    one does, so that their curves are one (Mattson et al. 1970).
+    """
+    if not report.curve_slots or not 0 <= place < len(report.tiers):
         return NO_FORECAST
-    tier = report.tiers[0]
+    tier = report.tiers[place]
     sizes = np.array(report.curve_slots, np.float64)
     # More sizes than the curve has points: what is predicted is no straight line between two of them.
     every = np.unique(np.concatenate((sizes, np.linspace(0, tier.most_slots, 97), [tier.slots])))
     every = every[every <= tier.most_slots]
     lru = np.interp(every, sizes, np.array(report.curve_hit_rates))
-    measured = tier.recent_hit_rate if tier.recent_hit_rate >= 0 else hit_rate(tier)
+    costs = report
+    if place:
+        above = report.tiers[place - 1]
+        there = float(np.interp(above.slots, sizes, np.array(report.curve_hit_rates)))
+        lru = np.clip((lru - there) / (1 - there), 0, 1) if there < 1 else np.ones_like(lru)
+        asked = report.lookups_per_step * (1 - (_measured(above) or 0.0))
+        costs = replace(report, tiers=(tier,), lookups_per_step=asked, hit_s=0.0, miss_s=tier.miss_s)
+    measured = _measured(tier)
     expected = lru if measured is None else _expected(tier, every, lru, measured)
-    of_policy = replace(report, curve_slots=tuple(every.tolist()), curve_hit_rates=tuple(expected.tolist()))
-    nothing = 0 < report.miss_s <= report.hit_s
+    of_policy = replace(costs, curve_slots=tuple(every.tolist()), curve_hit_rates=tuple(expected.tolist()))
+    nothing = 0 < costs.miss_s <= costs.hit_s
     return Forecast(every, lru, expected, np.array(predicted_rate(of_policy, every.tolist())), nothing)
+
+
+def _measured(tier: TierReport) -> float | None:
+    """What it hits of late, else in all; None if nothing was looked up."""
+    return tier.recent_hit_rate if tier.recent_hit_rate >= 0 else hit_rate(tier)
 
 
 def _expected(
@@ -182,6 +198,7 @@ def _sound_tier(tier: TierReport) -> TierReport:
         prefetched=_count(tier.prefetched),
         prefetches_used=_count(tier.prefetches_used),
         prefetches_wasted=_count(tier.prefetches_wasted),
+        miss_s=_amount(tier.miss_s),
     )
 
 

@@ -30,11 +30,9 @@ def plot_area(whole: QRectF, metrics: QFontMetricsF, forecast: Forecast) -> QRec
 class MissRatioPicture:
     """One state of the plot; see `app.widgets.miss_ratio_plot.MissRatioPlot.show_tier` for what it is made of."""
 
-    def __init__(
-        self, theme: Theme, tier: TierReport, forecast: Forecast, room: int, measured: float | None, *, is_top: bool
-    ) -> None:
+    def __init__(self, theme: Theme, tier: TierReport, forecast: Forecast, room: int, measured: float | None) -> None:
         self._theme, self._tier, self._forecast = theme, tier, forecast
-        self._room, self._measured, self._is_top = room, measured, is_top
+        self._room, self._measured = room, measured
         self._most = tier.most_slots
         self._width = 0.0
 
@@ -84,7 +82,7 @@ class MissRatioPicture:
     def _draw_curves(self, painter: QPainter, area: QRectF, metrics: QFontMetricsF) -> None:
         theme, known = self._theme, self._forecast
         if not len(known.slots):
-            self._draw_legend(painter, area, metrics, [], self._why_no_curve())
+            self._draw_legend(painter, area, metrics, [], translate("MissRatioPlot", "no curve yet: too few tokens"))
             return
         solid = QColor(theme.hit) if theme.is_dark else QColor(theme.hit).darker(150)
         bent = QPen(solid, 2)
@@ -119,11 +117,6 @@ class MissRatioPicture:
                 box = QRectF(area.right() + 6, y, self._width - area.right() - 6, metrics.height())
                 painter.drawText(box, Qt.AlignmentFlag.AlignLeft, number(share * top, 0 if top >= 10 else 1))
         self._draw_legend(painter, area, metrics, samples)
-
-    def _why_no_curve(self) -> str:
-        if self._tier.tier == "ram" and not self._is_top:
-            return translate("MissRatioPlot", "the curve is of VRAM")
-        return translate("MissRatioPlot", "no curve yet: too few tokens")
 
     def _draw_legend(
         self,

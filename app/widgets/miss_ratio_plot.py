@@ -36,7 +36,6 @@ class MissRatioPlot(QWidget):
         self._tier: TierReport | None = None
         self._forecast: Forecast = NO_FORECAST
         self._room = 0
-        self._is_top = True
         self._measured: float | None = None
         self._wanted: int | None = None
         self._before_drag: int | None = None
@@ -52,19 +51,15 @@ class MissRatioPlot(QWidget):
 
     # --- what is shown ----------------------------------------------------------------------------
 
-    def show_tier(
-        self, tier: TierReport | None, forecast: Forecast, room: int, measured: float | None, *, is_top: bool = True
-    ) -> None:
+    def show_tier(self, tier: TierReport | None, forecast: Forecast, room: int, measured: float | None) -> None:
         """Another report.
 
         Args:
-            is_top: whether it is the tier that curves are of.
             forecast: `NO_FORECAST` while none is known.
             room: experts that there is memory for.
             measured: the hit rate of the present size, if anything was looked up.
         """
         self._tier, self._forecast, self._room, self._measured = tier, forecast, room, measured
-        self._is_top = is_top
         if tier is None:
             self._wanted, self._dragging = None, False
         elif self._wanted is not None:
@@ -149,9 +144,7 @@ class MissRatioPlot(QWidget):
         painter = QPainter(self)
         painter.setRenderHint(QPainter.RenderHint.Antialiasing)
         painter.setFont(self._font())
-        picture = MissRatioPicture(
-            self._theme.theme, self._tier, self._forecast, self._room, self._measured, is_top=self._is_top
-        )
+        picture = MissRatioPicture(self._theme.theme, self._tier, self._forecast, self._room, self._measured)
         picture.draw(painter, self._area(), float(self.width()))
         picture.draw_handle(
             painter, self._area(), self.slots, self.texts(), is_moved=self.is_moved, has_focus=self.hasFocus()

@@ -1,7 +1,7 @@
 """What worker and window say to each other about telemetry; part of `engine.protocol`.
 
-`Telemetry`, `ExpertMap` and `CacheReport` are samples: a newer one replaces one not yet sent.  Spans and counters arrive in order;
-what a slow pipe has no room for is dropped, and counted.
+`Telemetry`, `ExpertMap` and `CacheReport` are samples: a newer one replaces one not yet sent.  Spans and counters arrive
+in order; what a slow pipe has no room for is dropped, and counted.
 """
 
 from __future__ import annotations
@@ -147,6 +147,7 @@ class TierReport:
         arriving: copies or reads under way.
         evictions, prefetched, prefetches_used, prefetches_wasted: since the model was loaded.
         note: what the user should know; empty if nothing.
+        miss_s: seconds that an expert takes longer that is not there but in the tier below; 0 if not known.
     """
 
     tier: CacheTier
@@ -165,6 +166,7 @@ class TierReport:
     prefetches_used: int
     prefetches_wasted: int
     note: str = ""
+    miss_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

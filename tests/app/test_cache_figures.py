@@ -152,3 +152,17 @@ def test_parts_of_memory_fill_their_place() -> None:
 def test_not_a_number_is_nothing() -> None:
     clean = sound(replace(report(), steps_per_s=math.nan, miss_s=math.inf))
     assert (clean.steps_per_s, clean.miss_s) == (0.0, 0.0)
+
+
+@given(st.integers(0, 6000), st.integers(1, 6144), st.floats(0, 1), st.floats(0, 1), st.floats(1e-5, 0.1))
+def test_ram_beneath_vram_is_foretold_from_what_vram_misses(
+    vram: int, ram: int, vram_hits: float, ram_hits: float, miss_s: float
+) -> None:
+    of_ram = tier("ram", slots=ram, recent_hit_rate=ram_hits, miss_s=miss_s)
+    found = forecast(sound(report(tier(slots=vram, recent_hit_rate=vram_hits), of_ram)), 1)
+    assert found.hit_rate_at(ram) == pytest.approx(ram_hits, abs=1e-6)
+    assert (np.diff(found.hit_rates) >= -1e-12).all()
+    assert (np.diff(found.tokens_per_s) >= -1e-9).all()
+    assert (found.lru_rates[found.slots <= vram] <= 1e-9).all()  # what VRAM holds, nobody asks RAM for
+    assert found.tokens_per_s_at(ram) == pytest.approx(20.0, rel=1e-6)
+    assert forecast(sound(report(tier(), tier("ram", miss_s=0.0))), 1).tokens_per_s_at(3000) is None

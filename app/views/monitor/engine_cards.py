@@ -1,4 +1,4 @@
-"""The cards below the timeline: experts, cache and token, then policies, prefetching and memory."""
+"""The cards below the timeline: experts, cache, token; policies and prefetching; memory and the machine's sensors."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from app.services.telemetry_hub import TelemetryHub
 from app.theme import ThemeController
 from app.views.monitor.cache import CacheCard, PoliciesCard, PredictionCard
 from app.views.monitor.expert_card import ExpertCard
+from app.views.monitor.machine_card import MachineCard
 from app.views.monitor.memory_card import MemoryCard
 from app.views.monitor.token_card import TokenCard
 from engine.hardware.sensors import SensorSample
@@ -45,6 +46,7 @@ class EngineCards(QWidget):
         self.policies = PoliciesCard(theme, self)
         self.prediction = PredictionCard(theme, self)
         self.memory = MemoryCard(theme, self)
+        self.machine = MachineCard(theme, self)
         self._revision = -1
         self._rows: list[QBoxLayout] = []
         column = QVBoxLayout(self)
@@ -52,7 +54,8 @@ class EngineCards(QWidget):
         column.setSpacing(14)
         column.setSizeConstraint(QVBoxLayout.SizeConstraint.SetNoConstraint)  # narrower than a row it turns the row
         first = ((experts, 42), (self.cache, 38), (self.token, 20))
-        for cards in (first, ((self.policies, 1), (self.prediction, 1), (self.memory, 1))):
+        rows = (first, ((self.policies, 1), (self.prediction, 1)), ((self.memory, 1), (self.machine, 1)))
+        for cards in rows:
             row = QBoxLayout(QBoxLayout.Direction.LeftToRight)
             row.setSpacing(14)
             for card, share in cards:
@@ -72,6 +75,7 @@ class EngineCards(QWidget):
         free = max(0, total - used) if used is not None and total is not None else None
         self.cache.show_report(hub.report, free)
         self._show_rest(hub.report, used, total)
+        self.machine.show_sample(sample)
         if hub.history is not None and hub.history.revision != self._revision:
             self._revision = hub.history.revision
             self.token.show_figures(token_figures(hub.history), _watts(sample))
@@ -79,11 +83,13 @@ class EngineCards(QWidget):
     def show_session(self, session: OpenedSession) -> None:
         """A session that was opened, in place of what happens now; the map's slider chooses the moment."""
         self._session = session
+        self.machine.hide()  # of the past there are only the lanes
         self._show_moment()
 
     def show_live(self) -> None:
         """What happens now again."""
         self._session = None
+        self.machine.show()
         self.cache.is_recorded = False
         self.cache.show_report(None)
         self._revision = -1

@@ -125,6 +125,7 @@ class CacheReporter:
             prefetches_used=counters.prefetches_used,
             prefetches_wasted=counters.prefetches_wasted,
             note=" ".join(disk_backed.notes),
+            miss_s=self._read_s,
         )
 
     def _learn(self, spans: Records) -> None:

@@ -33,7 +33,7 @@ class CacheCard(Card):
         self._event: CacheReport | None = None
         self._report: CacheReport | None = None
         self._decoding: CacheReport | None = None
-        self._forecast: Forecast = NO_FORECAST
+        self._forecasts: dict[CacheTier, Forecast] = {}
         self._chosen: CacheTier = "vram"
         self._resizing: Resizing | None = None
         self._free_ram: int | None = None
@@ -105,18 +105,18 @@ class CacheCard(Card):
     def _take(self, report: CacheReport) -> None:
         self._report = report
         if not report.tiers:
-            self._decoding, self._forecast, self._resizing = None, NO_FORECAST, None
+            self._decoding, self._forecasts, self._resizing = None, {}, None
             return
         # While nothing is decoded the curve is foretold from when something was.
         if report.steps_per_s > 0 or self._decoding is None or not self._decoding.curve_slots:
             self._decoding = report
-            self._forecast = forecast(report)
+            self._forecasts = {tier.tier: forecast(report, place) for place, tier in enumerate(report.tiers)}
         if self._resizing is not None:
             self._resizing.hear(report)
 
     def _forget(self) -> None:
         self._report = self._decoding = self._resizing = None
-        self._forecast = NO_FORECAST
+        self._forecasts = {}
         for row in self.rows.values():
             row.forget()
 
@@ -137,17 +137,16 @@ class CacheCard(Card):
             self.aside.setText("" if report is None else self.tr("nothing to cache"))
             self._say(self._calm(report))
             return
-        is_top = tier is report.tiers[0]
         measured = tier.recent_hit_rate if tier.recent_hit_rate >= 0 else hit_rate(tier)
-        known = self._forecast if is_top else NO_FORECAST
-        self.plot.show_tier(tier, known, room_slots(report, tier, self._free_ram), measured, is_top=is_top)
+        known = self._forecasts.get(tier.tier, NO_FORECAST)
+        self.plot.show_tier(tier, known, room_slots(report, tier, self._free_ram), measured)
         self.size_field.show_tier(tier, self.plot.slots)
         adopted = self.tr("policy {0}, adopted") if tier.is_adaptive else self.tr("policy {0}")
         self.aside.setText(adopted.format(policy_name(tier.policy)))
         self.aside.setToolTip(self.tr("Chosen while running, by what each would hit") if tier.is_adaptive else "")
         self._say_outcome()
         notes = [tier.note, report.note]
-        if is_top and known.gains_nothing:
+        if known.gains_nothing:
             notes.insert(0, self.tr("Here a miss costs no more than a hit, so another size would not be faster."))
         self._say(" ".join(filter(None, notes)))
 
@@ -183,7 +182,7 @@ class CacheCard(Card):
         tier, report = self.tier, self._decoding or self._report
         if tier is None or report is None or self.is_recorded:
             return
-        speed = self._forecast.tokens_per_s_at(slots) if tier.tier == report.tiers[0].tier else None
+        speed = self._forecasts.get(tier.tier, NO_FORECAST).tokens_per_s_at(slots)
         self._resizing = Resizing(tier, slots, report.steps_per_s, speed)
         self.plot.put_back()
         self.resize_wanted.emit(tier.tier, slots)

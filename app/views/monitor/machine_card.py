@@ -1,0 +1,149 @@
+"""What the machine's sensors say now: every CPU, every graphics card, disk and page faults."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import Qt
+from PySide6.QtWidgets import QLabel, QVBoxLayout, QWidget
+
+from app.theme import ThemeController, use_tabular_figures
+from app.widgets.card import Card, muted_label
+from app.widgets.core_grid import CoreGrid
+from app.widgets.memory_bar import MemoryBar, MemoryPart
+from app.widgets.quantities import memory, number
+from engine.hardware.sensors import GpuSample, SensorSample
+
+_PARTS = 1000
+
+
+class MachineCard(Card):
+    """Driver samples, a few times a second; what a sensor does not tell is left out, or said to be not available."""
+
+    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+        super().__init__("", parent)
+        self._theme = theme
+        self.heading.setText(self.tr("Machine"))
+        self.setAccessibleName(self.tr("Machine"))
+        self.aside.setText(self.tr("as sensors and drivers tell"))
+        self.cpu = _line(self)
+        self.cores = CoreGrid(theme, self)
+        self._gpus = QVBoxLayout()
+        self._gpus.setSpacing(8)
+        self.gpus: list[_GpuRow] = []
+        self.no_gpu = muted_label(self, self.tr("Graphics card: none whose driver tells anything"))
+        self.rest = muted_label(self)
+        self.body.addWidget(self.cpu)
+        self.body.addWidget(self.cores)
+        self.body.addLayout(self._gpus)
+        self.body.addWidget(self.no_gpu)
+        self.body.addWidget(self.rest)
+        self.body.addStretch(1)
+        self.show_sample(None)
+
+    def show_sample(self, sample: SensorSample | None) -> None:
+        """The latest; None while there is none."""
+        self.cores.setVisible(sample is not None and bool(sample.cpu_by_core))
+        self.no_gpu.setVisible(sample is not None and not sample.gpus)
+        if sample is None:
+            self.cpu.setText(self.tr("The sensors have not been asked yet."))
+            self.rest.setText("")
+            return
+        self.cpu.setText(self._cpu_text(sample))
+        if sample.cpu_by_core:
+            self.cores.show_cores(sample.cpu_by_core)
+        while len(self.gpus) < len(sample.gpus):
+            self.gpus.append(_GpuRow(self._theme, self))
+            self._gpus.addWidget(self.gpus[-1])
+        for place, row in enumerate(self.gpus):
+            row.setVisible(place < len(sample.gpus))
+            if place < len(sample.gpus):
+                row.show_gpu(place, sample.gpus[place])
+        self.rest.setText(self._rest_text(sample))
+
+    def _cpu_text(self, sample: SensorSample) -> str:
+        cores = sample.cpu_by_core or ()
+        parts = [self.tr("CPU {0}%").format(number(100 * sum(cores) / len(cores), 0))] if cores else [self.tr("CPU")]
+        if sample.cpu_ours is not None and cores:
+            parts.append(self.tr("ours {0}%").format(number(100 * min(1.0, sample.cpu_ours / len(cores)), 0)))
+        if sample.cpu_clock_hz:
+            parts.append(self.tr("{0} GHz").format(number(sample.cpu_clock_hz / 1e9, 1)))
+        if sample.cpu_temperature_c is not None:
+            parts.append(self.tr("{0} °C").format(number(sample.cpu_temperature_c, 0)))
+        power = sample.cpu_power_w
+        parts.append(self.tr("power not available") if power is None else self.tr("{0} W").format(number(power, 0)))
+        return " · ".join(parts)
+
+    def _rest_text(self, sample: SensorSample) -> str:
+        parts = []
+        if sample.disk_read is not None and sample.disk_write is not None:
+            text = self.tr("Disk {0} MB/s read, {1} MB/s written")
+            parts.append(text.format(number(sample.disk_read / 1e6, 0), number(sample.disk_write / 1e6, 0)))
+        if sample.disk_busy is not None:
+            parts.append(self.tr("{0}% busy").format(number(100 * sample.disk_busy, 0)))
+        if sample.minor_faults is not None:
+            text = self.tr("page faults {0}/s, {1}/s from disk")
+            parts.append(text.format(number(sample.minor_faults, 0), number(sample.major_faults or 0.0, 0)))
+        return " · ".join(parts)
+
+
+class _GpuRow(QWidget):
+    """One card in two lines: how busy it is and what fills it, then clocks, power, temperature and link."""
+
+    def __init__(self, theme: ThemeController, parent: QWidget) -> None:
+        super().__init__(parent)
+        self._theme = theme
+        self.head, self.tail = _line(self), muted_label(self, role="caption")
+        self._busy, self._memory = MemoryBar(self), MemoryBar(self)
+        self._busy.setToolTip(self.tr("Busy"))
+        self._memory.setToolTip(self.tr("VRAM: ours, and hatched that of others"))
+        use_tabular_figures(self.tail)
+        column = QVBoxLayout(self)
+        column.setContentsMargins(0, 0, 0, 0)
+        column.setSpacing(3)
+        for widget in (self.head, self._busy, self._memory, self.tail):
+            column.addWidget(widget)
+
+    def show_gpu(self, place: int, gpu: GpuSample) -> None:
+        """A sample of the card at `place` of the driver's list."""
+        theme = self._theme.theme
+        name = self.tr("GPU {0}").format(place)
+        known = gpu.busy is not None or gpu.vram_total is not None
+        busy = self.tr("{0}% busy").format(number(100 * gpu.busy, 0)) if gpu.busy is not None else ""
+        used = self.tr("{0} of {1}").format(memory(gpu.vram_used or 0), memory(gpu.vram_total or 0))
+        parts = [name, busy, used if gpu.vram_total else "", "" if known else self.tr("does not answer")]
+        self.head.setText(" · ".join(filter(None, parts)))
+        self._busy.setVisible(gpu.busy is not None)
+        self._memory.setVisible(bool(gpu.vram_total))
+        self._busy.show_parts((MemoryPart("", round(_PARTS * (gpu.busy or 0.0)), theme.gpu),), _PARTS, theme.border)
+        if gpu.vram_total:
+            ours = gpu.vram_ours or 0
+            others = gpu.vram_others if gpu.vram_others is not None else max(0, (gpu.vram_used or 0) - ours)
+            shown = (MemoryPart("", ours, theme.gpu), MemoryPart("", others, theme.idle, hatched=True))
+            self._memory.show_parts(shown, gpu.vram_total, theme.border)
+        self.tail.setText(self._details(gpu))
+        self.tail.setVisible(bool(self.tail.text()))
+        self.setAccessibleName(f"{self.head.text()}. {self.tail.text()}")
+
+    def _details(self, gpu: GpuSample) -> str:
+        parts = []
+        if gpu.clock_hz is not None:
+            parts.append(self.tr("{0} GHz").format(number(gpu.clock_hz / 1e9, 2)))
+        if gpu.memory_clock_hz is not None:
+            parts.append(self.tr("memory {0} GHz").format(number(gpu.memory_clock_hz / 1e9, 2)))
+        if gpu.power_w is not None:
+            limit = f" / {number(gpu.power_limit_w, 0)}" if gpu.power_limit_w is not None else ""
+            parts.append(self.tr("{0} W").format(f"{number(gpu.power_w, 0)}{limit}"))
+        if gpu.temperature_c is not None:
+            parts.append(self.tr("{0} °C").format(number(gpu.temperature_c, 0)))
+        if gpu.pcie_rx is not None and gpu.pcie_tx is not None:
+            text = self.tr("PCIe {0} in, {1} out GB/s")
+            parts.append(text.format(number(gpu.pcie_rx / 1e9, 1), number(gpu.pcie_tx / 1e9, 1)))
+        if gpu.slowed_by:
+            parts.append(self.tr("slowed by {0}").format(", ".join(gpu.slowed_by)))
+        return " · ".join(parts)
+
+
+def _line(parent: QWidget) -> QLabel:
+    label = muted_label(parent)
+    label.setTextFormat(Qt.TextFormat.PlainText)
+    use_tabular_figures(label)
+    return label

@@ -1,0 +1,127 @@
+"""An hour of the Monitor, by a clock that runs fast: what it holds does not grow."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import psutil
+import pytest
+from PySide6.QtWidgets import QApplication
+from pytestqt.qtbot import QtBot
+
+from app.services.settings import Settings
+from app.services.telemetry_hub import TelemetryHub
+from app.theme import ThemeController
+from app.views.monitor import MonitorPage
+from engine.telemetry.messages import TelemetryCounters, TelemetrySpans
+from engine.telemetry.records import pack
+from tests.app.cache_reports import report, tier
+from tests.app.recorded import STEP_NS, decoded
+from tests.app.test_monitor_page import WatchedEngine, expert_map
+
+MESSAGE_STEPS = 12
+"""A message every quarter of a second, as the engine sends them."""
+LAYERS = 60
+"""50 tokens a second of 120 spans each: as many spans as the fastest decode has."""
+MIB = 2**20
+
+
+class FastClock:
+    """Nanoseconds that pass as the test says."""
+
+    def __init__(self) -> None:
+        self.now_ns = time.perf_counter_ns()
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+@pytest.fixture
+def clock() -> FastClock:
+    return FastClock()
+
+
+@pytest.fixture
+def page(
+    qtbot: QtBot, qapp: QApplication, settings: Settings, theme: ThemeController, clock: FastClock
+) -> Iterator[MonitorPage]:
+    engine = WatchedEngine()
+    hub = TelemetryHub(engine, settings, clock_ns=clock)  # type: ignore[arg-type]
+    result = MonitorPage(engine, hub, settings, theme)  # type: ignore[arg-type]
+    qtbot.addWidget(result)
+    result.resize(1072, 800)
+    with qtbot.waitSignal(hub.ready, timeout=20_000):
+        result.show()
+    yield result
+    result.hide()
+    result.close_down()
+    hub.close()
+    hub.deleteLater()
+    engine.deleteLater()
+
+
+def soak(page: MonitorPage, clock: FastClock, minutes: float) -> list[tuple[float, float]]:
+    """Decodes for so long with the Monitor open; (minutes, MiB that the process holds) of every half minute."""
+    engine, hub = page._client, page._hub
+    spans, steps = decoded(MESSAGE_STEPS, 0, layers=LAYERS, on_device=True)
+    spans["end_ns"] -= np.random.default_rng(7).integers(0, STEP_NS // LAYERS // 4, len(spans))
+    took_ns = MESSAGE_STEPS * STEP_NS
+    held, process = [], psutil.Process()
+    cards, map_of_experts = report(tier(), tier("ram")), expert_map(48, 128)
+    messages = round(minutes * 60e9 / took_ns)
+    for number in range(messages):
+        begin = clock.now_ns
+        clock.now_ns += took_ns
+        for records in (spans, steps):
+            records["start_ns"] += begin
+            records["end_ns"] += begin
+        steps["step"] = number * MESSAGE_STEPS + np.arange(MESSAGE_STEPS)
+        told = TelemetrySpans(clock.now_ns, number * took_ns / 1e9, len(spans), pack(spans), 0)
+        engine.recorded.emit(told)  # type: ignore[attr-defined]
+        engine.recorded.emit(TelemetryCounters(len(steps), pack(steps), 0))  # type: ignore[attr-defined]
+        for records in (spans, steps):
+            records["start_ns"] -= begin
+            records["end_ns"] -= begin
+        if number % 4 == 0:
+            engine.recorded.emit(cards)  # type: ignore[attr-defined]
+            engine.recorded.emit(map_of_experts)  # type: ignore[attr-defined]
+            while hub._queue.qsize() > 8:
+                time.sleep(0.001)
+            page._refresh()
+            page.timeline.view.refresh()
+            page.timeline.view.repaint()
+            page.experts.view.repaint()
+            QApplication.processEvents()
+        if number % max(1, round(30e9 / took_ns)) == 0:
+            gc.collect()
+            held.append((number * took_ns / 60e9, process.memory_info().rss / MIB))
+    assert hub.dropped == 0
+    return held
+
+
+def slope(held: list[tuple[float, float]]) -> float:
+    """MiB an hour, of a line through all of them."""
+    minutes, mib = np.array(held).T
+    return float(60 * np.polyfit(minutes, mib, 1)[0])
+
+
+@pytest.mark.slow
+def test_an_hour_in_little(page: MonitorPage, clock: FastClock) -> None:
+    held = soak(page, clock, 9)
+    # By then all that is bounded is full but for what hours fill; a leak of a kilobyte a message would be 14 MiB.
+    after = [each for each in held if each[0] >= 3]
+    assert after[-1][1] - after[0][1] < 12
+
+
+@pytest.mark.exhaustive
+def test_an_hour(page: MonitorPage, clock: FastClock) -> None:
+    held = soak(page, clock, float(os.environ.get("SWITCHYARD_SOAK_MINUTES", "60")))
+    after = [each for each in held if each[0] >= held[-1][0] / 6]
+    said = f"{held[-1][0]:.0f} minutes: {slope(after):+.1f} MiB an hour, {after[0][1]:.0f} to {after[-1][1]:.0f} MiB"
+    logging.getLogger("switchyard.soak").warning(said)  # what a person runs this for: -o log_cli=true
+    assert slope(after) < 12, said
