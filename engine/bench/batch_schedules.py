@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,7 @@ from engine.config import EngineConfig
 from engine.devices.copy_log import CopyRecord
 from engine.devices.device import Device, Direction
 from engine.errors import EngineError, ErrorCode
+from engine.planner.simulator.sweeps import predicted_seconds
 from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.pipeline.schedules import Schedule
 from engine.runtime.batch.policy import BatchPolicy, policy_for
@@ -35,9 +37,11 @@ class SchedulesPlan:
 
 
 def bench_schedules(config: EngineConfig, plan: SchedulesPlan, report: Report, say: Callable[[str], None]) -> None:
-    """Adds rows: generated tokens per second by CGOPipe against each other schedule, and how busy the link was.
+    """Adds rows: generated tokens per second by each schedule, as measured and as simulated; CGOPipe against each
+    other one; and how busy the link was.
 
-    Nothing is cached on the device, so that all schedules move the same weights.
+    The simulation knows the parts of sweeps, timed with nothing beside them; what overlaps is its own.  Nothing is
+    cached on the device, so that all schedules move the same weights.
 
     Raises:
         EngineError: as `load_model`; `INVALID_REQUEST` if no experts are brought to a device.
@@ -50,6 +54,8 @@ def bench_schedules(config: EngineConfig, plan: SchedulesPlan, report: Report, s
         vocabulary = int(loaded.model.config.get_text_config().vocab_size)
         lengths = prompt_lengths(plan.rows)
         prompts = [random_text(vocabulary, length, 0, seed=seed).prompt for seed, length in enumerate(lengths)]
+        predicted = _predicted(loaded, plan, prompts)
+        say(", ".join(f"{name} foretold {rate:.1f} tokens/s" for name, rate in predicted.items()))
         rates: dict[str, list[float]] = {}
         busy: dict[str, list[float]] = {}
         for repeat in range(plan.repeats + 1):
@@ -62,13 +68,40 @@ def bench_schedules(config: EngineConfig, plan: SchedulesPlan, report: Report, s
                 if repeat:
                     rates.setdefault(name, []).append(rate)
                     busy.setdefault(name, []).append(share * 100)
+    title = f"{plan.rows} rows, {plan.tokens} tokens each"
+    report.rows += [
+        row(f"{title}, {name}", values, "tokens/s", predicted=predicted.get(name)) for name, values in rates.items()
+    ]
     ours = rates.pop(Schedule.CGOPIPE)
-    title = f"{plan.rows} rows, {plan.tokens} tokens each, CGOPipe"
-    report.rows.append(row(title, ours, "tokens/s"))
+    title = f"{title}, CGOPipe"
     report.rows += [row(title, ours, "tokens/s", peer=peer, peer_values=theirs) for peer, theirs in rates.items()]
     report.rows += [
         row(f"link busy, {name}", [statistics.median(shares)], "%", limit=100.0) for name, shares in busy.items()
     ]
+
+
+def _predicted(loaded: LoadedModel, plan: SchedulesPlan, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Tokens per second by each schedule that is simulated, from sweeps whose parts are timed one after the other."""
+    policies = _policies(loaded, plan)
+    executor = BatchExecutor(loaded, policies[Schedule.CGOPIPE])
+    try:
+        timer = executor.time_parts()
+        if timer is None:
+            return {}
+        batch_rate(executor, prompts, _WARM_UP_TOKENS)
+        timer.sweeps.clear()
+        timer.inside_s = 0.0
+        begun_s = time.perf_counter()
+        batch_rate(executor, prompts, plan.tokens)
+        outside_s = max(0.0, time.perf_counter() - begun_s - timer.inside_s) / len(timer.sweeps)
+    finally:
+        executor.close()
+    sweeps = [replace(parts, outside_s=outside_s) for parts in timer.sweeps]
+    found = {name: predicted_seconds(name, sweeps) for name in policies}
+    rounds = sweeps[0].count
+    alone = [replace(parts, count=1, outside_s=parts.outside_s / rounds) for parts in sweeps] * rounds
+    found[_SIMPLE] = predicted_seconds(Schedule.MULTI_BATCH, alone)
+    return {name: plan.rows * plan.tokens / seconds for name, seconds in found.items() if seconds}
 
 
 def busy_share(copies: Sequence[CopyRecord], since_s: float, until_s: float) -> float:

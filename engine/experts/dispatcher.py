@@ -127,6 +127,11 @@ class HybridExperts:
         self.cache.layer_numbers[self._layer] = number
 
     @property
+    def layer(self) -> int:
+        """Its number in the cache."""
+        return self._layer
+
+    @property
     def source(self) -> RecordSource:
         """Its records in RAM."""
         return self._source

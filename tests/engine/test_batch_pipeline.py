@@ -16,11 +16,13 @@ from engine.devices.copy_log import CopyRecord
 from engine.devices.memory_budget import MemoryCategory
 from engine.errors import EngineError, ErrorCode
 from engine.kernels.native.paged_attention import KvType
+from engine.planner.simulator.sweeps import ORDERS, predicted_seconds
 from engine.runtime.batch.continuous import ContinuousBatch
 from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.layers import DecoderLayers
 from engine.runtime.batch.pipeline.choice import ScheduleChoice
-from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline, _sites_of
+from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
+from engine.runtime.batch.pipeline.layer_experts import sites_of
 from engine.runtime.batch.pipeline.schedules import Schedule
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.request import BatchAnswer, BatchRequest, Outcome
@@ -166,7 +168,23 @@ def test_rows_are_kept_when_attention_fails(
     assert answers == wanted
 
 
-def test_each_expert_crosses_the_link_once_a_sweep(on_card: LoadedModel) -> None:
+@pytest.mark.parametrize("slots", [0, 9])
+def test_each_expert_that_is_not_resident_crosses_the_link_once_a_sweep(folder: Path, slots: int) -> None:
+    with on_devices.opened(folder, 1, cache_slots=slots) as loaded:
+        weights, sweeps, pipeline, layers = _weights_sent(loaded)
+        # One layer more: the first one of a sweep that does not come any more is on its way.
+        experts = pipeline.experts.most
+        assert weights <= (sweeps * layers + 1) * experts + slots
+        if not slots:
+            assert weights == (sweeps * layers + 1) * experts
+            return
+        resident = slots // layers  # once every slot is filled, so many of each layer stay
+        assert weights <= (sweeps * layers + 1) * (experts - resident) + 2 * layers * experts
+        assert weights < sweeps * layers * experts
+
+
+def _weights_sent(on_card: LoadedModel) -> tuple[int, int, DevicePipeline, int]:
+    """(experts that crossed the link, sweeps, the pipeline, its layers) of all rows by CGOPipe."""
     assert on_card.devices is not None
     (card,) = on_card.devices.devices
     executor = BatchExecutor(on_card, _policy(Schedule.CGOPIPE))
@@ -174,7 +192,7 @@ def test_each_expert_crosses_the_link_once_a_sweep(on_card: LoadedModel) -> None
     assert isinstance(batch, ContinuousBatch)
     pipeline = batch._model._pipeline
     assert pipeline is not None
-    record = next(iter(pipeline._sites.values())).experts.cache.layout.nbytes
+    record = next(iter(pipeline.experts.sites.values())).experts.cache.layout.nbytes
     copies: list[CopyRecord] = []
     stop = card.copy_log.listen(copies.append)
     sweeps = 0
@@ -193,10 +211,26 @@ def test_each_expert_crosses_the_link_once_a_sweep(on_card: LoadedModel) -> None
     assert card.memory.use().used <= card.memory.use().total
     executor.close()
     weights = sum(copy.nbytes == record and copy.direction == "h2d" for copy in copies)
-    layers, experts = len(pipeline._sites), pipeline.experts
-    # One layer more: the first one of a sweep that does not come any more is on its way.
-    assert weights == (sweeps * layers + 1) * experts
     assert {copy.direction for copy in copies} == {"h2d", "d2h"}
+    return weights, sweeps, pipeline, len(pipeline.experts.sites)
+
+
+def test_sweeps_whose_parts_are_timed_answer_as_ever(on_card: LoadedModel, wanted: dict[int, tuple[int, ...]]) -> None:
+    answers: dict[int, tuple[int, ...]] = {}
+    executor = BatchExecutor(on_card, _policy(Schedule.CGOPIPE, rows=3))
+    timer = executor.time_parts()
+    assert timer is not None
+    try:
+        executor.run(iter(_rows()), lambda answer: answers.__setitem__(answer.row, answer.token_ids))
+    finally:
+        executor.close()
+    assert answers == wanted
+    assert len(timer.sweeps) >= 6
+    assert {(parts.layers, max(part.count for part in timer.sweeps)) for parts in timer.sweeps} == {(3, 3)}
+    for parts in timer.sweeps:
+        assert min(parts.before_s, parts.between_s, parts.attention_s, parts.card_attention_s, parts.experts_s) > 0
+        assert 0 < parts.wanted <= 1
+    assert all(predicted_seconds(schedule, timer.sweeps) for schedule in ORDERS)
 
 
 def test_int8_caches_are_attended_on_the_cpu(on_card: LoadedModel) -> None:
@@ -209,7 +243,7 @@ def test_a_card_without_room_for_two_layers_answers_as_well(folder: Path, wanted
     with on_devices.opened(folder, 1, cache_slots=3) as loaded:
         assert loaded.devices is not None
         (card,) = loaded.devices.devices
-        layers = [site.experts for site in _sites_of(DecoderLayers(loaded.model))[0].values()]
+        layers = [site.experts for site in sites_of(DecoderLayers(loaded.model))[0].values()]
         layer = layers[0].source.num_experts * layers[0].cache.layout.nbytes
         loaded.devices.experts.give_back(0, card.memory.total)
         taken = card.memory.reserve(card.memory.free - 2 * layer + 1, MemoryCategory.ACTIVATIONS)

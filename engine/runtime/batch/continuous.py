@@ -10,6 +10,7 @@ from engine.errors import EngineError, ErrorCode
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel, Work
 from engine.runtime.batch.page_pool import PagePool
+from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.preparation import Prepared
 from engine.runtime.batch.request import AnswerCallback, Check, Outcome
@@ -68,6 +69,10 @@ class ContinuousBatch:
     def under_way(self) -> tuple[int, int]:
         """Rows that share each sweep now, and the tokens that have been generated for them."""
         return len(self.rows), sum(len(row.text.ids) for row in self.rows)
+
+    def time_parts(self) -> PartsTimer | None:
+        """See `BatchExecutor.time_parts`."""
+        return self._model.time_parts()
 
     def close(self) -> None:
         """Lets go of all rows and their pages."""

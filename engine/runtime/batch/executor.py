@@ -8,6 +8,7 @@ from engine.runtime.batch.continuous import ContinuousBatch
 from engine.runtime.batch.families import can_pack
 from engine.runtime.batch.one_by_one import OneByOne
 from engine.runtime.batch.packed_sweep import PackedModel
+from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy, policy_for
 from engine.runtime.batch.preparation import Preparation, Prepared
 from engine.runtime.batch.request import AnswerCallback, BatchRequest, Check, Outcome, never
@@ -72,6 +73,10 @@ class BatchExecutor:
     def under_way(self) -> tuple[int, int]:
         """Rows that share each sweep through the weights now, and the tokens that have been generated for them."""
         return self._batch.under_way if self._batch is not None else (0, 0)
+
+    def time_parts(self) -> PartsTimer | None:
+        """From now on sweeps overlap nothing, and their parts are timed; None if they go by no schedule."""
+        return self._batch.time_parts() if isinstance(self._batch, ContinuousBatch) else None
 
     def forget_prefixes(self) -> None:
         """Beginnings of prompts are not shared with later rows: for measurements."""

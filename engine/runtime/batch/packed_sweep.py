@@ -19,6 +19,7 @@ from engine.runtime.batch.native_rows import NativeRows
 from engine.runtime.batch.packed_attention import PagedStates, configs_of, paged
 from engine.runtime.batch.pipeline.choice import ScheduleChoice
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
+from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.pipeline.schedules import Schedule
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.row import PagedRow
@@ -133,6 +134,15 @@ class PackedModel:
         with self._attending(batch.pieces):
             batch.hidden = self._run(index, batch)
 
+    def time_parts(self) -> PartsTimer | None:
+        """See `BatchExecutor.time_parts`."""
+        pipeline = self._pipeline
+        if pipeline is None:
+            return None
+        card_attention = self._kv_type is not KvType.INT8  # scales are not sent to devices
+        pipeline.timer = PartsTimer(pipeline.experts.most, pipeline.experts_per_token, card_attention=card_attention)
+        return pipeline.timer
+
     def close(self) -> None:
         """Gives back what sweeps have taken of a device.  Harmless if repeated."""
         if self._pipeline is not None:
@@ -143,7 +153,7 @@ class PackedModel:
         """What was asked for; else what has been fastest, with `HYBRID` where most experts are not wanted anyway."""
         if self._pipeline is None:
             return Schedule.HYBRID
-        wants_most = tokens * self._pipeline.experts_per_token >= self._pipeline.experts
+        wants_most = tokens * self._pipeline.experts_per_token >= self._pipeline.experts.most
         chosen = self._policy.schedule or (self._choice.of(tokens) if wants_most else Schedule.HYBRID)
         if chosen is Schedule.S4 and self._kv_type is KvType.INT8:
             return Schedule.CGOPIPE  # scales are not sent to devices

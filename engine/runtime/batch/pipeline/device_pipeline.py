@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from engine.devices.device import Device, Event
+from engine.devices.device import Device
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.errors import EngineError
-from engine.experts.dispatch import BANK_LAYER, compute_experts, interrupted_by_experts
-from engine.experts.dispatcher import HybridExperts, Misses
-from engine.experts.partial_sums import PartialSums
-from engine.experts.prediction.batch_correlation import BatchCorrelation
-from engine.experts.routing import Routing
-from engine.experts.whole_layer import LayerBuffers
+from engine.experts.dispatch import interrupted_by_experts
 from engine.kernels.native.library import load_kernels
 from engine.kernels.native.paged_attention import Pieces
 from engine.runtime.batch.layers import DecoderLayers, Recording
 from engine.runtime.batch.packed_attention import PagedStates
 from engine.runtime.batch.pipeline.device_attention import CacheAhead, DeviceAttention
 from engine.runtime.batch.pipeline.host_attention import AttendedAhead, HostAttention
+from engine.runtime.batch.pipeline.layer_experts import LayerExperts
 from engine.runtime.batch.pipeline.layer_run import AttentionCall, ExpertsCall, LayerRun, ask
+from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.pipeline.schedules import ORDERS, Schedule
 from engine.runtime.loaded_model import LoadedModel
-from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 
 
@@ -39,18 +34,8 @@ class Batch(Protocol):
     hidden: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _Site:
-    """An experts module and its number among those of the buffers."""
-
-    number: int
-    experts: HybridExperts
-
-
 class DevicePipeline:
     """Sweeps of one model on one device.  By one thread; between two layers anybody may use the model.
-
-    The buffers take the memory of expert caches, which have it back at the end.
 
     Args:
         states: the pages of the model's attention modules.
@@ -66,31 +51,15 @@ class DevicePipeline:
         self._layers, self._states = layers, states
         self._held = loaded.devices.experts
         self.device: Device = loaded.devices.devices[0]
-        self._sites, self._first_of = _sites_of(layers)
-        modules = [site.experts for site in self._sites.values()]
-        layouts = {experts.cache.layout for experts in modules}
-        if len(layouts) != 1 or any(experts.mode is not Misses.MIXED for experts in modules):
-            raise LookupError("its layers' experts are not alike")
-        layout, most = layouts.pop(), max(experts.source.num_experts for experts in modules)
-        missing = 2 * most * layout.nbytes - self.device.memory.free
-        if missing > 0:
-            self._held.give_back(0, missing)
-        try:
-            self._buffers = LayerBuffers(self.device, layout, [experts.source for experts in modules])
-        except DeviceMemoryError:
-            self._held.take_back()
-            raise
-        self._buffers.layer_numbers = [index for index, number in enumerate(self._first_of) if number is not None]
-        self.experts = most
-        self._whole = True
-        self._routing: tuple[ExpertsCall, Routing] | None = None
+        config = loaded.model.config.get_text_config(decoder=True)
+        self.experts_per_token: int = getattr(config, "num_experts_per_tok", None) or 1
+        self.experts = LayerExperts(self.device, self._held, layers, self.experts_per_token)
+        self.timer: PartsTimer | None = None
+        """Times the parts of sweeps in place of their schedules, if set."""
         # Another pool than the model's: that is busy with the layers of the next micro-batch meanwhile.
         self._kernels = load_kernels(torch.get_num_threads()) if loaded.kernels is not None else None
         self._attention = HostAttention(self.device, self._attend)
         self._device_attention = DeviceAttention(self.device, self._held.kernels)
-        self._uses = BatchCorrelation(len(modules), most)
-        config = loaded.model.config.get_text_config(decoder=True)
-        self.experts_per_token: int = getattr(config, "num_experts_per_tok", None) or 1
 
     def sweep(self, batches: Sequence[Batch], schedule: Schedule) -> Generator[None, None, None]:
         """Takes all micro-batches through all layers; stops behind each, where anybody may use the model.
@@ -98,8 +67,9 @@ class DevicePipeline:
         Raises:
             EngineError: the device failed, or a record could not be read; nothing is under way then.
         """
-        self._whole = schedule not in (Schedule.HOT_ONLY, Schedule.KLOTSKI)
-        order = ORDERS[schedule]([_Layer(self, index, batches) for index in range(len(self._layers))])
+        self.experts.whole = self.timer is not None or schedule not in (Schedule.HOT_ONLY, Schedule.KLOTSKI)
+        layers = [_Layer(self, index, batches) for index in range(len(self._layers))]
+        order = self.timer.order(layers) if self.timer is not None else ORDERS[schedule](layers)
         try:
             for index in range(len(self._layers)):
                 with self._interrupting():
@@ -107,7 +77,7 @@ class DevicePipeline:
                 if index == len(self._layers) - 1:
                     self._device_attention.finish()
                 self._attention.forget_ended()
-                self._routing = None
+                self.experts.leave(index)
                 yield
         except BaseException:  # also of somebody who wants no more of it
             order.close()
@@ -126,7 +96,7 @@ class DevicePipeline:
         try:
             return self._attention.begin(call, pieces, number, back, value_dim, index)
         except DeviceMemoryError as refused:
-            if not self._held.give_back(0, refused.asked):
+            if not self.experts.give_back(refused.asked):
                 raise
         return self._attention.begin(call, pieces, number, back, value_dim, index)
 
@@ -137,7 +107,7 @@ class DevicePipeline:
         try:
             return self._device_attention.fetch(layer, pieces)
         except DeviceMemoryError as refused:
-            if not self._held.give_back(0, refused.asked):
+            if not self.experts.give_back(refused.asked):
                 raise
         return self._device_attention.fetch(layer, pieces)
 
@@ -145,93 +115,14 @@ class DevicePipeline:
         """See `LayerWork.attend_on_device`."""
         return self._device_attention.attend(call, cache, self._states.terms_of(call.module), index)
 
-    def compute(self, call: ExpertsCall) -> torch.Tensor:
-        """What a layer's experts make of a micro-batch, once all of them are there."""
-        site = self._sites.get(id(call.module))
-        if site is None or not call.index.numel():
-            return compute_experts(call.module, call.hidden, call.index, call.weights)
-        half = self._buffers.load(site.number) if self._whole else self._buffers.begin(site.number)
-        result, end = self._buffers.compute(half, site.experts.make_kernel, call.hidden, call.index, call.weights)
-        if not self.device.compute_follows_caller:
-            end.wait()
-        return result
-
-    def bring_page(self, index: int, page: int, pages: int) -> None:
-        """Begins to bring one of so many pages of the experts that come after those of this layer."""
-        own = self._first_of[index]
-        if own is not None:
-            self._buffers.load(own)
-        number = self._next(index)
-        if number == own:
-            return
-        half, count = self._buffers.begin(number), self._buffers.experts_of(number)
-        self._buffers.bring(half, range(page * count // pages, (page + 1) * count // pages))
-
-    def bring_hot(self, index: int, *, of_next: bool) -> None:
-        """See `LayerWork.bring_hot`."""
-        number = self._next(index) if of_next else self._first_of[index]
-        if number is not None:
-            half = self._buffers.begin(number)
-            self._buffers.bring(half, self._uses.hot(number, self.experts_per_token))
-
-    def bring_wanted(self, calls: Sequence[ExpertsCall]) -> None:
-        """See `LayerWork.bring_wanted`."""
-        for number, routing in self._routings(calls):
-            wanted = sorted(routing.experts, key=lambda expert: -routing.tokens(expert))
-            self._buffers.bring(self._buffers.begin(number), wanted)
-
-    def compute_together(self, calls: Sequence[ExpertsCall]) -> list[torch.Tensor]:
-        """What their experts make of each of these, all of one layer."""
-        ((number, routing),) = self._routings(calls)
-        site = self._sites[id(calls[0].module)]
-        hidden, weights = (torch.cat([getattr(call, name) for call in calls]) for name in ("hidden", "weights"))
-        shape = (weights.numel(), hidden.shape[1])
-        try:
-            rows = self._held.activations[0].rows(shape, hidden.dtype)
-        except DeviceMemoryError as refused:
-            if not self._held.give_back(0, refused.asked):
-                raise
-            rows = self._held.activations[0].rows(shape, hidden.dtype)
-        sums, compute = PartialSums(hidden, weights, routing, rows), self.device.compute_stream
-        half = self._buffers.begin(number)
-        kernel = half.segment.kernel(site.experts.make_kernel)
-        for expert, arrived in half.copied.items():
-            if expert in routing.visits:
-                compute.wait(arrived)
-                self._record(compute.submit(sums.on_device(kernel, {expert: expert})), expert)
-        half.last_use = end = compute.submit(sums.finish())
-        if not self.device.compute_follows_caller:
-            end.wait()
-        return list(torch.split(sums.result, [len(call.hidden) for call in calls]))
-
     def close(self) -> None:
         """Gives all memory back.  Harmless if repeated."""
         self._attention.close()
         self._device_attention.close()
-        self._buffers.close()
         if self._kernels is not None:
             self._kernels.close()
             self._kernels = None
-        self._held.take_back()
-
-    def _routings(self, calls: Sequence[ExpertsCall]) -> list[tuple[int, Routing]]:
-        """(number of the site, which tokens want which expert) of calls of one layer; none if there are no calls."""
-        if not calls or id(calls[0].module) not in self._sites:
-            return []
-        number = self._sites[id(calls[0].module)].number
-        if self._routing is None or self._routing[0] is not calls[0]:
-            index = torch.cat([call.index for call in calls]).cpu()
-            self._uses.observe(number, index.numpy())
-            self._routing = calls[0], Routing(index, self._buffers.experts_of(number))
-        return [(number, self._routing[1])]
-
-    def _record(self, event: Event, expert: int) -> None:
-        if RECORDER.on:
-            RECORDER.event(event, lanes.GPU, lanes.EXPERTS, expert=expert, device=self.device.index)
-
-    def _next(self, index: int) -> int:
-        cycle = (*self._first_of[index + 1 :], *self._first_of[: index + 1])
-        return next(number for number in cycle if number is not None)
+        self.experts.close()
 
     def _attend(
         self, module: Any, pieces: Pieces, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -253,10 +144,9 @@ class DevicePipeline:
     def _give_up(self) -> None:
         self._attention.settle()
         self._device_attention.settle()
-        self._routing = None
         with contextlib.suppress(EngineError):
             self.device.recover()
-        self._buffers.forget()
+        self.experts.forget()
 
 
 class _Layer:
@@ -286,48 +176,42 @@ class _Layer:
         RECORDER.layer = self._index
         while run.call is not None:
             if isinstance(run.call, ExpertsCall):
-                run.answer(self._pipeline.compute(run.call))
+                run.answer(self._pipeline.experts.compute(run.call))
             else:
                 run.answer(self.attend_on_cpu(number, run).take())
         self._batches[number].hidden = run.result
 
     def bring_hot(self, *, of_next: bool = False) -> None:
-        self._pipeline.bring_hot(self._index, of_next=of_next)
+        self._pipeline.experts.bring_hot(self._index, of_next=of_next)
 
     def bring_wanted(self, runs: Sequence[LayerRun]) -> None:
-        self._pipeline.bring_wanted(_expert_calls(runs))
+        self._pipeline.experts.bring_wanted(_expert_calls(runs))
 
     def compute_together(self, runs: Sequence[LayerRun]) -> None:
         if runs:
-            results = self._pipeline.compute_together(_expert_calls(runs))
+            results = self._pipeline.experts.compute_together(_expert_calls(runs))
             for run, result in zip(runs, results, strict=True):
                 run.answer(result)
 
     def bring_page(self, page: int, pages: int) -> None:
-        self._pipeline.bring_page(self._index, page, pages)
+        self._pipeline.experts.bring_page(self._index, page, pages)
+
+    def load(self) -> bool:
+        return self._pipeline.experts.load(self._index)
+
+    def attended_there(self, call: AttentionCall, cache: CacheAhead) -> torch.Tensor:
+        return self._pipeline.attend_there(self._index, call, cache)
+
+    def computed(self, call: ExpertsCall) -> torch.Tensor:
+        return self._pipeline.experts.compute(call)
+
+    def computed_together(self, calls: Sequence[ExpertsCall]) -> int:
+        self._pipeline.experts.compute_together(calls)
+        return len({expert for call in calls for expert in call.index.flatten().tolist()})
+
+    def end(self, number: int, run: LayerRun) -> None:
+        self._batches[number].hidden = run.result
 
 
 def _expert_calls(runs: Sequence[LayerRun]) -> list[ExpertsCall]:
     return [run.call for run in runs if isinstance(run.call, ExpertsCall)]
-
-
-def _sites_of(layers: DecoderLayers) -> tuple[dict[int, _Site], list[int | None]]:
-    """(experts modules by identity, number of each layer's experts if it has any)."""
-    sites: dict[int, _Site] = {}
-    first_of: list[int | None] = []
-    for index in range(len(layers)):
-        found = [
-            (module, module.__dict__[BANK_LAYER][1])
-            for module in layers[index].modules()
-            if BANK_LAYER in module.__dict__
-        ]
-        first_of.append(len(sites) if found else None)
-        if len(found) > 1:
-            raise LookupError("a layer has several sets of experts")
-        for module, experts in found:
-            if not isinstance(experts, HybridExperts):
-                raise LookupError("its experts are not brought to a device")
-            sites[id(module)] = _Site(len(sites), experts)
-    if not sites:
-        raise LookupError("it has no experts")
-    return sites, first_of

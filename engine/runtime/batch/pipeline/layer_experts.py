@@ -1,0 +1,244 @@
+"""The experts of layers on their way to a device, and computed there: what schedules bring, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.devices.device import Device, Event
+from engine.devices.memory_budget import DeviceMemoryError
+from engine.experts.dispatch import BANK_LAYER, compute_experts
+from engine.experts.dispatcher import HybridExperts, Misses
+from engine.experts.partial_sums import PartialSums
+from engine.experts.prediction.batch_correlation import BatchCorrelation
+from engine.experts.routing import Routing
+from engine.experts.whole_layer import Half, LayerBuffers
+from engine.runtime.batch.layers import DecoderLayers
+from engine.runtime.batch.pipeline.layer_run import ExpertsCall
+from engine.runtime.batch.pipeline.residents import Residents
+from engine.runtime.device_experts import DeviceExperts
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """An experts module and its number among those of the buffers."""
+
+    number: int
+    experts: HybridExperts
+
+
+class LayerExperts:
+    """Two layers of places on a device, filled in turn, beside the experts that stay in its cache.
+
+    The places take the memory of expert caches, which have it back at the end.
+
+    Args:
+        held: the expert caches of the device.
+
+    Attributes:
+        sites: experts modules by identity.
+        most: experts of a layer at most.
+        whole: whether a layer is computed when all of it is there; else when what is wanted is.
+
+    Raises:
+        LookupError: the model's experts are not brought to a device, a layer at a time.
+        DeviceMemoryError: the device has no room for two layers.
+    """
+
+    def __init__(self, device: Device, held: DeviceExperts, layers: DecoderLayers, per_token: int) -> None:
+        self.device, self._held, self._per_token = device, held, per_token
+        self.sites, self._first_of = sites_of(layers)
+        modules = [site.experts for site in self.sites.values()]
+        layouts = {experts.cache.layout for experts in modules}
+        if len(layouts) != 1 or any(experts.mode is not Misses.MIXED for experts in modules):
+            raise LookupError("its layers' experts are not alike")
+        layout, self.most = layouts.pop(), max(experts.source.num_experts for experts in modules)
+        missing = 2 * self.most * layout.nbytes - device.memory.free
+        if missing > 0:
+            held.give_back(0, missing)
+        try:
+            self._buffers = LayerBuffers(device, layout, [experts.source for experts in modules])
+        except DeviceMemoryError:
+            held.take_back()
+            raise
+        self._buffers.layer_numbers = [index for index, number in enumerate(self._first_of) if number is not None]
+        self.whole = True
+        self._routing: tuple[ExpertsCall, Routing] | None = None
+        self._uses = BatchCorrelation(len(modules), self.most)
+        self._ends: dict[int, Event] = {}
+        """Of the last computation of a layer that is under way."""
+        self._residents = Residents(modules, self._uses.hot)
+
+    def load(self, index: int) -> bool:
+        """Brings a layer's experts and waits for them; whether any was not there."""
+        own = self._first_of[index]
+        if own is None:
+            return False
+        half = self._buffers.begin(own)
+        before = len(half.copied)
+        self._bring_all(own)
+        for arrived in half.copied.values():
+            arrived.wait()
+        return len(half.copied) > before
+
+    def bring_page(self, index: int, page: int, pages: int) -> None:
+        """Begins to bring one of so many pages of the experts that come after those of this layer."""
+        own = self._first_of[index]
+        if own is not None:
+            self._bring_all(own)
+        number = self._next(index)
+        if number != own:
+            missing = self._missing(number, range(self._buffers.experts_of(number)))
+            first, behind = (place * len(missing) // pages for place in (page, page + 1))
+            self._buffers.bring(self._buffers.begin(number), missing[first:behind])
+
+    def bring_hot(self, index: int, *, of_next: bool) -> None:
+        """See `LayerWork.bring_hot`."""
+        number = self._next(index) if of_next else self._first_of[index]
+        if number is not None:
+            half = self._buffers.begin(number)
+            self._buffers.bring(half, self._missing(number, self._uses.hot(number, self._per_token)))
+
+    def bring_wanted(self, calls: Sequence[ExpertsCall]) -> None:
+        """See `LayerWork.bring_wanted`."""
+        for number, routing in self._routings(calls):
+            wanted = sorted(routing.experts, key=lambda expert: -routing.tokens(expert))
+            self._buffers.bring(self._buffers.begin(number), self._missing(number, wanted))
+
+    def compute(self, call: ExpertsCall) -> torch.Tensor:
+        """What a layer's experts make of a micro-batch, once all of them are there."""
+        site = self.sites.get(id(call.module))
+        if site is None or not call.index.numel():
+            return compute_experts(call.module, call.hidden, call.index, call.weights)
+        half = self._bring_all(site.number) if self.whole else self._buffers.begin(site.number)
+        make_kernel, index = site.experts.make_kernel, call.index
+        resident = self._residents.of(site.number)
+        if resident is None:
+            result, end = self._buffers.compute(half, make_kernel, call.hidden, index, call.weights)
+        else:
+            slots = resident.numbers[index.clamp(max=len(resident.numbers) - 1)]
+            elsewhere = index.masked_fill(slots < resident.nobody, self.most)
+            result, _ = self._buffers.compute(half, make_kernel, call.hidden, elsewhere, call.weights)
+            kernel = resident.kernel
+
+            def work() -> None:
+                result.add_(kernel(call.hidden, slots, call.weights))
+
+            half.last_use = end = self.device.compute_stream.submit(work)
+        self._ends[site.number] = end
+        if not self.device.compute_follows_caller:
+            end.wait()
+        return result
+
+    def compute_together(self, calls: Sequence[ExpertsCall]) -> list[torch.Tensor]:
+        """What their experts make of each of these, all of one layer: residents, then the others as they arrive."""
+        ((number, routing),) = self._routings(calls)
+        site = self.sites[id(calls[0].module)]
+        hidden, weights = (torch.cat([getattr(call, name) for call in calls]) for name in ("hidden", "weights"))
+        sums, compute = PartialSums(hidden, weights, routing, self._rows(weights, hidden)), self.device.compute_stream
+        half, resident = self._buffers.begin(number), self._residents.of(number)
+        if resident is not None and (there := {e: slot for e, slot in resident.slots.items() if e in routing.visits}):
+            self._record(compute.submit(sums.on_device(resident.kernel, there)), -1)
+        kernel = half.segment.kernel(site.experts.make_kernel)
+        for expert, arrived in half.copied.items():
+            if expert in routing.visits:
+                compute.wait(arrived)
+                self._record(compute.submit(sums.on_device(kernel, {expert: expert})), expert)
+        half.last_use = self._ends[number] = end = compute.submit(sums.finish())
+        if not self.device.compute_follows_caller:
+            end.wait()
+        return list(torch.split(sums.result, [len(call.hidden) for call in calls]))
+
+    def leave(self, index: int) -> None:
+        """A layer is over: its residents may be replaced."""
+        self._routing = None
+        number = self._first_of[index]
+        if number is not None:
+            self._residents.release(number, self._ends.pop(number, None))
+
+    def give_back(self, nbytes: int) -> int:
+        """Takes device memory from the cache, residents or not; how much is free now that was not."""
+        self.device.compute_stream.synchronize()
+        self._residents.release_all()
+        return self._held.give_back(0, nbytes)
+
+    def forget(self) -> None:
+        """After a failure, or for somebody who wants no more of a sweep: streams have recovered."""
+        self._routing = None
+        self._ends = {}
+        self._residents.release_all()
+        self._buffers.forget()
+
+    def close(self) -> None:
+        """Gives all memory back.  Harmless if repeated."""
+        self._residents.release_all()
+        self._buffers.close()
+        self._held.take_back()
+
+    def _bring_all(self, number: int) -> Half:
+        half = self._buffers.begin(number)
+        try:
+            self._buffers.bring(half, self._missing(number, range(self._buffers.experts_of(number))))
+        except BaseException:
+            half.layer = None  # not all its copies have been begun
+            raise
+        return half
+
+    def _missing(self, number: int, experts: Sequence[int]) -> Sequence[int]:
+        """Those that do not stay on the device."""
+        resident = self._residents.of(number)
+        return experts if resident is None else [expert for expert in experts if expert not in resident.slots]
+
+    def _rows(self, weights: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        shape = (weights.numel(), hidden.shape[1])
+        try:
+            return self._held.activations[0].rows(shape, hidden.dtype)
+        except DeviceMemoryError as refused:
+            if not self.give_back(refused.asked):
+                raise
+        return self._held.activations[0].rows(shape, hidden.dtype)
+
+    def _routings(self, calls: Sequence[ExpertsCall]) -> list[tuple[int, Routing]]:
+        """(number of the site, which tokens want which expert) of calls of one layer; none if there are no calls."""
+        if not calls or id(calls[0].module) not in self.sites:
+            return []
+        number = self.sites[id(calls[0].module)].number
+        if self._routing is None or self._routing[0] is not calls[0]:
+            index = torch.cat([call.index for call in calls]).cpu()
+            self._uses.observe(number, index.numpy())
+            self._routing = calls[0], Routing(index, self._buffers.experts_of(number))
+        return [(number, self._routing[1])]
+
+    def _record(self, event: Event, expert: int) -> None:
+        if RECORDER.on:
+            RECORDER.event(event, lanes.GPU, lanes.EXPERTS, expert=expert, device=self.device.index)
+
+    def _next(self, index: int) -> int:
+        cycle = (*self._first_of[index + 1 :], *self._first_of[: index + 1])
+        return next(number for number in cycle if number is not None)
+
+
+def sites_of(layers: DecoderLayers) -> tuple[dict[int, Site], list[int | None]]:
+    """(experts modules by identity, number of each layer's experts if it has any)."""
+    sites: dict[int, Site] = {}
+    first_of: list[int | None] = []
+    for index in range(len(layers)):
+        found = [
+            (module, module.__dict__[BANK_LAYER][1])
+            for module in layers[index].modules()
+            if BANK_LAYER in module.__dict__
+        ]
+        first_of.append(len(sites) if found else None)
+        if len(found) > 1:
+            raise LookupError("a layer has several sets of experts")
+        for module, experts in found:
+            if not isinstance(experts, HybridExperts):
+                raise LookupError("its experts are not brought to a device")
+            sites[id(module)] = Site(len(sites), experts)
+    if not sites:
+        raise LookupError("it has no experts")
+    return sites, first_of
