@@ -144,12 +144,16 @@ class Environment:
         native = self.checkout / "engine" / "kernels" / "native"
         sources = b"".join(source.read_bytes() for source in sorted((native / "src").iterdir()))
         made_from = hashlib.sha256(sources).hexdigest()
-        if self._stamp("kernels") == made_from and any((native / "built").glob("*.so")):
+        is_windows = platform.system() == "Windows"
+        library = "*.dll" if is_windows else "*.so"  # on a Mac too
+        if self._stamp("kernels") == made_from and any((native / "built").glob(library)):
             return
-        if not steps_machine.has_compiler():
+        # On Windows the build itself looks for the compiler, also for the Clang of Visual Studio, and says what to
+        # install where there is none.
+        if not is_windows and not steps_machine.has_compiler():
             steps_machine.want_programs(steps_machine.COMPILER, "the fast CPU kernels", self.log)
-        if not steps_machine.has_compiler():
-            return
+            if not steps_machine.has_compiler():
+                return
         with Step("Building the fast CPU kernels") as step:
             build = [self.python, "-m", "engine.kernels.native"]
             code, output = run_logged(step, build, self.log, self.variables)

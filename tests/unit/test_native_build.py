@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from engine.kernels.native import build
+from engine.kernels.native import build, compilers
 from engine.kernels.native.build import compile_sources
-from engine.kernels.native.compilers import BuildError, Compiler, architecture, parse_variables
+from engine.kernels.native.compilers import BuildError, Compiler, architecture, find_compiler, parse_variables
 
 
 @pytest.fixture
@@ -75,3 +76,55 @@ def test_variables_of_a_prompt_are_read() -> None:
         "PATH": "C:\\a;C:\\b",
         "INCLUDE": "x=y",
     }
+
+
+def visual_studio(folder: Path) -> tuple[Path, Path]:
+    """An installation as the Build Tools with Clang leave it: the finder, and where it says that they are."""
+    finder = folder / "Microsoft Visual Studio" / "Installer" / "vswhere.exe"
+    place = folder / "BuildTools"
+    for file in (
+        finder,
+        place / "VC" / "Auxiliary" / "Build" / "vcvarsall.bat",
+        place / "VC" / "Tools" / "Llvm" / "x64" / "bin" / "clang-cl.exe",
+    ):
+        file.parent.mkdir(parents=True)
+        file.write_bytes(b"")
+    return finder, place
+
+
+def on_windows(monkeypatch: pytest.MonkeyPatch, programs: Path, installed: str) -> None:
+    """Makes this a Windows without other compilers whose finder says `installed`."""
+
+    def run(command: object, **_: object) -> subprocess.CompletedProcess[str]:
+        if isinstance(command, list):
+            if not Path(command[0]).exists():
+                raise FileNotFoundError(command[0])
+            return subprocess.CompletedProcess(command, 0, f"{installed}\r\n", "")
+        return subprocess.CompletedProcess([], 0, "INCLUDE=C:\\inc\r\nLib=C:\\lib\r\n", "")
+
+    monkeypatch.setattr(compilers.sys, "platform", "win32")
+    monkeypatch.setattr(compilers.shutil, "which", lambda _name: None)
+    monkeypatch.setattr(compilers.subprocess, "run", run)
+    monkeypatch.setattr(compilers, "architecture", lambda: "x86")
+    monkeypatch.setenv("PROGRAMFILES(X86)", str(programs))
+    monkeypatch.delenv("CXX", raising=False)
+
+
+def test_the_clang_of_visual_studio_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _, place = visual_studio(tmp_path)
+    on_windows(monkeypatch, tmp_path, str(place))
+    found = find_compiler()
+    assert found.is_clang_cl
+    assert found.environment == {"INCLUDE": "C:\\inc", "LIB": "C:\\lib"}
+
+
+@pytest.mark.parametrize("what", ["no Visual Studio", "one without Clang"])
+def test_without_it_the_message_says_what_to_install(
+    what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    finder, _ = visual_studio(tmp_path)
+    if what == "no Visual Studio":
+        finder.unlink()
+    on_windows(monkeypatch, tmp_path, "")
+    with pytest.raises(BuildError, match="C\\+\\+ Clang Compiler for Windows"):
+        find_compiler()

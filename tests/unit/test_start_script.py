@@ -185,6 +185,63 @@ def test_stamps_are_kept_and_a_damaged_file_means_not_done(tmp_path: Path) -> No
     assert environment._stamp("torch") is None
 
 
+def kernels_checkout(folder: Path, library: str = "") -> steps_environment.Environment:
+    """A checkout with one source, and perhaps a built library."""
+    native = folder / "engine" / "kernels" / "native"
+    (native / "src").mkdir(parents=True)
+    (native / "src" / "a.cpp").write_text("int a;", encoding="utf-8")
+    (native / "built").mkdir()
+    if library:
+        (native / "built" / library).write_bytes(b"")
+    (folder / ".venv").mkdir()
+    return steps_environment.Environment(folder)
+
+
+@pytest.mark.parametrize(
+    ("system", "has_compiler", "builds"),
+    [("Linux", True, True), ("Linux", False, False), ("Darwin", True, True), ("Windows", False, True)],
+)
+def test_kernels_are_built_where_a_compiler_may_be(
+    system: str, has_compiler: bool, builds: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    commands: list[list[str]] = []
+
+    def run(_step: object, command: list[str], *_: object) -> tuple[int, str]:
+        commands.append(command)
+        return 0, ""
+
+    monkeypatch.setattr(steps_environment.platform, "system", lambda: system)
+    monkeypatch.setattr(steps_machine, "has_compiler", lambda: has_compiler)
+    monkeypatch.setattr(steps_machine, "want_programs", lambda *_: None)
+    monkeypatch.setattr(steps_environment, "run_logged", run)
+    kernels_checkout(tmp_path).build_kernels()
+    assert [command[1:] for command in commands] == ([["-m", "engine.kernels.native"]] if builds else [])
+
+
+@pytest.mark.parametrize(("system", "library"), [("Linux", "k.so"), ("Darwin", "k.so"), ("Windows", "k.dll")])
+def test_kernels_that_are_built_are_not_built_again(
+    system: str, library: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    commands: list[object] = []
+    monkeypatch.setattr(steps_environment.platform, "system", lambda: system)
+    monkeypatch.setattr(steps_machine, "has_compiler", lambda: True)
+    monkeypatch.setattr(steps_environment, "run_logged", lambda _step, *words: (commands.append(words), (0, ""))[1])
+    environment = kernels_checkout(tmp_path, library)
+    environment.build_kernels()
+    environment.build_kernels()
+    assert len(commands) == 1
+
+
+def test_without_a_compiler_on_windows_the_step_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "no C++ compiler was found (install the Build Tools for Visual Studio)"
+    monkeypatch.setattr(steps_environment.platform, "system", lambda: "Windows")
+    monkeypatch.setattr(steps_environment, "run_logged", lambda *_: (1, f"x\n{said}\n"))
+    kernels_checkout(tmp_path).build_kernels()
+    assert f"going on without them: {said}" in capsys.readouterr().out
+
+
 def test_an_environment_that_does_not_run_counts_as_none(tmp_path: Path) -> None:
     environment = steps_environment.Environment(tmp_path)
     assert environment.python_version() is None
