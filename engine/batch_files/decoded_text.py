@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import codecs
 import io
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from engine.errors import EngineError, ErrorCode
 
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 # The longer marks first: UTF-32's begins as UTF-16's does.
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
@@ -19,6 +21,7 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
+_LOOKED_AT = 4096
 WRONG_ENCODING = "is not valid in the file's encoding; name the right one with --encoding, such as cp1252"
 
 
@@ -36,8 +39,17 @@ def encoding_of(path: Path, asked: str | None) -> str:
                 ErrorCode.INVALID_REQUEST, f"There is no encoding called {asked!r}: use for example utf-8 or cp1252."
             ) from None
     with open(path, "rb") as file:
-        start = file.read(4)
-    return next((name for mark, name in _MARKS if start.startswith(mark)), "utf-8")
+        start = file.read(_LOOKED_AT)
+    return next((name for mark, name in _MARKS if start.startswith(mark)), _unmarked(start))
+
+
+def _unmarked(start: bytes) -> str:
+    """UTF-16 without a mark, as some programs write it, has a zero in most pairs of bytes; else UTF-8."""
+    pairs = len(start) // 2
+    high, low = start[0 : 2 * pairs : 2].count(0), start[1 : 2 * pairs : 2].count(0)
+    if pairs and max(high, low) > 0.7 * pairs and min(high, low) < 0.1 * pairs:
+        return "utf-16-be" if high > low else "utf-16-le"
+    return "utf-8"
 
 
 @contextmanager
@@ -53,6 +65,15 @@ def open_text(path: Path, encoding: str) -> Iterator[tuple[TextIO, Callable[[], 
             yield text, lambda: min(1.0, raw.tell() / size)
         finally:
             text.detach()
+
+
+def sound(value: Any) -> Any:
+    """JSON's value with half surrogate pairs, which JSON can write and no file or tokenizer takes, replaced."""
+    if isinstance(value, str):
+        return value if is_text(value) else _HALF_PAIR.sub("\ufffd", value)
+    if isinstance(value, dict):
+        return {sound(name): sound(entry) for name, entry in value.items()}
+    return [sound(entry) for entry in value] if isinstance(value, list) else value
 
 
 def is_text(value: str) -> bool:

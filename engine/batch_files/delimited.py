@@ -14,6 +14,8 @@ MAX_FIELD_CHARACTERS = 4 * 2**20
 """A longer field is a quote that was never closed."""
 
 _SEPARATORS = ",;\t|"
+_NO_SEPARATOR = "\x1f"
+"""A file with one column has none: a comma in its rows is part of a sentence."""
 
 
 class DelimitedRows:
@@ -86,6 +88,7 @@ class DelimitedRows:
 
 
 def _separator_of(header: str) -> str:
-    """The separator that splits the header into the most names; a comma if none does."""
+    """The separator that splits the header into the most names, if there is one."""
     outside = "".join(part for place, part in enumerate(header.split('"')) if place % 2 == 0)
-    return max(_SEPARATORS, key=outside.count)
+    found = max(_SEPARATORS, key=outside.count)
+    return found if found in outside else _NO_SEPARATOR

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from engine.batch_files.decoded_text import sound
 from engine.batch_files.row import Row
 from engine.batch_files.text_lines import TextLines
+from engine.errors import EngineError, ErrorCode
 
 _LOOKED_AT = 200
 """Rows whose keys together are the columns; later rows may have more, which are kept as well."""
@@ -20,9 +22,14 @@ class JsonLines:
 
     def __init__(self, path: Path, *, encoding: str | None = None) -> None:
         self._lines = TextLines(path, encoding=encoding)
-        self._columns = tuple(
-            dict.fromkeys(name for row in itertools.islice(self.rows(), _LOOKED_AT) for name in row.fields)
-        )
+        first = list(itertools.islice(self.rows(), _LOOKED_AT))
+        self._columns = tuple(dict.fromkeys(name for row in first for name in row.fields))
+        if first and not self._columns:
+            why = first[0].problem or "has no columns"
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST,
+                f"{path} holds no row that can be asked: its first line {why}; write one JSON object a line.",
+            )
 
     @property
     def path(self) -> Path:
@@ -47,6 +54,8 @@ def _fields(line: str) -> tuple[dict[str, Any], str]:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         return {}, f"is not JSON ({str(error)[:80]})"
+    if "\\ud" in line.lower():
+        value = sound(value)
     if isinstance(value, str):
         return {"text": value}, ""
     if isinstance(value, dict):

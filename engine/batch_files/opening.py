@@ -58,8 +58,11 @@ def open_source(path: Path, form: InputForm | None = None) -> RowSource:
     form = form or InputForm()
     try:
         source = _folder(path, form) if path.is_dir() else _file(path, form)
-        if next(source.rows(), None) is None:
+        first = next(source.rows(), None)
+        if first is None:
             raise EngineError(ErrorCode.INVALID_REQUEST, f"{path} has no rows: there is nothing to answer.")
+        if first.problem and isinstance(source, PdfText | WholeText):  # it is all that there is
+            raise EngineError(ErrorCode.INVALID_REQUEST, f"{path} {first.problem}.")
     except OSError as error:
         raise EngineError(
             ErrorCode.INVALID_REQUEST, f"{path} cannot be read ({error.strerror or error}): check the path."
@@ -76,6 +79,8 @@ def _file(path: Path, form: InputForm) -> RowSource:
         )
     if reader is None or not path.exists():
         raise EngineError(ErrorCode.INVALID_REQUEST, f"There is no file {path}: check the path.")
+    if not path.is_file():
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"{path} is a pipe or a device: save what it gives as a file.")
     return reader(path, form)
 
 

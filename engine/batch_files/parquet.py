@@ -43,11 +43,17 @@ class ParquetRows:
         """See `RowSource`."""
         with self._opened() as file:
             total = max(file.metadata.num_rows, 1)
-            index = 0
-            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
-                for fields in batch.to_pylist():
-                    yield Row(index, fields, "", (index + 1) / total)
-                    index += 1
+        index = 0
+        for batch in self.batches():
+            columns = [_values(column) for column in batch.columns]
+            for values in zip(*columns, strict=True):
+                yield Row(index, dict(zip(self._columns, values, strict=True)), "", (index + 1) / total)
+                index += 1
+
+    def batches(self) -> Iterator[Any]:
+        """The same rows as `pyarrow.RecordBatch`es, of some hundred rows each."""
+        with self._opened() as file:
+            yield from file.iter_batches(batch_size=_ROWS_AT_ONCE)
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
@@ -63,3 +69,33 @@ class ParquetRows:
                 f"{self._path} cannot be read as parquet ({str(error).splitlines()[0][:120]}): "
                 f"check that it was written to its end and is not encrypted.",
             ) from None
+
+
+def _values(column: Any) -> list[Any]:
+    """A column as Python has it, which knows no time finer than microseconds."""
+    try:
+        return list(column.to_pylist())
+    except ValueError:
+        return list(column.cast(_in_microseconds(column.type), safe=False).to_pylist())
+
+
+def _in_microseconds(kind: Any) -> Any:
+    """An Arrow type with every nanosecond in it made a microsecond."""
+    import pyarrow as pa
+
+    types = pa.types
+    if types.is_timestamp(kind):
+        return pa.timestamp("us", kind.tz)
+    if types.is_duration(kind):
+        return pa.duration("us")
+    if types.is_time64(kind):
+        return pa.time64("us")
+    if types.is_struct(kind):
+        return pa.struct([field.with_type(_in_microseconds(field.type)) for field in kind])
+    if types.is_map(kind):
+        return pa.map_(kind.key_type, _in_microseconds(kind.item_type))
+    if types.is_fixed_size_list(kind):
+        return pa.list_(_in_microseconds(kind.value_type), kind.list_size)
+    if types.is_list(kind) or types.is_large_list(kind):
+        return (pa.large_list if types.is_large_list(kind) else pa.list_)(_in_microseconds(kind.value_type))
+    return kind

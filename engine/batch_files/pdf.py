@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from engine.batch_files.row import Row
 from engine.batch_files.text_lines import MAX_LINE_CHARACTERS
@@ -17,6 +18,7 @@ class PdfText:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._row: Row | None = None
 
     @property
     def path(self) -> Path:
@@ -28,8 +30,20 @@ class PdfText:
 
     def rows(self) -> Iterator[Row]:
         """See `RowSource`."""
-        text, pages, problem = _text_of(self._path)
-        yield Row(0, {"file": self._path.name, "pages": pages, "text": text}, problem, 1.0)
+        if self._row is None:  # a book takes a minute
+            text, pages, problem = _text_of(self._path)
+            self._row = Row(0, {"file": self._path.name, "pages": pages, "text": text}, problem, 1.0)
+        yield self._row
+
+
+def _opens(reader: Any) -> bool:
+    """Whether it opens without a password."""
+    from pypdf.errors import DependencyError
+
+    try:
+        return bool(reader.decrypt(""))
+    except DependencyError:  # a cipher that only another package knows
+        return False
 
 
 def _text_of(path: Path) -> tuple[str, int, str]:
@@ -38,7 +52,7 @@ def _text_of(path: Path) -> tuple[str, int, str]:
     logging.getLogger("pypdf").setLevel(logging.ERROR)  # it comments on every blemish of a file
     try:
         with pypdf.PdfReader(path) as reader:
-            if reader.is_encrypted and not reader.decrypt(""):
+            if reader.is_encrypted and not _opens(reader):
                 return "", 0, "is protected by a password; save it without one"
             pages = len(reader.pages)
             if pages > _MAX_PAGES:

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -66,34 +67,54 @@ class CsvResult:
 
 
 class ParquetResult:
-    """The input's types where it was parquet; else text."""
+    """The input's very columns where it was parquet; else text."""
 
     def write(self, path: Path, source: RowSource, answered: Iterator[tuple[Row, Answer]]) -> None:
         import pyarrow as pa
         import pyarrow.parquet
 
-        typed = isinstance(source, ParquetRows)
         fields = (
             list(source.schema)
             if isinstance(source, ParquetRows)
             else [pa.field(name, pa.string()) for name in source.columns]
         )
         kinds = (pa.string(), pa.string(), pa.int64(), pa.int64(), pa.string())
-        names = added_columns(source.columns)
-        schema = pa.schema([*fields, *(pa.field(name, kind) for name, kind in zip(names, kinds, strict=True))])
+        added = pa.schema(list(zip(added_columns(source.columns), kinds, strict=True)))
+        schema = pa.schema([*fields, *added])
         with pa.parquet.ParquetWriter(path, schema) as writer:
-            records: list[dict[str, Any]] = []
-            for row, answer in answered:
-                own = {
-                    name: row.fields.get(name) if typed else _text_or_none(row.fields.get(name))
-                    for name in source.columns
-                }
-                records.append({**own, **dict(zip(names, _values(answer), strict=True))})
-                if len(records) == _ROWS_AT_ONCE:
-                    writer.write_batch(pa.RecordBatch.from_pylist(records, schema))
-                    records.clear()
-            if records:
-                writer.write_batch(pa.RecordBatch.from_pylist(records, schema))
+            batches = _same_rows(source, answered) if isinstance(source, ParquetRows) else _as_text(source, answered)
+            for own, answers in batches:
+                columns = zip(*map(_values, answers), strict=True)
+                new = [pa.array(column, field.type) for column, field in zip(columns, added, strict=True)]
+                writer.write_batch(pa.RecordBatch.from_arrays([*own, *new], schema=schema))
+
+
+def _same_rows(source: ParquetRows, answered: Iterator[tuple[Row, Answer]]) -> Iterator[tuple[list[Any], list[Answer]]]:
+    """The input's own columns of the rows that are answered, and their answers; nothing goes through Python's types."""
+    pair = next(answered, None)
+    begin = 0
+    for batch in source.batches():
+        end = begin + batch.num_rows
+        chosen: list[int] = []
+        answers: list[Answer] = []
+        while pair is not None and pair[0].index < end:
+            chosen.append(pair[0].index - begin)
+            answers.append(pair[1])
+            pair = next(answered, None)
+        if answers:
+            yield batch.take(chosen).columns, answers
+        begin = end
+
+
+def _as_text(source: RowSource, answered: Iterator[tuple[Row, Answer]]) -> Iterator[tuple[list[Any], list[Answer]]]:
+    import pyarrow as pa
+
+    while pairs := list(islice(answered, _ROWS_AT_ONCE)):
+        own = [
+            pa.array([_text_or_none(row.fields.get(name)) for row, _answer in pairs], pa.string())
+            for name in source.columns
+        ]
+        yield own, [answer for _row, answer in pairs]
 
 
 class SpreadsheetResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,10 +29,10 @@ class SpreadsheetRows:
     def __init__(self, path: Path) -> None:
         self._path = path
         _refuse_what_is_no_sheet(path)
-        header = next(self._values(), None)
-        if header is None:
+        first = next(self._values(), None)
+        if first is None:
             raise EngineError(ErrorCode.INVALID_REQUEST, f"{path} has no sheet with rows: check the file.")
-        self._columns = unique_names(["" if value is None else str(value) for value in header])
+        self._columns = unique_names(["" if value is None else str(value) for value in first[1]])
 
     @property
     def path(self) -> Path:
@@ -45,21 +46,35 @@ class SpreadsheetRows:
         """See `RowSource`."""
         values = self._values()
         next(values, None)
-        for index, cells in enumerate(values):
+        for index in itertools.count():
+            try:
+                share, cells = next(values)
+            except StopIteration:
+                return
+            except EngineError as error:
+                yield Row(index, {}, f"and all that follows cannot be read ({error.message})", 1.0)
+                return
             padded = [*cells, *([None] * (len(self._columns) - len(cells)))]
             problem = ""
             if any(value is not None for value in padded[len(self._columns) :]):
                 problem = f"has cells to the right of the {len(self._columns)} columns that the first row names"
-            yield Row(index, dict(zip(self._columns, padded, strict=False)), problem)
+            yield Row(index, dict(zip(self._columns, padded, strict=False)), problem, share)
 
-    def _values(self) -> Iterator[tuple[Any, ...]]:
+    def _values(self) -> Iterator[tuple[float, tuple[Any, ...]]]:
+        """The lines that are not empty, the first of them the header, each with the share that has been read."""
         with _opened(self._path) as book:
             for sheet in book.worksheets:
-                some = False
-                for cells in sheet.iter_rows(values_only=True):
+                some, lines = False, sheet.iter_rows(values_only=True)
+                for line in itertools.count(1):
+                    try:
+                        cells = next(lines, None)
+                    except Exception as error:  # whatever its parsers meet in a damaged file
+                        raise _no_sheet(self._path, error) from None
+                    if cells is None:
+                        break
                     if any(value is not None for value in cells):
                         some = True
-                        yield _without_empty_end(cells)
+                        yield min(1.0, line / (sheet.max_row or line)), _without_empty_end(cells)
                 if some:
                     return
 

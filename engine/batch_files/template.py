@@ -27,10 +27,13 @@ class Template:
     Attributes:
         text: as written.
         columns: that it names, each once.
+        instead: where nobody wrote a template: columns of which the first that a row has is asked if it lacks the one
+            that is named, as in a folder of files of different kinds.
     """
 
     text: str
     columns: tuple[str, ...]
+    instead: tuple[str, ...] = ()
 
     def fill(self, row: Row) -> str:
         """The prompt of one row.
@@ -38,6 +41,9 @@ class Template:
         Raises:
             EmptyFieldError: the row lacks something that is named.
         """
+        for name in self.instead:
+            if self.columns[0] not in row.fields and name in row.fields:
+                return Template(f"{{{{{name}}}}}", (name,)).fill(row)
         for name in self.columns:
             if as_text(row.fields.get(name)).strip() == "":
                 raise EmptyFieldError(
@@ -76,7 +82,8 @@ def template_of(columns: Sequence[str]) -> Template:
     """
     candidates = [name for name in columns if name not in ("file", "pages")]
     by_name = {name.lower(): name for name in candidates}
-    found = next((by_name[name] for name in _USUAL_COLUMNS if name in by_name), None)
+    usual = [by_name[name] for name in _USUAL_COLUMNS if name in by_name]
+    found = usual[0] if usual else None
     if found is None and len(candidates) == 1:
         found = candidates[0]
     if found is None:
@@ -86,7 +93,7 @@ def template_of(columns: Sequence[str]) -> Template:
             f"It is not clear what to ask of each row: give a template with columns in it, such as {example}; "
             f"there are {', '.join(columns)}.",
         )
-    return Template(f"{{{{{found}}}}}", (found,))
+    return Template(f"{{{{{found}}}}}", (found,), tuple(usual[1:]))
 
 
 def as_text(value: Any) -> str:

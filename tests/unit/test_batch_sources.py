@@ -162,7 +162,7 @@ def test_a_folder_gives_the_rows_of_all_its_files(tmp_path: Path) -> None:
     assert [row.index for row in rows] == [0, 1, 2, 3]
 
 
-def test_a_pdf_with_a_password_is_marked(tmp_path: Path) -> None:
+def test_a_pdf_with_a_password_is_refused_alone_and_marked_in_a_folder(tmp_path: Path) -> None:
     import pypdf
 
     writer = pypdf.PdfWriter()
@@ -170,7 +170,9 @@ def test_a_pdf_with_a_password_is_marked(tmp_path: Path) -> None:
     writer.encrypt("secret", algorithm="RC4-128")
     with open(tmp_path / "input.pdf", "wb") as file:
         writer.write(file)
-    assert "password" in _problems(tmp_path / "input.pdf")[0]
+    with pytest.raises(EngineError, match=r"input\.pdf is protected by a password"):
+        open_source(tmp_path / "input.pdf")
+    assert "password" in _problems(tmp_path)[0]
 
 
 def _bomb(path: Path) -> None:

@@ -1,0 +1,156 @@
+"""Inputs as people have them: read as they are meant, or refused in one sentence that says what to do."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openpyxl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from engine.batch_files.answer import Answer
+from engine.batch_files.opening import open_source
+from engine.batch_files.result_file import write_result
+from engine.batch_files.template import template_of
+from engine.errors import EngineError
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [dict(row.fields) for row in open_source(path).rows()]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_utf_16_without_a_mark_is_recognised(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "input.csv"
+    path.write_bytes("text,näme\nhi,1\nyo,Ω\n".encode(encoding))
+    assert _rows(path) == [{"text": "hi", "näme": "1"}, {"text": "yo", "näme": "Ω"}]
+
+
+def test_a_csv_of_one_column_has_no_separator(tmp_path: Path) -> None:
+    path = tmp_path / "input.csv"
+    path.write_text('text\nhello; there, you\n"quoted ""so"", too\nand on"\n')
+    assert [row["text"] for row in _rows(path)] == ["hello; there, you", 'quoted "so", too\nand on']
+
+
+def test_half_surrogate_pairs_in_json_spoil_no_result(tmp_path: Path) -> None:
+    path = tmp_path / "input.jsonl"
+    path.write_text('{"text": "a\\ud800b", "deep": ["\\uD83D\\uDE00", {"\\udfff": 1}]}\n')
+    (row,) = _rows(path)
+    assert row == {"text": "a\ufffdb", "deep": ["😀", {"\ufffd": 1}]}
+    for suffix in (".jsonl", ".csv", ".parquet", ".xlsx"):
+        assert write_result(tmp_path / f"out{suffix}", open_source(path), [Answer(0, "x", "stop")]) == 1
+
+
+def test_json_of_another_shape_is_refused_with_what_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "input.jsonl"
+    path.write_text('[{"text": "a"}]\n')
+    with pytest.raises(EngineError, match="its first line is a list"):
+        open_source(path)
+
+
+def test_a_folder_of_different_files_asks_what_each_row_has(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n")
+    (tmp_path / "b.jsonl").write_text('{"prompt": "two"}\n{"prompt": ""}\n')
+    source = open_source(tmp_path)
+    template = template_of(source.columns)
+    rows = list(source.rows())
+    assert [template.fill(row) for row in rows[:2]] == ["one", "two"]
+    with pytest.raises(ValueError, match="nothing in 'prompt'"):
+        template.fill(rows[2])
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no such links and pipes")
+def test_links_that_loop_and_pipes_hang_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.txt").write_text("one\n")
+    for name, target in (("up", ".."), ("self", "."), ("gone.txt", "nowhere.txt"), ("loop.txt", "loop.txt")):
+        (folder / name).symlink_to(target)
+    os.mkfifo(folder / "pipe.txt")
+    assert [row["text"] for row in _rows(folder)] == ["one"]
+    with pytest.raises(EngineError, match="pipe"):
+        open_source(folder / "pipe.txt")
+    with pytest.raises(EngineError, match="no file"):
+        open_source(folder / "loop.txt")
+
+
+def _sheet(path: Path, damage: slice) -> None:
+    """A workbook whose sheet is cut short somewhere."""
+    book = openpyxl.Workbook()
+    book.active.append(["text"])
+    for row in range(20_000):
+        book.active.append([f"row {row}"])
+    whole = path.with_name("whole.xlsx")
+    book.save(whole)
+    with zipfile.ZipFile(whole) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for entry in old.infolist():
+            content = old.read(entry)
+            new.writestr(entry.filename, content[damage] if "sheet1" in entry.filename else content)
+    whole.unlink()
+
+
+def test_a_sheet_that_is_cut_short_gives_what_it_has_and_says_where_it_ends(tmp_path: Path) -> None:
+    _sheet(tmp_path / "input.xlsx", slice(0, 700_000))
+    *good, last = open_source(tmp_path / "input.xlsx").rows()
+    assert len(good) > 1000
+    assert [row.fields["text"] for row in good[:2]] == ["row 0", "row 1"]
+    assert not any(row.problem for row in good)
+    assert "all that follows cannot be read" in last.problem
+
+
+_DEEP = pa.struct([("when", pa.timestamp("ns")), ("more", pa.list_(pa.map_(pa.string(), pa.duration("ns"))))])
+
+
+def _table() -> pa.Table:
+    moments = [1, 1_700_000_000_123_456_789, None]
+    deep = [{"when": 1, "more": [[("k", 5)]]}, None, {"when": None, "more": []}]
+    return pa.table(
+        {
+            "text": ["a", "b", "c"],
+            "at": pa.array(moments, pa.timestamp("ns", "UTC")),
+            "deep": pa.array(deep, _DEEP),
+            "kind": pa.array(["u", "v", "u"]).dictionary_encode(),
+            "raw": pa.array([b"\x00\xff", None, b""], pa.binary()),
+            "price": pa.array([1, 2, 3], pa.decimal128(9, 2)),
+        }
+    )
+
+
+def test_parquet_goes_through_unchanged_to_the_nanosecond(tmp_path: Path) -> None:
+    pq.write_table(_table(), tmp_path / "in.parquet", row_group_size=2)
+    source = open_source(tmp_path / "in.parquet")
+    assert [row.fields["text"] for row in source.rows()] == ["a", "b", "c"]
+    answers = [Answer(0, "x", "stop", 1, 2), Answer(2, "z", "length", 3, 4)]
+    assert write_result(tmp_path / "out.parquet", source, answers) == 2
+    written = pq.read_table(tmp_path / "out.parquet")
+    assert written.select(_table().column_names).equals(_table().take([0, 2]))
+    assert written.column("answer").to_pylist() == ["x", "z"]
+    for suffix in (".jsonl", ".csv", ".xlsx"):
+        write_result(tmp_path / f"out{suffix}", source, answers)
+    first = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])
+    assert first["at"] == datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC).isoformat()
+
+
+def test_a_pdf_in_a_cipher_that_nobody_here_knows_is_protected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pypdf
+    from pypdf.errors import DependencyError
+
+    writer = pypdf.PdfWriter()
+    writer.add_blank_page(100, 100)
+    writer.encrypt("", "owner", algorithm="RC4-128")
+    with open(tmp_path / "input.pdf", "wb") as file:
+        writer.write(file)
+
+    def refuse(*_: object) -> Iterator[None]:
+        raise DependencyError("another package is wanted")
+
+    monkeypatch.setattr(pypdf.PdfReader, "decrypt", refuse)
+    with pytest.raises(EngineError, match="protected by a password"):
+        open_source(tmp_path / "input.pdf")
