@@ -46,9 +46,12 @@ def bench_brute_force(
     if not found.kept:
         save_measurements(found.measurements)
     cores = max(1, min(machine.physical_cores or machine.usable_cpus, machine.usable_cpus))
+    shape = find_shape(config.model)
     situation = Situation(
-        machine=lambda precision: machine_profile(machine, found.measurements, precision=precision),
-        model=find_shape(config.model),
+        machine=lambda precision: machine_profile(
+            machine, found.measurements, precision=precision, expert_bytes=shape.expert_bytes(precision)
+        ),
+        model=shape,
         asked=config,
         before=config,
         has_card=bool(found.device),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from engine.bench.forced_text import ForcedText, decode_seconds, own_text, random_text
 from engine.bench.opened import opened, with_quarter_resident
 from engine.bench.report import Report, Row, row
+from engine.bench.step_records import recorded_routing
 from engine.bench.synthetic import is_synthetic, resolve_model
 from engine.checkpoint.model_shapes import find_shape
 from engine.config import EngineConfig, Precision
@@ -23,12 +24,12 @@ from engine.errors import EngineError
 from engine.hardware.measured import Arithmetic, CopyTime, ExpertTime, Measurements, RamRead, machine_profile
 from engine.hardware.probe import HardwareProfile, probe
 from engine.measure.arithmetic import CpuArithmetic, DeviceArithmetic
-from engine.measure.experts import CpuExperts, ExpertShape
+from engine.measure.experts import CpuExperts
 from engine.measure.link import Copies
 from engine.measure.measuring import cold_bytes
 from engine.measure.ram import RamBandwidth
 from engine.measure.run import Measurement, NotMeasuredError, Run
-from engine.measure.sets import one_and_all
+from engine.measure.sets import THOROUGH_SHAPES, one_and_all
 from engine.paths import models_dir
 from engine.planner.predict import predict_decode
 
@@ -110,16 +111,24 @@ def _case(
             device = stack.enter_context(open_devices(config.device, config.vram_bytes)[0])
         loaded = stack.enter_context(opened(config))
         vocabulary = loaded.model.config.get_text_config().vocab_size
-        text = random_text(vocabulary, _PROMPT_TOKENS, plan.tokens)
-        if has_own_text:
-            text = own_text(loaded, text.prompt, plan.tokens)
-        decode_seconds(loaded, text, _PASS_S)  # fills the cache, and its policy settles
+
+        def text(number: int) -> ForcedText:
+            """Another one each time: a cache must not know by heart what it is timed with."""
+            drawn = random_text(vocabulary, _PROMPT_TOKENS, plan.tokens, seed=number)
+            return own_text(loaded, drawn.prompt, plan.tokens) if has_own_text else drawn
+
+        decode_seconds(loaded, text(0), _PASS_S)  # fills the cache, and its policy settles
+        with recorded_routing(loaded.model) as recorder:
+            decode_seconds(loaded, text(1), _PASS_S)
         rates, rounds = [], []
-        for _ in range(plan.repeats):
-            rounds.append(_measured(machine, config, shape, device))
-            rates.append(_rate(loaded, text, 1 if device is None else _STEPS))
-        profile = machine_profile(machine, _together(rounds), precision=config.precision)
-        found = predict_decode(profile, shape, config, prompt_tokens=_PROMPT_TOKENS, tokens=len(text.answer))
+        for number in range(plan.repeats):
+            rounds.append(_measured(machine, config, device))
+            rates.append(_rate(loaded, text(2 + number), 1 if device is None else _STEPS))
+        size = shape.expert_bytes(config.precision)
+        profile = machine_profile(machine, _together(rounds), precision=config.precision, expert_bytes=size)
+        found = predict_decode(
+            profile, shape, config, prompt_tokens=_PROMPT_TOKENS, tokens=plan.tokens, routing=recorder.chosen()
+        )
         return row(name, [max(rates)], "tokens/s", predicted=found.tokens_per_s)
 
 
@@ -139,13 +148,13 @@ def _together(rounds: Sequence[Measurements]) -> Measurements:
     )
 
 
-def _measured(machine: HardwareProfile, config: EngineConfig, shape: ModelShape, device: Device | None) -> Measurements:
-    expert = ExpertShape(shape.hidden, shape.expert_width)
+def _measured(machine: HardwareProfile, config: EngineConfig, device: Device | None) -> Measurements:
+    """What a thorough measurement finds of what decoding needs: of common shapes, whatever the model's is."""
     counts = (lambda _most: (threads,)) if (threads := config.threads) is not None else one_and_all
     of_cpu: Sequence[Measurement] = (
         RamBandwidth(counts, _SAMPLES, 0.6),
         CpuArithmetic(_SAMPLES, 0.4),
-        CpuExperts((expert,), (config.precision,), (1,), counts, 2 * _SAMPLES, 1.0),
+        CpuExperts(THOROUGH_SHAPES, (config.precision,), (1,), counts, 2 * _SAMPLES, 3.0),
     )
     of_device: Sequence[Measurement] = (
         DeviceArithmetic(_SAMPLES, 0.6),

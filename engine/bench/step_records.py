@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.experts.dispatch import BANK_LAYER
 from engine.experts.dispatcher import HybridExperts
@@ -93,3 +95,40 @@ class _Noting:
                 )
             )
         return result
+
+
+class RoutingOfSteps:
+    """What the expert layers of single-token steps were asked for, in the order in which they were called."""
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._calls: list[torch.Tensor] = []
+
+    def note(self, index: torch.Tensor) -> None:
+        """One layer of one step: [1, k]."""
+        self._calls.append(index.cpu())
+
+    def chosen(self) -> NDArray[np.int16] | None:
+        """int16 [tokens, layers, k]; None without layers, or where nothing was noted."""
+        steps = len(self._calls) // self._layers if self._layers else 0
+        if not steps:
+            return None
+        whole = torch.cat(self._calls[: steps * self._layers]).view(steps, self._layers, -1)
+        return np.asarray(whole.numpy(), dtype=np.int16)
+
+
+@contextmanager
+def recorded_routing(model: Any) -> Iterator[RoutingOfSteps]:
+    """Notes the experts that all single-token steps use that run inside, where a device and the CPU share them."""
+    routing = RoutingOfSteps(len(hybrid_layers(model)))
+
+    def noting(experts: ExpertKernel) -> ExpertKernel:
+        def call(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+            if len(top_k_index) == 1:
+                routing.note(top_k_index)
+            return experts(hidden_states, top_k_index, top_k_weights)
+
+        return call
+
+    with replaced_kernels(model, noting):
+        yield routing

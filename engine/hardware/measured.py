@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -142,17 +144,30 @@ class Measurements:
         rate = (large.nbytes - small.nbytes) / (large.seconds - small.seconds)
         return max(0.0, small.seconds - small.nbytes / rate), rate
 
-    def weights_bytes_per_s(self, precision: str) -> dict[int, float]:
-        """Bandwidth at which the CPU computed one token's experts, by threads: of the shape that reaches most."""
-        best: dict[int, float] = {}
+    def weights_bytes_per_s(self, precision: str, expert_bytes: float | None = None) -> dict[int, float]:
+        """Bandwidth at which the CPU computed one token's experts, by threads.
+
+        Args:
+            expert_bytes: of an expert; bigger ones are read faster.  Between sizes that were measured the rate is a
+                line over the logarithm of the size, beyond them it is that of the last.  Without it: of the size that
+                reaches most.
+        """
+        found: dict[int, dict[int, float]] = {}
         for time in self.experts:
             if (time.device, time.precision, time.tokens) == ("cpu", precision, 1):
-                best[time.threads] = max(best.get(time.threads, 0.0), time.bytes_per_s)
-        return best
+                by_size = found.setdefault(time.threads, {})
+                by_size[time.nbytes] = max(by_size.get(time.nbytes, 0.0), time.bytes_per_s)
+        if expert_bytes is None:
+            return {threads: max(by_size.values()) for threads, by_size in found.items()}
+        return {threads: _at_size(by_size, expert_bytes) for threads, by_size in found.items()}
 
 
 def machine_profile(
-    probe: Probe, measurements: Measurements | None = None, *, precision: str = "bf16"
+    probe: Probe,
+    measurements: Measurements | None = None,
+    *,
+    precision: str = "bf16",
+    expert_bytes: float | None = None,
 ) -> HardwareProfile:
     """The machine as the planner sees it; `origins` says of every number how it is known.
 
@@ -160,10 +175,11 @@ def machine_profile(
     is the machine's card, as far as plans go.
 
     Args:
-        precision: of the experts whose measured times are `cpu.weights_bytes_per_s`.
+        precision, expert_bytes: of the experts whose measured times are `cpu.weights_bytes_per_s`; see there.
     """
     origins: Numbers = {}
-    cpu = _cpu(probe, measurements, precision, origins)
+    by_threads = measurements.weights_bytes_per_s(precision, expert_bytes) if measurements else {}
+    cpu = _cpu(probe, measurements, by_threads, origins)
     gpu = _gpu(probe, measurements, origins)
     link = _link(probe, measurements, origins)
     disk = max((read.bytes_per_s for read in measurements.disk), default=0.0) if measurements else 0.0
@@ -181,10 +197,17 @@ def machine_profile(
     )
 
 
-def _cpu(probe: Probe, measured: Measurements | None, precision: str, origins: Numbers) -> CpuProfile:
+def _at_size(by_size: dict[int, float], nbytes: float) -> float:
+    known = sorted(by_size.items())
+    for (small, slow), (large, fast) in itertools.pairwise(known):
+        if small < nbytes < large:
+            return slow + (fast - slow) * math.log(nbytes / small) / math.log(large / small)
+    return known[0][1] if nbytes <= known[0][0] else known[-1][1]
+
+
+def _cpu(probe: Probe, measured: Measurements | None, by_threads: dict[int, float], origins: Numbers) -> CpuProfile:
     cores = max(1, min(probe.physical_cores or probe.usable_cpus, probe.usable_cpus))
     flops = _best(entry.flops for entry in measured.arithmetic if entry.device == "cpu") if measured else 0.0
-    by_threads = measured.weights_bytes_per_s(precision) if measured else {}
     # Experts of one token are little but reading, and their kernels read better than a sum does.
     ram = _best((*(entry.bytes_per_s for entry in measured.ram), *by_threads.values())) if measured else 0.0
     origins["cpu.cores"] = origins["cpu.ram_bytes"] = Origin.DRIVER

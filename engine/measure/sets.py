@@ -21,6 +21,8 @@ _COARSE = ExpertShape(4096, 14336)
 """Mixtral 8x7B: few large ones."""
 _WIDE = ExpertShape(7168, 2048)
 """DeepSeek-V3."""
+THOROUGH_SHAPES = (_FINE, _SQUARE, _WIDE)
+"""Of experts in a thorough measurement, beside the coarse ones."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,10 @@ THOROUGH = MeasurementSet(
     (
         RamBandwidth(thread_counts, 7, 4.0),
         CpuArithmetic(7, 2.0),
-        CpuExperts((_FINE, _SQUARE, _WIDE), _PRECISIONS, (1, 2, 4, 8, 16, 64, 256), thread_counts, 5, 55.0),
+        CpuExperts(THOROUGH_SHAPES, _PRECISIONS, (1, 2, 4, 8, 16, 64, 256), thread_counts, 5, 55.0),
         CpuExperts((_COARSE,), ("int8", "int4"), (1, 16), one_and_all, 3, 10.0, "large experts on the processor"),
         DeviceArithmetic(7, 2.0),
-        DeviceExperts((_FINE, _SQUARE, _WIDE), _PRECISIONS, (1, 2, 4, 8, 16, 64, 256), 5, 20.0),
+        DeviceExperts(THOROUGH_SHAPES, _PRECISIONS, (1, 2, 4, 8, 16, 64, 256), 5, 20.0),
         Copies((4 * _KIB, 64 * _KIB, _MIB, 4 * _MIB, 32 * _MIB, 256 * _MIB), 5, 6.0),
         PinnedLimit(256 * _GIB, 10.0),
         DiskReads(_GIB, (1, 2, 4, 8, 16, 32), (256 * _KIB, 2 * _MIB), 3, 20.0),

@@ -10,15 +10,15 @@ from engine.planner.precision import careful_precision
 
 OF_DATA_SHEETS = Efficiency(arithmetic=0.35, card_memory=0.6, host_memory=0.56, operator_s=15e-6)
 """On a card as the library launches its operators; on the CPU as the native kernels read weights."""
-OF_MEASUREMENTS = Efficiency(arithmetic=0.8, card_memory=0.9, host_memory=0.67, operator_s=15e-6)
+OF_MEASUREMENTS = Efficiency(arithmetic=0.8, card_memory=0.9, host_memory=0.95, operator_s=15e-6)
 """Of what the machine was seen to reach with plain large reads and products (`bench decode` against it)."""
-HOST_LAYER_S = 50e-6
+HOST_LAYER_S = 60e-6
 """A decoder layer of one token in the native kernels, beside what it reads: two calls from Python, their hand-overs to
 threads, norms, rotations, attention.  Of the starter's layers, timed call by call on two cores of a Xeon: 35, 29 and
-25 microseconds around attention in bf16, int8 and int4, and 28, 21 and 22 around router and experts."""
+25 microseconds around attention in bf16, int8 and int4, 28, 21 and 22 around router and experts, and some between."""
 DISPATCH = Dispatch(layer_s=60e-6, card_s=30e-6, host_s=30e-6)
 """Counted in operators (`OF_DATA_SHEETS.operator_s`), four and two and two: on a real card it was never timed."""
-DISPATCH_EMULATED = Dispatch(240e-6, 250e-6, 250e-6, host_expert_s=25e-6, host_rate=0.85, seen_card_expert_s=300e-6)
+DISPATCH_EMULATED = Dispatch(240e-6, 250e-6, 250e-6, host_expert_s=25e-6, host_rate=0.85, seen_card_expert_s=200e-6)
 """Of an emulated card, whose streams are threads that have to be woken: `engine.bench.step_costs` on two cores of a
 Xeon, the starter and two layers of Qwen3-30B-A3B's shape in bf16 and int4, 205 to 272, 185 to 330, 236 to 313
 microseconds.  Beside a card the CPU's kernels are given each expert as a row of its own: that is what an expert costs

@@ -183,7 +183,12 @@ class _Tuning:
         applied = apply_tuning(self._config, self._folder, lambda: probe)
         return choose_contestants(
             Situation(
-                machine=lambda precision: machine_profile(probe, measured.measurements, precision=precision),
+                machine=lambda precision: machine_profile(
+                    probe,
+                    measured.measurements,
+                    precision=precision,
+                    expert_bytes=self._shape.expert_bytes(precision),
+                ),
                 model=self._shape,
                 asked=self._config,
                 before=applied.config,

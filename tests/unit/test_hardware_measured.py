@@ -267,3 +267,15 @@ def test_what_is_no_file_of_ours(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     assert read_measurements(path) is None
     assert read_measurements(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "rate"), [(10**5, 10e9), (10**6, 10e9), (10**7, 15e9), (10**8, 20e9), (10**9, 20e9), (None, 20e9)]
+)
+def test_bigger_experts_are_read_as_fast_as_experts_of_their_size(nbytes: int | None, rate: float) -> None:
+    sizes = ((10**6, 10e9), (10**8, 20e9), (10**6, 9e9))
+    times = tuple(ExpertTime("cpu", 64, 64, "bf16", 1, 8, size, size / speed) for size, speed in sizes)
+    found = replace(measured(), experts=times)
+    assert found.weights_bytes_per_s("bf16", nbytes) == {8: pytest.approx(rate)}
+    machine = machine_profile(PROBE, found, precision="bf16", expert_bytes=nbytes)
+    assert machine.cpu.weights_bytes_per_s == {8: pytest.approx(rate)}
