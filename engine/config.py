@@ -102,6 +102,8 @@ class SamplingParams:
                 raise EngineError(ErrorCode.INVALID_REQUEST, f"{name} is {value}, but must be {allowed}.")
 
 
+KvPrecision = Literal["auto", "int8"]
+KV_PRECISIONS: tuple[KvPrecision, ...] = ("auto", "int8")
 BatchStart = Literal["new", "resume", "restart", "retry_failed"]
 BATCH_STARTS: tuple[BatchStart, ...] = ("new", "resume", "restart", "retry_failed")
 
@@ -117,6 +119,9 @@ class BatchJob:
         sampling: of every answer; OpenAI requests may say otherwise.
         schema: a JSON schema, as JSON text, that answers satisfy; `choices` are texts of which they are one.
         tries: how often a row is asked whose sampled answer was cut before it satisfied the schema.
+        kv_precision: how keys and values are held: `auto` is the model's own type, `int8` takes half of that.
+        attention_window: if not 0, tokens see the last so many and the first four (StreamingLLM): long rows take less
+            memory and time, and are answered a little differently.
         encoding, separator, whole_files: how text is read; see `engine.batch_files.opening.InputForm`.
         start: `new` refuses what a job has already answered, `resume` goes on, `restart` discards, `retry_failed` goes
             on and asks failed rows again.
@@ -130,6 +135,8 @@ class BatchJob:
     schema: str = ""
     choices: tuple[str, ...] = ()
     tries: int = 3
+    kv_precision: KvPrecision = "auto"
+    attention_window: int = 0
     encoding: str | None = None
     separator: str | None = None
     whole_files: bool = False
@@ -140,5 +147,9 @@ class BatchJob:
             raise EngineError(ErrorCode.INVALID_REQUEST, "Give a schema or choices, not both.")
         if not 1 <= self.tries <= 100:
             raise EngineError(ErrorCode.INVALID_REQUEST, f"tries is {self.tries}, but must be between 1 and 100.")
+        if self.attention_window < 0:
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST, f"attention_window is {self.attention_window}, but must be 0 (off) or more."
+            )
         if not all(self.choices):
             raise EngineError(ErrorCode.INVALID_REQUEST, "A choice is empty: leave it out.")

@@ -6,8 +6,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from engine.batch_files.answer import Answer
+import xxhash
+
+from engine.batch_files.answer import Answer, failed
 from engine.batch_files.aside import Between, on_and_on
 from engine.batch_files.fingerprint import content_hash
 from engine.batch_files.journal import Journal, discard, journal_path
@@ -53,8 +56,16 @@ class PreparedJob:
 
     def asked(self) -> Iterator[tuple[float, RowRequest | Answer]]:
         """For each row the share of the input that has been read, and its prompt or its ending."""
+        ids: set[int] = set()
         for row in self.source.rows():
-            yield row.share, self.prompts(row)
+            asked = self.prompts(row)
+            if self.openai and isinstance(custom_id := row.fields.get("custom_id"), str):
+                # Whoever reads the answers finds them by this: eight bytes of each are enough to tell two apart.
+                digest = xxhash.xxh3_64_intdigest(custom_id.encode("utf-8", "replace"))
+                if digest in ids:
+                    asked = failed(row.index, "has the custom_id of an earlier row")
+                ids.add(digest)
+            yield row.share, asked
 
     def manifest(self, model: str, precision: str, between: Between = on_and_on) -> Manifest:
         """What the answers depend on; reads the whole input once.
@@ -73,7 +84,7 @@ class PreparedJob:
             system=job.system,
             model=model,
             precision=precision,
-            sampling=json.dumps(asdict(job.sampling)),
+            sampling=json.dumps({**asdict(job.sampling), **_changed_attention(job)}),
             constraint=json.dumps([job.schema, job.choices, job.tries]),
             form=json.dumps([job.encoding, job.separator, job.whole_files]),
         )
@@ -128,6 +139,13 @@ def prepare(job: BatchJob) -> PreparedJob:
         constraint = Constraint(job.schema, job.choices) if job.schema or job.choices else None
         prompts = TemplatePrompts(template, job.system, job.sampling, constraint)
     return PreparedJob(job, source, prompts, output, openai)
+
+
+def _changed_attention(job: BatchJob) -> dict[str, Any]:
+    """What changes answers beside sampling, if anything does: jobs of earlier versions had none of it."""
+    plain = BatchJob(job.input, job.output)
+    names = ("kv_precision", "attention_window")
+    return {name: getattr(job, name) for name in names if getattr(job, name) != getattr(plain, name)}
 
 
 def _check_start(job: BatchJob, output: Path) -> None:

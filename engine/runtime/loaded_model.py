@@ -39,6 +39,7 @@ class LoadedModel:
         devices: what it runs on beside the CPU, if anything.
         piece_tokens: how much of a prompt is computed at once.
         foresight: who foretells the experts of coming layers, and what is learnt for later sessions.
+        ram_bytes: of RAM that all of it may take, if a budget was set.
         graph_device: the one device that all of it is on, if decode steps are to be captured there.
     """
 
@@ -54,6 +55,7 @@ class LoadedModel:
     piece_tokens: int = SHORT_TOKENS
     foresight: Foresight | None = None
     graph_device: Device | None = None
+    ram_bytes: int | None = None
 
     @contextmanager
     def token_by_token(self) -> Iterator[None]:

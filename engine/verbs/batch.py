@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.config import BatchJob, BatchStart, SamplingParams
+from engine.config import KV_PRECISIONS, BatchJob, BatchStart, SamplingParams
 from engine.errors import EngineError, ErrorCode
 from engine.verbs.chat import SAMPLING_OPTIONS, given_sampling, load_engine
 from engine.verbs.options import add_engine_options, positive_int, stop_string
@@ -65,6 +65,20 @@ def add_parser(subparsers: Any) -> None:
         name = option.removeprefix("--").replace("-", "_")
         start.add_argument(option, dest="start", action="store_const", const=name, default="new", help=text)
     parser.add_argument("--sample", type=positive_int, metavar="N", help="answer only the first N rows, and show them")
+    long = parser.add_argument_group("long rows")
+    long.add_argument(
+        "--kv-precision",
+        choices=KV_PRECISIONS,
+        default="auto",
+        help="int8: keys and values take half the memory, so that more rows share each weight load",
+    )
+    long.add_argument(
+        "--attention-window",
+        type=positive_int,
+        default=0,
+        metavar="N",
+        help="tokens see the last N and the first four (StreamingLLM): faster, and not quite the same answers",
+    )
     form = parser.add_argument_group("how text is read")
     form.add_argument("--encoding", metavar="E", help="such as cp1252, where it is not UTF-8")
     form.add_argument("--separator", metavar="C", help="of a csv; found out if not given")
@@ -103,6 +117,8 @@ def _job(args: argparse.Namespace) -> BatchJob:
         schema=_schema(args.schema),
         choices=tuple(args.choice or ()),
         tries=args.tries,
+        kv_precision=args.kv_precision,
+        attention_window=args.attention_window,
         encoding=args.encoding,
         separator=args.separator,
         whole_files=args.whole_files,

@@ -72,6 +72,9 @@ def predicted_seconds(schedule: str, sweeps: Sequence[SweepParts]) -> float | No
     if order is None:
         return None
     timeline, state = Timeline(record=False), _State()
+    if sweeps:  # nothing is there yet
+        state.weights = timeline.run("h2d", sweeps[0].weights_s, "weights")
+        state.hot = sweeps[0].hot * sweeps[0].weights_s
     for parts in sweeps:
         order(timeline, parts, state)
         timeline.run("gpu", parts.outside_s, "outside")

@@ -16,6 +16,7 @@ from engine.hardware.measurement_files import load_measurements
 from engine.hardware.probe import HardwareProfile as Probe
 from engine.hardware.probe import probe
 from engine.hardware.profiles import read_profile
+from engine.kernels.native.paged_attention import KvType
 from engine.planner.batch_plan import best_batch
 from engine.planner.batch_prediction import (
     LOOKED_UP_OFF,
@@ -35,6 +36,8 @@ from engine.runtime.batch.request import BatchAnswer
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.prompt import chat_prompt
 
+_SINKS = 4
+"""First tokens that a window goes on seeing (Xiao et al. 2024, section 3.2)."""
 _READ_ROWS = 48
 """Rows whose prompts are looked at: enough for a mean, and a moment's work."""
 _TIMED = 0.25
@@ -66,10 +69,13 @@ def plan_job(prepared: PreparedJob, loaded: LoadedModel, generated_tokens: float
     """
     rows = job_rows(prepared, loaded, generated_tokens)
     try:
-        shape = find_shape(loaded.info.path)
+        plan = plan_rows(rows, loaded, find_shape(loaded.info.path))
     except EngineError:  # it runs nonetheless, and how fast will be seen
-        return JobPlan(policy_for(loaded), rows, None)
-    return plan_rows(rows, loaded, shape)
+        plan = JobPlan(policy_for(loaded), rows, None)
+    job = prepared.job
+    kv_type = KvType.INT8 if job.kv_precision == "int8" else None
+    kept = _SINKS if job.attention_window else 0
+    return replace(plan, policy=replace(plan.policy, kv_type=kv_type, window=job.attention_window, kept=kept))
 
 
 def predicted_after(

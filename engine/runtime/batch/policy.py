@@ -8,6 +8,7 @@ import psutil
 
 from engine.kernels.native.paged_attention import KvType
 from engine.planner.batch_prediction import ROWS_TOGETHER, SWEEP_TOKENS
+from engine.planner.footprint import activation_token_bytes
 from engine.planner.plan_parts import BatchPlan
 from engine.planner.simulator.batch_policies import KLOTSKI
 from engine.runtime.batch.pipeline.schedules import Schedule
@@ -49,24 +50,33 @@ class BatchPolicy:
     kept: int = 0
 
 
-def policy_for(loaded: LoadedModel, ram_bytes: int | None = None, plan: BatchPlan | None = None) -> BatchPolicy:
-    """What fits this machine: keys and values get half of the RAM that is free.
+def policy_for(loaded: LoadedModel, plan: BatchPlan | None = None) -> BatchPolicy:
+    """What fits this machine: keys and values get half of the RAM that is free, or what the budget leaves of it.
 
     Args:
-        ram_bytes: of keys and values at most, if somebody has planned it.
         plan: sizes that the planner found best, if it was asked.
     """
-    free = int(psutil.virtual_memory().available * _KV_SHARE)
-    kv_bytes = max(_LEAST_KV_BYTES, min(free, ram_bytes or free))
     rows = plan.sequences if plan is not None else ROWS_TOGETHER
     # Where weights come from disk or over a link, a prompt is read in long pieces: each brings them once.  On a card a
     # piece is what its memory has room for.
     piece = loaded.piece_tokens
     at_once = max(piece, rows) if loaded.devices is not None else max(BatchPolicy.micro_batch_tokens, piece)
+    kv_bytes = max(_LEAST_KV_BYTES, _room(loaded, at_once))
     sizes = BatchPolicy(rows, kv_bytes, max(BatchPolicy.sweep_tokens, piece), at_once)
     if plan is None:
         return replace(sizes, micro_batch_rows=-(-rows // _MICRO_BATCHES)) if loaded.devices is not None else sizes
     return replace(sizes, micro_batch_rows=plan.micro_batch, planned=_planned(plan))
+
+
+def _room(loaded: LoadedModel, tokens: int) -> int:
+    """Bytes of RAM for keys and values, beside the weights there and the activations of so many tokens."""
+    free = int(psutil.virtual_memory().available * _KV_SHARE)
+    if loaded.ram_bytes is None:
+        return free
+    config = loaded.model.config.get_text_config(decoder=True)
+    each = activation_token_bytes(config.hidden_size, loaded.info.experts_per_token)
+    weights = loaded.info.experts_bytes + (loaded.info.weights_bytes if loaded.devices is None else 0)
+    return min(free, loaded.ram_bytes - weights - tokens * each)
 
 
 def _planned(plan: BatchPlan) -> Schedule:

@@ -79,6 +79,7 @@ def hand_over(
         _piece_tokens(opened, decision, parts),
         parts.foresight,
         _graph_device(parts, config),
+        config.ram_bytes,
     )
 
 
