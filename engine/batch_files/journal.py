@@ -89,6 +89,11 @@ class Journal:
     def path(self) -> Path:
         return self._path
 
+    @property
+    def begun_s(self) -> float:
+        """When the job began, seconds since 1970."""
+        return float(self._connection.execute("SELECT begun_s FROM manifest").fetchone()[0])
+
     def record(self, answers: Iterable[Answer]) -> None:
         """Puts endings on the disk, all or none; they are safe when this returns.
 

@@ -19,6 +19,23 @@ from engine.protocol import ChatMessage
 URL = "/v1/chat/completions"
 
 
+_NOT_GIVEN = {
+    "stream": "a stream",
+    "tools": "tools",
+    "functions": "functions",
+    "logprobs": "probabilities of tokens",
+    "top_logprobs": "probabilities of tokens",
+    "logit_bias": "a bias of tokens",
+    "frequency_penalty": "a penalty",
+    "presence_penalty": "a penalty",
+    "audio": "sound",
+    "web_search_options": "a web search",
+}
+_MOST_SEED = 2**63
+_LEAST_TOP_P = 1e-6
+"""Nothing but the likeliest token, which is what 0 asks for."""
+
+
 class BadRequestError(ValueError):
     """A row that cannot be answered as asked; the message is the end of a sentence about it."""
 
@@ -40,13 +57,25 @@ def openai_request(row: Row, defaults: SamplingParams) -> RowRequest:
     url, body = row.fields.get("url"), row.fields.get("body")
     if not isinstance(row.fields.get("custom_id"), str):
         raise BadRequestError("has no custom_id")
+    if row.fields.get("method", "POST") != "POST":
+        raise BadRequestError(f"has the method {str(row.fields['method'])[:20]!r} where POST belongs")
     if url != URL:
         raise BadRequestError(f"asks for {str(url)[:60]!r}; only {URL} is answered")
     if not isinstance(body, Mapping):
         raise BadRequestError("has no body")
-    if body.get("stream") or body.get("tools") or body.get("n", 1) != 1:
-        raise BadRequestError("asks for streaming, tools or several answers, which a batch does not give")
+    _refuse_what_is_not_given(body)
     return RowRequest(row.index, _messages(body.get("messages")), _sampling(body, defaults), _constraint(body))
+
+
+def _refuse_what_is_not_given(body: Mapping[str, Any]) -> None:
+    """What would change the answer, and would be missed, is refused; what says who asks or how fast is not."""
+    if body.get("n") not in (None, 1):
+        raise BadRequestError("asks for several answers (n); a batch gives one a row")
+    for name, words in _NOT_GIVEN.items():
+        if body.get(name):
+            raise BadRequestError(f"asks for {words} ({name}), which a batch does not give")
+    if body.get("modalities") not in (None, ["text"]):
+        raise BadRequestError("asks for modalities other than text")
 
 
 def _messages(value: Any) -> tuple[ChatMessage, ...]:
@@ -85,6 +114,10 @@ def _sampling(body: Mapping[str, Any], defaults: SamplingParams) -> SamplingPara
     for name, value in asked.items():
         if isinstance(value, bool) or not isinstance(value, int if name in ("seed", "max_tokens") else int | float):
             raise BadRequestError(f"has {str(value)[:20]!r} as {name}")
+    if "seed" in asked:
+        asked["seed"] %= _MOST_SEED
+    if asked.get("top_p") == 0:
+        asked["top_p"] = _LEAST_TOP_P
     stop = body.get("stop")
     if isinstance(stop, str):
         stop = [stop]
@@ -106,7 +139,7 @@ def _constraint(body: Mapping[str, Any]) -> Constraint | None:
     if kind == "json_object":
         return Constraint(schema='{"type": "object"}')
     described = form.get("json_schema") if isinstance(form, Mapping) else None
-    schema = described.get("schema") if isinstance(described, Mapping) else None
+    schema = described.get("schema", {"type": "object"}) if isinstance(described, Mapping) else None
     if kind != "json_schema" or not isinstance(schema, Mapping):
         raise BadRequestError(f"asks for a response_format of the type {str(kind)[:20]!r} that is not understood")
     return Constraint(schema=json.dumps(schema))

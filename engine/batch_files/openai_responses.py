@@ -24,8 +24,11 @@ def errors_path(output: Path) -> Path:
     return output.with_name(f"{output.stem}.errors{output.suffix}")
 
 
-def write_openai(output: Path, answered: Iterable[tuple[Row, Answer]]) -> None:
+def write_openai(output: Path, answered: Iterable[tuple[Row, Answer]], created_s: int = 0) -> None:
     """Writes both files, each in one step; that of the failures only if there are any.
+
+    Args:
+        created_s: when the job began, seconds since 1970.
 
     Raises:
         EngineError: `DISK_FULL`, `INVALID_REQUEST`; the old files are then as they were.
@@ -37,7 +40,7 @@ def write_openai(output: Path, answered: Iterable[tuple[Row, Answer]]) -> None:
         for row, answer in answered:
             failures += answer.failed
             file = bad if answer.failed else good
-            file.write(json.dumps(_line(row, answer), ensure_ascii=False) + "\n")
+            file.write(json.dumps(_line(row, answer, created_s), ensure_ascii=False) + "\n")
         for file in (good, bad):
             file.flush()
             os.fsync(file.fileno())
@@ -57,35 +60,44 @@ def _new(path: Path, undo: ExitStack) -> TextIO:
     return file
 
 
-def _line(row: Row, answer: Answer) -> dict[str, Any]:
+def _line(row: Row, answer: Answer, created_s: int) -> dict[str, Any]:
     custom_id = row.fields.get("custom_id")
     # The same row has the same ids whenever its result is written.
     key = uuid.uuid5(_NAMESPACE, f"{custom_id}\0{answer.row}").hex
     line: dict[str, Any] = {"id": f"batch_req_{key}", "custom_id": custom_id, "response": None, "error": None}
     if answer.failed:
-        line["error"] = {"code": "invalid_request", "message": f"The row {answer.problem}."}
-        return line
+        # As requests are refused there: `error` itself is for batches that expire, which this one does not.
+        error = {
+            "message": f"The row {answer.problem}.",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": None,
+        }
+        line["response"] = {"status_code": 400, "request_id": key, "body": {"error": error}}
+    else:
+        line["response"] = {"status_code": 200, "request_id": key, "body": _completion(row, answer, key, created_s)}
+    return line
+
+
+def _completion(row: Row, answer: Answer, key: str, created_s: int) -> dict[str, Any]:
     body = row.fields.get("body")
     model = body.get("model") if isinstance(body, dict) else None
     choice = {
         "index": 0,
-        "message": {"role": "assistant", "content": answer.text},
+        "message": {"role": "assistant", "content": answer.text, "refusal": None},
         "logprobs": None,
         "finish_reason": _FINISH.get(answer.finish_reason, "stop"),
     }
-    line["response"] = {
-        "status_code": 200,
-        "request_id": key,
-        "body": {
-            "id": f"chatcmpl-{key}",
-            "object": "chat.completion",
-            "model": model,
-            "choices": [choice],
-            "usage": {
-                "prompt_tokens": answer.prompt_tokens,
-                "completion_tokens": answer.generated_tokens,
-                "total_tokens": answer.prompt_tokens + answer.generated_tokens,
-            },
+    return {
+        "id": f"chatcmpl-{key}",
+        "object": "chat.completion",
+        "created": created_s,
+        "model": model if isinstance(model, str) else "",
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": answer.prompt_tokens,
+            "completion_tokens": answer.generated_tokens,
+            "total_tokens": answer.prompt_tokens + answer.generated_tokens,
         },
+        "system_fingerprint": None,
     }
-    return line

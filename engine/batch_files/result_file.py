@@ -67,6 +67,7 @@ def write_result(
     answers: Iterable[Answer],
     *,
     openai: bool = False,
+    created_s: int = 0,
     between: Between = on_and_on,
 ) -> int:
     """Writes all rows that have an answer, in the input's order, replacing what is there.
@@ -74,6 +75,8 @@ def write_result(
     Args:
         answers: in the order of their rows.
         openai: write OpenAI's batch output, and failures into the file that `errors_path` names.
+
+        created_s: when the job began, which OpenAI's output says; seconds since 1970.
 
     Returns:
         How many rows were written.
@@ -84,7 +87,7 @@ def write_result(
     """
     counted = _Counted(_answered(source, iter(answers), between))
     if openai:
-        write_openai(path, counted)
+        write_openai(path, counted, created_s)
     else:
         _replace(path, lambda new: _FORMATS[path.suffix.lower()].write(new, source, counted))
     return counted.count

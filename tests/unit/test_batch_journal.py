@@ -256,16 +256,25 @@ def test_openai_answers_and_failures_go_into_two_files(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = open_source(path)
     output = tmp_path / "out.jsonl"
-    write_result(output, source, [Answer(0, "yes", "stop_string", 4, 2), failed(1, "is odd")], openai=True)
+    answers = [Answer(0, "yes", "stop_string", 4, 2), failed(1, "is odd")]
+    write_result(output, source, answers, openai=True, created_s=1_700_000_000)
     (good,) = [json.loads(line) for line in output.read_text().splitlines()]
     (bad,) = [json.loads(line) for line in errors_path(output).read_text().splitlines()]
     assert good["custom_id"] == "c0"
     assert good["response"]["status_code"] == 200
-    assert good["response"]["body"]["choices"][0]["message"] == {"role": "assistant", "content": "yes"}
+    assert good["error"] is None
+    body = good["response"]["body"]
+    assert (body["object"], body["created"], body["model"]) == ("chat.completion", 1_700_000_000, "m")
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "yes", "refusal": None}
     assert good["response"]["body"]["choices"][0]["finish_reason"] == "stop"
     assert good["response"]["body"]["usage"]["total_tokens"] == 6
-    assert (bad["custom_id"], bad["response"]) == ("c1", None)
-    assert "is odd" in bad["error"]["message"]
+    assert (bad["custom_id"], bad["error"], bad["response"]["status_code"]) == ("c1", None, 400)
+    assert bad["response"]["body"]["error"] == {
+        "message": "The row is odd.",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": None,
+    }
     write_result(output, source, [Answer(0, "yes", "stop")], openai=True)
     assert not errors_path(output).exists()
 

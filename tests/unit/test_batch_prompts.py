@@ -10,11 +10,12 @@ import pytest
 from engine.batch_files.answer import Answer
 from engine.batch_files.openai_requests import holds_openai_requests
 from engine.batch_files.opening import open_source
+from engine.batch_files.prepared_job import prepare
 from engine.batch_files.prompts import OpenAiPrompts, TemplatePrompts
 from engine.batch_files.request import RowRequest
 from engine.batch_files.row import Row
 from engine.batch_files.template import parse_template, template_of
-from engine.config import SamplingParams
+from engine.config import BatchJob, SamplingParams
 from engine.errors import EngineError
 
 _SAMPLING = SamplingParams(max_tokens=7)
@@ -100,6 +101,14 @@ def test_an_openai_request_brings_its_own_sampling(tmp_path: Path) -> None:
         ({"max_tokens": True}, "max_tokens"),
         ({"stop": [1]}, "stop"),
         ({"n": 2}, "several"),
+        ({"stream": True}, "stream"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"logprobs": True, "top_logprobs": 3}, "probabilities"),
+        ({"presence_penalty": 0.5}, "penalty"),
+        ({"logit_bias": {"5": 1}}, "bias"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"max_completion_tokens": 0}, "max_tokens is 0"),
+        ({"seed": 1.5}, "seed"),
         ({"response_format": {"type": "xml"}}, "response_format"),
     ],
 )
@@ -107,3 +116,60 @@ def test_openai_requests_that_cannot_be_answered_say_why(body: dict[str, object]
     ending = OpenAiPrompts(_SAMPLING)(_openai(**body))
     assert isinstance(ending, Answer)
     assert word in ending.problem
+
+
+def test_what_asks_for_nothing_out_of_the_way_is_answered() -> None:
+    harmless = {
+        "stream": False,
+        "n": 1,
+        "tools": [],
+        "logprobs": False,
+        "presence_penalty": 0,
+        "logit_bias": {},
+        "modalities": ["text"],
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": True,
+        "stop": None,
+        "top_p": 0,
+        "seed": -5 - 2**80,
+        "max_tokens": 9,
+        "max_completion_tokens": 4,
+        "response_format": {"type": "text"},
+    }
+    asked = OpenAiPrompts(_SAMPLING)(_openai(**harmless))
+    assert isinstance(asked, RowRequest)
+    assert asked.sampling.max_tokens == 4
+    assert 0 < asked.sampling.top_p < 1e-3
+    assert asked.sampling.seed is not None
+    assert 0 <= asked.sampling.seed < 2**63
+    anything = OpenAiPrompts(_SAMPLING)(_openai(response_format={"type": "json_schema", "json_schema": {"name": "n"}}))
+    assert isinstance(anything, RowRequest)
+    assert anything.constraint is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"custom_id": 3}, "custom_id"),
+        ({"method": "GET"}, "GET"),
+        ({"url": "/v1/embeddings"}, "/v1/embeddings"),
+        ({"body": "text"}, "no body"),
+    ],
+)
+def test_an_envelope_that_is_not_right_says_why(fields: dict[str, object], word: str) -> None:
+    row = _openai()
+    ending = OpenAiPrompts(_SAMPLING)(Row(0, {**row.fields, **fields}))
+    assert isinstance(ending, Answer)
+    assert word in ending.problem
+
+
+def test_a_custom_id_counts_once(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({**_openai().fields, "custom_id": name}) + "\n" for name in "aba"))
+    prepared = prepare(BatchJob(str(path), str(tmp_path / "out.jsonl"), start="resume"))
+    for _ in range(2):
+        asked = [entry for _share, entry in prepared.asked()]
+        assert [isinstance(entry, Answer) for entry in asked] == [False, False, True]
+        assert isinstance(asked[2], Answer)
+        assert "earlier row" in asked[2].problem

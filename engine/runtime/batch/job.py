@@ -204,16 +204,15 @@ class JobRun:
 
     def _written(self, finished: bool) -> JobEnding:
         """Writes the result, of a cancelled job as far as there is one, and says what was done."""
-        source, output = self._prepared.source, self._prepared.output
+        source, output, begun_s = self._prepared.source, self._prepared.output, int(self._journal.begun_s)
+
+        def write(between: Between) -> int:
+            answers, openai = self._journal.answers(), self._prepared.openai
+            return write_result(output, source, answers, openai=openai, created_s=begun_s, between=between)
+
         while True:
             try:
-                written = self._aside(
-                    "Writing the result",
-                    lambda between: write_result(
-                        output, source, self._journal.answers(), openai=self._prepared.openai, between=between
-                    ),
-                    cancelled=None if finished else never,
-                )
+                written = self._aside("Writing the result", write, cancelled=None if finished else never)
                 if finished:
                     self._journal.finish()
                 return JobEnding(finished, self._pace(), written, self._meter.tokens)
