@@ -17,7 +17,7 @@ from engine.config import EngineConfig, SamplingParams
 from engine.errors import ErrorCode
 from engine.protocol import ChatMessage, Failed, Finished, ModelLoaded, Token
 
-CHECKOUT = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(__file__).resolve().parents[3]
 WAIT_MS = 60_000
 ENDLESS = SamplingParams(temperature=1.0, seed=1, max_tokens=100_000)
 

@@ -20,7 +20,7 @@ from app.theme import ThemeController
 from app.views.chat.chat_view import ChatView
 from engine.config import EngineConfig, SamplingParams
 
-CHECKOUT = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(__file__).resolve().parents[3]
 WAIT_MS = 60_000
 
 

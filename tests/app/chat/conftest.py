@@ -1,0 +1,46 @@
+"""The chat page: a real store, a scripted engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from pytestqt.qtbot import QtBot
+
+from app.services.chat_store import ChatStore
+from app.services.settings import Settings
+from app.theme import ThemeController
+from app.views.chat.chat_view import ChatView
+from tests.app.scripted_engine import ScriptedEngine
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture
+def store(qtbot: QtBot) -> Iterator[ChatStore]:
+    store = ChatStore()
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def open_page(qtbot: QtBot, engine: ScriptedEngine, store: ChatStore) -> Callable[[], ChatView]:
+    def build() -> ChatView:
+        theme = ThemeController("light")
+        page = ChatView(engine, store, theme, Settings())  # type: ignore[arg-type]
+        theme.setParent(page)
+        qtbot.addWidget(page, before_close_func=lambda page: page.close_down())
+        page.resize(1072, 800)
+        with qtbot.waitSignal(store.listed):
+            page.show()
+        return page
+
+    return build
+
+
+@pytest.fixture
+def page(open_page: Callable[[], ChatView]) -> ChatView:
+    return open_page()

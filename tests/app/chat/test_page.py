@@ -1,0 +1,115 @@
+"""What belongs to the page: settings of a chat, copying, scrolling, colours, links."""
+
+from __future__ import annotations
+
+import pytest
+from PySide6.QtCore import Qt
+from PySide6.QtGui import QGuiApplication
+from pytestqt.qtbot import QtBot
+
+from app.models.conversation_defaults import Preset
+from app.services.chat_store import ChatStore, Conversation, Message
+from app.views.chat.chat_view import ChatView
+from app.views.chat.user_message import UserMessage
+from tests.app.chat.chat_page import answered, last_answer, type_and_send
+from tests.app.scripted_engine import ScriptedEngine
+
+
+def test_sampling_and_system_prompt_belong_to_the_chat(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
+    page.composer.edit_sampling()
+    card = page.composer.sampling_popover
+    card.presets[Preset.PRECISE].click()
+    assert page.composer.sampling_button.text() == "Precise"
+    card.temperature.setValue(1.25)
+    card.stop.setText(r"END, \n\n")
+    card.stop.textEdited.emit("")
+    card.seed.setText("7")
+    card.seed.textEdited.emit("")
+    assert page.composer.sampling_button.text() == "Custom"
+    qtbot.keyClick(card.temperature, Qt.Key.Key_Escape)
+    assert card.isHidden()
+    page.composer.edit_system_prompt()
+    page.composer.system_popover.text.setPlainText("You are brief.")
+    qtbot.mouseClick(page.transcript, Qt.MouseButton.LeftButton)
+    assert page.composer.system_popover.isHidden()
+    type_and_send(qtbot, page, "q")
+    _, messages, sampling = engine.requests[0]
+    assert (messages[0].role, messages[0].content) == ("system", "You are brief.")
+    assert (sampling.temperature, sampling.stop, sampling.seed) == (1.25, ("END", "\n\n"), 7)
+    engine.finish()
+    page.new_chat()
+    assert page.composer.sampling_button.text() == "Balanced"
+
+
+def test_copying_gives_the_text(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
+    answered(qtbot, page, engine, "my question", "an **answer**")
+    last_answer(page)._copy.click()
+    assert QGuiApplication.clipboard().text().strip() == "an **answer**"
+    first = page.transcript.turns[0]
+    assert isinstance(first, UserMessage)
+    first._buttons[0].click()
+    assert QGuiApplication.clipboard().text() == "my question"
+
+
+def test_the_view_stays_at_the_end_only_if_the_reader_is_there(
+    page: ChatView, engine: ScriptedEngine, qtbot: QtBot
+) -> None:
+    type_and_send(qtbot, page, "count")
+    engine.write("line\n\n" * 100)
+    bar = page.transcript.verticalScrollBar()
+    qtbot.waitUntil(lambda: bar.maximum() > 500 and bar.value() == bar.maximum())
+    bar.setValue(100)
+    assert page.transcript._jump.isVisible()
+    most = bar.maximum()
+    engine.write("line\n\n" * 50)
+    qtbot.waitUntil(lambda: bar.maximum() > most)
+    assert bar.value() == 100
+    qtbot.mouseClick(page.transcript._jump, Qt.MouseButton.LeftButton)
+    assert bar.value() == bar.maximum()
+    assert not page.transcript._jump.isVisible()
+    engine.finish()
+
+
+def test_a_long_conversation_is_built_a_little_at_a_time(page: ChatView, store: ChatStore, qtbot: QtBot) -> None:
+    messages = [
+        Message(str(n), "long", str(n - 1) if n else None, "assistant" if n % 2 else "user", f"turn {n}")
+        for n in range(300)
+    ]
+    store.create(Conversation("long", "Long", created_at=1.0, updated_at=1.0), messages)
+    page.presenter.open("long")
+    qtbot.waitUntil(lambda: len(page.presenter.model.rows) == 300)
+    assert len(page.transcript.turns) < 300
+    qtbot.waitUntil(lambda: len(page.transcript.turns) == 300, timeout=20_000)
+    assert [turn.message_id for turn in page.transcript.turns] == [message.id for message in messages]
+
+
+def test_colours_follow_the_theme(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
+    answered(qtbot, page, engine, "q", "a")
+    before = page.styleSheet()
+    page._theme.set_choice("dark")
+    assert page.styleSheet() != before
+    page._theme.set_font_px(20)
+    assert page.transcript.turns[-1].maximumWidth() > 680
+
+
+def test_everything_has_a_name_for_those_who_cannot_see_it(
+    page: ChatView, engine: ScriptedEngine, qtbot: QtBot
+) -> None:
+    answered(qtbot, page, engine, "q", "a")
+    from PySide6.QtWidgets import QAbstractButton, QLineEdit, QPlainTextEdit
+
+    for kind in (QAbstractButton, QLineEdit, QPlainTextEdit):
+        for widget in page.findChildren(kind):
+            if widget.isVisible() and widget.focusPolicy() != Qt.FocusPolicy.NoFocus:
+                assert widget.accessibleName() or getattr(widget, "text", str)(), widget
+
+
+def test_links_open_only_if_they_are_of_the_web(page: ChatView, monkeypatch: pytest.MonkeyPatch) -> None:
+    from PySide6.QtCore import QUrl
+    from PySide6.QtGui import QDesktopServices
+
+    opened: list[str] = []
+    monkeypatch.setattr(QDesktopServices, "openUrl", lambda url: opened.append(url.toString()))
+    for url in ("https://example.org/", "file:///etc/passwd", "javascript:alert(1)"):
+        page.transcript.link_activated.emit(QUrl(url))
+    assert opened == ["https://example.org/"]

@@ -1,0 +1,121 @@
+"""The engine loads, dies and is restarted; the store cannot write: nothing that was said is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from PySide6.QtCore import Qt
+from pytestqt.qtbot import QtBot
+
+from app.services.chat_store import ChatStore, MessageState
+from app.services.engine_client import EngineState
+from app.views.chat.chat_view import ChatView
+from app.views.chat.close_guard import CloseGuard
+from tests.app.chat.chat_page import last_answer, shown, type_and_send
+from tests.app.scripted_engine import STARTER, ScriptedEngine
+
+
+def test_a_message_sent_while_the_model_loads_waits_in_sight(
+    open_page: Callable[[], ChatView], engine: ScriptedEngine, qtbot: QtBot
+) -> None:
+    engine.model, engine.state = None, EngineState.STARTING
+    page = open_page()
+    engine.start_loading(40, 100)
+    assert page.title_bar.model_chip.text == "loading the model 40%"
+    assert "40%" in page.empty.hint
+    type_and_send(qtbot, page, "Hello?")
+    assert last_answer(page).figures == "waiting for the model to load 40%"
+    assert engine.requests == []
+    engine.end_loading()
+    engine.write("Hello!")
+    engine.finish()
+    assert shown(page)[-1] == ("assistant", "Hello!")
+    assert page.title_bar.model_chip.text == "Starter · bf16"
+    assert page.title_bar.device_chip.text == "CPU · 2 threads"
+
+
+def test_a_device_that_was_not_asked_for_is_told(open_page: Callable[[], ChatView], engine: ScriptedEngine) -> None:
+    engine.model = replace(STARTER, device_note="CUDA was asked for, but there is no driver")
+    page = open_page()
+    assert "no driver" in page.title_bar.device_chip.text
+    assert page.title_bar.device_chip.toolTip() == engine.model.device_note
+
+
+def test_the_engine_dies_is_restarted_and_the_chat_goes_on(
+    page: ChatView, engine: ScriptedEngine, store: ChatStore, qtbot: QtBot
+) -> None:
+    type_and_send(qtbot, page, "Tell me")
+    engine.write("The text ", "so far")
+    engine.die()
+    answer = last_answer(page)
+    assert shown(page)[-1] == ("assistant", "The text so far")
+    assert "killed" in answer.note
+    assert "kept" in answer.note
+    assert not answer._restart.isHidden()
+    assert answer._note_again.isHidden()
+    qtbot.mouseClick(answer._restart, Qt.MouseButton.LeftButton)
+    assert engine.restarts == 1
+    engine.start_loading()
+    engine.end_loading()
+    assert answer._restart.isHidden()
+    qtbot.mouseClick(answer._note_continue, Qt.MouseButton.LeftButton)
+    assert [m.role for m in engine.requests[-1][1]] == ["user", "assistant", "user"]
+    engine.write("and the rest")
+    engine.finish()
+    assert shown(page)[-1] == ("assistant", "and the rest")
+    with qtbot.waitSignal(store.loaded) as loaded:
+        store.load(page.presenter.conversation.id)
+    assert loaded.args[1][1].state is MessageState.PARTIAL
+
+
+def test_a_message_sent_to_a_dead_engine_waits_for_the_restart(
+    page: ChatView, engine: ScriptedEngine, qtbot: QtBot
+) -> None:
+    engine.die()
+    type_and_send(qtbot, page, "Are you there?")
+    assert "restarted" in last_answer(page).note
+    engine.restart()
+    engine.start_loading()
+    engine.end_loading()
+    engine.write("Yes")
+    engine.finish()
+    assert shown(page)[-1] == ("assistant", "Yes")
+    assert last_answer(page).note == ""
+
+
+def test_an_engine_that_died_before_any_model_loads_the_default_one(
+    open_page: Callable[[], ChatView], engine: ScriptedEngine, qtbot: QtBot
+) -> None:
+    engine.model, engine.state, engine.knows_a_model = None, EngineState.STARTING, False
+    page = open_page()
+    engine.die()
+    type_and_send(qtbot, page, "Hello?")
+    last_answer(page).acted.emit("restart")
+    assert [config.model for config in engine.loads] == ["starter"]
+
+
+def test_a_store_in_trouble_is_told_and_taken_back(page: ChatView, store: ChatStore) -> None:
+    store.trouble.emit("The disk is full.")
+    assert page.trouble_banner.isVisible()
+    store.trouble.emit("")
+    assert not page.trouble_banner.isVisible()
+
+
+def test_closing_with_unsaved_text_is_asked_about(
+    page: ChatView, store: ChatStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    answers = [False, True]
+
+    def ask(_: CloseGuard) -> bool:
+        asked.append(True)
+        return answers[len(asked) - 1]
+
+    monkeypatch.setattr(CloseGuard, "ask", ask)
+    monkeypatch.setattr(ChatStore, "unsaved", 3)
+    store.trouble.emit("The disk is full.")
+    assert not page.close()
+    assert page.close()
+    assert len(asked) == 2
