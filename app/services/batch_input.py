@@ -17,7 +17,7 @@ from engine.errors import EngineError
 
 SHOWN_ROWS = 5
 _MOST_CHARACTERS = 300
-_TEXT = frozenset({".txt", ".md", ".csv", ".tsv", ".jsonl", ".ndjson"})
+TEXT_SUFFIXES = frozenset({".txt", ".md", ".csv", ".tsv", ".jsonl", ".ndjson"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def look_at(path: Path, form: InputForm) -> InputPreview:
         rows=shown,
         template=template,
         openai=openai,
-        is_text=bool(suffixes & _TEXT),
+        is_text=bool(suffixes & TEXT_SUFFIXES),
         is_delimited=".csv" in suffixes,
         has_plain_text=".txt" in suffixes,
         problem=next((row.problem for row in first if row.problem), ""),

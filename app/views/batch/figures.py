@@ -33,4 +33,5 @@ def clock_text(moment_s: float, now: datetime | None = None) -> str:
         return translate("Batch", "tomorrow {0}").format(time)
     if days < 7:
         return f"{locale.dayName(moment.isoweekday())} {time}"
-    return locale.toString(QDate(moment.year, moment.month, moment.day), "d MMM")
+    year = "" if moment.year == now.year else " yyyy"
+    return locale.toString(QDate(moment.year, moment.month, moment.day), f"d MMM{year}")

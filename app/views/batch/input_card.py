@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from PySide6.QtCore import Signal
 from PySide6.QtWidgets import QCheckBox, QComboBox, QPushButton, QWidget
 
 from app.models.batch_rows import InputRowsModel
-from app.services.batch_input import InputPreview
+from app.services.batch_input import TEXT_SUFFIXES, InputPreview
 from app.views.batch.flow_layout import Flow
 from app.views.batch.text_table import TextTable
 from app.views.chat.chip import ElidedLabel
@@ -54,7 +56,8 @@ class InputCard(Card):
         for label in (self._words, self._trouble):
             self.body.addWidget(label)
         self.body.addWidget(self.table)
-        self.body.addWidget(Flow(self.encoding, self.separator, self.whole_files, parent=self))
+        self._doubts = Flow(self.encoding, self.separator, self.whole_files, parent=self)
+        self.body.addWidget(self._doubts)
         self._total: int | None = None
         self._preview: InputPreview | None = None
 
@@ -65,11 +68,17 @@ class InputCard(Card):
         tell(self._words, self.tr("Reading the file…"))
         tell(self._trouble, "")
         self.table.hide()
+        self._doubts.hide()
 
-    def show_failure(self, sentence: str) -> None:
-        """Says why the file cannot be used as it is."""
+    def show_failure(self, path: Path, sentence: str) -> None:
+        """Says why the file cannot be used as it is; another encoding or separator may mend it."""
         tell(self._words, "")
         tell(self._trouble, sentence)
+        suffix = path.suffix.lower()
+        self.encoding.setVisible(suffix in TEXT_SUFFIXES)
+        self.separator.setVisible(suffix == ".csv")
+        self.whole_files.hide()
+        self._doubts.setVisible(suffix in TEXT_SUFFIXES and path.is_file())
 
     def show_preview(self, preview: InputPreview) -> None:
         """Shows the file's columns and first rows."""
@@ -83,6 +92,7 @@ class InputCard(Card):
         self.encoding.setVisible(preview.is_text)
         self.separator.setVisible(preview.is_delimited)
         self.whole_files.setVisible(preview.has_plain_text)
+        self._doubts.setVisible(preview.is_text)
         openai = self.tr(
             "An OpenAI batch file: each row brings its own messages and settings, and is answered in OpenAI's format."
         )

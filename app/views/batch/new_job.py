@@ -149,7 +149,7 @@ class NewJob(QWidget):
         self._shown_input = preview.path
         self.input.show_preview(preview)
         self.template.setVisible(not preview.openai)
-        self.template.set_columns(preview.columns, preview.template)
+        self.template.set_columns(preview.columns, preview.template, _wordiest(preview))
         self.answers.set_openai(preview.openai)
         if another:
             self.output.suggest(preview)
@@ -163,7 +163,7 @@ class NewJob(QWidget):
 
     def _on_unreadable(self, error: Exception, left: threading.Event) -> None:
         if not left.is_set():
-            self.input.show_failure(_sentence(error))
+            self.input.show_failure(self._path, _sentence(error))
             for card in self._cards[1:]:
                 card.setVisible(False)
             self._show_state()
@@ -346,6 +346,11 @@ class NewJob(QWidget):
         self._scroll = scroll
         self.setTabOrder(self.sample.button, self.foot.cancel)
         self.setTabOrder(self.foot.cancel, self.foot.start)
+
+
+def _wordiest(preview: InputPreview) -> str:
+    lengths = [sum(len(row[place]) for row in preview.rows) for place in range(len(preview.columns))]
+    return preview.columns[lengths.index(max(lengths))] if lengths else ""
 
 
 def _check(job: BatchJob) -> bool:

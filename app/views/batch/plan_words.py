@@ -14,7 +14,7 @@ def plan_text(plan: BatchPlanned, now_s: float, alone_tokens_per_s: float = 0.0)
     Args:
         alone_tokens_per_s: with one row after the other; 0 where nobody knows.
     """
-    shared = shared_text(plan.rows_together)
+    shared = shared_text(plan.rows_together) if plan.rows > 1 else translate("Batch", "One row")
     rate = translate("Batch", "{0} to {1} tokens/s").format(*_rates(plan))
     if plan.is_measured:
         first, last = clock_text(now_s + plan.seconds_low), clock_text(now_s + plan.seconds_high)

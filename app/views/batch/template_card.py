@@ -38,7 +38,6 @@ class TemplateCard(Card):
         self._chips = Flow(parent=self, gap=6)
         self.edit = TemplateEdit(theme, self)
         self.edit.setAccessibleName(self.tr("Template"))
-        self.edit.setPlaceholderText(self.tr("Summarise in one line: {{text}}"))
         self.edit.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
         self._hint = muted_label(
             self, self.tr("A click on a column puts it where the cursor is; each row's own text goes there.")
@@ -54,8 +53,12 @@ class TemplateCard(Card):
         self.edit.textChanged.connect(self._on_edited)
         self.system.textChanged.connect(self.changed)
 
-    def set_columns(self, columns: tuple[str, ...], suggestion: str) -> None:
-        """The columns of another input; what was written stays if it fits."""
+    def set_columns(self, columns: tuple[str, ...], suggestion: str, wordiest: str = "") -> None:
+        """The columns of another input; what was written stays if it fits.
+
+        Args:
+            wordiest: the column with the longest texts, for an example of what may be written.
+        """
         self._columns = columns
         self._chips.clear()
         before: QWidget = self.edit.previousInFocusChain() or self.edit
@@ -70,6 +73,8 @@ class TemplateCard(Card):
             chip.show()
         self._chips.updateGeometry()
         self.edit.set_columns(columns)
+        example = wordiest or next(iter(columns), "text")
+        self.edit.setPlaceholderText(self.tr("Summarise in one line: {0}").format(f"{{{{{example}}}}}"))
         if not self.edit.toPlainText().strip() or self.problem():
             self.edit.setPlainText(suggestion)
         self._on_edited()
