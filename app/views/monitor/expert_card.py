@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from PySide6.QtCore import Qt
-from PySide6.QtWidgets import QPushButton, QSizePolicy, QSlider, QSpacerItem, QWidget
+from PySide6.QtWidgets import QHeaderView, QPushButton, QSizePolicy, QSlider, QSpacerItem, QTableView, QWidget
 
 from app.theme import ThemeController
 from app.widgets.card import Card, muted_label
-from app.widgets.expert_map.data import MapData, map_data, place_bits
+from app.widgets.expert_map.data import MapData, map_data
+from app.widgets.expert_map.legend import MapLegend
+from app.widgets.expert_map.table import ExpertTable
 from app.widgets.expert_map.view import ExpertMapView
 from engine.errors import EngineError
 from engine.telemetry.messages import ExpertMap
@@ -24,22 +26,34 @@ class ExpertCard(Card):
         self.by_use.setProperty("kind", "chip")
         self.by_use.setCheckable(True)
         self.by_use.setToolTip(self.tr("Sort each layer's experts by use instead of by number"))
+        self.as_table = QPushButton(self.tr("Table"), self)
+        self.as_table.setProperty("kind", "chip")
+        self.as_table.setCheckable(True)
+        self.as_table.setToolTip(self.tr("The same experts as numbers, sorted by any column"))
+        self.as_table.setAccessibleName(self.tr("Show the experts as a table"))
         self.head.addWidget(self.by_use)
+        self.head.addWidget(self.as_table)
         self.view = ExpertMapView(theme, self)
+        self.legend = MapLegend(theme, self)
+        self.table = self._make_table()
         self._hint = muted_label(self)
         self.body.addWidget(self.view, 1)
+        self.body.addWidget(self.table, 1)
+        self.body.addWidget(self.legend)
         self.body.addWidget(self._hint)
         self._room = QSpacerItem(0, 0)
         self.body.addItem(self._room)
         self.by_use.toggled.connect(self.view.sort_by_use)
+        self.as_table.toggled.connect(lambda: self._show_parts())
         self._event: ExpertMap | None = None
+        self._data: MapData | None = None
         self._replayed: list[tuple[int, ExpertMap]] | None = None
         self.replay = QSlider(Qt.Orientation.Horizontal, self)
         self.replay.setAccessibleName(self.tr("Moment of the recorded session"))
         self.replay.setToolTip(self.tr("Moves through the maps of the recorded session"))
         self.replay.valueChanged.connect(self._show_replayed)
         self.replay.hide()
-        self.body.insertWidget(2, self.replay)
+        self.body.insertWidget(3, self.replay)
         self.show_event(None)
 
     def show_recording(self, maps: list[tuple[int, ExpertMap]] | None) -> None:
@@ -71,31 +85,45 @@ class ExpertCard(Card):
                 data = map_data(event)
             except EngineError:
                 data = None
+        self._data = data
         self.view.show_data(data)
-        self.view.setVisible(data is not None)
-        self._room.changeSize(0, 0, QSizePolicy.Policy.Minimum, _growing(data is None))
-        self.body.invalidate()
-        self.by_use.setVisible(data is not None)
+        self.legend.show_data(data)
+        self._show_parts()
         if data is None:
             self.aside.setText("")
             self._hint.setText(self.tr("Load a model with experts and ask something: each expert is a square here."))
             return
         rows, columns = data.shape
         self.aside.setText(self.tr("{0} layers × {1} experts").format(rows, columns))
-        self._hint.setText(_legend(self, data))
+
+    def _show_parts(self) -> None:
+        """The map or the table, and what belongs to it."""
+        data, as_table = self._data, self.as_table.isChecked()
+        self.experts.show_data(data if as_table else None)
+        self.view.setVisible(data is not None and not as_table)
+        self.table.setVisible(data is not None and as_table)
+        self.legend.setVisible(data is not None and not as_table)
+        self._hint.setVisible(data is None)
+        self._room.changeSize(0, 0, QSizePolicy.Policy.Minimum, _growing(data is None))
+        self.body.invalidate()
+        self.by_use.setVisible(data is not None and not as_table)
+        self.as_table.setVisible(data is not None)
+
+    def _make_table(self) -> QTableView:
+        table = QTableView(self)
+        self.experts = ExpertTable(self)
+        table.setModel(self.experts)
+        table.setAccessibleName(self.tr("Experts as a table"))
+        table.verticalHeader().hide()
+        table.verticalHeader().setDefaultSectionSize(24)
+        table.horizontalHeader().setSectionResizeMode(QHeaderView.ResizeMode.Stretch)
+        table.horizontalHeader().setSortIndicator(0, Qt.SortOrder.AscendingOrder)
+        table.setSortingEnabled(True)
+        table.setEditTriggers(QTableView.EditTrigger.NoEditTriggers)
+        table.setSelectionBehavior(QTableView.SelectionBehavior.SelectRows)
+        table.setMinimumHeight(160)
+        return table
 
 
 def _growing(grows: bool) -> QSizePolicy.Policy:
     return QSizePolicy.Policy.Expanding if grows else QSizePolicy.Policy.Fixed
-
-
-def _legend(card: ExpertCard, data: MapData) -> str:
-    vram, ram, disk, _ = place_bits(data)
-    parts = [card.tr("dark to yellow: use of late")]
-    if vram:
-        parts.append(card.tr("outlined or marked white: in VRAM"))
-    if disk:
-        parts.append(card.tr("striped: only on disk"))
-    if not vram and not disk and ram:
-        parts.append(card.tr("all in RAM"))
-    return " · ".join(parts)

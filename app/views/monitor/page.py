@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from PySide6.QtCore import Qt, QTimer, Signal
-from PySide6.QtGui import QHideEvent, QShowEvent
+from PySide6.QtGui import QHideEvent, QResizeEvent, QShowEvent
 from PySide6.QtWidgets import QFrame, QScrollArea, QVBoxLayout, QWidget
 
 from app.services.background import BackgroundCall
@@ -29,6 +29,8 @@ from app.widgets.page_header import PageHeader
 from engine.model_info import ModelInfo
 
 _REFRESH_MS = 500
+_NARROW_PX = 860
+"""Less, and the header has no room for whole sentences."""
 
 
 class MonitorPage(QWidget):
@@ -48,7 +50,7 @@ class MonitorPage(QWidget):
         parent: QWidget | None = None,
     ) -> None:
         super().__init__(parent)
-        self._client, self._hub, self._settings = client, hub, settings
+        self._client, self._hub, self._settings, self._theme = client, hub, settings, theme
         self.setFocusPolicy(Qt.FocusPolicy.ClickFocus)
         self.setAccessibleName(self.tr("Monitor"))
         self.summary = SummaryCard(self)
@@ -119,6 +121,10 @@ class MonitorPage(QWidget):
         column.addWidget(self.session_banner)
         column.addWidget(self.notice)
         column.addWidget(scroll, 1)
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        self.ranges.set_narrow(self.width() < _NARROW_PX * self._theme.font_px / 14)
 
     def showEvent(self, event: QShowEvent) -> None:
         super().showEvent(event)

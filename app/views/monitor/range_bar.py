@@ -15,6 +15,7 @@ class RangeBar(QWidget):
     def __init__(self, navigator: Navigator, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._navigator = navigator
+        self._is_narrow = False
         self._group = QButtonGroup(self)
         self._group.setExclusive(True)
         row = QHBoxLayout(self)
@@ -46,6 +47,12 @@ class RangeBar(QWidget):
         navigator.live_changed.connect(self._show)
         self._show()
 
+    def set_narrow(self, is_narrow: bool) -> None:
+        """Whether there is little room: then the last button says less, and its tool tip the rest."""
+        if is_narrow != self._is_narrow:
+            self._is_narrow = is_narrow
+            self._show()
+
     def _choose(self, button: QPushButton) -> None:
         self._navigator.set_preset(self._spans[button])
 
@@ -56,7 +63,15 @@ class RangeBar(QWidget):
         self._group.setExclusive(True)
         live = self._navigator.is_live
         self.freeze.setChecked(not live)
-        self.freeze.setText(self.tr("Space freezes") if live else self.tr("Standing still: Home follows"))
+        if self._is_narrow:
+            self.freeze.setText(self.tr("Freeze") if live else self.tr("Frozen"))
+        else:
+            self.freeze.setText(self.tr("Space freezes") if live else self.tr("Standing still: Home follows"))
+        self.freeze.setToolTip(
+            self.tr("Space freezes the picture; recording goes on")
+            if live
+            else self.tr("Home follows what happens now")
+        )
         self.freeze.setAccessibleName(
             self.tr("Freeze the picture; recording goes on") if live else self.tr("Follow what happens now")
         )

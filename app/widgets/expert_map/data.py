@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from PySide6.QtCore import QCoreApplication
 
 from engine.errors import EngineError, ErrorCode
 from engine.telemetry.messages import ARRIVING, IN_RAM, IN_VRAM, ON_DISK, ExpertMap
 from engine.telemetry.records import unpack
+
+translate = QCoreApplication.translate
 
 MOST_CELLS = 2**20
 
@@ -21,6 +25,7 @@ class MapData:
     Attributes:
         layers: number of each row's layer.
         heat: 0 to 255, decayed use; places: bits, see `engine.telemetry.messages`.
+        hottest: uses that 255 of heat stands for.
         exists: false where a layer has fewer experts than the widest one.
     """
 
@@ -32,6 +37,7 @@ class MapData:
     hits: NDArray[np.uint32]
     last_step: NDArray[np.uint32]
     record_bytes: tuple[int, ...]
+    hottest: float = 0.0
 
     @property
     def exists(self) -> NDArray[np.bool_]:
@@ -76,6 +82,7 @@ def map_data(event: ExpertMap) -> MapData:
         grid(event.hits, np.uint32).astype(np.uint32),
         grid(event.last_step, np.uint32).astype(np.uint32),
         event.record_bytes,
+        event.hottest if math.isfinite(event.hottest) and event.hottest > 0 else 0.0,
     )
 
 
@@ -83,3 +90,14 @@ def place_bits(data: MapData) -> tuple[bool, bool, bool, bool]:
     """Whether any expert is in VRAM, in RAM, on disk, on its way."""
     seen = int(np.bitwise_or.reduce(data.places, axis=None)) if data.places.size else 0
     return bool(seen & IN_VRAM), bool(seen & IN_RAM), bool(seen & ON_DISK), bool(seen & ARRIVING)
+
+
+def place_text(place: int) -> str:
+    """Where an expert is, by its bits: `in VRAM, in RAM`."""
+    names = (
+        (IN_VRAM, translate("ExpertMap", "in VRAM")),
+        (ARRIVING, translate("ExpertMap", "on its way")),
+        (IN_RAM, translate("ExpertMap", "in RAM")),
+        (ON_DISK, translate("ExpertMap", "on disk")),
+    )
+    return ", ".join(name for bit, name in names if place & bit)

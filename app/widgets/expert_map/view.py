@@ -9,10 +9,10 @@ from PySide6.QtGui import QColor, QImage, QKeyEvent, QMouseEvent, QPainter, QPai
 from PySide6.QtWidgets import QSizePolicy, QToolTip, QWidget
 
 from app.theme import ThemeController
-from app.widgets.expert_map.data import MapData
+from app.widgets.expert_map.data import MapData, place_text
 from app.widgets.expert_map.picture import draw_map
 from app.widgets.quantities import memory, number
-from engine.telemetry.messages import ARRIVING, IN_RAM, IN_VRAM, ON_DISK
+from engine.telemetry.messages import IN_VRAM, ON_DISK
 
 MARGIN_PX = 26
 GAP_PX = 4
@@ -80,17 +80,8 @@ class ExpertMapView(QWidget):
             )
         if last := int(data.last_step[row, expert]):
             parts.append(self.tr("last {0} steps ago").format(max(0, data.step - last)))
-        parts += [memory(data.record_bytes[row]), self._place_text(place)]
+        parts += [memory(data.record_bytes[row]), place_text(place)]
         return " · ".join(parts)
-
-    def _place_text(self, place: int) -> str:
-        names = (
-            (IN_VRAM, self.tr("in VRAM")),
-            (ARRIVING, self.tr("on its way")),
-            (IN_RAM, self.tr("in RAM")),
-            (ON_DISK, self.tr("on disk")),
-        )
-        return ", ".join(name for bit, name in names if place & bit)
 
     # --- painting ---------------------------------------------------------------------------------
 

@@ -12,7 +12,23 @@ from app.theme import Theme
 from app.widgets.timeline.colours import faded, text_on
 from app.widgets.timeline.viewport import Viewport
 from engine.telemetry.analysis import token_ticks
-from engine.telemetry.lanes import DECODE, FOR_LATER, PREFILL, span_name
+from engine.telemetry.lanes import (
+    ATTENTION,
+    DECODE,
+    DENSE,
+    EXPERTS,
+    FETCH,
+    FOR_LATER,
+    HIDDEN,
+    POST_FETCH,
+    PREFETCH,
+    PREFILL,
+    READ,
+    READ_AHEAD,
+    RESULTS,
+    WHOLE_LAYER,
+    span_name,
+)
 from engine.telemetry.records import Records
 
 translate = QCoreApplication.translate
@@ -21,8 +37,22 @@ MOST_ROWS = 4
 RUN_PX = 19
 _APART_PX = 3
 """Ticks that are nearer to each other are a band."""
-_NAME_PX = 26
+_NAME_PX = 14
 """A narrower block has no room for its name."""
+_LETTERS = {
+    ATTENTION: "A",
+    DENSE: "A",
+    EXPERTS: "E",
+    FETCH: "W",
+    POST_FETCH: "W",
+    PREFETCH: "W",
+    WHOLE_LAYER: "L",
+    HIDDEN: "H",
+    RESULTS: "H",
+    READ: "R",
+    READ_AHEAD: "R",
+}
+"""Attention, experts, weights on their way, whole layers, hidden states, reads."""
 
 
 def fits(spans: Records, viewport: Viewport) -> bool:
@@ -78,9 +108,10 @@ def draw_blocks(
             painter.setPen(QPen(colour, 1))
             painter.drawLine(rect.topLeft(), rect.bottomLeft())
         if rect.width() >= _NAME_PX:
-            inner = rect.intersected(area).adjusted(4, 0, -2, 0)
-            text = metrics.elidedText(span_label(spans[index]), Qt.TextElideMode.ElideRight, inner.width())
-            if len(text) > 2:
+            inner = rect.intersected(area).adjusted(3, 0, -2, 0)
+            labels = span_labels(spans[index])
+            text = next((label for label in labels if metrics.horizontalAdvance(label) <= inner.width()), "")
+            if text:
                 if later:
                     painter.fillRect(
                         QRectF(inner.left() - 2, inner.center().y() - 8, metrics.horizontalAdvance(text) + 4, 16),
@@ -88,6 +119,15 @@ def draw_blocks(
                     )
                 painter.setPen(text_on(colour))
                 painter.drawText(inner, Qt.AlignmentFlag.AlignVCenter | Qt.AlignmentFlag.AlignLeft, text)
+
+
+def span_labels(span: np.void) -> tuple[str, ...]:
+    """`experts ×7 · layer 12`, and shorter ones: `experts 12`, and `E12` as the papers' figures have it."""
+    whole, name = span_label(span), span_name(int(span["name"]))
+    letter = _LETTERS.get(int(span["name"]), "")
+    if span["layer"] < 0:
+        return whole, name
+    return tuple(filter(None, (whole, f"{name} {int(span['layer'])}", f"{letter}{int(span['layer'])}", letter)))
 
 
 def span_label(span: np.void) -> str:
