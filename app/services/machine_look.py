@@ -14,6 +14,9 @@ from engine.planner.plan_parts import Limits
 from engine.tuning.applying import machine_changes
 from engine.tuning.keeping import all_results
 
+_MUCH = 0.05
+"""Share of a memory that other programs may take or give back before a plan is made anew."""
+
 
 @dataclass(frozen=True, slots=True)
 class MachineLook:
@@ -32,6 +35,20 @@ class MachineLook:
     measurements: Measurements | None
     profile: HardwareProfile
     changed: tuple[str, ...] = ()
+
+    def is_another_situation(self, other: MachineLook) -> bool:
+        """Whether a plan made with `other` may be wrong now: other hardware, numbers, or much other memory in use."""
+        if (self.device, self.measurements, self.changed) != (other.device, other.measurements, other.changed):
+            return True
+        if described(self.probe) != described(other.probe):
+            return True
+        now, then, plain = self.probe.compute_gpu, other.probe.compute_gpu, EngineConfig("")
+        of_card = (now.total_bytes or 0) if now is not None and then is not None else 0
+        mine, theirs = self.limits(plain), other.limits(plain)
+        return (
+            abs(mine.ram_of_others - theirs.ram_of_others) > _MUCH * self.probe.ram_bytes
+            or abs(mine.vram_of_others - theirs.vram_of_others) > _MUCH * of_card
+        )
 
     def machine(self, precision: str) -> HardwareProfile:
         """The profile with the reading rate of experts in this precision."""

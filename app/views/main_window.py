@@ -100,6 +100,8 @@ class MainWindow(QMainWindow):
     def show_page(self, index: int) -> None:
         """Shows a page, by its place in the sidebar."""
         self.sidebar.choose(index)
+        if index == TUNE:
+            self.tune_banner.hide()  # the page says it itself
         self.pages.setCurrentWidget(self.page(index))
         if not self.sidebar.has_focus():  # who walks through the sidebar with the keys stays there
             self._focus_page()
@@ -169,7 +171,6 @@ class MainWindow(QMainWindow):
             self.model_start.begin()
 
     def _tune(self) -> None:
-        self.tune_banner.hide()
         self.show_page(TUNE)
 
     def _on_hardware_change(self, changed: tuple[str, ...]) -> None:

@@ -315,6 +315,40 @@ def test_other_hardware_is_said(scene: Scene, monkeypatch: pytest.MonkeyPatch) -
     scene.page.tuning.look()
     scene.qtbot.waitUntil(scene.page.changed.isVisible, timeout=PATIENCE_MS)
     assert "16 GiB" in scene.page.changed.text
+    scene.page.changed.hide()
+    with scene.qtbot.waitSignal(scene.page.tuning.looked, timeout=PATIENCE_MS):
+        scene.page.tuning.look()
+    assert not scene.page.changed.isVisible()  # dismissed is dismissed
+    scene.start()
+    scene.upto("measuring")
+    scene.finish()
+    scene.qtbot.waitUntil(scene.page.changed.isVisible, timeout=PATIENCE_MS)
+
+
+def test_what_is_wrong_with_a_driver_is_said(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    page, card = scene.page, made.look()
+    assert not page.cards.machine_note.isVisibleTo(page)
+    broken = "The NVIDIA driver was updated, and its library no longer matches what is loaded: restart the computer."
+    monkeypatch.setattr(tuning, "look_at_machine", lambda *_: replace(card, probe=replace(card.probe, gpu_note=broken)))
+    page.tuning.look()
+    scene.qtbot.waitUntil(lambda: page.cards.machine_note.isVisibleTo(page), timeout=PATIENCE_MS)
+    assert page.cards.machine_note.text() == broken
+    monkeypatch.setattr(tuning, "look_at_machine", lambda *_: card)
+    page.tuning.look()
+    scene.qtbot.waitUntil(lambda: not page.cards.machine_note.isVisibleTo(page), timeout=PATIENCE_MS)
+    assert "No NVIDIA driver was found" in page.cards.picture.accessibleDescription()
+
+
+def test_plans_follow_what_other_programs_take(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    page, card = scene.page, made.gpu()
+    asked: list[PlanQuestion] = []
+    monkeypatch.setattr(page.planning, "ask", asked.append)
+    for free_gib, plans in ((6.8, 0), (3.0, 1), (3.1, 1), (6.9, 2)):
+        look = made.look(replace(card, free_bytes=round(free_gib * made.GIB)))
+        monkeypatch.setattr(tuning, "look_at_machine", lambda *_, look=look: look)
+        with scene.qtbot.waitSignal(page.tuning.looked, timeout=PATIENCE_MS):
+            page._look_again()
+        assert len(asked) == plans
 
 
 def test_what_changed_since_is_found(switchyard_home: Path) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from PySide6.QtWidgets import QGridLayout, QVBoxLayout, QWidget
 
 from app.models.plan_table import PlanTable
+from app.services.machine_look import MachineLook
 from app.theme import ThemeController
 from app.views.tune.arrangement import arrange
+from app.views.tune.machine_boxes import Found, driver_trouble, machine_boxes
 from app.views.tune.numbers_card import NumbersCard
 from app.views.tune.plan_card import PlanCard
 from app.views.tune.race_card import RaceCard
 from app.views.tune.run_card import RunCard
 from app.views.tune.step_bar import MACHINE, MEASURE, PLAN, TIMED
 from app.views.tune.what_if_card import WhatIfCard
-from app.widgets.card import Card
+from app.widgets.card import Card, muted_label
 from app.widgets.machine_picture import MachinePicture
 from app.widgets.roofline_plot import RooflinePlot
 
@@ -27,7 +29,9 @@ class TuneCards(QWidget):
         self.machine = Card(self.tr("Your machine"), self)
         self.machine.aside.setText(self.tr("Links grow wider with bandwidth; hollow ones are assumed."))
         self.picture = MachinePicture(theme, self)
+        self.machine_note = muted_label(self, self.tr("Looking at the machine…"))
         self.machine.body.addWidget(self.picture)
+        self.machine.body.addWidget(self.machine_note)
         self.machine.body.addStretch(1)
         self.numbers = NumbersCard(self)
         self.plan = PlanCard(theme, self)
@@ -46,6 +50,13 @@ class TuneCards(QWidget):
         column.addWidget(self.run)
         column.addLayout(self._grid)
         column.addStretch(1)
+
+    def show_machine(self, look: MachineLook, found: Found) -> None:
+        """The picture of the machine, with what a run has found so far; below it what is wrong with a driver."""
+        self.picture.show_machine(*machine_boxes(look, found))
+        note = driver_trouble(look)
+        self.machine_note.setText(note)
+        self.machine_note.setVisible(bool(note))
 
     def show_step(self, step: int, *, what_if: bool, wide: bool) -> None:
         """Shows the cards of a step, in two columns or, where those would be cramped, in one.

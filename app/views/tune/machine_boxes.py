@@ -56,6 +56,12 @@ def machine_boxes(look: MachineLook, found: Found) -> tuple[tuple[Box, ...], tup
     )
 
 
+def driver_trouble(look: MachineLook) -> str:
+    """Why a driver does not tell of a card that may well be there, and what to do; empty if nothing is wrong."""
+    note = look.probe.gpu_note
+    return "" if note in _NO_DRIVER else note
+
+
 def origin_words(origin: Origin | None) -> str:
     """Where a number comes from."""
     return {
@@ -63,6 +69,10 @@ def origin_words(origin: Origin | None) -> str:
         Origin.DRIVER: translate("Tune", "told by the driver or the system"),
         Origin.ASSUMED: translate("Tune", "assumed, from data sheets of its kind"),
     }.get(origin or Origin.ASSUMED, "")
+
+
+_NO_DRIVER = ("", "No NVIDIA driver was found.", "The NVIDIA driver lists no graphics card.")
+"""Nothing to mend: most such machines have no card."""
 
 
 class _Numbers:
@@ -95,7 +105,10 @@ def _gpu(look: MachineLook, found: Found) -> Box:
     told = origin_words(Origin.DRIVER)
     if gpu is None:
         integrated = next((card for card in look.probe.gpus if card.is_integrated), None)
-        lines = [BoxLine(translate("Tune", "The CPU computes everything."), look.probe.gpu_note)]
+        note = look.probe.gpu_note
+        lines = [BoxLine(translate("Tune", "The CPU computes everything."))]
+        if note and not driver_trouble(look):
+            lines.append(BoxLine(note, told))
         if integrated is not None:
             lines.append(BoxLine(translate("Tune", "{0} is part of the processor").format(integrated.name), told))
         return Box("gpu", translate("Tune", "No graphics card"), tuple(lines), is_there=False)

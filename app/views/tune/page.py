@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from PySide6.QtCore import Qt
-from PySide6.QtGui import QGuiApplication, QKeySequence, QResizeEvent, QShortcut, QShowEvent
+from PySide6.QtCore import Qt, QTimer
+from PySide6.QtGui import QGuiApplication, QHideEvent, QKeySequence, QResizeEvent, QShortcut, QShowEvent
 from PySide6.QtWidgets import QFrame, QPushButton, QScrollArea, QVBoxLayout, QWidget
 
 from app.services.background import BackgroundCall
@@ -26,6 +26,8 @@ from app.views.tune.step_bar import MACHINE, PLAN, TIMED, StepBar
 from app.widgets.banner import Banner
 from app.widgets.page_header import PageHeader
 from engine.planner.planned import Plan
+
+LOOK_AGAIN_MS = 10_000
 
 
 class TunePage(QWidget):
@@ -57,6 +59,10 @@ class TunePage(QWidget):
         self._follows = False
         self._step = MACHINE
         self._was_shown = False
+        self._planned_with: MachineLook | None = None
+        self._told_changes: tuple[str, ...] = ()
+        self._again = QTimer(self, interval=LOOK_AGAIN_MS)
+        self._again.timeout.connect(self._look_again)
         self._lay_out(theme)
         self._connect()
         self.show_step(MACHINE)
@@ -123,7 +129,7 @@ class TunePage(QWidget):
         following.reached.connect(self._follow)
         following.planned.connect(self._show_plan)
         following.stopped.connect(self._on_stopped)
-        following.ended.connect(self.tuning.look)
+        following.ended.connect(self._look)
         self.tuning.looked.connect(self._on_looked)
         self.planning.planned.connect(self._on_planned)
         context = Qt.ShortcutContext.WidgetWithChildrenShortcut
@@ -134,13 +140,18 @@ class TunePage(QWidget):
     def showEvent(self, event: QShowEvent) -> None:
         super().showEvent(event)
         self._arrange()
+        self._again.start()
         if self.tuning.is_running:
             return
-        self.tuning.look()
+        self._look()
         self._list_models()
         if not self._was_shown:
             self._was_shown = True
             self.tuning.recall(self.cards.run.model)
+
+    def hideEvent(self, event: QHideEvent) -> None:
+        super().hideEvent(event)
+        self._again.stop()
 
     def resizeEvent(self, event: QResizeEvent) -> None:
         super().resizeEvent(event)
@@ -149,6 +160,16 @@ class TunePage(QWidget):
         self.steps.show_short(short=self.steps.full_width() > room)
         if (event.size().width() >= WIDE_PX) != (event.oldSize().width() >= WIDE_PX):
             self._arrange()
+
+    def _look(self) -> None:
+        """Looks at the machine, and plans anew in any case."""
+        self._planned_with = None
+        self.tuning.look()
+
+    def _look_again(self) -> None:
+        """Other programs take memory and give it back while the page is open."""
+        if not self.tuning.is_running:
+            self.tuning.look()
 
     def _list_models(self) -> None:
         if self._listing is None:
@@ -165,14 +186,16 @@ class TunePage(QWidget):
         self.following.draw_machine()
         if not self.tuning.is_running:
             self.cards.numbers.show_kept(look)
-            self._ask_for_plan()
-        if look.changed and not self.tuning.is_running:
+            if self._planned_with is None or look.is_another_situation(self._planned_with):
+                self._ask_for_plan()
+        if self.tuning.is_running or not look.changed:
+            self.changed.hide()
+        elif look.changed != self._told_changes:  # said once: who dismisses it is not told again
+            self._told_changes = look.changed
             said = " ".join(look.changed)
             self.changed.tell(
                 self.tr("The hardware is not what it was when it was last tuned. {0} Tune again.").format(said)
             )
-        else:
-            self.changed.hide()
 
     # --- planning ---------------------------------------------------------------------------------
 
@@ -191,6 +214,7 @@ class TunePage(QWidget):
 
     def _ask_for_plan(self) -> None:
         if self.tuning.machine is not None:
+            self._planned_with = self.tuning.machine
             config = wanted_config(self._settings, self.cards.run.model)
             self.planning.ask(PlanQuestion(self.tuning.machine, config))
 
@@ -231,6 +255,7 @@ class TunePage(QWidget):
 
     def _on_began(self) -> None:
         self._follows = True
+        self._told_changes = ()
         self.changed.hide()
 
     def _on_stopped(self, problem: str) -> None:

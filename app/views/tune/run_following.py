@@ -6,10 +6,10 @@ import os
 
 from PySide6.QtCore import QObject, Signal
 
-from app.services.engine_client import EngineClient
+from app.services.engine_client import EngineClient, EngineState
 from app.services.tuning import Tuning
 from app.views.tune.cards import TuneCards
-from app.views.tune.machine_boxes import PART_OF, machine_boxes
+from app.views.tune.machine_boxes import PART_OF
 from app.views.tune.making_room import MakingRoom
 from app.views.tune.phrases import number_words, stage_sentence
 from app.views.tune.step_bar import MEASURE, PLAN, TIMED
@@ -78,7 +78,7 @@ class RunFollowing(QObject):
     def draw_machine(self) -> None:
         """The picture of the machine, with what the run has found so far."""
         if self._tuning.machine is not None:
-            self._cards.picture.show_machine(*machine_boxes(self._tuning.machine, self._found))
+            self._cards.show_machine(self._tuning.machine, self._found)
 
     # --- a run ------------------------------------------------------------------------------------
 
@@ -166,8 +166,12 @@ class RunFollowing(QObject):
     # --- the result -------------------------------------------------------------------------------
 
     def _show_result(self, result: TuningResult) -> None:
-        loaded = self._client.model
-        runs = loaded is not None and os.path.realpath(loaded.path) == os.path.realpath(result.asked.model)
+        client, path = self._client, ""
+        if client.model is not None:
+            path = client.model.path
+        elif client.config is not None and client.state in (EngineState.STARTING, EngineState.LOADING):
+            path = client.config.model
+        runs = bool(path) and os.path.realpath(path) == os.path.realpath(result.asked.model)
         self._cards.race.show_result(result, result.winner if runs else "")
         self._cards.run.set_primary(primary=not self._cards.race.has_offer)
 

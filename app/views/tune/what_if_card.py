@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from PySide6.QtCore import Signal
-from PySide6.QtWidgets import QComboBox, QDoubleSpinBox, QGridLayout, QLabel, QLineEdit, QPushButton, QSpinBox, QWidget
+from PySide6.QtWidgets import (
+    QComboBox,
+    QDoubleSpinBox,
+    QGridLayout,
+    QLabel,
+    QLineEdit,
+    QPushButton,
+    QSizePolicy,
+    QSpinBox,
+    QWidget,
+)
 
 from app.services.hardware_choices import card_choices, typed_card
 from app.services.machine_look import MachineLook
@@ -57,6 +67,7 @@ class WhatIfCard(Card):
         ):
             widget.setAccessibleName(name)
             widget.setMinimumWidth(130)
+            widget.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Preferred)  # all of one height
         self.reset = QPushButton(self.tr("As it is"), self)
         self.close_button = QPushButton(self.tr("Close"), self)
         self.close_button.setProperty("kind", "quiet")
@@ -136,7 +147,7 @@ class WhatIfCard(Card):
         box.setSingleStep(4)
         box.setSuffix(suffix)
         box.setSpecialValueText(special)
-        box.lineEdit().setTextMargins(8, 0, 0, 0)
+        box.lineEdit().setTextMargins(10, 0, 0, 0)
         return box
 
     def _speed(self, suffix: str, special: str) -> QDoubleSpinBox:
@@ -145,7 +156,7 @@ class WhatIfCard(Card):
         box.setDecimals(1)
         box.setSuffix(suffix)
         box.setSpecialValueText(special)
-        box.lineEdit().setTextMargins(8, 0, 0, 0)
+        box.lineEdit().setTextMargins(10, 0, 0, 0)
         return box
 
     def _ask(self, *_news: object) -> None:
