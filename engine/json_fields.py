@@ -26,7 +26,10 @@ def from_fields(cls: type, raw: dict[str, Any]) -> Any:
     unknown = raw.keys() - hints.keys()
     if unknown:
         raise TypeError(f"{cls.__name__} has no field {sorted(unknown)[0]!r}")
-    return cls(**{name: _convert(hints[name], value) for name, value in raw.items()})
+    # A token is read hundreds of times a second: what is of its plain type already is not looked at further.
+    return cls(
+        **{name: value if type(value) is hints[name] else _convert(hints[name], value) for name, value in raw.items()}
+    )
 
 
 def _convert(hint: Any, value: Any) -> Any:

@@ -36,7 +36,7 @@ RECORD_SETTING = "record_sessions"
 MOST_WAITING = 2000
 """Messages that nobody has taken yet; more are dropped and counted."""
 WAITING_TOKENS = 200
-_ANALYSE_EVERY_S = 5.0
+_ANALYSE_EVERY_S = 8.0
 _LOOKED = "looked"
 """In the queue: somebody has come to look."""
 _PULSE_S = 10.0
@@ -259,7 +259,7 @@ class TelemetryHub(QObject):
             return
         self._unanalysed, self._analyse_due_s = False, now_s + _ANALYSE_EVERY_S
         self.waiting = waiting_for_last(self.history, WAITING_TOKENS)
-        self.advice = advice_for(self.waiting, self.report, self._model, self.sample)
+        self.advice = advice_for(self.waiting, self.report, self._model, self.sample, self._config)
         self._emit(self.analysed)
 
     def _tell_disk(self, reason: str) -> None:

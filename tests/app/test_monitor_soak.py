@@ -24,6 +24,8 @@ from tests.app.cache_reports import report, tier
 from tests.app.recorded import STEP_NS, decoded
 from tests.app.test_monitor_page import WatchedEngine, expert_map
 
+_log = logging.getLogger("switchyard.soak")
+
 MESSAGE_STEPS = 12
 """A message every quarter of a second, as the engine sends them."""
 LAYERS = 60
@@ -100,6 +102,7 @@ def soak(page: MonitorPage, clock: FastClock, minutes: float) -> list[tuple[floa
         if number % max(1, round(30e9 / took_ns)) == 0:
             gc.collect()
             held.append((number * took_ns / 60e9, process.memory_info().rss / MIB))
+            _log.info("%.1f minutes: %.1f MiB", *held[-1])
     assert hub.dropped == 0
     return held
 
@@ -111,6 +114,7 @@ def slope(held: list[tuple[float, float]]) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_an_hour_in_little(page: MonitorPage, clock: FastClock) -> None:
     held = soak(page, clock, 9)
     # By then all that is bounded is full but for what hours fill; a leak of a kilobyte a message would be 14 MiB.
@@ -119,9 +123,10 @@ def test_an_hour_in_little(page: MonitorPage, clock: FastClock) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(7200)
 def test_an_hour(page: MonitorPage, clock: FastClock) -> None:
     held = soak(page, clock, float(os.environ.get("SWITCHYARD_SOAK_MINUTES", "60")))
     after = [each for each in held if each[0] >= held[-1][0] / 6]
     said = f"{held[-1][0]:.0f} minutes: {slope(after):+.1f} MiB an hour, {after[0][1]:.0f} to {after[-1][1]:.0f} MiB"
-    logging.getLogger("switchyard.soak").warning(said)  # what a person runs this for: -o log_cli=true
+    _log.warning(said)  # what a person runs this for, with -o log_cli=true
     assert slope(after) < 12, said

@@ -31,8 +31,13 @@ GAUGES = (
     "disk_write",
     "pcie_rx",
     "pcie_tx",
+    "gpu_clock",
+    "cpu_clock",
+    "gpu_temperature",
+    "cpu_temperature",
 )
-"""Shares are 0 to 1 of all cores or cards, memory in bytes, faults and bytes per second, power in watts."""
+"""Shares are 0 to 1 of all cores or cards, memory in bytes, faults and bytes per second, power in watts, clocks in
+hertz (of the slowest card), temperatures in degrees Celsius (of the hottest)."""
 
 
 def gauges_of(sample: SensorSample) -> dict[str, float | None]:
@@ -40,9 +45,11 @@ def gauges_of(sample: SensorSample) -> dict[str, float | None]:
     cores = sample.cpu_by_core
     gpus = sample.gpus
 
+    def told(name: str) -> list[float]:
+        return [float(value) for gpu in gpus if (value := getattr(gpu, name)) is not None]
+
     def total(name: str) -> float | None:
-        known = [float(value) for gpu in gpus if (value := getattr(gpu, name)) is not None]
-        return sum(known) if known else None
+        return sum(told(name)) if told(name) else None
 
     busy = [gpu.busy for gpu in gpus if gpu.busy is not None]
     return {
@@ -61,6 +68,10 @@ def gauges_of(sample: SensorSample) -> dict[str, float | None]:
         "disk_write": sample.disk_write,
         "pcie_rx": total("pcie_rx"),
         "pcie_tx": total("pcie_tx"),
+        "gpu_clock": min(told("clock_hz"), default=None),
+        "cpu_clock": sample.cpu_clock_hz,
+        "gpu_temperature": max(told("temperature_c"), default=None),
+        "cpu_temperature": sample.cpu_temperature_c,
     }
 
 
@@ -72,6 +83,7 @@ class GaugeHistory:
         self._at = np.empty(2 * capacity, np.int64)
         self._values = np.empty((2 * capacity, len(GAUGES)), np.float32)
         self._count = 0
+        self._told: set[str] = set()
 
     def __len__(self) -> int:
         return min(self._count, self._capacity)
@@ -87,11 +99,14 @@ class GaugeHistory:
         self._at[self._count] = at_ns
         known = [values.get(name) for name in GAUGES]
         self._values[self._count] = [np.nan if value is None else value for value in known]
+        self._told.update(name for name, value in zip(GAUGES, known, strict=True) if value is not None)
         self._count += 1
 
     def read(self, gauge: str, edges_ns: Floats) -> Floats:
         """Means between neighbouring edges, [n]; a sample holds until the next, NaN where none does."""
         at, values = self.samples(gauge)
+        first, last = np.searchsorted(at, edges_ns[[0, -1]])  # and the one before, which may hold until then
+        at, values = at[max(int(first) - 1, 0) : int(last) + 1], values[max(int(first) - 1, 0) : int(last) + 1]
         if not len(at):
             return np.full(len(edges_ns) - 1, np.nan)
         index = np.searchsorted(at, edges_ns, side="right")
@@ -100,9 +115,13 @@ class GaugeHistory:
         counts = np.concatenate(([0], np.cumsum(is_known)))
         inside = counts[index[1:]] - counts[index[:-1]]
         means = (sums[index[1:]] - sums[index[:-1]]) / np.maximum(inside, 1)
-        last = np.maximum(index[1:] - 1, 0)
-        held = np.where((index[1:] > 0) & (edges_ns[1:] - at[last] < HOLD_NS), values[last], np.nan)
+        before = np.maximum(index[1:] - 1, 0)
+        held = np.where((index[1:] > 0) & (edges_ns[1:] - at[before] < HOLD_NS), values[before], np.nan)
         return np.asarray(np.where(inside > 0, means, held), np.float64)
+
+    def knows(self, gauge: str) -> bool:
+        """Whether it was ever told."""
+        return gauge in self._told
 
     def samples(self, gauge: str) -> tuple[NDArray[np.int64], Floats]:
         """Moments and values of all samples that there are."""
@@ -114,4 +133,5 @@ class GaugeHistory:
         """Another that has the same past."""
         other = GaugeHistory(self._capacity)
         other._at, other._values, other._count = self._at.copy(), self._values.copy(), self._count
+        other._told = self._told.copy()
         return other

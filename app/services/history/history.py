@@ -152,6 +152,10 @@ class History:
         with self._lock:
             return self._gauges.read(name, edges_ns)
 
+    def knows_gauge(self, name: str) -> bool:
+        """Whether the machine has ever told it."""
+        return self._gauges.knows(name)
+
     def power(self) -> tuple[list[int], list[float | None]]:
         """Moments and watts, of cards and processors together, of all samples; None where neither tells."""
         with self._lock:

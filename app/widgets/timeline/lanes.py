@@ -88,7 +88,6 @@ def lanes_of(history: History, *, machine: bool) -> list[Lane]:
 
 def machine_lanes(history: History) -> list[Lane]:
     """What sensors tell; lanes of sensors that this machine has not are left out."""
-    edges = np.array([(history.end_ns or 0) - 3.6e12, history.end_ns or 0], np.float64)
     candidates = [
         Lane("gpu_busy", translate("Timeline", "GPU busy"), "share", "gpu", gauges=("gpu_busy",), weight=0.7),
         Lane("cpu_all", translate("Timeline", "CPU busy"), "share", "cpu", gauges=("cpu_ours", "cpu_all"), weight=0.7),
@@ -99,8 +98,26 @@ def machine_lanes(history: History) -> list[Lane]:
         Lane("disk_io", translate("Timeline", "Disk I/O"), "amount", "disk", gauges=("disk_read", "disk_write")),
         Lane("gpu_power", translate("Timeline", "GPU power"), "amount", "gpu", gauges=("gpu_power",), weight=0.6),
         Lane("cpu_power", translate("Timeline", "CPU power"), "amount", "cpu", gauges=("cpu_power",), weight=0.6),
+        Lane("gpu_clock", translate("Timeline", "GPU clock"), "amount", "gpu", gauges=("gpu_clock",), weight=0.6),
+        Lane("cpu_clock", translate("Timeline", "CPU clock"), "amount", "cpu", gauges=("cpu_clock",), weight=0.6),
+        Lane(
+            "gpu_temperature",
+            translate("Timeline", "GPU heat"),
+            "amount",
+            "gpu",
+            gauges=("gpu_temperature",),
+            weight=0.6,
+        ),
+        Lane(
+            "cpu_temperature",
+            translate("Timeline", "CPU heat"),
+            "amount",
+            "cpu",
+            gauges=("cpu_temperature",),
+            weight=0.6,
+        ),
     ]
-    return [lane for lane in candidates if any(np.isfinite(history.gauge(name, edges)[0]) for name in lane.gauges)]
+    return [lane for lane in candidates if any(map(history.knows_gauge, lane.gauges))]
 
 
 def read_lane(lane: Lane, history: History, viewport: Viewport, ceilings: dict[str, float]) -> LaneData:
@@ -156,6 +173,10 @@ def amount_text(lane: Lane, value: float) -> str:
         return number(value, 1)
     if lane.key.endswith("_power"):
         return f"{number(value, 0)} W"
+    if lane.key.endswith("_clock"):
+        return f"{number(value / 1e9, 2)} GHz"
+    if lane.key.endswith("_temperature"):
+        return f"{number(value, 0)} °C"
     if lane.key == "faults":
         return f"{number(value, 0)}/s"
     if lane.key in ("ram", "vram"):

@@ -46,7 +46,7 @@ def _draw_pixels(
     if lane.kind == "experts":
         below = np.zeros(len(xs) - 1)
         for part, (own, values) in enumerate(zip(expert_colours(theme), data.values, strict=True)):
-            above = below + np.nan_to_num(values)
+            above = below + _known(values)
             if above.max(initial=0.0) > 0:
                 covered = raster.columns(below, above)
                 if part:
@@ -57,7 +57,7 @@ def _draw_pixels(
     layers: list[Shares] = []
     below = np.zeros(len(xs) - 1)
     for layer, values in enumerate(data.values):
-        above = below + np.nan_to_num(values)
+        above = below + _known(values)
         if above.any():
             fill, hatch, line = (FILL_ALPHA // 2, 150 / 255, 1.0) if layer else (FILL_ALPHA, 0.0, LINE_PX)
             covered = raster.area(below / data.scale, above / data.scale)
@@ -80,13 +80,19 @@ def _draw_outlines(
         return
     below = np.zeros(len(xs) - 1)
     for layer, values in enumerate(data.values):
-        above = below + np.nan_to_num(values)
+        above = below + _known(values)
         if above.any():
             _draw_area(painter, area, xs, below, above, data.scale, colour, hatched=layer > 0)
         below = above
     if data.line is not None:
         dashed = bool(lane.gauges)
         draw_line(painter, area, xs, data.line / data.scale, QPen(colour, LINE_PX), dashed=dashed)
+
+
+def _known(values: Floats) -> Floats:
+    """What is not known counts for nothing."""
+    known = np.isfinite(values)
+    return values if known.all() else np.where(known, values, 0.0)
 
 
 def _top(below: Floats, above: Floats, scale: float, *, hatched: bool) -> Floats:

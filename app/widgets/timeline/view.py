@@ -44,9 +44,9 @@ from app.widgets.timeline.viewport import duration
 _DRAG_PX = 4
 _TICK_REACH_PX = 6.0
 _REFRESH_MS = (100, 1000)
-_NEW_COLUMNS = 5
+_NEW_COLUMNS = 10
 """Come between two paintings."""
-_PAINTING_PART = 1 / 30
+_PAINTING_PART = 1 / 40
 """Of the time at most: what takes long to paint is painted more rarely."""
 
 
