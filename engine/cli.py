@@ -25,6 +25,7 @@ from engine.verbs.output import note, report_error
 VERBS = {
     "chat": "answer once, or converse in the terminal",
     "batch": "rows in, rows out: a file of prompts answered into a file",
+    "jobs": "batch jobs: list, show, stop, remove",
     "models": "the model library",
     "bench": "measure this machine, with peers in the same run",
     "cache": "replay recorded routing: hit rates of expert caches, by policy and size",

@@ -206,7 +206,7 @@ def discard(path: Path) -> None:
         return
     lock = _locked(path)
     try:
-        for suffix in ("", "-wal", "-shm", ".lock"):
+        for suffix in ("", "-wal", "-shm", ".stop", ".lock"):
             path.with_name(path.name + suffix).unlink(missing_ok=True)
     finally:
         os.close(lock)

@@ -13,6 +13,7 @@ import xxhash
 from engine.batch_files.answer import Answer, failed
 from engine.batch_files.aside import Between, on_and_on
 from engine.batch_files.fingerprint import content_hash
+from engine.batch_files.grammar import grammar_of
 from engine.batch_files.journal import Journal, discard, journal_path
 from engine.batch_files.manifest import Manifest
 from engine.batch_files.new_file import remove_left_over
@@ -96,11 +97,17 @@ class PreparedJob:
             model: its name, for lists of jobs.
 
         Raises:
-            EngineError: `BUSY`, `DISK_FULL`, `INVALID_REQUEST`: what is there is of another job.
+            EngineError: `BUSY`, `DISK_FULL`, `INVALID_REQUEST`: what is there is of another job, or of none.
         """
         path = journal_path(self.output)
         if self.job.start == "restart":
             discard(path)
+        elif self.output.exists() and not path.exists():
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST,
+                f"{self.output} exists already, and is of no job that can be gone on with: name another output, or "
+                f"--restart to replace it.",
+            )
         settings = json.dumps({"model": model, "job": asdict(self.job)}, ensure_ascii=False)
         journal = Journal(path, manifest, settings)
         if self.job.start == "retry_failed":
@@ -137,6 +144,8 @@ def prepare(job: BatchJob) -> PreparedJob:
     else:
         template = parse_template(job.template, source.columns) if job.template else template_of(source.columns)
         constraint = Constraint(job.schema, job.choices) if job.schema or job.choices else None
+        if constraint is not None:
+            grammar_of(constraint)  # what is wrong with it is said now, not row by row
         prompts = TemplatePrompts(template, job.system, job.sampling, constraint)
     return PreparedJob(job, source, prompts, output, openai)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date, datetime, time
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,9 @@ _ADDED = ("answer", "finish_reason", "prompt_tokens", "generated_tokens", "probl
 _ROWS_AT_ONCE = 512
 _MOST_SHEET_ROWS = 1_048_576
 _MOST_CELL_CHARACTERS = 32_767
+_MOST_EXACT = 10**15
+"""A sheet's numbers are floating point: longer ones, such as those of accounts, would lose their last digits."""
+_FIRST_YEAR = 1900
 _NOT_IN_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 
 
@@ -47,8 +53,9 @@ class JsonLinesResult:
         names = added_columns(source.columns)
         with open(path, "w", encoding="utf-8", newline="\n") as file:
             for row, answer in answered:
-                record = {**row.fields, **dict(zip(names, _values(answer), strict=True))}
-                file.write(json.dumps(record, ensure_ascii=False, default=json_value) + "\n")
+                # A row may have columns that the first rows did not show: those make way, too.
+                own = {f"{name}_input" if name in names else name: value for name, value in row.fields.items()}
+                file.write(_json({**own, **dict(zip(names, _values(answer), strict=True))}) + "\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +140,9 @@ class SpreadsheetResult:
             sheet = book.create_sheet("Answers")
 
             def cell(value: Any) -> Any:
-                if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+                if _is_sheet_value(value):
                     return value
-                if hasattr(value, "isoformat") and getattr(value, "tzinfo", None) is None:
-                    return value
-                made = WriteOnlyCell(sheet, _NOT_IN_XML.sub("\ufffd", as_text(value))[:_MOST_CELL_CHARACTERS])
+                made = WriteOnlyCell(sheet, _cut(_NOT_IN_XML.sub("\ufffd", as_text(value))))
                 made.data_type = "s"
                 return made
 
@@ -149,11 +154,42 @@ class SpreadsheetResult:
                         f"An xlsx sheet holds {_MOST_SHEET_ROWS:,} rows and this job has more: "
                         f"write csv, jsonl or parquet; the answers are kept.",
                     )
-                own = [cell(row.fields.get(name)) for name in source.columns]
-                sheet.append([*own, *(cell(value) for value in _values(answer))])
+                own = [row.fields.get(name) for name in source.columns]
+                text, *rest, problem = _values(answer)
+                if any(isinstance(value, str) and _cut(value) != value for value in (*own, text)):
+                    problem = problem or f"was cut to the {_MOST_CELL_CHARACTERS:,} characters that a cell holds"
+                sheet.append([cell(value) for value in (*own, text, *rest, problem)])
             book.save(path)
         finally:
             book.close()
+
+
+def _json(record: dict[str, Any]) -> str:
+    """A line of JSON; numbers that JSON has no word for are null."""
+    try:
+        return json.dumps(record, ensure_ascii=False, default=json_value, allow_nan=False)
+    except ValueError:
+        lenient = json.dumps(record, ensure_ascii=False, default=json_value)
+        return json.dumps(json.loads(lenient, parse_constant=lambda _name: None), ensure_ascii=False)
+
+
+def _is_sheet_value(value: Any) -> bool:
+    """Whether a sheet holds it as it is, rather than as text."""
+    if value is None or isinstance(value, bool):
+        return True
+    if isinstance(value, int | float | Decimal):
+        return math.isfinite(value) and (not isinstance(value, int) or abs(value) < _MOST_EXACT)
+    if isinstance(value, datetime | date):
+        return value.year >= _FIRST_YEAR and getattr(value, "tzinfo", None) is None
+    return isinstance(value, time) and value.tzinfo is None
+
+
+def _cut(text: str) -> str:
+    """As much as a cell holds, which counts characters beyond the first plane twice."""
+    if 2 * len(text) <= _MOST_CELL_CHARACTERS:
+        return text
+    units = text.encode("utf-16-le", "replace")
+    return units[: 2 * _MOST_CELL_CHARACTERS].decode("utf-16-le", "ignore")
 
 
 def _text_or_none(value: Any) -> str | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
 import torch
 
+from engine.batch_files.grammar import grammar_of, unfit
 from engine.batch_files.request import Constraint
 from engine.errors import EngineError, ErrorCode
 
@@ -61,7 +61,7 @@ class ConstrainedAnswer:
 
         self._matcher = LLMatcher(tokenizer, grammar)
         if self._matcher.is_error():
-            raise _unfit(self._matcher.get_error())
+            raise unfit(self._matcher.get_error())
         self._bits = allocate_token_bitmask(1, max(tokenizer.vocab_size, vocabulary))
         self._vocabulary = vocabulary
 
@@ -87,31 +87,3 @@ class ConstrainedAnswer:
     def reset(self) -> None:
         """As if nothing had been accepted."""
         self._matcher.reset()
-
-
-def grammar_of(constraint: Constraint) -> str:
-    """The constraint in llguidance's own form.
-
-    Raises:
-        EngineError: `INVALID_REQUEST`, if the schema cannot be followed.
-    """
-    from llguidance import LLMatcher
-
-    if constraint.choices:
-        alternatives = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in constraint.choices)
-        return str(LLMatcher.grammar_from_lark(f"start: {alternatives}"))
-    try:
-        schema = json.loads(constraint.schema)
-        # Models that begin to indent or to pad may never end: as compact as JSON can be.
-        grammar = str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False}))
-    except (ValueError, TypeError) as error:
-        raise _unfit(str(error)) from None
-    refusal = LLMatcher.validate_grammar(grammar)
-    if refusal:
-        raise _unfit(refusal)
-    return grammar
-
-
-def _unfit(why: str) -> EngineError:
-    first = " ".join(why.split())[:160]
-    return EngineError(ErrorCode.INVALID_REQUEST, f"The schema cannot be followed ({first}): simplify or correct it.")

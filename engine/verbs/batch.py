@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import signal
 import sys
 import time
@@ -36,7 +37,8 @@ def add_parser(subparsers: Any) -> None:
         help="rows in, rows out: a file of prompts answered into a file",
         description="Answers every row of a txt, csv, tsv, jsonl, parquet, xlsx, md or pdf file, of a folder of such "
         "files, or of an OpenAI batch file, many at once.  Answers are greedy without --temperature.  A run that "
-        "was stopped or killed goes on with --resume.",
+        "was stopped or killed goes on with --resume; `switchyard jobs` lists, stops and forgets jobs.  Exit codes: 0 "
+        "every row has an answer or a reason why not, 2 a mistake said in one line, 1 a fault of ours, 130 stopped.",
     )
     parser.add_argument("input", metavar="INPUT", help="a file, or a folder of files")
     parser.add_argument(
@@ -178,12 +180,16 @@ def _whole(args: argparse.Namespace, prepared: PreparedJob, engine: Engine) -> i
     document = _document(prepared, ending, time.monotonic() - begun)
     emit(document, as_json=args.json, human=lambda: _summary(document))
     if not ending.finished:
-        note("switchyard: stopped; the same command with --resume goes on.")
+        if ending.note:
+            note(f"switchyard: {ending.note}")
+        note("switchyard: stopped, all answers kept; the same command with --resume goes on.")
         return _INTERRUPTED
     return 0
 
 
 def _document(prepared: PreparedJob, ending: JobEnding, seconds: float) -> dict[str, Any]:
+    from engine.batch_files.openai_responses import errors_path
+
     pace = ending.pace
     return {
         "input": str(prepared.source.path),
@@ -196,13 +202,16 @@ def _document(prepared: PreparedJob, ending: JobEnding, seconds: float) -> dict[
         "seconds": round(seconds, 3),
         "tokens_per_s": round(ending.tokens / seconds, 2) if seconds > 0 else 0.0,
         "note": ending.note,
+        "errors": str(errors) if prepared.openai and (errors := errors_path(prepared.output)).exists() else None,
     }
 
 
 def _summary(document: dict[str, Any]) -> str:
-    failed = f", {document['failed']:,} of them failed (column `problem` says why)" if document["failed"] else ""
+    why = f"{document['errors']} says why" if document["errors"] else "column `problem` says why"
+    failed = f", {document['failed']:,} of them failed ({why})" if document["failed"] else ""
+    rows = "1 row is" if document["written"] == 1 else f"{document['written']:,} rows are"
     return (
-        f"{document['written']:,} rows are in {document['output']}{failed}; "
+        f"{rows} in {document['output']}{failed}; "
         f"{document['tokens_per_s']:,} tokens/s over {document['seconds']:.0f} s."
     )
 
@@ -230,13 +239,18 @@ class _Shown:
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
         self._told_s = time.monotonic()
+        self._blocked = ""
 
     def pace(self, pace: Pace, blocked: str) -> None:
         if self._terminal:
-            sys.stderr.write(f"\r{blocked or pace_text(pace)}\x1b[K")
+            width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be taken back
+            sys.stderr.write(f"\r{(blocked or pace_text(pace))[:width]}\x1b[K")
             sys.stderr.flush()
-        elif blocked or time.monotonic() - self._told_s >= _PLAIN_TELL_S:
-            self._told_s = time.monotonic()
+            return
+        # Shares of a reading change all the time; that nothing goes on is news, and so is that it does again.
+        waits = blocked if not blocked.endswith("%") else ""
+        if waits != self._blocked or time.monotonic() - self._told_s >= _PLAIN_TELL_S:
+            self._told_s, self._blocked = time.monotonic(), waits
             note(f"switchyard: {blocked or pace_text(pace)}")
 
     def clear(self) -> None:

@@ -185,3 +185,22 @@ def test_two_runs_of_one_job_at_once_are_refused(home: Path) -> None:
     assert refusal.value.code == ErrorCode.BUSY
     assert journal_path(home / "out.jsonl").exists()
     journal.close()
+
+
+@pytest.mark.parametrize("schema", ['{"type": "objekt"}', '{"$ref": "http://localhost/x.json"}', '{"not": {}}'])
+def test_a_schema_that_cannot_be_followed_is_refused_before_the_run(home: Path, schema: str) -> None:
+    write_rows(home / "in.jsonl", 2)
+    with pytest.raises(EngineError, match="The schema cannot be followed"):
+        prepare(BatchJob(str(home / "in.jsonl"), str(home / "out.jsonl"), schema=schema))
+
+
+def test_what_a_kill_left_half_written_goes_and_what_is_of_no_job_stays(home: Path) -> None:
+    write_rows(home / "in.jsonl", 2)
+    (home / ".out.csv.0123456789ab.part").write_text("half")
+    (home / ".out.csv.mine.part").write_text("of somebody else")
+    assert run_job(BatchJob(str(home / "in.jsonl"), str(home / "out.csv")), ShuffledExecutor(), Watch()).finished
+    assert sorted(path.name for path in home.glob(".*")) == [".out.csv.mine.part"]
+    (home / "mine.csv").write_text("precious")
+    with pytest.raises(EngineError, match="of no job"):
+        run_job(BatchJob(str(home / "in.jsonl"), str(home / "mine.csv"), start="resume"), ShuffledExecutor(), Watch())
+    assert (home / "mine.csv").read_text() == "precious"

@@ -138,6 +138,40 @@ def test_parquet_goes_through_unchanged_to_the_nanosecond(tmp_path: Path) -> Non
     assert first["at"] == datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC).isoformat()
 
 
+def test_a_sheet_says_what_it_cut_and_loses_no_digits(tmp_path: Path) -> None:
+    path = tmp_path / "input.jsonl"
+    rows = [
+        {"text": "long", "account": 12345678901234567, "flag": True, "share": float("nan")},
+        {"text": "x" * 40_000, "account": 7, "flag": False, "share": 0.5},
+        {"text": "fits"},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answers = [Answer(0, "\U0001f600" * 30_000, "stop"), Answer(1, "=cmd()", "stop"), Answer(2, "y" * 32_767, "stop")]
+    write_result(tmp_path / "out.xlsx", open_source(path), answers)
+    (_, first, second, third) = openpyxl.load_workbook(tmp_path / "out.xlsx").active.values
+    assert first[:4] == ("long", "12345678901234567", True, "nan")
+    assert len(first[4].encode("utf-16-le")) <= 2 * 32_767
+    assert "32,767" in first[8]
+    assert "32,767" in second[8]
+    assert (third[4], third[8]) == ("y" * 32_767, None)
+
+
+def test_json_lines_have_no_words_that_json_lacks_and_late_columns_make_way(tmp_path: Path) -> None:
+    path = tmp_path / "input.jsonl"
+    rows: list[dict[str, Any]] = [{"text": "a", "share": float("inf")}] * 201
+    rows.append({"text": "b", "answer": "mine"})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_result(tmp_path / "out.jsonl", open_source(path), [Answer(0, "x", "stop"), Answer(201, "y", "stop")])
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    first, last = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert first["share"] is None
+    assert (last["answer"], last["answer_input"]) == ("y", "mine")
+
+
 def test_a_pdf_in_a_cipher_that_nobody_here_knows_is_protected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import pypdf
     from pypdf.errors import DependencyError

@@ -11,7 +11,7 @@ from engine.runtime.batch.request import AnswerCallback, BatchAnswer, BatchReque
 from engine.runtime.batch.row import RowText
 from engine.runtime.decoding import Limits
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.prompt import chat_prompt, check_length, implied_stops
+from engine.runtime.prompt import chat_prompt, implied_stops
 from engine.runtime.stopping import end_token_ids
 
 
@@ -64,7 +64,11 @@ class Preparation:
             raise EngineError(ErrorCode.INVALID_REQUEST, "The prompt is empty: write something first.")
         room = self._context_tokens - len(prompt)
         if room < 1:
-            check_length(len(prompt), self._context_tokens)
+            raise EngineError(
+                ErrorCode.PROMPT_TOO_LONG,
+                f"The prompt is {len(prompt):,} tokens long, but this model holds {self._context_tokens:,} together "
+                f"with the answer: shorten the row by at least {1 - room:,} tokens.",
+            )
         end_ids = self._end_ids if request.end_ids is None else request.end_ids
         reached = "length" if sampling.max_tokens <= room else "context"
         limits = Limits(end_ids, stop, min(sampling.max_tokens, room), reached)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.journal import journal_path
 from engine.batch_files.pace import Pace
 from engine.batch_files.prepared_job import PreparedJob
+from engine.batch_files.stop_request import StopRequest
 from engine.checkpoint.fingerprint import fingerprint
 from engine.checkpoint.shards import read_tensors
 from engine.planner.batch_prediction import JobPrediction
@@ -47,7 +48,9 @@ def run_whole_job(prepared: PreparedJob, loaded: LoadedModel, watcher: JobWatche
         )
     except StoppedError:
         return JobEnding(False, known, 0)
-    with closing(prepared.open_journal(manifest, loaded.info.path)) as journal:
+    with closing(prepared.open_journal(manifest, loaded.info.path)) as journal, StopRequest(journal.path) as stop:
+        here = watcher.cancelled
+        watcher = replace(watcher, cancelled=lambda: here() or stop.is_made())
         plan = plan_job(prepared, loaded)
         if plan.prediction is not None:
             watcher.on_plan(plan.prediction)

@@ -1,0 +1,37 @@
+"""What an answer must be, as llguidance's grammar; nothing of a model is needed to say that a schema is no schema."""
+
+from __future__ import annotations
+
+import json
+
+from engine.batch_files.request import Constraint
+from engine.errors import EngineError, ErrorCode
+
+
+def grammar_of(constraint: Constraint) -> str:
+    """The constraint in llguidance's own form.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`, if the schema cannot be followed.
+    """
+    from llguidance import LLMatcher
+
+    if constraint.choices:
+        alternatives = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in constraint.choices)
+        return str(LLMatcher.grammar_from_lark(f"start: {alternatives}"))
+    try:
+        schema = json.loads(constraint.schema)
+        # Models that begin to indent or to pad may never end: as compact as JSON can be.
+        grammar = str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False}))
+    except (ValueError, TypeError) as error:
+        raise unfit(str(error)) from None
+    refusal = LLMatcher.validate_grammar(grammar)
+    if refusal:
+        raise unfit(refusal)
+    return grammar
+
+
+def unfit(why: str) -> EngineError:
+    """The refusal of a schema."""
+    first = " ".join(why.split())[:160]
+    return EngineError(ErrorCode.INVALID_REQUEST, f"The schema cannot be followed ({first}): simplify or correct it.")

@@ -1,0 +1,128 @@
+"""`switchyard jobs`: batch jobs of this machine, whoever began them: list, show, stop, remove."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import EngineError, ErrorCode
+from engine.verbs.output import emit
+
+if TYPE_CHECKING:
+    from engine.batch_files.job_list import KnownJob
+
+_STOP_S = 60.0
+
+
+def add_parser(subparsers: Any) -> None:
+    """Mount the verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "jobs",
+        help="batch jobs: list, show, stop, remove",
+        description="Batch jobs of this machine, begun on the command line or in the window.  A job is named by its "
+        "output file.  `switchyard batch ... --resume` goes on with one that is not finished.",
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION")
+    for name, text in (
+        ("list", "all jobs, the newest first (what is done without an action)"),
+        ("show", "one job, with the reasons why rows failed"),
+        ("stop", "stop a job wherever it runs; what is answered is kept and written"),
+        ("remove", "forget a job and the answers kept for a resume; its output file stays"),
+    ):
+        action = actions.add_parser(name, help=text, description=text)
+        if name != "list":
+            action.add_argument("output", metavar="OUTPUT", type=Path, help="the output file of the job")
+        action.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--json", action="store_true", default=False, help="print one JSON document")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do the action; the exit code."""
+    from engine.batch_files.job_list import known_jobs
+
+    if args.action in (None, "list"):
+        jobs = [_document(job) for job in known_jobs()]
+        emit(jobs, as_json=args.json, human=lambda: "\n".join(map(_line, jobs)) or "There are no batch jobs.")
+    elif args.action == "show":
+        _show(args.output, as_json=args.json)
+    elif args.action == "stop":
+        _stop(args.output, as_json=args.json)
+    else:
+        _remove(args.output, as_json=args.json)
+    return 0
+
+
+def _job(output: Path) -> KnownJob:
+    from engine.batch_files.job_list import read_job
+    from engine.batch_files.journal import journal_path
+
+    job = read_job(journal_path(output))
+    if job is None:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST, f"There is no job with the output {output}: `switchyard jobs` lists all."
+        )
+    return job
+
+
+def _show(output: Path, *, as_json: bool) -> None:
+    from engine.batch_files.job_list import read_answers
+
+    job = _job(output)
+    failures = [
+        {"row": answer.row, "problem": answer.problem} for answer in read_answers(job.journal, failed_only=True)
+    ]
+    document = {**_document(job), "failures": failures}
+    shown = "".join(f"\nRow {failure['row']} {failure['problem']}." for failure in failures)
+    emit(document, as_json=as_json, human=lambda: _line(document) + shown)
+
+
+def _stop(output: Path, *, as_json: bool) -> None:
+    from engine.batch_files.stop_request import ask_to_stop
+
+    job = _job(output)
+    if not job.running:
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"The job of {output} does not run: there is nothing to stop.")
+    ask_to_stop(job.journal)
+    until = time.monotonic() + _STOP_S
+    while (job := _job(output)).running:
+        if time.monotonic() > until:
+            raise EngineError(
+                ErrorCode.BUSY, f"The job of {output} was asked to stop and has not yet: look again with `jobs`."
+            )
+        time.sleep(0.2)
+    document = _document(job)
+    emit(document, as_json=as_json, human=lambda: _line(document))
+
+
+def _remove(output: Path, *, as_json: bool) -> None:
+    from engine.batch_files.journal import discard
+
+    job = _job(output)
+    discard(job.journal)
+    document = {"removed": str(output), "answers": job.done}
+    emit(document, as_json=as_json, human=f"The job of {output} is forgotten, with {job.done:,} answers.")
+
+
+def _document(job: KnownJob) -> dict[str, Any]:
+    settings = job.settings.get("job", {})
+    state = "running" if job.running else "finished" if job.finished_s is not None else "stopped"
+    return {
+        "output": settings.get("output", ""),
+        "input": settings.get("input", ""),
+        "model": job.settings.get("model", ""),
+        "state": state,
+        "done": job.done,
+        "failed": job.failed,
+        "generated_tokens": job.generated_tokens,
+        "begun_s": job.begun_s,
+        "finished_s": job.finished_s,
+    }
+
+
+def _line(job: dict[str, Any]) -> str:
+    begun = datetime.fromtimestamp(job["begun_s"]).strftime("%Y-%m-%d %H:%M")
+    failed = f", {job['failed']:,} of them failed" if job["failed"] else ""
+    return f"{begun}  {job['state']:<8}  {job['done']:,} rows answered{failed}  {job['output']}"

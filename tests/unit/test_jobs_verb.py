@@ -1,0 +1,85 @@
+"""`switchyard jobs` lists, shows, stops and forgets jobs, whoever runs them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.batch_files.answer import Answer, failed
+from engine.batch_files.journal import Journal, journal_path
+from engine.batch_files.manifest import Manifest
+from engine.batch_files.stop_request import StopRequest, ask_to_stop, stop_path
+from engine.cli import main
+
+_MANIFEST = Manifest("hash", "{{text}}", "", "model", "bf16", "{}", "", "{}")
+
+
+@pytest.fixture
+def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path / "home"))
+    return tmp_path / "out.csv"
+
+
+def _begun(output: Path) -> Journal:
+    settings = json.dumps({"model": "m", "job": {"input": "in.csv", "output": str(output)}})
+    journal = Journal(journal_path(output), _MANIFEST, settings)
+    journal.record([Answer(0, "a", "stop", 1, 2), failed(3, "is empty")])
+    return journal
+
+
+def _printed(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert main(["jobs", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_jobs_are_listed_shown_and_forgotten(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["jobs"]) == 0
+    assert "no batch jobs" in capsys.readouterr().out
+    _begun(output).close()
+    (job,) = _printed(capsys)
+    assert (job["state"], job["done"], job["failed"], job["output"]) == ("stopped", 2, 1, str(output))
+    shown = _printed(capsys, "show", str(output))
+    assert shown["failures"] == [{"row": 3, "problem": "is empty"}]
+    assert main(["jobs", "show", str(output)]) == 0
+    assert "Row 3 is empty." in capsys.readouterr().out
+    assert main(["jobs", "stop", str(output)]) == 2
+    assert "does not run" in capsys.readouterr().err
+    assert _printed(capsys, "remove", str(output))["answers"] == 2
+    assert main(["jobs", "show", str(output)]) == 2
+    assert list(journal_path(output).parent.iterdir()) == []
+
+
+def test_a_running_job_is_stopped_from_elsewhere(
+    output: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.batch_files.stop_request._LOOK_S", 0.0)
+    ask_to_stop(_path_of(output))
+    journal = _begun(output)
+
+    def work() -> None:
+        with StopRequest(journal.path) as stop:
+            begun.set()
+            while not stop.is_made():
+                pass
+        journal.close()
+
+    begun = threading.Event()
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert begun.wait(10)
+    assert main(["jobs", "remove", str(output)]) == 2
+    assert "Another run" in capsys.readouterr().err
+    assert _printed(capsys, "stop", str(output))["state"] == "stopped"
+    thread.join()
+    assert not stop_path(journal.path).exists()
+
+
+def _path_of(output: Path) -> Path:
+    """The journal's, with a wish to stop in its folder from long ago."""
+    path = journal_path(output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
