@@ -47,7 +47,7 @@ class Screen:
         self._xdotool("type", "--clearmodifiers", "--delay", "4", text)
 
     def click(self, x: int, y: int) -> None:
-        self._xdotool("mousemove", "--sync", str(x), str(y), "click", "1")
+        self._xdotool("mousemove", str(x), str(y), "click", "1")  # --sync waits for ever where the pointer is there
 
     def move(self, x: int, y: int) -> None:
         self._xdotool("mousemove", str(x), str(y))

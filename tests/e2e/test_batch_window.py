@@ -11,28 +11,13 @@ import psutil
 import pytest
 
 from engine.batch_files.job_list import KnownJob, known_jobs, read_answers
+from tests.e2e.batch_form import choose_file, limit_answers
 from tests.e2e.screen import Screen
 from tests.e2e.waiting import PATIENCE_S, eventually
-from tests.e2e.window_process import RealWindow, real_window
+from tests.e2e.window_process import real_window
 
 ROWS = 80
 JOB_PATIENCE_S = 10 * PATIENCE_S
-
-
-def choose_file(window: RealWindow, file: Path) -> None:
-    """In the dialog that asks for files."""
-    window.click("Choose a file…")
-    eventually(lambda: window.widget("File name:", "text").is_focused, "the dialog had the keyboard")
-    window.screen.type(str(file))
-    eventually(lambda: window.accessible.text(window.widget("File name:", "text")) == str(file), "the path was typed")
-
-    def is_closed() -> bool:
-        if window.shows("File name:"):
-            window.screen.press("Return")  # the first one may only close the list of names that fit
-        return not window.shows("File name:")
-
-    eventually(is_closed, "the dialog closed")
-    window.screen.focus_window_of(window.process.pid)
 
 
 def job_after(rows: int) -> KnownJob:
@@ -63,12 +48,7 @@ def test_a_job_survives_its_engine_and_its_window(
     with real_window(screen, switchyard_home, starter) as window:
         window.click("Batch")
         choose_file(window, source)
-        window.click("System prompt")
-        screen.press("Tab")  # by the keys, which bring into view what lies below the edge
-        eventually(lambda: window.widget("Most tokens of an answer").is_focused, "Tab led on")
-        screen.press("ctrl+a")
-        screen.type("40")
-        screen.press("Tab")
+        limit_answers(window, 40)
         window.click("Start")
         begun = job_after(2)
         assert begun.finished_s is None, "the job was over before it could be interrupted"

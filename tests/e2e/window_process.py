@@ -11,7 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -150,8 +150,14 @@ class RealWindow:
 
 
 @contextlib.contextmanager
-def real_window(screen: Screen, home: Path, model: Path) -> Iterator[RealWindow]:
-    """A window that has just come up; a new folder gets `model` as the model to load at the start."""
+def real_window(
+    screen: Screen, home: Path, model: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[RealWindow]:
+    """A window that has just come up; a new folder gets `model` as the model to load at the start.
+
+    Args:
+        environment: variables beside those of the screen.
+    """
     settings = home / "config" / "settings.json"
     if not settings.exists():
         settings.parent.mkdir(parents=True)
@@ -161,6 +167,7 @@ def real_window(screen: Screen, home: Path, model: Path) -> Iterator[RealWindow]
         # Its sockets lie in the temporary folder; a window that is killed leaves them there.
         temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="w-"))
         variables = {**screen.variables, "SWITCHYARD_HOME": str(home), "TMPDIR": temporary}
+        variables |= environment or {}
         accessible = stack.enter_context(AccessibleWindow(screen.bus_address))
         errors = stack.enter_context(log.open("wb"))
         process = subprocess.Popen(

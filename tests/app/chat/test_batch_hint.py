@@ -1,0 +1,48 @@
+"""A batch job beside the chat: chats come first, and the page says so calmly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from PySide6.QtCore import Qt
+from pytestqt.qtbot import QtBot
+
+from app.views.chat.chat_view import ChatView
+from engine.config import BatchJob
+from engine.errors import ErrorCode
+from tests.app.chat.chat_page import type_and_send
+from tests.app.scripted_batches import ScriptedBatches
+
+
+@pytest.fixture
+def engine() -> ScriptedBatches:
+    return ScriptedBatches()
+
+
+def test_a_job_is_told_and_gives_way(open_page: Callable[[], ChatView], engine: ScriptedBatches, qtbot: QtBot) -> None:
+    page = open_page()
+    hint = page.batch_hint
+    assert not hint.isVisible()
+    engine.start_batch(BatchJob("in.csv", "out.csv"))
+    engine.tell(30, 120)
+    assert hint.isVisible()
+    assert hint.text == "A batch job is running (25%). Chats come first: it pauses while you are answered."
+    type_and_send(qtbot, page, "Hello?")
+    assert hint.text == "The batch job (25%) is paused while you chat; it goes on right after the answer."
+    engine.write("Hello!")
+    engine.finish()
+    assert "is running" in hint.text
+    with qtbot.waitSignal(page.job_wanted):
+        qtbot.mouseClick(hint.button, Qt.MouseButton.LeftButton)
+    engine.end(120)
+    assert not hint.isVisible()
+
+
+def test_a_job_that_fails_is_no_longer_told(open_page: Callable[[], ChatView], engine: ScriptedBatches) -> None:
+    page = open_page()
+    engine.start_batch(BatchJob("in.csv", "out.csv"))
+    engine.tell(0)
+    assert page.batch_hint.text.startswith("A batch job is running. ")
+    engine.fail_job(ErrorCode.ENGINE_DIED, "The engine was killed.")
+    assert not page.batch_hint.isVisible()

@@ -1,0 +1,34 @@
+"""What a person does on the Batch page to begin a job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.e2e.waiting import eventually
+from tests.e2e.window_process import RealWindow
+
+
+def choose_file(window: RealWindow, file: Path) -> None:
+    """In the dialog that asks for files."""
+    window.click("Choose a file…")
+    eventually(lambda: window.widget("File name:", "text").is_focused, "the dialog had the keyboard")
+    window.screen.type(str(file))
+    eventually(lambda: window.accessible.text(window.widget("File name:", "text")) == str(file), "the path was typed")
+
+    def is_closed() -> bool:
+        if window.shows("File name:"):
+            window.screen.press("Return")  # the first one may only close the list of names that fit
+        return not window.shows("File name:")
+
+    eventually(is_closed, "the dialog closed")
+    window.screen.focus_window_of(window.process.pid)
+
+
+def limit_answers(window: RealWindow, tokens: int) -> None:
+    """Sets how long an answer may be."""
+    window.click("System prompt")
+    window.screen.press("Tab")  # by the keys, which bring into view what lies below the edge
+    eventually(lambda: window.widget("Most tokens of an answer").is_focused, "Tab led on")
+    window.screen.press("ctrl+a")
+    window.screen.type(str(tokens))
+    window.screen.press("Tab")
