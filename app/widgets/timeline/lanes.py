@@ -17,6 +17,8 @@ from engine.telemetry import lanes as engine_lanes
 translate = QCoreApplication.translate
 
 Kind = Literal["phase", "share", "bytes", "experts", "rate", "amount"]
+BOTH_WAYS = ("disk_io", "pcie")
+"""Lanes whose dashed line is what goes the other way, not all of which the area is a part."""
 Colour = Literal["gpu", "cpu", "pcie", "disk", "text", "muted"]
 
 
@@ -89,24 +91,31 @@ def lanes_of(history: History, *, machine: bool) -> list[Lane]:
 def machine_lanes(history: History) -> list[Lane]:
     """What sensors tell; lanes of sensors that this machine has not are left out."""
     candidates = [
-        Lane("gpu_busy", translate("Timeline", "GPU busy"), "share", "gpu", gauges=("gpu_busy",), weight=0.7),
-        Lane("cpu_all", translate("Timeline", "CPU busy"), "share", "cpu", gauges=("cpu_ours", "cpu_all"), weight=0.7),
-        Lane("ram", translate("Timeline", "RAM"), "amount", "cpu", gauges=("ram_ours", "ram_used"), weight=0.7),
-        Lane("vram", translate("Timeline", "VRAM"), "amount", "gpu", gauges=("vram_ours", "vram_used"), weight=0.7),
-        Lane("pcie", translate("Timeline", "PCIe"), "amount", "pcie", gauges=("pcie_rx", "pcie_tx"), weight=0.7),
-        Lane("faults", translate("Timeline", "Page faults"), "amount", "muted", gauges=("minor_faults",), weight=0.6),
-        Lane("disk_io", translate("Timeline", "Disk I/O"), "amount", "disk", gauges=("disk_read", "disk_write")),
-        Lane("gpu_power", translate("Timeline", "GPU power"), "amount", "gpu", gauges=("gpu_power",), weight=0.6),
-        Lane("cpu_power", translate("Timeline", "CPU power"), "amount", "cpu", gauges=("cpu_power",), weight=0.6),
-        Lane("gpu_clock", translate("Timeline", "GPU clock"), "amount", "gpu", gauges=("gpu_clock",), weight=0.6),
-        Lane("cpu_clock", translate("Timeline", "CPU clock"), "amount", "cpu", gauges=("cpu_clock",), weight=0.6),
+        Lane("gpu_busy", translate("Timeline", "GPU busy"), "share", "gpu", gauges=("gpu_busy",), weight=0.9),
+        Lane("cpu_all", translate("Timeline", "CPU busy"), "share", "cpu", gauges=("cpu_ours", "cpu_all"), weight=0.9),
+        Lane("ram", translate("Timeline", "RAM"), "amount", "cpu", gauges=("ram_ours", "ram_used"), weight=0.9),
+        Lane("vram", translate("Timeline", "VRAM"), "amount", "gpu", gauges=("vram_ours", "vram_used"), weight=0.9),
+        Lane("pcie", translate("Timeline", "PCIe"), "amount", "pcie", gauges=("pcie_rx", "pcie_tx"), weight=0.9),
+        Lane("faults", translate("Timeline", "Page faults"), "amount", "muted", gauges=("minor_faults",), weight=0.9),
+        Lane(
+            "disk_io",
+            translate("Timeline", "Disk I/O"),
+            "amount",
+            "disk",
+            gauges=("disk_read", "disk_write"),
+            weight=0.9,
+        ),
+        Lane("gpu_power", translate("Timeline", "GPU power"), "amount", "gpu", gauges=("gpu_power",), weight=0.9),
+        Lane("cpu_power", translate("Timeline", "CPU power"), "amount", "cpu", gauges=("cpu_power",), weight=0.9),
+        Lane("gpu_clock", translate("Timeline", "GPU clock"), "amount", "gpu", gauges=("gpu_clock",), weight=0.9),
+        Lane("cpu_clock", translate("Timeline", "CPU clock"), "amount", "cpu", gauges=("cpu_clock",), weight=0.9),
         Lane(
             "gpu_temperature",
             translate("Timeline", "GPU heat"),
             "amount",
             "gpu",
             gauges=("gpu_temperature",),
-            weight=0.6,
+            weight=0.9,
         ),
         Lane(
             "cpu_temperature",
@@ -114,7 +123,7 @@ def machine_lanes(history: History) -> list[Lane]:
             "amount",
             "cpu",
             gauges=("cpu_temperature",),
-            weight=0.6,
+            weight=0.9,
         ),
     ]
     return [lane for lane in candidates if any(map(history.knows_gauge, lane.gauges))]
@@ -128,7 +137,11 @@ def read_lane(lane: Lane, history: History, viewport: Viewport, ceilings: dict[s
     if lane.kind == "share":
         names: tuple[str, ...] = (translate("Timeline", "experts"), translate("Timeline", "attention"))
         values = np.stack([history.busy(number_of, edges) for number_of in lane.spans])
-        return LaneData(values, scale=max(1.0, float(values.sum(axis=0).max(initial=0.0))), names=names[: len(values)])
+        return LaneData(
+            values,
+            scale=max(1.0, float(values.sum(axis=0).max(initial=0.0))),
+            names=names if len(values) == len(names) else (),
+        )
     if lane.kind == "bytes":
         rates = history.bytes_per_s(lane.spans[0], edges)
         ceiling = ceilings.get(lane.key)
@@ -184,6 +197,14 @@ def amount_text(lane: Lane, value: float) -> str:
     return f"{number(value / 1e9, 2)} GB/s" if value >= 1e7 or value == 0 else f"{number(value / 1e6, 2)} MB/s"
 
 
+def _both_ways(into: float, out: float) -> str:
+    """`↓ 12.4 ↑ 0.2 GB/s`."""
+    most = max((value for value in (into, out) if np.isfinite(value)), default=0.0)
+    unit, name = (1e9, "GB/s") if most >= 1e9 else (1e6, "MB/s")
+    down, up = (number(value / unit, 1) if np.isfinite(value) else "–" for value in (into, out))
+    return f"↓ {down} ↑ {up} {name}"
+
+
 def reading(lane: Lane, data: LaneData, column: int) -> str:
     """What a lane says at a column, as a short text; empty if nothing."""
     columns = data.values.shape[1] if data.values.size else (len(data.line) if data.line is not None else 0)
@@ -197,6 +218,8 @@ def reading(lane: Lane, data: LaneData, column: int) -> str:
     own = amount_text(lane, float(data.values[:, column].sum()))
     if own == "–":
         return own
+    if lane.key in BOTH_WAYS and data.line is not None:
+        return _both_ways(float(data.values[:, column].sum()), float(data.line[column]))
     if lane.gauges and data.line is not None and np.isfinite(data.line[column]):
         return translate("Timeline", "{0} of {1}").format(own, amount_text(lane, float(data.line[column])))
     return own

@@ -6,7 +6,7 @@ import numpy as np
 from PySide6.QtCore import QAbstractTableModel, QCoreApplication, QModelIndex, QObject, QPersistentModelIndex, Qt
 
 from app.services.history.buckets import Floats
-from app.widgets.timeline.lanes import Lane, LaneData, amount_text
+from app.widgets.timeline.lanes import BOTH_WAYS, Lane, LaneData, amount_text
 
 translate = QCoreApplication.translate
 
@@ -66,7 +66,11 @@ def rows_of_lane(lane: Lane, data: LaneData) -> list[tuple[str, str, str, str]]:
     for name, values in zip(names, data.values, strict=True):
         series.append((f"{lane.title}, {name}" if name else lane.title, values))
     if data.line is not None:
-        title = lane.title if lane.kind == "rate" else translate("Timeline", "{0}, whole machine").format(lane.title)
+        title = lane.title
+        if lane.key in BOTH_WAYS:
+            title = translate("Timeline", "{0}, out").format(lane.title)
+        elif lane.kind != "rate":
+            title = translate("Timeline", "{0}, whole machine").format(lane.title)
         series.append((title, data.line))
     rows = []
     for title, values in series:
