@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from pathlib import Path
 
 import PySide6
@@ -22,6 +24,16 @@ from app.views.settings import SettingsPage
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = Path(PySide6.__file__).parent
 SUFFIX = ".exe" if sys.platform == "win32" else ""
+
+SHOWS_TEXT = frozenset(
+    (
+        "setText", "setToolTip", "setAccessibleName", "setAccessibleDescription", "setPlaceholderText", "setTitle",
+        "setWindowTitle", "setInformativeText", "setSuffix", "setPrefix", "setSpecialValueText", "addAction",
+        "addButton", "addItem", "add_action", "set_heading", "show_notes", "show_text", "tell", "muted_label", "Card",
+        "QLabel", "QPushButton", "QToolButton", "QCheckBox", "QRadioButton", "QAction",
+    )
+)  # fmt: skip
+SAME_EVERYWHERE = frozenset(("Switchyard", "Esc"))
 
 
 def _tool(name: str) -> str:
@@ -56,6 +68,41 @@ def test_no_text_is_translated_in_a_spelling_that_the_tool_misreads() -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("tr", "_tr")
     ]
     assert wrong == []
+
+
+def _calls() -> Iterator[tuple[str, str, ast.Call]]:
+    """(where, name of what is called, the call) of all code of the window."""
+    for path in sorted((ROOT / "app").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                called = node.func
+                name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+                yield f"{path.name}:{node.lineno}", name, node
+
+
+def test_the_tool_finds_every_text(source: Path) -> None:
+    """A text that is put together before it is translated is found by nobody."""
+    found = {message.findtext("source") for message in ElementTree.parse(source).getroot().iter("message")}
+    missed = []
+    for where, name, call in _calls():
+        takes_text = (name == "tr" and len(call.args) == 1) or (name == "translate" and len(call.args) == 2)
+        if takes_text and (name == "tr" or isinstance(getattr(call.args[0], "value", 0), str)):
+            text = call.args[-1]
+            if not isinstance(text, ast.Constant) or text.value not in found:
+                missed.append(f"{where} {ast.unparse(text)[:60]}")
+    assert missed == []
+
+
+def test_no_text_is_shown_without_its_translation() -> None:
+    missed = []
+    for where, name, call in _calls():
+        if name in SHOWS_TEXT:
+            for text in call.args:
+                if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                    said = text.value
+                    if re.search(r"[A-Za-z]{2,}", said) and said not in SAME_EVERYWHERE:
+                        missed.append(f"{where} {said!r}")
+    assert missed == []
 
 
 def test_a_translation_is_shown(

@@ -85,9 +85,9 @@ def trouble_text(message: Message) -> str:
         return ""
     text = message.reason or translate("Chat", "The answer could not be finished.")
     if message.state is MessageState.PARTIAL:
-        text = f"{text} {translate('Chat', 'The text so far is kept.')}"
+        text += " " + translate("Chat", "The text so far is kept.")
     elif message.reason_code == ErrorCode.PROMPT_TOO_LONG.value:
-        text = f"{text} {translate('Chat', 'Your message is kept: edit it, or start a new chat.')}"
+        text += " " + translate("Chat", "Your message is kept: edit it, or start a new chat.")
     return text
 
 

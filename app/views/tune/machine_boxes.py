@@ -37,15 +37,6 @@ _SETS = (
     ("avx2", "AVX2"),
     ("asimd", "NEON"),
 )
-_DISKS = {
-    DiskKind.NVME: "NVMe",
-    DiskKind.SSD: "SSD",
-    DiskKind.HDD: "hard disk",
-    DiskKind.NETWORK: "network share",
-    DiskKind.MEMORY: "in memory",
-    DiskKind.HOST: "disk of the host",
-    DiskKind.UNKNOWN: "disk",
-}
 
 
 def machine_boxes(look: MachineLook, found: Found) -> tuple[tuple[Box, ...], tuple[Link, ...]]:
@@ -185,11 +176,23 @@ def _disk(look: MachineLook) -> Box:
         silent = BoxLine(translate("Tune", "It does not answer."), told)
         return Box("disk", translate("Tune", "Disk"), (silent,), is_there=False)
     known = [disk.model] if disk.model else [name for name in (disk.device, disk.file_system) if name]
-    kind = ", ".join((_DISKS[disk.kind], *known))
+    kind = ", ".join((_disk_kind(disk.kind), *known))
     lines: tuple[BoxLine, ...] = (BoxLine(kind[:1].upper() + kind[1:], told),)
     if disk.free_bytes is not None:
         lines += (BoxLine(translate("Tune", "{0} free").format(memory(disk.free_bytes)), told),)
     return Box("disk", translate("Tune", "Disk"), lines)
+
+
+def _disk_kind(kind: DiskKind) -> str:
+    return {
+        DiskKind.NVME: "NVMe",
+        DiskKind.SSD: "SSD",
+        DiskKind.HDD: translate("Tune", "hard disk"),
+        DiskKind.NETWORK: translate("Tune", "network share"),
+        DiskKind.MEMORY: translate("Tune", "in memory"),
+        DiskKind.HOST: translate("Tune", "disk of the host"),
+        DiskKind.UNKNOWN: translate("Tune", "disk"),
+    }[kind]
 
 
 def _card_link(look: MachineLook, found: Found) -> Link | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from PySide6.QtCore import QSize, Qt, Signal
+from PySide6.QtCore import QCoreApplication, QSize, Qt, Signal
 from PySide6.QtGui import QResizeEvent
 from PySide6.QtWidgets import (
     QBoxLayout,
@@ -243,4 +243,4 @@ class RunCard(Card):
 
 
 def _shown(name: str) -> str:
-    return "Starter" if name == STARTER else name
+    return QCoreApplication.translate("Tune", "Starter") if name == STARTER else name
