@@ -23,8 +23,17 @@ if TYPE_CHECKING:
     from engine.batch_files.job_watcher import JobEnding
     from engine.batch_files.pace import Pace
     from engine.batch_files.prepared_job import PreparedJob
+    from engine.planner.batch_prediction import JobPrediction
     from engine.runtime.engine import Engine
 
+_LIMITS = {
+    "arithmetic": "the processor's arithmetic",
+    "weights": "reading weights from RAM",
+    "attention": "attention",
+    "disk": "reading experts from disk",
+    "link": "the link to the card",
+    "card": "the card",
+}
 _INTERRUPTED = 130
 _PLAIN_TELL_S = 30.0
 """How often progress is a line of its own where nobody watches a terminal."""
@@ -172,6 +181,7 @@ def _whole(args: argparse.Namespace, prepared: PreparedJob, engine: Engine) -> i
             should_yield=lambda: False,
             give_way=lambda: None,
             cancelled=lambda: interrupts.count > 0,
+            on_plan=lambda prediction: note(f"switchyard: {prediction_text(prediction)}"),
         )
         try:
             ending = engine.run_batch(prepared, watcher)
@@ -270,6 +280,22 @@ def pace_text(pace: Pace) -> str:
     elif pace.remaining_high_s is not None:
         left = f", done in {_span(pace.remaining_high_s)} at most"
     return f"{pace.done:,}{total} rows{failed}{rate}{left}"
+
+
+def prediction_text(prediction: JobPrediction) -> str:
+    """How a job is going to run, in a sentence."""
+    rows = prediction.rows_together
+    share = f"{rows:,} rows share each weight load" if rows > 1 else "one row after the other"
+    pieces = f" in {prediction.micro_batches} pieces" if prediction.micro_batches > 1 else ""
+    return (
+        f"{share}{pieces}; about {_rate(prediction.low)} to {_rate(prediction.high)} tokens/s, "
+        f"{_LIMITS[prediction.bottleneck.value]} limits it; done in {_span(prediction.seconds_low)} to "
+        f"{_span(prediction.seconds_high)} if answers are about {prediction.job.generated_tokens:,.0f} tokens long."
+    )
+
+
+def _rate(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:,.0f}" if tokens_per_s >= 10 else f"{tokens_per_s:.1f}"
 
 
 def _span(seconds: float) -> str:

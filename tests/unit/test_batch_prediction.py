@@ -11,6 +11,7 @@ from engine.planner.batch_prediction import Bottleneck, JobRows, predict_on_cpu,
 from engine.planner.engine_costs import engine_costs
 from engine.planner.plan_parts import Limits
 from engine.planner.profile_files import machine_names, model_names, read_machine, read_model
+from engine.verbs.batch import prediction_text
 
 MODELS = st.sampled_from(model_names())
 MACHINES = st.sampled_from(machine_names())
@@ -48,6 +49,19 @@ def test_answers_that_were_timed_overrule_what_was_predicted() -> None:
     assert (corrected.seconds_low, corrected.seconds_high) == pytest.approx((20.0, 2000 / 60))
     assert corrected.is_measured
     assert not predicted.is_measured
+
+
+def test_a_job_is_foretold_in_a_sentence() -> None:
+    told = predicted_on_card(JobRows(2000, 50.0, 20.0), 24, 3, "Klotski", 310.0, "h2d", 0.5)
+    text = "24 rows share each weight load in 3 pieces; about 155 to 465 tokens/s, the link to the card limits it; "
+    assert prediction_text(told) == f"{text}done in 86 s to 4 min if answers are about 20 tokens long."
+    alone = predict_on_cpu(
+        engine_costs(read_machine("gcp-l4"), read_model("mixtral-8x7b"), "bf16"),
+        JobRows(1, 50.0, 20.0),
+        64,
+        sweep_tokens=1024,
+    )
+    assert prediction_text(alone).startswith("one row after the other; about ")
 
 
 def test_no_rows_cannot_be_predicted() -> None:
