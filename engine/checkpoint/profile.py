@@ -10,12 +10,10 @@ from typing import Any
 
 from engine.checkpoint.config_file import read_config, text_part
 from engine.checkpoint.headers import TensorEntry
+from engine.checkpoint.kv_numbers import DECODER_LAYERS, HIDDEN, LAYERS, kv_elements_per_token, number_of
 from engine.checkpoint.shards import read_tensors
 
 # What the families call the same thing; the first one that is a positive number counts.
-_LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
-_DECODER_LAYERS = ("decoder_layers", "num_decoder_layers")
-_HIDDEN = ("hidden_size", "d_model", "n_embd")
 _EXPERTS = (
     "num_local_experts",
     "num_experts",
@@ -30,7 +28,6 @@ _PER_TOKEN = (
 )  # fmt: skip
 _PER_TOKEN_BY_FAMILY = {"switch_transformers": 1, "nllb-moe": 2}  # what their configurations do not say
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
-_NESTED = ("ffn_config", "moe_config", "attn_config")  # dbrx keeps its experts and heads there
 
 _EXPERT_KEY = re.compile(r"(\.|^)(experts|expert_mlp|input_linear|output_linear)\b|\.experts?_\d+\.")
 _SHARED_KEY = re.compile(r"shared_(expert|mlp)")
@@ -82,20 +79,20 @@ def profile_of(config: dict[str, Any], tensors: Iterable[TensorEntry]) -> ModelP
     text = text_part(config)
     tensors = list(tensors)
     experts = [entry for entry in tensors if is_expert_key(entry.key)]
-    count = _number(text, _EXPERTS)
-    per_token = _number(text, _PER_TOKEN) or _PER_TOKEN_BY_FAMILY.get(str(config["model_type"]), 0)
+    count = number_of(text, _EXPERTS)
+    per_token = number_of(text, _PER_TOKEN) or _PER_TOKEN_BY_FAMILY.get(str(config["model_type"]), 0)
     quantization = config.get("quantization_config") or text.get("quantization_config") or {}
     return ModelProfile(
         family=str(config["model_type"]),
         layers=_layers(text),
-        hidden=_number(text, _HIDDEN),
+        hidden=number_of(text, HIDDEN),
         experts=count if count > 1 else 0,
         experts_per_token=per_token if count > 1 else 0,
         parameters=sum(map(parameters_of, tensors)),
         expert_parameters=sum(map(parameters_of, experts)) if count > 1 else 0,
         bytes=sum(entry.nbytes for entry in tensors),
         expert_bytes=sum(entry.nbytes for entry in experts) if count > 1 else 0,
-        context_tokens=_number(text, _CONTEXT),
+        context_tokens=number_of(text, _CONTEXT),
         kv_elements_per_token=kv_elements_per_token(text),
         dtype=str(
             text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or ""
@@ -104,44 +101,11 @@ def profile_of(config: dict[str, Any], tensors: Iterable[TensorEntry]) -> ModelP
     )
 
 
-def kv_elements_per_token(text: dict[str, Any]) -> int:
-    """Numbers of KV cache per token, all layers together, as transformers keeps them.
-
-    Multi-head latent attention is cached as latents with the rotary part of the keys, and with the keys of the index of
-    important tokens where there is one.  Layers of linear attention keep no growing cache; `layer_types` tells them
-    apart where it is given.
-    """
-    heads = _number(text, ("num_attention_heads", "n_heads", "n_head", "decoder_attention_heads", "num_heads"))
-    layers = _number(text, (*_DECODER_LAYERS, *_LAYERS))
-    types = text.get("layer_types")
-    if isinstance(types, list) and types:
-        layers = sum(1 for kind in types if "attention" in str(kind) and "linear" not in str(kind)) or layers
-    latent = _number(text, ("kv_lora_rank",))
-    if latent:
-        index = _number(text, ("index_head_dim",)) if _number(text, ("index_topk",)) else 0
-        return layers * (latent + _number(text, ("qk_rope_head_dim",)) + index)
-    kv_heads = _number(text, ("num_key_value_heads", "kv_n_heads")) or heads
-    head = _number(text, ("head_dim", "kv_channels", "d_kv")) or (_number(text, _HIDDEN) // heads if heads else 0)
-    return layers * 2 * kv_heads * head
-
-
 def _layers(text: dict[str, Any]) -> int:
     """All of them, those of the encoder too."""
     if text.get("is_encoder_decoder"):
-        return _number(text, ("encoder_layers", *_LAYERS)) + _number(text, _DECODER_LAYERS)
-    return _number(text, _LAYERS)
-
-
-def _number(config: dict[str, Any], names: Iterable[str]) -> int:
-    places = [config, *(nested for key in _NESTED if isinstance(nested := config.get(key), dict))]
-    for place in places:
-        for name in names:
-            value = place.get(name)
-            if isinstance(value, list) and value:  # a number per layer
-                value = max((item for item in value if isinstance(item, int)), default=0)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
-    return 0
+        return number_of(text, ("encoder_layers", *LAYERS)) + number_of(text, DECODER_LAYERS)
+    return number_of(text, LAYERS)
 
 
 def is_expert_key(key: str) -> bool:

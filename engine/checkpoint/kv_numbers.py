@@ -1,0 +1,86 @@
+"""How much one more token of context adds to a model's cache, layer by layer, from its configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
+DECODER_LAYERS = ("decoder_layers", "num_decoder_layers")
+HIDDEN = ("hidden_size", "d_model", "n_embd")
+_HEADS = ("num_attention_heads", "n_heads", "n_head", "decoder_attention_heads", "num_heads")
+_KV_HEADS = ("num_key_value_heads", "kv_n_heads")
+_HEAD_DIM = ("head_dim", "kv_channels", "d_kv")
+_NESTED = ("ffn_config", "moe_config", "attn_config")  # dbrx keeps its experts and heads there
+_ATTENTIONS = {"longcat_flash": 2}
+"""Attention blocks of each layer, where there is not one."""
+_POSITIONS = 6
+"""An indexed layer keeps three 64-bit positions of each token: six numbers of 32 bits."""
+
+
+def kv_elements_per_token(text: dict[str, Any]) -> int:
+    """Numbers of KV cache per token, all layers together, as transformers keeps them.
+
+    Multi-head latent attention is cached as latents with the rotary part of the keys, and with the keys of the index of
+    important tokens where there is one.  Layers of linear attention and state-space layers keep no growing cache.
+    Layers with a window count in full: their cache grows until the window is full.
+    """
+    layers = number_of(text, (*DECODER_LAYERS, *LAYERS))
+    kinds = _kinds(text, layers)
+    kinds = kinds[: len(kinds) - number_of(text, ("num_kv_shared_layers",))]
+    growing = [(index, kind) for index, kind in enumerate(kinds) if _grows(kind)] or list(enumerate(kinds))
+    by_layer = text.get("per_layer_config")
+    of_its_own = by_layer if isinstance(by_layer, dict) else {}
+    count = sum(_of_layer({**text, **(of_its_own.get(str(index)) or {})}, kind) for index, kind in growing)
+    return count * _ATTENTIONS.get(str(text.get("model_type")), 1)
+
+
+def number_of(config: dict[str, Any], names: Iterable[str]) -> int:
+    """The first positive number under one of these names, at the top or in a part; 0 if there is none."""
+    places = [config, *(nested for key in _NESTED if isinstance(nested := config.get(key), dict))]
+    for place in places:
+        for name in names:
+            value = place.get(name)
+            if isinstance(value, list) and value:  # a number per layer
+                value = max((item for item in value if isinstance(item, int)), default=0)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return 0
+
+
+def _kinds(text: dict[str, Any], layers: int) -> list[str]:
+    """What each layer is."""
+    types = text.get("layer_types") or text.get("layers_block_type")
+    if isinstance(types, list) and types:
+        return [str(kind) for kind in types]
+    period = number_of(text, ("attn_layer_period",))
+    if period:  # state-space layers with an attention layer now and then
+        offset = number_of(text, ("attn_layer_offset",))
+        return ["attention" if layer % period == offset else "state" for layer in range(layers)]
+    return ["attention"] * layers
+
+
+def _grows(kind: str) -> bool:
+    return ("attention" in kind or kind.startswith("hybrid")) and "linear" not in kind
+
+
+def _of_layer(text: dict[str, Any], kind: str) -> int:
+    latent = number_of(text, ("kv_lora_rank",))
+    if latent:
+        index = number_of(text, ("index_head_dim",)) if number_of(text, ("index_topk",)) else 0
+        return latent + number_of(text, ("qk_rope_head_dim",)) + index
+    heads, family = number_of(text, _HEADS), text.get("model_type")
+    kv_heads = number_of(text, _KV_HEADS) or heads
+    keys = number_of(text, _HEAD_DIM) or (number_of(text, HIDDEN) // heads if heads else 0)
+    values = number_of(text, ("v_head_dim",)) or keys
+    if family == "deepseek_v4":
+        return keys  # one head, whose keys are its values
+    if "sliding" in kind:
+        kv_heads = number_of(text, ("swa_num_key_value_heads",)) or kv_heads * (2 if family == "mimo_v2_flash" else 1)
+        own = number_of(text, ("swa_head_dim",))
+        keys, values = own or keys, own or values
+    found = kv_heads * (keys + values)
+    if "indexed" in kind:
+        index = number_of(text, ("indexer_kv_heads",)) * number_of(text, ("indexer_head_dim",))
+        found += index + _POSITIONS
+    return found
