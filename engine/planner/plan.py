@@ -82,7 +82,7 @@ def make_plan(
         cache=_cache(question, best, memory),
         batch=batch,
         speed=_speed(best, measured=measured),
-        bottleneck=bottleneck_sentence(best, costs, memory),
+        bottleneck=bottleneck_sentence(best, costs, memory, workload),
         helps=helps,
         what_helps=help_sentence(helps, workload),
         alternatives=_alternatives(question, best, outcomes, measured=measured),

@@ -9,12 +9,17 @@ from engine.planner.simulator.outcome import Outcome
 from engine.planner.workload import Workload
 
 
-def bottleneck_sentence(outcome: Outcome, costs: Costs, memory: EngineMemory) -> str:
+def bottleneck_sentence(outcome: Outcome, costs: Costs, memory: EngineMemory, workload: Workload) -> str:
     """What limits decoding: the lane that is busiest, and why it is."""
     use = outcome.utilisation
     lane = max(use, key=lambda name: use[name], default="")
     if lane in ("cpu_experts", "cpu_attention"):
         busy = use.get("cpu_experts", 0.0) + use.get("cpu_attention", 0.0)
+        if lane == "cpu_experts" and _bound_by_arithmetic(costs, workload):
+            return (
+                f"The processor's arithmetic limits it: {busy:.0%} of the time it is busy, and computing experts takes "
+                "longer than reading them from RAM."
+            )
         rate = costs.cpu_bytes_per_s / 1e9
         what = "expert weights" if lane == "cpu_experts" else "the other weights and the KV cache"
         return f"Reading {what} from RAM limits it: {busy:.0%} of the time the CPU is busy, at {rate:.3g} GB/s."
@@ -49,8 +54,16 @@ def help_sentence(helps: tuple[Help, ...], workload: Workload) -> str:
         return "No single change of memory, link, disk or precision would make it noticeably faster."
     best = helps[0]
     change = best.change[0].upper() + best.change[1:]
+    gain = f"{best.gain:.2f}" if best.gain < 1.95 else f"{best.gain:.2g}"
     if workload.sequences == 1:
-        faster = f"{best.decode_tokens_per_s:.3g} tokens/s, with the prompt counted {best.gain:.2g} times as fast"
+        faster = f"{best.decode_tokens_per_s:.3g} tokens/s, with the prompt counted {gain} times as fast"
     else:
-        faster = f"about {best.gain:.2g} times as fast, {best.tokens_per_s:.3g} tokens/s"
+        faster = f"about {gain} times as fast, {best.tokens_per_s:.3g} tokens/s"
     return f"{change} would help most: {faster}."
+
+
+def _bound_by_arithmetic(costs: Costs, workload: Workload) -> bool:
+    """Whether an expert of a decode step takes the CPU longer to compute than to read."""
+    model = costs.model
+    rows = max(1.0, workload.sequences * workload.beams * model.experts_per_token / model.experts)
+    return costs.cpu_experts(rows) > 1.05 * costs.expert_bytes / costs.cpu_bytes_per_s

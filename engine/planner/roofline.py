@@ -99,7 +99,7 @@ def roofline_picture(costs: Costs, workload: Workload) -> RooflinePicture:
     """The roofline of a machine with what the experts of a model reach on it: ready to be drawn."""
     machine, model = costs.machine, costs.model
     cpu = Level("CPU", machine.cpu.flops, costs.cpu_bytes_per_s)
-    width = 2.0 * model.expert_weights / costs.expert_bytes
+    width = operational_intensity(2.0 * model.expert_weights, costs.expert_bytes)
     rows = {
         "decode": max(1.0, workload.beams * model.experts_per_token / max(model.experts, 1)),
         "prefill": workload.prompt_tokens * model.experts_per_token / max(model.experts, 1),

@@ -130,7 +130,7 @@ def plan_text(plan: Plan) -> str:
     lines += ["", f"{'tokens/s':>10} {'steps/s':>9} {'TTFT, s':>9}  other ways"]
     lines += [
         f"{other.speed.tokens_per_s:>10.3g} {other.speed.decode_tokens_per_s:>9.3g} {other.speed.ttft_s:>9.3g}  "
-        f"{other.policy}, {other.precision}" + ("" if other.runs_here else " (to compare with)")
+        f"{other.policy}, {other.precision}" + ("" if other.runs_here else " (simulated only, to compare with)")
         for other in plan.alternatives[:12]
     ]
     return "\n".join(lines)

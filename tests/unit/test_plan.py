@@ -13,7 +13,7 @@ from engine.errors import EngineError, ErrorCode
 from engine.planner.machine import HardwareProfile
 from engine.planner.plan import Limits, Plan, make_plan
 from engine.planner.plan_parts import TierBytes
-from engine.planner.plan_search import PRECISIONS, Question
+from engine.planner.plan_search import PRECISIONS, Question, runs_here
 from engine.planner.profile_files import machine_names, model_names, read_machine, read_model
 from engine.planner.what_helps import Change, what_helps, what_if
 from engine.planner.workload import BATCH, CHAT, WORKLOADS
@@ -61,6 +61,8 @@ def assert_sound(plan: Plan) -> None:
         # As in the engine, the budget is for weights: the KV of a conversation is part of the headroom.
         assert plan.ram.held - plan.ram.kv <= plan.limits.ram_bytes * 1.0001
     assert plan.precision in PRECISIONS
+    assert runs_here(plan.policy, plan.workload)
+    assert all(other.runs_here == runs_here(other.policy, plan.workload) for other in plan.alternatives)
     assert 0 < plan.speed.low < plan.speed.decode_tokens_per_s < plan.speed.high
     assert plan.speed.ttft_s > 0
     for sentence in (plan.bottleneck, plan.what_helps):

@@ -1,31 +1,43 @@
-"""In every cell of machines x models x workloads: no policy is faster than what the plan takes, and none is missed."""
+"""In every cell of machines x models x workloads: no policy is faster than the plan, which the engine can run."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from engine.errors import EngineError, ErrorCode
 from engine.planner.plan import Limits, make_plan
-from engine.planner.plan_search import Question
+from engine.planner.plan_search import Question, choose_precision, in_order, runs_here, search
 from engine.planner.profile_files import machine_names, model_names, read_machine, read_model
-from engine.planner.simulator.plans import run_all, run_policy
 from engine.planner.workload import WORKLOADS
 
 _CELLS = [(machine, model, work) for machine in machine_names() for model in model_names() for work in WORKLOADS]
 _SHUFFLED = random.Random(5).sample(_CELLS, len(_CELLS))
+_NOT_HERE = 1.25
+"""How many times as fast a schedule may be that the engine has for many prompts only, given a single one."""
 
 
 @pytest.mark.parametrize("cell", _SHUFFLED[:8], ids="/".join)
 def test_no_policy_is_faster_than_the_plan(cell: tuple[str, str, str]) -> None:
-    assert_nobody_is_faster(*cell, layers=12)
+    assert_nobody_is_faster(*cell)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cell", _SHUFFLED[8:16], ids="/".join)
-def test_no_policy_is_faster_than_the_plan_in_more_cells(cell: tuple[str, str, str]) -> None:
-    assert_nobody_is_faster(*cell, layers=12)
+@pytest.mark.parametrize("cell", _SHUFFLED[8:12], ids="/".join)
+def test_a_plan_takes_the_first_of_them(cell: tuple[str, str, str]) -> None:
+    machine, model, work = cell
+    question = assert_nobody_is_faster(machine, model, work)
+    able = in_order(search(question), question.workload)
+    if not able:
+        with pytest.raises(EngineError) as refused:
+            make_plan(question.machine, question.model, question.workload)
+        assert refused.value.code is ErrorCode.NOT_ENOUGH_MEMORY
+        return
+    plan = make_plan(question.machine, question.model, question.workload)
+    assert (plan.policy, plan.precision) == (able[0].policy, question.precision)
+    assert plan.speed.tokens_per_s == able[0].tokens_per_s
+    assert runs_here(plan.policy, question.workload)
 
 
 @pytest.mark.exhaustive
@@ -34,21 +46,20 @@ def test_no_policy_is_faster_than_the_plan_in_more_cells(cell: tuple[str, str, s
 def test_no_policy_is_faster_than_the_plan_in_any_cell(machine: str) -> None:
     for cell in _CELLS:
         if cell[0] == machine:
-            assert_nobody_is_faster(*cell, layers=12)
+            assert_nobody_is_faster(*cell)
 
 
-def assert_nobody_is_faster(machine_name: str, model_name: str, work: str, *, layers: int | None) -> None:
+def assert_nobody_is_faster(machine: str, model: str, work: str) -> Question:
     """At the plan's precision and with the memory that the engine may use, by the same simulator."""
-    machine, model, workload = read_machine(machine_name), read_model(model_name), WORKLOADS[work]
-    at_least = Question(machine, model, workload, Limits(), "int4").setting(layers)
-    if not run_all(at_least):
-        with pytest.raises(EngineError) as refused:
-            make_plan(machine, model, workload)
-        assert refused.value.code is ErrorCode.NOT_ENOUGH_MEMORY
-        return
-    plan = make_plan(machine, model, workload)
-    setting = Question(machine, model, workload, Limits(), plan.precision).setting(layers)
-    ours = run_policy(plan.policy, setting)
-    assert ours is not None
-    for other in run_all(setting):
-        assert other.tokens_per_s <= (1 + 1e-6) * ours.tokens_per_s, (other.policy, plan.policy)
+    question = Question(read_machine(machine), read_model(model), WORKLOADS[work], Limits(), "int4")
+    question = replace(question, precision=choose_precision(question))
+    outcomes = search(question)
+    able = in_order(outcomes, question.workload)
+    if not able:
+        assert not outcomes
+        return question
+    ours = able[0].tokens_per_s
+    for other in outcomes:
+        allowed = 1.0 if runs_here(other.policy, question.workload) else _NOT_HERE
+        assert other.tokens_per_s <= (1 + 1e-6) * allowed * ours, (other.policy, able[0].policy)
+    return question
