@@ -36,7 +36,7 @@ RECORD_SETTING = "record_sessions"
 MOST_WAITING = 2000
 """Messages that nobody has taken yet; more are dropped and counted."""
 WAITING_TOKENS = 200
-_ANALYSE_EVERY_S = 8.0
+_ANALYSE_EVERY_S, _ANALYSE_FIRST_EVERY_S = 8.0, 1.0
 _LOOKED = "looked"
 """In the queue: somebody has come to look."""
 _PULSE_S = 10.0
@@ -257,8 +257,10 @@ class TelemetryHub(QObject):
         now_s = self._clock_ns() / 1e9
         if self.history is None or not self._watchers or not self._unanalysed or now_s < self._analyse_due_s:
             return
-        self._unanalysed, self._analyse_due_s = False, now_s + _ANALYSE_EVERY_S
+        self._unanalysed = False
         self.waiting = waiting_for_last(self.history, WAITING_TOKENS)
+        is_full = self.waiting.tokens >= WAITING_TOKENS  # few tokens take little time, and each is news
+        self._analyse_due_s = now_s + (_ANALYSE_EVERY_S if is_full else _ANALYSE_FIRST_EVERY_S)
         self.advice = advice_for(self.waiting, self.report, self._model, self.sample, self._config)
         self._emit(self.analysed)
 

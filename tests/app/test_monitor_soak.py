@@ -117,7 +117,7 @@ def slope(held: list[tuple[float, float]]) -> float:
 @pytest.mark.timeout(900)
 def test_an_hour_in_little(page: MonitorPage, clock: FastClock) -> None:
     held = soak(page, clock, 9)
-    # By then all that is bounded is full but for what hours fill; a leak of a kilobyte a message would be 14 MiB.
+    # Until minute eleven the last steps fill their ring, some 5 MiB; a leak of 10 kB a message would be 15 MiB.
     after = [each for each in held if each[0] >= 3]
     assert after[-1][1] - after[0][1] < 12
 
@@ -126,7 +126,7 @@ def test_an_hour_in_little(page: MonitorPage, clock: FastClock) -> None:
 @pytest.mark.timeout(7200)
 def test_an_hour(page: MonitorPage, clock: FastClock) -> None:
     held = soak(page, clock, float(os.environ.get("SWITCHYARD_SOAK_MINUTES", "60")))
-    after = [each for each in held if each[0] >= held[-1][0] / 6]
+    after = [each for each in held if each[0] >= held[-1][0] / 5]
     said = f"{held[-1][0]:.0f} minutes: {slope(after):+.1f} MiB an hour, {after[0][1]:.0f} to {after[-1][1]:.0f} MiB"
     _log.warning(said)  # what a person runs this for, with -o log_cli=true
     assert slope(after) < 12, said

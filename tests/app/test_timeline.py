@@ -151,7 +151,7 @@ def test_lanes_read_what_was_recorded(history: History) -> None:
         lane.key: reading(lane, read_lane(lane, history, viewport, {}), 250) for lane in lanes_of(history, machine=True)
     }
     assert said["tokens"] == "50.0"
-    assert said["experts"] == "on the CPU 100%"
+    assert said["experts"] == "CPU 100%"
     assert said["cpu"] == "100%"
     assert said["cpu_all"] == "50% of 50%"
 
@@ -255,5 +255,5 @@ def test_the_table_says_the_same(history: History) -> None:
         for row in range(table.rowCount())
     }
     assert rows["Tokens/s"] == ["50.0"] * 3
-    assert rows["Experts, on the CPU"] == ["100%"] * 3
+    assert rows["Experts, CPU"] == ["100%"] * 3
     assert table.headerData(0, Qt.Orientation.Horizontal) == "Lane"

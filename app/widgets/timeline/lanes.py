@@ -149,7 +149,7 @@ def read_lane(lane: Lane, history: History, viewport: Viewport, ceilings: dict[s
         # A lane that does next to nothing would be a mountain range under its own scale.
         return LaneData(rates[None], scale=nice(max(top, 1.08 * ceiling if ceiling else 1e8)), ceiling=ceiling)
     if lane.kind == "experts":
-        names = (translate("Timeline", "hit"), translate("Timeline", "fetched"), translate("Timeline", "on the CPU"))
+        names = (translate("Timeline", "hit"), translate("Timeline", "fetched"), translate("Timeline", "CPU"))
         return LaneData(history.experts(edges), names=names)
     if lane.kind == "rate":
         rates = history.tokens_per_s(edges)
