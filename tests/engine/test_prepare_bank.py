@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,56 +17,19 @@ from safetensors.torch import load_file, save_file
 
 from engine.checkpoint.bank_location import bank_path
 from engine.errors import EngineError, ErrorCode
-from engine.experts.bank import ExpertBank
 from engine.experts.bank_file import BankFile
 from engine.experts.bank_header import UnusableBankError
 from engine.experts.bank_writer import BankWriter, part_path
-from engine.experts.direct_file import DirectFile
 from engine.experts.disk_tier import DiskTier
-from engine.experts.load_prepared import load_prepared
 from engine.runtime import prepare_bank as preparing_module
 from engine.runtime.bank_source import BankSource
 from engine.runtime.cancellation import RequestCancelled
-from engine.runtime.fill_bank import fill_bank
-from engine.runtime.library_models import quiet_library
-from engine.runtime.prepare_bank import Prepared, prepare_bank, rebuild_layer, rebuild_record
-from engine.runtime.tensor_reader import TensorReader
+from engine.runtime.prepare_bank import Prepared, rebuild_layer, rebuild_record
+from tests.engine.prepare_bank_parts import assert_holds, in_ram, prepare
 from tests.engine.test_checkpoint_layouts import _set_quantization, _to_fp8
 from tests.engine.tiny_families import tiny_checkpoint
 
-CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def nothing(done: int, total: int) -> None:
-    pass
-
-
-def prepare(source: BankSource, path: Path, **options: object) -> Prepared:
-    return prepare_bank(source, path, **{"on_progress": nothing, "cancelled": lambda: False, **options})  # type: ignore[arg-type]
-
-
-def in_ram(source: BankSource) -> ExpertBank:
-    bank = ExpertBank(CPU)
-    with torch.no_grad(), quiet_library(), TensorReader(nothing, lambda: False, 1) as reader:
-        fill_bank(source.model, source.sites, source.plan, reader, bank)
-    return bank
-
-
-def assert_holds(path: Path, source: BankSource) -> None:
-    """The file has the same bytes as the bank in RAM, part by part, and zeros between."""
-    expected, loaded = in_ram(source), ExpertBank(CPU)
-    with DiskTier(path, source.header(), readers=2) as disk:
-        load_prepared(disk, loaded, nothing)
-    assert list(loaded.layers) == list(expected.layers) == [site.name for site in source.sites]
-    for name, layer in expected.layers.items():
-        for part in layer.layout.parts:
-            ours = loaded.layers[name].stacked[part.name].contiguous().view(torch.uint8)
-            assert torch.equal(ours, layer.stacked[part.name].contiguous().view(torch.uint8)), (name, part.name)
-        used = torch.zeros(layer.layout.nbytes, dtype=torch.bool)
-        for part in layer.layout.parts:
-            used[part.offset : part.offset + part.nbytes] = True
-        assert not loaded.layers[name].records[:, ~used].any()
 
 
 @pytest.fixture
@@ -331,70 +291,6 @@ def test_two_at_once_make_it_once(mixtral: Path, tmp_path: Path) -> None:
     assert sorted(done.made for done in results) == [False, False, True]
     assert_holds(path, source)
     assert not path.with_name("tiny.bank.lock").exists()
-
-
-def with_file_limit(nbytes: int, work: Callable[[], None]) -> None:
-    """Runs it with files limited to so many bytes: the nearest to a full disk that a test may have."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        work()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_full_disk_is_told_before_anything_is_written(
-    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr("engine.experts.bank_writer.shutil.disk_usage", lambda folder: usage._replace(free=70_000))
-    source, path = BankSource.open(mixtral), tmp_path / "banks" / "tiny.bank"
-    with pytest.raises(EngineError, match=r"needs .* MB more in .*banks, where 0\.1 MB are free") as caught:
-        prepare(source, path)
-    assert caught.value.code == ErrorCode.DISK_FULL
-    assert list(path.parent.iterdir()) == []
-
-
-def test_a_file_that_may_not_grow(mixtral: Path, tmp_path: Path) -> None:
-    source, path = BankSource.open(mixtral), tmp_path / "banks" / "tiny.bank"
-
-    def fails() -> None:
-        with pytest.raises(EngineError) as caught:
-            prepare(source, path)
-        assert caught.value.code == ErrorCode.DISK_FULL
-
-    with_file_limit(source.header().layer_offsets[2] + 5000, fails)
-    assert list(path.parent.iterdir()) == []
-
-
-@pytest.mark.parametrize("fits", [0, 2])
-def test_a_disk_that_fills_up_meanwhile(
-    fits: int, mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, path = BankSource.open(mixtral), tmp_path / "tiny.bank"
-    header, write = source.header(), DirectFile.write
-
-    def until_full(self: DirectFile, offset: int, data: memoryview) -> None:
-        if offset + len(data) > header.layer_offsets[fits] + 5000:
-            write(self, offset, data[:4096])
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(self, offset, data)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DirectFile, "write", until_full)
-        with pytest.raises(EngineError) as caught:
-            prepare(source, path)
-    assert caught.value.code == ErrorCode.DISK_FULL
-    assert not path.exists()
-    assert part_path(path).exists() == (fits > 0)  # worth keeping only if something of it is finished
-    assert prepare(source, path).resumed_bytes == fits * header.layers[0].nbytes
-    assert_holds(path, source)
-
-
-def test_a_folder_that_cannot_be_written(mixtral: Path, tmp_path: Path) -> None:
-    (tmp_path / "banks").write_text("no folder")
-    with pytest.raises(EngineError, match="cannot be written"):
-        prepare(BankSource.open(mixtral), tmp_path / "banks" / "tiny.bank")
 
 
 def test_without_direct_access(mixtral: Path, tmp_path: Path) -> None:

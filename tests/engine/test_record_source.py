@@ -35,8 +35,8 @@ from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.reference import reference_experts
 from tests.engine.hybrid_layers import EVEN, EXPERTS, KINDS, LAYERS, routing
 from tests.engine.made_up_bank import SMALL
+from tests.engine.ram_tier_parts import RECORDS, HeldDisk, make_tier
 from tests.engine.test_expert_kernels import layer_of
-from tests.engine.test_ram_tier import RECORDS, HeldDisk, make_tier
 
 
 @pytest.fixture(scope="module")

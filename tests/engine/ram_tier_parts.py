@@ -1,0 +1,56 @@
+"""A bank in made-up bytes, a disk whose reads end when a test says so, and a RAM tier over them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engine.errors import EngineError, ErrorCode
+from engine.experts.cache.policies import POLICY_NAMES
+from engine.experts.direct_file import bytes_of
+from engine.experts.disk_tier import Read
+from engine.experts.ram_tier import RamTier
+from engine.experts.slot_group import ADAPTIVE
+from tests.engine.made_up_bank import LARGE, SMALL, header_of, random_records
+
+HEADER = header_of([(6, SMALL), (3, LARGE), (6, SMALL)])
+RECORDS = random_records(HEADER)
+BUDGET = 5 * SMALL.nbytes + 2 * LARGE.nbytes
+POLICIES = (*POLICY_NAMES, ADAPTIVE)
+POPULARITY = {key: float(key % 5) for key in range(18)}
+
+
+def make_tier(disk: Any, budget: int = BUDGET, policy: str = ADAPTIVE, at_least: int = 2) -> RamTier:
+    popularity = POPULARITY if policy == "static" else None
+    return RamTier(disk, budget, policy=policy, popularity=popularity, at_least=at_least)
+
+
+class HeldDisk:
+    """Reads that end when the test says so: the one thing about a disk that cannot be had from a real one."""
+
+    header = HEADER
+
+    def __init__(self) -> None:
+        self.waiting: list[Read] = []
+        self.hurried: list[Read] = []
+        self.closed = False
+
+    def read(self, layer: int, expert: int, into: torch.Tensor, *, urgent: bool) -> Read:
+        if self.closed:
+            raise EngineError(ErrorCode.INTERNAL, "closed")
+        into.fill_(0xEE)  # what was in the slot is gone from the moment that the read begins
+        read = Read(layer, expert, 1, bytes_of(into))
+        self.waiting.append(read)
+        return read
+
+    def hurry(self, read: Read) -> None:
+        self.hurried.append(read)
+
+    def end(self, read: Read, error: BaseException | None = None) -> None:
+        self.waiting.remove(read)
+        if error is not None:
+            read.set_exception(error)
+            return
+        read.target[:] = bytes_of(RECORDS[read.layer][read.expert])
+        read.set_result(None)

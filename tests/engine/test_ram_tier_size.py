@@ -1,0 +1,162 @@
+"""How much RAM the tier has: its shares, shrinking and growing, and what it leaves to other programs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import EngineError, ErrorCode
+from engine.experts.ram_pressure import RamPressure
+from engine.experts.ram_tier import RamTier
+from engine.experts.record_memory import CAN_GIVE_BACK, RecordMemory
+from engine.experts.slot_group import share_slots
+from tests.engine.made_up_bank import LARGE, SMALL
+from tests.engine.ram_tier_parts import HEADER, RECORDS, HeldDisk, make_tier
+
+
+def test_memory_that_is_refused_is_asked_for_again_by_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = list[int]()
+
+    def allocate(count: int, nbytes: int) -> Any:
+        if count > 4:
+            refused.append(count)
+            raise MemoryError("no")
+        return RecordMemory(count, nbytes)
+
+    monkeypatch.setattr("engine.experts.slot_group.RecordMemory", allocate)
+    tier = make_tier(HeldDisk(), HEADER.records_nbytes)
+    assert refused
+    assert tier.note is not None
+    assert 0 < tier.nbytes <= HEADER.records_nbytes // 2
+    tier.close()
+
+
+def full_tier(disk: HeldDisk, **options: Any) -> RamTier:
+    """Every expert is in RAM."""
+    tier = RamTier(disk, HEADER.records_nbytes, policy="lru", **options)  # type: ignore[arg-type]
+    for layer in range(3):
+        acquired = tier.acquire(layer, range(HEADER.layers[layer].num_experts))
+        for read in list(disk.waiting):
+            disk.end(read)
+        tier.release(acquired)
+    return tier
+
+
+def test_a_smaller_tier_keeps_who_was_used_last_and_gives_the_last_slots_back() -> None:
+    disk = HeldDisk()
+    tier = full_tier(disk)
+    tier.release(tier.acquire(0, [4, 5]))
+    assert tier.resize(5 * SMALL.nbytes + LARGE.nbytes) == 5 * SMALL.nbytes + LARGE.nbytes
+    assert tier.resident(0).keys() == {4, 5}
+    assert tier.resident(2).keys() == {3, 4, 5}
+    assert sorted([*tier.resident(0).values(), *tier.resident(2).values()]) == [0, 1, 2, 3, 4]
+    for layer in (0, 2):
+        for expert, slot in tier.resident(layer).items():
+            assert torch.equal(tier.slots(layer).records[slot], RECORDS[layer][expert])
+    assert tier.counters.evictions == 7 + 2
+    assert tier.resize(10**9) == HEADER.records_nbytes
+    assert tier.capacity(0) == 12
+    tier.close()
+
+
+def test_memory_that_is_given_back_returns_to_the_system() -> None:
+    memory = RecordMemory(1000, SMALL.nbytes)
+    process = psutil.Process()
+    memory.records.fill_(1)
+    before = process.memory_info().rss
+    memory.give_back([*range(100, 1000), 3])
+    if CAN_GIVE_BACK and sys.platform == "linux":
+        assert process.memory_info().rss < before - 700 * SMALL.nbytes
+        assert not memory.records[500].any()
+    assert memory.records[[*range(3), *range(4, 100)]].all()
+    memory.records[500] = 7
+    assert memory.records[500].all()
+
+
+@pytest.mark.skipif(not CAN_GIVE_BACK, reason="memory stays with us here")
+def test_another_program_takes_the_ram_and_gives_it_back() -> None:
+    free, now_s = 10**9, 0.0
+    whole = HEADER.records_nbytes
+    pressure = RamPressure(whole, 2 * LARGE.nbytes, available=lambda: free, clock=lambda: now_s)
+    disk = HeldDisk()
+    tier = full_tier(disk, pressure=pressure)
+    assert tier.note is None
+    held = tier.acquire(1, [0])
+
+    def step() -> None:
+        nonlocal now_s
+        now_s += 1.0
+        tier.release(tier.acquire(0, [0]))
+        for read in list(disk.waiting):
+            disk.end(read)
+
+    step()
+    assert tier.nbytes == whole
+    free = 0
+    step()
+    smaller = tier.nbytes
+    assert smaller <= whole - 2 * LARGE.nbytes
+    assert "Other programs need RAM" in str(tier.note)
+    assert held.slots.items() <= tier.resident(1).items()
+    free = 10**9
+    step()
+    assert tier.nbytes == smaller  # whoever took it may want more
+    now_s += 20
+    for _ in range(3):
+        step()
+    assert tier.nbytes == whole
+    assert tier.note is None
+    tier.release(held)
+    tier.close()
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=200)
+def test_what_is_left_to_others_ends_above_the_reserve(data: st.DataObject) -> None:
+    """Whatever others take, the cache makes room for it as far as it has any."""
+    mib = 2**20
+    total, others, now_s = 10_000, 1000, 0.0
+    budget, reserve = data.draw(st.integers(100, 8000)), data.draw(st.integers(10, 500))
+    filled = 0
+
+    def available() -> int:
+        return (total - others - filled) * mib
+
+    pressure = RamPressure(budget * mib, reserve * mib, available=available, clock=lambda: now_s)
+    allowed = budget
+    for _ in range(data.draw(st.integers(1, 30))):
+        others = data.draw(st.integers(0, 9000))
+        filled = data.draw(st.integers(0, allowed))
+        now_s += data.draw(st.floats(0.3, 30.0))
+        advised = pressure.advise(allowed * mib, filled * mib)
+        if advised is None:
+            assert available() >= reserve * mib or now_s == 0
+            continue
+        assert 0 <= advised <= budget * mib
+        allowed = advised // mib
+        if allowed < filled:
+            assert available() < reserve * mib
+            filled = allowed
+            assert available() >= reserve * mib or allowed == 0
+        assert pressure.advise(allowed * mib, filled * mib) is None  # asked again at once
+
+
+def test_shares_of_the_budget() -> None:
+    all_of_it = share_slots(HEADER, 10**12, 2)
+    assert all_of_it == {SMALL: 12, LARGE: 3}
+    least = 2 * (SMALL.nbytes + LARGE.nbytes)
+    assert share_slots(HEADER, least, 2) == {SMALL: 2, LARGE: 2}
+    for budget in range(least, HEADER.records_nbytes, 5000):
+        shares = share_slots(HEADER, budget, 2)
+        used = sum(layout.nbytes * count for layout, count in shares.items())
+        assert used <= budget
+        assert budget - used < LARGE.nbytes + SMALL.nbytes
+    with pytest.raises(EngineError) as caught:
+        share_slots(HEADER, least - 1, 2)
+    assert caught.value.code == ErrorCode.NOT_ENOUGH_MEMORY

@@ -1,0 +1,42 @@
+"""A tiny emulated device, and an expert cache on it filled at will."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+from engine.devices.device import Device
+from engine.devices.emulated import open_emulated
+from engine.experts.bank import BankLayer
+from engine.experts.cache.policies import POLICY_NAMES
+from engine.experts.record_source import Held, RamRecords
+from engine.experts.vram_cache import VramCache
+from engine.hardware.profiles import DeviceProfile
+from tests.engine.made_up_bank import SMALL
+
+LAYERS, EXPERTS = 3, 4
+RECORD = SMALL.nbytes
+EVERY_POLICY = ["auto", *POLICY_NAMES]
+POPULARITY = {key: float(20 - key) for key in range(LAYERS * EXPERTS)}
+
+
+def tiny_device(slots: int = 32) -> Device:
+    return open_emulated(DeviceProfile("tiny", "for tests", max(2**20, slots * RECORD), 50.0, 50.0, 0.0))
+
+
+def kept(bank: BankLayer, experts: Iterable[int]) -> Held:
+    """They are in RAM, and stay there."""
+    return RamRecords(bank, lambda hidden, *_: hidden).acquire(list(experts))
+
+
+def fill(cache: VramCache, bank: list[BankLayer], layer: int, experts: list[int]) -> None:
+    cache.release(cache.acquire(layer, experts))
+    cache.arrivals.post_fetch(layer, experts, kept(bank[layer], experts))
+    cache.wait()
+
+
+def holding(device: Device) -> Callable[[], None]:
+    """Keeps the copy engine busy until what is returned is called."""
+    gate = threading.Event()
+    device.h2d_stream.submit(lambda: gate.wait(20))
+    return gate.set
