@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.devices.copy_log import CopyRecord
-from engine.experts.vram_cache import VramCache
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 from engine.telemetry.analysis import waiting
-from engine.telemetry.collecting import Collection, collected
+from engine.telemetry.collecting import collected
 from engine.telemetry.lanes import (
     CPU_ATTENTION,
     CPU_EXPERTS,
@@ -30,11 +28,11 @@ from engine.telemetry.lanes import (
     SMALL_COPY,
 )
 from engine.telemetry.messages import IN_RAM, IN_VRAM, ON_DISK
-from engine.telemetry.recorder import RECORDER
-from engine.telemetry.records import Records, unpack
+from engine.telemetry.records import unpack
 from engine.telemetry.trace_export import trace_events
 from tests.engine.loaded_tiny import random_prompt
 from tests.engine.on_devices import NEW_TOKENS, PROMPT, answer, chatting, opened, share_misses
+from tests.engine.recorded_runs import caches_of, of_lane, recorded_chat, total
 from tests.engine.test_disk_backed import least_budget, loaded
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.unit.trace_format import check_trace
@@ -46,41 +44,6 @@ U32 = np.dtype("<u4")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("telemetry") / "model")
     gc.collect()
-
-
-def run(model: Any, prompt: list[int] = PROMPT, tokens: int = NEW_TOKENS) -> tuple[Collection, list[CopyRecord]]:
-    """An answer recorded, and every copy that the devices themselves tell of."""
-    heard: list[CopyRecord] = []
-    devices = model.devices.devices if model.devices is not None else ()
-    telemetry = ModelTelemetry(model)
-    telemetry.start()
-    stops = [device.copy_log.listen(heard.append) for device in devices]
-    try:
-        with chatting(model) as session, collected() as collection:
-            answer(session, prompt, tokens)
-            for cache in caches_of(model):  # copies for later, which the last step has begun
-                cache.wait()
-            for device in devices:
-                device.synchronize()
-            RECORDER.phase(DECODE, 0)
-    finally:
-        telemetry.stop()
-        for stop in stops:
-            stop()
-    assert collection.dropped == 0
-    return collection, heard
-
-
-def caches_of(model: Any) -> list[VramCache]:
-    return [cache for caches in model.devices.experts.caches for cache in caches] if model.devices is not None else []
-
-
-def total(steps: Records, name: str) -> int:
-    return int(steps[name].sum())
-
-
-def of_lane(spans: Records, lane: int) -> Records:
-    return np.sort(spans[spans["lane"] == lane], order="start_ns")
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -105,7 +68,7 @@ def test_bytes_are_those_of_the_link_and_of_the_cache(
         for cache in caches_of(model):
             cache.wait()  # what is known to be used much was sent for when the model was loaded
         before = [replace(cache.counters) for cache in caches_of(model)]
-        collection, heard = run(model, prompt, int(rng.integers(2, 16)))
+        collection, heard = recorded_chat(model, prompt, int(rng.integers(2, 16)))
         after = [cache.counters for cache in caches_of(model)]
 
         def counted(name: str) -> int:
@@ -135,7 +98,7 @@ def test_copies_and_computations_overlap_and_no_engine_copies_twice_at_once(
 ) -> None:
     share_misses(monkeypatch)
     with opened(checkpoint, cache_slots=6) as model:
-        collection, _ = run(model, tokens=24)
+        collection, _ = recorded_chat(model, tokens=24)
     spans = collection.spans
     weights = of_lane(spans, H2D)
     assert (weights["start_ns"][1:] >= weights["end_ns"][:-1]).all()
@@ -149,7 +112,7 @@ def test_copies_and_computations_overlap_and_no_engine_copies_twice_at_once(
 @pytest.mark.parametrize("devices", [0, 1])
 def test_phases_tile_a_request_and_every_moment_of_a_step_is_accounted_for(checkpoint: Path, devices: int) -> None:
     with opened(checkpoint, devices) as model:
-        collection, _ = run(model)
+        collection, _ = recorded_chat(model)
     steps, spans = collection.steps[:-1], collection.spans
     assert (steps["start_ns"][1:] == steps["end_ns"][:-1]).all()
     assert [int(name) for name in steps["name"][1:]] == [PREFILL, SAMPLE, *[DECODE] * (NEW_TOKENS - 1)]
@@ -158,6 +121,9 @@ def test_phases_tile_a_request_and_every_moment_of_a_step_is_accounted_for(check
     waited = waiting(spans, steps)
     assert waited.seconds == pytest.approx(wall_s, rel=0.02)
     assert sum(waited.share.values()) == pytest.approx(1)
+    for step in steps.reshape(-1, 1):
+        one = waiting(spans, step)
+        assert one.seconds == pytest.approx(int(step["end_ns"][0] - step["start_ns"][0]) / 1e9, rel=0.02)
     assert {int(number) for number in spans["step"]} <= {-1, *collection.steps["step"].tolist()}
     assert len(of_lane(spans, PHASE)) == len(collection.steps)
 
@@ -165,7 +131,7 @@ def test_phases_tile_a_request_and_every_moment_of_a_step_is_accounted_for(check
 def test_layers_on_the_cpu_are_recorded_by_number_with_their_experts(checkpoint: Path) -> None:
     with opened(checkpoint, 0) as model:
         telemetry = ModelTelemetry(model)
-        collection, _ = run(model)
+        collection, _ = recorded_chat(model)
         layers = [layer.number for layer in telemetry._layers]
         per_token = model.info.experts_per_token
     decoded = collection.steps[collection.steps["name"] == DECODE][:-1]
@@ -213,7 +179,7 @@ def test_the_map_knows_uses_hits_and_whereabouts(checkpoint: Path) -> None:
 def test_reads_from_disk_are_the_banks_to_the_byte(checkpoint: Path) -> None:
     with loaded(checkpoint, "fp32", ram_bytes=least_budget(checkpoint, "fp32")) as model:
         read_before = model.disk_backed.disk.bytes_read
-        collection, _ = run(model, tokens=20)
+        collection, _ = recorded_chat(model, tokens=20)
         disk, ram = model.disk_backed.disk, model.disk_backed.ram.counters
         reads = of_lane(collection.spans, DISK)
         assert int(reads["nbytes"].sum()) == disk.bytes_read - read_before == total(collection.steps, "disk_bytes")

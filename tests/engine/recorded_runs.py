@@ -1,0 +1,94 @@
+"""Chats and batches of tiny models, recorded, with every copy that the devices themselves tell of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from engine.config import SamplingParams
+from engine.devices.copy_log import CopyRecord
+from engine.experts.vram_cache import VramCache
+from engine.runtime.batch.executor import BatchExecutor
+from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.batch.request import BatchRequest, Outcome
+from engine.runtime.telemetry.model_telemetry import ModelTelemetry
+from engine.telemetry.collecting import Collection, collected
+from engine.telemetry.lanes import DECODE
+from engine.telemetry.recorder import RECORDER
+from engine.telemetry.records import Records
+from tests.engine.loaded_tiny import NO_END, random_prompt
+from tests.engine.on_devices import NEW_TOKENS, PROMPT, answer, chatting
+
+
+def recorded(model: Any, run: Callable[[], object]) -> tuple[Collection, list[CopyRecord]]:
+    """All that happens in `run`, the copies for later that its last step has begun among it; nothing is lost.
+
+    A last step of no tokens takes what these count.
+    """
+    heard: list[CopyRecord] = []
+    devices = model.devices.devices if model.devices is not None else ()
+    telemetry = ModelTelemetry(model)
+    telemetry.start()
+    stops = [device.copy_log.listen(heard.append) for device in devices]
+    try:
+        with collected() as collection:
+            run()
+            for cache in caches_of(model):
+                cache.wait()
+            for device in devices:
+                device.synchronize()
+            RECORDER.phase(DECODE, 0)
+    finally:
+        telemetry.stop()
+        for stop in stops:
+            stop()
+    assert collection.dropped == 0
+    return collection, heard
+
+
+def recorded_chat(
+    model: Any, prompt: Sequence[int] = PROMPT, tokens: int = NEW_TOKENS
+) -> tuple[Collection, list[CopyRecord]]:
+    """An answer."""
+    with chatting(model) as session:
+        return recorded(model, lambda: answer(session, prompt, tokens))
+
+
+def recorded_batch(
+    model: Any, lengths: Sequence[int], policy: BatchPolicy, tokens: int = 4
+) -> tuple[Collection, list[CopyRecord]]:
+    """Rows with prompts of these lengths."""
+    sampling = SamplingParams(max_tokens=tokens)
+    rows = [
+        BatchRequest(row, ids=tuple(random_prompt(length, seed=row)), sampling=sampling, end_ids=NO_END)
+        for row, length in enumerate(lengths)
+    ]
+    answered: list[int] = []
+
+    def run() -> None:
+        assert executor.run(iter(rows), lambda answer: answered.append(answer.row)) is Outcome.FINISHED
+
+    executor = BatchExecutor(model, policy)
+    try:
+        result = recorded(model, run)
+    finally:
+        executor.close()
+    assert sorted(answered) == list(range(len(rows)))
+    return result
+
+
+def caches_of(model: Any) -> list[VramCache]:
+    """Every expert cache on a device."""
+    return [cache for caches in model.devices.experts.caches for cache in caches] if model.devices is not None else []
+
+
+def total(steps: Records, name: str) -> int:
+    """Of all steps together."""
+    return int(steps[name].sum())
+
+
+def of_lane(spans: Records, lane: int) -> Records:
+    """In order."""
+    return np.sort(spans[spans["lane"] == lane], order="start_ns")
