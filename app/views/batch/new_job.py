@@ -34,6 +34,8 @@ from engine.config import BatchJob
 from engine.errors import EngineError
 
 WIDTH_PX = 860
+_LAID_OUT_MS = 60
+"""Later than the layout of what has just been added."""
 
 
 class NewJob(QWidget):
@@ -189,7 +191,8 @@ class NewJob(QWidget):
     def _on_row_tried(self, rows: Sequence[BatchRow]) -> None:
         self.sample.add(rows)
         # Below the edge nobody would see it come: laid out first, then brought into view.
-        QTimer.singleShot(0, self, lambda: self._scroll.ensureWidgetVisible(self.sample, 0, 18))
+        bar = self._scroll.verticalScrollBar()
+        QTimer.singleShot(_LAID_OUT_MS, self, lambda: bar.setValue(max(bar.value(), self.sample.y() - 18)))
 
     def _on_sampled(self, rate: SampleRate | None) -> None:
         self.sample.end("" if rate is None else sample_text(rate))

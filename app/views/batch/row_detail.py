@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from PySide6.QtCore import Qt, Signal
 from PySide6.QtGui import QGuiApplication, QKeyEvent
-from PySide6.QtWidgets import QLabel, QPlainTextEdit, QPushButton, QWidget
+from PySide6.QtWidgets import QLabel, QPlainTextEdit, QPushButton, QSizePolicy, QWidget
 
 from app.services.background import BackgroundCall
 from app.services.batch_answers import JobAnswers
@@ -12,6 +12,8 @@ from app.views.batch.phrases import end_text
 from app.views.chat.phrases import SEPARATOR, count
 from app.widgets.card import Card, muted_label
 from engine.batch_files.messages import BatchRow
+
+BOX_PX = 96
 
 
 class RowDetail(Card):
@@ -90,4 +92,7 @@ class RowDetail(Card):
         box.setReadOnly(True)
         box.setAccessibleName(name)
         box.setTabChangesFocus(True)
+        # What it would like to be high would make the whole page scroll, also while nobody looks at a row.
+        box.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Ignored)
+        box.setMinimumHeight(BOX_PX)
         return box

@@ -21,6 +21,8 @@ from engine.batch_files.messages import BatchRow
 LATEST, ALL, FAILED = range(3)
 READ_AGAIN_MS = 1500
 NEAR_END_PX = 400
+_WIDTHS: dict[int, int] = {Column.ROW: 6, Column.END: 10, Column.TOKENS: 7}
+"""Characters; prompt and answer share the rest."""
 
 
 class RowsCard(Card):
@@ -47,7 +49,7 @@ class RowsCard(Card):
         )
         self.table = TextTable(self.model, self.tr("Finished rows"), self)
         use_tabular_figures(self.table)
-        self.table.share_width({Column.ROW: 7, Column.END: 11, Column.TOKENS: 8})
+        self.table.share_width(_WIDTHS)
         self.table.opened.connect(lambda index: self._pass_on(index, self.opened))
         self.table.moved.connect(lambda index: self._pass_on(index, self.moved))
         self.table.left.connect(self.left)
@@ -208,4 +210,4 @@ class RowsCard(Card):
 
     def _fit(self) -> None:
         self.table.fit_lines()
-        self.table.share_width({Column.ROW: 7, Column.END: 11, Column.TOKENS: 8})
+        self.table.share_width(_WIDTHS)
