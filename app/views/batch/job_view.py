@@ -73,6 +73,7 @@ class JobView(QWidget):
         self.progress.show_job(entry)
         if entry.key != self._key:
             self._key = entry.key
+            self._scroll.verticalScrollBar().setValue(0)  # another job begins with how far it is
             self._side.setCurrentWidget(self.settings)
             self.settings.show_job(entry)
             self.rows.show_job(entry)
