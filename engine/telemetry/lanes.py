@@ -32,6 +32,7 @@ NAMES = (
     "copy",  # any other
     "batch step",  # phase: one step of many sequences
     "finish",  # sums of a layer that are put together
+    "keys and values",  # of a batch, between RAM and a device
 )
 """Names of spans.  New ones come at the end: recorded sessions keep the list they were written with."""
 
@@ -56,6 +57,7 @@ NAMES = (
     COPY,
     BATCH_STEP,
     FINISH,
+    KEYS_VALUES,
 ) = range(len(NAMES))
 
 FOR_LATER = frozenset((POST_FETCH, PREFETCH, READ_AHEAD))

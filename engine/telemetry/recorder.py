@@ -24,7 +24,6 @@ from engine.telemetry.records import COUNTERS, SPAN, STEP, Records, no_spans, no
 
 RING_SPANS = 2**16
 """Of each thread: some seconds of the fastest decode."""
-PENDING_EVENTS = 2**14
 RING_STEPS = 2**13
 
 _SPAN_FIELDS = (
@@ -134,7 +133,6 @@ class Recorder:
         self._capacity = capacity
         self._rings: list[Ring] = []
         self._mine = _Mine(self._rings, capacity)
-        self._pending = Ring(PENDING_EVENTS)
         self._waiting: list[tuple[Any, ...]] = []
         self._steps = Ring(RING_STEPS)
         self._layer_log = LayerLog()
@@ -155,7 +153,7 @@ class Recorder:
         self._waiting = []
         with self._taking:
             self._layer_log.reset()
-            for ring in [*self._rings, self._pending, self._steps]:
+            for ring in [*self._rings, self._steps]:
                 ring.appended = ring.taken = 0
         self._gone = 0
         self._since_ns = self.layer_since_ns = time.perf_counter_ns()
@@ -255,12 +253,12 @@ class Recorder:
     ) -> None:
         """Something that a stream of a device has been given: its own clock says when it began and ended.
 
-        By the thread of the engine only.  If it fails, or is cancelled, there is no span.
+        If it fails, or is cancelled, there is no span.
         """
         if layer is None:
             layer = self.layer
         # Of a span's tuple the beginning and the end are not known yet.
-        self._pending.append((work, lane, name, layer, expert, nbytes, count, device, self.request, self.step))
+        self._mine.ring.append((work, lane, name, layer, expert, nbytes, count, device, self.request, self.step))
 
     def head(self) -> None:
         """The forward has ended: what came after the last layer's experts was the model's head."""
@@ -274,10 +272,12 @@ class Recorder:
     def take_spans(self) -> Records:
         """All spans that have ended since the last call, sorted by nothing."""
         with self._taking:
-            taken = [entry for ring in self._rings for entry in ring.take()]
+            entries = [entry for ring in self._rings for entry in ring.take()]
             logged = self._layer_log.take()
             self._forget_ended_threads()
-            self._waiting += self._pending.take()
+            taken = [entry for entry in entries if len(entry) == len(_SPAN_FIELDS)]
+            if len(taken) < len(entries):
+                self._waiting += [entry for entry in entries if len(entry) != len(_SPAN_FIELDS)]
             waiting = self._waiting
         still: list[tuple[Any, ...]] = []
         for entry in waiting:
@@ -304,7 +304,7 @@ class Recorder:
     def dropped_spans(self) -> int:
         """Spans that were lost since `start`, because nobody took them in time."""
         rings = sum(ring.dropped for ring in self._rings)
-        return self._gone + self._pending.dropped + self._layer_log.dropped + rings
+        return self._gone + self._layer_log.dropped + rings
 
     @property
     def dropped_steps(self) -> int:

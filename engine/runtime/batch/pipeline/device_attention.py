@@ -85,8 +85,11 @@ class DeviceAttention:
         self._places = [_Place(device), _Place(device)]
         self._under_way: list[Future[Event]] = []
 
-    def fetch(self, layer: PagedLayer, pieces: Pieces) -> CacheAhead:
+    def fetch(self, layer: PagedLayer, pieces: Pieces, index: int) -> CacheAhead:
         """Sends the keys and values of these rows to the device, behind all weights that are on their way.
+
+        Args:
+            index: of the layer, for a timeline.
 
         Raises:
             DeviceMemoryError: it has no room.
@@ -108,6 +111,7 @@ class DeviceAttention:
             for store, (landed, gathered) in zip(stores, views, strict=True):
                 torch.index_select(store, 0, pages.all, out=gathered)
                 event = stream.copy(landed, gathered, direction=Direction.H2D)
+                self._record(event, lanes.H2D, gathered.nbytes, index)
             return event
 
         return CacheAhead(layer, on_device, pages, self._submit(work))
@@ -150,6 +154,7 @@ class DeviceAttention:
             for into, new in zip(stores, packed, strict=True):
                 landed = torch.empty(new.shape, dtype=new.dtype)
                 event = device.d2h_stream.copy(landed, new, direction=Direction.D2H)
+                self._record(event, lanes.D2H, new.nbytes, index)
                 event.wait()
                 into.index_copy_(0, numbers, landed)
             return event
@@ -180,6 +185,10 @@ class DeviceAttention:
         self._thread.shutdown()
         for place in self._places:
             place.release()
+
+    def _record(self, event: Event, lane: int, nbytes: int, index: int) -> None:
+        if RECORDER.on:
+            RECORDER.event(event, lane, lanes.KEYS_VALUES, index, nbytes=nbytes, device=self._device.index)
 
     def _submit(self, work: Callable[[], Event]) -> Future[Event]:
         def run() -> Event:

@@ -105,11 +105,11 @@ class DevicePipeline:
         module = next(module for module in self._layers[index].modules() if id(module) in self._states.shapes)
         layer = self._states.layer_of(module)[0]
         try:
-            return self._device_attention.fetch(layer, pieces)
+            return self._device_attention.fetch(layer, pieces, index)
         except DeviceMemoryError as refused:
             if not self.experts.give_back(refused.asked):
                 raise
-        return self._device_attention.fetch(layer, pieces)
+        return self._device_attention.fetch(layer, pieces, index)
 
     def attend_there(self, index: int, call: AttentionCall, cache: CacheAhead) -> torch.Tensor:
         """See `LayerWork.attend_on_device`."""
