@@ -197,7 +197,7 @@ class Costs:
         gpu, cpu = self.machine.gpu, self.machine.cpu
         if gpu is None or not gpu.name.startswith("emulated"):
             return 1.0
-        together = max(cpu.ram_bytes_per_s, *cpu.weights_bytes_per_s.values())
+        together = max((cpu.ram_bytes_per_s, *cpu.weights_bytes_per_s.values()))
         return max(1.0, (self.cpu_bytes_per_s + self.card_bytes_per_s) / together)
 
     def cpu_layer(self, tokens: float, context: float, *, dense: bool = False, prompts: float = 0.0) -> float:
