@@ -24,6 +24,19 @@ def choose_file(window: RealWindow, file: Path) -> None:
     window.screen.focus_window_of(window.process.pid)
 
 
+def press_by_keys(window: RealWindow, name: str) -> None:
+    """Goes to a button with Tab, which brings it into view, and presses it."""
+
+    def is_there() -> bool:
+        if window.widget(name).is_focused:
+            return True
+        window.screen.press("Tab")
+        return False
+
+    eventually(is_there, f"Tab led to {name!r}")
+    window.screen.press("space")
+
+
 def limit_answers(window: RealWindow, tokens: int) -> None:
     """Sets how long an answer may be."""
     window.click("System prompt")

@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from engine.batch_files.job_list import known_jobs
-from tests.e2e.batch_form import choose_file, limit_answers
+from tests.e2e.batch_form import choose_file, limit_answers, press_by_keys
 from tests.e2e.screen import Screen
 from tests.e2e.waiting import PATIENCE_S, eventually
 from tests.e2e.window_process import real_window
@@ -44,7 +44,7 @@ def test_a_file_becomes_a_result_that_is_opened(
         # Before anything runs: the plan in words, and three rows answered.
         eventually(lambda: "rows share each load of a layer's weights" in window.transcript(), "the plan showed")
         eventually(lambda: "Predicted" in window.transcript(), "it said how sure it is")
-        window.click("Answer three rows")
+        press_by_keys(window, "Answer three rows")
         eventually(lambda: "Measured on the rows tried" in window.transcript(), "the rows told more", JOB_PATIENCE_S)
         assert "3 rows took" in window.transcript()
         assert not known_jobs(), "a sample keeps nothing"
