@@ -21,6 +21,7 @@ from engine.telemetry.records import Records
 
 if TYPE_CHECKING:
     from engine.planner.machine import HardwareProfile
+    from engine.planner.model_shape import ModelShape
 
 MOST_SPANS = 400_000
 _MOST_STEPS = 4096
@@ -77,21 +78,12 @@ def predict(shape: RequestShape) -> Predicted:
     Raises:
         EngineError: the model is not on this machine any more, or does not fit on it so.
     """
-    from app.services.machine_look import look_at_machine
-    from engine.checkpoint.model_shapes import find_shape
     from engine.planner.machine import Origin
     from engine.planner.predict import simulate_decode
     from engine.telemetry.predicted import predicted_records
 
     config = shape.config
-    try:
-        model = find_shape(config.model)
-    except EngineError:
-        model = find_shape(shape.name)  # it has been moved, or the session comes from another machine
-    look = look_at_machine(config.device, "" if config.device == "cpu" else config.device.partition("#")[0])
-    machine = look.machine("bf16" if config.precision in ("auto", "fp32") else config.precision)
-    if config.device.startswith(_EMULATED) and (machine.gpu is None or look.measurements is None):
-        machine = _with_emulated(machine, config.device)
+    machine, model = machine_and_shape(config, shape.name)
     tokens = max(shape.tokens, 2)
     outcome, memory, _ = simulate_decode(
         machine, model, config, prompt_tokens=max(shape.prompt_tokens, 1), tokens=tokens, record=True
@@ -117,6 +109,29 @@ def predict(shape: RequestShape) -> Predicted:
         tuple(name for name in used if name in groups and not any(groups[name])),
         tuple(name for name in used if name not in groups or any(groups[name])),
     )
+
+
+def machine_and_shape(config: EngineConfig, name: str) -> tuple[HardwareProfile, ModelShape]:
+    """This machine as an engine of this configuration would find it, and the model.
+
+    Args:
+        name: of the model, for whoever finds no folder of it.
+
+    Raises:
+        EngineError: the model is not on this machine any more.
+    """
+    from app.services.machine_look import look_at_machine
+    from engine.checkpoint.model_shapes import find_shape
+
+    try:
+        model = find_shape(config.model)
+    except EngineError:
+        model = find_shape(name)  # it has been moved, or the session comes from another machine
+    look = look_at_machine(config.device, "" if config.device == "cpu" else config.device.partition("#")[0])
+    machine = look.machine("bf16" if config.precision in ("auto", "fp32") else config.precision)
+    if config.device.startswith(_EMULATED) and (machine.gpu is None or look.measurements is None):
+        machine = _with_emulated(machine, config.device)
+    return machine, model
 
 
 def lengthened(spans: Records, steps: Records, tokens: int) -> tuple[Records, Records]:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 
 import psutil
 
 from app.services.history.history import History
+from app.services.predicted_timeline import config_of, machine_and_shape
+from engine.config import EngineConfig
+from engine.errors import EngineError
 from engine.hardware.sensors import SensorSample
 from engine.model_info import ModelInfo
 from engine.telemetry.advice import Advice, Running, advise
 from engine.telemetry.analysis import Waiting, waiting
 from engine.telemetry.lanes import DECODE
 from engine.telemetry.messages import CacheReport
+from engine.telemetry.planned_speed import PlannedSpeed
 
 _CORES = psutil.cpu_count(logical=False) or os.cpu_count() or 1
 
@@ -32,9 +37,17 @@ def waiting_for_last(history: History, tokens: int) -> Waiting:
 
 
 def advice_for(
-    waited: Waiting, report: CacheReport | None, model: ModelInfo | None, sample: SensorSample | None
+    waited: Waiting,
+    report: CacheReport | None,
+    model: ModelInfo | None,
+    sample: SensorSample | None,
+    asked: EngineConfig | None = None,
 ) -> Advice | None:
-    """The change that would help most; None while no model is loaded."""
+    """The change that would help most; None while no model is loaded.
+
+    Args:
+        asked: with which settings the model was loaded; without them there is no plan to ask.
+    """
     if model is None:
         return None
     vram = ram = 0
@@ -42,4 +55,18 @@ def advice_for(
         vram = sum(max(0, (gpu.vram_total or 0) - (gpu.vram_used or 0)) for gpu in sample.gpus)
         ram = max(0, (sample.ram_total or 0) - (sample.ram_used or 0))
     running = Running(model.precision, model.threads, max(_CORES, model.threads), vram, ram)
-    return advise(waited, report, running)
+    planned = planned_speed(config_of(model, asked, None), model.name) if asked is not None else None
+    return advise(waited, report, running, planned)
+
+
+@lru_cache(maxsize=4)
+def planned_speed(config: EngineConfig, name: str) -> PlannedSpeed | None:
+    """The plan of a loaded model on this machine; None where the planner cannot tell.  Slow the first time.
+
+    Args:
+        name: of the model, for when its folder has been moved.
+    """
+    try:
+        return PlannedSpeed(*machine_and_shape(config, name), config)
+    except EngineError:
+        return None

@@ -1,15 +1,17 @@
-"""The one change that would help most, by rules, with what it is thought to gain."""
+"""The one change that would help most: what it gains is the planner's word, and a rule's where there is no plan."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 
+from engine.config import Precision
 from engine.telemetry.analysis import OTHER, Waiting
 from engine.telemetry.messages import CacheReport
+from engine.telemetry.planned_speed import PlannedSpeed, SlotsAndMisses
 
 Change = Literal["threads", "cache_slots", "ram", "precision", "none"]
 
@@ -52,28 +54,38 @@ class Advice:
     gain: float = 1.0
 
 
-def advise(waiting: Waiting, report: CacheReport | None, running: Running) -> Advice:
+def advise(
+    waiting: Waiting, report: CacheReport | None, running: Running, planned: PlannedSpeed | None = None
+) -> Advice:
     """The change that gains most.
 
-    By Amdahl's law: the share of time that a change touches, and how much faster that part gets.  More threads help
-    the CPU's lanes as far as there are cores; fewer bytes a weight help whatever reads or moves weights; more places
-    in the cache help by the misses that the miss-ratio curve says they save.
+    What a change gains is what the planner says; but no more than is left when the time that tokens really spent in
+    the lanes it touches is gone (Amdahl).  Without a plan the rules are: threads help the CPU's lanes by the root of
+    their number, as far as there are cores; fewer bytes a weight help whatever reads or moves weights; more places in
+    the cache help by the misses that the miss-ratio curve says they save.
     """
     options = [Advice("none")]
     if not waiting.tokens:
         return options[0]
+    now = _slots_and_misses(report)
     on_cpu = waiting.share.get("cpu_experts", 0.0) + waiting.share.get("cpu_attention", 0.0)
     if running.threads < running.cores:
         # What is bound by the memory's bandwidth gains less than in proportion to the threads.
-        faster = (running.cores / max(running.threads, 1)) ** 0.5
-        options.append(Advice("threads", str(running.cores), _amdahl(on_cpu, faster)))
+        by_rule = _amdahl(on_cpu, (running.cores / max(running.threads, 1)) ** 0.5)
+        foretold = planned.gain(now, now, threads=running.cores) if planned is not None else None
+        options.append(Advice("threads", str(running.cores), _within(on_cpu, foretold, by_rule)))
     smaller = _NEXT.get(running.precision)
     if smaller is not None:
         moved = sum(part for lane, part in waiting.share.items() if lane not in (OTHER, "small_copy"))
-        faster = 0.85 * _BYTES[running.precision] / _BYTES[smaller]
-        options.append(Advice("precision", smaller, _amdahl(moved, max(1.0, faster))))
+        shrinks = _BYTES[running.precision] / _BYTES[smaller]
+        by_rule = _amdahl(moved, max(1.0, 0.85 * shrinks))
+        foretold = None
+        if planned is not None:
+            then = _slots_and_misses(report, int(now[0] * shrinks))  # as many bytes hold more of them
+            foretold = planned.gain(now, then, precision=cast("Precision", smaller))
+        options.append(Advice("precision", smaller, _within(moved, foretold, by_rule)))
     if report is not None:
-        options += _more_slots(report, running)
+        options += _more_slots(waiting, report, running, planned)
     best = max(options, key=lambda option: option.gain)
     return best if best.gain >= _WORTH else options[0]
 
@@ -96,15 +108,44 @@ def predicted_rate(report: CacheReport, slots: Sequence[int]) -> list[float]:
     return [float(1 / max(step_s - (rate - now) * miss_cost_s, least_s)) for rate in then]
 
 
-def _more_slots(report: CacheReport, running: Running) -> list[Advice]:
+def _more_slots(waiting: Waiting, report: CacheReport, running: Running, planned: PlannedSpeed | None) -> list[Advice]:
     if not report.tiers or not report.steps_per_s:
         return []
     tier = report.tiers[0]
     free = running.free_vram_bytes if tier.tier == "vram" else running.free_ram_bytes
     slots = min(tier.slots + free // max(tier.record_bytes, 1), tier.most_slots)
-    rates = predicted_rate(report, [slots]) if slots > tier.slots else []
+    if slots <= tier.slots:
+        return []
     change: Change = "cache_slots" if tier.tier == "vram" else "ram"
-    return [Advice(change, str(slots), rate / report.steps_per_s) for rate in rates]
+    foretold = None
+    if planned is not None and report.curve_slots:
+        foretold = planned.gain(_slots_and_misses(report), _slots_and_misses(report, slots))
+    rates = predicted_rate(report, [slots])
+    if foretold is None:
+        return [Advice(change, str(slots), rate / report.steps_per_s) for rate in rates]
+    touched = 1 - waiting.share.get(OTHER, 0.0)
+    return [Advice(change, str(slots), _within(touched, foretold, foretold))]
+
+
+def _slots_and_misses(report: CacheReport | None, slots: int | None = None) -> SlotsAndMisses:
+    """With so many slots, by default those that there are; without a cache nothing misses.
+
+    What misses now is what was counted of late; with other slots it changes as LRU's misses would.
+    """
+    if report is None or not report.tiers:
+        return 0, 0.0
+    tier = report.tiers[0]
+    slots = tier.slots if slots is None else min(slots, tier.most_slots)
+    at, then = 1.0, 1.0
+    if report.curve_slots:
+        at, then = 1 - np.interp((tier.slots, slots), report.curve_slots, report.curve_hit_rates)
+    missed = 1 - tier.recent_hit_rate if tier.recent_hit_rate >= 0 else at
+    return slots, float(np.clip(missed * (then / at if at > 0 else 1.0), 0.0, 1.0))
+
+
+def _within(share: float, foretold: float | None, by_rule: float) -> float:
+    """What is foretold, of which no more can come true than if the share of time that it touches took none."""
+    return by_rule if foretold is None else min(foretold, 1 / max(1 - share, 1e-3))
 
 
 def _amdahl(share: float, faster: float) -> float:

@@ -110,12 +110,6 @@ class Waiting:
         return next(iter(self.share), "")
 
 
-def waiting_of_last(spans: Records, steps: Records, tokens: int = 200) -> Waiting:
-    """What the last `tokens` decode steps waited for, lane by lane."""
-    chosen = steps[(steps["name"] == DECODE)][-tokens:]
-    return waiting(spans, chosen)
-
-
 def waiting(spans: Records, steps: Records) -> Waiting:
     """What these steps waited for: the critical path of each, summed."""
     if not len(steps):

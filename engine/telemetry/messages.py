@@ -1,7 +1,7 @@
 """What worker and window say to each other about telemetry; part of `engine.protocol`.
 
-`Telemetry`, `ExpertMap` and `CacheReport` are samples: a newer one replaces one not yet sent.  Spans and counters arrive
-in order; what a slow pipe has no room for is dropped, and counted.
+`Telemetry`, `ExpertMap` and `CacheReport` are samples: a newer one replaces one not yet sent.  Spans and counters
+arrive in order; what a slow pipe has no room for is dropped, and counted.
 """
 
 from __future__ import annotations

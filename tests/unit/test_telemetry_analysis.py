@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.planner.simulator.timeline import LANES
-from engine.telemetry.advice import Running, advise, predicted_rate
 from engine.telemetry.analysis import (
     OTHER,
     critical_path,
@@ -18,10 +17,8 @@ from engine.telemetry.analysis import (
     token_ticks,
     utilisation,
     waiting,
-    waiting_of_last,
 )
-from engine.telemetry.lanes import CPU_EXPERTS, DISK, GPU, H2D, PHASE, POST_FETCH, PREFILL
-from engine.telemetry.messages import CacheReport, TierReport
+from engine.telemetry.lanes import CPU_EXPERTS, GPU, H2D, PHASE, POST_FETCH
 from engine.telemetry.records import Records
 from tests.unit.recorded import span, spans, steps
 
@@ -88,13 +85,6 @@ def test_shares_of_waiting_add_up_whatever_was_recorded(records: Records, length
     assert set(result.share) <= {*LANES, OTHER}
 
 
-def test_only_the_last_decoded_tokens_are_asked() -> None:
-    before, after = steps((0, 10), (10, 20), name=PREFILL), steps((20, 30), (30, 40), (40, 50))
-    result = waiting_of_last(np.array([span(DISK, 31, 50)]), np.concatenate([before, after]), tokens=2)
-    assert (result.tokens, result.share) == (2, pytest.approx({"disk": 0.95, "other": 0.05}))
-    assert waiting_of_last(np.zeros(0, after.dtype), before).tokens == 0
-
-
 def test_averages_of_a_range() -> None:
     records = np.array([span(H2D, 0, 50, nbytes=100), span(H2D, 25, 75, nbytes=50)])
     averages = range_averages(records, steps((0, 50), (50, 100), hits=3), 0, 100)
@@ -113,42 +103,3 @@ def test_energy_is_power_over_the_time_of_the_steps() -> None:
     assert joules_per_token(moments, [0.0, 100.0, 0.0], token) == pytest.approx(75)
     assert joules_per_token(moments, [None, None, None], token) is None
     assert joules_per_token(moments[:2], [50.0, 50.0], token) is None
-
-
-def report(slots: int, **fields: float) -> CacheReport:
-    tier = TierReport("vram", slots, 100, 1000, 0, 0, 0.5, "lru", False, (), 0, 0, 0, 0, 0)
-    curve = tuple(range(0, 101, 10)), tuple(number / 10 for number in range(11))
-    values = {"steps_per_s": 10.0, "lookups_per_step": 10.0, "hit_s": 0.001, "miss_s": 0.009, **fields}
-    return CacheReport(
-        (tier,),
-        *curve,
-        values["steps_per_s"],
-        values["lookups_per_step"],
-        values["hit_s"],
-        values["miss_s"],
-        "",
-        0,
-        (),
-        (),
-    )
-
-
-def test_a_bigger_cache_is_predicted_to_be_faster() -> None:
-    rates = predicted_rate(report(50), [0, 50, 100])
-    assert rates == sorted(rates)
-    assert rates[1] == pytest.approx(10)
-    assert rates[2] == pytest.approx(1 / 0.06)
-    assert predicted_rate(report(50, miss_s=0.0), [1]) == []
-
-
-def test_the_advice_follows_what_is_waited_for() -> None:
-    cpu = waiting(np.array([span(CPU_EXPERTS, 0, 95)]), steps((0, 100)))
-    assert advise(cpu, None, Running("int4", 2, 8)).change == "threads"
-    assert advise(cpu, None, Running("bf16", 8, 8)).value == "int8"
-    assert advise(cpu, report(50), Running("int4", 8, 8, free_vram_bytes=10**6)).change == "cache_slots"
-    idle = waiting(np.zeros(0, cpu_spans().dtype), steps((0, 100)))
-    assert advise(idle, None, Running("bf16", 1, 8)).change == "none"
-
-
-def cpu_spans() -> Records:
-    return np.array([span(CPU_EXPERTS, 0, 1)])
