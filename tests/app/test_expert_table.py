@@ -32,8 +32,17 @@ def random_map(rows: int, columns: int, seed: int) -> ExpertMap:
     uses = rng.integers(0, 1000, cells).astype(np.uint32)
     hits = (uses * rng.uniform(0, 1, cells)).astype(np.uint32)
     heat, places = rng.integers(0, 256, cells).astype(np.uint8), rng.integers(0, 16, cells).astype(np.uint8)
-    packed = [pack(part) for part in (heat, places, uses, hits, rng.integers(0, 300, cells).astype(np.uint32))]
-    return ExpertMap(tuple(range(3, rows + 3)), columns, 300, 42.0, *packed, (2**20,) * rows)
+    parts = (heat, places, uses, hits, rng.integers(0, 300, cells).astype(np.uint32))
+    names = ("heat", "places", "uses", "hits", "last_step")
+    packed = {name: pack(part) for name, part in zip(names, parts, strict=True)}
+    return ExpertMap(
+        layers=tuple(range(3, rows + 3)),
+        experts=columns,
+        step=300,
+        hottest=42.0,
+        record_bytes=(2**20,) * rows,
+        **packed,
+    )
 
 
 def column_of(table: ExpertTable, column: int) -> list[str]:

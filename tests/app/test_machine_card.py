@@ -13,6 +13,7 @@ from pytestqt.qtbot import QtBot
 from app.theme import ThemeController
 from app.views.monitor.machine_card import MachineCard
 from app.widgets.core_grid import CoreGrid
+from engine.hardware.gpu_info import Vendor
 from engine.hardware.sensors import GpuSample, SensorSample
 
 GIB = 2**30
@@ -33,7 +34,7 @@ def gpu(number: int, **changes: object) -> GpuSample:
         "pcie_tx": 0.2e9,
         "slowed_by": ("heat",),
     }
-    return GpuSample(f"0000:0{number}:00.0", "nvidia", **(told | changes))  # type: ignore[arg-type]
+    return GpuSample(f"0000:0{number}:00.0", Vendor.NVIDIA, **(told | changes))  # type: ignore[arg-type]
 
 
 def sample(cores: int, gpus: int) -> SensorSample:
@@ -78,7 +79,7 @@ def test_machines_of_every_size(card: MachineCard, cores: int, gpus: int) -> Non
 
 def test_a_driver_that_goes_away_is_said(card: MachineCard) -> None:
     card.show_sample(sample(4, 2))
-    lost = GpuSample("0000:00:00.0", "nvidia")
+    lost = GpuSample("0000:00:00.0", Vendor.NVIDIA)
     card.show_sample(SensorSample(0.0, (lost, gpu(1, power_w=None, clock_hz=None)), None))
     assert "does not answer" in card.gpus[0].head.text()
     assert " W" not in card.gpus[1].tail.text()

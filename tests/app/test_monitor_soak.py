@@ -86,14 +86,14 @@ def soak(page: MonitorPage, clock: FastClock, minutes: float) -> list[tuple[floa
             records["end_ns"] += begin
         steps["step"] = number * MESSAGE_STEPS + np.arange(MESSAGE_STEPS)
         told = TelemetrySpans(clock.now_ns, number * took_ns / 1e9, len(spans), pack(spans), 0)
-        engine.recorded.emit(told)  # type: ignore[attr-defined]
-        engine.recorded.emit(TelemetryCounters(len(steps), pack(steps), 0))  # type: ignore[attr-defined]
+        engine.recorded.emit(told)
+        engine.recorded.emit(TelemetryCounters(len(steps), pack(steps), 0))
         for records in (spans, steps):
             records["start_ns"] -= begin
             records["end_ns"] -= begin
         if number % 4 == 0:
-            engine.recorded.emit(cards)  # type: ignore[attr-defined]
-            engine.recorded.emit(map_of_experts)  # type: ignore[attr-defined]
+            engine.recorded.emit(cards)
+            engine.recorded.emit(map_of_experts)
             while hub._queue.qsize() > 8:
                 time.sleep(0.001)
             page._refresh()
