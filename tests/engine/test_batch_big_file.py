@@ -15,6 +15,7 @@ _LOOK_AND_RUN = """
 import json, resource, sys, time
 from pathlib import Path
 from engine.batch_files.opening import InputForm
+from engine.config import BatchJob
 from app.services.batch_input import count_rows, look_at
 from tests.engine.shuffled_executor import ShuffledExecutor, Watch, run_job
 
@@ -60,7 +61,7 @@ def _looked_at_and_run(path: Path, rows: int) -> dict[str, object]:
 @pytest.mark.parametrize(
     "size",
     [
-        pytest.param(120 * 10**6, marks=pytest.mark.slow),
+        pytest.param(120 * 10**6, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
         pytest.param(_BYTES, marks=[pytest.mark.exhaustive, pytest.mark.timeout(1800)]),
     ],
 )

@@ -21,7 +21,7 @@ import pytest
 from engine.batch_files.job_list import KnownJob, known_jobs, read_answers
 from tests.engine.tiny_families import tiny_checkpoint
 
-_PATIENCE_S = 200.0
+_PATIENCE_S = 900.0
 _MOST_TOKENS = 20
 _COUNTED = ("answer", "finish_reason", "prompt_tokens", "generated_tokens", "problem")
 
@@ -219,9 +219,9 @@ def test_a_job_survives_a_kill_of_each_kind(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(6 * 3600)
 def test_a_hundred_kills_of_one_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with _under_fire(tmp_path, monkeypatch, rows=8000, seed=2) as job:
+    with _under_fire(tmp_path, monkeypatch, rows=30_000, seed=2) as job:
         kinds = [job.kill_command] * 30 + [job.kill_worker] * 35 + [job.kill_window] * 25
         job.chance.shuffle(kinds)
         for kill in kinds:
