@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from PySide6.QtCore import Qt
-from PySide6.QtWidgets import QHeaderView, QPushButton, QSizePolicy, QSlider, QSpacerItem, QTableView, QWidget
+from PySide6.QtWidgets import QPushButton, QSizePolicy, QSlider, QSpacerItem, QTableView, QWidget
 
 from app.theme import ThemeController
 from app.widgets.card import Card, muted_label
@@ -13,6 +13,9 @@ from app.widgets.expert_map.table import ExpertTable
 from app.widgets.expert_map.view import ExpertMapView
 from engine.errors import EngineError
 from engine.telemetry.messages import ExpertMap
+
+_COLUMN_DIGITS = (9, 10, 10, 8, 13, 10, 16)
+"""Widths of the table's columns; what does not fit beside each other is scrolled."""
 
 
 class ExpertCard(Card):
@@ -116,7 +119,10 @@ class ExpertCard(Card):
         table.setAccessibleName(self.tr("Experts as a table"))
         table.verticalHeader().hide()
         table.verticalHeader().setDefaultSectionSize(24)
-        table.horizontalHeader().setSectionResizeMode(QHeaderView.ResizeMode.Stretch)
+        wide = table.fontMetrics().horizontalAdvance("0")
+        for column, digits in enumerate(_COLUMN_DIGITS):  # what is in them is not looked at: there may be 60,000 rows
+            table.setColumnWidth(column, digits * wide)
+        table.horizontalHeader().setStretchLastSection(True)
         table.horizontalHeader().setSortIndicator(0, Qt.SortOrder.AscendingOrder)
         table.setSortingEnabled(True)
         table.setEditTriggers(QTableView.EditTrigger.NoEditTriggers)

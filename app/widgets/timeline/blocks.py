@@ -127,7 +127,8 @@ def span_labels(span: np.void) -> tuple[str, ...]:
     letter = _LETTERS.get(int(span["name"]), "")
     if span["layer"] < 0:
         return whole, name
-    return tuple(filter(None, (whole, f"{name} {int(span['layer'])}", f"{letter}{int(span['layer'])}", letter)))
+    layer = int(span["layer"])
+    return (whole, f"{name} {layer}", *((f"{letter}{layer}", letter) if letter else ()))
 
 
 def span_label(span: np.void) -> str:
