@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import psutil
 
@@ -74,9 +75,18 @@ def _room(loaded: LoadedModel, tokens: int) -> int:
     if loaded.ram_bytes is None:
         return free
     config = loaded.model.config.get_text_config(decoder=True)
-    each = activation_token_bytes(config.hidden_size, loaded.info.experts_per_token)
+    each = activation_token_bytes(_widest(config), loaded.info.experts_per_token, loaded.model.dtype.itemsize)
     weights = loaded.info.experts_bytes + (loaded.info.weights_bytes if loaded.devices is None else 0)
     return min(free, loaded.ram_bytes - weights - tokens * each)
+
+
+def _widest(config: Any) -> int:
+    """The width of hidden states, or of queries, which in some models are several times as wide."""
+    hidden = int(config.hidden_size)
+    try:
+        return max(hidden, int(config.num_attention_heads * config.head_dim))
+    except (AttributeError, TypeError, RuntimeError):  # it has none, or one for each layer
+        return hidden
 
 
 def _planned(plan: BatchPlan) -> Schedule:
