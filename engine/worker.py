@@ -15,14 +15,12 @@ from typing import Protocol
 
 import psutil
 
-from engine.batch_files.answer import Answer
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.messages import SampleBatch, StartBatch
 from engine.batch_files.prepared_job import PreparedJob
 from engine.config import EngineConfig, SamplingParams
 from engine.errors import EngineError, ErrorCode
 from engine.model_info import ModelInfo
-from engine.planner.batch_prediction import JobPrediction
 from engine.process.batch import BatchService
 from engine.process.environment import quiet_libraries
 from engine.process.failures import as_engine_error, log_failure
@@ -113,14 +111,7 @@ class WorkerEngine(Protocol):
 
     def run_batch(self, prepared: PreparedJob, watcher: JobWatcher) -> JobEnding: ...
 
-    def sample_batch(
-        self,
-        prepared: PreparedJob,
-        rows: int,
-        on_answer: Callable[[Answer, str], None],
-        cancelled: Callable[[], bool],
-        on_plan: Callable[[JobPrediction], None],
-    ) -> None: ...
+    def sample_batch(self, prepared: PreparedJob, rows: int, watcher: JobWatcher) -> None: ...
 
     def generate(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -34,14 +35,7 @@ class BatchEngine(Protocol):
 
     def run_batch(self, prepared: PreparedJob, watcher: JobWatcher) -> JobEnding: ...
 
-    def sample_batch(
-        self,
-        prepared: PreparedJob,
-        rows: int,
-        on_answer: Callable[[Answer, str], None],
-        cancelled: Callable[[], bool],
-        on_plan: Callable[[JobPrediction], None],
-    ) -> None: ...
+    def sample_batch(self, prepared: PreparedJob, rows: int, watcher: JobWatcher) -> None: ...
 
 
 class BatchService:
@@ -73,14 +67,7 @@ class BatchService:
                 waiting is None or isinstance(waiting, Generate | StartBatch)
             )
 
-        def chat_waits() -> bool:
-            return isinstance(self._requests.waiting(), Generate)
-
-        def give_way() -> None:
-            while chat_waits():
-                self._answer_next()
-
-        watcher = JobWatcher(told.pace, told.answer, chat_waits, give_way, cancelled, told.plan)
+        watcher = JobWatcher(told.pace, told.answer, self._chat_waits, self._give_way, cancelled, told.plan)
         try:
             # A book of a pdf, a folder of ten thousand files: no chat waits until they are opened.
             prepared = aside(lambda _between: prepare(request.job), watcher, lambda _share: None)
@@ -102,7 +89,7 @@ class BatchService:
         )
 
     def sample(self, engine: BatchEngine, request: SampleBatch) -> BatchFinished:
-        """The first rows of a job.
+        """The first rows of a job; it gives way to chats as a job does.
 
         Raises:
             EngineError: see `Engine.sample_batch`.
@@ -118,15 +105,23 @@ class BatchService:
             told.answer(answer, question)
             told.rows_now()
 
-        prepared = prepare(request.job)
-
         def cancelled() -> bool:
             return self._requests.is_cancelled(request.request_id)
 
-        engine.sample_batch(prepared, request.rows, answered, cancelled, told.plan)
+        watcher = JobWatcher(told.pace, answered, self._chat_waits, self._give_way, cancelled, told.plan)
+        with contextlib.suppress(StoppedError):
+            prepared = aside(lambda _between: prepare(request.job), watcher, lambda _share: None)
+            engine.sample_batch(prepared, request.rows, watcher)
         done, failed, tokens = counts
         finished = not cancelled()
         return BatchFinished(request.request_id, finished, done, failed, 0, tokens, time.monotonic() - begun, "")
+
+    def _chat_waits(self) -> bool:
+        return isinstance(self._requests.waiting(), Generate)
+
+    def _give_way(self) -> None:
+        while self._chat_waits():
+            self._answer_next()
 
 
 class _Told:

@@ -6,14 +6,12 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from engine.batch_files.answer import Answer
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.prepared_job import PreparedJob
 from engine.checkpoint.library import resolve
 from engine.config import EngineConfig, SamplingParams
 from engine.errors import EngineError, ErrorCode
 from engine.model_info import ModelInfo
-from engine.planner.batch_prediction import JobPrediction
 from engine.protocol import ChatMessage
 from engine.runtime.batch.whole_job import run_sample, run_whole_job
 from engine.runtime.chat_session import ChatSession
@@ -201,16 +199,9 @@ class Engine:
         """
         return run_whole_job(prepared, self._ready(), watcher)
 
-    def sample_batch(
-        self,
-        prepared: PreparedJob,
-        rows: int,
-        on_answer: Callable[[Answer, str], None],
-        cancelled: Callable[[], bool],
-        on_plan: Callable[[JobPrediction], None] = lambda _prediction: None,
-    ) -> None:
+    def sample_batch(self, prepared: PreparedJob, rows: int, watcher: JobWatcher) -> None:
         """Answers the first rows of a job and keeps nothing; see `run_sample`."""
-        run_sample(prepared, self._ready(), rows, on_answer, cancelled, on_plan)
+        run_sample(prepared, self._ready(), rows, watcher)
 
     def _drop_session(self) -> None:
         if self._session is not None:

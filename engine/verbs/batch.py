@@ -150,10 +150,17 @@ def _schema(file: str | None) -> str:
 
 
 def _sample(args: argparse.Namespace, prepared: PreparedJob, engine: Engine) -> int:
+    from engine.batch_files.job_watcher import JobWatcher
+
     answers: list[tuple[Answer, str]] = []
-    engine.sample_batch(
-        prepared, args.sample, lambda answer, question: answers.append((answer, question)), lambda: False
+    watcher = JobWatcher(
+        on_pace=lambda _pace, _blocked: None,
+        on_answer=lambda answer, question: answers.append((answer, question)),
+        should_yield=lambda: False,
+        give_way=lambda: None,
+        cancelled=lambda: False,
     )
+    engine.sample_batch(prepared, args.sample, watcher)
     answers.sort(key=lambda pair: pair[0].row)
     rows = [{**asdict(answer), "prompt": question} for answer, question in answers]
     emit(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.batch_files.messages import BatchFinished, BatchPlanned, StartBatch
+from engine.batch_files.messages import BatchFinished, BatchPlanned, BatchRows, SampleBatch, StartBatch
 from engine.config import BatchJob, EngineConfig, SamplingParams
 from engine.process.batch import BatchService
 from engine.process.requests import RequestQueue
@@ -16,11 +16,14 @@ from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.engine import Engine
 from tests.engine.tiny_families import tiny_checkpoint
 
-_ROWS, _ASKED_AFTER = 30, (3, 4, 17)
+_ROWS, _SAMPLED, _ASKED_AFTER = 30, 3, (3, 4, 17)
 """Layers after which a chat is asked."""
 
 
-def test_a_chat_waits_for_no_more_than_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sampled", [False, True], ids=["job", "sample"])
+def test_a_chat_waits_for_no_more_than_a_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, sampled: bool
+) -> None:
     monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path / "home"))
     rows = tmp_path / "in.jsonl"
     rows.write_text("".join(json.dumps({"text": f"Row {row}"}) + "\n" for row in range(_ROWS)))
@@ -59,15 +62,23 @@ def test_a_chat_waits_for_no_more_than_a_layer(tmp_path: Path, monkeypatch: pyte
     engine.load_exactly(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
     try:
         service = BatchService(requests, sent.append, answer_next)
-        requests.accept(StartBatch("job", job))
+        requests.accept(SampleBatch("job", job, _SAMPLED) if sampled else StartBatch("job", job))
         request = requests.take()
-        assert isinstance(request, StartBatch)
-        ending = service.run(engine, request)
+        if sampled:
+            assert isinstance(request, SampleBatch)
+            ending = service.sample(engine, request)
+        else:
+            assert isinstance(request, StartBatch)
+            ending = service.run(engine, request)
     finally:
         engine.unload()
     assert isinstance(ending, BatchFinished)
-    assert (ending.finished, ending.done, ending.failed) == (True, _ROWS, 0)
+    assert (ending.finished, ending.done, ending.failed) == (True, _SAMPLED if sampled else _ROWS, 0)
+    shown = sorted(row.row for event in sent if isinstance(event, BatchRows) for row in event.rows)
+    assert len(set(shown)) == len(shown)
+    assert not sampled or shown == list(range(_SAMPLED))
     assert answered == asked  # before another layer
     (planned,) = [event for event in sent if isinstance(event, BatchPlanned)]
     assert (planned.rows, planned.rows_together) == (_ROWS, _ROWS)
     assert planned.tokens_per_s_low > 0
+    assert planned.is_measured is sampled

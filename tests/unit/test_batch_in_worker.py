@@ -54,17 +54,10 @@ class Engine:
             watcher.on_pace(_PACE, "")
         return JobEnding(True, _PACE, 6, tokens=12, note="one by one")
 
-    def sample_batch(
-        self,
-        prepared: PreparedJob,
-        rows: int,
-        on_answer: Callable[[Answer, str], None],
-        cancelled: Callable[[], bool],
-        on_plan: Callable[[JobPrediction], None],
-    ) -> None:
-        on_answer(Answer(0, "yes", "stop", 1, 2), "question")
-        on_answer(failed(1, "is empty"), "")
-        on_plan(_PREDICTION.corrected(2.0, 0.5))
+    def sample_batch(self, prepared: PreparedJob, rows: int, watcher: JobWatcher) -> None:
+        watcher.on_answer(Answer(0, "yes", "stop", 1, 2), "question")
+        watcher.on_answer(failed(1, "is empty"), "")
+        watcher.on_plan(_PREDICTION.corrected(2.0, 0.5))
 
 
 class Process:
@@ -153,7 +146,7 @@ def test_a_sample_shows_each_row_as_it_comes(job: BatchJob) -> None:
     assert (ending.finished, ending.done, ending.failed, ending.tokens) == (True, 2, 1, 2)
     assert [len(event.rows) for event in _of(BatchRows, process.sent)] == [1, 1]
     (planned,) = _of(BatchPlanned, process.sent)
-    assert (planned.tokens_per_s_low, planned.tokens_per_s_high, planned.is_measured) == (300.0, 900.0, True)
+    assert (planned.tokens_per_s_low, planned.tokens_per_s_high, planned.is_measured) == (150.0, 900.0, True)
 
 
 def test_a_job_that_cannot_be_begun_is_refused(job: BatchJob) -> None:

@@ -33,6 +33,7 @@ from engine.planner.plan_parts import BatchPlan, Limits
 from engine.runtime.batch.families import can_pack
 from engine.runtime.batch.policy import BatchPolicy, policy_for
 from engine.runtime.batch.request import BatchAnswer
+from engine.runtime.batch.sweep_clock import SampleTime
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.prompt import chat_prompt
 
@@ -79,23 +80,34 @@ def plan_job(prepared: PreparedJob, loaded: LoadedModel, generated_tokens: float
 
 
 def predicted_after(
-    prepared: PreparedJob, loaded: LoadedModel, answers: Sequence[BatchAnswer], seconds: float
+    prepared: PreparedJob, loaded: LoadedModel, answers: Sequence[BatchAnswer], taken: SampleTime
 ) -> JobPrediction | None:
-    """How fast the whole job will be, after some of its rows were answered in so many seconds.
+    """How fast the whole job will be, after some of its rows were answered.
 
-    On the CPU the rows' own speed corrects the prediction; on a card a few rows say little about many.
+    On the CPU the rows' own sweeps correct the prediction; on a card a few rows say little about many.  Where no sweep
+    was seen whole, as where rows are answered one by one, all of their time does, in which there are cold weights.
     """
     told = [answer for answer in answers if answer.generated_tokens]
     if not told:
         return plan_job(prepared, loaded).prediction
     generated = statistics.fmean(answer.generated_tokens for answer in told)
     plan = plan_job(prepared, loaded, generated)
-    if plan.prediction is None or plan.prediction.schedule or seconds <= 0:
+    if plan.prediction is None or plan.prediction.schedule or taken.seconds <= 0:
         return plan.prediction
     prompt = statistics.fmean(answer.prompt_tokens for answer in told)
-    of_these = plan_rows(JobRows(len(told), max(1.0, prompt), generated), loaded, find_shape(loaded.info.path))
-    assert of_these.prediction is not None
-    factor = len(told) * generated / seconds / of_these.prediction.tokens_per_s
+    shape = find_shape(loaded.info.path)
+
+    def predicted_s(rows: int, tokens: float) -> float:
+        found = plan_rows(JobRows(rows, max(1.0, prompt), tokens), loaded, shape).prediction
+        assert found is not None
+        return rows * tokens / found.tokens_per_s
+
+    if taken.sweep_rows and generated > 1:
+        # A row's first token comes of reading its prompt, each other one of a sweep.
+        decoding_s = predicted_s(taken.sweep_rows, generated) - predicted_s(taken.sweep_rows, 1.0)
+        factor = decoding_s / (generated - 1) / taken.sweep_s
+    else:
+        factor = predicted_s(len(told), generated) / taken.seconds
     return plan.prediction.corrected(min(max(factor, 1 / _MOST_FACTOR), _MOST_FACTOR), _TIMED)
 
 

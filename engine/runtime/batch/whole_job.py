@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
@@ -19,12 +18,12 @@ from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.stop_request import StopRequest
 from engine.checkpoint.fingerprint import fingerprint
 from engine.checkpoint.shards import read_tensors
-from engine.planner.batch_prediction import JobPrediction
 from engine.runtime.batch.asking import Asking, question_of
 from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.job import JobRun
 from engine.runtime.batch.job_plan import plan_job, predicted_after
-from engine.runtime.batch.request import BatchAnswer, BatchRequest, Check
+from engine.runtime.batch.request import BatchAnswer, BatchRequest, Outcome
+from engine.runtime.batch.sweep_clock import SweepClock
 from engine.runtime.constrained import ConstrainedAnswers
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.stopping import end_token_ids
@@ -59,20 +58,14 @@ def run_whole_job(prepared: PreparedJob, loaded: LoadedModel, watcher: JobWatche
             return replace(ending, note=ending.note or executor.note)
 
 
-def run_sample(
-    prepared: PreparedJob,
-    loaded: LoadedModel,
-    rows: int,
-    on_answer: Callable[[Answer, str], None],
-    cancelled: Check,
-    on_plan: Callable[[JobPrediction], None] = lambda _prediction: None,
-) -> None:
-    """Answers the first rows of a job, and keeps nothing.
+def run_sample(prepared: PreparedJob, loaded: LoadedModel, rows: int, watcher: JobWatcher) -> None:
+    """Answers the first rows of a job, and keeps nothing; whoever has priority waits for no more than a layer.
 
     Args:
-        on_answer: told each answer with the message that it answers, in any order.
-        on_plan: told how fast the whole job will be, at the end: as predicted, corrected by what these rows took.
+        watcher: told each answer with the message that it answers, in any order, and at the end how fast the whole job
+            will be: as predicted, corrected by what these rows took.  It hears of no pace.
     """
+    on_answer, cancelled = watcher.on_answer, watcher.cancelled
     asking = Asking(prepared.job.tries, lambda: _constrained(loaded))
 
     def runnable(request: BatchRequest | Answer, question: str) -> Iterator[BatchRequest]:
@@ -101,18 +94,27 @@ def run_sample(
             on_answer(*ended)
 
     executor = BatchExecutor(loaded)
-    begun_s = time.perf_counter()
+    clock = SweepClock(lambda: executor.under_way)
+
+    def should_yield() -> bool:
+        clock.look()
+        return watcher.should_yield()
+
+    def run(asked: Iterator[BatchRequest]) -> None:
+        while executor.run(asked, answered, should_yield, cancelled) is Outcome.YIELDED:
+            clock.leave(watcher.give_way)
+
     try:
-        executor.run(requests(), answered, cancelled=cancelled)
+        run(requests())
         while asking.waiting and not cancelled():
-            executor.run(again(), answered, cancelled=cancelled)
-        taken_s = time.perf_counter() - begun_s
+            run(again())
+        taken = clock.time()
     finally:
         executor.close()
     if not cancelled():
-        prediction = predicted_after(prepared, loaded, timed, taken_s)
+        prediction = predicted_after(prepared, loaded, timed, taken)
         if prediction is not None:
-            on_plan(prediction)
+            watcher.on_plan(prediction)
 
 
 def _constrained(loaded: LoadedModel) -> ConstrainedAnswers:
