@@ -174,7 +174,7 @@ class CudaStream:
 
     def record(self) -> Event:
         """See `Stream.record`."""
-        return self._run(lambda: None, None)
+        return self._run(None, None)
 
     def synchronize(self) -> None:
         """See `Stream.synchronize`."""
@@ -203,7 +203,7 @@ class CudaStream:
             self._forget_ended()
             self._in_flight.clear()
 
-    def _run(self, work: Callable[[], object], copied: Copied | None) -> Event:
+    def _run(self, work: Callable[[], object] | None, copied: Copied | None) -> Event:
         with self._turn:
             self._require_open()
             self._forget_ended()
@@ -213,11 +213,13 @@ class CudaStream:
                 return event
             try:
                 anchor = self._clock.anchor()
-                start, end = new_event(), new_event()
+                start = end = new_event()
                 start.record(self._queue)
-                with torch.cuda.stream(self._queue):
-                    work()
-                end.record(self._queue)
+                if work is not None:
+                    with torch.cuda.stream(self._queue):
+                        work()
+                    end = new_event()
+                    end.record(self._queue)
             except Exception as error:
                 self._failure = as_engine_error(error, self.name)
                 event.fail(self._failure)

@@ -76,7 +76,10 @@ class Activations:
         for tensor, piece in zip(tensors, bundle.pieces, strict=True):
             piece.copy_(tensor)
         if device.compute_follows_caller:
-            device.small_copy_stream.wait(device.compute_stream.record())
+            ready = device.compute_stream.record()
+            if RECORDER.on and (queued := RECORDER.queued) is not None:
+                queued.routed(ready, device.index)
+            device.small_copy_stream.wait(ready)
         self._copy(bundle.landed, bundle.packed, Direction.D2H, lanes.ROUTING).wait()
         return bundle.landed_pieces
 

@@ -68,7 +68,7 @@ def compute_experts(
             tensor.to(device) for tensor in (hidden_states, top_k_index, top_k_weights)
         )
     if RECORDER.on:
-        result = recorded_experts(module, kernel, hidden_states, top_k_index, top_k_weights)
+        result = recorded_experts(module, kernel, hidden_states, top_k_index, top_k_weights, place)
     else:
         result = kernel(hidden_states, top_k_index, top_k_weights)
     return result if place == device else result.to(place)

@@ -377,6 +377,8 @@ class HybridExperts:
 
         end = self._device.compute_stream.submit(works[0] if len(works) == 1 else work)
         if RECORDER.on:
+            if (queued := RECORDER.queued) is not None:
+                queued.submitted(end)
             experts, step.pending_experts = step.pending_experts, 0
             name = lanes.EXPERTS if experts else lanes.FINISH
             RECORDER.event(end, lanes.GPU, name, count=experts, device=self._device.index)

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from engine.kernels.interface import ExpertKernel
+from engine.kernels.interface import ExpertKernel, is_capturable
+from engine.telemetry.device_work import DeviceWork
 from engine.telemetry.lanes import CPU_EXPERTS, DENSE, EXPERTS
 from engine.telemetry.recorder import RECORDER
 
@@ -19,32 +20,56 @@ FEW_TOKENS = 8
 
 
 def recorded_experts(
-    module: Any, kernel: ExpertKernel, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    module: Any,
+    kernel: ExpertKernel,
+    hidden: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    place: torch.device,
 ) -> torch.Tensor:
     """What `kernel` makes of it, with its spans.
 
-    A kernel with `records_itself` also has spans of its own for what it does where.
+    A kernel with `records_itself` has spans of its own for what it does where, and tells `RECORDER.queued`, if there is
+    one, what it is given when.
+
+    Args:
+        place: where the dense part of the layer is.
     """
-    recorder = RECORDER
+    recorder, queued = RECORDER, RECORDER.queued
+    records_itself = getattr(kernel, "records_itself", False)
+    begun: DeviceWork | None = None
     begun_ns = perf_counter_ns()
     recorder.layer = module.__dict__.get(LAYER_NUMBER, -1)
     if recorder.request:  # else this is a trial run while loading, and nothing of it began when the last one ended
-        recorder.dense(DENSE, recorder.layer_since_ns, begun_ns, recorder.layer)
+        if queued is None:
+            name, layer, count = recorder.named(DENSE, recorder.layer)
+            recorder.dense(name, recorder.layer_since_ns, begun_ns, layer, count)
+        elif not records_itself or hidden.device != place:
+            begun = queued.experts_begin(place)
     try:
         result = kernel(hidden, index, weights)
-        if not getattr(kernel, "records_itself", False):
+        if queued is not None and begun is not None and (hidden.device.type != "cpu" or is_capturable(kernel)):
+            queued.experts_done(begun, place, index.numel())
+            _record_uses(index)
+        elif not records_itself:
             record_cpu_experts(begun_ns, index)
     finally:
         recorder.layer_since_ns = perf_counter_ns()
+        if queued is not None:
+            queued.experts_end(place)
     return result
 
 
 def record_cpu_experts(begun_ns: int, index: torch.Tensor) -> None:
     """The CPU has computed the experts `index` [T, k], all of them from RAM."""
     recorder = RECORDER
-    few = len(index) <= FEW_TOKENS
-    chosen = index.flatten().tolist() if few else []
-    recorder.span(CPU_EXPERTS, EXPERTS, begun_ns, perf_counter_ns(), count=len(chosen) if few else index.numel())
-    recorder.on_cpu += len(chosen)
-    if few and recorder.uses is not None:
-        recorder.uses.append((recorder.step, recorder.layer, chosen, ()))
+    recorder.span(CPU_EXPERTS, EXPERTS, begun_ns, perf_counter_ns(), count=index.numel())
+    recorder.on_cpu += index.numel() if len(index) <= FEW_TOKENS else 0
+    _record_uses(index)
+
+
+def _record_uses(index: torch.Tensor) -> None:
+    """For the map of experts; what is to be known of a device's memory is waited for."""
+    recorder = RECORDER
+    if len(index) <= FEW_TOKENS and recorder.uses is not None:
+        recorder.uses.append((recorder.step, recorder.layer, index.flatten().tolist(), ()))

@@ -151,6 +151,8 @@ class LayerBuffers:
         """
         assert half.layer is not None
         experts, compute = self.experts_of(half.layer), self.device.compute_stream
+        if RECORDER.on and (queued := RECORDER.queued) is not None:
+            queued.routed(compute.record(), self.device.index)
         for event in list(half.copied.values())[-1:]:  # copies end in order
             compute.wait(event)
         result = torch.empty_like(hidden_states)
@@ -163,6 +165,8 @@ class LayerBuffers:
 
         half.last_use = end = compute.submit(work)
         if RECORDER.on:
+            if (queued := RECORDER.queued) is not None:
+                queued.submitted(end)
             RECORDER.event(end, lanes.GPU, lanes.EXPERTS, count=experts, device=self.device.index)
         return result, end
 

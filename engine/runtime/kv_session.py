@@ -136,6 +136,8 @@ class KvSession:
         self._whole = False
         held = len(self._ids)
         self._room.make(self._cache, held + len(ids))
+        if RECORDER.on:
+            RECORDER.forward()
         try:
             again = self.graphs.step(tokens, self._cache, held) if self.graphs is not None and len(ids) == 1 else None
             if again is not None:
@@ -242,6 +244,8 @@ class BeamCache:
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Appends one token to each sequence, tokens [B, 1]; logits [B, V]."""
         self._room.make(self._cache, self._length + 1, tokens.shape[0])
+        if RECORDER.on:
+            RECORDER.forward()
         logits, self._cache = self._step(tokens, self._cache, self._length)
         self._room.count(self._cache)
         self._length += 1

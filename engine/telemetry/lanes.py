@@ -33,6 +33,7 @@ NAMES = (
     "batch step",  # phase: one step of many sequences
     "finish",  # sums of a layer that are put together
     "keys and values",  # of a batch, between RAM and a device
+    "graph",  # a captured piece of a step: `count` layers, maybe with experts and head; its inside cannot be seen
 )
 """Names of spans.  New ones come at the end: recorded sessions keep the list they were written with."""
 
@@ -58,6 +59,7 @@ NAMES = (
     BATCH_STEP,
     FINISH,
     KEYS_VALUES,
+    GRAPH,
 ) = range(len(NAMES))
 
 FOR_LATER = frozenset((POST_FETCH, PREFETCH, READ_AHEAD))

@@ -14,10 +14,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from engine.telemetry.device_work import DeviceWork, QueuedWork
 from engine.telemetry.lanes import CPU_ATTENTION, HEAD, PHASE
 from engine.telemetry.layer_log import Layer, LayerLog
 from engine.telemetry.records import COUNTERS, SPAN, STEP, Records, no_spans, no_steps
@@ -44,18 +45,6 @@ _NOTHING = (0,) * len(COUNTERS)
 
 CounterSource = Callable[[], tuple[int, ...]]
 """What has been counted so far, in the order of `COUNTERS`."""
-
-
-class DeviceWork(Protocol):
-    """What the recorder reads of `engine.devices.device.Event`."""
-
-    def done(self) -> bool: ...
-    @property
-    def failure(self) -> Exception | None: ...
-    @property
-    def started_s(self) -> float: ...
-    @property
-    def ended_s(self) -> float: ...
 
 
 class Ring:
@@ -115,6 +104,8 @@ class Recorder:
         on_cpu: experts that decode steps have had computed by the CPU where no cache of a device counts them.
         dense_lane: where the caller's thread computes what is between expert layers; None if it only queues it, so
             that nobody here knows when it is done.
+        queued: knows it then, by the clock of the devices; else None.
+        piece: (name, layer, count) of the captured graph that is repeated now, for the span that it is in.
         uses: takes (step, layer, experts used, those that were hits) of each layer of decode steps, if somebody wants;
             of many layers at once, none of whose experts can be hits: arrays (steps, layers, experts one after the
             other, how many of each) and None.
@@ -129,6 +120,8 @@ class Recorder:
         self.layers: list[Layer] = []
         self.on_cpu = 0
         self.dense_lane: int | None = CPU_ATTENTION
+        self.queued: QueuedWork | None = None
+        self.piece: tuple[int, int, int] | None = None
         self.uses: deque[tuple[Any, ...]] | None = None
         self._capacity = capacity
         self._rings: list[Ring] = []
@@ -148,6 +141,7 @@ class Recorder:
     def start(self) -> None:
         """Record from now on; what was recorded before is forgotten."""
         self.layers = []
+        self._forget_forward()  # one in whose middle recording was stopped
         self.take_spans()
         self.take_steps()
         self._waiting = []
@@ -207,6 +201,7 @@ class Recorder:
         """What is recorded from now on belongs to nobody."""
         self._log_layers()
         self.request, self.step, self.layer = 0, -1, -1
+        self._forget_forward()
 
     def span(
         self,
@@ -260,14 +255,28 @@ class Recorder:
         # Of a span's tuple the beginning and the end are not known yet.
         self._mine.ring.append((work, lane, name, layer, expert, nbytes, count, device, self.request, self.step))
 
+    def forward(self) -> None:
+        """A forward begins, which ends with `head` unless it fails."""
+        self.piece = None
+        if (queued := self.queued) is not None and self.request:
+            queued.begin()
+
     def head(self) -> None:
         """The forward has ended: what came after the last layer's experts was the model's head."""
-        self.dense(HEAD, self.layer_since_ns, time.perf_counter_ns(), -1)
+        name, layer, count = self.named(HEAD, -1)
+        if (queued := self.queued) is not None:
+            queued.head(name, layer, count)
+        self.dense(name, self.layer_since_ns, time.perf_counter_ns(), layer, count)
 
-    def dense(self, name: int, start_ns: int, end_ns: int, layer: int) -> None:
+    def dense(self, name: int, start_ns: int, end_ns: int, layer: int, count: int = 1) -> None:
         """What the caller's thread has computed of everything but experts."""
         if self.dense_lane is not None:
-            self.span(self.dense_lane, name, start_ns, end_ns, layer)
+            self.span(self.dense_lane, name, start_ns, end_ns, layer, count=count)
+
+    def named(self, name: int, layer: int) -> tuple[int, int, int]:
+        """(name, layer, count) of dense work that ends now: that of the `piece` it was, once, or else these."""
+        piece, self.piece = self.piece, None
+        return piece or (name, layer, 1)
 
     def take_spans(self) -> Records:
         """All spans that have ended since the last call, sorted by nothing."""
@@ -318,6 +327,11 @@ class Recorder:
             self._layer_log.add(layers, self.request, self.step, self.dense_lane)
             self.on_cpu += sum([len(chosen) for *_, chosen in layers]) // 8
             self.layers = []
+
+    def _forget_forward(self) -> None:
+        self.piece = None
+        if (queued := self.queued) is not None:
+            queued.forget()
 
     def _forget_ended_threads(self) -> None:
         for ring in [ring for ring in self._rings if ring.owner is not None and not ring.owner.is_alive()]:

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from engine.planner.simulator.timeline import LANES
-from engine.telemetry.lanes import PHASE, lane_name, span_name
+from engine.telemetry.lanes import GRAPH, PHASE, lane_name, span_name
 from engine.telemetry.records import COUNTERS, Records
 
 _PID = 1
@@ -119,7 +119,7 @@ def _track(track: Records, tid: int, name: str, begin_ns: int) -> Iterator[dict[
 def _args(span: np.void) -> dict[str, int]:
     fields = ("request", "step", "layer", "expert")
     shown = {field: int(span[field]) for field in fields if span[field] >= 0}
-    amount = "tokens" if span["lane"] == PHASE else "experts"
+    amount = "tokens" if span["lane"] == PHASE else "layers" if span["name"] == GRAPH else "experts"
     shown |= {amount: int(span["count"])} if span["count"] > 1 else {}
     return shown | ({"bytes": int(span["nbytes"])} if span["nbytes"] else {})
 

@@ -14,6 +14,7 @@ from engine.runtime.telemetry.counters import LinkBytes, counted
 from engine.runtime.telemetry.expert_map import expert_map
 from engine.runtime.telemetry.expert_uses import ExpertUses
 from engine.runtime.telemetry.layers import number_layers
+from engine.runtime.telemetry.queued_dense import QueuedDense
 from engine.telemetry.lanes import CPU_ATTENTION, GPU
 from engine.telemetry.messages import CacheReport, CacheTier, ExpertMap
 from engine.telemetry.recorder import RECORDER, Recorder
@@ -41,13 +42,15 @@ class ModelTelemetry:
         """Counts for the recorder from now on."""
         self._link.listen(self._devices)
         self._recorder.uses = self.uses.entries
-        self._recorder.dense_lane = self._dense_lane()
+        self._recorder.queued = self._queued()
+        self._recorder.dense_lane = self._dense_lane() if self._recorder.queued is None else None
         self._recorder.count_with(self._counted)
 
     def stop(self) -> None:
         """Counts nothing more.  Harmless if repeated."""
         self._recorder.count_with(None)
         self._recorder.uses = None
+        self._recorder.queued = None
         self._link.stop()
 
     def expert_map(self) -> ExpertMap | None:
@@ -76,6 +79,11 @@ class ModelTelemetry:
         elif tier == "ram" and self._loaded.disk_backed is not None:
             ram = self._loaded.disk_backed.ram
             ram.resize(slots * self._reporter.ram_record_bytes)
+
+    def _queued(self) -> QueuedDense | None:
+        """Where the caller's thread only queues; None if it computes, or nobody has the device's clock."""
+        followed = [device for device in self._devices if device.compute_follows_caller]
+        return QueuedDense(followed, self._recorder) if followed else None
 
     def _dense_lane(self) -> int | None:
         if self._loaded.device.type != "cpu":
