@@ -1,4 +1,11 @@
-"""The batch policy of a plan: the fastest schedule's sizes, and whether they hide what is on its way (Klotski)."""
+"""The batch policy of a plan: the fastest schedule's sizes, and whether they hide what is on its way (Klotski).
+
+MoE-Lightning's r_c, the share of keys and values that stays on the card, is always 0 here, though its search (section
+4.2) may find more of it faster: the executor's pages are shared by rows with the same beginning and change hands
+between sweeps, and there is one pool of them, in RAM.  Pages that stay on the card would be a second pool with its own
+reservations, and memory that the experts' cache has to give up before a job begins.  A plan that counts on what nobody
+does would be slower than it says.
+"""
 
 from __future__ import annotations
 

@@ -63,12 +63,17 @@ class Question:
     precision: str
 
     def setting(self, drawn_layers: int | None = None) -> Setting:
-        """For the simulator, with the engine's own costs and memory; by default all layers are simulated."""
+        """For the simulator, with the engine's own costs and memory; by default all layers are simulated.
+
+        Batch schedules are asked for what the batch pipeline carries out: its pages of keys and values all lie in RAM,
+        and where attention is on the card each micro-batch's are sent there anew (r_c = 0).
+        """
         if drawn_layers is not None and self.workload.sequences > 1:
             drawn_layers = max(2, min(drawn_layers, _DRAWN_EXPERTS * drawn_layers // _LONGER // self.model.experts))
         machine = self.machine if self.limits.use_card else replace(self.machine, gpu=None)
         costs = engine_costs(machine, self.model, self.precision, self.limits.threads)
-        return Setting(costs, self.workload, rule=memory_rule(costs, self.limits), drawn_layers=drawn_layers)
+        rule = memory_rule(costs, self.limits)
+        return Setting(costs, self.workload, rule=rule, drawn_layers=drawn_layers, cache_in_ram=True)
 
 
 def runs_here(policy: str, workload: Workload) -> bool:

@@ -164,10 +164,16 @@ def search_policy(
     return best_of([policy for places_of in places for policy in policies(performance, *places_of)])
 
 
-def policies(performance: PerformanceModel, attention_on_card: bool, experts_on_card: bool) -> Iterator[SearchedPolicy]:
-    """The grid of N, mu, r_w and, where attention is on the card, r_c, as far as it fits."""
+def policies(
+    performance: PerformanceModel, attention_on_card: bool, experts_on_card: bool, *, cache_in_ram: bool = False
+) -> Iterator[SearchedPolicy]:
+    """The grid of N, mu, r_w and, where attention is on the card, r_c, as far as it fits.
+
+    Args:
+        cache_in_ram: only r_c = 0.
+    """
     for share in _SHARES:
-        for cache in _CACHED if attention_on_card else _CACHED[:1]:
+        for cache in _CACHED if attention_on_card and not cache_in_ram else _CACHED[:1]:
             kept = cache * performance.kv_bytes()
             largest = min(performance.largest_micro_batch(share, kept), performance.workload.sequences)
             if largest < 1:

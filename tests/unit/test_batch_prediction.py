@@ -82,4 +82,5 @@ def test_a_plan_of_a_card_has_no_more_rows_than_the_job(machine: str, model: str
     assert 1 <= plan.micro_batch <= plan.sequences <= min(job.rows, 512)
     assert plan.batches == -(-plan.sequences // plan.micro_batch)
     assert plan.tokens_per_s > 0
+    assert plan.cache_on_card == 0, "the pipeline keeps no keys and values on the card"
     assert lane

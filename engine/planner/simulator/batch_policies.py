@@ -50,13 +50,13 @@ def run_batches(name: str, schedule: Schedule, setting: Setting, *, record: bool
 
 def policies_to_try(name: str, performance: PerformanceModel, setting: Setting) -> list[BatchPolicy]:
     """Without repetitions; none if not even one sequence fits on the card."""
-    tried = [] if setting.even_only else list(_searched(name, performance))
+    tried = [] if setting.even_only else list(_searched(name, performance, cache_in_ram=setting.cache_in_ram))
     for share in sorted({0.0, *(policy.resident for policy in tried)}):
         tried += _grid(name, performance, setting, share)
     return list(dict.fromkeys(tried))
 
 
-def _searched(name: str, performance: PerformanceModel) -> Iterator[BatchPolicy]:
+def _searched(name: str, performance: PerformanceModel, *, cache_in_ram: bool) -> Iterator[BatchPolicy]:
     """What eqs. 12 to 14 find best, for every place of attention and experts that the schedule knows."""
     if name == DEEPSPEED:
         return
@@ -64,7 +64,7 @@ def _searched(name: str, performance: PerformanceModel) -> Iterator[BatchPolicy]
     if name == CGOPIPE:
         places = [(False, True), (True, True), (False, False), (True, False)]
     for attention_on_card, experts_on_card in places:
-        found = best_of(list(policies(performance, attention_on_card, experts_on_card)))
+        found = best_of(list(policies(performance, attention_on_card, experts_on_card, cache_in_ram=cache_in_ram)))
         if found is not None:
             yield _as_run(found)
 

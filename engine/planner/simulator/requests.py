@@ -45,6 +45,7 @@ class Setting:
         recorded: routing of consecutive tokens to use instead, int [tokens, layers, k].
         rule: what of the machine's memory may be used, if not the usual shares.
         even_only: of a cache's shapes, try only slots spread evenly over the layers.
+        cache_in_ram: of batch schedules that search their r_c, try only those that keep no keys and values on the card.
         drawn_layers: simulate so many MoE layers and let them stand for all: quicker, and within a few percent.
     """
 
@@ -57,6 +58,7 @@ class Setting:
     rule: MemoryRule | None = None
     drawn_layers: int | None = None
     even_only: bool = False
+    cache_in_ram: bool = False
 
     @property
     def drawn(self) -> int:
