@@ -78,11 +78,11 @@ class JobPrediction:
         """The same where a few real rows were so many times as fast as predicted.
 
         A few rows spend their time on reading weights, many on arithmetic: how wrong the one was foretold says only in
-        part how wrong the other was.  So the range is from the lower of both to the higher, each as far off as `off`,
-        a share, and the rate is between them.
+        part how wrong the other was.  So the range reaches from the lower of both, less `off`, a share, to what was
+        foretold at most or to what was seen and `off` more; the rate is between them.
         """
         seen = self.tokens_per_s * factor
-        low, high = min(self.tokens_per_s, seen) * (1 - off), max(self.tokens_per_s, seen) * (1 + off)
+        low, high = min(self.tokens_per_s, seen) * (1 - off), max(self.high, seen * (1 + off))
         tokens = self.job.rows * self.job.generated_tokens
         return replace(
             self,

@@ -48,7 +48,7 @@ def test_a_few_answers_that_were_timed_widen_what_was_predicted() -> None:
     assert (corrected.low, corrected.tokens_per_s, corrected.high) == pytest.approx((30.0, 80.0, 200.0))
     assert (corrected.seconds_low, corrected.seconds_high) == pytest.approx((10.0, 2000 / 30))
     slow = predicted.corrected(0.25, 0.25)
-    assert (slow.low, slow.tokens_per_s, slow.high) == pytest.approx((7.5, 20.0, 50.0))
+    assert (slow.low, slow.tokens_per_s, slow.high) == pytest.approx((7.5, 20.0, 60.0))
     assert corrected.is_measured
     assert not predicted.is_measured
 

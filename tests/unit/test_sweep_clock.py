@@ -59,7 +59,7 @@ def test_cold_rows_are_not_taken_for_slow_ones(monkeypatch: pytest.MonkeyPatch, 
     def foretold(rows: JobRows) -> JobPrediction:
         seconds = 1.0 * rows.rows + 0.1 * (rows.generated_tokens - 1)
         rate = rows.rows * rows.generated_tokens / seconds
-        return JobPrediction(rows, rows.rows, 1, "", rate, rate, rate, 1.0, 1.0, Bottleneck.WEIGHTS)
+        return JobPrediction(rows, rows.rows, 1, "", rate, rate, 1.5 * rate, 1.0, 1.0, Bottleneck.WEIGHTS)
 
     whole = foretold(JobRows(100, 20.0, 16.0))
     monkeypatch.setattr(job_plan, "plan_job", lambda *_: SimpleNamespace(prediction=whole))
@@ -71,5 +71,5 @@ def test_cold_rows_are_not_taken_for_slow_ones(monkeypatch: pytest.MonkeyPatch, 
     assert told is not None
     factor = 0.1 / warm_s
     assert (told.low, told.high) == pytest.approx(
-        (0.75 * whole.tokens_per_s * min(1, factor), 1.25 * whole.tokens_per_s * max(1, factor))
+        (0.75 * whole.tokens_per_s * min(1, factor), whole.tokens_per_s * max(1.5, 1.25 * factor))
     )
