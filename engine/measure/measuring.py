@@ -164,7 +164,9 @@ def _measured(measurements: tuple[Measurement, ...], run: Run, state: _State) ->
 
 
 def _slower(changed: float, consequence: str) -> str:
-    how = f"{changed:.0%} slower" if changed > 0 else f"{-changed:.0%} faster"
+    """What it is to take `changed` more of the time than before: -0.5 is twice the speed."""
+    speed = 1 / (1 + changed) - 1
+    how = f"{-speed:.0%} slower" if changed > 0 else f"{speed:.0%} faster"
     return f"The processor became {how} while it was measured (heat, battery or other programs), and {consequence}."
 
 

@@ -245,7 +245,7 @@ def test_a_processor_that_slows_down_is_measured_again_and_it_is_said(machine: H
     assert (ram.calls, disk.calls) == (2, 1)
     assert found.unsteady == {}
     (note,) = found.notes
-    assert "50% slower" in note
+    assert "33% slower" in note
     assert "measured again" in note
 
 
