@@ -5,6 +5,9 @@ MoE-Lightning's r_c, the share of keys and values that stays on the card, is alw
 between sweeps, and there is one pool of them, in RAM.  Pages that stay on the card would be a second pool with its own
 reservations, and memory that the experts' cache has to give up before a job begins.  A plan that counts on what nobody
 does would be slower than it says.
+
+Klotski's schedule is planned as in its paper, attention on the card with keys and values sent there; the executor's
+Klotski attends in RAM, where they are, as its CGOPipe does.
 """
 
 from __future__ import annotations
