@@ -229,7 +229,7 @@ def _summary(document: dict[str, Any]) -> str:
     rows = "1 row is" if document["written"] == 1 else f"{document['written']:,} rows are"
     return (
         f"{rows} in {document['output']}{failed}; "
-        f"{document['tokens_per_s']:,} tokens/s over {document['seconds']:.0f} s."
+        f"{document['tokens_per_s']:,} tokens/s, in {_span(document['seconds'])}."
     )
 
 
@@ -283,7 +283,7 @@ def pace_text(pace: Pace) -> str:
     rate = f", {pace.tokens_per_s:,.0f} tokens/s" if pace.tokens_per_s else ""
     left = ""
     if pace.remaining_low_s is not None and pace.remaining_high_s is not None:
-        left = f", done in {_span(pace.remaining_low_s)} to {_span(pace.remaining_high_s)}"
+        left = f", done in {_between(pace.remaining_low_s, pace.remaining_high_s)}"
     elif pace.remaining_high_s is not None:
         left = f", done in {_span(pace.remaining_high_s)} at most"
     return f"{pace.done:,}{total} rows{failed}{rate}{left}"
@@ -294,10 +294,11 @@ def prediction_text(prediction: JobPrediction) -> str:
     rows = prediction.rows_together
     share = f"{rows:,} rows share each weight load" if rows > 1 else "one row after the other"
     pieces = f" in {prediction.micro_batches} pieces" if prediction.micro_batches > 1 else ""
+    ends = _between(prediction.seconds_low, prediction.seconds_high)
     return (
         f"{share}{pieces}; about {_rate(prediction.low)} to {_rate(prediction.high)} tokens/s, "
-        f"{_LIMITS[prediction.bottleneck.value]} limits it; done in {_span(prediction.seconds_low)} to "
-        f"{_span(prediction.seconds_high)} if answers are about {prediction.job.generated_tokens:,.0f} tokens long."
+        f"{_LIMITS[prediction.bottleneck.value]} limits it; done in {ends} "
+        f"if answers are about {prediction.job.generated_tokens:,.0f} tokens long."
     )
 
 
@@ -305,7 +306,14 @@ def _rate(tokens_per_s: float) -> str:
     return f"{tokens_per_s:,.0f}" if tokens_per_s >= 10 else f"{tokens_per_s:.1f}"
 
 
+def _between(low_s: float, high_s: float) -> str:
+    low, high = _span(low_s), _span(high_s)
+    return high if low == high else f"{low} to {high}"
+
+
 def _span(seconds: float) -> str:
+    if seconds < 1:
+        return "under a second"
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 5400:
