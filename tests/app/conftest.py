@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,18 @@ from PySide6.QtWidgets import QApplication
 
 from app.services.settings import Settings
 from app.theme import ThemeController
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made in another process: this one stands for the window, which never imports torch."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-mixtral"
+    script = "import sys, pathlib; from tests.engine.tiny_families import tiny_checkpoint as make; "
+    script += "make('mixtral', pathlib.Path(sys.argv[1]), max_position_embeddings=4096)"
+    subprocess.run([sys.executable, "-c", script, str(folder)], cwd=CHECKOUT, check=True, capture_output=True)
+    return folder
 
 
 @pytest.fixture

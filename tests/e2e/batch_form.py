@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 from tests.e2e.waiting import eventually
 from tests.e2e.window_process import RealWindow
+
+
+def write_questions(file: Path, rows: int, wish: str) -> None:
+    """A csv of numbered rows: "`wish` about the number 7."."""
+    with file.open("w", encoding="utf-8", newline="") as out:
+        writer = csv.writer(out)
+        writer.writerow(["number", "text"])
+        writer.writerows([number, f"{wish} about the number {number}."] for number in range(rows))
 
 
 def choose_file(window: RealWindow, file: Path) -> None:

@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from engine.batch_files.job_list import known_jobs
-from tests.e2e.batch_form import choose_file, limit_answers, press_by_keys
+from tests.e2e.batch_form import choose_file, limit_answers, press_by_keys, write_questions
 from tests.e2e.screen import Screen
 from tests.e2e.waiting import PATIENCE_S, eventually
 from tests.e2e.window_process import real_window
@@ -24,10 +24,7 @@ def test_a_file_becomes_a_result_that_is_opened(
     screen: Screen, starter: Path, switchyard_home: Path, tmp_path: Path
 ) -> None:
     source = tmp_path / "questions.csv"
-    with source.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["number", "text"])
-        writer.writerows([number, f"Write a sentence about the number {number}."] for number in range(ROWS))
+    write_questions(source, ROWS, "Write a sentence")
     opened = tmp_path / "opened.txt"
     programs = tmp_path / "bin"
     programs.mkdir()

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from engine.batch_files.job_list import KnownJob, known_jobs, read_answers
-from tests.e2e.batch_form import choose_file, limit_answers
+from tests.e2e.batch_form import choose_file, limit_answers, write_questions
 from tests.e2e.screen import Screen
 from tests.e2e.waiting import PATIENCE_S, eventually
 from tests.e2e.window_process import real_window
@@ -40,10 +40,7 @@ def test_a_job_survives_its_engine_and_its_window(
     screen: Screen, starter: Path, switchyard_home: Path, tmp_path: Path
 ) -> None:
     source = tmp_path / "questions.csv"
-    with source.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["number", "text"])
-        writer.writerows([number, f"Write two sentences about the number {number}."] for number in range(ROWS))
+    write_questions(source, ROWS, "Write two sentences")
 
     with real_window(screen, switchyard_home, starter) as window:
         window.click("Batch")

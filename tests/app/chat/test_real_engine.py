@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,18 +18,7 @@ from app.theme import ThemeController
 from app.views.chat.chat_view import ChatView
 from engine.config import EngineConfig, SamplingParams
 
-CHECKOUT = Path(__file__).resolve().parents[3]
 WAIT_MS = 60_000
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made in another process: this one stands for the window, which never imports torch."""
-    folder = tmp_path_factory.mktemp("models") / "tiny-mixtral"
-    script = "import sys, pathlib; from tests.engine.tiny_families import tiny_checkpoint as make; "
-    script += "make('mixtral', pathlib.Path(sys.argv[1]), max_position_embeddings=4096)"
-    subprocess.run([sys.executable, "-c", script, str(folder)], cwd=CHECKOUT, check=True, capture_output=True)
-    return folder
 
 
 @pytest.fixture

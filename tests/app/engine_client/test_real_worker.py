@@ -22,16 +22,6 @@ WAIT_MS = 60_000
 ENDLESS = SamplingParams(temperature=1.0, seed=1, max_tokens=100_000)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made in another process: this one stands for the window, which never imports torch."""
-    folder = tmp_path_factory.mktemp("models") / "tiny-mixtral"
-    script = "import sys, pathlib; from tests.engine.tiny_families import tiny_checkpoint as make; "
-    script += "make('mixtral', pathlib.Path(sys.argv[1]), max_position_embeddings=4096)"
-    subprocess.run([sys.executable, "-c", script, str(folder)], cwd=CHECKOUT, check=True, capture_output=True)
-    return folder
-
-
 @pytest.fixture
 def client(qtbot: QtBot) -> Iterator[EngineClient]:
     client = EngineClient()
