@@ -9,7 +9,7 @@ from PySide6.QtGui import QIcon, QIconEngine, QPainter, QPixmap
 from PySide6.QtSvg import QSvgRenderer
 
 from app.theme import Theme
-from engine.paths import resources_dir
+from engine.common.paths import resources_dir
 
 
 def icon(name: str, theme: Theme, colour: str | None = None, checked: str | None = None) -> QIcon:

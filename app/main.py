@@ -14,7 +14,7 @@ from PySide6.QtWidgets import QApplication, QWidget
 
 from app.icons import logo
 from app.services.crash_reports import CrashReports
-from app.services.data_folder import planned_change
+from app.services.data_folder import holds_our_data, planned_change
 from app.services.engine_client import EngineClient
 from app.services.settings import Settings
 from app.services.single_instance import Claim, SingleInstance
@@ -24,7 +24,8 @@ from app.startup_report import report_if_asked
 from app.theme import ThemeController
 from app.translations import install_translations, translations_dir
 from app.views.main_window import BATCH, MONITOR, MainWindow
-from engine.paths import data_dir, log_dir
+from engine.common.files import make_private
+from engine.common.paths import data_dir, log_dir, own_dirs
 
 _log = logging.getLogger("switchyard.window")
 
@@ -37,6 +38,7 @@ MONITOR_REPORT_VARIABLE = "SWITCHYARD_MONITOR_REPORT"
 
 def main(argv: list[str] | None = None) -> int:
     """Opens the window; the exit code.  A second start for the same data folder raises the first and returns 0."""
+    make_private(own_dirs())
     reports = CrashReports(log_dir())
     reports.install()
     open_window_log(log_dir())
@@ -86,6 +88,7 @@ def _run(app: QApplication, reports: CrashReports) -> int:
         chat = ChatView(client, store, theme, settings)
         chat.add_strip(make_strip)
         chat.job_wanted.connect(lambda: window.show_page(BATCH))
+        chat.restart_wanted.connect(lambda: window.restart_engine())
         if os.environ.get(STREAMING_REPORT_VARIABLE):
             from app.streaming_report import StreamingReport
 
@@ -133,6 +136,8 @@ def _claim_data_folder() -> SingleInstance | int:
             dialogs.tell_silent_holder()
             return 1
         if claim is Claim.NOT_WRITABLE:
+            if holds_our_data(data_dir()) and not os.access(data_dir(), os.W_OK):
+                return instance  # chats can be read all the same; the store says that nothing new is kept
             dialogs.tell_not_writable()
             return 1
         change = planned_change()

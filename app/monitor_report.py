@@ -15,11 +15,11 @@ from time import perf_counter, process_time, thread_time
 from PySide6.QtCore import QObject, Qt, QTimer
 from PySide6.QtWidgets import QApplication
 
-from app.services.atomic_file import write_text
 from app.services.engine_client import EngineClient
 from app.views.main_window import MONITOR, MainWindow
-from engine.config import SamplingParams
-from engine.model_info import ModelInfo
+from engine.common.config import SamplingParams
+from engine.common.files import write_whole
+from engine.common.model_info import ModelInfo
 from engine.protocol import ChatMessage, Failed, Finished
 
 _EVERY_MS = 5
@@ -85,5 +85,5 @@ class MonitorReport(QObject):
             "tokens_per_s": report.steps_per_s if report is not None else 0.0,
             "error": error,
         }
-        write_text(self._path, json.dumps(document) + "\n")
+        write_whole(self._path, json.dumps(document) + "\n")
         QApplication.quit()

@@ -12,7 +12,7 @@ import psutil
 from PySide6.QtCore import QEvent, QObject, QTimer
 from PySide6.QtWidgets import QApplication, QWidget
 
-from app.services.atomic_file import write_text
+from engine.common.files import write_whole
 
 REPORT_VARIABLE = "SWITCHYARD_STARTUP_REPORT"
 QUIT_VARIABLE = "SWITCHYARD_QUIT_AFTER_STARTUP"
@@ -38,7 +38,7 @@ class StartupReport(QObject):
     def _write(self) -> None:
         seconds = time.time() - psutil.Process(os.getpid()).create_time()
         heavy = sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "transformers", "numpy"})
-        write_text(self._path, json.dumps({"window_usable_s": round(seconds, 4), "heavy_modules": heavy}) + "\n")
+        write_whole(self._path, json.dumps({"window_usable_s": round(seconds, 4), "heavy_modules": heavy}) + "\n")
         if os.environ.get(QUIT_VARIABLE) == "1":
             QApplication.quit()
 

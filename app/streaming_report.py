@@ -13,11 +13,11 @@ from time import perf_counter
 from PySide6.QtCore import QObject, Qt, QTimer
 from PySide6.QtWidgets import QApplication
 
-from app.services.atomic_file import write_text
 from app.services.engine_client import EngineClient
 from app.views.chat.chat_view import ChatView
-from engine.config import SamplingParams
-from engine.model_info import ModelInfo
+from engine.common.config import SamplingParams
+from engine.common.files import write_whole
+from engine.common.model_info import ModelInfo
 from engine.protocol import Failed, Finished, Token
 
 TOKENS = 512
@@ -77,5 +77,5 @@ class StreamingReport(QObject):
             "longest_wait_ms": max(self._waits_ms, default=0.0),
             "error": error,
         }
-        write_text(self._path, json.dumps(report) + "\n")
+        write_whole(self._path, json.dumps(report) + "\n")
         QApplication.quit()

@@ -21,7 +21,7 @@ from PySide6.QtCore import QEvent, QObject, Qt, Signal
 from PySide6.QtGui import QColor, QFont, QFontDatabase, QGuiApplication, QPalette
 from PySide6.QtWidgets import QApplication, QWidget
 
-from engine.paths import resources_dir
+from engine.common.paths import resources_dir
 
 Choice = Literal["system", "light", "dark"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from PySide6.QtCore import QCoreApplication, QLibraryInfo, QLocale, QTranslator
 
-from engine.paths import resources_dir
+from engine.common.paths import resources_dir
 
 
 def translations_dir() -> Path:

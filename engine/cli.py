@@ -10,14 +10,17 @@ import argparse
 import importlib
 import importlib.metadata
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.files import make_private
+from engine.common.paths import own_dirs, python_module
 from engine.hardware.display import has_display
-from engine.paths import python_module
 from engine.process.failures import as_engine_error, log_failure
 from engine.process.logs import log_to_file
 from engine.verbs.output import note, report_error
@@ -54,10 +57,14 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `switchyard`; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _heed_interrupts()
+    make_private(own_dirs())
     end_log = log_to_file("command.log", also_stderr=False)
     try:
         return _run(arguments)
     except EngineError as error:
+        if _was_interrupted(error):
+            return INTERRUPTED
         report_error(error, as_json="--json" in arguments)
         return 2 if error.code.is_users else 1
     except KeyboardInterrupt:
@@ -66,7 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader left (`| head`): nothing to say, and nothing to flush at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return PIPE_CLOSED
-    except Exception as error:
+    except SystemExit:
+        raise
+    except BaseException as error:  # a library written in Rust raises what is no `Exception`
+        if _was_interrupted(error):
+            return INTERRUPTED
         doing = "running this command"
         log_failure(error, doing)
         told = as_engine_error(error, doing)
@@ -74,6 +85,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if told.code.is_users else 1
     finally:
         end_log()
+
+
+def _heed_interrupts() -> None:
+    """Ctrl-C and `kill -INT` end a command that a script started in the background, too.
+
+    A shell without job control starts those with the signal ignored, and Python then installs no handler of its own.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _run(arguments: list[str]) -> int:
@@ -95,6 +116,18 @@ def _run(arguments: list[str]) -> int:
         return _open_window()
     run = getattr(args, "run", None) or module.run
     return int(run(args))
+
+
+def _was_interrupted(error: BaseException) -> bool:
+    """Whether Ctrl-C is behind it: what it tore a computation out of may fail while it is taken down."""
+    seen: set[int] = set()
+    behind: BaseException | None = error
+    while behind is not None and id(behind) not in seen:
+        if isinstance(behind, KeyboardInterrupt):
+            return True
+        seen.add(id(behind))
+        behind = behind.__cause__ or behind.__context__
+    return False
 
 
 def version() -> str:

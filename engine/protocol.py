@@ -24,10 +24,13 @@ from engine.batch_files.messages import (
     SampleBatch,
     StartBatch,
 )
-from engine.config import EngineConfig, SamplingParams
-from engine.errors import EngineError, ErrorCode
-from engine.json_fields import from_fields
-from engine.model_info import ModelInfo
+from engine.common.chat import ChatMessage as ChatMessage
+from engine.common.chat import FinishReason as FinishReason
+from engine.common.chat import Role as Role
+from engine.common.config import EngineConfig, SamplingParams
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.json_fields import from_fields
+from engine.common.model_info import ModelInfo
 from engine.telemetry.messages import (
     CacheReport,
     ExpertMap,
@@ -47,20 +50,7 @@ HEARTBEAT_S = 1.0
 MAX_LINE_BYTES = 64 * 2**20
 """A longer line is nonsense, not a message: both sides refuse it rather than collect it."""
 
-Role = Literal["system", "user", "assistant"]
 Phase = Literal["loading", "prefill", "decode"]
-FinishReason = Literal["stop", "length", "stop_string", "context", "cancelled"]
-
-
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One turn of a conversation, as plain text."""
-
-    role: Role
-    content: str
-
-
-# --- commands: window -> worker -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,10 @@ import psutil
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.messages import SampleBatch, StartBatch
 from engine.batch_files.prepared_job import PreparedJob
-from engine.config import EngineConfig, SamplingParams
-from engine.errors import EngineError, ErrorCode
-from engine.model_info import ModelInfo
+from engine.common.cancellation import RequestCancelled
+from engine.common.config import EngineConfig, SamplingParams
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.model_info import ModelInfo
 from engine.process.batch import BatchService
 from engine.process.environment import quiet_libraries
 from engine.process.failures import as_engine_error, log_failure
@@ -50,7 +51,6 @@ from engine.protocol import (
     decode,
     request_id_of,
 )
-from engine.runtime.cancellation import RequestCancelled
 from engine.telemetry.messages import ResizeCache, Telemetry, WatchTelemetry
 from engine.tuning.decode_rate import DecodeRate
 from engine.tuning.messages import StartTuning
@@ -318,6 +318,9 @@ def serve(make_engine: Callable[[], WorkerEngine]) -> None:
 
 def _real_engine() -> WorkerEngine:
     quiet_libraries()
+    from engine.foreign_text.process import FOREIGN_TEXT
+
+    FOREIGN_TEXT.start()  # it is ready by the time that torch is imported
     from engine.runtime.engine import Engine
 
     return Engine()

@@ -11,6 +11,7 @@ goes into your Switchyard data folder.  (This file parses on Python 3.8, to be a
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,8 @@ def main(arguments: list[str]) -> int:
 
     import steps_console  # after the version is known to be new enough
 
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script, which may stop it, too
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return test(arguments[1:]) if arguments else start()
     except steps_console.SetupError as stopped:
@@ -94,8 +97,9 @@ def test(pytest_arguments: list[str]) -> int:
             f"(Whatever the tests say, this will end as failed: {' and '.join(failed)} found something above.)",
             flush=True,
         )
-    # All of them take half as long in two processes; who asks for some wants to see them one after the other.
-    arguments = pytest_arguments or ["-n", "2"]
+    # All of them take half as long in two processes, each of which gets whole files for as long as there are some, for
+    # what the tests of a file share; who asks for some wants to see them one after the other.
+    arguments = pytest_arguments or ["-n", "2", "--dist", "worksteal", "--slowest-files", "10"]
     tests = subprocess.call([environment.python, "-m", "pytest", *arguments], cwd=CHECKOUT, env=environment.variables)
     return tests or int(bool(failed))
 

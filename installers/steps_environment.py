@@ -1,4 +1,4 @@
-"""The private environment in .venv: made, mended, and filled with the right packages."""
+"""The private environment in .venv: made, fixed, and filled with the right packages."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CUDA_INDEX = "https://download.pytorch.org/whl/cu130"  # the CUDA that PyPI's own Linux build of this torch uses
 CPU_DISK_GB, CUDA_DISK_GB = 3.0, 9.0
 PROBE_TIMEOUT_S = 4.0
+LOCKED_RUNTIME, LOCKED_TESTS = "locked-runtime.txt", "locked-tests.txt"
+"""Versions and hashes of all packages but PyTorch, beside this file; `lock.py` writes them."""
 
 
 def prepare(checkout: Path) -> Environment:
@@ -31,6 +33,7 @@ def prepare(checkout: Path) -> Environment:
     """
     environment = Environment(checkout)
     environment.make()
+    environment.install_libraries()
     environment.install_torch(cuda=steps_machine.has_nvidia_driver())
     environment.install_switchyard()
     environment.build_kernels()
@@ -48,18 +51,17 @@ class Environment:
         self.variables = variables_for_children()
         # Inside .venv, so that an interrupted download goes on and nothing is left elsewhere; gone when done.
         self._pip_cache = self.folder / "switchyard-pip-cache"
-        self._constraints = self.folder / "switchyard-constraints.txt"
 
     # --- the environment itself -----------------------------------------------------------------------
 
     def make(self) -> None:
-        """Makes the environment, or makes it anew if its Python went away or the checkout was moved."""
+        """Makes the environment, or makes it again if its Python went away or the checkout was moved."""
         if self.python_version() is not None and self._stamp("place") in (None, str(self.checkout)):
             self._set_stamp("place", str(self.checkout))
             return
         if Path(sys.prefix).resolve() == self.folder.resolve():
             raise SetupError(
-                "The environment in .venv has to be made anew, but it is the one that runs this script: "
+                "The environment in .venv has to be made again, but it is the one that runs this script: "
                 "type `deactivate`, then run the same command again."
             )
         if importlib.util.find_spec("ensurepip") is None or importlib.util.find_spec("venv") is None:
@@ -96,7 +98,10 @@ class Environment:
     # --- packages -------------------------------------------------------------------------------------
 
     def install_torch(self, cuda: bool) -> None:
-        """PyTorch first and alone: nothing installed later may bring in another, bigger build."""
+        """PyTorch alone: what its CPU build needs is there already, and nothing else may bring in a bigger build.
+
+        No hash is asked of it: which build it is depends on the machine and on the user's own sources.
+        """
         made_from = "{} {} {}".format(TORCH, "cuda" if cuda else "cpu", self.python_version())
         if self._stamp("torch") == made_from:
             return
@@ -109,7 +114,6 @@ class Environment:
             step.note = f" (torch {version})"
             if cuda and version.endswith("+cpu"):
                 step.note += "; no CUDA build was to be had, so models will run on the CPU"
-        self._constraints.write_text(f"torch=={version}\n", encoding="utf-8")
         self._set_stamp("torch", made_from)
 
     def _install_first_available(self, step: Step, sources: list[list[str]], cuda: bool) -> str:
@@ -133,11 +137,18 @@ class Environment:
         )
         return done.stdout.strip()
 
-    def install_switchyard(self) -> None:
-        self._install_part("switchyard", "Switchyard and its libraries", ["--editable", str(self.checkout)])
+    def install_libraries(self) -> None:
+        """What Switchyard needs besides PyTorch, in the locked versions and with the locked hashes."""
+        self._install_locked("libraries", "the libraries", LOCKED_RUNTIME)
 
     def install_test_tools(self) -> None:
-        self._install_part("test", "the test tools", test_requirements(self.checkout / "pyproject.toml"))
+        """What the tests need besides, likewise."""
+        self._install_locked("test", "the test tools", LOCKED_TESTS)
+
+    def install_switchyard(self) -> None:
+        """The checkout itself, as it stands; setuptools, which does it, is one of the libraries."""
+        editable = ["--no-deps", "--no-build-isolation", "--editable", str(self.checkout)]
+        self._install_part("switchyard", "Switchyard", self.checkout / "pyproject.toml", editable)
 
     def build_kernels(self) -> None:
         """The engine's fast CPU kernels, for this machine.  Without them it runs too, slower: so says the step."""
@@ -162,13 +173,18 @@ class Environment:
             else:
                 step.note = f"; going on without them: {(output.strip() or 'no reason given').splitlines()[-1]}"
 
-    def _install_part(self, part: str, what: str, requirements: list[str]) -> None:
-        project = hashlib.sha256((self.checkout / "pyproject.toml").read_bytes()).hexdigest()
-        made_from = "{} {} {}".format(project, self.python_version(), self._stamp("torch"))
+    def _install_locked(self, part: str, what: str, file: str) -> None:
+        locked = self.checkout / "installers" / file
+        # Wheels alone: building one from source would take tools that no hash vouches for.
+        exactly = ["--require-hashes", "--only-binary", ":all:", "--requirement", str(locked)]
+        self._install_part(part, what, locked, exactly)
+
+    def _install_part(self, part: str, what: str, source: Path, arguments: list[str]) -> None:
+        made_from = "{} {}".format(hashlib.sha256(source.read_bytes()).hexdigest(), self.python_version())
         if self._stamp(part) == made_from:
             return
         with Step(f"Installing {what}") as step:
-            code, output = self._pip_install(step, ["--constraint", str(self._constraints), *requirements])
+            code, output = self._pip_install(step, arguments)
             if code != 0:
                 raise SetupError(
                     explain_pip_failure(output, what, platform.python_version()) + "  " + tail(output, self.log)
@@ -252,14 +268,6 @@ def is_reachable(index: str) -> bool:
         return False
 
 
-def test_requirements(pyproject: Path) -> list[str]:
-    """The dependency group `test`.  Read here because the pip of an older Python does not know groups."""
-    import tomllib
-
-    groups = tomllib.loads(pyproject.read_text(encoding="utf-8"))["dependency-groups"]
-    return [str(requirement) for requirement in groups["test"]]
-
-
 _OFFLINE = (
     "NewConnectionError",
     "Failed to establish a new connection",
@@ -286,6 +294,11 @@ def explain_pip_failure(output: str, what: str, python: str) -> str:
         return f"The disk is full, so pip could not install {what}: make room, {again}"
     if any(sign in output for sign in _OFFLINE):
         return f"pip could not reach its package index to install {what}: check the network (or the proxy), {again}"
+    if "DO NOT MATCH THE HASHES" in output:
+        return (
+            f"pip was sent another file than the one Switchyard knows while it installed {what}, and took nothing of "
+            f"it: check which package index pip is set to, {again}"
+        )
     if is_unavailable(output):
         return f"pip finds no {what} for Python {python} on this kind of machine: try Python 3.11 to 3.13, {again}"
-    return f"pip could not install {what}: mend what it names below, {again}"
+    return f"pip could not install {what}: fix what it names below, {again}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import ipaddress
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -18,11 +20,18 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: handing over to a second thread costs more than it gives
 
+# Where tests want more threads: one that waits for the others sleeps and does not spin, for there are other processes.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # A temporary folder of our own, so that what a test forgets in it can be seen.  Its path is short: the names of Unix
 # sockets may have only about a hundred characters.  pytest keeps its `tmp_path` folders where it always does.
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
 _TEMPORARY = tempfile.mkdtemp(prefix="sy-")
 tempfile.tempdir = os.environ["TMPDIR"] = _TEMPORARY
+
+# A script's background command starts with interrupts ignored, and so would every program that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 from hypothesis import settings as hypothesis_settings  # noqa: E402
@@ -59,6 +68,29 @@ def _only_loopback(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(_only_loopback)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slowest-files", type=int, default=0, metavar="N", help="at the end, name the N test files that took longest"
+    )
+
+
+_SECONDS: dict[str, float] = {}
+"""What each test file has taken, its fixtures with it; complete where the reports of all workers arrive."""
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    file = report.nodeid.partition("::")[0]
+    _SECONDS[file] = _SECONDS.get(file, 0.0) + report.duration
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    slowest = sorted(_SECONDS, key=_SECONDS.__getitem__, reverse=True)[: config.getoption("--slowest-files")]
+    if slowest:
+        terminalreporter.section("slowest files")
+        for file in slowest:
+            terminalreporter.write_line(f"{_SECONDS[file]:7.1f} s  {file}")
+
+
 def pytest_unconfigure() -> None:
     shutil.rmtree(_TEMPORARY, ignore_errors=True)
 
@@ -69,6 +101,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.parent.name
         if folder in ("e2e", "gpu"):
             item.add_marker(folder)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def old_objects_are_not_looked_through() -> None:
+    """Takes what is there before each file out of the garbage collector's sight: it is there for good.
+
+    Those are the libraries, for the most part: looking through all of torch and transformers takes a quarter of a
+    second, and each model that is closed collects what it leaves.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ from typing import NoReturn
 import pytest
 import torch
 
+from engine.common.errors import EngineError, ErrorCode
 from engine.devices.copy_log import CopyRecord
 from engine.devices.device import Device
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
-from engine.errors import EngineError, ErrorCode
 
 
 def fail() -> NoReturn:

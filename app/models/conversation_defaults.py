@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from engine.config import SamplingParams
+from engine.common.config import SamplingParams
 
 MAX_TITLE = 60
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from app.services.history.history import EXPERT_KINDS, History
+from app.services.history.history import EXPERT_KINDS, History, experts_met
+from app.services.waiting import of_last_kind
 from engine.telemetry.analysis import joules_per_token
 from engine.telemetry.lanes import BATCH_STEP, DECODE
 
@@ -18,7 +17,8 @@ class TokenFigures:
     """Of each token.
 
     Attributes:
-        tokens: that these are means of.
+        tokens: that these are means of; steps: that they came in.
+        is_batch: whether these were steps of a batch, whose tokens are also those of prompts that were read.
         experts: how they were met -> experts, see `EXPERT_KINDS`.
         took_s: seconds.
         h2d_bytes, disk_bytes: payload brought to devices, read from disk.
@@ -26,6 +26,8 @@ class TokenFigures:
     """
 
     tokens: int
+    steps: int
+    is_batch: bool
     experts: dict[str, float]
     took_s: float
     h2d_bytes: float
@@ -39,9 +41,12 @@ class TokenFigures:
 
 
 def token_figures(history: History, until_ns: int | None = None, last: int = LAST_STEPS) -> TokenFigures | None:
-    """Means over the last decode steps, of those that began before a moment; None if nothing has been decoded."""
+    """Means over the last steps, of those that began before a moment; None if nothing has been decoded.
+
+    Either a chat's or a batch's, whichever ran last: a mean of both would be neither.
+    """
     steps = history.last_steps(last) if until_ns is None else history.steps_between(0, until_ns)[-last:]
-    steps = steps[np.isin(steps["name"], (DECODE, BATCH_STEP)) & (steps["tokens"] > 0)]
+    steps = of_last_kind(steps)
     tokens = int(steps["tokens"].sum())
     if not tokens:
         return None
@@ -49,10 +54,9 @@ def token_figures(history: History, until_ns: int | None = None, last: int = LAS
     as_decoded["name"] = DECODE  # steps of a batch use energy for their tokens as well
     return TokenFigures(
         tokens,
-        {
-            kind: max(0.0, sum(float(steps[name].sum()) for name in names) / tokens)
-            for kind, names in EXPERT_KINDS.items()
-        },
+        len(steps),
+        bool((steps["name"] == BATCH_STEP).any()),
+        {kind: max(0.0, float(experts_met(steps, kind).sum()) / tokens) for kind in EXPERT_KINDS},
         max(0.0, float((steps["end_ns"] - steps["start_ns"]).sum()) / 1e9 / tokens),
         max(0.0, float(steps["h2d_bytes"].sum()) / tokens),
         max(0.0, float(steps["disk_bytes"].sum()) / tokens),

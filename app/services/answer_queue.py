@@ -12,8 +12,8 @@ from PySide6.QtCore import QObject, QTimer, Signal
 
 from app.services.chat_store import AnswerStats, ChatStore, Message, MessageState
 from app.services.engine_client import EngineClient, EngineState
-from engine.config import SamplingParams
-from engine.errors import ErrorCode
+from engine.common.config import SamplingParams
+from engine.common.errors import ErrorCode
 from engine.protocol import ChatMessage, Failed, Finished, Progress, Token
 
 SHOW_MS = 40

@@ -12,7 +12,7 @@ from engine.batch_files.job_list import read_answers
 from engine.batch_files.messages import BatchRow
 from engine.batch_files.prepared_job import prepare
 from engine.batch_files.request import RowRequest
-from engine.errors import EngineError
+from engine.common.errors import EngineError
 
 PAGE_ROWS = 200
 _MOST_CHARACTERS = 400

@@ -8,17 +8,19 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 
-from PySide6.QtCore import QObject, QTimer, Signal
+from PySide6.QtCore import QObject, Signal
 
-from app.services.background import BackgroundCall
+from app.services.background import LatestTask
 from app.services.machine_look import MachineLook, look_at_machine
 from engine.batch_files.answer import Answer
 from engine.batch_files.messages import BatchPlanned
 from engine.batch_files.prepared_job import PreparedJob, prepare
-from engine.checkpoint.model_shapes import find_shape
-from engine.config import BatchJob, EngineConfig
-from engine.errors import EngineError
-from engine.model_info import ModelInfo
+from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.model_shape import ModelShape
+from engine.common.config import BatchJob, EngineConfig
+from engine.common.errors import EngineError
+from engine.common.model_info import ModelInfo
+from engine.formats import measured_as
 from engine.planner.batch_plan import best_batch
 from engine.planner.batch_prediction import (
     LOOKED_UP_OFF,
@@ -30,7 +32,6 @@ from engine.planner.batch_prediction import (
     predicted_on_card,
 )
 from engine.planner.engine_costs import engine_costs
-from engine.planner.model_shape import ModelShape
 
 _READ_ROWS = 48
 """Rows whose prompts are looked at: enough for a mean, and a moment's work."""
@@ -86,46 +87,25 @@ class BatchForecasts(QObject):
     ) -> None:
         super().__init__(parent)
         self._forecast = forecast or forecast_of
-        self._next: ForecastQuestion | None = None
         self._asked: ForecastQuestion | None = None
-        self._call: BackgroundCall | None = None
-        self._soon = QTimer(self, singleShot=True, interval=_DEBOUNCE_MS)
-        self._soon.timeout.connect(self._begin)
+        self._task = LatestTask(self, after_ms=_DEBOUNCE_MS)
 
     def ask(self, question: ForecastQuestion) -> None:
         """Predicts a moment later, so that who types asks once; the same question is not answered twice."""
         if question != self._asked:
-            self._next = self._asked = question
-            self._soon.start()
+            self._asked = question
+            told = self.told.emit
+            self._task.ask(lambda: self._forecast(question), told, lambda _error: told(None))
 
     def forget(self) -> None:
         """Nobody wants to know any more."""
-        self._soon.stop()
-        self._next = self._asked = None
+        self._asked = None
+        self._task.forget()
 
     def close(self) -> None:
         """As `forget`, and waits for what is under way."""
-        self.forget()
-        if self._call is not None:
-            self._call.wait()
-
-    def _begin(self) -> None:
-        if self._call is not None or self._next is None:
-            return
-        question, self._next = self._next, None
-        self._call = BackgroundCall(lambda: self._forecast(question), self)
-        self._call.done.connect(lambda found: self._on_answer(question, found))
-        self._call.failed.connect(lambda _error: self._on_answer(question, None))
-        self._call.start()
-
-    def _on_answer(self, question: ForecastQuestion, found: Forecast | None) -> None:
-        if self._call is not None:
-            self._call.deleteLater()
-            self._call = None
-        if question == self._asked:
-            self.told.emit(found)
-        elif self._next is not None and not self._soon.isActive():
-            self._begin()
+        self._asked = None
+        self._task.close()
 
 
 def forecast_of(question: ForecastQuestion) -> Forecast | None:
@@ -144,7 +124,7 @@ def forecast_of(question: ForecastQuestion) -> Forecast | None:
     if rows is None:
         return None
     off = LOOKED_UP_OFF if look.measurements is None else MEASURED_OFF
-    precision = "bf16" if model.precision == "fp32" else model.precision
+    precision = measured_as(model.precision)
     if model.device == "cpu":
         return _on_cpu(look, shape, rows, precision, model.threads, off)
     machine = look.machine(precision)

@@ -10,10 +10,11 @@ from pathlib import Path
 from engine.batch_files.aside import StoppedError
 from engine.batch_files.folder import FolderRows
 from engine.batch_files.openai_requests import holds_openai_requests
+from engine.batch_files.openai_responses import errors_path
 from engine.batch_files.opening import INPUT_SUFFIXES, InputForm, open_source
 from engine.batch_files.row_count import counted_rows
 from engine.batch_files.template import as_text, template_of
-from engine.errors import EngineError
+from engine.common.errors import EngineError
 
 SHOWN_ROWS = 5
 _MOST_CHARACTERS = 300
@@ -106,7 +107,7 @@ def free_output(source: Path, suffix: str) -> Path:
     number = 1
     while True:
         path = source.parent / f"{stem}.answers{'' if number == 1 else f'-{number}'}{suffix}"
-        if not path.exists():
+        if not path.exists() and not errors_path(path).exists():
             return path
         number += 1
 

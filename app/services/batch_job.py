@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine.batch_files.journal import journal_path
 from engine.batch_files.messages import BatchPlanned
-from engine.config import BatchJob
+from engine.common.config import BatchJob
 
 
 class JobState(Enum):
@@ -51,7 +51,10 @@ class JobEntry:
         ran_tokens, ran_s: what was generated in the last run, and the seconds that it took.
         blocked: why nothing goes on though it runs, as a sentence.
         reason: why it does not run, as a sentence; empty if the user wished so.
-        note: a word about how its rows were run.
+        note: a word about how its rows were run, or where its result is.
+        result, errors: where the result is, and the failures of OpenAI requests; empty where that is not known.
+        begun_model, begun_precision: path of the model and precision that its answers were made with; empty without
+            answers.
     """
 
     key: str
@@ -74,6 +77,10 @@ class JobEntry:
     blocked: str = ""
     reason: str = ""
     note: str = ""
+    result: str = ""
+    errors: str = ""
+    begun_model: str = ""
+    begun_precision: str = ""
 
     @property
     def input(self) -> Path:
@@ -82,6 +89,11 @@ class JobEntry:
     @property
     def output(self) -> Path:
         return Path(self.job.output)
+
+    @property
+    def result_file(self) -> Path:
+        """Where its result is, or will be: beside the output, if a file of somebody else was in the way."""
+        return Path(self.result) if self.result else self.output
 
     @property
     def journal(self) -> Path:

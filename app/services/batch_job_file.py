@@ -14,12 +14,12 @@ from typing import Any
 
 from PySide6.QtCore import QCoreApplication
 
-from app.services.atomic_file import write_text
 from app.services.batch_job import JobEntry, JobState, key_of
 from engine.batch_files.job_list import KnownJob, known_jobs
-from engine.config import BatchJob, SamplingParams
-from engine.errors import EngineError
-from engine.paths import jobs_dir
+from engine.common.config import BatchJob, SamplingParams
+from engine.common.errors import EngineError
+from engine.common.files import write_private
+from engine.common.paths import jobs_dir
 
 translate = QCoreApplication.translate
 
@@ -43,7 +43,7 @@ def save_jobs(entries: Iterable[JobEntry]) -> None:
         }
         for entry in entries
     ]
-    write_text(_path(), json.dumps({"jobs": content}, ensure_ascii=False, indent=1))
+    write_private(_path(), json.dumps({"jobs": content}, ensure_ascii=False, indent=1))
 
 
 def load_jobs() -> list[JobEntry]:
@@ -84,6 +84,10 @@ def _from_journal(known: KnownJob, noted: JobEntry | None) -> JobEntry | None:
         model=str(known.settings.get("model", "")),
         done=known.done,
         failed=known.failed,
+        result=known.output,
+        errors=known.errors,
+        begun_model=str(known.settings.get("model", "")) if known.done else "",
+        begun_precision=known.precision if known.done else "",
     )
     if known.running:
         return replace(entry, state=JobState.ELSEWHERE, total=noted.total if noted else None)

@@ -10,14 +10,15 @@ from functools import partial
 
 from PySide6.QtCore import QObject, QTimer, Signal
 
-from app.services.background import BackgroundCall
+from app.services.background import LatestTask, TaskQueue
 from app.services.batch_job import RESUMABLE, UNDER_WAY, JobEntry, JobState, key_of
 from app.services.batch_job_file import load_jobs, save_jobs
 from app.services.engine_client import EngineClient, EngineState
 from engine.batch_files.journal import discard
 from engine.batch_files.messages import BatchFinished, BatchPlanned, BatchProgress, BatchRows
-from engine.config import BatchJob, BatchStart
-from engine.errors import ErrorCode
+from engine.common.config import BatchJob, BatchStart, EngineConfig
+from engine.common.errors import ErrorCode
+from engine.formats import AUTO, is_precision
 from engine.protocol import Failed
 
 _log = logging.getLogger("switchyard.batch")
@@ -55,8 +56,7 @@ class BatchJobs(QObject):
         self._wish = JobState.PAUSED
         self._held = False
         self._bin: dict[str, JobEntry] = {}
-        self._listing: BackgroundCall | None = None
-        self._discards: list[BackgroundCall] = []
+        self._listing, self._saving, self._discarding = LatestTask(self), LatestTask(self), TaskQueue(self)
         self._watch = QTimer(self, interval=WATCH_MS)
         self._watch.timeout.connect(self.list_again)
         client.batch_told.connect(self._on_told)
@@ -83,10 +83,10 @@ class BatchJobs(QObject):
     def list_again(self) -> None:
         """Reads the journals; `listed` tells when that is done."""
         # Asking whether somebody works on a job takes its lock for a moment: not while a job of ours may want it.
-        if self._listing is None and not self._running:
-            self._listing = BackgroundCall(load_jobs, self)
-            self._listing.done.connect(self._on_listed)
-            self._listing.start()
+        # Nor while a job that was removed is still on the disk: it would be listed again.
+        busy = any(task.is_busy for task in (self._listing, self._saving, self._discarding))
+        if not busy and not self._running:
+            self._listing.ask(load_jobs, self._on_listed)
 
     # --- what a person may do ---------------------------------------------------------------------
 
@@ -100,15 +100,32 @@ class BatchJobs(QObject):
         return key
 
     def resume(self, key: str, start: BatchStart = "resume") -> None:
-        """Goes on with a job, asks its failed rows again, or begins it anew, when its turn comes."""
+        """Goes on with a job, asks its failed rows again, or starts it over, when its turn comes."""
         entry = self._entries[key]
         if entry.state in RESUMABLE or (entry.state is JobState.FINISHED and start != "resume"):
             done = 0 if start == "restart" else entry.done - (entry.failed if start == "retry_failed" else 0)
             failed = 0 if start != "resume" else entry.failed
             job = replace(entry.job, start=start)
             self._turns.append(key)
+            if start == "restart":
+                entry = replace(entry, result="", errors="")
             self._put(replace(entry, job=job, state=JobState.QUEUED, reason="", note="", done=done, failed=failed))
             self._start_next()
+
+    def settings_to_go_on(self, key: str) -> EngineConfig | None:
+        """How the model is to be loaded for a job to go on as it was begun; None if the loaded one does.
+
+        A model that was tuned since, or that fits in better now, may have another precision: rows of one job are not
+        answered some this way and some that way.
+        """
+        entry, model, config = self._entries[key], self._client.model, self._client.config
+        if not entry.done or model is None or config is None or not entry.begun_model:
+            return None
+        precision = entry.begun_precision if is_precision(entry.begun_precision) else AUTO
+        same_model = entry.begun_model == model.path
+        if same_model and entry.begun_precision == model.precision:
+            return None
+        return replace(config, model=config.model if same_model else entry.begun_model, precision=precision)
 
     def pause(self, key: str) -> None:
         """Stops a job for now, or takes it out of the queue."""
@@ -147,9 +164,10 @@ class BatchJobs(QObject):
     def empty_bin(self) -> None:
         """Discards the journals of removed jobs."""
         for entry in self._bin.values():
-            call = BackgroundCall(partial(discard, entry.journal), self)
-            call.failed.connect(lambda error: _log.warning("a journal stays: %s", type(error).__name__))
-            self._discards.append(call.start())
+            self._discarding.add(
+                partial(discard, entry.journal),
+                failed=lambda error: _log.warning("a journal stays: %s", type(error).__name__),
+            )
         self._bin.clear()
 
     # --- giving way -------------------------------------------------------------------------------
@@ -170,10 +188,12 @@ class BatchJobs(QObject):
         """Writes down how things stand; jobs are listed as paused at the next start."""
         self._watch.stop()
         self.empty_bin()
-        self._save()
-        for call in (self._listing, *self._discards):
-            if call is not None:
-                call.wait()
+        for task in (self._saving, self._listing, self._discarding):
+            task.close()
+        try:
+            save_jobs(self._entries.values())  # nobody waits for the window any more
+        except OSError as error:
+            self._on_not_saved(error)
 
     # --- the queue --------------------------------------------------------------------------------
 
@@ -190,6 +210,9 @@ class BatchJobs(QObject):
         # Whatever ends this run, the next one goes on with what it has answered.
         gives_way = self._client.state is EngineState.BUSY
         resumed = replace(job, start="resume")
+        info = self._client.model
+        if info is not None and not (entry.done and job.start in ("resume", "retry_failed")):
+            entry = replace(entry, begun_model=info.path, begun_precision=info.precision)
         self._put(replace(entry, job=resumed, state=JobState.RUNNING, model=model, gives_way=gives_way))
         self._request = self._client.start_batch(job)
 
@@ -261,6 +284,8 @@ class BatchJobs(QObject):
 
     def _ended(self, entry: JobEntry, event: BatchFinished) -> JobEntry:
         entry = replace(entry, ran_tokens=event.tokens, ran_s=event.seconds)
+        if event.output:
+            entry = replace(entry, result=event.output, errors=event.errors, note=event.note)
         if event.finished:
             return replace(
                 entry, state=JobState.FINISHED, done=event.done, failed=event.failed, total=event.done, note=event.note
@@ -296,14 +321,14 @@ class BatchJobs(QObject):
                 self.changed.emit(entry)
 
     def _save(self) -> None:
-        try:
-            save_jobs(self._entries.values())
-        except OSError as error:
-            reason = error.strerror or str(error)
-            self.trouble.emit(self.tr("The list of jobs could not be written ({0}).").format(reason))
+        entries = tuple(self._entries.values())
+        self._saving.ask(lambda: save_jobs(entries), failed=self._on_not_saved)
+
+    def _on_not_saved(self, error: Exception) -> None:
+        reason = getattr(error, "strerror", None) or str(error)
+        self.trouble.emit(self.tr("The list of jobs could not be written ({0}).").format(reason))
 
     def _on_listed(self, found: list[JobEntry]) -> None:
-        self._listing = None
         ours = {key for key, entry in self._entries.items() if entry.state is not JobState.ELSEWHERE}
         for entry in found:
             if entry.key not in ours and entry.key not in self._bin and entry != self._entries.get(entry.key):

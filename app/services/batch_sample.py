@@ -9,8 +9,8 @@ from PySide6.QtCore import QObject, Signal
 from app.services.batch_jobs import BatchJobs
 from app.services.engine_client import EngineClient
 from engine.batch_files.messages import BatchFinished, BatchPlanned, BatchRows
-from engine.config import BatchJob
-from engine.errors import ErrorCode
+from engine.common.config import BatchJob
+from engine.common.errors import ErrorCode
 from engine.protocol import Failed
 
 SAMPLE_ROWS = 3

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
+from engine.common.model_info import ModelInfo
+from engine.common.paths import resources_dir
 from engine.hardware.measurement_files import load_measurements
 from engine.hardware.probe import probe
-from engine.model_info import ModelInfo
-from engine.paths import resources_dir
 
 _EMULATED = "emulated:"
 

@@ -21,7 +21,8 @@ from typing import TextIO
 
 import psutil
 
-from engine.errors import EngineError
+from engine.common.errors import EngineError
+from engine.common.files import private_file, private_folder, write_private
 
 _log = logging.getLogger("switchyard.crash")
 _PREFIX, _FAULT_PREFIX = "crash-", "fault-"
@@ -43,8 +44,10 @@ class CrashReports:
             args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback
         )
         with contextlib.suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._fault_file = (self._folder / f"{_FAULT_PREFIX}{os.getpid()}.txt").open("w", encoding="utf-8")
+            private_folder(self._folder)
+            fault = self._folder / f"{_FAULT_PREFIX}{os.getpid()}.txt"
+            private_file(fault)
+            self._fault_file = fault.open("w", encoding="utf-8")
             self._fault_file.write(_header("native crash"))
             self._fault_file.flush()
             faulthandler.enable(self._fault_file)
@@ -91,11 +94,11 @@ class CrashReports:
         text = _header("unhandled error") + describe(error, trace)
         _log.error("unhandled error\n%s", text)
         with contextlib.suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True)
+            private_folder(self._folder)
             reports = sorted(self._folder.glob(f"{_PREFIX}*.txt"), key=_modified)
             if len(reports) < _MAX_REPORTS:  # an error on every timer tick must not fill the disk
                 name = f"{_PREFIX}{time.strftime('%Y-%m-%d-%H%M%S')}-{os.getpid()}-{len(reports)}.txt"
-                (self._folder / name).write_text(_without_home(text), encoding="utf-8")
+                write_private(self._folder / name, _without_home(text))
 
 
 def describe(error: BaseException, trace: TracebackType | None) -> str:

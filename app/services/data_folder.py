@@ -15,10 +15,11 @@ from pathlib import Path
 
 from PySide6.QtCore import QCoreApplication
 
-from app.services.atomic_file import write_text
 from app.services.single_instance import LOCK_NAME
-from engine.errors import EngineError, ErrorCode
-from engine.paths import chosen_data_dir_file, config_dir, data_dir, standard_data_dir
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.files import new_folder, private_file, write_private
+from engine.common.paths import chosen_data_dir_file, config_dir, data_dir, standard_data_dir
+from engine.common.sizes import rounded_down, rounded_up
 
 translate = QCoreApplication.translate
 
@@ -53,16 +54,14 @@ def plan_change(change: FolderChange) -> None:
         return
     if change.copy and (target.resolve().is_relative_to(current.resolve())):
         raise _refused(
-            translate("DataFolder", "{0} lies inside the present data folder; choose a folder outside it.").format(
-                target
-            )
+            translate("DataFolder", "{0} is inside the current data folder; choose a folder outside it.").format(target)
         )
     try:
-        target.mkdir(parents=True, exist_ok=True)
+        new_folder(target)
         probe = target / f".switchyard-test-{os.getpid()}"
         probe.touch()
         probe.unlink()
-        write_text(_plan_file(), json.dumps({"target": str(target), "copy": change.copy}))
+        write_private(_plan_file(), json.dumps({"target": str(target), "copy": change.copy}))
     except OSError as error:
         reason = error.strerror or str(error)
         raise _refused(
@@ -115,27 +114,28 @@ def use_folder(folder: Path) -> None:
     if folder == standard_data_dir():
         chosen_data_dir_file().unlink(missing_ok=True)
     else:
-        write_text(chosen_data_dir_file(), f"{folder}\n")
+        write_private(chosen_data_dir_file(), f"{folder}\n")
 
 
 def _copy(source: Path, target: Path, on_progress: Callable[[int, int], None], cancelled: Callable[[], bool]) -> bool:
     files = [path for path in source.rglob("*") if path.is_file() and path.name != LOCK_NAME]
     total = sum(path.stat().st_size for path in files)
-    target.mkdir(parents=True, exist_ok=True)
+    new_folder(target)
     free = shutil.disk_usage(target).free
     if total > free:
         raise EngineError(
             ErrorCode.DISK_FULL,
-            translate("DataFolder", "{0} has {1} GB free, but {2} GB are to be copied; {3} stays in use.").format(
-                target, round(free / 1e9, 1), round(total / 1e9, 1), source
+            translate("DataFolder", "{0} has {1} free, but {2} are to be copied; {3} stays in use.").format(
+                target, rounded_down(free), rounded_up(total), source
             ),
         )
     mark = target / _UNFINISHED  # a copy that broke off is not taken for data
-    mark.touch()
+    mark.touch(0o600)
     done = 0
     for path in files:
         place = target / path.relative_to(source)
-        place.parent.mkdir(parents=True, exist_ok=True)
+        new_folder(place.parent)
+        private_file(place)
         with path.open("rb") as reader, place.open("wb") as writer:
             while chunk := reader.read(_CHUNK_BYTES):
                 if cancelled():

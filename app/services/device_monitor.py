@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import psutil
 from PySide6.QtCore import QObject, QTimer, Signal
 
-from app.services.background import BackgroundCall
+from app.services.background import LatestTask
 from engine.hardware.cgroup import memory_limits
 from engine.hardware.probe import HardwareProfile, probe
 
@@ -39,7 +39,7 @@ class DeviceMonitor(QObject):
     def __init__(self, parent: QObject | None = None) -> None:
         super().__init__(parent)
         self._window = psutil.Process(os.getpid())
-        self._probe: BackgroundCall | None = None
+        self._probe = LatestTask(self)
         self._sampling = QTimer(self, interval=SAMPLE_MS)
         self._sampling.timeout.connect(self.sample)
         self._probing = QTimer(self, interval=PROBE_MS)
@@ -54,8 +54,7 @@ class DeviceMonitor(QObject):
         """Stops sampling and waits for a look under way."""
         self._sampling.stop()
         self._probing.stop()
-        if self._probe is not None:
-            self._probe.wait()
+        self._probe.close()
 
     def sample(self) -> None:
         """One sample of RAM; takes well under a millisecond."""
@@ -66,17 +65,10 @@ class DeviceMonitor(QObject):
         self.ram_sampled.emit(RamSample(total, max(0, total - free), self._window.memory_info().rss))
 
     def _look(self) -> None:
-        if self._probe is None:
-            self._probe = BackgroundCall(probe, self)
-            self._probe.done.connect(self._on_probed)
-            self._probe.failed.connect(self._on_probe_failed)
-            self._probe.start()
+        if not self._probe.is_busy:  # a look that takes long is not begun again and again
+            self._probe.ask(probe, self._on_probed)
 
     def _on_probed(self, profile: HardwareProfile) -> None:
-        self._probe = None
         self.hardware_found.emit(profile)
         if profile.gpus and self._sampling.isActive():
             self._probing.start()
-
-    def _on_probe_failed(self) -> None:
-        self._probe = None

@@ -23,10 +23,10 @@ from engine.batch_files.messages import (
     SampleBatch,
     StartBatch,
 )
-from engine.config import BatchJob, EngineConfig, SamplingParams
-from engine.errors import ErrorCode
-from engine.model_info import ModelInfo
-from engine.paths import python_module
+from engine.common.config import BatchJob, EngineConfig, SamplingParams
+from engine.common.errors import ErrorCode
+from engine.common.model_info import ModelInfo
+from engine.common.paths import python_module
 from engine.protocol import (
     HEARTBEAT_S,
     PROTOCOL_VERSION,
@@ -301,7 +301,7 @@ class EngineClient(QObject):
         if ready.protocol_version != PROTOCOL_VERSION:
             sentence = self.tr(
                 "The engine speaks version {0} of the protocol and this window version {1}: "
-                "parts of two installations are mixed, so install Switchyard again."
+                "parts of two installations are mixed, so reinstall Switchyard."
             ).format(ready.protocol_version, PROTOCOL_VERSION)
             self._drop_worker(sentence, sentence)
             return

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from PySide6.QtCore import QCoreApplication
 
+from engine.common.files import private_file, private_folder
+
 translate = QCoreApplication.translate
 
 MAX_LOG_BYTES = 2 * 2**20
@@ -20,13 +22,13 @@ def death_sentence(code: int, *, crashed: bool) -> str:
         code: QProcess's exit code; if `crashed`, the signal's number on POSIX and an NTSTATUS on Windows.
     """
     if not crashed:
-        return translate("EngineClient", "The engine stopped by itself (exit code {0}); its log says more.").format(
-            code
-        )
+        return translate(
+            "EngineClient", "The engine stopped by itself (exit code {0}); see its log for details."
+        ).format(code)
     if sys.platform == "win32":
         return translate("EngineClient", "The engine crashed (status {0}).").format(f"0x{code & 0xFFFFFFFF:08X}")
     if code == signal.SIGKILL:
-        return translate("EngineClient", "The engine was killed (signal 9), perhaps for lack of memory.")
+        return translate("EngineClient", "The engine was killed (signal 9), perhaps because memory ran out.")
     if code == signal.SIGILL:
         return translate(
             "EngineClient", "The engine crashed (signal 4): this processor lacks an instruction that it used."
@@ -41,9 +43,10 @@ def death_sentence(code: int, *, crashed: bool) -> str:
 def keep_log_small(log: Path) -> bool:
     """Make the log's folder, and move a log that has grown aside; whether the log can be written."""
     try:
-        log.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(log.parent)
         if log.exists() and log.stat().st_size > MAX_LOG_BYTES:
             log.replace(log.with_suffix(".old.log"))
+        private_file(log)
         with log.open("ab"):
             return True
     except OSError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from PySide6.QtCore import QObject, Signal
 
-from app.services.background import BackgroundCall
+from app.services.background import LatestTask
 from app.services.device_monitor import DeviceMonitor
 from engine.hardware.probe import HardwareProfile
 
@@ -20,19 +20,16 @@ class HardwareChange(QObject):
     def __init__(self, devices: DeviceMonitor, parent: QObject | None = None) -> None:
         super().__init__(parent)
         self._devices = devices
-        self._comparing: BackgroundCall | None = None
+        self._comparing = LatestTask(self)
         devices.hardware_found.connect(self._compare)
 
     def close(self) -> None:
         """Waits for a comparison under way."""
-        if self._comparing is not None:
-            self._comparing.wait()
+        self._comparing.close()
 
     def _compare(self, probe: HardwareProfile) -> None:
         self._devices.hardware_found.disconnect(self._compare)
-        self._comparing = BackgroundCall(lambda: _changes(probe), self)
-        self._comparing.done.connect(self._on_compared)
-        self._comparing.start()
+        self._comparing.ask(lambda: _changes(probe), self._on_compared)
 
     def _on_compared(self, changed: tuple[str, ...]) -> None:
         if changed:

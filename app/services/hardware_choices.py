@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass, replace
 from functools import cache
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 from engine.hardware.assumptions import assumed_link, card_key, known_cards
-from engine.planner.machine import GpuProfile, HardwareProfile
-from engine.planner.profile_files import machine_names, read_machine
+from engine.hardware.machine import GpuProfile, HardwareProfile
+from engine.hardware.machine_files import machine_names, read_machine
 
 _GIB = 2**30
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:gb|gib|g)\b", re.IGNORECASE)
@@ -54,11 +54,12 @@ def typed_card(text: str, base: HardwareProfile, vram_bytes: int | None) -> Hard
     known = known_cards().get(key)
     if known is None:
         near = [one.name for one in card_choices() if key and key in card_key(one.name)][:3]
-        hint = f" Did you mean {' or '.join(near)}?" if near else " Choose one of the list, or type its full name."
+        hint = f" Did you mean {' or '.join(near)}?" if near else " Choose one from the list, or type its full name."
         raise EngineError(ErrorCode.INVALID_REQUEST, f"No card called “{text.strip()}” is known.{hint}")
     memory = round(float(size[1]) * _GIB) if size else vram_bytes
     if not memory:
         raise EngineError(
-            ErrorCode.INVALID_REQUEST, f"How much memory does the {text.strip()} have? Set VRAM, or type it behind."
+            ErrorCode.INVALID_REQUEST,
+            f"How much memory does the {text.strip()} have? Set VRAM, or type it after the name.",
         )
     return replace(base, gpu=GpuProfile(_SIZE.sub("", text).strip(), memory, *known), link=assumed_link(None))

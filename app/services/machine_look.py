@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config import EngineConfig
+from engine.common.config import EngineConfig
+from engine.hardware.machine import HardwareProfile
 from engine.hardware.measured import Measurements, machine_profile
 from engine.hardware.measurement_files import changes, described, load_measurements
 from engine.hardware.probe import HardwareProfile as Probe
 from engine.hardware.probe import probe as probe_machine
-from engine.planner.machine import HardwareProfile
 from engine.planner.plan_parts import Limits
 from engine.tuning.applying import machine_changes
 from engine.tuning.keeping import all_results
 
 _MUCH = 0.05
-"""Share of a memory that other programs may take or give back before a plan is made anew."""
+"""Share of a memory that other programs may take or give back before a plan is made again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ class MachineLook:
             or abs(mine.vram_of_others - theirs.vram_of_others) > _MUCH * of_card
         )
 
-    def machine(self, precision: str) -> HardwareProfile:
-        """The profile with the reading rate of experts in this precision."""
-        return machine_profile(self.probe, self.measurements, precision=precision)
+    def machine(self, precision: str, expert_bytes: float | None = None) -> HardwareProfile:
+        """The profile with the reading rate of experts in this precision, of about this size if it is given."""
+        return machine_profile(self.probe, self.measurements, precision=precision, expert_bytes=expert_bytes)
 
     def limits(self, config: EngineConfig) -> Limits:
         """What the user's settings and other programs leave; an emulated device is nobody else's."""

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from PySide6.QtCore import QObject, Signal
 
-from app.services.background import BackgroundCall
+from app.services.background import LatestTask
 from app.services.engine_client import EngineClient
 from app.services.settings import STARTER, Settings
-from engine.config import EngineConfig
-from engine.errors import EngineError, ErrorCode
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError, ErrorCode
 from engine.protocol import Failed, ModelLoaded
 
 
@@ -29,50 +29,38 @@ class ModelStart(QObject):
         super().__init__(parent)
         self._client = client
         self._settings = settings
-        self._looking: BackgroundCall | None = None
-        self._again = False
+        self._looking = LatestTask(self)
         self._request = ""
         client.finished.connect(self._on_finished)
 
     def begin(self) -> None:
-        """Starts the engine and loads the default model; a call during another one counts after it."""
+        """Starts the engine and loads the default model; what was chosen last counts."""
         self._client.start()
-        if self._looking is not None:
-            self._again = True
-            return
         model = self._settings.default_model
-        self._looking = BackgroundCall(lambda: _resolve(model), self)
-        self._looking.done.connect(self._load)
-        self._looking.failed.connect(lambda error: self._on_not_found(model, error))
-        self._looking.start()
+        self._looking.ask(lambda: _resolve(model), self._load, lambda error: self._on_not_found(model, error))
+
+    def restart(self) -> None:
+        """Ends the engine at once and starts another, with the model that was wanted last, or else the default one."""
+        request = self._client.restart()
+        if request is not None:
+            self._request = request
+        else:  # it died before any model was asked for
+            self.begin()
 
     def close(self) -> None:
         """Waits for a search under way."""
-        if self._looking is not None:
-            self._looking.wait()
+        self._looking.close()
 
     def _load(self, path: Path) -> None:
-        if self._ended_and_again():
-            return
         self._request = self._client.load(wanted_config(self._settings, str(path)))
 
     def _on_not_found(self, model: str, error: Exception) -> None:
-        if self._ended_and_again():
-            return
         if model == STARTER and isinstance(error, EngineError) and error.code is ErrorCode.MODEL_NOT_FOUND:
             self.starter_missing.emit()
         elif isinstance(error, EngineError):
             self.problem.emit(error.message)
         else:
             raise error
-
-    def _ended_and_again(self) -> bool:
-        self._looking = None
-        if self._again:
-            self._again = False
-            self.begin()
-            return True
-        return False
 
     def _on_finished(self, event: object) -> None:
         if isinstance(event, ModelLoaded):

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from PySide6.QtCore import QObject, QTimer, Signal
+from PySide6.QtCore import QObject, Signal
 
-from app.services.background import BackgroundCall
+from app.services.background import LatestTask
 from app.services.machine_look import MachineLook
-from engine.checkpoint.model_shapes import find_shape
+from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.model_shape import ModelShape
 from engine.checkpoint.names import resolve
-from engine.config import EngineConfig
-from engine.errors import EngineError
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError
+from engine.formats import measured_as
+from engine.hardware.machine import HardwareProfile
 from engine.hardware.measurement_files import described
-from engine.planner.machine import HardwareProfile
-from engine.planner.model_shape import ModelShape
-from engine.planner.plan import make_plan
-from engine.planner.plan_parts import Alternative
-from engine.planner.plan_search import PRECISIONS
 from engine.planner.planned import Plan
-from engine.planner.precision import worthwhile
 from engine.planner.what_helps import Change, what_if
-from engine.planner.workload import CHAT
-from engine.tuning.corrections import corrected_plan
 from engine.tuning.keeping import kept_corrections, model_mark
-from engine.tuning.result import Correction
+from engine.tuning.result import Correction, TuningResult
+from engine.tuning.settled import best_settled, results_here
 
 _DEBOUNCE_MS = 150
 
@@ -64,92 +59,55 @@ class Planning(QObject):
 
     def __init__(self, parent: QObject | None = None) -> None:
         super().__init__(parent)
-        self._next: PlanQuestion | None = None
-        self._call: BackgroundCall | None = None
-        self._soon = QTimer(self, singleShot=True, interval=_DEBOUNCE_MS)
-        self._soon.timeout.connect(self._begin)
+        self._task = LatestTask(self, after_ms=_DEBOUNCE_MS)
 
     @property
     def is_busy(self) -> bool:
         """Whether an answer is on its way."""
-        return self._call is not None or self._next is not None
+        return self._task.is_busy
 
     def ask(self, question: PlanQuestion) -> None:
         """Plans a moment later, so that who types or drags asks once."""
-        self._next = question
-        self._soon.start()
+        told = self.planned.emit
+        self._task.ask(lambda: answer(question), told, lambda error: told(PlanAnswer(question, None, str(error))))
 
     def close(self) -> None:
         """Asks no more, and waits for what is under way."""
-        self._soon.stop()
-        self._next = None
-        if self._call is not None:
-            self._call.wait()
-
-    def _begin(self) -> None:
-        if self._call is not None or self._next is None:
-            return
-        question, self._next = self._next, None
-        self._call = BackgroundCall(lambda: answer(question), self)
-        self._call.done.connect(self._on_answer)
-        self._call.failed.connect(lambda error: self._on_answer(PlanAnswer(question, None, str(error))))
-        self._call.start()
-
-    def _on_answer(self, found: PlanAnswer) -> None:
-        self._call = None
-        if self._next is None:
-            self.planned.emit(found)
-        elif not self._soon.isActive():
-            self._begin()
+        self._task.close()
 
 
 def answer(question: PlanQuestion) -> PlanAnswer:
     """The plan that the engine would choose: each precision with the rates that were measured for it.
 
-    Where this model was timed on this machine, predictions are corrected by what came out.
+    Where this model was timed on this machine, what came out is its figure, and other predictions are corrected by it.
     """
     config = question.config
     try:
-        return PlanAnswer(question, _best(question, _shape(config.model), _corrections(config.model, question.look)))
+        corrections, timed = _corrections(config.model, question.look), _timed(question)
+        return PlanAnswer(question, _best(question, _shape(config.model), corrections, timed))
     except EngineError as error:
         return PlanAnswer(question, None, error.message)
 
 
-def _best(question: PlanQuestion, shape: ModelShape, corrections: tuple[Correction, ...]) -> Plan:
+def _best(
+    question: PlanQuestion, shape: ModelShape, corrections: tuple[Correction, ...], timed: tuple[TuningResult, ...]
+) -> Plan:
     limits = question.look.limits(question.config)
     if question.change is not None and question.change.gpu is not None:
         limits = replace(limits, use_card=True, vram_of_others=0)
-    measured = question.look.measurements is not None and question.change is None
-    if limits.precision != "auto":
-        plan = make_plan(_machine(question, limits.precision), shape, CHAT, limits, measured=measured)
-        return corrected_plan(plan, corrections)
-    plans: dict[str, Plan] = {}
-    problem: EngineError | None = None
-    for precision in PRECISIONS:
-        try:
-            one = replace(limits, precision=precision)
-            plan = make_plan(_machine(question, precision), shape, CHAT, one, measured=measured)
-        except EngineError as error:
-            problem = error
-        else:
-            plans[precision] = corrected_plan(plan, corrections)  # before choosing: what was timed decides
-    chosen = worthwhile({name: plan.speed.decode_tokens_per_s for name, plan in plans.items()})
-    if chosen is None:
-        assert problem is not None
-        raise problem
-    return _with_others(plans[chosen], plans)
+    return best_settled(
+        lambda precision: _machine(question, shape, precision),
+        shape,
+        limits,
+        measured=question.look.measurements is not None and question.change is None,
+        corrections=corrections,
+        results=timed,
+    )
 
 
-def _with_others(plan: Plan, plans: Mapping[str, Plan]) -> Plan:
-    """The plan with those of other precisions as its alternatives: each with the rates that were measured for it."""
-    same = [one for one in plan.alternatives if one.precision == plan.precision]
-    others = [Alternative(one.policy, one.precision, one.speed, runs_here=True) for one in plans.values()]
-    others = [one for one in others if one.precision != plan.precision]
-    return replace(plan, alternatives=tuple(sorted([*same, *others], key=lambda one: -one.speed.tokens_per_s)))
-
-
-def _machine(question: PlanQuestion, precision: str) -> HardwareProfile:
-    machine = question.look.machine(precision if precision in PRECISIONS else PRECISIONS[0])
+def _machine(question: PlanQuestion, shape: ModelShape, precision: str) -> HardwareProfile:
+    known = measured_as(precision)
+    machine = question.look.machine(known, shape.expert_bytes(known))
     return machine if question.change is None else what_if(machine, question.change)
 
 
@@ -158,6 +116,17 @@ def _corrections(model: str, look: MachineLook) -> tuple[Correction, ...]:
         return kept_corrections(model_mark(resolve(model)), described(look.probe))
     except EngineError:  # it is not here: nothing of it was ever timed
         return ()
+
+
+def _timed(question: PlanQuestion) -> tuple[TuningResult, ...]:
+    """What was timed of this very model on this very machine; nothing of another."""
+    if question.change is not None:
+        return ()
+    try:
+        mark = model_mark(resolve(question.config.model))
+    except EngineError:
+        return ()
+    return results_here(mark, question.look.probe, question.config)
 
 
 @lru_cache(maxsize=16)

@@ -1,4 +1,4 @@
-"""What the simulator foretells for a request that has run, as a past that can be shown beneath the real one.
+"""What the simulator predicts for a request that has run, as a past that can be shown beneath the real one.
 
 Slow enough (tens of milliseconds, a second for the biggest models) to be asked for off the thread of a window.
 """
@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from app.services.history.history import History
-from engine.config import PRECISIONS, EngineConfig
-from engine.errors import EngineError
-from engine.model_info import ModelInfo
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError
+from engine.common.model_info import ModelInfo
+from engine.formats import AUTO, is_precision, measured_as
 from engine.telemetry.lanes import DECODE, PREFILL
 from engine.telemetry.records import Records
 
 if TYPE_CHECKING:
-    from engine.planner.machine import HardwareProfile
-    from engine.planner.model_shape import ModelShape
+    from engine.checkpoint.model_shape import ModelShape
+    from engine.hardware.machine import HardwareProfile
 
 MOST_SPANS = 400_000
 _MOST_STEPS = 4096
@@ -78,7 +79,7 @@ def predict(shape: RequestShape) -> Predicted:
     Raises:
         EngineError: the model is not on this machine any more, or does not fit on it so.
     """
-    from engine.planner.machine import Origin
+    from engine.hardware.machine import Origin
     from engine.planner.predict import simulate_decode
     from engine.telemetry.predicted import predicted_records
 
@@ -121,14 +122,14 @@ def machine_and_shape(config: EngineConfig, name: str) -> tuple[HardwareProfile,
         EngineError: the model is not on this machine any more.
     """
     from app.services.machine_look import look_at_machine
-    from engine.checkpoint.model_shapes import find_shape
+    from engine.checkpoint.find_shape import find_shape
 
     try:
         model = find_shape(config.model)
     except EngineError:
         model = find_shape(name)  # it has been moved, or the session comes from another machine
     look = look_at_machine(config.device, "" if config.device == "cpu" else config.device.partition("#")[0])
-    machine = look.machine("bf16" if config.precision in ("auto", "fp32") else config.precision)
+    machine = look.machine(measured_as(config.precision))
     if config.device.startswith(_EMULATED) and (machine.gpu is None or look.measurements is None):
         machine = _with_emulated(machine, config.device)
     return machine, model
@@ -172,7 +173,7 @@ def config_of(model: ModelInfo, asked: EngineConfig | None, slots: int | None) -
         config,
         model=model.path or config.model,
         device=model.device,
-        precision=model.precision if model.precision in PRECISIONS else "auto",
+        precision=model.precision if is_precision(model.precision) else AUTO,
         threads=model.threads,
         cache_slots=config.cache_slots if slots is None else slots,
     )
@@ -189,7 +190,7 @@ def config_of_session(about: Mapping[str, Any], slots: int | None) -> EngineConf
     return replace(
         config,
         device=str(about.get("device", "cpu")),
-        precision=precision if precision in PRECISIONS else "auto",
+        precision=precision if is_precision(precision) else AUTO,
         threads=threads if isinstance(threads, int) and threads > 0 else None,
         cache_slots=config.cache_slots if slots is None else slots,
     )
@@ -204,8 +205,8 @@ def request_before(history: History, at_ns: float) -> tuple[int, int] | None:
 
 def _with_emulated(machine: HardwareProfile, device: str) -> HardwareProfile:
     """The machine with the card that an emulated device stands for: its memory and link, this processor's speed."""
+    from engine.hardware.machine import GpuProfile, LinkProfile
     from engine.hardware.profiles import read_profile
-    from engine.planner.machine import GpuProfile, LinkProfile
 
     name = device.removeprefix(_EMULATED).partition("#")[0]
     several = _SEVERAL.search(name)

@@ -13,7 +13,7 @@ import numpy as np
 
 from app.services.history.clock import MOST_SPAN_NS
 from app.services.history.history import History
-from engine.errors import EngineError
+from engine.common.errors import EngineError
 from engine.protocol import decode
 from engine.telemetry.messages import CacheReport, ExpertMap
 from engine.telemetry.records import Records

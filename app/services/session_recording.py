@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine.paths import data_dir
 from engine.telemetry.messages import CacheReport, ExpertMap
 from engine.telemetry.records import Records
 from engine.telemetry.session_file import SessionWriter
@@ -18,11 +17,6 @@ _log = logging.getLogger("switchyard.recording")
 SAMPLE_EVERY_NS = 1_000_000_000
 MAP_EVERY_NS = 5_000_000_000
 REPORT_EVERY_NS = 5_000_000_000
-
-
-def sessions_dir() -> Path:
-    """Where recorded sessions lie."""
-    return data_dir() / "sessions"
 
 
 class SessionRecording:

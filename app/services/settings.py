@@ -7,10 +7,11 @@ import time
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
-from PySide6.QtCore import QCoreApplication, QObject, QTimer, Signal
+from PySide6.QtCore import QCoreApplication, QObject, Signal
 
-from app.services.atomic_file import write_text
-from engine.paths import config_dir
+from app.services.background import LatestTask
+from engine.common.files import write_private
+from engine.common.paths import config_dir
 
 translate = QCoreApplication.translate
 
@@ -44,8 +45,7 @@ class Settings(QObject):
         """One sentence if the file was unreadable; empty otherwise."""
         self._values = self._read()
         self._unsaved = False
-        self._save_soon = QTimer(self, singleShot=True, interval=SAVE_DELAY_MS)
-        self._save_soon.timeout.connect(self.save)
+        self._saving = LatestTask(self, after_ms=SAVE_DELAY_MS)
 
     @property
     def path(self) -> Path:
@@ -116,26 +116,39 @@ class Settings(QObject):
         if self._values.get(key) != value:
             self._values[key] = value
             self._unsaved = True
-            self._save_soon.start()
+            self._save_soon()
             self.changed.emit(key)
 
     # --- the file ---------------------------------------------------------------------------------
 
     def save(self) -> None:
         """Writes now what has changed, if anything has."""
-        self._save_soon.stop()
+        self._saving.close()
         if not self._unsaved:
             return
         try:
-            write_text(self._path, json.dumps(self._values, indent=2, ensure_ascii=False) + "\n")
+            write_private(self._path, self._text())
             self._unsaved = False
         except OSError as error:
-            self.save_failed.emit(
-                translate(
-                    "Settings",
-                    "The settings could not be written to {0} ({1}); make room there or check its permissions.",
-                ).format(self._path, error.strerror or error)
-            )
+            self._on_not_saved(error)
+
+    def _save_soon(self) -> None:
+        text = self._text()
+        self._saving.ask(lambda: write_private(self._path, text), self._on_saved, self._on_not_saved)
+
+    def _on_saved(self, _nothing: object) -> None:
+        self._unsaved = False  # what is set meanwhile asks again, and then this is not told
+
+    def _on_not_saved(self, error: Exception) -> None:
+        self.save_failed.emit(
+            translate(
+                "Settings",
+                "The settings could not be written to {0} ({1}); make room there or check its permissions.",
+            ).format(self._path, getattr(error, "strerror", None) or error)
+        )
+
+    def _text(self) -> str:
+        return json.dumps(self._values, indent=2, ensure_ascii=False) + "\n"
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -146,7 +159,7 @@ class Settings(QObject):
             return {}
         except OSError as error:
             self.notice = translate(
-                "Settings", "The settings in {0} could not be read ({1}), so standard settings are used."
+                "Settings", "The settings in {0} could not be read ({1}), so default settings are used."
             ).format(self._path, error.strerror or error)
             return {}
         except ValueError:
@@ -161,5 +174,5 @@ class Settings(QObject):
         except OSError:
             aside = self._path
         self.notice = translate(
-            "Settings", "The settings file was damaged; it is kept as {0}, and standard settings are used."
+            "Settings", "The settings file was damaged; it is kept as {0}, and default settings are used."
         ).format(aside)

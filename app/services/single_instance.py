@@ -13,6 +13,8 @@ import psutil
 from PySide6.QtCore import QElapsedTimer, QLockFile, QObject, QSysInfo, QThread, Signal
 from PySide6.QtNetwork import QLocalServer, QLocalSocket
 
+from engine.common.files import private_folder, restrict_files
+
 if sys.platform != "win32":
     import fcntl
 
@@ -52,7 +54,7 @@ class SingleInstance(QObject):
     def claim(self, answer_ms: int = ANSWER_MS) -> Claim:
         """Takes the folder, or raises the window that has it, waiting up to `answer_ms` for its answer."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            private_folder(self._folder)
         except OSError:
             return Claim.NOT_WRITABLE
         path = self._folder / LOCK_NAME
@@ -70,6 +72,7 @@ class SingleInstance(QObject):
             if waited.elapsed() > answer_ms:
                 return Claim.HELD_IN_SILENCE
             QThread.msleep(50)  # the other may be starting or ending just now
+        restrict_files([path])
         self._lock = lock
         self._listen()
         return Claim.OURS

@@ -7,7 +7,7 @@ import re
 
 from PySide6.QtCore import QObject, QProcess, QProcessEnvironment, QTimer, Signal
 
-from engine.paths import python_module
+from engine.common.paths import python_module
 
 TERMINATE_MS = 3000
 _PERCENT = re.compile(rb"(\d{1,3}) ?%")
@@ -80,7 +80,7 @@ class StarterDownload(QObject):
 
     def _on_error(self, error: QProcess.ProcessError) -> None:
         if error == QProcess.ProcessError.FailedToStart:
-            self._end(False, self.tr("The download could not be started: install Switchyard again."))
+            self._end(False, self.tr("The download could not be started: reinstall Switchyard."))
 
     def _on_finished(self, code: int, status: QProcess.ExitStatus) -> None:
         if self._process is None:

@@ -17,9 +17,9 @@ from PySide6.QtCore import QObject, Signal
 
 from app.services.engine_client import EngineClient, EngineState
 from app.services.settings import Settings
-from engine.config import EngineConfig
-from engine.errors import EngineError
-from engine.model_info import ModelInfo
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError
+from engine.common.model_info import ModelInfo
 from engine.telemetry.messages import CacheReport, ExpertMap, TelemetryCounters, TelemetryRequest, TelemetrySpans
 
 if TYPE_CHECKING:
@@ -178,7 +178,8 @@ class TelemetryHub(QObject):
         from app.services.device_sampler import DeviceSampler
         from app.services.history.clock import ClockAlignment
         from app.services.history.history import History
-        from app.services.session_recording import SessionRecording, sessions_dir
+        from app.services.session_recording import SessionRecording
+        from engine.common.paths import sessions_dir
 
         self.history, clock = History(), ClockAlignment()
         self._recording = SessionRecording(sessions_dir(), self._tell_disk)

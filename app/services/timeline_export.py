@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from app.services.history.history import History
+from engine.common.files import NewFile
 from engine.telemetry.records import Records
 from engine.telemetry.trace_export import write_spans, write_steps, write_trace
 
@@ -29,10 +30,13 @@ def export_tables(history: History, path: Path) -> int:
         OSError: they cannot be written.
     """
     spans, steps = _all(history)
-    with path.open("w", encoding="utf-8", newline="") as file:
-        write_spans(spans, file)
-    with path.with_name(f"{path.stem}-steps{path.suffix}").open("w", encoding="utf-8", newline="") as file:
-        write_steps(steps, file)
+    with NewFile(path) as new_spans, NewFile(path.with_name(f"{path.stem}-steps{path.suffix}")) as new_steps:
+        with new_spans.path.open("w", encoding="utf-8", newline="") as file:
+            write_spans(spans, file)
+        with new_steps.path.open("w", encoding="utf-8", newline="") as file:
+            write_steps(steps, file)
+        new_spans.take_place()
+        new_steps.take_place()
     return len(spans)
 
 

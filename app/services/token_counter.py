@@ -1,4 +1,9 @@
-"""About how many tokens a prompt has, counted with the model's own tokenizer in a process of its own."""
+"""About how many tokens a prompt has, counted with the model's own tokenizer in a process of its own.
+
+Reading a tokenizer, and encoding a long text, hold Python's lock for a quarter of a second: in a thread of the window
+they would stop every key press for so long.  And a tokenizer is a program of whoever made the model: it may never end,
+or take all memory, which only a process can be kept from.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import psutil
 from PySide6.QtCore import QObject, QProcess, QProcessEnvironment, QTimer, Signal
 
-from engine.paths import python_module
+from engine.common.paths import python_module
+
+COUNTING_S = 20
+"""A model whose tokenizer takes longer for one question is counted by length; the process ends itself then."""
+
+MOST_BYTES = 2 * 2**30
+"""Of the counting process."""
 
 TOKENS_PER_TURN = 5
 """What a chat template adds around a turn, more or less."""
@@ -19,6 +31,7 @@ CHARACTERS_PER_TOKEN = 4
 MOST_REMEMBERED = 2000
 PAUSE_MS = 150
 """Counting begins this long after the last key."""
+_LOOK_MS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +60,8 @@ class TokenCounter(QObject):
         self._without_tokenizer = False
         self._pause = QTimer(self, singleShot=True, interval=PAUSE_MS)
         self._pause.timeout.connect(self._ask)
+        self._watch = QTimer(self, interval=_LOOK_MS)
+        self._watch.timeout.connect(self._look_at_memory)
 
     def count(self, key: str, model_path: str, texts: Sequence[str]) -> None:
         """Ask for the tokens of `texts`, one per turn, with the tokenizer of the checkpoint at `model_path`."""
@@ -57,6 +72,7 @@ class TokenCounter(QObject):
     def close(self) -> None:
         """End the counting process; a later `count` starts another."""
         self._pause.stop()
+        self._watch.stop()
         self._question = None
         process, self._process = self._process, None
         if process is not None:
@@ -81,8 +97,10 @@ class TokenCounter(QObject):
             return
         process = self._running()
         self._asked = unknown
-        request = json.dumps({"path": question.path, "texts": unknown})
-        process.write(request.encode("utf-8", "replace") + b"\n")
+        texts = [text.encode("utf-8", "replace").decode() for text in unknown]
+        request = {"do": "count", "folder": question.path, "texts": texts, "seconds": COUNTING_S}
+        process.write(json.dumps(request).encode("ascii") + b"\n")
+        self._watch.start()
 
     def _tell(self, question: _Question) -> None:
         self._question = None
@@ -94,7 +112,7 @@ class TokenCounter(QObject):
 
     def _running(self) -> QProcess:
         if self._process is None:
-            (program, *arguments), variables = python_module("app.services.token_counting")
+            (program, *arguments), variables = python_module("engine.foreign_text.child")
             environment = QProcessEnvironment.systemEnvironment()
             for name, value in {**variables, "TOKENIZERS_PARALLELISM": "false"}.items():
                 environment.insert(name, value)
@@ -110,8 +128,9 @@ class TokenCounter(QObject):
     def _on_answer(self) -> None:
         process = self._process
         while process is not None and self._asked is not None and process.canReadLine():
-            counts = json.loads(bytes(process.readLine().data()))["counts"]
+            counts = json.loads(bytes(process.readLine().data())).get("result")
             asked, self._asked = self._asked, None
+            self._watch.stop()
             if counts is None:
                 self._without_tokenizer = True
             else:
@@ -128,5 +147,15 @@ class TokenCounter(QObject):
             self._process.deleteLater()
             self._process = None
         self._asked = None
+        self._watch.stop()
         self._without_tokenizer = True
         self._ask()
+
+    def _look_at_memory(self) -> None:
+        """Where the system does not limit it; a process that is ended so is lost as any other."""
+        try:
+            pid = self._process.processId() if self._process is not None else 0
+            if self._process is not None and pid and psutil.Process(pid).memory_info().rss > MOST_BYTES:
+                self._process.kill()
+        except psutil.Error:  # it has ended by itself
+            return

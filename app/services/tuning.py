@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from PySide6.QtCore import QObject, Signal
 
-from app.services.background import BackgroundCall
+from app.services.background import LatestTask, TaskQueue
 from app.services.engine_client import EngineClient, EngineState
 from app.services.machine_look import MachineLook, look_at_machine
 from app.services.model_start import wanted_config
 from app.services.settings import Settings
+from engine.hardware.measured import Measurements
 from engine.protocol import Failed
-from engine.tuning.keeping import model_mark, results_of, save_result
+from engine.tuning.keeping import keep_anyway, model_mark, results_of, save_result
 from engine.tuning.messages import (
     Stage,
     TuningFinished,
@@ -58,7 +57,7 @@ class Tuning(QObject):
         self._request = ""
         self._device: str | None = None
         self._cancelling = False
-        self._calls: list[BackgroundCall] = []
+        self._looking, self._recalling, self._keeping = LatestTask(self), LatestTask(self), TaskQueue(self)
         client.tuning_told.connect(self._on_told)
         client.finished.connect(self._on_finished)
 
@@ -71,10 +70,15 @@ class Tuning(QObject):
         """Whether the run was told to stop and has not ended yet."""
         return self._cancelling
 
+    @property
+    def is_looking(self) -> bool:
+        """Whether a look at the machine is under way."""
+        return self._looking.is_busy
+
     def look(self) -> None:
-        """Looks at the machine anew; `looked` tells."""
+        """Looks at the machine again; `looked` tells."""
         setting, device = self._settings.device, self._device
-        self._call(lambda: look_at_machine(setting, device), self._on_looked)
+        self._looking.ask(lambda: look_at_machine(setting, device), self._on_looked, self._on_failed)
 
     def start(self, model: str, kind: TuningKind, until: Until = "timed", *, measure_again: bool = False) -> None:
         """Begins a run; without effect while one goes on.  Starts the engine if it does not run."""
@@ -95,7 +99,7 @@ class Tuning(QObject):
 
     def recall(self, model: str) -> None:
         """Looks for the latest result kept of a model; `recalled` tells."""
-        self._call(lambda: _latest(model), self.recalled.emit)
+        self._recalling.ask(lambda: _latest(model), self.recalled.emit, self._on_failed)
 
     def use(self, result: TuningResult, name: str) -> None:
         """Makes a contestant of a result the one that the model runs with, and loads it so."""
@@ -106,12 +110,25 @@ class Tuning(QObject):
                 self._client.load(wanted_config(self._settings, result.asked.model))
             self.chosen.emit(name)
 
-        self._call(lambda: save_result(kept), loaded)
+        self._keeping.add(lambda: save_result(kept), loaded, self._on_failed)
+
+    def keep_anyway(self, result: TuningResult | None, measurements: Measurements | None) -> None:
+        """Keeps what a run did not because other programs were busy, and loads the model with it."""
+
+        def kept(_nothing: object) -> None:
+            self.look()
+            if result is None or not result.winner:
+                return
+            if not self._request:
+                self._client.load(wanted_config(self._settings, result.asked.model))
+            self.chosen.emit(result.winner)
+
+        self._keeping.add(lambda: keep_anyway(result, measurements), kept, self._on_failed)
 
     def close(self) -> None:
         """Waits for what is under way in the background."""
-        for call in self._calls:
-            call.wait()
+        for task in (self._looking, self._recalling, self._keeping):
+            task.close()
 
     # --- what the engine says ---------------------------------------------------------------------
 
@@ -139,18 +156,8 @@ class Tuning(QObject):
         self.machine = look
         self.looked.emit(look)
 
-    def _call(self, function: Callable[[], Any], done: Callable[[Any], Any]) -> None:
-        call = BackgroundCall(function, self)
-        self._calls.append(call)
-        call.done.connect(done)
-        call.failed.connect(lambda error: self.problem.emit(_sentence(error)))
-        for ending in (call.done, call.failed):
-            ending.connect(lambda _outcome: self._forget(call))
-        call.start()
-
-    def _forget(self, call: BackgroundCall) -> None:
-        self._calls.remove(call)
-        call.deleteLater()
+    def _on_failed(self, error: Exception) -> None:
+        self.problem.emit(_sentence(error))
 
 
 def _latest(model: str) -> TuningResult | None:

@@ -3,37 +3,64 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
 import psutil
 
 from app.services.history.history import History
 from app.services.predicted_timeline import config_of, machine_and_shape
-from engine.config import EngineConfig
-from engine.errors import EngineError
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError
+from engine.common.model_info import ModelInfo
 from engine.hardware.sensors import SensorSample
-from engine.model_info import ModelInfo
 from engine.telemetry.advice import Advice, Running, advise
 from engine.telemetry.analysis import Waiting, waiting
-from engine.telemetry.lanes import DECODE
+from engine.telemetry.lanes import BATCH_STEP, DECODE
 from engine.telemetry.messages import CacheReport
 from engine.telemetry.planned_speed import PlannedSpeed
+from engine.telemetry.records import Records
 
 _CORES = psutil.cpu_count(logical=False) or os.cpu_count() or 1
 
+_SAMPLED_NS, _SAMPLES = 2_000_000_000, 40
+"""Of at least so long a stretch some samples of the machine's sensors are known."""
+
+
+def of_last_kind(steps: Records) -> Records:
+    """Of these steps those that made tokens: of a chat, or of a batch, whichever came last."""
+    made = steps[np.isin(steps["name"], (DECODE, BATCH_STEP)) & (steps["tokens"] > 0)]
+    return made[made["name"] == made["name"][-1]] if len(made) else made
+
 
 def waiting_for_last(history: History, tokens: int) -> Waiting:
-    """What the last decode steps waited for, as far as their spans are still there."""
-    steps = history.last_steps(tokens + 50)  # prefills lie between
-    steps = steps[steps["name"] == DECODE][-tokens:]
+    """What the last steps waited for, of a chat or of a batch, as far as their spans are still there.
+
+    With it what other programs took of the processor meanwhile, as far as sensors have told.
+    """
+    steps = of_last_kind(history.last_steps(tokens + 50))[-tokens:]  # prefills lie between
+    if len(steps):  # a step of a batch makes many
+        enough = int(np.searchsorted(np.cumsum(steps["tokens"][::-1]), tokens)) + 1
+        steps = steps[-enough:]
     since = history.spans_since_ns
     if not len(steps) or since is None:
         return Waiting(0, 0.0, {})
     steps = steps[steps["start_ns"] >= since]
     if not len(steps):
         return Waiting(0, 0.0, {})
-    spans = history.spans_between(int(steps["start_ns"].min()), int(steps["end_ns"].max()))
-    return waiting(spans, steps)
+    start_ns, end_ns = int(steps["start_ns"].min()), int(steps["end_ns"].max())
+    found = waiting(history.spans_between(start_ns, end_ns), steps)
+    is_batch = int(steps["name"][-1]) == BATCH_STEP
+    return replace(found, steps=len(steps), is_batch=is_batch, others=others_between(history, start_ns, end_ns))
+
+
+def others_between(history: History, start_ns: int, end_ns: int) -> float:
+    """Share of the processor that other programs took, 0 to 1; 0 where no sensor told."""
+    edges = np.linspace(min(start_ns, end_ns - _SAMPLED_NS), end_ns, _SAMPLES + 1)
+    taken = history.gauge("cpu_all", edges) - history.gauge("cpu_ours", edges)
+    known = taken[np.isfinite(taken)]
+    return float(np.clip(known.mean(), 0.0, 1.0)) if len(known) else 0.0
 
 
 def advice_for(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import logging.handlers
 from pathlib import Path
 
 from PySide6.QtCore import QMessageLogContext, QtMsgType, qInstallMessageHandler
+
+from engine.common.files import PrivateLog, private_folder
 
 _log = logging.getLogger("switchyard.qt")
 _LEVELS = {
@@ -22,10 +23,8 @@ _LEVELS = {
 def open_window_log(folder: Path) -> None:
     """Logs to `folder`/window.log, half a megabyte at most and one older file; without it where that fails."""
     with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        handler = logging.handlers.RotatingFileHandler(
-            folder / "window.log", maxBytes=2**19, backupCount=1, encoding="utf-8", delay=True
-        )
+        private_folder(folder)
+        handler = PrivateLog(folder / "window.log", max_bytes=2**19, older=1)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         root = logging.getLogger("switchyard")
         root.addHandler(handler)

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from PySide6.QtCore import QObject, QProcess, QProcessEnvironment, QTimer, Signal
 
 from app.services.engine_death import death_sentence, keep_log_small
-from engine.errors import EngineError
-from engine.paths import log_dir
+from engine.common.errors import EngineError
+from engine.common.paths import log_dir
 from engine.protocol import HEARTBEAT_S, Command, LineReader, Ready, Shutdown, decode, encode
 
 READ_BYTES = 16 * 1024
@@ -149,7 +149,7 @@ class WorkerProcess(QObject):
     def _on_error(self, error: QProcess.ProcessError) -> None:
         if error == QProcess.ProcessError.FailedToStart and not self._is_over:
             reason = self._process.errorString()
-            self._end(self.tr("The engine could not be started ({0}): install Switchyard again.").format(reason))
+            self._end(self.tr("The engine could not be started ({0}): reinstall Switchyard.").format(reason))
             self.deleteLater()
 
     def _end(self, sentence: str) -> None:

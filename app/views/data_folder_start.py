@@ -7,10 +7,10 @@ import threading
 from PySide6.QtCore import QCoreApplication, QEventLoop, Qt, QTimer
 from PySide6.QtWidgets import QMessageBox, QProgressDialog
 
-from app.services.background import BackgroundCall
+from app.services.background import LatestTask
 from app.services.data_folder import FolderChange, cancel_change, carry_out, use_folder
-from engine.errors import EngineError
-from engine.paths import data_dir, standard_data_dir
+from engine.common.errors import EngineError
+from engine.common.paths import data_dir, standard_data_dir
 
 translate = QCoreApplication.translate
 
@@ -19,7 +19,7 @@ def carry_out_change(change: FolderChange) -> None:
     """Does it with a progress dialog; whatever goes wrong is told, and the present folder stays in use."""
     dialog = QProgressDialog(
         translate("DataFolderStart", "Copying chats and models to {0}…").format(change.target),
-        translate("DataFolderStart", "Keep the present folder"),
+        translate("DataFolderStart", "Keep the current folder"),
         0,
         1000,
     )
@@ -36,15 +36,17 @@ def carry_out_change(change: FolderChange) -> None:
         share[0] = 1000 * done // max(1, total)
 
     loop = QEventLoop()
-    call = BackgroundCall(lambda: carry_out(change, on_progress, stopped.is_set))
+    task = LatestTask(dialog)
     failures: list[Exception] = []
-    call.failed.connect(failures.append)
-    call.failed.connect(loop.quit)
-    call.done.connect(loop.quit)
+
+    def on_failed(error: Exception) -> None:
+        failures.append(error)
+        loop.quit()
+
     refresh = QTimer(dialog, interval=100)
     refresh.timeout.connect(lambda: dialog.setValue(share[0]))
     refresh.start()
-    call.start()
+    task.ask(lambda: carry_out(change, on_progress, stopped.is_set), lambda _done: loop.quit(), on_failed)
     loop.exec()
     refresh.stop()
     dialog.close()
@@ -70,15 +72,15 @@ def ask_about_missing_folder() -> bool:
     while chosen_folder_is_missing():
         box = QMessageBox()
         box.setWindowTitle("Switchyard")
-        box.setText(translate("DataFolderStart", "The data folder {0} is not there.").format(data_dir()))
+        box.setText(translate("DataFolderStart", "The data folder {0} is missing.").format(data_dir()))
         box.setInformativeText(
             translate(
-                "DataFolderStart", "Plug in its drive and try again, or go on with the standard folder {0}."
+                "DataFolderStart", "Plug in its drive and try again, or continue with the default folder {0}."
             ).format(standard_data_dir())
         )
         again = box.addButton(translate("DataFolderStart", "Try again"), QMessageBox.ButtonRole.AcceptRole)
         standard = box.addButton(
-            translate("DataFolderStart", "Use the standard folder"), QMessageBox.ButtonRole.DestructiveRole
+            translate("DataFolderStart", "Use the default folder"), QMessageBox.ButtonRole.DestructiveRole
         )
         box.addButton(translate("DataFolderStart", "Quit"), QMessageBox.ButtonRole.RejectRole)
         box.setDefaultButton(again)

@@ -10,11 +10,12 @@ from app.services.engine_client import EngineClient, EngineState
 from app.theme import Theme, ThemeController
 from app.widgets.memory_bar import MemoryPart
 from app.widgets.memory_gauge import MemoryGauge, MemoryLegend
+from engine.common.model_info import ModelInfo
 from engine.hardware.probe import GpuInfo, HardwareProfile
-from engine.model_info import ModelInfo
 from engine.protocol import Progress
 from engine.telemetry.messages import Telemetry
 
+SPACING_PX = 6
 _NOTHING = Telemetry(0, 0, 0, 0, 0, 0.0)
 
 
@@ -31,6 +32,7 @@ class MachineFooter(QWidget):
         self._held = _NOTHING
         self._gpu: GpuInfo | None = None
         self._loading = ""
+        self._is_narrow = False
         self._ram_bar = MemoryGauge(self.tr("RAM"), self)
         self._vram_bar = MemoryGauge(self.tr("VRAM"), self)
         self._legend = MemoryLegend(self)
@@ -44,13 +46,12 @@ class MachineFooter(QWidget):
         column.setContentsMargins(0, 0, 0, 0)
         column.setSpacing(6)
         column.addWidget(line)
-        inner = QVBoxLayout()
+        self._inner = inner = QVBoxLayout()
         inner.setContentsMargins(8, 6, 8, 0)
-        inner.setSpacing(6)
+        inner.setSpacing(SPACING_PX)
         inner.addWidget(self._vram_bar)
         inner.addWidget(self._ram_bar)
         inner.addWidget(self._legend)
-        inner.addSpacing(4)
         inner.addWidget(self._where)
         inner.addWidget(self._hardware)
         inner.addWidget(self._no_gpu)
@@ -66,6 +67,37 @@ class MachineFooter(QWidget):
         client.model_loaded.connect(self._say_where)
         theme.changed.connect(self._show_memory)
         self._say_where()
+
+    def set_narrow(self, narrow: bool) -> None:
+        """Only the bars, for a rail of icons."""
+        self._is_narrow = narrow
+        side = 2 if narrow else 8
+        self._inner.setContentsMargins(side, 6, side, 0)
+        for bar in (self._vram_bar, self._ram_bar):
+            bar.set_narrow(narrow)
+
+    def fit(self, width: int, height: int) -> None:
+        """Shows what there is room for: the bars always, then what they hold, then the model and the hardware."""
+        margins = self._inner.contentsMargins()
+        room = width - margins.left() - margins.right()
+        bars = [bar for bar in (self._vram_bar, self._ram_bar) if not bar.isHidden()]
+        left = height - 1 - SPACING_PX - margins.top()
+        left -= sum(bar.sizeHint().height() + SPACING_PX for bar in bars)
+        is_room = not self._is_narrow
+        for part in (self._legend, self._where, self._hardware, self._no_gpu):
+            if part is self._legend:
+                needed = part.sizeHint().height() if is_room else 0
+            else:
+                needed = part.heightForWidth(room) if is_room else 0
+            is_room = is_room and needed + SPACING_PX <= left
+            part.setVisible(is_room)
+            left -= needed + SPACING_PX
+        self._tell_rest()
+
+    def _tell_rest(self) -> None:
+        """The tooltip says what has no room."""
+        hidden = [label.text() for label in (self._where, self._hardware, self._no_gpu) if label.isHidden()]
+        self.setToolTip("\n".join(filter(None, hidden)))
 
     # --- memory -----------------------------------------------------------------------------------
 
@@ -85,10 +117,9 @@ class MachineFooter(QWidget):
         in_ram = (0 if on_gpu else held.weights_bytes, held.experts_bytes, 0 if on_gpu else held.kv_bytes)
         ours = held.rss_bytes + ram.window
         parts = self._parts(theme, *in_ram, ours - sum(in_ram), ram.used - ours)
-        self._ram_bar.show_parts(parts, ram.used, ram.total, theme.border)
-        self._legend.show_parts(parts, theme)
         tip = self.tr("RAM in use and total: from the operating system. Weights, experts, KV: from the engine.")
-        self._ram_bar.setToolTip(tip)
+        self._ram_bar.show_parts(parts, ram.used, ram.total, theme.border, source=tip)
+        self._legend.show_parts(parts, theme)
         self._legend.setToolTip(tip)
         gpu = self._gpu
         if held.device_total_bytes and not on_gpu:
@@ -100,8 +131,8 @@ class MachineFooter(QWidget):
             in_vram = (held.weights_bytes, held.device_experts_bytes, held.kv_bytes) if on_gpu else (0, 0, 0)
             ours = max(held.device_used_bytes, sum(in_vram)) if on_gpu else 0
             parts = self._parts(theme, *in_vram, ours - sum(in_vram), used - ours)
-            self._vram_bar.show_parts(parts, used, gpu.total_bytes, theme.border)
-            self._vram_bar.setToolTip(self.tr("VRAM in use and total: from the driver."))
+            source = self.tr("VRAM in use and total: from the driver.")
+            self._vram_bar.show_parts(parts, used, gpu.total_bytes, theme.border, source=source)
 
     def _show_emulated_memory(self) -> None:
         """An emulated card has the memory that the engine counts; it lies in RAM, where it is shown as well."""
@@ -113,8 +144,9 @@ class MachineFooter(QWidget):
             held.kv_bytes,
         )
         self._vram_bar.setVisible(True)
-        self._vram_bar.show_parts(self._parts(theme, used - experts - kv, experts, kv, 0, 0), used, total, theme.border)
-        self._vram_bar.setToolTip(self.tr("Memory of the emulated graphics card: from the engine."))
+        parts = self._parts(theme, used - experts - kv, experts, kv, 0, 0)
+        source = self.tr("Memory of the emulated graphics card: from the engine.")
+        self._vram_bar.show_parts(parts, used, total, theme.border, source=source)
 
     def _parts(
         self, theme: Theme, weights: int, experts: int, kv: int, program: int, other: int
@@ -168,7 +200,7 @@ class MachineFooter(QWidget):
             threads = self.tr("1 thread") if model.threads == 1 else self.tr("{0} threads").format(model.threads)
             tuned = " · " + self.tr("tuned") if model.is_tuned else ""
             text = f"{model.name}\n{device}, {threads} · {model.precision}{tuned}"
-            self._where.setToolTip(model.device_note or self.tr("Where the model runs: told by the engine."))
+            self._where.setToolTip(model.device_note or self.tr("Where the model runs, as reported by the engine."))
         elif self._client.state is EngineState.LOADING:
             text = self._loading or self.tr("Loading the model")
         elif self._client.state is EngineState.STARTING:

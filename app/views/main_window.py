@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from PySide6.QtCore import QByteArray, QSize, Qt, QTimer, Signal
-from PySide6.QtGui import QCloseEvent, QGuiApplication, QShowEvent
+from PySide6.QtGui import QCloseEvent, QGuiApplication, QResizeEvent, QShowEvent
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QMainWindow, QStackedWidget, QVBoxLayout, QWidget
 
 from app.icons import logo
@@ -17,21 +17,27 @@ from app.services.model_start import ModelStart
 from app.services.settings import Settings
 from app.services.starter_download import StarterDownload
 from app.services.telemetry_hub import TelemetryHub
+from app.services.tuning_outrun import TuningOutrun
 from app.theme import ThemeController
 from app.views.machine_footer import MachineFooter
 from app.views.models_placeholder import models_placeholder
+from app.views.shortcuts_dialog import ShortcutsDialog
 from app.views.sidebar import Sidebar
 from app.views.starter_panel import StarterPanel
-from app.widgets.banner import Banner
+from app.widgets.banner import Banner, BannerStack
+from app.widgets.quantities import figures
+from app.widgets.shortcuts import add_shortcut, keys_of
 
 if TYPE_CHECKING:
     from app.services.batch_jobs import BatchJobs
+    from engine.tuning.result import TuningResult
 
 CHAT, BATCH, MONITOR, TUNE, SETTINGS = 0, 1, 2, 3, 5
 SIZE = QSize(1280, 800)
 _TELEMETRY_AFTER_MS = 500
 """Not while the window is being opened."""
-SMALLEST = QSize(900, 600)
+SMALLEST = QSize(640, 400)
+"""Fits a notebook of 1440 x 900 pixels at a scale of 2, less its panel and the window's title bar."""
 
 
 class MainWindow(QMainWindow):
@@ -62,7 +68,9 @@ class MainWindow(QMainWindow):
         self.setWindowTitle("Switchyard")
         self.setWindowIcon(logo(theme.theme))
         self.setMinimumSize(SMALLEST)
-        self.resize(SIZE)
+        screen = QGuiApplication.primaryScreen()
+        room = screen.availableSize() if screen is not None else SIZE
+        self.resize(SIZE.boundedTo(room).expandedTo(SMALLEST))
         self._placed = False
 
         self.devices = DeviceMonitor(self)
@@ -71,18 +79,21 @@ class MainWindow(QMainWindow):
         self.download = StarterDownload(self)
         self.sidebar = Sidebar(theme, MachineFooter(client, self.devices, theme), self)
         self.engine_banner = Banner("danger", theme, self)
-        self.engine_banner.add_action(self.tr("Restart engine"), self._restart_engine)
+        self.engine_banner.add_action(self.tr("Restart engine"), self.restart_engine)
         self.problem_banner = self._passing_banner("warning", theme)
         self.notice_banner = self._passing_banner("info", theme)
         self.tune_banner = Banner("info", theme, self)
         self.tune_banner.add_action(self.tr("Tune"), self._tune)
         self.tune_banner.add_action(self.tr("Dismiss"), self.tune_banner.hide, kind="quiet")
         self.hardware_change = HardwareChange(self.devices, self)
+        self.tuning_outrun = TuningOutrun(client, self)
         self.crash_banner = Banner("info", theme, self)
         self.starter_panel = StarterPanel(self.download, self)
         self.pages = QStackedWidget(self)
+        self._shown = CHAT
         self._built: dict[int, QWidget] = {}
         self._make_chat, self._make_strip = make_chat, make_strip
+        self._recall_tuning: Callable[[], None] = lambda: None
         self._lay_out()
 
         self.sidebar.page_chosen.connect(self.show_page)
@@ -91,15 +102,21 @@ class MainWindow(QMainWindow):
         self.model_start.problem.connect(self.problem_banner.tell)
         self.model_start.loaded.connect(self._on_model_loaded)
         settings.save_failed.connect(self.problem_banner.tell)
+        theme.changed.connect(lambda _theme: self.sidebar.follow_window(self.width()))
         self.hardware_change.noticed.connect(self._on_hardware_change)
+        self.tuning_outrun.noticed.connect(self._on_outrun)
         self.telemetry.problem.connect(self.problem_banner.tell)
         client.state_changed.connect(self._on_engine_state)
         client.responding_changed.connect(self._on_responding)
+        add_shortcut(self, "F1", self.tr("Show these shortcuts"), self.show_shortcuts)
+        add_shortcut(self, "Ctrl+/", "", self.show_shortcuts)
+        add_shortcut(self, "Ctrl+Q", self.tr("Quit"), self.quit_by_hand)
         self.show_page(CHAT)
 
     def show_page(self, index: int) -> None:
         """Shows a page, by its place in the sidebar."""
         self.sidebar.choose(index)
+        self._shown = index
         if index == TUNE:
             self.tune_banner.hide()  # the page says it itself
         self.pages.setCurrentWidget(self.page(index))
@@ -126,6 +143,28 @@ class MainWindow(QMainWindow):
         self.raise_()
         self.activateWindow()
 
+    def restart_engine(self) -> None:
+        """Starts the engine again, with the model that it had."""
+        self.engine_banner.hide()
+        self.model_start.restart()
+
+    def show_shortcuts(self) -> None:
+        """Lists the keys of the page that is shown, and those that work everywhere."""
+        page = self.pages.currentWidget()
+        name = self.sidebar.button(self._shown).accessibleName()
+        everywhere = keys_of(self, besides=self.pages)
+        dialog = ShortcutsDialog(
+            [(name, keys_of(page) if page is not None else []), (self.tr("Everywhere"), everywhere)], self
+        )
+        dialog.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
+        dialog.open()
+
+    def quit_by_hand(self) -> None:
+        """Closes the window as a click on its frame does: whoever has to ask first is asked."""
+        frame = self.windowHandle()
+        if frame is not None:
+            frame.close()
+
     def offer_crash_report(self, report: str, dismiss: Callable[[], None]) -> None:
         """Tells that the last start ended badly; the report is copied only if the user wants it."""
 
@@ -141,8 +180,8 @@ class MainWindow(QMainWindow):
         self.crash_banner.add_action(self.tr("Dismiss"), forget, kind="quiet")
         self.crash_banner.tell(
             self.tr(
-                "Switchyard met an error the last time. A report is ready to copy into a bug report; "
-                "it holds no prompts and no answers, and nothing was sent."
+                "Switchyard hit an error last time. A report is ready to copy into a bug report; "
+                "it contains no prompts or answers, and nothing was sent."
             )
         )
 
@@ -165,17 +204,26 @@ class MainWindow(QMainWindow):
         elif self._client.state is not EngineState.DIED:
             self.engine_banner.hide()
 
-    def _restart_engine(self) -> None:
-        self.engine_banner.hide()
-        if self._client.restart() is None:
-            self.model_start.begin()
-
     def _tune(self) -> None:
         self.show_page(TUNE)
 
     def _on_hardware_change(self, changed: tuple[str, ...]) -> None:
-        words = self.tr("The hardware is not what it was when it was last tuned. {0}")
+        words = self.tr("Your hardware has changed since it was last tuned. {0}")
         self.tune_banner.tell(words.format(" ".join(changed)))
+
+    def _on_outrun(self, result: TuningResult) -> None:
+        won = result.won
+        if won is None:
+            return
+        tune = self._built.get(TUNE)
+        if tune is not None and tune is self.pages.currentWidget():
+            self._recall_tuning()
+            return  # the page says it itself
+        words = self.tr(
+            "{0} now runs at {1} tokens/s, much faster than the {2} that Tune measured: something else kept the "
+            "machine busy then. Tune it again to find its best settings."
+        )
+        self.tune_banner.tell(words.format(result.model, figures(result.outrun), figures(won.tokens_per_s)))
 
     def _reload(self) -> None:
         from app.views.batch import BatchPage
@@ -232,6 +280,7 @@ class MainWindow(QMainWindow):
 
             tune = TunePage(self._client, self._settings, self._theme, self, jobs=self._batch_jobs)
             self.closing.connect(tune.close_down)
+            self._recall_tuning = tune.recall
             return tune
         return models_placeholder(self._theme)
 
@@ -245,9 +294,8 @@ class MainWindow(QMainWindow):
         line.setProperty("line", "vertical")
         right = QVBoxLayout()
         right.setSpacing(0)
-        for strip in (self.engine_banner, self.problem_banner, self.notice_banner, self.tune_banner, self.crash_banner):
-            right.addWidget(strip)
-        right.addWidget(self.starter_panel)
+        strips = (self.engine_banner, self.problem_banner, self.notice_banner, self.tune_banner, self.crash_banner)
+        right.addWidget(BannerStack((*strips, self.starter_panel), self))
         right.addWidget(self.pages, 1)
         centre = QWidget(self)
         centre.setProperty("pane", "background")
@@ -259,6 +307,10 @@ class MainWindow(QMainWindow):
         row.addWidget(line)
         row.addLayout(right, 1)
         self.setCentralWidget(centre)
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        self.sidebar.follow_window(self.width())
 
     # --- opening and closing ----------------------------------------------------------------------
 
@@ -278,6 +330,7 @@ class MainWindow(QMainWindow):
         self.download.close()
         self.devices.stop()
         self.hardware_change.close()
+        self.tuning_outrun.close()
         self.telemetry.close()
         self.model_start.close()
         super().closeEvent(event)

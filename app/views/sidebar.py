@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import QSize, Qt, Signal
-from PySide6.QtGui import QKeySequence, QShortcut
+from PySide6.QtCore import QEvent, QSize, Qt, Signal
+from PySide6.QtGui import QKeySequence, QResizeEvent
 from PySide6.QtWidgets import QButtonGroup, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
 
 from app.icons import icon, logo
 from app.theme import BODY_PX, Theme, ThemeController
 from app.views.machine_footer import MachineFooter
+from app.widgets.shortcuts import add_shortcut
 
 WIDTH_PX = 208
+RAIL_PX = 64
+RAIL_BELOW_PX = 860
+"""A narrower window, at the standard font size, has room for the icons of the sidebar only."""
+MARGIN_PX, RAIL_MARGIN_PX = 12, 8
+SHORT_PX = 480
 ICON_PX = 18
 LOGO_PX = 24
 
 
 class Sidebar(QWidget):
-    """Signals: `page_chosen(int)`, an index into `pages`."""
+    """Becomes a rail of icons in a narrow window; what the foot has no room for is in its tooltip.
+
+    Signals: `page_chosen(int)`, an index into `pages`.
+    """
 
     page_chosen = Signal(int)
 
@@ -26,20 +35,22 @@ class Sidebar(QWidget):
         self.setAttribute(Qt.WidgetAttribute.WA_StyledBackground)
         self.setAccessibleName(self.tr("Navigation"))
         self._theme = theme
+        self._footer = footer
+        self._is_rail = False
         self._mark = QLabel(self)
-        name = QLabel("Switchyard", self)
-        name.setProperty("role", "title")
-        head = QHBoxLayout()
-        head.setContentsMargins(10, 0, 0, 0)
+        self._name = QLabel("Switchyard", self)
+        self._name.setProperty("role", "title")
+        self._head = QWidget(self)
+        head = QHBoxLayout(self._head)
+        head.setContentsMargins(10, 0, 0, 14)
         head.setSpacing(8)
         head.addWidget(self._mark)
-        head.addWidget(name, 1)
+        head.addWidget(self._name, 1)
 
-        column = QVBoxLayout(self)
-        column.setContentsMargins(12, 18, 12, 14)
+        self._column = column = QVBoxLayout(self)
+        column.setContentsMargins(MARGIN_PX, 18, MARGIN_PX, 14)
         column.setSpacing(4)
-        column.addLayout(head)
-        column.addSpacing(14)
+        column.addWidget(self._head)
         self._group = QButtonGroup(self)
         self._icons: list[tuple[QPushButton, str]] = []
         for index, (icon_name, label) in enumerate(self._pages()):
@@ -47,8 +58,28 @@ class Sidebar(QWidget):
         column.addStretch(1)
         column.addWidget(footer)
         self._group.idClicked.connect(self.page_chosen)
+        self._show_labels()
         theme.changed.connect(self._apply)
         self._apply(theme.theme)
+
+    def follow_window(self, width: int) -> None:
+        """Takes the form that suits a window of that width."""
+        rail = width < RAIL_BELOW_PX * self._theme.font_px / BODY_PX
+        if rail != self._is_rail:
+            self._is_rail = rail
+            self._footer.set_narrow(rail)
+            self._show_labels()
+            self._apply(self._theme.theme)
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        self._fit()
+
+    def event(self, event: QEvent) -> bool:
+        handled = super().event(event)
+        if event.type() == QEvent.Type.LayoutRequest:
+            self._fit()
+        return handled
 
     def choose(self, index: int) -> None:
         """Marks the page as the one shown; emits nothing."""
@@ -76,14 +107,13 @@ class Sidebar(QWidget):
         )
 
     def _button(self, index: int, icon_name: str, label: str) -> QPushButton:
-        button = QPushButton(f" {label}", self)
+        button = QPushButton(self)
         button.setCheckable(True)
         button.setProperty("kind", "navigation")
         button.setAccessibleName(label)
         keys = QKeySequence(f"Ctrl+{index + 1}")
-        button.setToolTip(keys.toString(QKeySequence.SequenceFormat.NativeText))
         button.setFocusPolicy(Qt.FocusPolicy.TabFocus)
-        QShortcut(keys, self, lambda: self._go(index))
+        add_shortcut(self, keys, self.tr("Go to {0}").format(label), lambda: self._go(index))
         self._group.addButton(button, index)
         self._icons.append((button, icon_name))
         return button
@@ -92,10 +122,35 @@ class Sidebar(QWidget):
         self.choose(index)
         self.page_chosen.emit(index)
 
+    def _show_labels(self) -> None:
+        for index, (_, label) in enumerate(self._pages()):
+            button = self.button(index)
+            keys = QKeySequence(f"Ctrl+{index + 1}").toString(QKeySequence.SequenceFormat.NativeText)
+            button.setText("" if self._is_rail else f" {label}")
+            button.setToolTip(f"{label}  {keys}" if self._is_rail else keys)
+        self._name.setVisible(not self._is_rail)
+
+    def _fit(self) -> None:
+        """The foot shows as much as the height leaves it; the logo goes before a gauge does."""
+        short = self.height() < SHORT_PX * self._theme.font_px / BODY_PX
+        self._head.setVisible(not (short and self._is_rail))
+        margins = self._column.contentsMargins()
+        top = margins.top() + margins.bottom()
+        above = [self._head] if not self._head.isHidden() else []
+        widgets = [*above, *self._group.buttons()]
+        taken = sum(widget.sizeHint().height() + self._column.spacing() for widget in widgets)
+        room = self.width() - margins.left() - margins.right()
+        self._footer.fit(room, self.height() - top - taken - self._column.spacing())
+
     def _apply(self, theme: Theme) -> None:
-        self.setFixedWidth(round(WIDTH_PX * (0.4 + 0.6 * self._theme.font_px / BODY_PX)))
+        scale = self._theme.font_px / BODY_PX
+        side_px = RAIL_MARGIN_PX if self._is_rail else MARGIN_PX
+        end_px = RAIL_MARGIN_PX if self._is_rail else 14
+        self._column.setContentsMargins(side_px, end_px if self._is_rail else 18, side_px, end_px)
+        self.setFixedWidth(round(RAIL_PX * (0.4 + 0.6 * scale) if self._is_rail else WIDTH_PX * (0.4 + 0.6 * scale)))
         self._mark.setPixmap(logo(theme).pixmap(QSize(LOGO_PX, LOGO_PX), self.devicePixelRatioF()))
-        side = round(ICON_PX * self._theme.font_px / BODY_PX)
+        side = round(ICON_PX * scale)
         for button, name in self._icons:
             button.setIconSize(QSize(side, side))
             button.setIcon(icon(name, theme, theme.muted, theme.accent_text))
+        self._fit()

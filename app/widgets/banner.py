@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
-from PySide6.QtCore import QSize, Qt
-from PySide6.QtGui import QIcon
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QWidget
+from PySide6.QtCore import QEvent, QObject, QSize, Qt
+from PySide6.QtGui import QIcon, QResizeEvent
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QScrollArea, QVBoxLayout, QWidget
 
 from app.icons import icon
 from app.theme import Theme, ThemeController
+from app.widgets.wrapped_label import WrappedLabel
 
 Kind = Literal["info", "warning", "danger"]
 ICON_PX = 20
+LARGEST_SHARE = 0.36
+"""Of a window's height: several banners at once scroll, so that what they are about stays in reach."""
 
 
 class Banner(QFrame):
@@ -25,10 +28,7 @@ class Banner(QFrame):
         self.setProperty("banner", kind)
         self.setAttribute(Qt.WidgetAttribute.WA_StyledBackground)
         self._mark = QLabel(self)
-        self._text = QLabel(self)
-        self._text.setWordWrap(True)
-        self._text.setTextFormat(Qt.TextFormat.PlainText)
-        self._text.setTextInteractionFlags(Qt.TextInteractionFlag.TextSelectableByMouse)
+        self._text = WrappedLabel("", self)
         self._row = QHBoxLayout(self)
         self._row.setContentsMargins(16, 10, 16, 10)
         self._row.setSpacing(12)
@@ -61,3 +61,42 @@ class Banner(QFrame):
         name, colour = ("info", theme.accent_text) if self._kind == "info" else ("warning", theme.danger)
         mark: QIcon = icon(name, theme, colour)
         self._mark.setPixmap(mark.pixmap(QSize(ICON_PX, ICON_PX), self.devicePixelRatioF()))
+
+
+class BannerStack(QScrollArea):
+    """Banners below each other, as high as they need to be; in a small window they scroll."""
+
+    def __init__(self, banners: Sequence[QWidget], parent: QWidget) -> None:
+        super().__init__(parent)
+        self.setWidgetResizable(True)
+        self.setFrameShape(QFrame.Shape.NoFrame)
+        self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        self.setFocusPolicy(Qt.FocusPolicy.NoFocus)
+        self._content = QWidget(self)
+        self._banners = tuple(banners)
+        column = QVBoxLayout(self._content)
+        column.setContentsMargins(0, 0, 0, 0)
+        column.setSpacing(0)
+        for banner in banners:
+            column.addWidget(banner)
+        self._content.installEventFilter(self)
+        self.setWidget(self._content)
+        self.setFixedHeight(0)
+
+    def eventFilter(self, watched: QObject, event: QEvent) -> bool:
+        if watched is self._content and event.type() == QEvent.Type.LayoutRequest:
+            self._fit()
+        return super().eventFilter(watched, event)
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        self._fit()
+
+    def _fit(self) -> None:
+        shown = [banner for banner in self._banners if not banner.isHidden()]
+        width = self.viewport().width()
+        wanted = sum(max(one.heightForWidth(width), one.minimumSizeHint().height()) for one in shown)
+        least = shown[0].heightForWidth(width) if shown else 0  # the first is always whole
+        height = min(wanted, max(least, int(LARGEST_SHARE * self.window().height())))
+        if height != self.height():
+            self.setFixedHeight(height)

@@ -32,11 +32,19 @@ class MemoryGauge(QWidget):
         column.addLayout(row)
         column.addWidget(self._bar)
 
-    def show_parts(self, parts: tuple[MemoryPart, ...], used: int, total: int, free_colour: str) -> None:
+    def set_narrow(self, narrow: bool) -> None:
+        """Only the name and the bar."""
+        self._amount.setVisible(not narrow)
+
+    def show_parts(
+        self, parts: tuple[MemoryPart, ...], used: int, total: int, free_colour: str, *, source: str
+    ) -> None:
+        """`source` says where the figures come from."""
         self._amount.setText(used_of(used, total))
         self._bar.show_parts(parts, total, free_colour)
         spoken = ", ".join(f"{part.name} {memory(part.amount)}" for part in parts)
         self.setAccessibleName(f"{self._name} {used_of(used, total)}: {spoken}")
+        self.setToolTip(f"{self.accessibleName()}\n{source}")
 
 
 class MemoryLegend(QWidget):

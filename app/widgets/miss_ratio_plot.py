@@ -20,7 +20,7 @@ class MissRatioPlot(QWidget):
     """One tier: sizes along the bottom, hit rate at the left, predicted tokens per second at the right.
 
     The handle stands at the present size until it is moved.  Without a curve the axis and the handle are there all the
-    same: a tier can be resized before enough has been seen to foretell anything.
+    same: a tier can be resized before enough has been seen to predict anything.
 
     Signals:
         moved(int): experts at the handle, while it is moved.

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import codecs
 import io
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.foreign_file import open_foreign
+
+_KEPT_APART = "switchyard.kept-apart"
+
+
+def _keep_apart(error: UnicodeError) -> tuple[str, int]:
+    """As `surrogateescape`, which gives up at bytes below 128: UTF-16 may hold half a surrogate pair of such."""
+    if not isinstance(error, UnicodeDecodeError):
+        raise error
+    return "\udcff" * (error.end - error.start), error.end
+
+
+codecs.register_error(_KEPT_APART, _keep_apart)
 
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 # The longer marks first: UTF-32's begins as UTF-16's does.
@@ -38,7 +52,7 @@ def encoding_of(path: Path, asked: str | None) -> str:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST, f"There is no encoding called {asked!r}: use for example utf-8 or cp1252."
             ) from None
-    with open(path, "rb") as file:
+    with open_foreign(path) as file:
         start = file.read(_LOOKED_AT)
     return next((name for mark, name in _MARKS if start.startswith(mark)), _unmarked(start))
 
@@ -58,9 +72,9 @@ def open_text(path: Path, encoding: str) -> Iterator[tuple[TextIO, Callable[[], 
 
     Bytes that are no text in this encoding come out as lone surrogates: see `is_text`.
     """
-    size = max(path.stat().st_size, 1)
-    with open(path, "rb", buffering=1 << 20) as raw:
-        text = io.TextIOWrapper(raw, encoding=encoding, errors="surrogateescape", newline="")
+    with open_foreign(path, buffering=1 << 20) as raw:
+        size = max(os.fstat(raw.fileno()).st_size, 1)
+        text = io.TextIOWrapper(raw, encoding=encoding, errors=_KEPT_APART, newline="")
         try:
             yield text, lambda: min(1.0, raw.tell() / size)
         finally:

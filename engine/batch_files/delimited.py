@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine.batch_files.decoded_text import WRONG_ENCODING, encoding_of, is_text, open_text
 from engine.batch_files.row import Row, unique_names
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 
 MAX_FIELD_CHARACTERS = 4 * 2**20
 """A longer field is a quote that was never closed."""
@@ -41,7 +41,9 @@ class DelimitedRows:
             try:
                 names = next(self._reader(file))
             except csv.Error as error:
-                raise EngineError(ErrorCode.INVALID_REQUEST, f"{path} has a header that is no csv ({error}).") from None
+                raise EngineError(
+                    ErrorCode.INVALID_REQUEST, f"{path} has a header row that is not valid csv ({error})."
+                ) from None
         self._columns = unique_names(names)
 
     @property
@@ -51,6 +53,10 @@ class DelimitedRows:
     @property
     def columns(self) -> tuple[str, ...]:
         return self._columns
+
+    def all_columns(self) -> tuple[str, ...]:
+        """See `RowSource`."""
+        return self.columns
 
     def rows(self) -> Iterator[Row]:
         """See `RowSource`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import xxhash
 from engine.batch_files.aside import Between, on_and_on
 from engine.batch_files.folder import FolderRows
 from engine.batch_files.row import RowSource
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.foreign_file import open_foreign, reason
 
 _BLOCK = 4 * 2**20
 
@@ -40,6 +42,15 @@ def stamp(source: RowSource) -> Stamp:
     return Stamp(tuple(signs))
 
 
+def file_digest(path: Path) -> str:
+    """A hash of what is in a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return _digest(path, lambda _bytes: None)
+
+
 def content_hash(source: RowSource, between: Between = on_and_on) -> str:
     """A hash of all content and of the names within a folder; reads everything once.
 
@@ -50,19 +61,29 @@ def content_hash(source: RowSource, between: Between = on_and_on) -> str:
     whole = hashlib.sha256()
     total = max(1, sum(size for _name, size, _time in stamp(source).signs))
     done = 0
+
+    def tell(read: int) -> None:
+        nonlocal done
+        done += read
+        between(min(1.0, done / total))
+
     for path in files_of(source):
-        part = xxhash.xxh3_128()
         try:
-            with open(path, "rb", buffering=0) as file:
-                while block := file.read(_BLOCK):
-                    part.update(block)
-                    done += len(block)
-                    between(min(1.0, done / total))
+            digest = _digest(path, tell)
         except OSError as error:
             raise EngineError(
-                ErrorCode.INVALID_REQUEST, f"{path} cannot be read ({error.strerror}): check that it is still there."
+                ErrorCode.INVALID_REQUEST, f"{path} cannot be read ({reason(error)}): check that it is still there."
             ) from None
         # The place of the input may change between two runs, the names within a folder may not.
         name = path.relative_to(source.path).as_posix() if path != source.path else ""
-        whole.update(f"{name}\0{part.hexdigest()}\n".encode())
+        whole.update(f"{name}\0{digest}\n".encode())
     return whole.hexdigest()
+
+
+def _digest(path: Path, on_read: Callable[[int], None]) -> str:
+    digest = xxhash.xxh3_128()
+    with open_foreign(path, buffering=0) as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+            on_read(len(block))
+    return digest.hexdigest()

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from engine.batch_files.columns import SeenColumns
 from engine.batch_files.row import Row, RowSource
-from engine.errors import EngineError
+from engine.common.errors import EngineError
+from engine.common.foreign_file import reason
 
 
 class FolderRows:
@@ -23,6 +25,7 @@ class FolderRows:
             except EngineError:  # said in its row
                 continue
         self._columns = tuple(columns)
+        self._seen = SeenColumns(columns)
 
     @property
     def path(self) -> Path:
@@ -37,8 +40,15 @@ class FolderRows:
         """The files that are read, in order."""
         return tuple(self._files)
 
+    def all_columns(self) -> tuple[str, ...]:
+        """See `RowSource`."""
+        return self._seen.all_of(self.rows())
+
     def rows(self) -> Iterator[Row]:
         """See `RowSource`."""
+        return self._seen.through(self._rows())
+
+    def _rows(self) -> Iterator[Row]:
         index = 0
         for place, file in enumerate(self._files):
             name = file.relative_to(self._path).as_posix()
@@ -51,5 +61,5 @@ class FolderRows:
                 yield Row(index, {"file": name}, f"cannot be read: {error.message}", (place + 1) / len(self._files))
                 index += 1
             except OSError as error:
-                yield Row(index, {"file": name}, f"cannot be read ({error.strerror})", (place + 1) / len(self._files))
+                yield Row(index, {"file": name}, f"cannot be read ({reason(error)})", (place + 1) / len(self._files))
                 index += 1

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 
 from engine.batch_files.request import Constraint
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.foreign_json import DEEPEST, parse_json
+
+_MOST_CHARACTERS, _MOST_ENTRIES = 2**18, 3_000
+"""Of a schema: what is many times bigger takes minutes, and cannot be stopped."""
 
 
 def grammar_of(constraint: Constraint) -> str:
@@ -19,8 +23,10 @@ def grammar_of(constraint: Constraint) -> str:
     if constraint.choices:
         alternatives = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in constraint.choices)
         return str(LLMatcher.grammar_from_lark(f"start: {alternatives}"))
+    if len(constraint.schema) > _MOST_CHARACTERS or constraint.schema.count(":") > _MOST_ENTRIES:
+        raise unfit(f"it has more than {_MOST_CHARACTERS:,} characters or {_MOST_ENTRIES:,} entries")
     try:
-        schema = json.loads(constraint.schema)
+        schema = parse_json(constraint.schema, deepest=DEEPEST)
         # Models that begin to indent or to pad may never end: as compact as JSON can be.
         grammar = str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False}))
     except (ValueError, TypeError) as error:

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from engine.batch_files.answer import Answer
-from engine.checkpoint.file_lock import try_lock, unlock
-from engine.paths import jobs_dir
+from engine.batch_files.journal import written_files
+from engine.batch_files.manifest import parse_manifest
+from engine.batch_files.own_files import WrittenFile
+from engine.common.file_lock import try_lock, unlock
+from engine.common.paths import jobs_dir
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,8 @@ class KnownJob:
         begun_s, finished_s: seconds since 1970; None while rows are missing.
         done, failed, generated_tokens: rows that have ended, those of them that failed, and all tokens.
         running: whether a process works on it now.
+        precision: of the weights that it was begun with.
+        output, errors: where its result is, and what failed of OpenAI requests; empty while nothing is written.
     """
 
     journal: Path
@@ -36,6 +41,9 @@ class KnownJob:
     failed: int
     generated_tokens: int
     running: bool
+    precision: str = ""
+    output: str = ""
+    errors: str = ""
 
 
 def known_jobs() -> list[KnownJob]:
@@ -49,16 +57,39 @@ def read_job(journal: Path) -> KnownJob | None:
     counts = "SELECT COUNT(*), COALESCE(SUM(problem != ''), 0), COALESCE(SUM(generated_tokens), 0) FROM answers"
     try:
         with _read_only(journal) as connection:
-            settings, begun, finished = connection.execute(
-                "SELECT settings, begun_s, finished_s FROM manifest"
+            manifest, settings, begun, finished = connection.execute(
+                "SELECT content, settings, begun_s, finished_s FROM manifest"
             ).fetchone()
             done, failed, tokens = connection.execute(counts).fetchone()
             content = json.loads(settings)
+            began_as = parse_manifest(manifest)
+            files = {file.kind: file.path for file in written_files(connection)}
     except (sqlite3.Error, ValueError, TypeError):
         return None
     if not isinstance(content, dict):
         return None
-    return KnownJob(journal, content, begun, finished, int(done), int(failed), int(tokens), _is_running(journal))
+    return KnownJob(
+        journal,
+        content,
+        begun,
+        finished,
+        int(done),
+        int(failed),
+        int(tokens),
+        _is_running(journal),
+        precision=began_as.precision if began_as is not None else "",
+        output=files.get("result", ""),
+        errors=files.get("errors", ""),
+    )
+
+
+def read_written(journal: Path) -> list[WrittenFile]:
+    """The files that a job knows for its own; none if there is no such job."""
+    try:
+        with _read_only(journal) as connection:
+            return written_files(connection)
+    except (sqlite3.Error, ValueError, TypeError):
+        return []
 
 
 def read_answers(journal: Path, *, after: int = -1, limit: int = 200, failed_only: bool = False) -> list[Answer]:

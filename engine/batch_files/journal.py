@@ -8,10 +8,11 @@ dies with its holder.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,9 +20,12 @@ import xxhash
 
 from engine.batch_files.answer import Answer
 from engine.batch_files.manifest import Manifest, parse_manifest, require_same
-from engine.checkpoint.file_lock import try_lock
-from engine.errors import EngineError, ErrorCode
-from engine.paths import jobs_dir
+from engine.batch_files.own_files import WrittenFile
+from engine.common.disk_errors import is_full
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.file_lock import try_lock
+from engine.common.files import private_file, private_folder, restrict_files
+from engine.common.paths import jobs_dir
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS manifest (
@@ -31,6 +35,9 @@ CREATE TABLE IF NOT EXISTS manifest (
 CREATE TABLE IF NOT EXISTS answers (
     row INTEGER PRIMARY KEY, text TEXT NOT NULL, finish_reason TEXT NOT NULL,
     prompt_tokens INTEGER NOT NULL, generated_tokens INTEGER NOT NULL, problem TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS written (
+    path TEXT NOT NULL, kind TEXT NOT NULL, size INTEGER NOT NULL, time_ns INTEGER NOT NULL, digest TEXT NOT NULL
 );
 """
 _LOCK_S = 1.0
@@ -58,11 +65,13 @@ class Journal:
     def __init__(self, path: Path, manifest: Manifest, settings: str = "{}") -> None:
         self._path = path
         with self._explained():
-            path.parent.mkdir(parents=True, exist_ok=True)
+            private_folder(path.parent)
             self._lock = _locked(path)
         try:
             with self._explained():
                 # One thread at a time: while a result is written aside, whoever waits for it leaves the journal alone.
+                private_file(path)
+                restrict_files(path.with_name(path.name + side) for side in ("-wal", "-shm"))
                 self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
                 self._connection.execute("PRAGMA journal_mode = WAL")
                 self._connection.execute("PRAGMA synchronous = FULL")
@@ -78,12 +87,15 @@ class Journal:
             values = (manifest.to_json(), settings, time.time())
             self._connection.execute("INSERT INTO manifest VALUES (1, ?, ?, ?, NULL)", values)
             return
-        try:
-            require_same(parse_manifest(row[0]), manifest)
-        except EngineError:
-            self._connection.close()
-            raise
-        self._connection.execute("UPDATE manifest SET settings = ?, finished_s = NULL", (settings,))
+        done = self.counts()[0]
+        if done:  # a job that has no answers yet has none to mix with others
+            try:
+                require_same(parse_manifest(row[0]), manifest, done)
+            except EngineError:
+                self._connection.close()
+                raise
+        now = (manifest.to_json(), settings)
+        self._connection.execute("UPDATE manifest SET content = ?, settings = ?, finished_s = NULL", now)
 
     @property
     def path(self) -> Path:
@@ -106,15 +118,8 @@ class Journal:
         ]
         if not values:
             return
-        with self._explained():
-            self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                self._connection.executemany("INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?)", values)
-                self._connection.execute("COMMIT")
-            except BaseException:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                raise
+        with self._explained(), self._transaction():
+            self._connection.executemany("INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?)", values)
 
     def has(self, row: int) -> bool:
         """Whether this row has had its ending."""
@@ -130,6 +135,29 @@ class Journal:
         """All endings so far, in the order of the rows."""
         for values in self._connection.execute(f"SELECT {_COLUMNS} FROM answers ORDER BY row"):
             yield Answer(*values)
+
+    def written(self) -> list[WrittenFile]:
+        """The files that the job may replace: those that it wrote, and what was to be replaced when it began."""
+        return written_files(self._connection)
+
+    def remember(self, file: WrittenFile) -> None:
+        """See `engine.batch_files.own_files.Ledger`.
+
+        Raises:
+            EngineError: `DISK_FULL`; it is not remembered, then.
+        """
+        with self._explained():
+            self._connection.execute("INSERT INTO written VALUES (?, ?, ?, ?, ?)", _values(file))
+
+    def keep_only(self, files: Sequence[WrittenFile]) -> None:
+        """See `engine.batch_files.own_files.Ledger`.
+
+        Raises:
+            EngineError: `DISK_FULL`; more is remembered, then.
+        """
+        with self._explained(), self._transaction():
+            self._connection.execute("DELETE FROM written")
+            self._connection.executemany("INSERT INTO written VALUES (?, ?, ?, ?, ?)", map(_values, files))
 
     def forget_failed(self) -> int:
         """Failed rows will be asked again; how many there were."""
@@ -152,27 +180,43 @@ class Journal:
         self._lock = -1
 
     @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._connection.execute("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            raise
+
+    @contextmanager
     def _explained(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
+            if is_full(error):
+                raise self._full() from error
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,
                 f"{self._path} cannot be written ({error.strerror}): check the folder and its permissions.",
             ) from error
         except sqlite3.OperationalError as error:
             if "full" in str(error) or "disk I/O" in str(error):
-                raise EngineError(
-                    ErrorCode.DISK_FULL, f"The disk of {self._path.parent} is full: make room, and the job goes on."
-                ) from error
+                raise self._full() from error
             raise EngineError(
                 ErrorCode.INVALID_REQUEST, f"{self._path} cannot be written ({error}): check its folder's permissions."
             ) from error
         except sqlite3.DatabaseError as error:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,
-                f"{self._path} is damaged ({error}): start the job anew with --restart, which discards its answers.",
+                f"{self._path} is damaged ({error}): start the job over, which discards its answers.",
             ) from error
+
+    def _full(self) -> EngineError:
+        return EngineError(
+            ErrorCode.DISK_FULL, f"The disk of {self._path.parent} is full: make room, and the job continues."
+        )
 
 
 def _locked(path: Path) -> int:
@@ -210,6 +254,18 @@ def discard(path: Path) -> None:
             path.with_name(path.name + suffix).unlink(missing_ok=True)
     finally:
         os.close(lock)
+
+
+def written_files(connection: sqlite3.Connection) -> list[WrittenFile]:
+    """The files that a journal knows for its job's own, in the order in which they were written."""
+    if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'written'").fetchone() is None:
+        return []  # begun by a version that did not write them down
+    rows = connection.execute("SELECT path, kind, size, time_ns, digest FROM written ORDER BY rowid")
+    return [WrittenFile(json.loads(path), *values) for path, *values in rows]
+
+
+def _values(file: WrittenFile) -> tuple[str, str, int, int, str]:
+    return json.dumps(file.path), file.kind, file.size, file.time_ns, file.digest
 
 
 def _sound(text: str) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from engine.batch_files.columns import SeenColumns
 from engine.batch_files.decoded_text import sound
 from engine.batch_files.row import Row
 from engine.batch_files.text_lines import TextLines
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.foreign_json import DEEPEST, parse_json
 
 _LOOKED_AT = 200
 """Rows whose keys together are the columns; later rows may have more, which are kept as well."""
@@ -22,13 +23,14 @@ class JsonLines:
 
     def __init__(self, path: Path, *, encoding: str | None = None) -> None:
         self._lines = TextLines(path, encoding=encoding)
-        first = list(itertools.islice(self.rows(), _LOOKED_AT))
+        first = list(itertools.islice(self._rows(), _LOOKED_AT))
         self._columns = tuple(dict.fromkeys(name for row in first for name in row.fields))
+        self._seen = SeenColumns(self._columns)
         if first and not self._columns:
             why = first[0].problem or "has no columns"
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,
-                f"{path} holds no row that can be asked: its first line {why}; write one JSON object a line.",
+                f"{path} has no usable rows: its first line {why}; write one JSON object a line.",
             )
 
     @property
@@ -39,8 +41,15 @@ class JsonLines:
     def columns(self) -> tuple[str, ...]:
         return self._columns
 
+    def all_columns(self) -> tuple[str, ...]:
+        """See `RowSource`."""
+        return self._seen.all_of(self.rows())
+
     def rows(self) -> Iterator[Row]:
         """See `RowSource`."""
+        return self._seen.through(self._rows())
+
+    def _rows(self) -> Iterator[Row]:
         for row in self._lines.rows():
             if row.problem:
                 yield Row(row.index, {}, row.problem, row.share)
@@ -51,8 +60,8 @@ class JsonLines:
 
 def _fields(line: str) -> tuple[dict[str, Any], str]:
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(line, deepest=DEEPEST)
+    except ValueError as error:
         return {}, f"is not JSON ({str(error)[:80]})"
     if "\\ud" in line.lower():
         value = sound(value)

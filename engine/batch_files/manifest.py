@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 
 VERSION = 1
 
 _SHOWN = {
-    "input_hash": "the input file",
-    "template": "the template",
-    "system": "the system prompt",
-    "model": "the model",
-    "precision": "the precision",
-    "sampling": "the sampling",
-    "constraint": "what the answers must be",
-    "form": "how the input is read",
-    "version": "the version of Switchyard",
+    "input_hash": "another input",
+    "template": "another template",
+    "system": "another system prompt",
+    "model": "another model",
+    "precision": "weights in {0}, which are now in {1}",
+    "sampling": "other sampling settings",
+    "constraint": "another schema or other choices",
+    "form": "another way to read the input",
+    "version": "another version of Switchyard",
 }
 
 
@@ -45,7 +45,7 @@ class Manifest:
     version: int = VERSION
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), ensure_ascii=False)
+        return json.dumps(asdict(self))
 
 
 def parse_manifest(text: str) -> Manifest | None:
@@ -58,8 +58,11 @@ def parse_manifest(text: str) -> Manifest | None:
     return manifest if manifest.version == VERSION else None
 
 
-def require_same(begun: Manifest | None, now: Manifest) -> None:
+def require_same(begun: Manifest | None, now: Manifest, answers: int) -> None:
     """Refuses to go on with another job's answers.
+
+    Args:
+        answers: how many there are.
 
     Raises:
         EngineError: `INVALID_REQUEST`, naming what differs.
@@ -67,9 +70,13 @@ def require_same(begun: Manifest | None, now: Manifest) -> None:
     names = [field.name for field in fields(Manifest)]
     differing = [name for name in names if begun is None or getattr(begun, name) != getattr(now, name)]
     if differing:
-        what = " and ".join(_SHOWN[name] for name in differing) if begun is not None else _SHOWN["version"]
+        if begun is None:
+            what = _SHOWN["version"]
+        else:
+            what = " and ".join(_SHOWN[name].format(getattr(begun, name), getattr(now, name)) for name in differing)
+        whose = "1 answer of this job was" if answers == 1 else f"{answers:,} answers of this job were"
         raise EngineError(
             ErrorCode.INVALID_REQUEST,
-            f"The job with this output was begun when {what} differed: name another output, or restart it, which "
-            f"discards the answers that it has.",
+            f"The {whose} made with {what}: go back to that, name another output, or start the job over, which "
+            f"discards its answers.",
         )

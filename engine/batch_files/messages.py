@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config import BatchJob
+from engine.common.config import BatchJob
 from engine.planner.batch_prediction import JobPrediction
 
 # --- commands -------------------------------------------------------------------------------------
@@ -139,8 +139,9 @@ class BatchFinished:
         finished: whether every row has had its ending; else the job was stopped and can be resumed.
         done, failed: rows that have ended in all runs of the job, and those of them that failed.
         written: rows in the output.
-        tokens: generated in this run, in `seconds`.
-        note: a word about how rows were run, if there is one.
+        tokens: generated in this run, in `seconds` of computing.
+        note: a word about how rows were run, or where the result is if that is not where it was to be.
+        output, errors: where the result is, and the failures of OpenAI requests; empty where nothing was written.
     """
 
     request_id: str
@@ -151,3 +152,5 @@ class BatchFinished:
     tokens: int
     seconds: float
     note: str
+    output: str = ""
+    errors: str = ""

@@ -12,9 +12,9 @@ from typing import Any
 
 from engine.batch_files.request import Constraint, RowRequest
 from engine.batch_files.row import Row, RowSource
-from engine.config import SamplingParams
-from engine.errors import EngineError
-from engine.protocol import ChatMessage
+from engine.common.chat import ChatMessage
+from engine.common.config import SamplingParams
+from engine.common.errors import EngineError
 
 URL = "/v1/chat/completions"
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import uuid
 from collections.abc import Iterable
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from engine.batch_files.answer import Answer
-from engine.batch_files.new_file import beside
 from engine.batch_files.row import Row
-from engine.checkpoint.disk_errors import disk_errors_explained
 
 _NAMESPACE = uuid.UUID("6f6b0b6e-52a5-4d0e-9d67-2a1d3d6c7e55")
 _FINISH = {"stop": "stop", "stop_string": "stop", "length": "length", "context": "length"}
@@ -24,40 +20,25 @@ def errors_path(output: Path) -> Path:
     return output.with_name(f"{output.stem}.errors{output.suffix}")
 
 
-def write_openai(output: Path, answered: Iterable[tuple[Row, Answer]], created_s: int = 0) -> None:
-    """Writes both files, each in one step; that of the failures only if there are any.
+def write_openai(good: Path, bad: Path, answered: Iterable[tuple[Row, Answer]], created_s: int = 0) -> int:
+    """Writes answers to one new file and failures to another; how many failures there are.
 
     Args:
         created_s: when the job began, seconds since 1970.
 
     Raises:
-        EngineError: `DISK_FULL`, `INVALID_REQUEST`; the old files are then as they were.
+        OSError: they cannot be written.
     """
-    errors = errors_path(output)
-    with disk_errors_explained(output.parent), ExitStack() as undo:
-        good, bad = _new(output, undo), _new(errors, undo)
-        failures = 0
+    failures = 0
+    with (
+        open(good, "w", encoding="utf-8", newline="\n") as answers,
+        open(bad, "w", encoding="utf-8", newline="\n") as problems,
+    ):
         for row, answer in answered:
             failures += answer.failed
-            file = bad if answer.failed else good
+            file = problems if answer.failed else answers
             file.write(json.dumps(_line(row, answer, created_s), ensure_ascii=False) + "\n")
-        for file in (good, bad):
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-        Path(good.name).replace(output)
-        if failures:
-            Path(bad.name).replace(errors)
-        else:
-            errors.unlink(missing_ok=True)
-
-
-def _new(path: Path, undo: ExitStack) -> TextIO:
-    new = beside(path)
-    file = open(new, "w", encoding="utf-8", newline="\n")  # noqa: SIM115  (closed by `undo`)
-    undo.callback(lambda: new.unlink(missing_ok=True))
-    undo.callback(file.close)
-    return file
+    return failures
 
 
 def _line(row: Row, answer: Answer, created_s: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from engine.batch_files.pdf import PdfText
 from engine.batch_files.row import RowSource
 from engine.batch_files.spreadsheet import SpreadsheetRows
 from engine.batch_files.text_lines import TextLines, WholeText
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def _file(path: Path, form: InputForm) -> RowSource:
     if reader is None and path.exists():
         raise EngineError(
             ErrorCode.INVALID_REQUEST,
-            f"{path} is no kind of file that can be read: use {_USUAL}, or a folder of such files.",
+            f"{path} has an unsupported file type: use {_USUAL}, or a folder of such files.",
         )
     if reader is None or not path.exists():
         raise EngineError(ErrorCode.INVALID_REQUEST, f"There is no file {path}: check the path.")
@@ -92,6 +92,6 @@ def _folder(path: Path, form: InputForm) -> RowSource:
     )
     if not files:
         raise EngineError(
-            ErrorCode.INVALID_REQUEST, f"The folder {path} holds no file that can be read: put {_USUAL} files into it."
+            ErrorCode.INVALID_REQUEST, f"The folder {path} has no supported files: put {_USUAL} files into it."
         )
     return FolderRows(path, files, lambda file: _file(file, form))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.batch_files.row import Row
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 
 _ROWS_AT_ONCE = 256
 
@@ -32,6 +32,10 @@ class ParquetRows:
     @property
     def columns(self) -> tuple[str, ...]:
         return self._columns
+
+    def all_columns(self) -> tuple[str, ...]:
+        """See `RowSource`."""
+        return self.columns
 
     @property
     def schema(self) -> Any:

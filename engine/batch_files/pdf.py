@@ -28,6 +28,10 @@ class PdfText:
     def columns(self) -> tuple[str, ...]:
         return ("file", "pages", "text")
 
+    def all_columns(self) -> tuple[str, ...]:
+        """See `RowSource`."""
+        return self.columns
+
     def rows(self) -> Iterator[Row]:
         """See `RowSource`."""
         if self._row is None:  # a book takes a minute
@@ -36,14 +40,14 @@ class PdfText:
         yield self._row
 
 
-def _opens(reader: Any) -> bool:
-    """Whether it opens without a password."""
+def _why_not(reader: Any) -> str:
+    """Why an encrypted file cannot be read, as the end of a sentence; empty if it opens without a password."""
     from pypdf.errors import DependencyError
 
     try:
-        return bool(reader.decrypt(""))
-    except DependencyError:  # a cipher that only another package knows
-        return False
+        return "" if reader.decrypt("") else "is protected by a password; save it without one"
+    except DependencyError:  # AES, which only another package knows: whether there is a password cannot be found out
+        return "is encrypted with AES, which is not read here; print it to a new pdf, or save it unprotected"
 
 
 def _text_of(path: Path) -> tuple[str, int, str]:
@@ -52,8 +56,8 @@ def _text_of(path: Path) -> tuple[str, int, str]:
     logging.getLogger("pypdf").setLevel(logging.ERROR)  # it comments on every blemish of a file
     try:
         with pypdf.PdfReader(path) as reader:
-            if reader.is_encrypted and not _opens(reader):
-                return "", 0, "is protected by a password; save it without one"
+            if reader.is_encrypted and (why_not := _why_not(reader)):
+                return "", 0, why_not
             pages = len(reader.pages)
             if pages > _MAX_PAGES:
                 return "", pages, f"has {pages:,} pages, more than {_MAX_PAGES:,}"
@@ -67,4 +71,4 @@ def _text_of(path: Path) -> tuple[str, int, str]:
     except Exception as error:  # whatever its parser meets in a damaged or hostile file
         return "", 0, f"cannot be read as a pdf ({str(error)[:80] or type(error).__name__})"
     text = "\n\n".join(parts).encode("utf-8", "replace").decode("utf-8").strip()
-    return text, pages, "" if text else "holds no text, only pictures perhaps"
+    return text, pages, "" if text else "contains no text, perhaps only pictures"

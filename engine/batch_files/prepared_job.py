@@ -14,19 +14,22 @@ from engine.batch_files.answer import Answer, failed
 from engine.batch_files.aside import Between, on_and_on
 from engine.batch_files.fingerprint import content_hash
 from engine.batch_files.grammar import grammar_of
+from engine.batch_files.job_list import read_written
 from engine.batch_files.journal import Journal, discard, journal_path
 from engine.batch_files.manifest import Manifest
-from engine.batch_files.new_file import remove_left_over
 from engine.batch_files.openai_requests import holds_openai_requests
 from engine.batch_files.openai_responses import errors_path
 from engine.batch_files.opening import InputForm, open_source
+from engine.batch_files.own_files import WrittenFile, is_own, is_there
 from engine.batch_files.prompts import OpenAiPrompts, Prompts, TemplatePrompts
 from engine.batch_files.request import Constraint, RowRequest
 from engine.batch_files.result_file import check_output
+from engine.batch_files.result_formats import require_a_sheet
 from engine.batch_files.row import RowSource
-from engine.batch_files.template import parse_template, template_of
-from engine.config import BatchJob
-from engine.errors import EngineError, ErrorCode
+from engine.batch_files.template import Template, parse_template, template_of
+from engine.common.config import BatchJob
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.files import remove_left_over
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +103,44 @@ class PreparedJob:
             EngineError: `BUSY`, `DISK_FULL`, `INVALID_REQUEST`: what is there is of another job, or of none.
         """
         path = journal_path(self.output)
+        self.require_own_files()
+        given: list[WrittenFile] = []
         if self.job.start == "restart":
+            given = [file for file in read_written(path) if file.is_at(Path(file.path))]
+            if is_there(self.output) and not is_own(self.output, given):
+                given.append(WrittenFile.as_it_is(self.output))
             discard(path)
-        elif self.output.exists() and not path.exists():
-            raise EngineError(
-                ErrorCode.INVALID_REQUEST,
-                f"{self.output} exists already, and is of no job that can be gone on with: name another output, or "
-                f"--restart to replace it.",
-            )
-        settings = json.dumps({"model": model, "job": asdict(self.job)}, ensure_ascii=False)
+        settings = json.dumps({"model": model, "job": asdict(self.job)})
         journal = Journal(path, manifest, settings)
+        for file in given:
+            journal.remember(file)
         if self.job.start == "retry_failed":
             journal.forget_failed()
-        for written in (self.output, errors_path(self.output)):
+        for written in self._files:
             remove_left_over(written)
         return journal
+
+    def require_own_files(self) -> None:
+        """Refuses what would overwrite a file that this job did not write, or that was changed since it did.
+
+        Raises:
+            EngineError: `INVALID_REQUEST`.
+        """
+        written = read_written(journal_path(self.output))
+        for file in self._files:
+            if file == self.output and self.job.start == "restart":  # which says that it is to be replaced
+                continue
+            if is_there(file) and not is_own(file, written):
+                raise EngineError(
+                    ErrorCode.INVALID_REQUEST,
+                    f"{file} was not written by this job, or was changed since, and is left as it is: move or rename "
+                    f"it, and start again.",
+                )
+
+    @property
+    def _files(self) -> tuple[Path, ...]:
+        """All that the job may write, if nobody takes these names meanwhile."""
+        return (self.output, errors_path(self.output)) if self.openai else (self.output,)
 
 
 def prepare(job: BatchJob) -> PreparedJob:
@@ -125,9 +151,11 @@ def prepare(job: BatchJob) -> PreparedJob:
     """
     source = open_source(Path(job.input), InputForm(job.encoding, job.whole_files, job.separator))
     output = Path(job.output)
-    check_output(output, source)
-    _check_start(job, output)
     openai = holds_openai_requests(source)
+    check_output(output, source, openai=openai)
+    _check_start(job, output)
+    if output.suffix.lower() == ".xlsx" and not (job.start != "restart" and is_there(journal_path(output))):
+        require_a_sheet(source)  # a job that has answers goes on: if need be, it writes a csv
     prompts: Prompts
     if openai:
         if job.template or job.system or job.schema or job.choices:
@@ -142,12 +170,19 @@ def prepare(job: BatchJob) -> PreparedJob:
             )
         prompts = OpenAiPrompts(job.sampling)
     else:
-        template = parse_template(job.template, source.columns) if job.template else template_of(source.columns)
+        template = _template(job.template, source) if job.template else template_of(source.columns)
         constraint = Constraint(job.schema, job.choices) if job.schema or job.choices else None
         if constraint is not None:
             grammar_of(constraint)  # what is wrong with it is said now, not row by row
         prompts = TemplatePrompts(template, job.system, job.sampling, constraint)
     return PreparedJob(job, source, prompts, output, openai)
+
+
+def _template(text: str, source: RowSource) -> Template:
+    try:
+        return parse_template(text, source.columns)
+    except EngineError:  # it may name a column that only later rows have
+        return parse_template(text, source.all_columns())
 
 
 def _changed_attention(job: BatchJob) -> dict[str, Any]:
@@ -166,7 +201,7 @@ def _check_start(job: BatchJob, output: Path) -> None:
             f"A job with the output {output} was begun before: resume it (--resume), or restart it (--restart), which "
             f"discards its answers.",
         )
-    if output.exists():
+    if is_there(output):
         raise EngineError(
             ErrorCode.INVALID_REQUEST, f"{output} exists already: name another output, or --restart to replace it."
         )

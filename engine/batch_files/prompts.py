@@ -9,8 +9,8 @@ from engine.batch_files.openai_requests import BadRequestError, openai_request
 from engine.batch_files.request import Constraint, RowRequest
 from engine.batch_files.row import Row
 from engine.batch_files.template import EmptyFieldError, Template
-from engine.config import SamplingParams
-from engine.protocol import ChatMessage
+from engine.common.chat import ChatMessage
+from engine.common.config import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.config import SamplingParams
-from engine.protocol import ChatMessage
+from engine.common.chat import ChatMessage
+from engine.common.config import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from engine.batch_files.answer import Answer
 from engine.batch_files.aside import Between, on_and_on
-from engine.batch_files.new_file import beside
-from engine.batch_files.openai_responses import write_openai
-from engine.batch_files.result_formats import CsvResult, JsonLinesResult, ParquetResult, SpreadsheetResult
+from engine.batch_files.fingerprint import files_of
+from engine.batch_files.openai_responses import errors_path, write_openai
+from engine.batch_files.own_files import Ledger, NothingWritten, WrittenFile, absolute, is_there, put_in_place
+from engine.batch_files.result_formats import (
+    CsvResult,
+    JsonLinesResult,
+    ParquetResult,
+    SpreadsheetResult,
+    fits_a_sheet,
+)
 from engine.batch_files.row import Row, RowSource
-from engine.checkpoint.disk_errors import disk_errors_explained
-from engine.errors import EngineError, ErrorCode
+from engine.common.disk_errors import disk_errors_explained
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.files import NewFile
 
 
 class ResultFormat(Protocol):
@@ -34,8 +44,28 @@ OUTPUT_SUFFIXES = tuple(_FORMATS)
 _ROWS_AT_ONCE = 64
 
 
-def check_output(path: Path, source: RowSource) -> None:
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What `write_result` did.
+
+    Attributes:
+        rows: how many were written, failures among them.
+        output: the file that they are in: another than asked for, if somebody else's was in the way.
+        asked: the file that they were to be in: a csv in place of an xlsx that would not hold them.
+        errors: where the failures of OpenAI requests are; None if there are none.
+    """
+
+    rows: int
+    output: Path
+    asked: Path
+    errors: Path | None = None
+
+
+def check_output(path: Path, source: RowSource, *, openai: bool = False) -> None:
     """Refuses an output that could not be written, before anything is computed.
+
+    Args:
+        openai: whether failures go into a file of their own, which must not be one of the input's either.
 
     Raises:
         EngineError: `INVALID_REQUEST`.
@@ -43,8 +73,11 @@ def check_output(path: Path, source: RowSource) -> None:
     if path.suffix.lower() not in _FORMATS:
         raise EngineError(
             ErrorCode.INVALID_REQUEST,
-            f"{path} is no kind of file that can be written: use {', '.join(s[1:] for s in _FORMATS)}.",
+            f"{path} has an unsupported file type: use {', '.join(s[1:] for s in _FORMATS)}.",
         )
+    files = (path, errors_path(path)) if openai else (path,)
+    for file in files:
+        is_there(file)  # says so if nothing can have this name
     if path.is_dir() or not path.parent.is_dir():
         raise EngineError(
             ErrorCode.INVALID_REQUEST,
@@ -54,11 +87,14 @@ def check_output(path: Path, source: RowSource) -> None:
         raise EngineError(
             ErrorCode.INVALID_REQUEST, f"{path.parent} cannot be written to: choose an output in another folder."
         )
-    inside = source.path.is_dir() and source.path.resolve() in path.resolve().parents
-    if inside or path.resolve() == source.path.resolve():
-        raise EngineError(
-            ErrorCode.INVALID_REQUEST, f"{path} is {'within ' if inside else ''}the input: choose another output."
-        )
+    if source.path.is_dir() and any(_is_same(folder, source.path) for folder in path.resolve().parents):
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"{path} is within the input: choose another output.")
+    inputs = {number for file in files_of(source) if (number := _number(file)) is not None}
+    for file in files:
+        # By what it is rather than by its name: links, and names that a file system takes for the same.
+        if _number(file) in inputs or file.resolve() == source.path.resolve():
+            what = "the input" if file == path else f"the input, and {path.name} would have its failed rows there"
+            raise EngineError(ErrorCode.INVALID_REQUEST, f"{file} is {what}: choose another output.")
 
 
 def write_result(
@@ -66,44 +102,73 @@ def write_result(
     source: RowSource,
     answers: Iterable[Answer],
     *,
+    rows: int = 0,
+    ledger: Ledger | None = None,
     openai: bool = False,
     created_s: int = 0,
     between: Between = on_and_on,
-) -> int:
-    """Writes all rows that have an answer, in the input's order, replacing what is there.
+) -> Written:
+    """Writes all rows that have an answer, in the input's order, in place of what the job wrote before.
 
     Args:
         answers: in the order of their rows.
+        rows: how many they are at most, if that may be more than the file can hold.
+        ledger: knows what the job wrote, and learns what it writes; what it does not know is left as it is.
         openai: write OpenAI's batch output, and failures into the file that `errors_path` names.
-
         created_s: when the job began, which OpenAI's output says; seconds since 1970.
-
-    Returns:
-        How many rows were written.
 
     Raises:
         EngineError: `DISK_FULL`, `INVALID_REQUEST`; the old file is then as it was.
         StoppedError: see `Between`; the old file is as it was.
     """
+    ledger = ledger or NothingWritten()
     counted = _Counted(_answered(source, iter(answers), between))
-    if openai:
-        write_openai(path, counted, created_s)
-    else:
-        _replace(path, lambda new: _FORMATS[path.suffix.lower()].write(new, source, counted))
-    return counted.count
+    failures = 0
+    if path.suffix.lower() == ".xlsx" and not fits_a_sheet(source, rows):
+        path = path.with_suffix(".csv")
+    with disk_errors_explained(path.parent), ExitStack() as undo:
+        new = undo.enter_context(NewFile(path))
+        if openai:
+            bad = undo.enter_context(NewFile(errors_path(path)))
+            failures = write_openai(new.path, bad.path, counted, created_s)
+            if failures:
+                bad.finish()  # before either takes its place: if there is no room for it, there is none for both
+        else:
+            _FORMATS[path.suffix.lower()].write(new.path, source, counted)
+        files = [put_in_place(new, path, "result", ledger)]
+        if failures:
+            files.append(put_in_place(bad, errors_path(path), "errors", ledger))
+        _remove_old_errors(files, ledger)
+        ledger.keep_only(files)
+    places = [
+        asked if file.path == absolute(asked) else Path(file.path)
+        for file, asked in zip(files, (path, errors_path(path)), strict=False)
+    ]
+    return Written(counted.count, places[0], path, *places[1:])
 
 
-def _replace(path: Path, write: Callable[[Path], None]) -> None:
-    with disk_errors_explained(path.parent):
-        new = beside(path)
-        try:
-            write(new)
-            with open(new, "rb+") as file:
-                os.fsync(file.fileno())
-            new.replace(path)
-        except BaseException:
-            new.unlink(missing_ok=True)
-            raise
+def _remove_old_errors(files: Sequence[WrittenFile], ledger: Ledger) -> None:
+    """Failures that are none any more: the job's own file of them goes, and no other."""
+    kept = {file.path for file in files}
+    for old in ledger.written():
+        if old.kind == "errors" and old.path not in kept and old.is_at(Path(old.path)):
+            Path(old.path).unlink(missing_ok=True)
+
+
+def _is_same(first: Path, second: Path) -> bool:
+    try:
+        return first.samefile(second)
+    except OSError:
+        return False
+
+
+def _number(path: Path) -> tuple[int, int] | None:
+    """What tells a file from all others, whatever its names; None if there is none, or its disk knows no such thing."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return (status.st_dev, status.st_ino) if status.st_ino else None
 
 
 class _Counted:

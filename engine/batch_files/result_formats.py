@@ -6,7 +6,7 @@ import csv
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from engine.batch_files.answer import Answer
+from engine.batch_files.columns import ResultColumns, result_columns
 from engine.batch_files.parquet import ParquetRows
 from engine.batch_files.row import Row, RowSource
+from engine.batch_files.row_count import has_rows
 from engine.batch_files.template import as_text, json_value
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 
-_ADDED = ("answer", "finish_reason", "prompt_tokens", "generated_tokens", "problem")
 _ROWS_AT_ONCE = 512
 _MOST_SHEET_ROWS = 1_048_576
+_MOST_SHEET_COLUMNS = 16_384
+MOST_OF_A_SHEET = f"An xlsx sheet holds at most {_MOST_SHEET_ROWS:,} rows and {_MOST_SHEET_COLUMNS:,} columns"
 _MOST_CELL_CHARACTERS = 32_767
 _MOST_EXACT = 10**15
 """A sheet's numbers are floating point: longer ones, such as those of accounts, would lose their last digits."""
@@ -30,32 +33,26 @@ _FIRST_YEAR = 1900
 _NOT_IN_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 
 
-def added_columns(columns: Sequence[str]) -> tuple[str, ...]:
-    """Names of the columns that are added, which differ from the input's."""
-    names = []
-    for name in _ADDED:
-        free, number = name, 1
-        while free in columns:
-            number += 1
-            free = f"{name}_{number}"
-        names.append(free)
-    return tuple(names)
-
-
 def _values(answer: Answer) -> tuple[Any, ...]:
     return answer.text, answer.finish_reason, answer.prompt_tokens, answer.generated_tokens, answer.problem
+
+
+def _columns(source: RowSource) -> ResultColumns:
+    first = source.columns
+    known = set(first)
+    return result_columns(first, [name for name in source.all_columns() if name not in known])
 
 
 class JsonLinesResult:
     """An object a line; values keep their types."""
 
     def write(self, path: Path, source: RowSource, answered: Iterator[tuple[Row, Answer]]) -> None:
-        names = added_columns(source.columns)
+        columns = _columns(source)
+        named = dict(zip(columns.own, columns.named, strict=True))
         with open(path, "w", encoding="utf-8", newline="\n") as file:
             for row, answer in answered:
-                # A row may have columns that the first rows did not show: those make way, too.
-                own = {f"{name}_input" if name in names else name: value for name, value in row.fields.items()}
-                file.write(_json({**own, **dict(zip(names, _values(answer), strict=True))}) + "\n")
+                own = {named.get(name, name): value for name, value in row.fields.items()}
+                file.write(_json({**own, **dict(zip(columns.added, _values(answer), strict=True))}) + "\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +62,13 @@ class CsvResult:
     separator: str
 
     def write(self, path: Path, source: RowSource, answered: Iterator[tuple[Row, Answer]]) -> None:
+        columns = _columns(source)
         # With a byte order mark, without which Excel takes UTF-8 for something else.
         with open(path, "w", encoding="utf-8-sig", newline="") as file:
             writer = csv.writer(file, delimiter=self.separator)
-            writer.writerow([*source.columns, *added_columns(source.columns)])
+            writer.writerow([*columns.named, *columns.added])
             for row, answer in answered:
-                writer.writerow([*(as_text(row.fields.get(name)) for name in source.columns), *_values(answer)])
+                writer.writerow([*(as_text(row.fields.get(name)) for name in columns.own), *_values(answer)])
 
 
 class ParquetResult:
@@ -80,19 +78,20 @@ class ParquetResult:
         import pyarrow as pa
         import pyarrow.parquet
 
+        columns = _columns(source)
         fields = (
             list(source.schema)
             if isinstance(source, ParquetRows)
-            else [pa.field(name, pa.string()) for name in source.columns]
+            else [pa.field(name, pa.string()) for name in columns.named]
         )
         kinds = (pa.string(), pa.string(), pa.int64(), pa.int64(), pa.string())
-        added = pa.schema(list(zip(added_columns(source.columns), kinds, strict=True)))
+        added = pa.schema(list(zip(columns.added, kinds, strict=True)))
         schema = pa.schema([*fields, *added])
         with pa.parquet.ParquetWriter(path, schema) as writer:
-            batches = _same_rows(source, answered) if isinstance(source, ParquetRows) else _as_text(source, answered)
+            batches = _same_rows(source, answered) if isinstance(source, ParquetRows) else _as_text(columns, answered)
             for own, answers in batches:
-                columns = zip(*map(_values, answers), strict=True)
-                new = [pa.array(column, field.type) for column, field in zip(columns, added, strict=True)]
+                values = zip(*map(_values, answers), strict=True)
+                new = [pa.array(column, field.type) for column, field in zip(values, added, strict=True)]
                 writer.write_batch(pa.RecordBatch.from_arrays([*own, *new], schema=schema))
 
 
@@ -113,28 +112,47 @@ def _same_rows(source: ParquetRows, answered: Iterator[tuple[Row, Answer]]) -> I
         begin = end
 
 
-def _as_text(source: RowSource, answered: Iterator[tuple[Row, Answer]]) -> Iterator[tuple[list[Any], list[Answer]]]:
+def _as_text(
+    columns: ResultColumns, answered: Iterator[tuple[Row, Answer]]
+) -> Iterator[tuple[list[Any], list[Answer]]]:
     import pyarrow as pa
 
     while pairs := list(islice(answered, _ROWS_AT_ONCE)):
         own = [
             pa.array([_text_or_none(row.fields.get(name)) for row, _answer in pairs], pa.string())
-            for name in source.columns
+            for name in columns.own
         ]
         yield own, [answer for _row, answer in pairs]
 
 
-class SpreadsheetResult:
-    """Numbers and dates as they are, all else as text that no program takes for a formula.
+def fits_a_sheet(source: RowSource, rows: int) -> bool:
+    """Whether so many rows of this input fit a sheet with their answers; reads all of it if nobody has."""
+    columns = _columns(source)
+    return rows < _MOST_SHEET_ROWS and len(columns.own) + len(columns.added) <= _MOST_SHEET_COLUMNS
+
+
+def require_a_sheet(source: RowSource) -> None:
+    """Refuses an input of which it is known, or soon found out, that no sheet holds its rows with their answers.
 
     Raises:
-        EngineError: `INVALID_REQUEST`, for more rows than a sheet has.
+        EngineError: `INVALID_REQUEST`, or as the source's `rows`.
     """
+    columns = result_columns(source.columns, [])  # later rows may have more: the result says so then
+    if len(columns.own) + len(columns.added) > _MOST_SHEET_COLUMNS or has_rows(source, _MOST_SHEET_ROWS):
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"{MOST_OF_A_SHEET}, and {source.path} has more: choose a csv, jsonl or parquet output.",
+        )
+
+
+class SpreadsheetResult:
+    """Numbers and dates as they are, all else as text that no program takes for a formula; see `fits_a_sheet`."""
 
     def write(self, path: Path, source: RowSource, answered: Iterator[tuple[Row, Answer]]) -> None:
         import openpyxl
         from openpyxl.cell import WriteOnlyCell
 
+        columns = _columns(source)
         book = openpyxl.Workbook(write_only=True)
         try:
             sheet = book.create_sheet("Answers")
@@ -146,15 +164,9 @@ class SpreadsheetResult:
                 made.data_type = "s"
                 return made
 
-            sheet.append([cell(name) for name in (*source.columns, *added_columns(source.columns))])
-            for count, (row, answer) in enumerate(answered, start=2):
-                if count > _MOST_SHEET_ROWS:
-                    raise EngineError(
-                        ErrorCode.INVALID_REQUEST,
-                        f"An xlsx sheet holds {_MOST_SHEET_ROWS:,} rows and this job has more: "
-                        f"write csv, jsonl or parquet; the answers are kept.",
-                    )
-                own = [row.fields.get(name) for name in source.columns]
+            sheet.append([cell(name) for name in (*columns.named, *columns.added)])
+            for row, answer in answered:
+                own = [row.fields.get(name) for name in columns.own]
                 text, *rest, problem = _values(answer)
                 if any(isinstance(value, str) and _cut(value) != value for value in (*own, text)):
                     problem = problem or f"was cut to the {_MOST_CELL_CHARACTERS:,} characters that a cell holds"

@@ -31,13 +31,17 @@ class RowSource(Protocol):
 
     Attributes:
         path: the file or folder.
-        columns: of every row, in order.  A row may lack some.
+        columns: of every row, in order.  A row may lack some; where no header names them, later rows may have more.
     """
 
     @property
     def path(self) -> Path: ...
     @property
     def columns(self) -> tuple[str, ...]: ...
+
+    def all_columns(self) -> tuple[str, ...]:
+        """The same with those that only later rows have; may read all rows."""
+        ...
 
     def rows(self) -> Iterator[Row]:
         """All rows from the first on; may be called again.
@@ -51,13 +55,15 @@ class RowSource(Protocol):
 def unique_names(names: list[str]) -> tuple[str, ...]:
     """Column names as a file's header gives them, none empty and none twice."""
     taken: set[str] = set()
+    numbers: dict[str, int] = {}  # the last one tried of each name: there may be thousands of equal ones
     result = []
     for place, name in enumerate(names, start=1):
         base = name.strip() or f"column_{place}"
-        unique, number = base, 1
+        unique, number = base, numbers.get(base, 1)
         while unique in taken:
             number += 1
             unique = f"{base}_{number}"
+        numbers[base] = number
         taken.add(unique)
         result.append(unique)
     return tuple(result)

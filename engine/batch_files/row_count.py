@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from engine.batch_files.aside import Between, on_and_on
 from engine.batch_files.fingerprint import stamp
 from engine.batch_files.row import RowSource
 
 _COUNTED_BYTES = 100 * 10**6
+_UNPACKED = (".csv", ".jsonl", ".md", ".tsv", ".txt")
 _ROWS_AT_ONCE = 64
 _TOLD_BY = 200
 
@@ -25,6 +28,19 @@ def counted_rows(source: RowSource, between: Between = on_and_on) -> int | None:
         if count % _ROWS_AT_ONCE == 1:
             between(row.share)
     return count
+
+
+def has_rows(source: RowSource, rows: int) -> bool:
+    """Whether there are so many; False of an input so big that counting would take long.
+
+    Raises:
+        EngineError: as the source's `rows`.
+    """
+    nbytes = sum(size for _name, size, _time in stamp(source).signs)
+    # A line takes a byte at least, unless it is packed.
+    if nbytes > _COUNTED_BYTES or (nbytes < rows and source.path.suffix.lower() in _UNPACKED):
+        return False
+    return next(islice(source.rows(), rows - 1, None), None) is not None
 
 
 class RowCount:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from engine.batch_files.answer import Answer
 from engine.batch_files.journal import Journal
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 
 _FLUSH_S = 0.5
 _MOST_WAITING = 64
@@ -25,6 +25,11 @@ class SafeKeeping:
         self._flushed_s = clock()
         self.problem = ""
         """Why answers cannot be written now, as a sentence; empty if they can."""
+
+    @property
+    def waiting(self) -> int:
+        """Answers that are not on the disk yet."""
+        return len(self._waiting)
 
     def keep(self, answer: Answer) -> None:
         """Takes one answer, and writes those that it has if it is time to.

@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from engine.batch_files.row import Row, unique_names
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.foreign_file import open_foreign
+from engine.common.sizes import about
 
 _OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
 MAX_UNPACKED_BYTES = 2 * 10**9
 MAX_RATIO = 200
 """A sheet of numbers packs about 10:1; what unpacks to much more than that is made to fill a computer."""
+MOST_LINES = 2**20
+"""Of a sheet, as spreadsheet programs have it.  A file may give a row any number, and those before it are empty."""
 _SMALL_BYTES = 50 * 10**6
 
 
@@ -41,6 +45,10 @@ class SpreadsheetRows:
     @property
     def columns(self) -> tuple[str, ...]:
         return self._columns
+
+    def all_columns(self) -> tuple[str, ...]:
+        """See `RowSource`."""
+        return self.columns
 
     def rows(self) -> Iterator[Row]:
         """See `RowSource`."""
@@ -72,6 +80,8 @@ class SpreadsheetRows:
                         raise _no_sheet(self._path, error) from None
                     if cells is None:
                         break
+                    if line > MOST_LINES:
+                        raise _no_sheet(self._path, ValueError(f"a row has a number above {MOST_LINES:,}"))
                     if any(value is not None for value in cells):
                         some = True
                         yield min(1.0, line / (sheet.max_row or line)), _without_empty_end(cells)
@@ -87,7 +97,7 @@ def _without_empty_end(cells: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _refuse_what_is_no_sheet(path: Path) -> None:
-    with open(path, "rb") as file:
+    with open_foreign(path) as file:
         start = file.read(8)
     if start == _OLE:
         raise EngineError(
@@ -103,7 +113,7 @@ def _refuse_what_is_no_sheet(path: Path) -> None:
     if unpacked > MAX_UNPACKED_BYTES or (unpacked > _SMALL_BYTES and unpacked > MAX_RATIO * packed):
         raise EngineError(
             ErrorCode.INVALID_REQUEST,
-            f"{path} unpacks to {unpacked // 10**6:,} MB from {packed / 1e6:.1f} MB and may be made to fill memory: "
+            f"{path} unpacks to {about(unpacked)} from {about(packed)} and may be made to fill memory: "
             f"save the sheet as csv if you trust it.",
         )
 

@@ -15,7 +15,7 @@ def stop_path(journal: Path) -> Path:
 
 def ask_to_stop(journal: Path) -> None:
     """Asks whoever works on the job of this journal; it stops within a second, everything kept."""
-    stop_path(journal).touch()
+    stop_path(journal).touch(0o600)
 
 
 class StopRequest:

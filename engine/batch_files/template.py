@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.batch_files.row import Row
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 
 _PLACE = re.compile(r"\{\{\s*(.+?)\s*\}\}", re.DOTALL)
 _USUAL_COLUMNS = ("prompt", "text", "question", "input", "instruction", "message", "content")

@@ -27,6 +27,10 @@ class TextLines:
     def columns(self) -> tuple[str, ...]:
         return ("text",)
 
+    def all_columns(self) -> tuple[str, ...]:
+        """See `RowSource`."""
+        return self.columns
+
     def rows(self) -> Iterator[Row]:
         """See `RowSource`."""
         index = 0
@@ -55,6 +59,10 @@ class WholeText:
     @property
     def columns(self) -> tuple[str, ...]:
         return ("file", "text")
+
+    def all_columns(self) -> tuple[str, ...]:
+        """See `RowSource`."""
+        return self.columns
 
     def rows(self) -> Iterator[Row]:
         """See `RowSource`."""

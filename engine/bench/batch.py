@@ -18,7 +18,7 @@ from engine.bench.llama_cpp.models import files_beside
 from engine.bench.opened import opened
 from engine.bench.peers import TransformersPeer
 from engine.bench.report import Report, row
-from engine.config import EngineConfig, SamplingParams
+from engine.common.config import EngineConfig, SamplingParams
 from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.request import BatchAnswer, BatchRequest
 from engine.runtime.chat_session import ChatSession

@@ -11,10 +11,10 @@ from engine.bench.batch import batch_rate, prompt_lengths
 from engine.bench.forced_text import random_text
 from engine.bench.opened import opened
 from engine.bench.report import Report, row
-from engine.config import EngineConfig
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError, ErrorCode
 from engine.devices.copy_log import CopyRecord
 from engine.devices.device import Device, Direction
-from engine.errors import EngineError, ErrorCode
 from engine.planner.simulator.sweeps import predicted_seconds
 from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.pipeline.schedules import Schedule
@@ -55,7 +55,7 @@ def bench_schedules(config: EngineConfig, plan: SchedulesPlan, report: Report, s
         lengths = prompt_lengths(plan.rows)
         prompts = [random_text(vocabulary, length, 0, seed=seed).prompt for seed, length in enumerate(lengths)]
         predicted = _predicted(loaded, plan, prompts)
-        say(", ".join(f"{name} foretold {rate:.1f} tokens/s" for name, rate in predicted.items()))
+        say(", ".join(f"{name} predicted {rate:.1f} tokens/s" for name, rate in predicted.items()))
         rates: dict[str, list[float]] = {}
         busy: dict[str, list[float]] = {}
         for repeat in range(plan.repeats + 1):

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from engine.bench.report import Report, row
-from engine.checkpoint.model_shapes import find_shape
-from engine.config import EngineConfig
-from engine.errors import EngineError, ErrorCode
+from engine.checkpoint.find_shape import find_shape
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError, ErrorCode
 from engine.hardware.measured import machine_profile
 from engine.hardware.measurement_files import save_measurements
 from engine.hardware.probe import probe

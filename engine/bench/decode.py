@@ -15,7 +15,7 @@ from engine.bench.llama_cpp import LlamaCppPeer, PeerError
 from engine.bench.llama_cpp.models import files_beside
 from engine.bench.peers import OFFLOAD, TransformersPeer, accelerate_offload
 from engine.bench.report import Report, row
-from engine.config import EngineConfig
+from engine.common.config import EngineConfig
 from engine.measure.ram import read_bandwidth
 from engine.runtime.decode_timing import TIMED_PROMPT, time_decode
 from engine.runtime.loading import load_model

@@ -21,18 +21,18 @@ from engine.bench.memory_group import memory_group
 from engine.bench.opened import opened
 from engine.bench.report import Report, row
 from engine.checkpoint.bank_location import bank_path
-from engine.checkpoint.disk_errors import disk_errors_explained, require_space
-from engine.errors import EngineError, ErrorCode
+from engine.common.disk_errors import disk_errors_explained, require_space
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.paths import python_module
 from engine.experts.bank import ExpertBank
 from engine.experts.disk_tier import DiskTier
 from engine.experts.load_prepared import load_prepared
 from engine.measure.disk_rates import forget_cached, read_rate, write_rate
-from engine.paths import python_module
 from engine.runtime.bank_source import BankSource
 from engine.runtime.prepare_bank import prepare_bank
 
 if TYPE_CHECKING:
-    from engine.config import EngineConfig
+    from engine.common.config import EngineConfig
     from engine.runtime.loaded_model import LoadedModel
 
 _MMAP = "experts in a plain mmap"

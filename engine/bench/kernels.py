@@ -15,15 +15,16 @@ from engine.experts.bank import BankLayer
 from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.record import RecordLayout, allocate_records
 from engine.experts.standard_module import StandardExperts
+from engine.formats import FORMATS
+from engine.formats.tiles import Pairing
 from engine.kernels.interface import ExpertKernel, ExpertMath
 from engine.kernels.native.build import build
 from engine.kernels.native.experts import NativeExperts
 from engine.kernels.native.library import Isa, NativeKernels, load_kernels, proven
-from engine.kernels.quantised.tiles import Pairing
 from engine.kernels.torch_experts import TorchExperts
-from engine.runtime.placement import set_threads
+from engine.runtime.compute_devices import set_threads
 
-PRECISIONS = ("bf16", "int8", "int4")
+PRECISIONS = tuple(each.name for each in FORMATS.values() if each.native is not None)
 _COLD_BYTES = 3 * 2**29
 """Weights that a run goes through before it meets the first again: more than any cache holds."""
 _LIMIT = "read"
@@ -188,7 +189,7 @@ def _layer(module: StandardExperts, shape: Shape, precision: str) -> BankLayer:
     )
     layout: RecordLayout = plain
     if precision != "bf16":
-        layout = QuantisedLayout.quantising(plain, precision, Pairing.HALVES)
+        layout = QuantisedLayout.quantising(plain, lambda _: FORMATS[precision], Pairing.HALVES)
     count = max(2 * shape.top_k, _COLD_BYTES // layout.nbytes)
     layer = BankLayer(shape.name, layout, allocate_records(count, layout, torch.device("cpu")))
     layer.records.fill_(60)  # as scales and weights in bf16: small numbers

@@ -18,7 +18,7 @@ import torch
 from engine.bench.forced_text import ForcedText, decode_seconds
 from engine.bench.memory_group import MemoryGroup
 from engine.bench.opened import opened
-from engine.config import EngineConfig
+from engine.common.config import EngineConfig
 from engine.experts.bank import BankLayer
 from engine.experts.bank_file import BankFile
 from engine.experts.dispatch import BANK_LAYER

@@ -9,7 +9,7 @@ from pathlib import Path
 from engine.bench.report import Report, row
 from engine.bench.startup import GUI_WAIT_LIMIT_MS, run_window
 from engine.checkpoint.library import resolve
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 
 SHARE_LIMIT_PERCENT = 10.0
 

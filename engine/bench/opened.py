@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from engine.bench.step_records import hybrid_layers
 from engine.checkpoint.profile import read_profile
+from engine.common.errors import EngineError, ErrorCode
 from engine.devices.cuda import cuda_count
-from engine.errors import EngineError, ErrorCode
 from engine.hardware.profiles import profile_names
 from engine.runtime.loading import load_model
 
 if TYPE_CHECKING:
-    from engine.config import EngineConfig
+    from engine.common.config import EngineConfig
     from engine.experts.vram_cache import VramCache
     from engine.runtime.loaded_model import LoadedModel
 

@@ -17,10 +17,12 @@ from engine.bench.opened import opened, with_quarter_resident
 from engine.bench.report import Report, Row, row
 from engine.bench.step_records import recorded_routing
 from engine.bench.synthetic import is_synthetic, resolve_model
-from engine.checkpoint.model_shapes import find_shape
-from engine.config import EngineConfig, Precision
+from engine.checkpoint.find_shape import find_shape
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError
+from engine.common.paths import models_dir
 from engine.devices.opening import open_devices
-from engine.errors import EngineError
+from engine.formats import LADDER
 from engine.hardware.measured import Arithmetic, CopyTime, ExpertTime, Measurements, RamRead, machine_profile
 from engine.hardware.probe import HardwareProfile, probe
 from engine.measure.arithmetic import CpuArithmetic, DeviceArithmetic
@@ -30,12 +32,11 @@ from engine.measure.measuring import cold_bytes
 from engine.measure.ram import RamBandwidth
 from engine.measure.run import Measurement, NotMeasuredError, Run
 from engine.measure.sets import THOROUGH_SHAPES, one_and_all
-from engine.paths import models_dir
 from engine.planner.predict import predict_decode
 
 if TYPE_CHECKING:
+    from engine.checkpoint.model_shape import ModelShape
     from engine.devices.device import Device
-    from engine.planner.model_shape import ModelShape
 
 _MIB = 2**20
 _PROMPT_TOKENS = 32
@@ -48,7 +49,6 @@ _MODELS = (
     "synthetic:mixtral-8x7b?layers=1&vocab=4096",
 )
 _DEVICES = ("cpu", "emulated:pcie3-x8-8gb")
-_PRECISIONS: tuple[Precision, ...] = ("bf16", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class PredictionPlan:
     tokens: int
     repeats: int
     models: tuple[str, ...] = ()
-    precisions: tuple[Precision, ...] = _PRECISIONS
+    precisions: tuple[str, ...] = LADDER
     devices: tuple[str, ...] = _DEVICES
 
 

@@ -17,7 +17,7 @@ from engine.bench.peers import OFFLOAD, TransformersPeer, accelerate_offload
 from engine.bench.report import Report, row
 
 if TYPE_CHECKING:
-    from engine.config import EngineConfig, Misses
+    from engine.common.config import EngineConfig, Misses
     from engine.runtime.loaded_model import LoadedModel
 
 _SINGLES: dict[Misses, str] = {"fetch": "on-demand fetch", "cpu": "all experts on the CPU"}

@@ -16,14 +16,14 @@ from engine.bench.llama_cpp import HOW_TO_BUILD, LlamaCppPeer, PeerError, peer_p
 from engine.bench.next_tokens import Contestant, Reference, Score, Window
 from engine.bench.opened import opened
 from engine.bench.report import Report, Row
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 
 if TYPE_CHECKING:
-    from engine.config import EngineConfig, Precision
+    from engine.common.config import EngineConfig
     from engine.runtime.loaded_model import LoadedModel
 
 _REFERENCE = "bf16"
-_PEERS: dict[Precision, tuple[Quantisation, ...]] = {
+_PEERS: dict[str, tuple[Quantisation, ...]] = {
     "int8": (Quantisation.Q8_0,),
     "int4": (Quantisation.Q4_0, Quantisation.Q4_1),
 }

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from engine.bench.report import Report, row
 from engine.checkpoint.library import resolve
-from engine.config import EngineConfig, SamplingParams
-from engine.errors import EngineError, ErrorCode
-from engine.paths import python_module
+from engine.common.config import EngineConfig, SamplingParams
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.paths import python_module
 from engine.protocol import (
     ChatMessage,
     Failed,

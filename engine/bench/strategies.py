@@ -19,7 +19,7 @@ from engine.bench.strategy_prediction import StepCosts, StrategyModel
 from engine.experts.latency import LatencyModel
 
 if TYPE_CHECKING:
-    from engine.config import EngineConfig, Misses
+    from engine.common.config import EngineConfig, Misses
     from engine.runtime.loaded_model import LoadedModel
 
 _PROMPT_TOKENS = 32

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine.bench.step_records import LayerStep
-from engine.config import Misses
+from engine.common.config import Misses
 from engine.experts.latency import LatencyModel
 
 

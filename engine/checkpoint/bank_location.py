@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 from pathlib import Path
 
-from engine.paths import data_dir
+from engine.common.paths import data_dir
 
 
 def bank_path(directory: Path, precision: str) -> Path:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 from typing import Any
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.foreign_file import read_foreign, reason
+from engine.common.foreign_json import parse_json
+from engine.families import family_of
 
 CONFIG_NAME = "config.json"
-_MAX_BYTES = 16 * 2**20
+MAX_CONFIG_BYTES = 16 * 2**20
+_MOST = ((re.compile(r"(^|_)(layers|n_layer|num_layer)$"), 4096), (re.compile("experts"), 2**20))
+"""Of numbers with such names."""
 _TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
+_INPUTS = {"vision_config": "images", "audio_config": "sound", "sound_config": "sound"}
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -18,25 +24,48 @@ def read_config(directory: Path) -> dict[str, Any]:
 
     Raises:
         EngineError: `MODEL_NOT_FOUND` if there is no such directory, `CHECKPOINT_DAMAGED` if the file is absent or
-            broken, `MODEL_UNSUPPORTED` if it does not say what kind of model this is.
+            broken, `MODEL_UNSUPPORTED` if it does not say what kind of model this is, or it is one that is refused.
     """
     if not directory.exists():
         raise EngineError(ErrorCode.MODEL_NOT_FOUND, f"There is no model at {directory}: check the path.")
     if directory.is_file():
         raise EngineError(ErrorCode.MODEL_UNSUPPORTED, _why_no_file(directory))
     file = directory / CONFIG_NAME
-    if not file.is_file():
+    if not file.exists():
         raise EngineError(
             ErrorCode.CHECKPOINT_DAMAGED,
             f"{directory} has no {CONFIG_NAME}, so it is not a complete model: download or copy it again.",
         )
-    config = read_json(file, _MAX_BYTES)
+    config = read_json(file, MAX_CONFIG_BYTES)
     if not isinstance(config.get("model_type"), str) or not config["model_type"]:
         raise EngineError(
             ErrorCode.MODEL_UNSUPPORTED,
             f"{file} does not name a model_type, so Switchyard cannot tell how to run this model.",
         )
+    _check_counts(file, config)
+    why = family_of(config["model_type"]).refused
+    if why:
+        raise EngineError(
+            ErrorCode.MODEL_UNSUPPORTED,
+            f"{directory.name} is of the kind {config['model_type']!r}, which Switchyard does not run: it {why}.",
+        )
     return config
+
+
+def _check_counts(file: Path, config: dict[str, Any]) -> None:
+    """What we and the library go through one by one is not more than can be gone through."""
+    holders = [config]
+    while holders:
+        holder = holders.pop()
+        for key, value in holder.items():
+            if isinstance(value, dict):
+                holders.append(value)
+            most = next((most for names, most in _MOST if names.search(key)), None)
+            if most is not None and isinstance(value, int | float) and abs(value) > most:
+                raise EngineError(
+                    ErrorCode.CHECKPOINT_DAMAGED,
+                    f"{file} gives {key} as {value:,}, which no model has: download or copy the model again.",
+                )
 
 
 def read_json(file: Path, max_bytes: int) -> dict[str, Any]:
@@ -46,13 +75,11 @@ def read_json(file: Path, max_bytes: int) -> dict[str, Any]:
         EngineError: `CHECKPOINT_DAMAGED` if it cannot be read or is no JSON object.
     """
     try:
-        if file.stat().st_size > max_bytes:
-            raise ValueError("it is far too big")
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = parse_json(read_foreign(file, max_bytes))
+    except (OSError, ValueError) as error:
         raise EngineError(
             ErrorCode.CHECKPOINT_DAMAGED,
-            f"{file} cannot be read ({error}): download or copy the model again.",
+            f"{file} cannot be read ({reason(error)}): download or copy the model again.",
         ) from error
     if not isinstance(content, dict):
         raise EngineError(
@@ -68,6 +95,15 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
         if isinstance(nested, dict):
             return text_part(nested)
     return config
+
+
+def unread_inputs(config: dict[str, Any]) -> str:
+    """What the model could take besides text, for people (`images and sound`); empty if there is nothing."""
+    found = [_INPUTS[key] for key in _INPUTS if isinstance(config.get(key), dict)]
+    nested = config.get("thinker_config")
+    if isinstance(nested, dict):
+        return unread_inputs(nested)
+    return " and ".join(dict.fromkeys(found))
 
 
 def _why_no_file(file: Path) -> str:

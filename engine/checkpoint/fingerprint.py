@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.config_file import CONFIG_NAME
-from engine.checkpoint.headers import TensorEntry
-from engine.errors import EngineError, ErrorCode
+from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES
+from engine.checkpoint.headers import MAX_HEADER, TensorEntry
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.foreign_file import open_foreign, reason
 
 
 def fingerprint(directory: Path, tensors: Iterable[TensorEntry]) -> dict[str, Any]:
@@ -25,17 +27,17 @@ def fingerprint(directory: Path, tensors: Iterable[TensorEntry]) -> dict[str, An
     tensors = list(tensors)
     for file in [directory / CONFIG_NAME, *sorted({entry.file for entry in tensors})]:
         try:
-            status = file.stat()
-            with file.open("rb") as stream:
+            with open_foreign(file) as stream:
+                status = os.fstat(stream.fileno())
                 if file.suffix == ".safetensors":
                     length = stream.read(8)
-                    digest.update(length + stream.read(int.from_bytes(length, "little")))
+                    digest.update(length + stream.read(min(int.from_bytes(length, "little"), MAX_HEADER)))
                 else:
-                    digest.update(stream.read())
+                    digest.update(stream.read(MAX_CONFIG_BYTES))
         except OSError as error:
             raise EngineError(
                 ErrorCode.CHECKPOINT_DAMAGED,
-                f"{file} cannot be read ({error.strerror}): check the disk, or download the model again.",
+                f"{file} cannot be read ({reason(error)}): check the disk, or download the model again.",
             ) from error
         described.append([file.name, status.st_size, status.st_mtime_ns])
     return {"files": described, "headers": digest.hexdigest()}

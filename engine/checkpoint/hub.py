@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
+from urllib.parse import quote
 
-from engine.checkpoint.config_file import CONFIG_NAME, read_config, read_json
-from engine.checkpoint.headers import DTYPE_BITS, TensorEntry
-from engine.checkpoint.shards import INDEX_NAME, SINGLE_NAME
-from engine.errors import EngineError, ErrorCode
-
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
+from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES, read_config, read_json
+from engine.checkpoint.headers import DTYPE_BITS, MAX_HEADER, TensorEntry
+from engine.checkpoint.shards import INDEX_NAME, MAX_INDEX_BYTES, SINGLE_NAME, files_named
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.foreign_json import parse_json
 
 _TIMEOUT_S = 15.0
+ANSWER_S = 120.0
+"""For one file's header or configuration, however slowly it comes."""
+_LOOK_S = 0.05
 _AT_ONCE = 8
-_MOST_FILES = 2000
-_MAX_INDEX_BYTES = 512 * 2**20
+_MAX_LIST_BYTES = 16 * 2**20
+_FIRST_BYTES = 100_000
+"""Of a weight file: the whole header of most, and little to fetch for nothing."""
+
+_Result = TypeVar("_Result")
 
 
 def read_hub_model(
@@ -34,23 +41,21 @@ def read_hub_model(
         EngineError: `MODEL_NOT_FOUND`, `MODEL_UNSUPPORTED` (no safetensors files), `DOWNLOAD_FAILED` (no network, no
             permission, cancelled).
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import constants
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
         HfHubHTTPError,
         LocalEntryNotFoundError,
-        NotASafetensorsRepoError,
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
-        SafetensorsParsingError,
     )
 
-    api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
+    endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
     try:
         with tempfile.TemporaryDirectory(prefix="switchyard-hub-") as scratch:
-            return _read(api, hub_id, revision, Path(scratch), cancelled)
+            return _read(endpoint, hub_id, revision, Path(scratch), cancelled)
     except GatedRepoError:
         raise EngineError(
             ErrorCode.DOWNLOAD_FAILED,
@@ -62,14 +67,10 @@ def read_hub_model(
         ) from None
     except LocalEntryNotFoundError as error:
         raise _unreachable(hub_id, error) from None
-    except (EntryNotFoundError, NotASafetensorsRepoError):
+    except EntryNotFoundError:
         raise EngineError(
             ErrorCode.MODEL_UNSUPPORTED,
             f"{hub_id} has no {CONFIG_NAME} or no safetensors files: choose the model's original version.",
-        ) from None
-    except SafetensorsParsingError:
-        raise EngineError(
-            ErrorCode.CHECKPOINT_DAMAGED, f"The hub's files of {hub_id} have broken headers: choose another version."
         ) from None
     except (OfflineModeIsEnabled, HfHubHTTPError, OSError, ValueError) as error:
         raise _unreachable(hub_id, error) from None
@@ -81,39 +82,150 @@ def read_hub_model(
 
 
 def _read(
-    api: HfApi, hub_id: str, revision: str | None, scratch: Path, cancelled: Callable[[], bool]
+    endpoint: str, hub_id: str, revision: str | None, scratch: Path, cancelled: Callable[[], bool]
 ) -> tuple[dict[str, Any], list[TensorEntry]]:
-    def fetch(name: str) -> Path:
-        return Path(api.hf_hub_download(hub_id, name, revision=revision, cache_dir=scratch, etag_timeout=_TIMEOUT_S))
+    from huggingface_hub import hf_hub_url
 
-    # First: it is not repeated for half a minute where there is no network, as downloads are.
-    names = {file.rfilename for file in api.model_info(hub_id, revision=revision, timeout=_TIMEOUT_S).siblings or ()}
-    config = read_config(fetch(CONFIG_NAME).parent)
+    def url(name: str) -> str:
+        return hf_hub_url(hub_id, name, revision=revision, endpoint=endpoint)
+
+    def one(address: str, most_bytes: int) -> bytes:
+        return _all_in_time([lambda: _fetch(address, most_bytes)], cancelled)[0]
+
+    def kept(name: str, most_bytes: int) -> Path:
+        file = scratch / name
+        file.write_bytes(one(url(name), most_bytes))
+        return file
+
+    about = parse_json(one(_about(endpoint, hub_id, revision), _MAX_LIST_BYTES))
+    siblings = about.get("siblings") if isinstance(about, dict) else None
+    names = [file.get("rfilename") for file in siblings if isinstance(file, dict)] if isinstance(siblings, list) else []
+    config = read_config(kept(CONFIG_NAME, MAX_CONFIG_BYTES).parent)
+    files: list[str] | None = [SINGLE_NAME]
     if INDEX_NAME in names:
-        weight_map = read_json(fetch(INDEX_NAME), _MAX_INDEX_BYTES).get("weight_map")
-        files = sorted({str(name) for name in weight_map.values()}) if isinstance(weight_map, dict) else []
-    else:
-        files = [SINGLE_NAME]
-    if not files or len(files) > _MOST_FILES or not all(name.endswith(".safetensors") for name in files):
+        weight_map = read_json(kept(INDEX_NAME, MAX_INDEX_BYTES), MAX_INDEX_BYTES).get("weight_map")
+        files = files_named(weight_map) if isinstance(weight_map, dict) else []
+    if not files or not all(name.endswith(".safetensors") for name in files):
         raise EngineError(
             ErrorCode.MODEL_UNSUPPORTED, f"{hub_id} has no safetensors files: choose the model's original version."
         )
 
     def header(name: str) -> list[TensorEntry]:
-        if cancelled():
-            raise EngineError(ErrorCode.DOWNLOAD_FAILED, f"Looking at {hub_id} was stopped.")
-        found = api.parse_safetensors_file_metadata(hub_id, name, revision=revision, timeout=_TIMEOUT_S)
-        return [_entry(name, key, tensor) for key, tensor in found.tensors.items()]
+        raw = _fetch(url(name), _FIRST_BYTES, until=_FIRST_BYTES)
+        size = 8 + int.from_bytes(raw[:8], "little")
+        if len(raw) < 8 or size > MAX_HEADER:
+            raise _damaged(hub_id)
+        if len(raw) < size:
+            raw = _fetch(url(name), size, until=size)
+        try:
+            content = parse_json(raw[8:size])
+            content.pop("__metadata__", None)
+            return [_entry(name, key, tensor) for key, tensor in content.items()]
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise _damaged(hub_id) from None
 
-    with ThreadPoolExecutor(_AT_ONCE, "hub") as pool:
-        return config, [entry for entries in pool.map(header, files) for entry in entries]
+    entries = _all_in_time([functools.partial(header, name) for name in files], cancelled)
+    return config, [entry for some in entries for entry in some]
+
+
+def _about(endpoint: str, hub_id: str, revision: str | None) -> str:
+    about = f"{endpoint}/api/models/{hub_id}"
+    return about if revision is None else f"{about}/revision/{quote(revision, safe='')}"
+
+
+def _fetch(url: str, most_bytes: int, until: int | None = None) -> bytes:
+    """What the hub answers, or its first `until` bytes.
+
+    The library's own functions would take however much a server sends.
+    """
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]
+        build_hf_headers,
+        get_session,
+        hf_raise_for_status,
+    )
+
+    headers = {**build_hf_headers(), "Accept-Encoding": "identity"}  # nothing that could unpack to more
+    if until is not None:
+        headers["Range"] = f"bytes=0-{until - 1}"
+    got = bytearray()
+    with get_session().stream("GET", url, headers=headers, timeout=_TIMEOUT_S) as response:
+        if response.status_code >= 400:  # of an error only the header is of use, and the body may be endless
+            bare = [(name, value) for name, value in response.headers.items() if not name.startswith("content-")]
+            hf_raise_for_status(type(response)(response.status_code, headers=bare, json={}, request=response.request))
+        for chunk in response.iter_raw():
+            got += chunk
+            if until is not None and len(got) >= until:  # some servers do not know ranges
+                return bytes(got[:until])
+            if len(got) > most_bytes:
+                raise ValueError(f"{url.rpartition('/')[2]} holds more than {most_bytes // 2**20} MiB")
+    return bytes(got)
+
+
+def _all_in_time(jobs: Sequence[Callable[[], _Result]], cancelled: Callable[[], bool]) -> list[_Result]:
+    """What the jobs return, some at once.
+
+    A server can send a byte now and then for ever, which no time limit of a connection notices: whoever waits here
+    waits no longer than `ANSWER_S` for one job, and leaves the thread to the end of its connection.
+
+    Raises:
+        EngineError: `DOWNLOAD_FAILED`, if it was cancelled.
+        TimeoutError: a job took too long.
+        Exception: what a job raised.
+    """
+    changed = threading.Condition()
+    waiting = iter(range(len(jobs)))
+    begun: dict[int, float] = {}
+    results: dict[int, _Result] = {}
+    errors: list[Exception] = []
+    given_up = False
+
+    def work() -> None:
+        while True:
+            with changed:
+                number = next(waiting, None)
+                if number is None or given_up:
+                    return
+                begun[number] = time.monotonic()
+            try:
+                result = jobs[number]()
+            except Exception as error:  # raised again where somebody waits for it
+                with changed:
+                    errors.append(error)
+                    changed.notify_all()
+                return
+            with changed:
+                results[number] = result
+                changed.notify_all()
+
+    threads = [threading.Thread(target=work, name="hub", daemon=True) for _ in range(min(_AT_ONCE, len(jobs)))]
+    for thread in threads:
+        thread.start()
+    with changed:
+        try:
+            while len(results) < len(jobs):
+                changed.wait(_LOOK_S)
+                if errors:
+                    raise errors[0]
+                if cancelled():
+                    raise EngineError(ErrorCode.DOWNLOAD_FAILED, "Looking at the hub was stopped.")
+                if any(time.monotonic() - begun[number] > ANSWER_S for number in begun.keys() - results.keys()):
+                    raise TimeoutError(f"no whole answer within {ANSWER_S:.0f} seconds")
+        finally:
+            given_up = True
+    return [results[number] for number in range(len(jobs))]
 
 
 def _entry(file: str, key: str, tensor: Any) -> TensorEntry:
-    begin, end = tensor.data_offsets
-    if tensor.dtype not in DTYPE_BITS or end < begin:
+    dtype, shape, (begin, end) = tensor["dtype"], tensor["shape"], tensor["data_offsets"]
+    if dtype not in DTYPE_BITS or any(type(number) is not int or number < 0 for number in (*shape, begin, end - begin)):
         raise ValueError(f"tensor {key!r} of {file} is of an unknown kind")
-    return TensorEntry(Path(file), key, str(tensor.dtype), tuple(tensor.shape), begin, end - begin)
+    return TensorEntry(Path(file), key, dtype, tuple(shape), begin, end - begin)
+
+
+def _damaged(hub_id: str) -> EngineError:
+    return EngineError(
+        ErrorCode.CHECKPOINT_DAMAGED, f"The hub's files of {hub_id} have broken headers: choose another version."
+    )
 
 
 def _unreachable(hub_id: str, error: Exception) -> EngineError:

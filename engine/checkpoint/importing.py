@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from engine.checkpoint.config_file import read_config
-from engine.checkpoint.disk_errors import disk_errors_explained, require_space
 from engine.checkpoint.library import LibraryEntry, describe
 from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, sha256_of, write_manifest
 from engine.checkpoint.names import check_new_name, resolve
 from engine.checkpoint.shards import INDEX_NAME, read_tensors
 from engine.checkpoint.staging import staging_folder
-from engine.errors import EngineError, ErrorCode
-from engine.paths import models_dir
-from engine.runtime.cancellation import RequestCancelled
+from engine.common.cancellation import RequestCancelled
+from engine.common.disk_errors import disk_errors_explained, require_space
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.foreign_file import open_foreign
+from engine.common.paths import models_dir
 
 _CHUNK_BYTES = 4 * 2**20
 _SIDE_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".md")
@@ -87,7 +88,7 @@ def _side_files(source: Path) -> Iterable[Path]:
 
 
 def _is_left_out(name: str) -> bool:
-    """Our own manifest, made anew, and indexes of weights that are not taken."""
+    """Our own manifest, which is written again, and indexes of weights that are not taken."""
     return name == MANIFEST_NAME or (name.endswith(".index.json") and name != INDEX_NAME)
 
 
@@ -114,7 +115,7 @@ def _try_link(file: Path, copy: Path) -> bool:
 
 def _copy(file: Path, copy: Path, advance: Callable[[int], None]) -> str:
     digest = hashlib.sha256()
-    with file.open("rb") as reader, copy.open("wb") as writer:
+    with open_foreign(file) as reader, copy.open("wb") as writer:
         while chunk := reader.read(_CHUNK_BYTES):
             digest.update(chunk)
             writer.write(chunk)

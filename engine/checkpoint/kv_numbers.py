@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from engine.families import family_of
+from engine.families.family import KvNumbers
+
 LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 DECODER_LAYERS = ("decoder_layers", "num_decoder_layers")
 HIDDEN = ("hidden_size", "d_model", "n_embd")
@@ -12,8 +15,6 @@ _HEADS = ("num_attention_heads", "n_heads", "n_head", "decoder_attention_heads",
 _KV_HEADS = ("num_key_value_heads", "kv_n_heads")
 _HEAD_DIM = ("head_dim", "kv_channels", "d_kv")
 _NESTED = ("ffn_config", "moe_config", "attn_config")  # dbrx keeps its experts and heads there
-_ATTENTIONS = {"longcat_flash": 2}
-"""Attention blocks of each layer, where there is not one."""
 _POSITIONS = 6
 """An indexed layer keeps three 64-bit positions of each token: six numbers of 32 bits."""
 
@@ -31,8 +32,9 @@ def kv_elements_per_token(text: dict[str, Any]) -> int:
     growing = [(index, kind) for index, kind in enumerate(kinds) if _grows(kind)] or list(enumerate(kinds))
     by_layer = text.get("per_layer_config")
     of_its_own = by_layer if isinstance(by_layer, dict) else {}
-    count = sum(_of_layer({**text, **(of_its_own.get(str(index)) or {})}, kind) for index, kind in growing)
-    return count * _ATTENTIONS.get(str(text.get("model_type")), 1)
+    family = family_of(str(text.get("model_type"))).kv
+    count = sum(_of_layer({**text, **(of_its_own.get(str(index)) or {})}, kind, family) for index, kind in growing)
+    return count * family.attentions
 
 
 def number_of(config: dict[str, Any], names: Iterable[str]) -> int:
@@ -64,19 +66,23 @@ def _grows(kind: str) -> bool:
     return ("attention" in kind or kind.startswith("hybrid")) and "linear" not in kind
 
 
-def _of_layer(text: dict[str, Any], kind: str) -> int:
+def _of_layer(text: dict[str, Any], kind: str, family: KvNumbers) -> int:
     latent = number_of(text, ("kv_lora_rank",))
     if latent:
-        index = number_of(text, ("index_head_dim",)) if number_of(text, ("index_topk",)) else 0
+        index = (
+            number_of(text, ("index_head_dim",)) if number_of(text, ("index_topk",)) and "sliding" not in kind else 0
+        )
+        if index and number_of(text, ("index_kpool",)):
+            index = 2 * index + 1  # keys, what they are pooled with, and the sum of that
         return latent + number_of(text, ("qk_rope_head_dim",)) + index
-    heads, family = number_of(text, _HEADS), text.get("model_type")
+    heads = number_of(text, _HEADS)
     kv_heads = number_of(text, _KV_HEADS) or heads
     keys = number_of(text, _HEAD_DIM) or (number_of(text, HIDDEN) // heads if heads else 0)
     values = number_of(text, ("v_head_dim",)) or keys
-    if family == "deepseek_v4":
-        return keys  # one head, whose keys are its values
+    if family.keys_are_values:
+        return keys
     if "sliding" in kind:
-        kv_heads = number_of(text, ("swa_num_key_value_heads",)) or kv_heads * (2 if family == "mimo_v2_flash" else 1)
+        kv_heads = number_of(text, ("swa_num_key_value_heads",)) or kv_heads * family.window_heads
         own = number_of(text, ("swa_head_dim",))
         keys, values = own or keys, own or values
     found = kv_heads * (keys + values)

@@ -1,4 +1,4 @@
-"""The model library: one folder per model under `engine.paths.models_dir()`, and what `M` on a command line means."""
+"""The model library: one folder per model in the models folder, and what `M` on a command line means."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from engine.checkpoint.names import (
 from engine.checkpoint.profile import read_profile
 from engine.checkpoint.shards import read_tensors
 from engine.checkpoint.staging import discard
-from engine.errors import EngineError, ErrorCode
-from engine.paths import models_dir
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.paths import models_dir
 
 __all__ = ["LibraryEntry", "Verification", "list_models", "remove", "resolve", "show", "starter_is_built", "verify"]
 

@@ -8,10 +8,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from engine.runtime.cancellation import RequestCancelled
+from engine.common.cancellation import RequestCancelled
+from engine.common.foreign_file import open_foreign, read_foreign
+from engine.common.foreign_json import parse_json
 
 MANIFEST_NAME = "switchyard-manifest.json"
 _CHUNK_BYTES = 4 * 2**20
+_MAX_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ def sha256_of(
         RequestCancelled: if `cancelled()` came true.
     """
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_foreign(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             if cancelled():
                 raise RequestCancelled
@@ -76,7 +79,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of a model, or None if it has none that can be read."""
     try:
-        raw = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+        raw = parse_json(read_foreign(folder / MANIFEST_NAME, _MAX_BYTES))
         files = tuple(FileRecord(str(item["path"]), int(item["bytes"]), str(item["sha256"])) for item in raw["files"])
         return Manifest(str(raw["source"]), files)
     except (OSError, ValueError, KeyError, TypeError):

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from engine.checkpoint.config_file import CONFIG_NAME
-from engine.errors import EngineError, ErrorCode
-from engine.paths import models_dir
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.paths import models_dir
 
 STARTER_NAME = "starter"
 

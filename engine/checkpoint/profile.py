@@ -12,6 +12,7 @@ from engine.checkpoint.config_file import read_config, text_part
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.kv_numbers import DECODER_LAYERS, HIDDEN, LAYERS, kv_elements_per_token, number_of
 from engine.checkpoint.shards import read_tensors
+from engine.families import family_of
 
 # What the families call the same thing; the first one that is a positive number counts.
 _EXPERTS = (
@@ -26,7 +27,6 @@ _PER_TOKEN = (
     "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "moe_k", "top_k",
     "experts_per_token", "num_selected_experts", "num_experts_per_topk",
 )  # fmt: skip
-_PER_TOKEN_BY_FAMILY = {"switch_transformers": 1, "nllb-moe": 2}  # what their configurations do not say
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 
 _EXPERT_KEY = re.compile(r"(\.|^)(experts|expert_mlp|input_linear|output_linear)\b|\.experts?_\d+\.")
@@ -45,6 +45,7 @@ class ModelProfile:
         parameters, expert_parameters: counted in elements, quantisation unpacked, scales not counted.
         bytes, expert_bytes: of the tensors in the files.
         context_tokens: longest context that the model was made for; 0 if the config does not say.
+        trained_tokens: the part of it that it was trained with, where its rotary embedding stretches that.
         kv_elements_per_token: numbers that one more token of context adds to the cache.
         dtype: as config.json says, e.g. `bfloat16`; empty if it does not.
         quantization: `fp8`, `mxfp4`, ...; empty for plain weights.
@@ -60,6 +61,7 @@ class ModelProfile:
     bytes: int
     expert_bytes: int
     context_tokens: int
+    trained_tokens: int
     kv_elements_per_token: int
     dtype: str
     quantization: str
@@ -80,7 +82,8 @@ def profile_of(config: dict[str, Any], tensors: Iterable[TensorEntry]) -> ModelP
     tensors = list(tensors)
     experts = [entry for entry in tensors if is_expert_key(entry.key)]
     count = number_of(text, _EXPERTS)
-    per_token = number_of(text, _PER_TOKEN) or _PER_TOKEN_BY_FAMILY.get(str(config["model_type"]), 0)
+    per_token = number_of(text, _PER_TOKEN) or family_of(str(config["model_type"])).experts_per_token
+    trained = number_of(text, _CONTEXT)
     quantization = config.get("quantization_config") or text.get("quantization_config") or {}
     return ModelProfile(
         family=str(config["model_type"]),
@@ -92,7 +95,8 @@ def profile_of(config: dict[str, Any], tensors: Iterable[TensorEntry]) -> ModelP
         expert_parameters=sum(map(parameters_of, experts)) if count > 1 else 0,
         bytes=sum(entry.nbytes for entry in tensors),
         expert_bytes=sum(entry.nbytes for entry in experts) if count > 1 else 0,
-        context_tokens=number_of(text, _CONTEXT),
+        context_tokens=stretched_context(text, trained),
+        trained_tokens=trained,
         kv_elements_per_token=kv_elements_per_token(text),
         dtype=str(
             text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or ""
@@ -101,11 +105,42 @@ def profile_of(config: dict[str, Any], tensors: Iterable[TensorEntry]) -> ModelP
     )
 
 
+def stretched_context(text: dict[str, Any], trained: int) -> int:
+    """The longest context of a model trained with `trained` tokens, as far as its rotary embedding stretches them.
+
+    A dynamic one (NTK) is made to grow with the context, up to `factor` times the length of training.  YaRN and
+    LongRoPE name the length that they start from, of which a configuration may allow more than
+    `max_position_embeddings` says (Qwen's do).  `linear` and `llama3` also have a factor, but theirs are as often in
+    that number already: nothing is added.  Where types of layers differ, those without a window decide.
+    """
+    ropes = text.get("rope_parameters") or text.get("rope_scaling")
+    if not isinstance(ropes, dict) or not trained:
+        return trained
+    by_layer = [rope for name, rope in ropes.items() if isinstance(rope, dict) and "sliding" not in name]
+    own = text.get("original_max_position_embeddings")
+    return min((_stretched(rope, trained, own) for rope in by_layer or [ropes]), default=trained)
+
+
+def _stretched(rope: dict[str, Any], trained: int, own: object) -> int:
+    kind, factor = rope.get("rope_type") or rope.get("type"), rope.get("factor")
+    if not isinstance(factor, int | float) or isinstance(factor, bool):
+        return trained
+    if kind == "dynamic":
+        start: object = None if rope.get("alpha") else trained  # HunYuan's has a fixed base, and its length is told
+    elif kind in ("yarn", "longrope"):
+        start = own or rope.get("original_max_position_embeddings") or trained
+    else:
+        return trained
+    if not isinstance(start, int) or not 0 < start <= trained:  # it contradicts itself
+        return trained
+    return max(trained, int(start * factor))
+
+
 def _layers(text: dict[str, Any]) -> int:
     """All of them, those of the encoder too."""
     if text.get("is_encoder_decoder"):
         return number_of(text, ("encoder_layers", *LAYERS)) + number_of(text, DECODER_LAYERS)
-    return number_of(text, LAYERS)
+    return number_of(text, LAYERS) or len(text.get("layers_block_type") or text.get("layer_types") or ())
 
 
 def is_expert_key(key: str) -> bool:

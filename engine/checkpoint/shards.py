@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
+from typing import Any
 
 from engine.checkpoint.config_file import read_json
 from engine.checkpoint.headers import TensorEntry, read_header
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.plain_text import plain
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-_MAX_INDEX_BYTES = 512 * 2**20
+MAX_INDEX_BYTES = 64 * 2**20
+MOST_FILES = 2000
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".pickle")
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scheduler.bin")
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
@@ -27,7 +31,7 @@ def read_tensors(directory: Path) -> dict[str, TensorEntry]:
             (pickle), `MODEL_UNSUPPORTED` (GGUF, GPTQ, AWQ).
     """
     index = directory / INDEX_NAME
-    tensors = _from_index(directory, index) if index.is_file() else _from_files(directory)
+    tensors = _from_index(directory, index) if index.exists() else _from_files(directory)
     for key in tensors:
         if _PACKED.search(key):
             raise EngineError(
@@ -44,11 +48,14 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _from_index(directory: Path, index: Path) -> dict[str, TensorEntry]:
-    weight_map = read_json(index, _MAX_INDEX_BYTES).get("weight_map")
+    weight_map = read_json(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise _damaged(f"{index} names no tensors")
+    names = files_named(weight_map)
+    if names is None:
+        raise _damaged(f"{index} names something that cannot be a file, or more than {MOST_FILES:,} files")
     headers: dict[str, dict[str, TensorEntry]] = {}
-    for name in sorted({str(name) for name in weight_map.values()}):
+    for name in names:
         if Path(name).name != name:
             raise _damaged(f"{index} names a file outside the model's folder ({name})")
         if name.lower().endswith(_PICKLE_SUFFIXES):
@@ -56,11 +63,23 @@ def _from_index(directory: Path, index: Path) -> dict[str, TensorEntry]:
         headers[name] = read_header(directory / name)
     tensors = {}
     for key, name in weight_map.items():
-        entry = headers[str(name)].get(key)
+        entry = headers[name].get(key)
         if entry is None:
-            raise _damaged(f"{index.name} says that {directory / str(name)} holds {key}, but it does not")
+            raise _damaged(f"{index.name} says that {directory / name} holds {key}, but it does not")
         tensors[key] = entry
     return tensors
+
+
+def files_named(weight_map: dict[str, Any]) -> list[str] | None:
+    """The files that an index names, sorted; None if one of them cannot be a file's name, or there are too many."""
+    names = set()
+    for name in weight_map.values():
+        if not isinstance(name, str) or "\0" in name or plain(name) != name:
+            return None
+        names.add(name)
+        if len(names) > MOST_FILES:
+            return None
+    return sorted(names)
 
 
 def _from_files(directory: Path) -> dict[str, TensorEntry]:
@@ -85,9 +104,10 @@ def _check_complete(directory: Path, files: list[Path]) -> None:
     if not numbered:
         return
     have, total = {int(match[1]) for match in numbered}, int(numbered[0][2])
-    absent = sorted(set(range(1, total + 1)) - have)
-    if absent:
-        raise _damaged(f"{directory} holds {len(have)} of {total} shards: number {absent[0]} is missing")
+    # No further than the first gap: what a file's name says of a total may be any number.
+    absent = next(number for number in itertools.count(1) if number not in have)
+    if absent <= total:
+        raise _damaged(f"{directory} holds {len(have)} of {total} shards: number {absent} is missing")
 
 
 def _no_weights(directory: Path) -> EngineError:

@@ -15,7 +15,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.checkpoint.file_lock import try_lock, unlock
+from engine.common.file_lock import try_lock, unlock
+from engine.common.files import new_folder
 
 _PREFIX = ".staging-"
 _LOCK_SUFFIX = ".lock"
@@ -28,7 +29,7 @@ def staging_folder(parent: Path) -> Iterator[Path]:
     Raises:
         OSError: if `parent` cannot be written.
     """
-    parent.mkdir(parents=True, exist_ok=True)
+    new_folder(parent)
     sweep(parent)
     with _locked_name(parent) as folder:
         folder.mkdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from engine.common.errors import EngineError, ErrorCode
 from engine.devices.copy_log import CopyLog
 from engine.devices.cuda_clock import CudaClock, new_stream
 from engine.devices.cuda_graphs import CudaCapture, capture_stream
@@ -12,7 +13,6 @@ from engine.devices.device import Device
 from engine.devices.host_memory import aligned
 from engine.devices.memory_budget import MemoryBudget
 from engine.devices.pinned_memory import PinnedMemory
-from engine.errors import EngineError, ErrorCode
 
 HEADROOM_BYTES = 2**30
 """Left to the driver, to torch's own workspaces and to the desktop."""

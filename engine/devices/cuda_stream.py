@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import torch
 
+from engine.common.errors import EngineError
 from engine.devices.copy_log import CopyLog
 from engine.devices.cuda_clock import Anchor, CudaClock, new_event
 from engine.devices.device import Direction, Event, check_copy
 from engine.devices.failures import as_engine_error, closed_error, fresh
 from engine.devices.sleeping import sleep_until
-from engine.errors import EngineError
 
 _POLL_S = 50e-6
 

@@ -17,11 +17,11 @@ from typing import Protocol
 
 import torch
 
+from engine.common.errors import EngineError
 from engine.devices.copy_log import CopyLog
 from engine.devices.graphs import Capture
 from engine.devices.host_memory import HostMemory
 from engine.devices.memory_budget import MemoryBudget
-from engine.errors import EngineError
 
 
 class Direction(StrEnum):

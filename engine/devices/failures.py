@@ -7,7 +7,7 @@ import traceback
 
 import torch
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 
 _log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import threading
 import time
 from typing import Protocol
 
+from engine.common.errors import EngineError, ErrorCode
 from engine.devices.failures import cancelled_error, fresh
-from engine.errors import EngineError, ErrorCode
 
 
 class Worker(Protocol):

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import torch
 
+from engine.common.errors import EngineError
 from engine.devices.copy_log import CopyLog
 from engine.devices.device import Direction, Event, check_copy
 from engine.devices.failures import as_engine_error, closed_error
 from engine.devices.host_event import HostEvent
-from engine.errors import EngineError
 
 
 class InlineStream:

@@ -9,8 +9,9 @@ from enum import StrEnum
 
 import torch
 
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.sizes import about, rounded_down, rounded_up
 from engine.devices.failures import is_out_of_memory
-from engine.errors import EngineError, ErrorCode
 
 
 class MemoryCategory(StrEnum):
@@ -32,10 +33,11 @@ class DeviceMemoryError(EngineError):
 
     def __init__(self, device: str, category: MemoryCategory, asked: int, free: int) -> None:
         if asked > free:
-            why = f"{device} has {_size(free)} of its memory left, and {_size(asked)} more are needed for {category}"
+            left, more = rounded_down(free), rounded_up(asked)
+            why = f"{device} has {left} of its memory left, and {more} more are needed for {category}"
             remedy = "allow it more with --vram, or choose a shorter context or a smaller model"
         else:
-            why = f"{device} refused {_size(asked)} for {category} that its budget allows"
+            why = f"{device} refused {about(asked)} for {category} that its budget allows"
             remedy = "close other programs that use its memory, or allow the model less with --vram"
         super().__init__(ErrorCode.NOT_ENOUGH_MEMORY, f"{why}: {remedy}.")
         self.asked = asked
@@ -205,9 +207,3 @@ class MemoryBudget:
 def _address(tensor: torch.Tensor) -> int:
     """Of the whole memory that `tensor` is a view of."""
     return tensor.untyped_storage().data_ptr()
-
-
-def _size(nbytes: int) -> str:
-    return (
-        f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e5 else f"{nbytes} bytes"
-    )

@@ -6,11 +6,11 @@ import contextlib
 import re
 from collections.abc import Callable, Iterable
 
+from engine.common.errors import EngineError, ErrorCode
 from engine.devices.cpu import open_cpu
 from engine.devices.cuda import cuda_count, open_cuda
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
-from engine.errors import EngineError, ErrorCode
 from engine.hardware.profiles import profile_names, read_profile
 
 MOST_EMULATED = 8

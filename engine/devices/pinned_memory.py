@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
+from engine.common.files import write_private
+from engine.common.paths import cache_dir, python_module
 from engine.devices.host_memory import PAGE, allocate_host, available_ram
 from engine.devices.host_registration import register, unregister
-from engine.paths import cache_dir, python_module
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ def measure_pinnable(
 class PinnedMemory:
     """Host memory for one card, pinned in chunks as far as `limit` and the driver allow (see `HostMemory`).
 
-    A chunk that the driver refuses stays ordinary memory; the next allocation is tried afresh.
+    A chunk that the driver refuses stays ordinary memory; the next allocation is tried again.
     """
 
     def __init__(self, device: torch.device, limit: int = UNMEASURED_BYTES) -> None:
@@ -97,11 +98,8 @@ class PinnedMemory:
             tried = pinnable = 0
         if tried < nbytes and pinnable == tried:  # never measured, or all that was tried could be pinned
             tried, pinnable = nbytes, measure_pinnable(nbytes, self._device.index or 0)
-            temporary = path.with_suffix(f".{os.getpid()}.part")
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                temporary.write_text(f"{tried} {pinnable}\n")
-                temporary.replace(path)
+                write_private(path, f"{tried} {pinnable}\n")
             except OSError as error:  # it is measured again the next time
                 _log.warning("what can be pinned could not be kept: %s", error)
         self.limit = max(self.limit, min(pinnable, nbytes))

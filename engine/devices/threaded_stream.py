@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.common.errors import EngineError
 from engine.devices.copy_log import CopyLog
 from engine.devices.device import Direction, Event, check_copy
 from engine.devices.failures import as_engine_error, closed_error
 from engine.devices.host_event import HostEvent
 from engine.devices.link import ClosingError
 from engine.devices.sleeping import sharpen_timers, sleep_until
-from engine.errors import EngineError
 
 _LOOK_S = 0.05
 """How often a stream that waits for another one's event looks whether it is being closed."""

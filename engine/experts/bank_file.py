@@ -9,7 +9,7 @@ from types import TracebackType
 
 import torch
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 from engine.experts.bank_header import PREAMBLE, BankHeader, UnusableBankError, parse_header, parse_preamble
 from engine.experts.checksums import CHECKSUM_BYTES, CHECKSUMS
 from engine.experts.direct_file import DirectFile, bytes_of

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 from engine.experts.checksums import CHECKSUM_BYTES
 from engine.experts.record import RECORD_ALIGNMENT, PartSpec, RecordLayout
 

@@ -21,8 +21,9 @@ from types import TracebackType
 
 import torch
 
-from engine.checkpoint.file_lock import try_lock, unlock
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.file_lock import try_lock, unlock
+from engine.common.sizes import rounded_down, rounded_up
 from engine.experts.bank_file import read_header, read_table
 from engine.experts.bank_header import BankHeader, UnusableBankError
 from engine.experts.checksums import CHECKSUM_BYTES, CHECKSUMS
@@ -169,7 +170,7 @@ class BankWriter:
             self._part.unlink(missing_ok=True)
 
     def _take_up(self) -> None:
-        """Keeps what an earlier attempt at the same bank has finished; starts anew otherwise."""
+        """Keeps what an earlier attempt at the same bank has finished; starts again otherwise."""
         try:
             earlier = read_header(self._part, self._file)
             rows = read_table(self._file, self.header) if earlier.encoded == self.header.encoded else []
@@ -222,8 +223,8 @@ class BankWriter:
         missing, free = self._missing_bytes(), shutil.disk_usage(folder).free
         return EngineError(
             ErrorCode.DISK_FULL,
-            f"Preparing the model's experts needs {_size(missing)} more in {folder}, where {_size(free)} are free and "
-            "may be used: free some space there, or choose a data folder on another disk.",
+            f"Preparing the model's experts needs {rounded_up(missing)} more in {folder}, where {rounded_down(free)} "
+            "are free and may be used: free some space there, or choose a data folder on another disk.",
         )
 
 
@@ -244,7 +245,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

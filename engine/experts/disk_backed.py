@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 from engine.experts.acquired import Acquired
 from engine.experts.disk_tier import DiskTier
 from engine.experts.dispatch import BANK_LAYER
@@ -73,7 +73,7 @@ def bind_disk_backed(
     """Gives every experts module its slots and what computes from them.
 
     Args:
-        prefetcher: of the bank's RAM tier, if experts are to be foretold.
+        prefetcher: of the bank's RAM tier, if experts are to be predicted.
     """
     ahead = ReadAhead(bank.ram, [layer.num_experts for layer in bank.disk.header.layers])
     for site in sites:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 from engine.experts.bank_file import BankFile
 from engine.experts.bank_header import BankHeader
 from engine.experts.direct_file import bytes_of
@@ -263,7 +263,7 @@ class DiskTier:
         read.set_result(None)
 
     def _may_be_mended(self, error: BaseException) -> bool:
-        """Whether what the disk cannot read may be written anew."""
+        """Whether what the disk cannot read may be written again."""
         is_disks = isinstance(error, EngineError) and error.code is ErrorCode.CHECKPOINT_DAMAGED
         return is_disks and self._repair is not None
 

@@ -16,10 +16,10 @@ from typing import Protocol
 
 import torch
 
+from engine.common.errors import EngineError, ErrorCode
 from engine.devices.device import Event
 from engine.devices.failures import as_engine_error
 from engine.devices.memory_budget import DeviceMemoryError
-from engine.errors import EngineError, ErrorCode
 from engine.experts.activations import Activations
 from engine.experts.fetching import Fetching
 from engine.experts.latency import LatencyModel
@@ -54,7 +54,7 @@ class Misses(StrEnum):
 
 
 class StepObserver(Protocol):
-    """Whoever wants to know which experts decode steps use, to foretell those to come."""
+    """Whoever wants to know which experts decode steps use, to predict those to come."""
 
     def observe(self, layer: int, experts: Sequence[int], hidden: torch.Tensor | None) -> None:
         """Called once all the work of a layer has been handed out, before the CPU does its share.
@@ -394,7 +394,7 @@ class HybridExperts:
             self.cache.count_met(step.lookup, step.on_cpu, step.fetched, hits_on_cpu=step.hits_on_cpu)
 
     def _give_up(self, step: _Step) -> None:
-        """Waits until nothing is in flight and lets everything go: the next request starts afresh."""
+        """Waits until nothing is in flight and lets everything go: the next request starts again."""
         self._fetching.forget()
         with contextlib.suppress(EngineError):  # a device past help says so to whoever uses it next
             self._device.recover()

@@ -11,8 +11,8 @@ from enum import Enum
 
 import torch
 
+from engine.common.errors import EngineError
 from engine.devices.device import Device, Direction, Event
-from engine.errors import EngineError
 from engine.experts.cache.policies import Key
 from engine.experts.cache.pool import Pool
 from engine.experts.lookup import VramCounters
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class Purpose(Enum):
-    """Why an expert is copied: it is computed at once, it has been missed, or somebody foretold it."""
+    """Why an expert is copied: it is computed at once, it has been missed, or somebody predicted it."""
 
     FETCH = lanes.FETCH
     POST_FETCH = lanes.POST_FETCH
@@ -45,7 +45,7 @@ class Flights:
     """Copies over the link to one device, in order.  Not for several threads.
 
     Attributes:
-        foretold: keys that were prefetched and have not been a hit yet.
+        predicted: keys that were prefetched and have not been a hit yet.
         name_of: a key's (layer of the decoder, expert), for a timeline.
     """
 

@@ -13,13 +13,13 @@ import math
 import os
 import platform
 import re
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+from engine.common.files import write_private
+from engine.common.paths import cache_dir
 from engine.experts.cache.policies import Key
-from engine.paths import cache_dir
 
 _VERSION = 1
 _PULL = 0.05
@@ -110,7 +110,7 @@ class LatencyModel:
     ) -> tuple[list[Key], list[Key]]:
         """Who is computed on the CPU and who is fetched, so that the later of both ends as early as possible.
 
-        Most tokens first: whoever makes the end earlier is fetched, the others stay.  While none has more tokens than
+        Max tokens first: whoever makes the end earlier is fetched, the others stay.  While none has more tokens than
         the knee, fetching any takes equally long, and that is the best choice there is.  Beyond, where many tokens
         keep the device busier than the link, it is the usual rule for two machines (longest first, Graham 1969), and
         the order in which copies and kernels overlap best: equal times on the first of two machines, falling ones on
@@ -192,17 +192,7 @@ def save_latency(device: str, model: LatencyModel) -> None:
     entries = [
         {name: value for name, value in asdict(one).items() if not name.startswith("_")} for one in [*models, model]
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump({"version": _VERSION, "device": device, "models": entries}, stream, indent=2)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_private(path, json.dumps({"version": _VERSION, "device": device, "models": entries}, indent=2))
 
 
 def _read(path: Path) -> list[LatencyModel]:

@@ -21,7 +21,7 @@ class VramCounters:
         evictions: experts that left for others or for a smaller cache.
         kept: experts that stayed where they had been fetched to.
         post_fetches: experts that arrived over the link for later.
-        prefetched: copies begun because somebody foretold them; prefetches_used, prefetches_wasted: those that were
+        prefetched: copies begun because somebody predicted them; prefetches_used, prefetches_wasted: those that were
             a hit, and those that left without having been one.
         failures, cancelled: copies into slots that ended so.
         fetched_bytes, post_fetched_bytes, prefetched_bytes: that crossed the link to be computed at once, after a

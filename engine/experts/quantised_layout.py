@@ -1,8 +1,8 @@
-"""Records whose matrices are in int8 or int4: the same parts as the plain record's, in tiles."""
+"""Records with matrices in tiles: the same parts as the plain record's, each in a format of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,75 +10,78 @@ import torch
 
 from engine.experts.bank import BankLayer
 from engine.experts.record import RecordLayout, allocate_records
-from engine.kernels.quantised.tiles import GROUP, Pairing, TiledMatrix, TiledShape
-from engine.kernels.quantised.weights import quantise_into
+from engine.formats import TiledFormat, WeightFormat
+from engine.formats.tiles import Pairing, TiledMatrix, TiledShape
+from engine.kernels.quantise import quantise_into
 
 if TYPE_CHECKING:
     from engine.kernels.native.library import NativeKernels
 
-GROUP_SIZE = GROUP
 _PAIRED = "gate_up_proj"
-_DOWN = "down_proj"
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisedLayout(RecordLayout):
     """Where the parts of a quantised expert lie.
 
-    A matrix `name` of the plain layout is three parts here: `name` (tiles), `name_scales` and, for int4, `name_zeros`;
-    biases are as they were.
+    A matrix `name` of the plain layout that has a format in tiles is several parts here: `name` (tiles), `name_scales`
+    and what else the format has; everything else is as it was.
 
     Attributes:
-        precision: `int8` or `int4`.
-        down_precision: the same, of `down_proj`, in which an error weighs more.
+        formats: name of each matrix in tiles, and its format.
         plain: the layout of the same expert before it was quantised, which is how checkpoints are read.
         pairing: of the rows of `gate_up_proj`.
     """
 
-    precision: str
+    formats: tuple[tuple[str, TiledFormat], ...]
     plain: RecordLayout
     pairing: Pairing
-    down_precision: str
 
     @classmethod
     def quantising(
-        cls, plain: RecordLayout, precision: str, pairing: Pairing, down_precision: str | None = None
+        cls, plain: RecordLayout, format_of: Callable[[str], WeightFormat], pairing: Pairing
     ) -> QuantisedLayout:
-        """The layout in `precision` of an expert with the parts of `plain`; `down_proj` in one of its own if given."""
-        down = down_precision or precision
+        """The layout of an expert with the parts of `plain`, each matrix in the format of `format_of(name)`."""
+        formats: dict[str, TiledFormat] = {}
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for part in plain.parts:
-            if len(part.shape) == 2:
-                of_part = down if part.name == _DOWN else precision
-                shape = TiledShape(*part.shape, of_part, pairing if part.name == _PAIRED else Pairing.PLAIN)
+            form = format_of(part.name) if len(part.shape) == 2 else None
+            if isinstance(form, TiledFormat):
+                formats[part.name] = form
+                rows, columns = part.shape
+                shape = TiledShape(rows, columns, form, pairing if part.name == _PAIRED else Pairing.PLAIN)
                 shapes |= {f"{part.name}{suffix}": size for suffix, size in shape.parts.items()}
             else:
                 shapes[part.name] = (part.shape, part.dtype)
         layout = RecordLayout.of(shapes, transposed=False)
-        return cls(layout.parts, layout.nbytes, precision, plain, pairing, down)
+        return cls(layout.parts, layout.nbytes, tuple(formats.items()), plain, pairing)
 
     @property
     def unquantised(self) -> RecordLayout:
         """See `RecordLayout.unquantised`."""
         return self.plain
 
+    def is_tiled(self, name: str) -> bool:
+        """Whether the matrix `name` is in tiles."""
+        return any(name == tiled for tiled, _ in self.formats)
+
     def tiled_shape(self, name: str) -> TiledShape:
-        """Of the matrix `name`."""
+        """Of the matrix `name`, which is in tiles."""
         rows, columns = next(part.shape for part in self.plain.parts if part.name == name)
-        precision = self.down_precision if name == _DOWN else self.precision
-        return TiledShape(rows, columns, precision, self.pairing if name == _PAIRED else Pairing.PLAIN)
+        return TiledShape(rows, columns, dict(self.formats)[name], self.pairing if name == _PAIRED else Pairing.PLAIN)
 
     def matrix(self, rows: Mapping[str, Sequence[torch.Tensor]], name: str, expert: int) -> TiledMatrix:
         """The matrix `name` of one expert, as views of its record.
 
         `rows` are the parts by name, one view per expert, as a `BankLayer` has them.
         """
-        zeros = rows.get(f"{name}_zeros")
+        zeros, table = rows.get(f"{name}_zeros"), rows.get(f"{name}_table")
         return TiledMatrix(
             self.tiled_shape(name),
             rows[name][expert],
             rows[f"{name}_scales"][expert],
             zeros[expert] if zeros is not None else None,
+            table[expert] if table is not None else None,
         )
 
     def quantise_record(self, plain: torch.Tensor, target: torch.Tensor, kernels: NativeKernels | None = None) -> None:
@@ -90,7 +93,7 @@ class QuantisedLayout(RecordLayout):
         target.zero_()
         parts = self._views(self, target)
         for name, values in source.items():
-            if values[0].dim() == 2:
+            if self.is_tiled(name):
                 quantise_into(values[0], self.matrix(parts, name, 0), kernels)
             else:
                 parts[name][0].copy_(values[0])

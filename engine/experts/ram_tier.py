@@ -9,7 +9,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from types import TracebackType
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.sizes import about, rounded_down, rounded_up
 from engine.experts.acquired import Acquired, RamCounters
 from engine.experts.bank import BankLayer
 from engine.experts.cache.policies import Key
@@ -59,7 +60,7 @@ class RamTier:
         self._lowered: str | None = None
         self._groups, had = make_groups(disk.header, budget, at_least, policy, popularity, seed)
         if had != budget:
-            self._refused = f"Only {had / 1e9:.1f} GB of RAM could be had for experts: more are read from disk."
+            self._refused = f"Only {about(had)} of RAM was available for experts: more are read from disk."
         self._distinct = list(dict.fromkeys(self._groups))
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -267,7 +268,7 @@ class RamTier:
         self._lowered = None
         if now < budget - budget // 32:
             self._lowered = (
-                f"Other programs need RAM: {now / 1e6:,.0f} MB of the {budget / 1e6:,.0f} MB meant for experts are "
+                f"Other programs need RAM: {rounded_down(now)} of the {rounded_up(budget)} meant for experts are "
                 "used, and more experts are read from disk."
             )
         if now < before:

@@ -36,7 +36,7 @@ class ReadAhead:
             self._done_with = []
         self._layer = layer
         following = layer + 1
-        # Experts read in vain delay nobody (they come after those that are waited for), but they take the disk's time.
+        # Wasted reads delay nobody (they come after those that are waited for), but they take the disk's time.
         if following < len(self._experts) and 3 * wanted >= 2 * self._experts[layer]:
             leaving = iter(self._done_with)
             self._tier.prefetch(following, range(self._experts[following]), leaving)

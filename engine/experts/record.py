@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.common.footprint import PART_ALIGNMENT as PART_ALIGNMENT
+from engine.common.footprint import RECORD_ALIGNMENT as RECORD_ALIGNMENT
+from engine.common.footprint import record_bytes, round_up
 from engine.experts.record_memory import RecordMemory
-from engine.planner.footprint import PART_ALIGNMENT as PART_ALIGNMENT
-from engine.planner.footprint import RECORD_ALIGNMENT as RECORD_ALIGNMENT
-from engine.planner.footprint import record_bytes, round_up
 
 _IN_HUGE_PAGES = 4 * 2**20
 """Bytes of records from which on huge pages are worth a mapping of their own."""

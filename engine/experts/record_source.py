@@ -14,8 +14,8 @@ from typing import Protocol
 
 import torch
 
+from engine.common.errors import EngineError
 from engine.devices.device import Event
-from engine.errors import EngineError
 from engine.experts.bank import BankLayer
 from engine.experts.cache.pool import Slot
 from engine.experts.ram_tier import Acquired, RamTier

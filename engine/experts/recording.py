@@ -64,7 +64,10 @@ def record_cpu_experts(begun_ns: int, index: torch.Tensor) -> None:
     """The CPU has computed the experts `index` [T, k], all of them from RAM."""
     recorder = RECORDER
     recorder.span(CPU_EXPERTS, EXPERTS, begun_ns, perf_counter_ns(), count=index.numel())
-    recorder.on_cpu += index.numel() if len(index) <= FEW_TOKENS else 0
+    if len(index) <= FEW_TOKENS:
+        recorder.on_cpu += index.numel()
+    else:
+        recorder.many_on_cpu += index.numel()
     _record_uses(index)
 
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 from engine.experts.bank import ExpertBank
 from engine.experts.dispatch import BANK_LAYER, IMPLEMENTATION
 from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.record import RecordLayout
+from engine.formats import WeightFormat, careful, format_of
+from engine.formats.tiles import Pairing
 from engine.kernels import choose_kernel
 from engine.kernels.activation import activation_of
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.quantised.tiles import Pairing
-from engine.planner.precision import careful_precision
 
 _INTERFACE = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
 _STANDARD_PARTS = ("gate_up_proj", "up_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj", "down_proj_bias")
@@ -80,9 +80,13 @@ def quantised(sites: list[ExpertsSite], precision: str, weights: int) -> list[Ex
 
     `weights` are the whole model's: `down_proj` is more precise in a small one.
     """
-    down = careful_precision(precision, weights)
+    most, down = format_of(precision), format_of(careful(precision, weights))
+
+    def of_part(name: str) -> WeightFormat:
+        return down if name == "down_proj" else most
+
     return [
-        replace(site, layout=QuantisedLayout.quantising(site.layout, precision, _pairing(site.module), down))
+        replace(site, layout=QuantisedLayout.quantising(site.layout, of_part, _pairing(site.module)))
         if hasattr(site.module, "has_gate") and {part.dtype for part in site.layout.parts} == {torch.bfloat16}
         else site
         for site in sites
@@ -97,12 +101,19 @@ def _pairing(module: Any) -> Pairing:
     return Pairing.HALVES if activation is None else activation.pairing
 
 
-def empty_modules(sites: list[ExpertsSite]) -> None:
-    """Takes the expert parameters away: `None` in their place makes any path but ours raise, not compute garbage."""
+def empty_modules(model: Any, sites: list[ExpertsSite]) -> None:
+    """Takes the expert parameters away: `None` in their place makes any path but ours raise, not compute garbage.
+
+    The library must not initialise what is no longer there: neither in an experts module nor from the module around it,
+    as some families do (Qwen3-Omni).
+    """
     for site in sites:
         for part in site.layout.unquantised.parts:
             setattr(site.module, part.name, None)
-        site.module._is_hf_initialized = True  # or the library would try to initialise what is not there
+        site.module._is_hf_initialized = True
+        around = model.get_submodule(site.name.rpartition(".")[0])
+        if not any(True for _ in (*around.parameters(recurse=False), *around.buffers(recurse=False))):
+            around._is_hf_initialized = True
 
 
 def bind(sites: list[ExpertsSite], bank: ExpertBank, kernels: NativeKernels | None) -> None:

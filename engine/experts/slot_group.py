@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.sizes import rounded_down, rounded_up
 from engine.experts.bank import BankLayer
 from engine.experts.bank_header import BankHeader
 from engine.experts.cache.policies import Key, make_policy
@@ -169,7 +170,7 @@ def share_slots(header: BankHeader, budget: int, at_least: int) -> dict[RecordLa
     if least > budget:
         raise EngineError(
             ErrorCode.NOT_ENOUGH_MEMORY,
-            f"The experts of one step need {least / 1e6:.0f} MB of RAM, more than the {budget / 1e6:.0f} MB that are "
+            f"The experts of one step need {rounded_up(least)} of RAM, more than the {rounded_down(budget)} that are "
             "left for them: raise the RAM budget or choose a smaller model.",
         )
     # Above the floor in proportion; what rounding leaves goes to the layouts after, and the small ones come last.

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
+from engine.common.footprint import pool_segment_slots, pool_segments
 from engine.devices.device import Device
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.experts.cache.policies import Key, make_policy
@@ -18,7 +19,6 @@ from engine.experts.cache.pool import Pool, Slot
 from engine.experts.record import RecordLayout
 from engine.experts.slot_segments import JoinedRecords, KernelMaker, Segment
 from engine.kernels.interface import ExpertKernel
-from engine.planner.footprint import pool_segment_slots, pool_segments
 
 
 class SlotPools:

@@ -12,9 +12,9 @@ import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 
+from engine.common.errors import EngineError
 from engine.devices.device import Device, Event
 from engine.devices.memory_budget import DeviceMemoryError
-from engine.errors import EngineError
 from engine.experts.cache.policies import Key
 from engine.experts.cache.pool import Slot
 from engine.experts.cache.snapshot import CacheSnapshot

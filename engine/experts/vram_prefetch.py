@@ -1,4 +1,4 @@
-"""Foretold experts on their way to the devices: from RAM into free or dead slots, from disk into RAM."""
+"""Predicted experts on their way to the devices: from RAM into free or dead slots, from disk into RAM."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from engine.common.errors import EngineError, ErrorCode
 from engine.devices.device import Device, Direction, Event
 from engine.devices.failures import as_engine_error
 from engine.devices.memory_budget import MemoryCategory
-from engine.errors import EngineError, ErrorCode
 from engine.experts.record import RecordLayout
 from engine.experts.record_source import RecordSource
 from engine.experts.slot_segments import KernelMaker, Segment

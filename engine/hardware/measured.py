@@ -14,8 +14,8 @@ from engine.hardware.assumptions import (
     assumed_link,
     assumed_ram_bytes_per_s,
 )
+from engine.hardware.machine import CpuProfile, GpuProfile, HardwareProfile, LinkProfile, Origin
 from engine.hardware.probe import HardwareProfile as Probe
-from engine.planner.machine import CpuProfile, GpuProfile, HardwareProfile, LinkProfile, Origin
 
 Numbers = dict[str, Origin]
 
@@ -113,6 +113,7 @@ class Measurements:
         skipped: why something was not measured, by its name.
         unsteady: what went on changing however often it was repeated, by its name, and by how much.
         notes: sentences for people, such as that a processor slowed down meanwhile.
+        others: share of the processor that other programs took meanwhile, 0 to 1.
     """
 
     kind: str
@@ -129,6 +130,7 @@ class Measurements:
     skipped: dict[str, str] = field(default_factory=dict)
     unsteady: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    others: float = 0.0
 
     def link(self, direction: str, *, pinned: bool) -> tuple[float, float] | None:
         """(latency in s, bytes / s) of a line through the copies one way; None if there are none.

@@ -11,10 +11,10 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from engine.common.files import write_private
+from engine.common.paths import data_dir
 from engine.hardware.measured import Arithmetic, CopyTime, DiskRead, ExpertTime, Measurements, RamRead
 from engine.hardware.probe import HardwareProfile as Probe
-from engine.kept_file import write_kept
-from engine.paths import data_dir
 
 _VERSION = 1
 _ROWS: dict[str, type] = {
@@ -59,7 +59,7 @@ def save_measurements(measurements: Measurements) -> Path:
         OSError: they could not be written; what was there is still there.
     """
     path = measurements_file(measurements.machine, measurements.device)
-    write_kept(path, json.dumps({"version": _VERSION, **asdict(measurements)}, indent=1))
+    write_private(path, json.dumps({"version": _VERSION, **asdict(measurements)}, indent=1))
     return path
 
 
@@ -97,6 +97,7 @@ def read_measurements(path: Path) -> Measurements | None:
         for name, kind in _ROWS.items():
             content[name] = tuple(_row(kind, row) for row in content[name])
         content["notes"] = tuple(str(note) for note in content["notes"])
+        content["others"] = float(content.get("others", 0.0))
         limit = content["pinned_limit_bytes"]
         whole = [content["device_bytes"], 0 if limit is None else limit]
         texts = [content[name] for name in ("kind", "device", "taken_at")]

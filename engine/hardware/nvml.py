@@ -44,7 +44,7 @@ _SESSION_LOST = frozenset(
         pynvml.NVML_ERROR_UNKNOWN,
     )
 )
-"""After these the library is opened anew: the driver may have been reloaded meanwhile."""
+"""After these the library is opened again: the driver may have been reloaded meanwhile."""
 
 
 class NvmlUnavailableError(Exception):

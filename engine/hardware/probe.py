@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import psutil
 
+from engine.common.paths import models_dir
 from engine.hardware.cgroup import cpu_quota, memory_limits
 from engine.hardware.cpu import CpuInfo, cpu_info
 from engine.hardware.disk import DiskInfo, disk_info, free_disk_bytes
 from engine.hardware.gpu_info import GpuInfo, Vendor
 from engine.hardware.gpus import graphics_cards
 from engine.hardware.surroundings import Surroundings, pinned_limit, surroundings
-from engine.paths import models_dir
 
 __all__ = ["GpuInfo", "HardwareProfile", "Vendor", "free_disk_bytes", "probe", "usable_cpus"]
 

@@ -11,8 +11,12 @@ import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from engine.errors import EngineError, ErrorCode
-from engine.paths import resources_dir
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.foreign_file import read_foreign, reason
+from engine.common.foreign_json import parse_json
+from engine.common.paths import resources_dir
+
+_MAX_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +78,9 @@ def read_profile(name: str, folder: Path | None = None) -> DeviceProfile:
         )
     path = folder / f"{name}.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise _refused(path, f"cannot be read ({error})") from None
+        content = parse_json(read_foreign(path, _MAX_BYTES))
+    except (OSError, ValueError) as error:
+        raise _refused(path, f"cannot be read ({reason(error)})") from None
     if not isinstance(content, dict):
         raise _refused(path, "is not one JSON object")
     return _checked(content, path)
@@ -126,6 +130,4 @@ def _shown(value: object) -> str:
 
 
 def _refused(path: Path, what: str) -> EngineError:
-    return EngineError(
-        ErrorCode.INVALID_REQUEST, f"The hardware profile {path} {what}: mend it or use another profile."
-    )
+    return EngineError(ErrorCode.INVALID_REQUEST, f"The hardware profile {path} {what}: fix it or use another profile.")

@@ -128,7 +128,7 @@ class DeviceSensors:
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """Counters that only rise, at one moment; `energy_uj`: by package, with the number at which it begins anew."""
+    """Counters that only rise, at one moment; `energy_uj`: by package, with the number at which it begins again."""
 
     at_s: float
     cpu: tuple[tuple[float, float], ...]

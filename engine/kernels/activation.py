@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from engine.kernels.quantised.tiles import Pairing
+from engine.families import family_at
+from engine.families.family import ClampedGate
+from engine.formats.tiles import Pairing
 
 
 class ActivationKind(IntEnum):
@@ -46,16 +48,6 @@ _FUNCTIONS = {
     "ReLUSquaredActivation": ActivationKind.RELU_SQUARED,
 }
 
-# Families with a gate of their own: the module that defines it -> what it computes, names of limit and alpha.
-_CLAMPED = {
-    "modeling_gpt_oss": (ActivationKind.CLAMPED_SIGMOID, Pairing.ALTERNATING, "limit", "alpha"),
-    "modeling_openai_privacy_filter": (ActivationKind.CLAMPED_SIGMOID, Pairing.HALVES, "limit", "alpha"),
-    "modeling_minimax_m3_vl": (ActivationKind.CLAMPED_SIGMOID, Pairing.HALVES, "swiglu_limit", "swiglu_alpha"),
-    "modeling_deepseek_v4": (ActivationKind.SILU, Pairing.HALVES, "limit", None),
-    "modeling_glm5_next": (ActivationKind.SILU, Pairing.HALVES, "swiglu_limit", None),
-    "modeling_hy_v4": (ActivationKind.SILU, Pairing.HALVES, "swiglu_limit", None),
-}
-
 
 def activation_of(module: Any) -> Activation | None:
     """The activation of an experts module, or `None` if it is one that only the module itself can compute."""
@@ -66,17 +58,18 @@ def activation_of(module: Any) -> Activation | None:
     if getattr(gate, "__name__", "") == "_default_apply_gate":
         kind = _FUNCTIONS.get(type(getattr(module, "act_fn", None)).__name__)
         return None if kind is None else Activation(kind, Pairing.HALVES)
-    known = _CLAMPED.get(str(getattr(gate, "__module__", "")).rpartition(".")[2])
-    if known is None:
+    own = family_at(str(getattr(gate, "__module__", ""))).gate
+    return None if own is None else _clamped(module, own)
+
+
+def _clamped(module: Any, gate: ClampedGate) -> Activation | None:
+    """That of experts with this gate, or `None` if what it reads from them is not what the kernels know."""
+    functions = ("NoneType", "SiLU", "SiLUActivation")
+    if not gate.alpha and type(getattr(module, "act_fn", None)).__name__ not in functions:
         return None
-    kind, pairing, limit, alpha = known
-    if kind is ActivationKind.SILU and type(getattr(module, "act_fn", None)).__name__ not in (
-        "NoneType",
-        "SiLU",
-        "SiLUActivation",
-    ):
+    limit, alpha = getattr(module, gate.limit, None), getattr(module, gate.alpha, None) if gate.alpha else 1.0
+    if not isinstance(limit, int | float) or not isinstance(alpha, int | float):
         return None
-    bound, steepness = getattr(module, limit, None), getattr(module, alpha, None) if alpha else 1.0
-    if not isinstance(bound, int | float) or not isinstance(steepness, int | float):
-        return None
-    return Activation(kind, pairing, float(bound), float(steepness))
+    kind = ActivationKind.CLAMPED_SIGMOID if gate.alpha else ActivationKind.SILU
+    pairing = Pairing.ALTERNATING if gate.pairing == "alternating" else Pairing.HALVES
+    return Activation(kind, pairing, float(limit), float(alpha))

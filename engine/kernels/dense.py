@@ -1,4 +1,4 @@
-"""The dense part of a model on graphics cards: which linear layers are int8 or int4 there, and how they are computed.
+"""The dense part of a model on graphics cards: which linear layers are quantised there, and how they are computed.
 
 On the CPU that is `engine.kernels.native.linear`'s; which layers are taken is the same.
 """
@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from engine.formats import TiledFormat, head_format, tiled_format
+from engine.formats.tiles import TiledShape
 from engine.kernels.gpu.linear import CardLinear
 from engine.kernels.gpu.proof import runs_kernels
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import ROUTERS, SMALLEST
-from engine.kernels.quantised.tiles import PRECISIONS, TiledShape
-from engine.kernels.quantised.weights import quantise
+from engine.kernels.quantise import quantise
 
 
 def is_held_quantised(device: torch.device) -> bool:
@@ -31,7 +32,7 @@ def quantised_sizes(model: Any, precision: str, sizes: Mapping[str, int]) -> dic
         sizes: the same before; tied weights are not in it, and are held a second time.
     """
     result = dict(sizes)
-    if precision not in PRECISIONS:
+    if tiled_format(precision) is None:
         return result
     for name, module, of_this in _layers(model, precision):
         result.pop(f"{name}.weight", None)
@@ -61,15 +62,18 @@ def quantise_on_cards(
         place = place_of(name)
         matrix = quantise(module.weight, of_this, kernels=kernels)
         bias = module.bias.detach() if module.bias is not None else None
-        forward = CardLinear(matrix, bias, place, with_kernels=runs_kernels(place))
+        forward = CardLinear(matrix, bias, place, with_kernels=of_this.on_card and runs_kernels(place))
         module.weight = torch.nn.Parameter(module.weight.new_empty(0), requires_grad=False)
         module.register_buffer("tiles", forward.record, persistent=False)  # counted, though not used there
         module.forward = forward  # type: ignore[method-assign]
     return len(layers)
 
 
-def _layers(model: Any, precision: str) -> Iterator[tuple[str, torch.nn.Linear, str]]:
-    """(name, layer, its precision): the head is never less than int8, and routers are left alone."""
+def _layers(model: Any, precision: str) -> Iterator[tuple[str, torch.nn.Linear, TiledFormat]]:
+    """(name, layer, its format): the head has one of its own, and routers are left alone."""
+    of_head, of_others = tiled_format(head_format(precision)), tiled_format(precision)
+    assert of_head is not None
+    assert of_others is not None
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for name, module in model.named_modules():
         if type(module) is not torch.nn.Linear or name.rpartition(".")[2] in ROUTERS:
@@ -77,7 +81,7 @@ def _layers(model: Any, precision: str) -> Iterator[tuple[str, torch.nn.Linear, 
         weight, bias = module.weight, module.bias
         kinds = {weight.dtype, bias.dtype} if bias is not None else {weight.dtype}
         if kinds == {torch.bfloat16} and weight.numel() >= SMALLEST:
-            yield name, module, "int8" if module is head else precision
+            yield name, module, of_head if module is head else of_others
 
 
 def _is_shared(model: Any, weight: torch.Tensor) -> bool:

@@ -8,8 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from engine.formats.tiles import Pairing, TiledMatrix, TiledShape
 from engine.kernels.activation import Activation, activation_of
-from engine.kernels.quantised.tiles import Pairing, TiledMatrix, TiledShape
 
 
 class RecordPart(Protocol):
@@ -26,12 +26,14 @@ class RecordPart(Protocol):
 
 
 class RecordFormat(Protocol):
-    """Where the parts of an expert lie; `nbytes` is the size of a record."""
+    """Where the parts of an expert lie, in `nbytes`; `unquantised` is the layout of the same expert in a checkpoint."""
 
     @property
     def parts(self) -> Sequence[RecordPart]: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def unquantised(self) -> RecordFormat: ...
 
 
 @runtime_checkable
@@ -39,9 +41,8 @@ class QuantisedFormat(RecordFormat, Protocol):
     """The format of records whose matrices are in tiles (`engine.experts.quantised_layout` has it)."""
 
     @property
-    def precision(self) -> str: ...
-    @property
     def pairing(self) -> Pairing: ...
+    def is_tiled(self, name: str) -> bool: ...
     def tiled_shape(self, name: str) -> TiledShape: ...
     def matrix(self, rows: Mapping[str, Sequence[torch.Tensor]], name: str, expert: int) -> TiledMatrix: ...
 

@@ -6,13 +6,13 @@ import torch
 from torch.nn.functional import pad, silu
 
 from engine.kernels.interface import ExpertMath, LayerRecords, QuantisedFormat
+from engine.kernels.matrices import layer_matrices
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.quantised.matrices import layer_matrices
 
 _ROWS_TOGETHER = 16
 """Rows of a product are made up to a multiple of this: making a kernel for each count costs more than the idle rows."""
 _ALL_AT_ONCE_BYTES = 16 * 2**20
-"""Up to this size of a layer, reading a few experts in vain costs less than a loop over the others."""
+"""Up to this size of a layer, reading a few experts for nothing costs less than a loop over the others."""
 
 
 class TorchExperts:

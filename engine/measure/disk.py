@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.common.files import new_folder
 from engine.experts.direct_file import DirectFile
 from engine.hardware.measured import DiskRead
 from engine.measure.disk_rates import read_rate, write_rate
@@ -63,7 +64,7 @@ def scratch_file(folder: Path) -> Iterator[Path]:
         OSError: the disk's.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    new_folder(folder)
     for old in folder.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > _STALE_S:

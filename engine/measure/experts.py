@@ -15,14 +15,15 @@ from engine.experts.bank import BankLayer
 from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.record import RecordLayout, allocate_records
 from engine.experts.standard_module import StandardExperts
+from engine.formats import tiled_format
+from engine.formats.tiles import Pairing
 from engine.hardware.measured import ExpertTime
 from engine.kernels import choose_kernel
 from engine.kernels.interface import ExpertKernel
 from engine.kernels.native.library import NativeKernels, load_kernels
-from engine.kernels.quantised.tiles import Pairing
 from engine.measure.arithmetic import seconds_on
 from engine.measure.ram import torch_threads
-from engine.measure.run import NotMeasuredError, Run
+from engine.measure.run import NotMeasuredError, Run, counted
 
 _AT_ONCE = 8
 """Experts of one call: most models route a token to about so many."""
@@ -85,7 +86,9 @@ class CpuExperts:
         ):
             assert kernel is not None
             calls = _Calls(kernel, shape, layer.num_experts, tokens, layer.device)
-            name = f"{shape.hidden} x {shape.inner} {precision}, {tokens} tokens, {threads} threads"
+            name = (
+                f"{shape.hidden} x {shape.inner} {precision}, {counted(tokens, 'token')}, {counted(threads, 'thread')}"
+            )
             seconds = run.steady(name, partial(_timed, calls), self.repeats) / calls.experts
             nbytes = layer.layout.nbytes
             run.found(ExpertTime("cpu", shape.hidden, shape.inner, precision, tokens, threads, nbytes, seconds))
@@ -117,7 +120,7 @@ class DeviceExperts:
                 assert kernel is not None
                 for tokens in self.tokens:
                     calls = _Calls(kernel, shape, layer.num_experts, tokens, device.torch_device)
-                    name = f"{shape.hidden} x {shape.inner} {precision}, {tokens} tokens, graphics card"
+                    name = f"{shape.hidden} x {shape.inner} {precision}, {counted(tokens, 'token')}, graphics card"
                     seconds = run.steady(name, partial(seconds_on, device, calls), self.repeats)
                     run.found(
                         ExpertTime(
@@ -188,7 +191,8 @@ def _module(shape: ExpertShape) -> StandardExperts:
 def _layout(shape: ExpertShape, precision: str) -> RecordLayout:
     shapes = {name: (tuple(p.shape[1:]), torch.bfloat16) for name, p in _module(shape).named_parameters()}
     plain = RecordLayout.of(shapes, transposed=False)
-    return plain if precision == "bf16" else QuantisedLayout.quantising(plain, precision, Pairing.HALVES)
+    of_all = tiled_format(precision)
+    return plain if of_all is None else QuantisedLayout.quantising(plain, lambda _: of_all, Pairing.HALVES)
 
 
 def _layer(shape: ExpertShape, precision: str, room: torch.Tensor) -> BankLayer:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
+from engine.common.errors import EngineError
 from engine.devices.device import Device
 from engine.devices.host_memory import available_ram
-from engine.errors import EngineError
 from engine.hardware.gpus import graphics_cards
 from engine.hardware.measured import Arithmetic, CopyTime, DiskRead, ExpertTime, Measurements, RamRead
 from engine.hardware.measurement_files import described

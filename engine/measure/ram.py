@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.hardware.measured import RamRead
-from engine.measure.run import Run
+from engine.measure.run import Run, counted
 
 _BYTES = 768 * 2**20
 """Far more than any cache that a PC has, so that the sum below reads RAM."""
@@ -31,7 +31,9 @@ class RamBandwidth:
         block = torch.ones(max(run.cold_bytes, 2**20) // 8, dtype=torch.int64)
         for threads in self.threads_of(run.threads):
             with torch_threads(threads):
-                seconds = run.steady(f"RAM, {threads} threads", lambda: _seconds_to_read(block), self.repeats)
+                seconds = run.steady(
+                    f"RAM, {counted(threads, 'thread')}", lambda: _seconds_to_read(block), self.repeats
+                )
             run.found(RamRead(threads, block.nbytes / seconds))
 
 

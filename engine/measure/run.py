@@ -156,6 +156,11 @@ def drift_of(values: list[float]) -> float:
     return last / first - 1 if first > 0 else 0.0
 
 
+def counted(count: int, what: str) -> str:
+    """`1 thread`, `2 threads`."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def thread_counts(most: int) -> tuple[int, ...]:
     """1, 2, 4, ... and `most`."""
     return tuple(sorted({*(1 << power for power in range(most.bit_length()) if 1 << power <= most), most}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.formats import LADDER
 from engine.measure.arithmetic import CpuArithmetic, DeviceArithmetic
 from engine.measure.disk import DiskReads
 from engine.measure.experts import CpuExperts, DeviceExperts, ExpertShape
@@ -12,7 +13,6 @@ from engine.measure.ram import RamBandwidth
 from engine.measure.run import Measurement, thread_counts
 
 _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
-_PRECISIONS = ("bf16", "int8", "int4")
 _FINE = ExpertShape(2048, 768)
 """Qwen3-30B-A3B: many small experts."""
 _SQUARE = ExpertShape(2880, 2880)
@@ -50,9 +50,9 @@ QUICK = MeasurementSet(
     (
         RamBandwidth(one_and_all, 3, 0.6),
         CpuArithmetic(3, 0.5),
-        CpuExperts((_FINE,), _PRECISIONS, (1, 16, 128), one_and_all, 3, 3.5),
+        CpuExperts((_FINE,), LADDER, (1, 16, 128), one_and_all, 3, 3.5),
         DeviceArithmetic(3, 0.6),
-        DeviceExperts((_FINE,), _PRECISIONS, (1, 128), 3, 1.0),
+        DeviceExperts((_FINE,), LADDER, (1, 128), 3, 1.0),
         Copies((64 * _KIB, 4 * _MIB, 32 * _MIB), 3, 1.5),
         DiskReads(256 * _MIB, (1, 4, 8), (2 * _MIB,), 3, 2.0),
     ),
@@ -65,10 +65,10 @@ THOROUGH = MeasurementSet(
     (
         RamBandwidth(thread_counts, 7, 4.0),
         CpuArithmetic(7, 2.0),
-        CpuExperts(THOROUGH_SHAPES, _PRECISIONS, (1, 2, 4, 8, 16, 64, 256), thread_counts, 5, 55.0),
-        CpuExperts((_COARSE,), ("int8", "int4"), (1, 16), one_and_all, 3, 10.0, "large experts on the processor"),
+        CpuExperts(THOROUGH_SHAPES, LADDER, (1, 2, 4, 8, 16, 64, 256), thread_counts, 5, 55.0),
+        CpuExperts((_COARSE,), LADDER[1:], (1, 16), one_and_all, 3, 10.0, "large experts on the processor"),
         DeviceArithmetic(7, 2.0),
-        DeviceExperts(THOROUGH_SHAPES, _PRECISIONS, (1, 2, 4, 8, 16, 64, 256), 5, 20.0),
+        DeviceExperts(THOROUGH_SHAPES, LADDER, (1, 2, 4, 8, 16, 64, 256), 5, 20.0),
         Copies((4 * _KIB, 64 * _KIB, _MIB, 4 * _MIB, 32 * _MIB, 256 * _MIB), 5, 6.0),
         PinnedLimit(256 * _GIB, 10.0),
         DiskReads(_GIB, (1, 2, 4, 8, 16, 32), (256 * _KIB, 2 * _MIB), 3, 20.0),

@@ -12,6 +12,8 @@ Klotski attends in RAM, where they are, as its CGOPipe does.
 
 from __future__ import annotations
 
+from engine.checkpoint.model_shape import ModelShape
+from engine.hardware.machine import HardwareProfile
 from engine.planner.batch_prediction import JobRows
 from engine.planner.costs import Costs
 from engine.planner.engine_memory import (
@@ -23,8 +25,6 @@ from engine.planner.engine_memory import (
     record_nbytes,
 )
 from engine.planner.klotski import block_times, fewest_batches
-from engine.planner.machine import HardwareProfile
-from engine.planner.model_shape import ModelShape
 from engine.planner.plan_parts import BatchPlan, Limits, TierBytes
 from engine.planner.plan_search import Question
 from engine.planner.simulator.batch_policies import CGOPIPE, FLEXGEN_S4, KLOTSKI

@@ -77,9 +77,9 @@ class JobPrediction:
     def corrected(self, factor: float, off: float) -> JobPrediction:
         """The same where a few real rows were so many times as fast as predicted.
 
-        A few rows spend their time on reading weights, many on arithmetic: how wrong the one was foretold says only in
+        A few rows spend their time on reading weights, many on arithmetic: how wrong the one was predicted says only in
         part how wrong the other was.  So the range reaches from the lower of both, less `off`, a share, to what was
-        foretold at most or to what was seen and `off` more; the rate is between them.
+        predicted at most or to what was seen and `off` more; the rate is between them.
         """
         seen = self.tokens_per_s * factor
         low, high = min(self.tokens_per_s, seen) * (1 - off), max(self.high, seen * (1 + off))
@@ -120,7 +120,7 @@ def predict_on_cpu(
     Args:
         rows_together: at most; no more than there are rows.
         sweep_tokens: of prompts, read in one sweep.
-        disk_share: of the experts, read anew in each sweep.
+        disk_share: of the experts, read again in each sweep.
         off: how far a prediction may be off, as a share.
 
     Raises:

@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from math import comb
 
-from engine.config import EngineConfig
+from engine.checkpoint.model_shape import ModelShape
+from engine.common.config import EngineConfig
+from engine.hardware.machine import HardwareProfile
 from engine.planner.costs import Costs, Dispatch
 from engine.planner.engine_costs import engine_costs
 from engine.planner.engine_memory import memory_rule
-from engine.planner.machine import HardwareProfile
 from engine.planner.memory import share_on_disk
-from engine.planner.model_shape import ModelShape
 from engine.planner.predict import limits_of, predict_decode
 
 
@@ -46,7 +46,7 @@ def tokens_per_s_by_slots(
     """
     precision = config.precision
     if precision == "auto":
-        precision = predict_decode(machine, model, config, tokens=8).precision  # type: ignore[assignment]
+        precision = predict_decode(machine, model, config, tokens=8).precision
     costs = engine_costs(machine, model, precision, config.threads)
     on_card = config.device != "cpu" and machine.gpu is not None
     # Without a card every miss is the disk's; else as many of them as do not lie in RAM.

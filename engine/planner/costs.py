@@ -6,10 +6,10 @@ import itertools
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from engine.checkpoint.model_shape import ModelShape
+from engine.formats import format_of, head_format
+from engine.hardware.machine import HardwareProfile
 from engine.planner.efficiency import EFFICIENCY, Efficiency
-from engine.planner.machine import HardwareProfile
-from engine.planner.model_shape import ModelShape
-from engine.planner.precision import bytes_per_weight, head_precision
 
 LAYER_OPERATORS = 12
 """Operators of an attention block and its router in a framework's eager decode step."""
@@ -74,9 +74,13 @@ class Costs:
     def host_dense_bytes(self) -> float:
         """Of everything but the routed experts where the CPU computes it; the embedding is never quantised."""
         model, head = self.model, self.model.vocabulary * self.model.hidden
-        layers = bytes_per_weight(self.dense_precision) * (model.non_expert_weights - model.embedding_weights)
-        untied = self.dense_precision in ("int8", "int4") or not model.tied_embeddings
-        return layers + 2.0 * head + (bytes_per_weight(head_precision(self.dense_precision)) * head if untied else 0.0)
+        layers = format_of(self.dense_precision).bytes_per_weight * (model.non_expert_weights - model.embedding_weights)
+        untied = format_of(self.dense_precision).is_tiled or not model.tied_embeddings
+        return (
+            layers
+            + 2.0 * head
+            + (format_of(head_format(self.dense_precision)).bytes_per_weight * head if untied else 0.0)
+        )
 
     @cached_property
     def card_bytes_per_s(self) -> float:
@@ -145,7 +149,7 @@ class Costs:
         """
         model = self.model
         weights = model.dense_layer_weights if dense else model.layer_weights
-        reading = bytes_per_weight(self.card_dense_precision) * weights
+        reading = format_of(self.card_dense_precision).bytes_per_weight * weights
         flops = 2.0 * tokens * weights
         if cached:
             reading += self._attention_bytes(tokens, context, prompts)
@@ -171,7 +175,7 @@ class Costs:
     def gpu_head(self, rows: float) -> float:
         """Embedding and head for `rows` tokens whose next token is wanted."""
         weights = self.model.vocabulary * self.model.hidden
-        reading = bytes_per_weight(head_precision(self.card_dense_precision)) * weights
+        reading = format_of(head_format(self.card_dense_precision)).bytes_per_weight * weights
         return max(reading / self.card_bytes_per_s, 2.0 * rows * weights / self.card_flops)
 
     # On the CPU
@@ -204,14 +208,16 @@ class Costs:
         """`gpu_layer` on the CPU."""
         model = self.model
         weights = model.dense_layer_weights if dense else model.layer_weights
-        reading = bytes_per_weight(self.dense_precision) * weights + self._attention_bytes(tokens, context, prompts)
+        reading = format_of(self.dense_precision).bytes_per_weight * weights + self._attention_bytes(
+            tokens, context, prompts
+        )
         flops = 2.0 * tokens * weights + 4.0 * tokens * context * model.attention.heads * model.attention.head_dim
         return max(reading / self.cpu_bytes_per_s, flops / self.cpu_flops) + self.host_layer_s
 
     def cpu_head(self, rows: float) -> float:
         """`gpu_head` on the CPU."""
         weights = self.model.vocabulary * self.model.hidden
-        reading = bytes_per_weight(head_precision(self.dense_precision)) * weights
+        reading = format_of(head_format(self.dense_precision)).bytes_per_weight * weights
         return max(reading / self.cpu_bytes_per_s, 2.0 * rows * weights / self.cpu_flops)
 
     def cpu_attention(self, tokens: float, context: float, *, expanded: bool = False) -> float:

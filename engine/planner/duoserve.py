@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+from engine.checkpoint.model_shape import ModelShape
+from engine.formats import format_of
 from engine.planner.memory import RUNTIME_BYTES
-from engine.planner.model_shape import ModelShape
-from engine.planner.precision import bytes_per_weight
 
 LAYER_WIDTHS = (2048, 1024, 512, 256, 128, 64)
 """Hidden widths of the predictor: seven fully connected layers with the output's."""
@@ -44,7 +44,7 @@ def peak_memory(
         non_experts=non_experts,
         experts=experts_held * model.expert_bytes(precision),
         kv=model.kv_bytes_per_token() * context,
-        unpacked=2.0 * model.expert_weights if bytes_per_weight(precision) < 1 else 0.0,
+        unpacked=2.0 * model.expert_weights if format_of(precision).bytes_per_weight < 1 else 0.0,
         predictor=predictor,
     )
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from engine.checkpoint.model_shape import ModelShape
+from engine.formats import careful
+from engine.hardware.machine import HardwareProfile, Origin
 from engine.planner.costs import Costs, Dispatch
 from engine.planner.efficiency import Efficiency
-from engine.planner.machine import HardwareProfile, Origin
-from engine.planner.model_shape import ModelShape
-from engine.planner.precision import careful_precision
 
 OF_DATA_SHEETS = Efficiency(arithmetic=0.35, card_memory=0.6, host_memory=0.56, operator_s=15e-6)
 """On a card as the library launches its operators; on the CPU as the native kernels read weights."""
@@ -41,7 +41,7 @@ def engine_costs(machine: HardwareProfile, model: ModelShape, precision: str, th
         operator_s=OF_DATA_SHEETS.operator_s,
     )
     is_emulated = machine.gpu is not None and machine.gpu.name.startswith("emulated")
-    dense = careful_precision(precision, model.total_weights)
+    dense = careful(precision, model.total_weights)
     return Costs(
         machine,
         model,

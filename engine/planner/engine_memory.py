@@ -1,16 +1,28 @@
-"""What the engine will hold in each tier, by its own arithmetic (`footprint`)."""
+"""What the engine will hold in each tier: a model's sizes are estimated from its shape, and `placement` decides."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from engine.planner import footprint
+from engine.checkpoint.model_shape import ModelShape
+from engine.common import footprint
+from engine.common.config import EngineConfig, Misses
+from engine.formats import as_stored, careful, format_of, head_format
+from engine.hardware.machine import GpuProfile
 from engine.planner.costs import Costs
-from engine.planner.machine import GpuProfile
 from engine.planner.memory import MemoryRule
-from engine.planner.model_shape import ModelShape
+from engine.planner.placement import (
+    Budgets,
+    DeviceBudget,
+    Experts,
+    NotEnoughRamError,
+    Placement,
+    Sizes,
+    Weights,
+    decide,
+)
 from engine.planner.plan_parts import Limits, TierBytes
-from engine.planner.precision import careful_precision, head_precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +46,11 @@ class EngineMemory:
 
 def record_nbytes(model: ModelShape, precision: str) -> int:
     """Bytes of one expert's record, scales and padding counted."""
-    down = careful_precision(precision, model.total_weights)
+    most, down = format_of(precision), format_of(careful(precision, model.total_weights))
     up = (model.expert_matrices - 1) * model.expert_width
-    parts = [
-        *footprint.matrix_part_bytes(up, model.hidden, precision),
-        *footprint.matrix_part_bytes(model.hidden, model.expert_width, down),
-    ]
+    parts = [*most.part_bytes(up, model.hidden), *down.part_bytes(model.hidden, model.expert_width)]
     if model.expert_biases:
-        width = 4 if precision == "fp32" else 2
+        width = as_stored(precision).width
         parts += [width * up, width * model.hidden]
     return footprint.record_bytes(parts)
 
@@ -54,19 +63,18 @@ def all_records_nbytes(model: ModelShape, precision: str) -> int:
 def dense_in_ram(model: ModelShape, precision: str) -> int:
     """Bytes of everything but the routed experts where it is quantised as they are.
 
-    Embeddings, routers and norms are never quantised, and the head is int8 at the least; where it shares the
+    Embeddings, routers and norms are never quantised, and the head has a format of its own; where it shares the
     embedding's weights it takes memory of its own once it is quantised.
     """
-    width = 4 if precision == "fp32" else 2
-    if precision not in ("int8", "int4"):
-        return width * model.non_expert_weights
-    careful = careful_precision(precision, model.total_weights)
+    if not format_of(precision).is_tiled:
+        return as_stored(precision).width * model.non_expert_weights
+    layers, of_head = format_of(careful(precision, model.total_weights)), format_of(head_format(precision))
     head = model.vocabulary * model.hidden
     routers = model.moe_layers * model.hidden * model.experts
     linear = model.non_expert_weights - model.embedding_weights - routers
     return (
-        sum(footprint.matrix_part_bytes(1 + linear // model.hidden, model.hidden, careful))
-        + sum(footprint.matrix_part_bytes(model.vocabulary, model.hidden, head_precision(precision)))
+        sum(layers.part_bytes(1 + linear // model.hidden, model.hidden))
+        + sum(of_head.part_bytes(model.vocabulary, model.hidden))
         + 2 * (routers + head)
     )
 
@@ -75,7 +83,7 @@ def dense_on_card(costs: Costs) -> int:
     """The same on a card: quantised on a real one, in 16 bits on an emulated one."""
     gpu, model, precision = costs.machine.gpu, costs.model, costs.precision
     if gpu is not None and _is_emulated(gpu):
-        return dense_in_ram(model, "bf16" if precision in ("int8", "int4") else precision)
+        return dense_in_ram(model, as_stored(precision).name)
     return dense_in_ram(model, precision)
 
 
@@ -117,10 +125,15 @@ def ram_usable(costs: Costs, limits: Limits) -> int:
 def activations(costs: Costs, limits: Limits) -> tuple[int, int]:
     """(tokens of a piece of a prompt on the card, bytes of its activations)."""
     model = costs.model
-    each = footprint.activation_token_bytes(model.hidden, model.experts_per_token, _width(costs.precision))
+    each = activation_token_bytes(model, costs.precision)
     room = card_usable(costs, limits) - dense_on_card(costs)
     piece = footprint.piece_tokens(room, each, context_tokens(model, limits))
     return piece, piece * each
+
+
+def activation_token_bytes(model: ModelShape, precision: str) -> int:
+    """Bytes of a token of a prompt while it is computed."""
+    return footprint.activation_token_bytes(model.hidden, model.experts_per_token, as_stored(precision).width)
 
 
 def context_tokens(model: ModelShape, limits: Limits) -> int:
@@ -128,12 +141,41 @@ def context_tokens(model: ModelShape, limits: Limits) -> int:
     return min(model.context_tokens, limits.context_tokens or model.context_tokens)
 
 
+def sizes_of(costs: Costs, limits: Limits, precisions: Sequence[str]) -> Sizes:
+    """What the model takes in these precisions, estimated from its shape."""
+    model = costs.model
+    width = as_stored(precisions[0]).width
+    in_files = _spread(model, width * model.non_expert_weights, width)
+    experts = width * model.experts * model.expert_weights
+    return Sizes(
+        name=model.name,
+        weights=tuple(_weights(replace(costs, precision=precision)) for precision in precisions),
+        layers=tuple(
+            nbytes + (experts if layer >= model.dense_layers else 0) for layer, nbytes in enumerate(in_files[0])
+        ),
+        elsewhere=in_files[1],
+        kv_per_token=round(model.kv_bytes_per_token()) * width // 2,
+        activations_per_token=activation_token_bytes(model, precisions[0]),
+        context_tokens=context_tokens(model, limits),
+        experts_per_token=model.experts_per_token,
+    )
+
+
+def budgets_of(costs: Costs, limits: Limits, *, on_card: bool) -> Budgets:
+    """What the machine has left for the engine; cards are taken to be alike."""
+    gpu = costs.machine.gpu
+    devices: tuple[DeviceBudget, ...] = ()
+    if on_card and gpu is not None and (usable := card_usable(costs, limits) // gpu.count):
+        devices = (DeviceBudget(gpu.name, usable, usable),) * gpu.count
+    return Budgets(max(0, costs.machine.cpu.ram_bytes - limits.ram_of_others), limits.ram_bytes, devices)
+
+
 def engine_memory(
     costs: Costs,
     limits: Limits,
     *,
     on_card: bool,
-    misses: str = "mixed",
+    misses: Misses = "mixed",
     cache_slots: int | None = None,
     ways: int | None = None,
 ) -> EngineMemory | None:
@@ -146,65 +188,101 @@ def engine_memory(
     Returns:
         None if the model does not fit so.
     """
+    config = EngineConfig(
+        costs.model.name,
+        precision=costs.precision,
+        context_tokens=limits.context_tokens,
+        misses=misses,
+        cache_slots=cache_slots,
+        cache_ways=ways,
+    )
+    try:
+        placement = decide(
+            sizes_of(costs, limits, [costs.precision]), budgets_of(costs, limits, on_card=on_card), config
+        )
+    except NotEnoughRamError:
+        return None
+    if on_card and not placement.devices:
+        return None
+    return memory_of(placement, costs, limits)
+
+
+def memory_of(placement: Placement, costs: Costs, limits: Limits) -> EngineMemory:
+    """What a placement holds, by tier and purpose.
+
+    Args:
+        costs: in the placement's precision.
+    """
+    ram = placement.ram
+    if not placement.devices:
+        return EngineMemory(None, _ram(costs, limits, ram.experts, dense=True), placement.on_disk)
+    devices, gpu = placement.devices, costs.machine.gpu
+    assert gpu is not None
+    card = TierBytes(
+        total=costs.machine.vram_bytes,
+        weights=sum(device.dense for device in devices),
+        experts=sum(device.experts for device in devices),
+        staging=sum(device.staging for device in devices),
+        kv=sum(device.kv for device in devices),
+        activations=sum(device.activations for device in devices),
+        headroom=headroom_bytes(gpu),
+        other_programs=limits.vram_of_others,
+    )
+    return EngineMemory(
+        card, _ram(costs, limits, ram.experts), placement.on_disk, placement.slots, placement.all_experts
+    )
+
+
+def _weights(costs: Costs) -> Weights:
+    """In the precision of the costs."""
     model, precision = costs.model, costs.precision
-    if not on_card:
-        return _on_cpu(costs, limits)
-    usable, gpu = card_usable(costs, limits), costs.machine.gpu
-    if gpu is None or not usable:
-        return None
-    context, record = context_tokens(model, limits), record_nbytes(model, precision)
-    every = model.moe_layers * model.experts
-    dense = dense_on_card(costs)
-    kv = round(model.kv_bytes_per_token()) * _width(precision) // 2
-    working = activations(costs, limits)[1]
-    if footprint.device_needs(dense, 1, working, kv, context) > usable:
-        return None
-    roomy = context if limits.context_tokens else min(context, footprint.ROOMY_KV_TOKENS)
-    as_usual = cache_slots is None and misses == "mixed" and gpu.count == 1
-    held_kv = min(context, footprint.KV_TOKENS) * kv
-    headroom = headroom_bytes(gpu)
-    total = costs.machine.vram_bytes
-    others = limits.vram_of_others
-    if as_usual and dense + every * record + working + roomy * kv <= usable:
-        card = TierBytes(total, dense, every * record, 0, held_kv, working, headroom, others)
-        return EngineMemory(card, _ram(costs, limits), 0, every, True)
-    budget = max(0, usable - dense - held_kv - working)
-    staging = footprint.staging_slots(budget, record, misses, cache_slots)
-    most = max(0, budget // record - staging) if misses != "layer" else 0
-    wanted = min(every if cache_slots is None else min(cache_slots, every), most)
-    piece_slots = footprint.pool_segment_slots(wanted, every, ways)
-    slots = piece_slots * footprint.pool_segments(wanted, piece_slots, model.moe_layers, every, ways)
-    buffers = min(2 * model.experts, budget // record) if misses == "layer" else staging
-    card = TierBytes(total, dense, slots * record, buffers * record, held_kv, working, headroom, others)
-    found = _experts_in_ram(costs, limits, 0)
-    return None if found is None else EngineMemory(card, found[0], found[1], slots)
+    gpu = costs.machine.gpu
+    plain = as_stored(precision).name
+    is_quantised = format_of(precision).is_tiled and gpu is not None and not _is_emulated(gpu)
+    in_ram = dense_in_ram(model, plain)
+    layers, elsewhere = _spread(model, dense_on_card(costs), as_stored(precision).width)
+    record = record_nbytes(model, precision)
+    return Weights(
+        precision,
+        layers,
+        elsewhere,
+        in_ram,
+        tuple(Experts(record, model.experts, layer) for layer in range(model.dense_layers, model.layers))
+        if model.experts
+        else (),
+        _working_bytes(model, precision),
+        in_ram if is_quantised else 0,
+    )
 
 
-def _on_cpu(costs: Costs, limits: Limits) -> EngineMemory | None:
-    found = _experts_in_ram(costs, limits, dense_in_ram(costs.model, costs.precision))
-    return None if found is None else EngineMemory(None, *found)
+def _spread(model: ModelShape, dense: int, width: int) -> tuple[tuple[int, ...], int]:
+    """(bytes of each layer, bytes of the embedding and of the head) of so many dense ones: layers taken to be alike."""
+    elsewhere = min(dense, width * model.embedding_weights)
+    each, rest = divmod(dense - elsewhere, max(model.layers, 1))
+    return (each,) * model.layers, elsewhere + rest
 
 
-def _experts_in_ram(costs: Costs, limits: Limits, dense: int) -> tuple[TierBytes, int] | None:
-    """(RAM, bytes on disk), or None if not even a few slots over the disk fit."""
-    model, record = costs.model, record_nbytes(costs.model, costs.precision)
-    usable, everything = ram_usable(costs, limits), all_records_nbytes(model, costs.precision)
-    kv = 0
-    if dense:
-        per_token = round(model.kv_bytes_per_token()) * _width(costs.precision) // 2
-        kv = min(context_tokens(model, limits), footprint.FEWEST_KV_TOKENS) * per_token
-    if dense + everything <= usable:
-        return _ram(costs, limits, weights=dense, experts=everything, kv=kv), 0
-    if dense + max(model.experts_per_token, 1) * record > usable:
-        return None
-    spare = usable // 10 if limits.ram_bytes is None else 0
-    slots = max(model.experts_per_token, (usable - dense - spare) // record)
-    return _ram(costs, limits, weights=dense, experts=slots * record, kv=kv), everything
+def _working_bytes(model: ModelShape, precision: str) -> int:
+    """What loading takes besides: an expert's largest part several times over, and a layer's experts before they are
+    quantised."""
+    if not model.experts:
+        return 0
+    plain = as_stored(precision)
+    converting = 6 * plain.width * (model.expert_matrices - 1) * model.expert_width * model.hidden
+    return converting + (model.experts * record_nbytes(model, plain.name) if format_of(precision).is_tiled else 0)
 
 
-def _ram(costs: Costs, limits: Limits, *, weights: int = 0, experts: int = 0, kv: int = 0) -> TierBytes:
-    total = costs.machine.cpu.ram_bytes
+def _ram(costs: Costs, limits: Limits, experts: int, *, dense: bool = False) -> TierBytes:
+    """Args:
+    dense: whether the dense weights are there too, and keys and values with them.
+    """
+    model, total = costs.model, costs.machine.cpu.ram_bytes
     free = max(0, total - limits.ram_of_others)
+    weights = kv = 0
+    if dense:
+        weights = dense_in_ram(model, costs.precision)
+        per_token = round(model.kv_bytes_per_token()) * as_stored(costs.precision).width // 2
+        kv = min(context_tokens(model, limits), footprint.FEWEST_KV_TOKENS) * per_token
     return TierBytes(
         total,
         weights,
@@ -213,7 +291,3 @@ def _ram(costs: Costs, limits: Limits, *, weights: int = 0, experts: int = 0, kv
         headroom=max(0, free - footprint.without_headroom(free) - kv),
         other_programs=limits.ram_of_others,
     )
-
-
-def _width(precision: str) -> int:
-    return 4 if precision == "fp32" else 2

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.planner.machine import HardwareProfile
-from engine.planner.model_shape import ModelShape
+from engine.checkpoint.model_shape import ModelShape
+from engine.hardware.machine import HardwareProfile
 
 USABLE_SHARE = 0.95
 """Share of a card's memory that allocations may take: the rest is lost to the driver and to fragments."""

@@ -4,33 +4,36 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.errors import EngineError, ErrorCode
-from engine.planner import footprint
+from engine.common import footprint
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.sizes import rounded_down, rounded_up
+from engine.formats import LADDER
 from engine.planner.costs import Costs
-from engine.planner.engine_memory import dense_in_ram, engine_memory, ram_usable, record_nbytes
-from engine.planner.plan_search import PRECISIONS, Question
+from engine.planner.engine_memory import dense_in_ram, engine_memory, ram_usable, sizes_of
+from engine.planner.placement import least_ram
+from engine.planner.plan_search import Question
 
 
 def does_not_fit(question: Question) -> EngineError:
     """`NOT_ENOUGH_MEMORY`: a lower precision if one would do, else how much memory would."""
     model, limits = question.model, question.limits
     here = f"{model.name} does not fit on {question.machine.name}"
-    asked = PRECISIONS.index(question.precision) if question.precision in PRECISIONS else 0
-    for precision in PRECISIONS[asked + 1 :]:
+    asked = LADDER.index(question.precision) if question.precision in LADDER else 0
+    for precision in LADDER[asked + 1 :]:
         costs = question.setting().costs
         lower = Costs(costs.machine, model, precision)
         if engine_memory(lower, limits, on_card=False) is not None:
             return _error(f"{here} at {question.precision}: the nearest that fits is {precision}.")
-    lowest = PRECISIONS[-1] if limits.precision == "auto" else question.precision
+    lowest = LADDER[-1] if limits.precision == "auto" else question.precision
     costs = Costs(question.machine, model, lowest)
-    least = dense_in_ram(model, lowest) + max(model.experts_per_token, 1) * record_nbytes(model, lowest)
+    least = least_ram(sizes_of(costs, limits, [lowest]))
     usable = ram_usable(costs, limits)
     needed = _ram_for(question, least)
     on_card = dense_in_ram(model, lowest) + footprint.CARD_HEADROOM_BYTES
     return _error(
-        f"{here}, even at {lowest} with its experts read from disk: that needs {_gb(least)} of RAM that may be used, "
-        f"and there are {_gb(usable)}; nearest would be {_gb(needed)} of RAM in all, or a graphics card with "
-        f"{_gb(on_card)} for all but the experts."
+        f"{here}, even at {lowest} with its experts read from disk: that needs {rounded_up(least)} of RAM that may be "
+        f"used, and there are {rounded_down(usable)}; nearest would be {rounded_up(needed)} of RAM in all, or a "
+        f"graphics card with {rounded_up(on_card)} for all but the experts."
     )
 
 
@@ -43,10 +46,6 @@ def _ram_for(question: Question, least: int) -> int:
         enough = ram_usable(Costs(machine, question.model), replace(question.limits, ram_bytes=None)) >= least
         low, high = (low, middle) if enough else (middle + 1, high)
     return low
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.1f} GB"
 
 
 def _error(sentence: str) -> EngineError:

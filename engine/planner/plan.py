@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from engine.checkpoint.model_shape import ModelShape
+from engine.formats import LADDER
+from engine.hardware.machine import HardwareProfile
 from engine.planner.batch_plan import batch_memory, plan_batch
 from engine.planner.engine_memory import EngineMemory, engine_memory
 from engine.planner.fiddler import break_even_rows
-from engine.planner.machine import HardwareProfile
 from engine.planner.memory import indexes
-from engine.planner.model_shape import ModelShape
 from engine.planner.nearest import does_not_fit
 from engine.planner.plan_parts import (
     Alternative,
@@ -19,7 +20,6 @@ from engine.planner.plan_parts import (
 )
 from engine.planner.plan_search import (
     ENGINE_SETTINGS,
-    PRECISIONS,
     Question,
     choose_precision,
     in_order,
@@ -57,7 +57,7 @@ def make_plan(
         EngineError: `NOT_ENOUGH_MEMORY`, with the nearest that would fit.
     """
     limits = limits or Limits()
-    question = Question(machine, model, workload, limits, PRECISIONS[-1])
+    question = Question(machine, model, workload, limits, LADDER[-1])
     precision = choose_precision(question) if limits.precision == "auto" else limits.precision
     question = replace(question, precision=precision)
     outcomes = search(question)
@@ -138,7 +138,7 @@ def _alternatives(
         for one in outcomes
         if one is not best
     ]
-    for precision in PRECISIONS:
+    for precision in LADDER:
         if precision == question.precision:
             continue
         other = quick_best(replace(question, precision=precision))

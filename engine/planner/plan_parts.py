@@ -121,13 +121,15 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Predicted.
+    """Predicted, or timed where the engine has run just so.
 
     Attributes:
         tokens_per_s: delivered tokens over all the time, prefill counted.
         decode_tokens_per_s: decode steps per second, what a person who reads along sees.
         low, high: range of `decode_tokens_per_s`; narrower the more of the machine was measured.
         ttft_s: until the first token.
+        predicted: what `decode_tokens_per_s` had been predicted to be, if it was timed; else 0.
+        timed_at: when it was timed, ISO 8601; empty if it is predicted.
     """
 
     tokens_per_s: float
@@ -135,6 +137,8 @@ class Speed:
     low: float
     high: float
     ttft_s: float
+    predicted: float = 0.0
+    timed_at: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,19 +6,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.checkpoint.model_shape import ModelShape
+from engine.formats import LADDER
+from engine.hardware.machine import HardwareProfile
 from engine.planner.engine_costs import engine_costs
-from engine.planner.engine_memory import memory_rule
-from engine.planner.machine import HardwareProfile
-from engine.planner.model_shape import ModelShape
+from engine.planner.engine_memory import engine_memory, memory_rule
 from engine.planner.plan_parts import Limits
 from engine.planner.precision import worthwhile
 from engine.planner.simulator.outcome import Outcome
 from engine.planner.simulator.plans import POLICY_NAMES, SWITCHYARD, run_policy
 from engine.planner.simulator.requests import Setting
 from engine.planner.workload import Workload
-
-PRECISIONS = ("bf16", "int8", "int4")
-"""Best quality first."""
 
 ENGINE_SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "Switchyard mixed": {},
@@ -66,7 +64,7 @@ class Question:
         """For the simulator, with the engine's own costs and memory; by default all layers are simulated.
 
         Batch schedules are asked for what the batch pipeline carries out: its pages of keys and values all lie in RAM,
-        and where attention is on the card each micro-batch's are sent there anew (r_c = 0).
+        and where attention is on the card each micro-batch's are sent there again (r_c = 0).
         """
         if drawn_layers is not None and self.workload.sequences > 1:
             drawn_layers = max(2, min(drawn_layers, _DRAWN_EXPERTS * drawn_layers // _LONGER // self.model.experts))
@@ -105,13 +103,22 @@ def quick_best(question: Question) -> Outcome | None:
 
 
 def choose_precision(question: Question) -> str:
-    """The best quality that is not much slower than less; the last one where nothing fits."""
+    """The best quality that is not much slower than less, of those that can be loaded; the last where nothing fits."""
     speeds = {}
-    for precision in PRECISIONS:
-        outcome = quick_best(replace(question, precision=precision))
+    for precision in LADDER:
+        asked = replace(question, precision=precision)
+        outcome = quick_best(asked) if _can_be_loaded(asked) else None
         if outcome is not None:
             speeds[precision] = outcome.tokens_per_s
-    return worthwhile(speeds) or PRECISIONS[-1]
+    return worthwhile(speeds) or LADDER[-1]
+
+
+def _can_be_loaded(question: Question) -> bool:
+    costs = question.setting().costs
+    return any(
+        engine_memory(costs, question.limits, on_card=on_card) is not None
+        for on_card in {question.limits.use_card and costs.machine.gpu is not None, False}
+    )
 
 
 def _run(names: Iterable[str], setting: Setting) -> list[Outcome]:

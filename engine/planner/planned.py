@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-from engine.config import CachePolicy, EngineConfig, Misses, Precision, Prefetch
+from engine.common.config import CachePolicy, EngineConfig, Misses, Prefetch
 from engine.planner.plan_parts import Alternative, BatchPlan, CachePlan, Help, Limits, RooflinePicture, Speed, TierBytes
 from engine.planner.workload import Workload
 
@@ -63,7 +63,7 @@ class Plan:
         return EngineConfig(
             model=model,
             device=device if self.card is not None else "cpu",
-            precision=cast("Precision", self.precision),
+            precision=self.precision,
             vram_bytes=limits.vram_bytes,
             ram_bytes=limits.ram_bytes,
             threads=self.threads,

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.planner.machine import HardwareProfile
+from engine.checkpoint.model_shape import ModelShape
+from engine.hardware.machine import HardwareProfile
 from engine.planner.memory import MemoryRule, usual_rule
-from engine.planner.model_shape import ModelShape
 from engine.planner.simulator.batch_costs import distinct_experts
 from engine.planner.workload import Workload
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config import EngineConfig
-from engine.errors import EngineError, ErrorCode
+from engine.checkpoint.model_shape import ModelShape
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError, ErrorCode
+from engine.formats import AUTO, LADDER
+from engine.hardware.machine import HardwareProfile, Origin
 from engine.planner.engine_costs import engine_costs
-from engine.planner.engine_memory import EngineMemory, engine_memory, memory_rule
-from engine.planner.machine import HardwareProfile, Origin
-from engine.planner.model_shape import ModelShape
+from engine.planner.engine_memory import EngineMemory, budgets_of, memory_of, memory_rule, sizes_of
+from engine.planner.placement import NotEnoughRamError, decide
 from engine.planner.plan_parts import Limits
 from engine.planner.simulator.outcome import Outcome
 from engine.planner.simulator.requests import DECODE_STEPS, Setting, run_requests
@@ -20,7 +22,6 @@ from engine.planner.simulator.strategy import HOST_ONLY, Miss, Prefetch, Residen
 from engine.planner.workload import Workload
 
 _MEASURED, _LOOKED_UP = 0.2, 0.4
-_PRECISION_OF_AUTO = ("bf16", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,21 +100,15 @@ def simulate_decode(
         EngineError: `NOT_ENOUGH_MEMORY`, the model does not fit so.
     """
     limits = limits_of(config)
-    on_card = config.device != "cpu" and machine.gpu is not None
-    precisions = _PRECISION_OF_AUTO if config.precision == "auto" else (config.precision,)
-    fitting = []
-    for precision in precisions:
-        costs = engine_costs(machine, model, precision, config.threads)
-        memory = engine_memory(
-            costs, limits, on_card=on_card, misses=config.misses, cache_slots=config.cache_slots, ways=config.cache_ways
-        ) or engine_memory(costs, limits, on_card=False)
-        if memory is not None:
-            fitting.append((costs, memory))
-    if not fitting:
-        raise EngineError(
-            ErrorCode.NOT_ENOUGH_MEMORY, f"{model.name} does not fit on {machine.name} with these settings."
-        )
-    costs, memory = next((found for found in fitting if not found[1].disk), fitting[-1])
+    precisions = LADDER if config.precision == AUTO else (config.precision,)
+    costs = engine_costs(machine, model, precisions[0], config.threads)
+    budgets = budgets_of(costs, limits, on_card=limits.use_card)
+    try:
+        placement = decide(sizes_of(costs, limits, precisions), budgets, config)
+    except NotEnoughRamError:
+        raise _does_not_fit(model, machine) from None
+    costs = engine_costs(machine, model, placement.precision, config.threads)
+    memory = memory_of(placement, costs, limits)
     setting = Setting(
         costs,
         Workload("decode", prompt_tokens, tokens),
@@ -124,10 +119,13 @@ def simulate_decode(
     )
     outcome = run_requests(_strategy(config, memory), setting, record=record)
     if outcome is None:
-        raise EngineError(
-            ErrorCode.NOT_ENOUGH_MEMORY, f"{model.name} does not fit on {machine.name} with these settings."
-        )
+        raise _does_not_fit(model, machine)
     return outcome, memory, costs.precision
+
+
+def _does_not_fit(model: ModelShape, machine: HardwareProfile) -> EngineError:
+    sentence = f"{model.name} does not fit on {machine.name} with these settings."
+    return EngineError(ErrorCode.NOT_ENOUGH_MEMORY, sentence)
 
 
 def limits_of(config: EngineConfig) -> Limits:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from engine.hardware.machine import HardwareProfile
 from engine.planner.costs import Costs
-from engine.planner.machine import HardwareProfile
 from engine.planner.plan_parts import RooflinePicture, RooflinePoint
 from engine.planner.workload import Workload
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from engine.errors import EngineError, ErrorCode
-from engine.planner.machine import HardwareProfile
+from engine.common.errors import EngineError, ErrorCode
+from engine.formats import next_smaller
+from engine.hardware.machine import HardwareProfile
 from engine.planner.plan_parts import Help
-from engine.planner.plan_search import PRECISIONS, Question, quick_best
+from engine.planner.plan_search import Question, quick_best
 
 _LEAST_GAIN = 1.02
 _RAM = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -101,8 +102,8 @@ def _tries(question: Question) -> list[tuple[str, Question]]:
     measured = {threads: 2 * rate for threads, rate in machine.cpu.weights_bytes_per_s.items()}
     twice = replace(twice, weights_bytes_per_s=measured)
     tries.append(("RAM that is twice as fast", replace(question, machine=replace(machine, cpu=twice))))
-    if question.precision in PRECISIONS[:-1]:
-        lower = PRECISIONS[PRECISIONS.index(question.precision) + 1]
+    lower = next_smaller(question.precision)
+    if lower is not None:
         tries.append((f"{lower} instead of {question.precision}", replace(question, precision=lower)))
     return tries
 

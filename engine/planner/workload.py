@@ -55,5 +55,5 @@ def parse_workload(text: str) -> Workload:
     match = _TEXT.fullmatch(text)
     numbers = [int(part) for part in match.groups() if part] if match else []
     if not numbers or not all(numbers):
-        raise ValueError(f"{text!r} is no workload: use {', '.join(WORKLOADS)}, or for example 512x32x64")
+        raise ValueError(f"{text!r} is not a workload: use {', '.join(WORKLOADS)}, or for example 512x32x64")
     return Workload(text, *numbers)

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from engine.batch_files.answer import Answer
 from engine.batch_files.aside import StoppedError, aside
+from engine.batch_files.computing_clock import ComputingClock
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.messages import (
     BatchFinished,
@@ -57,7 +58,6 @@ class BatchService:
         Raises:
             EngineError: see `Engine.run_batch`.
         """
-        begun = time.monotonic()
         told = _Told(request.request_id, self._send)
 
         def cancelled() -> bool:
@@ -73,7 +73,7 @@ class BatchService:
             prepared = aside(lambda _between: prepare(request.job), watcher, lambda _share: None)
             ending = engine.run_batch(prepared, watcher)
         except StoppedError:
-            return BatchFinished(request.request_id, False, 0, 0, 0, 0, time.monotonic() - begun, "")
+            return BatchFinished(request.request_id, False, 0, 0, 0, 0, 0.0, "")
         finally:
             told.rows_now()
         pace = ending.pace
@@ -84,8 +84,10 @@ class BatchService:
             failed=pace.failed,
             written=ending.written,
             tokens=ending.tokens,
-            seconds=time.monotonic() - begun,
+            seconds=ending.computing_s,
             note=ending.note,
+            output=str(ending.output or ""),
+            errors=str(ending.errors or ""),
         )
 
     def sample(self, engine: BatchEngine, request: SampleBatch) -> BatchFinished:
@@ -94,7 +96,7 @@ class BatchService:
         Raises:
             EngineError: see `Engine.sample_batch`.
         """
-        begun = time.monotonic()
+        clock = ComputingClock()
         told = _Told(request.request_id, self._send)
         counts = [0, 0, 0]
 
@@ -108,13 +110,18 @@ class BatchService:
         def cancelled() -> bool:
             return self._requests.is_cancelled(request.request_id)
 
-        watcher = JobWatcher(told.pace, answered, self._chat_waits, self._give_way, cancelled, told.plan)
+        def give_way() -> None:
+            with clock.stopped():
+                self._give_way()
+
+        watcher = JobWatcher(told.pace, answered, self._chat_waits, give_way, cancelled, told.plan)
         with contextlib.suppress(StoppedError):
-            prepared = aside(lambda _between: prepare(request.job), watcher, lambda _share: None)
+            with clock.stopped():
+                prepared = aside(lambda _between: prepare(request.job), watcher, lambda _share: None)
             engine.sample_batch(prepared, request.rows, watcher)
         done, failed, tokens = counts
         finished = not cancelled()
-        return BatchFinished(request.request_id, finished, done, failed, 0, tokens, time.monotonic() - begun, "")
+        return BatchFinished(request.request_id, finished, done, failed, 0, tokens, clock.now(), "")
 
     def _chat_waits(self) -> bool:
         return isinstance(self._requests.waiting(), Generate)

@@ -7,7 +7,7 @@ import logging
 import traceback
 from pathlib import Path
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def as_engine_error(error: BaseException, doing: str) -> EngineError:
         return EngineError(
             ErrorCode.INTERNAL,
             f"A part of the installation is missing or broken ({error.name or type(error).__name__}): "
-            "install Switchyard again; `switchyard doctor` says more.",
+            "reinstall Switchyard; `switchyard doctor` says more.",
         )
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from logging.handlers import RotatingFileHandler
 
-from engine.paths import log_dir
+from engine.common.files import PrivateLog, private_folder
+from engine.common.paths import log_dir
+from engine.common.plain_text import plain
 
 LOG_BYTES = 2**20
+
+
+class _Plain(logging.Formatter):
+    """Names of files and words of models in an entry cannot steer the terminal that somebody reads it on."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return plain(super().format(record))
 
 
 def log_to_file(name: str, *, also_stderr: bool) -> Callable[[], None]:
@@ -21,15 +29,13 @@ def log_to_file(name: str, *, also_stderr: bool) -> Callable[[], None]:
     root.setLevel(logging.INFO)
     handlers: list[logging.Handler] = [logging.StreamHandler()] if also_stderr else []
     try:
-        log_dir().mkdir(parents=True, exist_ok=True)
+        private_folder(log_dir())
         # Opened at its first entry: most commands never write one.
-        handlers.append(
-            RotatingFileHandler(log_dir() / name, maxBytes=LOG_BYTES, backupCount=2, encoding="utf-8", delay=True)
-        )
+        handlers.append(PrivateLog(log_dir() / name, max_bytes=LOG_BYTES, older=2))
     except OSError:
         handlers.append(logging.NullHandler())
     for handler in handlers:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(_Plain("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"))
         root.addHandler(handler)
 
     def end() -> None:

@@ -43,4 +43,7 @@ def run_tuning(
         ending.loaded,
         ending.note,
         ending.problem,
+        ending.saved,
+        ending.others,
+        ending.unsaved,
     )

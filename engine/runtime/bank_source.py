@@ -15,15 +15,14 @@ from engine.checkpoint.config_file import read_config
 from engine.checkpoint.expert_index import ExpertIndex
 from engine.checkpoint.fingerprint import fingerprint
 from engine.checkpoint.shards import read_tensors
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 from engine.experts.bank import BankLayer, ExpertBank
 from engine.experts.bank_header import BankHeader, BankLayerSpec
 from engine.experts.checksums import BEST_CHECKSUM
-from engine.experts.quantised_layout import GROUP_SIZE
 from engine.experts.record import RecordLayout
 from engine.experts.sites import ExpertsSite, find_sites, quantised
+from engine.formats import GROUP, as_stored, format_of
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.quantised.tiles import PRECISIONS
 from engine.runtime.adapters import adapter_for
 from engine.runtime.fill_bank import fill_bank
 from engine.runtime.library_conversion import LoadingPlan, parameter_dtypes, plan_loading
@@ -37,7 +36,6 @@ from engine.runtime.library_models import (
 )
 from engine.runtime.tensor_reader import TensorReader
 
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _CONVERTER = "transformers " + ".".join(transformers.__version__.split(".")[:2])
 """Part of the fingerprint: another version may convert otherwise."""
 
@@ -51,7 +49,7 @@ class BankSource:
         model: its skeleton, on meta, with its expert parameters.
         sites: its experts modules, at least one, in the order in which the bank has them.
         plan: where their tensors are.
-        precision: of the records: `bf16`, `fp32`, `int8` or `int4`.
+        precision: of the records, a name of `engine.formats`.
         kernels: quantise, where there are any.
     """
 
@@ -69,7 +67,7 @@ class BankSource:
         Raises:
             EngineError: as `load_model`; `INVALID_REQUEST` for a model without experts.
         """
-        dtype = _DTYPES.get(precision, torch.bfloat16)
+        dtype = getattr(torch, as_stored(precision).dtype)
         raw = read_config(directory)
         tensors = read_tensors(directory)
         with torch.no_grad(), quiet_library():
@@ -84,7 +82,7 @@ class BankSource:
                     ErrorCode.INVALID_REQUEST, f"{directory.name} has no experts, so there is nothing to prepare."
                 )
             plan = plan_loading(model, sites, tensors, dtype, quantizer, adapter)
-        if precision in PRECISIONS:
+        if format_of(precision).is_tiled:
             sites = quantised(sites, precision, count_weights(model))
         return cls(directory, model, sites, plan, precision, kernels)
 
@@ -109,7 +107,7 @@ class BankSource:
         )
         source = {**fingerprint(self.directory, tensors), "converter": _CONVERTER}
         layers = tuple(BankLayerSpec(site.name, site.num_experts, site.layout) for site in self.sites)
-        group = GROUP_SIZE if self.precision in PRECISIONS else None
+        group = GROUP if format_of(self.precision).is_tiled else None
         return BankHeader(self.precision, group, BEST_CHECKSUM, source, layers)
 
     def require_unchanged(self, header: BankHeader) -> None:

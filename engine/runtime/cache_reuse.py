@@ -18,15 +18,15 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
+from engine.families import family_of
 from engine.runtime.growing_cache import GrowingLayer
 from engine.runtime.growing_window import GrowingWindowLayer
+from engine.runtime.rotary import rope_kinds, rotary_embeddings
+from engine.runtime.window_masks import window_of_cache_alone
 
 KEEPS_EVERY_TOKEN = (GrowingLayer, DynamicLayer, DynamicIndexedLayer, DummyLayer)
 """Classes whose `crop` takes tokens back exactly.  By exact class: a subclass may hold more state (compressed entries,
 recurrent states) that its inherited `crop` does not know of."""
-
-CANNOT_CONTINUE = frozenset({"jamba", "minimax"})
-"""Families whose forward over several tokens is not exact on top of an earlier state: a prompt is read in one piece."""
 
 
 def can_take_back(cache: Cache, tokens: int) -> bool:
@@ -60,15 +60,55 @@ def reorder_cache(cache: Cache, sources: torch.Tensor) -> None:
 
 def can_continue(model: Any) -> bool:
     """Whether several tokens on top of a cache give the same as all tokens at once."""
-    return model.config.get_text_config(decoder=True).model_type not in CANNOT_CONTINUE
+    return family_of(model.config.get_text_config(decoder=True).model_type).continues
+
+
+_FEW_INDEX_HEADS = 16
+"""An index scores a token by a sum over its heads, of which each is 0 for every other token: where all are, tokens tie.
+With 64 heads, as in DeepSeek-V3.2, that does not happen; with 16 it does once in 65,000."""
+
+
+def exact_tokens(model: Any) -> int:
+    """The longest context within which an answer does not depend on which of its tokens are computed together.
+
+    Beyond it the library's answer is that of a prompt computed at once, followed by single tokens:
+
+    - the family has a limit of its own (Doge's experts mix the routing of all tokens of a forward);
+    - a dynamic rotary embedding, and LongRoPE of most families, turns the tokens of a forward by the length of the
+      context then, and those before keep their angles;
+    - where the library's cache slides by a window that its masks do not have, a prompt sees all that comes before it;
+    - an index of the most important tokens that has few heads finds many of them equally important, and which of these
+      are taken depends on how many there are.
+    """
+    config = model.config.get_text_config(decoder=True)
+    limits = [window_of_cache_alone(model)]
+    family = family_of(config.model_type)
+    own = family.exact_tokens(config.to_dict()) if family.exact_tokens is not None else None
+    if own is not None:
+        limits.append(own)
+    if any(kind == "dynamic" for rotary in rotary_embeddings(model) for kind in rope_kinds(rotary)):
+        limits.append(int(config.max_position_embeddings))
+    long_rope = _long_rope_length(model)
+    if long_rope is not None and not family.rotates_again:
+        limits.append(long_rope)
+    heads = getattr(config, "index_n_heads", None) or getattr(config, "indexer_n_heads", None)
+    chosen = getattr(config, "index_topk", None) or getattr(config, "indexer_budget", None)
+    if heads and chosen and heads <= _FEW_INDEX_HEADS:
+        limits.append(int(chosen))
+    return min(limits)
 
 
 def long_rope_boundary(model: Any) -> int | None:
     """The context length beyond which LongRoPE rotates every position differently; `None` without LongRoPE.
 
     Keys cached on one side of it are of no use on the other (LongRoPE, Ding et al. 2024; transformers switches by the
-    longest position of a forward).
+    longest position of a forward).  `None` too for families whose earlier tokens keep their angles.
     """
+    config = model.config.get_text_config(decoder=True)
+    return _long_rope_length(model) if family_of(config.model_type).rotates_again else None
+
+
+def _long_rope_length(model: Any) -> int | None:
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
     variants = [rope, *(value for value in rope.values() if isinstance(value, dict))]

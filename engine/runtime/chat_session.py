@@ -9,10 +9,10 @@ from time import perf_counter
 
 import torch
 
-from engine.config import SamplingParams
-from engine.errors import EngineError, ErrorCode
-from engine.protocol import ChatMessage, FinishReason
-from engine.runtime.cancellation import RequestCancelled
+from engine.common.cancellation import RequestCancelled
+from engine.common.chat import ChatMessage, FinishReason
+from engine.common.config import SamplingParams
+from engine.common.errors import EngineError, ErrorCode
 from engine.runtime.decoding import Limits, decode, decode_beams
 from engine.runtime.encoder_decoder_session import EncoderDecoderSession, source_prompt
 from engine.runtime.generation import (
@@ -59,15 +59,16 @@ class ChatSession:
         """Frees the KV cache; the next prompt is read from its beginning."""
         self._session.clear()
 
-    def prompt_ids(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def prompt_ids(self, messages: Sequence[ChatMessage], cancelled: CancelCheck = never_cancelled) -> list[int]:
         """The tokens of a conversation, as `generate` reads them.
 
         Raises:
-            EngineError: `INVALID_REQUEST`, or `MODEL_UNSUPPORTED` if the chat template fails.
+            EngineError: `INVALID_REQUEST`, or `MODEL_UNSUPPORTED` if the chat template or the tokenizer fails.
+            RequestCancelled: `cancelled()` came true meanwhile.
         """
         if self._encodes:
-            return source_prompt(self._tokenizer, messages)
-        return chat_prompt(self._tokenizer, messages)
+            return source_prompt(self._tokenizer, messages, cancelled)
+        return chat_prompt(self._tokenizer, messages, cancelled)
 
     def generate(
         self,
@@ -89,7 +90,10 @@ class ChatSession:
                 `NOT_ENOUGH_MEMORY`.
         """
         begun = perf_counter()
-        ids = self.prompt_ids(messages)
+        try:
+            ids = self.prompt_ids(messages, cancelled)
+        except RequestCancelled:
+            return GenerationResult("", "cancelled", 0, 0, 0, 0.0, 0.0)
         return self._run(
             ids,
             sampling,
@@ -164,7 +168,7 @@ class ChatSession:
             self._session.clear()
             raise EngineError(
                 ErrorCode.NOT_ENOUGH_MEMORY,
-                f"The memory of this computer did not suffice for a context of {len(ids):,} prompt tokens: shorten the "
+                f"There is not enough memory for a context of {len(ids):,} prompt tokens: shorten the "
                 f"conversation, close other programs or choose a smaller model.",
             ) from error
         finally:

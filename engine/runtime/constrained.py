@@ -9,7 +9,7 @@ import torch
 
 from engine.batch_files.grammar import grammar_of, unfit
 from engine.batch_files.request import Constraint
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 
 
 class ConstrainedAnswers:

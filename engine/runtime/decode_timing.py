@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from engine.config import SamplingParams
+from engine.common.config import SamplingParams
 from engine.runtime.chat_session import ChatSession
 from engine.runtime.generation import CancelCheck, never_cancelled
 from engine.runtime.loaded_model import LoadedModel

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from engine.config import SamplingParams
-from engine.protocol import FinishReason
+from engine.common.chat import FinishReason
+from engine.common.config import SamplingParams
 from engine.runtime.beam_search import beam_search
 from engine.runtime.detokenizer import IncrementalDetokenizer, decode_text
 from engine.runtime.generation import CancelCheck, Constraint, TextCallback

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from engine.config import EngineConfig
+from engine.common.config import EngineConfig
 from engine.devices.device import Device
 from engine.experts.bank import BankLayer, ExpertBank
 from engine.experts.cache.policies import Key
@@ -29,7 +29,7 @@ from engine.kernels import choose_kernel
 from engine.kernels.gpu.proof import runs_kernels
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.native.library import NativeKernels
-from engine.planner.footprint import staging_slots
+from engine.planner.placement import cache_slots
 from engine.runtime.device_experts import DeviceExperts
 from engine.runtime.layer_devices import LayerDevices
 from engine.runtime.popularity import Popularity
@@ -202,11 +202,7 @@ def _open_cache(
     """As many slots as the budget allows, or as are wanted."""
     layout, layers = group[0].layout, len(group)
     experts = max(site.num_experts for site in group)
-    staging = staging_slots(budget, layout.nbytes, config.misses, config.cache_slots)
-    most = max(0, budget // layout.nbytes - staging) if config.misses != "layer" else 0
-    every = layers * experts
-    wanted = every if config.cache_slots is None else min(round(config.cache_slots * share), every)
-    slots = min(wanted, most)
+    slots, staging, wanted = cache_slots(budget, layout.nbytes, layers * experts, share, config)
     if config.cache_slots and slots < wanted and config.misses != "layer":
         held.shortages.append(f"Only {slots} experts fit {device.name} beside the rest.")
     policy = config.cache_policy

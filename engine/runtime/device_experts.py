@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.common.errors import EngineError
 from engine.devices.device import Device
-from engine.errors import EngineError
 from engine.experts.activations import Activations
 from engine.experts.vram_cache import VramCache
 from engine.experts.whole_layer import LayerBuffers

@@ -9,24 +9,30 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
-from engine.protocol import ChatMessage
-from engine.runtime.cancellation import RequestCancelled
-from engine.runtime.generation import CancelCheck, ProgressCallback
+from engine.common.cancellation import RequestCancelled
+from engine.common.chat import ChatMessage
+from engine.runtime.generation import CancelCheck, ProgressCallback, never_cancelled
 from engine.runtime.growing_cache import cache_bytes
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.prompt import encode
 from engine.telemetry.lanes import PREFILL
 from engine.telemetry.recorder import RECORDER
 
 
-def source_prompt(tokenizer: Any, messages: Sequence[ChatMessage]) -> list[int]:
+def source_prompt(
+    tokenizer: Any, messages: Sequence[ChatMessage], cancelled: CancelCheck = never_cancelled
+) -> list[int]:
     """What the encoder reads: the last user message, after the system message if there is one.
 
     These models transform a text rather than converse; earlier turns would be transformed along with it.
+
+    Raises:
+        EngineError, RequestCancelled: see `encode`.
     """
     system = [message.content for message in messages if message.role == "system"]
     user = [message.content for message in messages if message.role == "user"]
     text = "\n".join([*system, *user[-1:]])
-    return [int(index) for index in tokenizer(text, verbose=False)["input_ids"]]
+    return encode(tokenizer, text, special=True, cancelled=cancelled)
 
 
 class EncoderDecoderSession:

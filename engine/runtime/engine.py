@@ -9,16 +9,17 @@ from dataclasses import replace
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.prepared_job import PreparedJob
 from engine.checkpoint.library import resolve
-from engine.config import EngineConfig, SamplingParams
-from engine.errors import EngineError, ErrorCode
-from engine.model_info import ModelInfo
-from engine.protocol import ChatMessage
+from engine.common.chat import ChatMessage
+from engine.common.config import EngineConfig, SamplingParams
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.model_info import ModelInfo
 from engine.runtime.batch.whole_job import run_sample, run_whole_job
 from engine.runtime.chat_session import ChatSession
 from engine.runtime.decode_timing import TIMED_PROMPT, time_decode
 from engine.runtime.generation import GenerationResult
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.loading import load_model
+from engine.runtime.prompt import encode
 from engine.runtime.routing_recorder import RoutingRecorder
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 from engine.tuning.applying import apply_tuning
@@ -119,7 +120,8 @@ class Engine:
         """
         loaded = self._ready()
         self._drop_session()
-        prompt = loaded.tokenizer(TIMED_PROMPT)["input_ids"][: max(1, loaded.context_tokens // 2)]
+        prompt = encode(loaded.tokenizer, TIMED_PROMPT, special=True, cancelled=cancelled)
+        prompt = prompt[: max(1, loaded.context_tokens // 2)]
         return time_decode(loaded, prompt, tokens, seconds=seconds, on_token=on_token, cancelled=cancelled)
 
     def record_routing(self) -> RoutingRecorder:

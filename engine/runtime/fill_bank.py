@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from engine.checkpoint.expert_index import ExpertSource, PartSources
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 from engine.experts.bank import BankLayer, ExpertBank
 from engine.experts.quantised_layout import QuantisedLayout, quantise_layer
 from engine.experts.record import PartSpec, RecordLayout, allocate_records

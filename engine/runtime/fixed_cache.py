@@ -17,7 +17,7 @@ from engine.runtime.growing_cache import GrowingLayer
 from engine.runtime.growing_window import GrowingWindowLayer
 
 ROWS_STEP = 256
-"""Rows that steps attend to are a multiple of this: few steps have to be captured anew, few rows are read in vain."""
+"""Rows that steps attend to are a multiple of this: few steps have to be captured again, few rows are wasted."""
 
 
 class FixedPosition:

@@ -10,10 +10,10 @@ class Foresight:
     """Belongs to a loaded model.
 
     Args:
-        learns_always: not only if foretelling has proved to pay here.
+        learns_always: not only if predicting has proved to pay here.
 
     Attributes:
-        prefetcher: brings experts before they are wanted, if anybody can foretell them.
+        prefetcher: brings experts before they are wanted, if anybody can predict them.
     """
 
     def __init__(self, *, learns_always: bool = False) -> None:
@@ -26,7 +26,7 @@ class Foresight:
         self._uses = model_key, uses, earlier
 
     def learn_while_idle(self) -> None:
-        """After an answer: begins to train in the background, if foretelling pays here and there is news to learn."""
+        """After an answer: begins to train in the background, if predicting pays here and there is news to learn."""
         prefetcher = self.prefetcher
         if prefetcher is not None and (self._learns_always or prefetcher.adopted is not None):
             prefetcher.learn_while_idle()

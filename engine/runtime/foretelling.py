@@ -1,11 +1,11 @@
-"""Who foretells a model's experts, and what it is worth: for caches on devices, and for slots in RAM over disk."""
+"""Who predicts a model's experts, and what it is worth: for caches on devices, and for slots in RAM over disk."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from engine.config import EngineConfig
+from engine.common.config import EngineConfig
 from engine.experts.disk_backed import DiskBackedBank
 from engine.experts.prediction.learning import Learning
 from engine.experts.prediction.making import make_prefetcher
@@ -20,7 +20,7 @@ from engine.runtime.gates import find_gates
 def foretell_for_devices(
     model: Any, bound: Sequence[BoundLayer], config: EngineConfig, per_token: int, model_key: str
 ) -> Prefetcher | None:
-    """A prefetcher over the caches of all devices; None where nobody foretells or there is nowhere to bring experts."""
+    """A prefetcher over the caches of all devices; None where nobody predicts or there is nowhere to bring experts."""
     if config.misses in ("off", "layer") or not any(layer.place.cache.slots for layer in bound):
         return None
     latency = bound[0].latency

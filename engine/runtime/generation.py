@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from engine.protocol import FinishReason
+from engine.common.chat import FinishReason
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ class Constraint(Protocol):
         """Takes the token that was chosen; whether the answer is complete with it."""
 
     def reset(self) -> None:
-        """The answer begins anew."""
+        """The answer begins again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from transformers.cache_utils import Cache
 
+from engine.common.errors import EngineError
 from engine.devices.device import Device
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
-from engine.errors import EngineError
 from engine.runtime.fixed_cache import FixedCache, FixedPosition
 from engine.runtime.graph_step import ExpertsFailedError, GraphStep
 from engine.runtime.step_model import StepModel
@@ -58,8 +58,8 @@ class GraphedSteps:
         self._of: Cache | None = None
         self._cache: FixedCache | None = None
         self._step: GraphStep | None = None
-        # To a mask a ring of the last tokens is not a chunk that begins anew from time to time.
-        self._chunked = "attention in chunks" if model.attends_in_chunks else ""
+        # To a mask a ring of the last tokens is not a chunk that begins again from time to time.
+        self._chunked = "attention in chunks" if model.attends_in_chunks else model.why_not_repeated
         self.counters = GraphCounters()
         self.refused: str | None = None
 

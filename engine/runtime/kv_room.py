@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from transformers.cache_utils import Cache
 
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
-from engine.errors import EngineError, ErrorCode
 from engine.runtime.cache_capacity import grown_capacity
 from engine.runtime.growing_cache import cache_layer_bytes
 from engine.runtime.model_devices import ModelDevices
@@ -38,10 +39,10 @@ class KvRoom:
         if self._devices is None:
             return
         held = self._held(cache)
-        for index, per_token in enumerate(self._devices.kv_per_token):
-            now = held[index] // (per_token * rows) if per_token else 0
+        for index, kv in enumerate(self._devices.kv):
+            now = max(0, held[index] // rows - kv.fixed) // kv.per_token if kv.per_token else 0
             capacity = now if tokens <= now else grown_capacity(now, tokens, self._most_tokens)
-            self._resize(index, max(held[index], rows * capacity * per_token), tokens)
+            self._resize(index, max(held[index], rows * (kv.fixed + capacity * kv.per_token)), tokens)
 
     def count(self, cache: Cache | None) -> None:
         """After a forward: the bytes that are really held.
@@ -83,6 +84,7 @@ class KvRoom:
         except DeviceMemoryError as error:
             raise EngineError(
                 ErrorCode.NOT_ENOUGH_MEMORY,
-                f"A context of {tokens:,} tokens needs more memory than {self._devices.devices[index].name} has left "
-                f"({error.free / 1e6:.0f} MB): start a new chat, allow it more with --vram, or use --device cpu.",
+                f"A context of {tokens:,} tokens needs another {rounded_up(error.asked)} of "
+                f"{self._devices.devices[index].name}, which has {rounded_down(error.free)} left: start a new chat, "
+                "allow it more with --vram, or use --device cpu.",
             ) from None

@@ -8,16 +8,23 @@ from collections.abc import Iterator, Sequence
 import torch
 from transformers.cache_utils import Cache
 
-from engine.errors import EngineError, ErrorCode
-from engine.runtime.cache_reuse import can_continue, can_take_back, long_rope_boundary, reorder_cache
+from engine.common.cancellation import RequestCancelled
+from engine.common.errors import EngineError, ErrorCode
+from engine.runtime.cache_reuse import (
+    can_continue,
+    can_take_back,
+    exact_tokens,
+    long_rope_boundary,
+    reorder_cache,
+)
 from engine.runtime.cache_snapshot import CacheSnapshot
-from engine.runtime.cancellation import RequestCancelled
 from engine.runtime.generation import CancelCheck, ProgressCallback
 from engine.runtime.graphs import GraphedSteps
 from engine.runtime.growing_cache import cache_bytes, new_cache
 from engine.runtime.kv_room import KvRoom
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.prefill_pieces import watched_layers
+from engine.runtime.rotary import restart_angles
 from engine.runtime.step_model import StepModel
 from engine.telemetry.lanes import PREFILL
 from engine.telemetry.recorder import RECORDER
@@ -47,8 +54,10 @@ class KvSession:
         self._piece_tokens = loaded.piece_tokens
         self._in_pieces = can_continue(loaded.model)
         self._long_rope = long_rope_boundary(loaded.model)
+        self._exact = exact_tokens(loaded.model)
         self._cache: Cache | None = None
         self._ids: list[int] = []
+        self._prompt_tokens = 0
         self._snapshot: CacheSnapshot | None = None
         self._whole = False
         """Whether the cache holds exactly `_ids`: false while a forward runs, and for ever if it fails."""
@@ -95,8 +104,9 @@ class KvSession:
         """
         self._beam_room.release()
         self._leave_graphs()
+        restart_angles(self._model)
         reused = self._reuse(prompt)
-        total = len(prompt)
+        total = self._prompt_tokens = len(prompt)
         on_progress(reused, total)
         if self._cache is None:
             self._cache = new_cache(self._model, self._context_tokens)
@@ -168,14 +178,18 @@ class KvSession:
         self.clear()
         self._cache = new_cache(self._model, self._context_tokens)
         logits: torch.Tensor | None = None
-        for start, end in self._pieces(0, len(ids)):
+        restart_angles(self._model)
+        # Of an answer that depends on what is computed together, tokens come one by one, as they came before.
+        read = min(self._prompt_tokens, len(ids)) if len(ids) > self._exact else len(ids)
+        singles = [(place, place + 1) for place in range(read, len(ids))]
+        for start, end in [*self._pieces(0, read), *singles]:
             logits = self._forward(torch.tensor([ids[start:end]], device=self._device), ids[start:end])
         assert logits is not None
         return logits
 
     def _pieces(self, begin: int, total: int) -> Iterator[tuple[int, int]]:
         """From where to where each forward of a prompt goes."""
-        if not self._in_pieces or self._crosses(0, total):
+        if not self._in_pieces or total > self._exact or self._crosses(0, total):
             yield begin, total
             return
         last = total - SNAPSHOT_TOKENS
@@ -203,6 +217,7 @@ class KvSession:
         keep = (
             shared > 0
             and (self._in_pieces or len(prompt) - shared == 1)
+            and max(held, len(prompt)) <= self._exact
             and not self._crosses(shared, len(prompt))
             and not self._crosses(shared, held)
         )

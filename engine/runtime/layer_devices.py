@@ -38,35 +38,49 @@ class LayerDevices:
         return {"": places[0], **split}
 
 
-def split_layers(model: Any, sizes: Mapping[str, int], capacities: Sequence[int]) -> LayerDevices:
-    """Cuts the decoder layers into consecutive runs, in proportion to what the devices hold.
+@dataclass(frozen=True)
+class DecoderLayers:
+    """The list of decoder layers that a model has.
 
-    Args:
-        sizes: bytes of each tensor by name, experts included: they want to be near their layer.
-        capacities: bytes of each device.
+    Attributes:
+        prefix: its name with a dot behind it; empty if there is none to be split.
+        count: of layers.
     """
-    found = _decoder_layers(model)
-    if len(capacities) < 2 or found is None:
-        return LayerDevices()
-    prefix, count = found
-    weights = [0] * count
-    elsewhere = 0
-    for name, nbytes in sizes.items():
-        number = name[len(prefix) :].partition(".")[0] if name.startswith(prefix) else ""
-        if number.isdecimal():
-            weights[int(number)] += nbytes
-        else:
-            elsewhere += nbytes
-    total, room = sum(weights) + elsewhere, sum(capacities)
-    of_layer, device, before, limit = [], 0, elsewhere, capacities[0] / room * total
-    for weight in weights:
-        # A layer goes where most of it lies.
-        while before + weight / 2 > limit and device < len(capacities) - 1:
-            device += 1
-            limit += capacities[device] / room * total
-        of_layer.append(device)
-        before += weight
-    return LayerDevices(prefix, tuple(of_layer))
+
+    prefix: str = ""
+    count: int = 0
+
+    def index_of(self, name: str) -> int | None:
+        """The layer that the module or tensor of this name belongs to, if it does to one."""
+        number = name[len(self.prefix) :].partition(".")[0] if self.prefix and name.startswith(self.prefix) else ""
+        return int(number) if number.isdecimal() else None
+
+    def on(self, of_layer: tuple[int, ...]) -> LayerDevices:
+        """Each of them on the device of this index; nothing is split if there are none."""
+        return LayerDevices(self.prefix, of_layer) if of_layer else LayerDevices()
+
+    def sums(self, sizes: Mapping[str, int]) -> tuple[tuple[int, ...], int]:
+        """(bytes of each layer, bytes of all else) from those of each tensor by name."""
+        layers, elsewhere = [0] * self.count, 0
+        for name, nbytes in sizes.items():
+            index = self.index_of(name)
+            if index is None:
+                elsewhere += nbytes
+            else:
+                layers[index] += nbytes
+        return tuple(layers), elsewhere
+
+
+def decoder_layers(model: Any) -> DecoderLayers:
+    """Those of a decoder-only model; none of any other."""
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
+        return DecoderLayers()
+    count = getattr(config, "num_hidden_layers", 0)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count > 1:
+            return DecoderLayers(f"{name}.", count)
+    return DecoderLayers()
 
 
 def move_between(model: Any, layers: LayerDevices, places: Sequence[torch.device]) -> None:
@@ -102,15 +116,3 @@ def _moved(value: Any, place: torch.device) -> Any:
     if type(value) is dict:
         return {key: _moved(item, place) for key, item in value.items()}
     return value
-
-
-def _decoder_layers(model: Any) -> tuple[str, int] | None:
-    """(name with a dot, how many) of a decoder-only model's layers."""
-    config = model.config.get_text_config(decoder=True)
-    if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
-        return None
-    count = getattr(config, "num_hidden_layers", 0)
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count > 1:
-            return f"{name}.", count
-    return None

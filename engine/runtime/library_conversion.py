@@ -19,6 +19,7 @@ import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
+    ErnieFuseAndSplitTextVisionExperts,
     MergeModulelist,
     WeightConverter,
     WeightRenaming,
@@ -31,7 +32,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from engine.checkpoint.expert_index import ExpertIndex, PartSources
 from engine.checkpoint.headers import TensorEntry
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 from engine.experts.sites import ExpertsSite
 from engine.runtime.adapters import FamilyAdapter
 from engine.runtime.tensor_reader import LazyTensor, TensorReader
@@ -114,7 +115,38 @@ def plan_loading(
         if getattr(converter, "experts_below_one_another", False):
             entry = _by_expert(entry, site.num_experts)
         part.by_pattern.setdefault(pattern or key, []).append(entry)
+    for target, converter in list(plan.converters.items()):
+        if _divides_experts(converter):
+            _divide(plan, target, converter, owners)
     return plan
+
+
+def _divides_experts(converter: Any | None) -> bool:
+    operations = getattr(converter, "operations", [])
+    return bool(operations) and isinstance(operations[-1], ErnieFuseAndSplitTextVisionExperts)
+
+
+def _divide(plan: LoadingPlan, target: str, converter: Any, owners: dict[str, ExpertsSite]) -> None:
+    """Gives each module its own sources, where the library makes experts for text and for pictures of one list.
+
+    So each can be made without the other: a bank is filled one module at a time.
+    """
+    *before, last = converter.operations
+    joined = [MergeModulelist(dim=last.stack_dim)]
+    if len(converter.source_patterns) > 1:
+        joined.append(Concatenate(dim=last.concat_dim))
+    site = owners[target]
+    whole = plan.index.modules[site.name].pop(site.targets[target])
+    prefix, _, suffix = target.partition(converter.target_patterns[0])
+    shares = len(converter.target_patterns)
+    for share, pattern in enumerate(converter.target_patterns):
+        own = f"{prefix}{pattern}{suffix}"
+        part = PartSources(own, owners[own].num_experts)
+        for source, entries in whole.by_pattern.items():
+            each = -(-len(entries) // shares)
+            part.by_pattern[source] = entries[share * each : (share + 1) * each]
+        plan.index.modules.setdefault(owners[own].name, {})[owners[own].targets[own]] = part
+        plan.converters[own] = converter.copy(list(converter.source_patterns), [pattern], operations=[*before, *joined])
 
 
 def _by_expert(entry: TensorEntry, experts: int) -> TensorEntry:
@@ -231,6 +263,7 @@ def load_rest(model: Any, plan: LoadingPlan, reader: TensorReader, device_map: M
             ErrorCode.CHECKPOINT_DAMAGED,
             f"The checkpoint does not fit its config.json (at {names[0]}): download or copy the model again.",
         )
+    _give_memory_to_buffers(model)
     info = model._finalize_model_loading(model, config, info)
     if info.missing_keys:
         raise EngineError(
@@ -242,6 +275,18 @@ def load_rest(model: Any, plan: LoadingPlan, reader: TensorReader, device_map: M
     if plan.quantizer is not None:  # it leaves weights that were not quantised in the type that they are stored in
         for name, parameter in model.named_parameters():
             parameter.data = parameter.data.to(dtypes[name])
+
+
+def _give_memory_to_buffers(model: Any) -> None:
+    """To those that are not stored, as the library does it in a moment: from the meta device torch would import its
+    symbolic shapes, and sympy with them, to do so."""
+    for module in model.modules():
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers.get(name)
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_strided(
+                    buffer.shape, buffer.stride(), dtype=buffer.dtype, device="cpu"
+                )
 
 
 def _conversions(model: Any, quantizer: Any | None, adapter: FamilyAdapter | None) -> list[Any]:

@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
@@ -25,7 +26,7 @@ from transformers.utils import ContextManagers
 from transformers.utils import logging as library_logging
 
 from engine.checkpoint.config_file import read_json
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 from engine.experts.dispatch import IMPLEMENTATION, experts_forward
 from engine.runtime.adapters import FamilyAdapter
 
@@ -91,12 +92,13 @@ def model_class_for(config: Any, adapter: FamilyAdapter | None) -> tuple[type, A
         raise EngineError(
             ErrorCode.MODEL_UNSUPPORTED, f"A model of the kind {config.model_type!r} does not generate text as a chat."
         )
-    text_class = config.sub_configs.get("text_config")
-    if text_class is not None and getattr(chosen, "config_class", None) is text_class:
-        quantization = getattr(config, "quantization_config", None)
-        config = config.get_text_config()
-        if quantization is not None:
-            config.quantization_config = quantization
+    quantization = getattr(config, "quantization_config", None)
+    for name in config.sub_configs:
+        part = getattr(config, name)
+        if type(part) is getattr(chosen, "config_class", None):
+            if quantization is not None:
+                part.quantization_config = quantization
+            return chosen, part
     return chosen, config
 
 
@@ -122,6 +124,66 @@ def quantizer_for(config: Any, name: str) -> Any | None:
     return AutoHfQuantizer.from_config(quantization, pre_quantized=True)
 
 
+@contextlib.contextmanager
+def _without_first_values() -> Iterator[None]:
+    """Tensors on the meta device get no first values: there is no memory for them, and torch imports its compiler."""
+    own = {name: function for name, function in vars(torch.nn.init).items() if name.endswith("_") and name[0] != "_"}
+
+    def only_with_memory(function: Callable[..., Any]) -> Callable[..., Any]:
+        def fill(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return tensor if tensor.is_meta else function(tensor, *args, **kwargs)
+
+        return fill
+
+    vars(torch.nn.init).update({name: only_with_memory(function) for name, function in own.items()})
+    try:
+        yield
+    finally:
+        vars(torch.nn.init).update(own)
+
+
+class _PositionsOnCpu(TorchFunctionMode):
+    """`torch.arange`, with which the frequencies of positions begin, computes on the CPU.
+
+    Attributes:
+        asked: whether somebody asked for a device: what is on the CPU in the end may then belong there.
+    """
+
+    asked = False
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("device") is not None:
+            self.asked = True
+        elif function is torch.arange:
+            kwargs = {**kwargs, "device": "cpu"}
+        return function(*args, **kwargs)
+
+
+def _without_compiler(model_class: Any, config: Any) -> Any | None:
+    """The model, with next to nothing computed on the meta device; None where its makers do not allow for that.
+
+    torch imports its compiler for arithmetic there, which takes longer than all else that is done before weights are
+    read, and frequencies of positions are all that most models compute.
+    """
+    try:
+        with _PositionsOnCpu() as positions:
+            model = model_class(deepcopy(config))
+    except Exception:  # it mixed them with what is on the meta device: done again as the library does it
+        return None
+    if positions.asked or not all(parameter.is_meta for parameter in model.parameters()):
+        return None
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for own in (module._buffers, module.__dict__):
+            for name, value in own.items():
+                if isinstance(value, torch.Tensor) and not value.is_meta:
+                    own[name] = moved.setdefault(id(value), value.to("meta"))
+    return model
+
+
 def build_skeleton(model_class: Any, config: Any, dtype: torch.dtype, adapter: FamilyAdapter | None) -> Any:
     """The model without weights: every parameter and buffer on the meta device, in the type it will have.
 
@@ -138,8 +200,8 @@ def build_skeleton(model_class: Any, config: Any, dtype: torch.dtype, adapter: F
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # what is built holds plain weights
     try:
-        with ContextManagers(model_class.get_init_context(dtype, False, False, False)):
-            model = model_class(config)
+        with ContextManagers([*model_class.get_init_context(dtype, False, False, False), _without_first_values()]):
+            model = _without_compiler(model_class, config) or model_class(config)
             patch_output_recorders(model)
             if adapter is not None:
                 adapter.prepare(model)

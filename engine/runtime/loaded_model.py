@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.common.model_info import ModelInfo
 from engine.experts.sites import unbind
-from engine.model_info import ModelInfo
+from engine.foreign_text.process import FOREIGN_TEXT
 from engine.runtime.prefill_pieces import SHORT_TOKENS
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from engine.runtime.model_devices import ModelDevices
 
 
-@dataclass
+@dataclass(kw_only=True)
 class LoadedModel:
     """What `load_model` returns.
 
@@ -31,30 +32,36 @@ class LoadedModel:
         model: transformers' `PreTrainedModel`, in eval mode, without gradients; its experts are served by `bank`.
         tokenizer: transformers' `PreTrainedTokenizerBase`.
         info: what the window is told about it.
+
         bank: the weights of all experts but those on disk; `None` for a dense model.
-        context_tokens: longest context allowed, prompt and answer together.
-        device: where the non-expert weights are.
-        kernels: the native CPU kernels that it computes with, if any.
         disk_backed: the experts that are read from disk as they are needed, if they do not fit into RAM.
+        kernels: the native CPU kernels that it computes with, if any.
+
+        device: where the non-expert weights are.
         devices: what it runs on beside the CPU, if anything.
-        piece_tokens: how much of a prompt is computed at once.
-        foresight: who foretells the experts of coming layers, and what is learnt for later sessions.
-        ram_bytes: of RAM that all of it may take, if a budget was set.
         graph_device: the one device that all of it is on, if decode steps are to be captured there.
+        foresight: predicts the experts of coming layers, and keeps what is learnt for later sessions.
+
+        context_tokens: longest context allowed, prompt and answer together.
+        piece_tokens: how much of a prompt is computed at once.
+        ram_bytes: of RAM that all of it may take, if a budget was set.
     """
 
     model: Any
     tokenizer: Any
     info: ModelInfo
+
     bank: ExpertBank | None
-    context_tokens: int
-    device: torch.device
-    kernels: NativeKernels | None = None
     disk_backed: DiskBackedBank | None = None
+    kernels: NativeKernels | None = None
+
+    device: torch.device
     devices: ModelDevices | None = None
-    piece_tokens: int = SHORT_TOKENS
-    foresight: Foresight | None = None
     graph_device: Device | None = None
+    foresight: Foresight | None = None
+
+    context_tokens: int
+    piece_tokens: int = SHORT_TOKENS
     ram_bytes: int | None = None
 
     @contextmanager
@@ -89,6 +96,8 @@ class LoadedModel:
         if self.disk_backed is not None:
             self.disk_backed.close()
             self.disk_backed = None
+        if self.tokenizer is not None:
+            FOREIGN_TEXT.drop(self.tokenizer)
         self.model = self.tokenizer = self.bank = None
         gc.collect()
         if self.kernels is not None:

@@ -8,22 +8,25 @@ from engine.devices.device import Device
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory, Reservation
 from engine.runtime.device_experts import DeviceExperts
 from engine.runtime.layer_devices import LayerDevices
+from engine.runtime.warm_up import KvCost
 
 
 class ModelDevices:
     """Owns the devices and all that was allocated on them; made empty, and filled while the model is loaded.
 
+    Args:
+        layers: what is where; by default all of it is on the first device.
+
     Attributes:
-        layers: what is where.
         experts: slots and whoever computes from them.
-        kv_per_token: bytes that a token of context takes on each device.
+        kv: what a cache takes on each device.
     """
 
-    def __init__(self, devices: Sequence[Device]) -> None:
+    def __init__(self, devices: Sequence[Device], layers: LayerDevices | None = None) -> None:
         self.devices = tuple(devices)
-        self.layers = LayerDevices()
+        self.layers = layers or LayerDevices()
         self.experts = DeviceExperts(self.devices)
-        self.kv_per_token: tuple[int, ...] = (0,) * len(self.devices)
+        self.kv: tuple[KvCost, ...] = (KvCost(),) * len(self.devices)
         self._fixed: list[Reservation] = []
 
     def memory(self) -> tuple[int, int, int]:
@@ -54,33 +57,37 @@ class ModelDevices:
         for index, nbytes in enumerate(dense):
             self.count(index, nbytes, MemoryCategory.WEIGHTS)
 
-    def expert_budgets(self, context_tokens: int, activations: int) -> list[int]:
+    def expert_budgets(self, context_tokens: int, activations: Sequence[int]) -> list[int]:
         """Bytes of each device for experts, once there is room for a context and for a piece of a prompt."""
         return [
-            max(0, device.memory.free - context_tokens * per_token - activations)
-            for device, per_token in zip(self.devices, self.kv_per_token, strict=True)
+            max(0, device.memory.free - kv.fixed - context_tokens * kv.per_token - room)
+            for device, kv, room in zip(self.devices, self.kv, activations, strict=True)
         ]
 
-    def expect_kv(self, bytes_per_token: int, cache_layers: int) -> None:
-        """How much one token of context will take; layers are taken to be alike."""
+    def expect_kv(self, cost: KvCost, cache_layers: int) -> None:
+        """How much a cache of all layers will take; they are taken to be alike."""
         shares = [0] * len(self.devices)
         for layer in range(cache_layers):
             shares[self.layers.of_cache_layer(layer)] += 1
-        self.kv_per_token = tuple(-(-bytes_per_token * share // max(cache_layers, 1)) for share in shares)
+        layers = max(cache_layers, 1)
+        self.kv = tuple(
+            KvCost(-(-cost.per_token * share // layers), -(-cost.fixed * share // layers)) for share in shares
+        )
 
-    def context_room(self, wanted: int, fewest: int, activations: int) -> int:
+    def context_room(self, wanted: int, fewest: int, activations: Sequence[int]) -> int:
         """The longest context, up to `wanted` tokens, that all devices can hold if their experts give way.
 
         Raises:
             DeviceMemoryError: one has not even room for `fewest` tokens.
         """
         room = wanted
-        for device, caches, per_token in zip(self.devices, self.experts.caches, self.kv_per_token, strict=True):
+        for device, caches, kv, needed in zip(self.devices, self.experts.caches, self.kv, activations, strict=True):
             counted = device.memory.use().by_category[MemoryCategory.ACTIVATIONS]
-            left = device.memory.free + sum(cache.nbytes for cache in caches) + counted - activations
-            if left < min(wanted, fewest) * per_token:
-                raise DeviceMemoryError(device.name, MemoryCategory.KV, min(wanted, fewest) * per_token, max(left, 0))
-            room = min(room, left // per_token) if per_token else room
+            left = device.memory.free + sum(cache.nbytes for cache in caches) + counted - needed
+            least = kv.fixed + min(wanted, fewest) * kv.per_token
+            if left < least:
+                raise DeviceMemoryError(device.name, MemoryCategory.KV, least, max(left, 0))
+            room = min(room, (left - kv.fixed) // kv.per_token) if kv.per_token else room
         return room
 
     def shrink(self) -> bool:

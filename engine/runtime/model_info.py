@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.profile import ModelProfile
+from engine.common.model_info import ModelInfo
+from engine.common.sizes import rounded_down, rounded_up
 from engine.experts.sites import ExpertsSite
-from engine.model_info import ModelInfo
-from engine.runtime.memory import gigabytes
+from engine.runtime.cache_reuse import exact_tokens
 from engine.runtime.model_devices import ModelDevices
 
 
@@ -54,6 +55,24 @@ def model_info(
     )
 
 
+def context_notes(model: Any, trained_tokens: int, context_tokens: int) -> list[str]:
+    """Sentences for the user about a context that is not like others: stretched, or read again for every answer."""
+    notes = []
+    if 0 < trained_tokens < context_tokens:
+        notes.append(
+            f"The model was made for contexts of {trained_tokens:,} tokens, which its rotary embedding stretches to "
+            f"{context_tokens:,}: beyond {trained_tokens:,}, answers may get worse."
+        )
+    exact = exact_tokens(model)
+    if exact < context_tokens:
+        beyond = f"longer than {exact:,} tokens " if exact else ""
+        notes.append(
+            f"A chat {beyond}is read again from its beginning for every answer, which takes longer: this model's "
+            "answers depend on which tokens are read together."
+        )
+    return notes
+
+
 def devices_note(devices: ModelDevices, experts_bytes: int, *, all_experts: bool) -> str:
     """One or two sentences for the user, with the figures; nothing where the CPU does it all."""
     if not devices.devices:
@@ -64,7 +83,7 @@ def devices_note(devices: ModelDevices, experts_bytes: int, *, all_experts: bool
         sentences.append("The graphics card is emulated: the CPU computes what it would.")
     if experts_bytes and not all_experts:
         kept = sum(cache.nbytes for caches in devices.experts.caches for cache in caches)
-        begin = f"Of {gigabytes(experts_bytes)} of experts, {gigabytes(kept)} are" if kept else "No experts are"
+        begin = f"Of {rounded_up(experts_bytes)} of experts, {rounded_down(kept)} are" if kept else "No experts are"
         sentences.append(
             f"{begin} kept in video memory; the others are computed on the CPU or fetched as they are needed."
         )

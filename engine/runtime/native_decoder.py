@@ -1,7 +1,7 @@
 """Decoder layers of the common families, one token at a time, in two native calls each.
 
 The library's own modules stay what they are and compute everything else: prompts, beams, other caches, other types.
-Only the step of a single token through layers whose mathematics the kernels know takes the short way, and the parity
+Only the step of a single token through layers whose mathematics the kernels know takes the fast path, and the parity
 tests hold it to the library's result.
 """
 
@@ -11,16 +11,8 @@ from time import perf_counter_ns
 from typing import Any
 
 import torch
-from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek_v2
-from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
-from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
-from transformers.models.llama import modeling_llama as llama
-from transformers.models.mixtral import modeling_mixtral as mixtral
-from transformers.models.olmoe import modeling_olmoe as olmoe
-from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
-from transformers.models.qwen3 import modeling_qwen3 as qwen3
-from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
+from engine.families import short_way_of
 from engine.kernels.native.library import NativeKernels
 from engine.runtime.short_way.grouped_attention import GroupedAttention
 from engine.runtime.short_way.latent_attention import LatentAttention
@@ -28,26 +20,14 @@ from engine.runtime.short_way.sparse_block import SparseBlock
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 
-_LAYERS = (
-    deepseek_v2.DeepseekV2DecoderLayer,
-    deepseek_v3.DeepseekV3DecoderLayer,
-    gpt_oss.GptOssDecoderLayer,
-    llama.LlamaDecoderLayer,
-    mixtral.MixtralDecoderLayer,
-    olmoe.OlmoeDecoderLayer,
-    qwen2_moe.Qwen2MoeDecoderLayer,
-    qwen3.Qwen3DecoderLayer,
-    qwen3_moe.Qwen3MoeDecoderLayer,
-)
-
 
 def knows_layer(layer: Any) -> bool:
     """Whether this is a decoder layer of the common kind: two norms, attention and an MLP, each added to its input."""
-    return type(layer) in _LAYERS
+    return short_way_of(layer, "layer") is not None
 
 
 def speed_up_decoder_layers(model: Any, kernels: NativeKernels) -> int:
-    """Gives every decoder layer that the kernels know its short way for single tokens; returns how many."""
+    """Gives every decoder layer that the kernels know its fast path for single tokens; returns how many."""
     count = 0
     for name, layer in model.named_modules():
         kind = _attention_of(layer) if knows_layer(layer) else None
@@ -93,7 +73,7 @@ class SingleTokenLayer:
         self._number = number
 
     def leave_routing(self) -> None:
-        """From now on only attention goes the short way."""
+        """From now on only attention goes the fast path."""
         self._sparse = None
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +98,7 @@ class SingleTokenLayer:
             positions: its cosine and sine, or whatever the model gives its layers instead.
 
         Returns:
-            `None`, and nothing was done, if these are not for the short way.
+            `None`, and nothing was done, if these are not for the fast path.
         """
         begun_ns = perf_counter_ns() if RECORDER.on else 0
         out = self._attention.step(hidden_states, cache, positions)

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 
 import torch
 
+from engine.common.files import write_private
+from engine.common.paths import cache_dir
 from engine.experts.cache.policies import Key
 from engine.experts.dispatcher import StepObserver
-from engine.paths import cache_dir
 
 _log = logging.getLogger(__name__)
 
@@ -109,16 +108,8 @@ def load_popularity(model_key: str, experts: Sequence[int]) -> Popularity | None
 
 
 def save_popularity(model_key: str, popularity: Popularity) -> None:
-    """Keeps the counts; where that cannot be done they are counted anew."""
-    path = popularity_file(model_key)
-    temporary: str | None = None
+    """Keeps the counts; where that cannot be done they are counted again."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump({"version": _VERSION, "counts": popularity.counts}, stream)
-        os.replace(temporary, path)
+        write_private(popularity_file(model_key), json.dumps({"version": _VERSION, "counts": popularity.counts}))
     except OSError as error:
         _log.warning("the uses of experts could not be kept: %s", error)
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)

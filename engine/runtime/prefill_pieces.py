@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 
 from engine.checkpoint.profile import ModelProfile
-from engine.planner.footprint import LONG_TOKENS as LONG_TOKENS
-from engine.planner.footprint import SHORT_TOKENS as SHORT_TOKENS
-from engine.planner.footprint import activation_token_bytes, piece_tokens_in_ram
-from engine.runtime.cancellation import RequestCancelled
+from engine.common.cancellation import RequestCancelled
+from engine.common.footprint import LONG_TOKENS as LONG_TOKENS
+from engine.common.footprint import SHORT_TOKENS as SHORT_TOKENS
+from engine.common.footprint import activation_token_bytes, piece_tokens_in_ram
 from engine.runtime.generation import CancelCheck, ProgressCallback
 
 
@@ -35,7 +36,7 @@ def watched_layers(
     Raises:
         RequestCancelled: out of the forward, whose cache is then of no use.
     """
-    layers = _layers(model) if end - begin > SHORT_TOKENS else []
+    layers = decoder_layers(model) if end - begin > SHORT_TOKENS else []
     passed = 0
 
     def enter(_module: Any, _args: Any) -> None:
@@ -53,9 +54,10 @@ def watched_layers(
             handle.remove()
 
 
-def _layers(model: Any) -> list[Any]:
+def decoder_layers(model: Any) -> list[Any]:
+    """The layers that tokens go through, in order; none if the library does not say which they are."""
     count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0)
-    for module in model.modules():
+    for module in chain(model.get_decoder().modules(), model.modules()):  # a tower may have as many
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
             return list(module)
     return []

@@ -12,15 +12,17 @@ from pathlib import Path
 
 import torch
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.cancellation import RequestCancelled
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.files import new_folder
+from engine.devices.host_memory import available_ram
 from engine.experts.bank_file import BankFile
 from engine.experts.bank_header import BankHeader, UnusableBankError
 from engine.experts.bank_writer import BankWriter, preparing
 from engine.experts.record import RecordLayout, allocate_records
+from engine.planner.placement import Budgets, require_ram
 from engine.runtime.bank_source import BankSource
-from engine.runtime.cancellation import RequestCancelled
 from engine.runtime.fill_bank import working_bytes
-from engine.runtime.memory import available_ram, require_ram
 from engine.runtime.tensor_reader import TensorReader
 
 _log = logging.getLogger(__name__)
@@ -82,7 +84,7 @@ def prepare_bank(
     if why_not is not None:
         _log.warning("%s It is made again.", why_not.message)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        new_folder(path.parent)
         with preparing(path, check):
             if _is_usable(path, header)[0]:  # somebody else has just made it
                 return Prepared(path, made=False)
@@ -203,6 +205,7 @@ def _buffers(source: BankSource, header: BankHeader, todo: list[int]) -> list[to
     """Memory for one or two layers, page-aligned."""
     most = max(header.layers[layer].nbytes for layer in todo)
     working = working_bytes(source.plan, source.sites)
-    require_ram(source.directory.name, most + working)
-    count = 2 if len(todo) > 1 and available_ram() - _ONE_BUFFER_BELOW > 2 * most + working else 1
+    free = available_ram()
+    require_ram(source.directory.name, most + working, Budgets(free))
+    count = 2 if len(todo) > 1 and free - _ONE_BUFFER_BELOW > 2 * most + working else 1
     return [allocate_records(1, RecordLayout((), most), _CPU)[0] for _ in range(count)]

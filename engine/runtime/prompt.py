@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from engine.errors import EngineError, ErrorCode
-from engine.protocol import ChatMessage
+from tokenizers import Tokenizer
+
+from engine.common.chat import ChatMessage
+from engine.common.errors import EngineError, ErrorCode
+from engine.foreign_text.marks import encode_marked
+from engine.foreign_text.process import FOREIGN_TEXT, ForeignTextError
+from engine.foreign_text.templates import TemplateRefusedError
+from engine.runtime.generation import CancelCheck, never_cancelled
 from engine.runtime.vocabulary import token_id
 
 _CHATML = (
@@ -32,36 +39,56 @@ def implied_stops(tokenizer: Any) -> tuple[str, ...]:
     return ("\nUser:", "\nSystem:")
 
 
-def chat_prompt(tokenizer: Any, messages: Sequence[ChatMessage]) -> list[int]:
+def chat_prompt(tokenizer: Any, messages: Sequence[ChatMessage], cancelled: CancelCheck = never_cancelled) -> list[int]:
     """Token ids of the conversation, ready for the assistant's answer.
 
-    The checkpoint's own template is rendered in transformers' sandbox.  A system message that the template refuses or
-    leaves out becomes the beginning of the first user message.  Control tokens that a person typed stay text.
+    The checkpoint's own template and tokenizer run in a process that can be stopped.  A system message that the
+    template refuses or leaves out becomes the beginning of the first user message.  Control tokens that a person typed
+    stay text.
 
     Raises:
-        EngineError: `INVALID_REQUEST` if there is no message; `MODEL_UNSUPPORTED` if the template cannot be rendered.
+        EngineError: `INVALID_REQUEST` if there is no message; `MODEL_UNSUPPORTED` if the template cannot be rendered,
+            or it or the tokenizer takes too much time or memory.
+        RequestCancelled: `cancelled()` came true meanwhile.
     """
     if not messages:
         raise EngineError(ErrorCode.INVALID_REQUEST, "There is no message to answer: write one first.")
     if tokenizer.chat_template is None and not _knows_chatml(tokenizer):
-        return _without_final_eos(tokenizer, _encode(tokenizer, _plain(messages), special=True))
+        return _without_final_eos(tokenizer, encode(tokenizer, _plain(messages), special=True, cancelled=cancelled))
 
     turns = [{"role": message.role, "content": message.content} for message in messages]
     folded = _fold_system(turns)
     try:
-        text = _render(tokenizer, turns)
-        accepted = folded is None or all(_is_in(turn, text) for turn in turns if turn["role"] == "system")
-    except EngineError:
-        if folded is None:
-            raise
-        accepted = False
-    if not accepted:
-        assert folded is not None
-        turns = folded
-        text = _render(tokenizer, turns)
-    if _types_control_tokens(tokenizer, messages):
-        return _as_ids(_apply(tokenizer, turns, tokenize=True, return_dict=False, sanitize_control_tokens=True))
-    return _encode(tokenizer, text, special=False)
+        try:
+            text = _render(tokenizer, turns, cancelled)
+            accepted = folded is None or all(_is_in(turn, text) for turn in turns if turn["role"] == "system")
+        except TemplateRefusedError:
+            if folded is None:
+                raise
+            accepted = False
+        if not accepted:
+            assert folded is not None
+            turns = folded
+            text = _render(tokenizer, turns, cancelled)
+        if _types_control_tokens(tokenizer, messages):
+            return _encode_marked(tokenizer, _render(tokenizer, turns, cancelled, mark=True), cancelled)
+    except TemplateRefusedError as error:
+        raise _template_at_fault(f"cannot write this conversation ({str(error).rstrip('.')})") from error
+    return encode(tokenizer, text, special=False, cancelled=cancelled)
+
+
+def encode(tokenizer: Any, text: str, *, special: bool, cancelled: CancelCheck = never_cancelled) -> list[int]:
+    """Tokens of a text, with what the tokenizer adds at its ends if `special`.
+
+    Raises:
+        EngineError: `MODEL_UNSUPPORTED` if the tokenizer fails, or takes too much time or memory.
+        RequestCancelled: `cancelled()` came true meanwhile.
+    """
+    if not _can_be_sent(tokenizer):
+        # `verbose=False`: transformers' own warning about long texts says less than PROMPT_TOO_LONG does.
+        return _as_ids(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+    with _tokenizer_at_fault():
+        return FOREIGN_TEXT.encode(tokenizer, text, special=special, cancelled=cancelled)
 
 
 def check_length(prompt_tokens: int, context_tokens: int) -> None:
@@ -74,22 +101,98 @@ def check_length(prompt_tokens: int, context_tokens: int) -> None:
         )
 
 
-def _render(tokenizer: Any, turns: list[dict[str, str]]) -> str:
-    return str(_apply(tokenizer, turns, tokenize=False))
+def _render(tokenizer: Any, turns: list[dict[str, str]], cancelled: CancelCheck, *, mark: bool = False) -> str:
+    """What the template writes.
 
-
-def _apply(tokenizer: Any, turns: list[dict[str, str]], **options: Any) -> Any:
-    template = _CHATML if tokenizer.chat_template is None else None
+    Args:
+        mark: control tokens in the turns, for `_encode_marked`.
+    """
+    values = {
+        "messages": turns,
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": True,
+        **{name: _as_text(token) for name, token in tokenizer.special_tokens_map.items()},
+    }
+    control, maybe = _control_tokens(tokenizer) if mark else (None, [])
     try:
-        return tokenizer.apply_chat_template(turns, chat_template=template, add_generation_prompt=True, **options)
-    except Exception as error:
-        # A template is a program out of the checkpoint: whatever it raises is its fault, and a person must hear of it.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")
+        return FOREIGN_TEXT.render(_template(tokenizer), values, cancelled, control=control, maybe_control=maybe)
+    except ForeignTextError as error:
+        raise _template_at_fault(str(error)) from error
+
+
+def _template(tokenizer: Any) -> str:
+    template = tokenizer.chat_template
+    if template is None:
+        return _CHATML
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not isinstance(template, str):
+        raise _template_at_fault("is none of several that is called the default one")
+    return template
+
+
+def _template_at_fault(what: str) -> EngineError:
+    return EngineError(
+        ErrorCode.MODEL_UNSUPPORTED,
+        f"The model's chat template {what}: check its chat_template or tokenizer_config.json, or use another model.",
+    )
+
+
+@contextlib.contextmanager
+def _tokenizer_at_fault() -> Iterator[None]:
+    try:
+        yield
+    except ForeignTextError as error:
         raise EngineError(
             ErrorCode.MODEL_UNSUPPORTED,
-            f"The model's chat template cannot write this conversation ({reason}): check its chat_template or "
-            f"tokenizer_config.json, or use another model.",
+            f"The model's tokenizer {error}: download or copy its tokenizer files again, or use another model.",
         ) from error
+
+
+def _control_tokens(tokenizer: Any) -> tuple[list[str], list[str]]:
+    """Tokens that control the model, and those that do if its template writes them."""
+    added = tokenizer.added_tokens_decoder.values()
+    named = getattr(tokenizer, "chat_control_tokens", None)
+    control = [token.content for token in added if token.special or token.content in (named or ())]
+    return control, [] if named is not None else [token.content for token in added if not token.special]
+
+
+def _encode_marked(tokenizer: Any, text: str, cancelled: CancelCheck) -> list[int]:
+    tokens = list(tokenizer.added_tokens_encoder)
+    with _tokenizer_at_fault():
+        if _can_be_sent(tokenizer):
+            return FOREIGN_TEXT.encode_marked(tokenizer, text, tokens, cancelled)
+        try:
+            return encode_marked(_LibraryEncoder(tokenizer), text, tokens)
+        except ValueError as error:
+            raise ForeignTextError(f"fails ({error})") from error
+
+
+def _can_be_sent(tokenizer: Any) -> bool:
+    """Whether it is one of the `tokenizers` library, which writes itself as JSON; the few others are transformers' own
+    programs, whose vocabulary alone is the checkpoint's."""
+    return isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer)
+
+
+class _LibraryEncoder:
+    """See `Encoder`."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        return _as_ids(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def encode_as_text(self, text: str) -> list[int]:
+        return _as_ids(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+    def token_id(self, token: str) -> int | None:
+        return token_id(self._tokenizer, token)
+
+
+def _as_text(token: Any) -> Any:
+    return [str(entry) for entry in token] if isinstance(token, list | tuple) else str(token)
 
 
 def _fold_system(turns: list[dict[str, str]]) -> list[dict[str, str]] | None:
@@ -122,11 +225,6 @@ def _plain(messages: Sequence[ChatMessage]) -> str:
 
 def _knows_chatml(tokenizer: Any) -> bool:
     return all(token_id(tokenizer, token) is not None for token in ("<|im_start|>", "<|im_end|>"))
-
-
-def _encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
-    # `verbose=False`: transformers' own warning about long texts says less than PROMPT_TOO_LONG does.
-    return _as_ids(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
 
 def _without_final_eos(tokenizer: Any, ids: list[int]) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 from engine.experts.dispatch import BANK_LAYER
 from engine.experts.replay.trace_file import RoutingTrace, write_trace
 from engine.kernels.interface import ExpertKernel

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.config import SamplingParams
+from engine.common.config import SamplingParams
 
 Chooser = Callable[[torch.Tensor], torch.Tensor]
 """Logits [1, V] to the chosen token [1, 1] int64, on the same device."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from engine.runtime.rotary import kinds_by_length
 from engine.runtime.short_way.token_step import TokenStep
 
 
@@ -30,12 +31,19 @@ class StepModel:
         self._wants_positions = "position_ids" in parameters
         self._positions = self._lay_out(context_tokens)
         self._single = TokenStep.of(model)
+        trained = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", context_tokens)
+        self._angles_grow = "dynamic" in kinds_by_length(model) and context_tokens > trained
 
     @property
     def attends_in_chunks(self) -> bool:
         """Whether some layers attend to the tokens since the last multiple of a length (Llama 4)."""
         config = self._model.config.get_text_config(decoder=True)
         return "chunked_attention" in (getattr(config, "layer_types", None) or ())
+
+    @property
+    def why_not_repeated(self) -> str:
+        """Why a step cannot be repeated as it was for the token before; empty if it can."""
+        return "rotary embeddings that follow the length of the context" if self._angles_grow else ""
 
     def _lay_out(self, tokens: int) -> torch.Tensor:
         return torch.arange(tokens, device=self._device).unsqueeze(0)

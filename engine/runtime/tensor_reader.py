@@ -22,9 +22,9 @@ import torch
 
 from engine.checkpoint.expert_index import ExpertSource
 from engine.checkpoint.headers import TensorEntry
-from engine.errors import EngineError, ErrorCode
+from engine.common.cancellation import RequestCancelled
+from engine.common.errors import EngineError, ErrorCode
 from engine.experts.direct_file import DirectFile
-from engine.runtime.cancellation import RequestCancelled
 
 _CHUNK = 4 * 2**20
 """Bytes of one request: the disk's full rate, and a copy of them stays in a core's cache."""

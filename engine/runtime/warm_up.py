@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from engine.runtime.growing_cache import cache_bytes
 
-def kv_bytes_per_token(model: Any, device: torch.device) -> int:
-    """Bytes by which the model's own cache grows from one token of context to two.
+_BUFFERED_TOKENS = 128
+"""Layers that compress what lies behind keep the tokens of a group beside until it is full: DeepSeek-V4's longest."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvCost:
+    """Bytes of a model's cache: `fixed`, and `per_token` of context.
+
+    What is fixed is the state of recurrent layers, and what is kept of tokens that are still to be compressed.
+    """
+
+    per_token: int = 0
+    fixed: int = 0
+
+
+def measure_kv(model: Any, device: torch.device) -> KvCost:
+    """What the model's own cache takes for one token of context, and by how much it grows with the second.
 
     Measured rather than derived, so that latent attention, shared KV and layers without any come out right.
     """
@@ -20,10 +37,12 @@ def kv_bytes_per_token(model: Any, device: torch.device) -> int:
     first = model(**inputs)
     cache = getattr(first, "past_key_values", None)
     if cache is None:
-        return 0
-    before = _cache_bytes(cache)
-    second = model(**inputs, past_key_values=cache)
-    return max(0, _cache_bytes(second.past_key_values) - before)
+        return KvCost()
+    kept, all_kept = _kept_bytes(cache), cache_bytes(_of_decoder(cache))
+    grown = model(**inputs, past_key_values=cache).past_key_values
+    per_token = max(0, _kept_bytes(grown) - kept)
+    growth = max(per_token, cache_bytes(_of_decoder(grown)) - all_kept)
+    return KvCost(per_token, max(0, all_kept - growth) + _BUFFERED_TOKENS * (growth - per_token))
 
 
 def _harmless_token(model: Any) -> int:
@@ -35,10 +54,15 @@ def _harmless_token(model: Any) -> int:
     return 0
 
 
-def _cache_bytes(cache: Any) -> int:
-    """Bytes of the decoder's cache; what it keeps of the encoder does not grow with the answer."""
+def _of_decoder(cache: Any) -> Any:
+    """What is kept of the encoder does not grow with the answer."""
+    return getattr(cache, "self_attention_cache", cache)
+
+
+def _kept_bytes(cache: Any) -> int:
+    """Bytes of keys, values and states, without what a layer keeps beside them for a while."""
     total = 0
-    for layer in getattr(getattr(cache, "self_attention_cache", cache), "layers", ()):
+    for layer in getattr(_of_decoder(cache), "layers", ()):
         tensors = {id(value): value for value in vars(layer).values() if isinstance(value, torch.Tensor)}
         total += sum(tensor.nbytes for tensor in tensors.values())
     return total

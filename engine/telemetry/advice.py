@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import numpy as np
 
-from engine.config import Precision
+from engine.formats import FORMATS, next_smaller
+from engine.hardware.other_programs import is_busy
 from engine.telemetry.analysis import OTHER, Waiting
 from engine.telemetry.messages import CacheReport
 from engine.telemetry.planned_speed import PlannedSpeed, SlotsAndMisses
 
-Change = Literal["threads", "cache_slots", "ram", "precision", "none"]
+Change = Literal["other_programs", "threads", "cache_slots", "ram", "precision", "none"]
 
 _WORTH = 1.05
 """A change that gains less is not worth a word."""
-_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.06, "int4": 0.56}
-"""Of a weight, with its scales."""
-_NEXT = {"fp32": "bf16", "bf16": "int8", "int8": "int4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,7 @@ class Advice:
 
     Attributes:
         change: what; `none` if nothing is thought to gain.
-        value: to which: threads, slots, or a precision.
+        value: to which: threads, slots, or a precision; of `other_programs` nothing.
         gain: how many times as fast, as it is thought; 1 for `none`.
     """
 
@@ -59,6 +57,9 @@ def advise(
 ) -> Advice:
     """The change that gains most.
 
+    While other programs take much of the processor that is the cause to deal with first: whatever the timeline says
+    then is mostly theirs.
+
     What a change gains is what the planner says; but no more than is left when the time that tokens really spent in
     the lanes it touches is gone (Amdahl).  Without a plan the rules are: threads help the CPU's lanes by the root of
     their number, as far as there are cores; fewer bytes a weight help whatever reads or moves weights; more places in
@@ -67,23 +68,25 @@ def advise(
     options = [Advice("none")]
     if not waiting.tokens:
         return options[0]
+    if is_busy(waiting.others):
+        return Advice("other_programs")
     now = _slots_and_misses(report)
     on_cpu = waiting.share.get("cpu_experts", 0.0) + waiting.share.get("cpu_attention", 0.0)
     if running.threads < running.cores:
         # What is bound by the memory's bandwidth gains less than in proportion to the threads.
         by_rule = _amdahl(on_cpu, (running.cores / max(running.threads, 1)) ** 0.5)
-        foretold = planned.gain(now, now, threads=running.cores) if planned is not None else None
-        options.append(Advice("threads", str(running.cores), _within(on_cpu, foretold, by_rule)))
-    smaller = _NEXT.get(running.precision)
+        predicted = planned.gain(now, now, threads=running.cores) if planned is not None else None
+        options.append(Advice("threads", str(running.cores), _within(on_cpu, predicted, by_rule)))
+    smaller = next_smaller(running.precision) if running.precision in FORMATS else None
     if smaller is not None:
         moved = sum(part for lane, part in waiting.share.items() if lane not in (OTHER, "small_copy"))
-        shrinks = _BYTES[running.precision] / _BYTES[smaller]
+        shrinks = FORMATS[running.precision].bits / FORMATS[smaller].bits
         by_rule = _amdahl(moved, max(1.0, 0.85 * shrinks))
-        foretold = None
+        predicted = None
         if planned is not None:
             then = _slots_and_misses(report, int(now[0] * shrinks))  # as many bytes hold more of them
-            foretold = planned.gain(now, then, precision=cast("Precision", smaller))
-        options.append(Advice("precision", smaller, _within(moved, foretold, by_rule)))
+            predicted = planned.gain(now, then, precision=smaller)
+        options.append(Advice("precision", smaller, _within(moved, predicted, by_rule)))
     if report is not None:
         options += _more_slots(waiting, report, running, planned)
     best = max(options, key=lambda option: option.gain)
@@ -117,20 +120,20 @@ def _more_slots(waiting: Waiting, report: CacheReport, running: Running, planned
     if slots <= tier.slots:
         return []
     change: Change = "cache_slots" if tier.tier == "vram" else "ram"
-    foretold = None
+    predicted = None
     if planned is not None and report.curve_slots:
-        foretold = planned.gain(_slots_and_misses(report), _slots_and_misses(report, slots))
+        predicted = planned.gain(_slots_and_misses(report), _slots_and_misses(report, slots))
     rates = predicted_rate(report, [slots])
-    if foretold is None:
+    if predicted is None:
         return [Advice(change, str(slots), rate / report.steps_per_s) for rate in rates]
     touched = 1 - waiting.share.get(OTHER, 0.0)
-    return [Advice(change, str(slots), _within(touched, foretold, foretold))]
+    return [Advice(change, str(slots), _within(touched, predicted, predicted))]
 
 
 def _slots_and_misses(report: CacheReport | None, slots: int | None = None) -> SlotsAndMisses:
     """With so many slots, by default those that there are; without a cache nothing misses.
 
-    What misses now is what was counted of late; with other slots it changes as LRU's misses would.
+    What misses now is what was counted recently; with other slots it changes as LRU's misses would.
     """
     if report is None or not report.tiers:
         return 0, 0.0
@@ -143,9 +146,9 @@ def _slots_and_misses(report: CacheReport | None, slots: int | None = None) -> S
     return slots, float(np.clip(missed * (then / at if at > 0 else 1.0), 0.0, 1.0))
 
 
-def _within(share: float, foretold: float | None, by_rule: float) -> float:
-    """What is foretold, of which no more can come true than if the share of time that it touches took none."""
-    return by_rule if foretold is None else min(foretold, 1 / max(1 - share, 1e-3))
+def _within(share: float, predicted: float | None, by_rule: float) -> float:
+    """What is predicted, of which no more can come true than if the share of time that it touches took none."""
+    return by_rule if predicted is None else min(predicted, 1 / max(1 - share, 1e-3))
 
 
 def _amdahl(share: float, faster: float) -> float:

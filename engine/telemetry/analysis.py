@@ -98,11 +98,17 @@ class Waiting:
         tokens: how many.
         seconds: that they took.
         share: lane (or `OTHER`) -> part of that, adding up to 1; biggest first.
+        steps: that they came in; 0 if nobody has counted.
+        is_batch: whether they are of a batch, many rows to a step.
+        others: share of the processor that other programs took meanwhile.
     """
 
     tokens: int
     seconds: float
     share: Mapping[str, float]
+    steps: int = 0
+    is_batch: bool = False
+    others: float = 0.0
 
     @property
     def most(self) -> str:

@@ -22,7 +22,7 @@ NAMES = (
     "experts",  # experts of one layer: `count` of them
     "fetch",  # weights that are computed with at once
     "post-fetch",  # weights of a miss, for later
-    "prefetch",  # weights that were foretold
+    "prefetch",  # weights that were predicted
     "whole layer",  # weights of a layer that is fetched whole
     "routing",  # what the router chose, and small hidden states with it
     "hidden states",  # to the CPU

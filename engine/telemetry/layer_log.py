@@ -70,7 +70,7 @@ class LayerLog:
         for _ in range(len(self._steps)):
             try:
                 steps.append(self._steps.popleft())
-            except IndexError:  # recording has started anew
+            except IndexError:  # recording has started again
                 break
         rows = list(chain.from_iterable(layers for layers, *_ in steps))
         self._taken += len(rows)

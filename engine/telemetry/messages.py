@@ -128,7 +128,7 @@ IN_VRAM, IN_RAM, ON_DISK, ARRIVING = 1, 2, 4, 8
 
 @dataclass(frozen=True, slots=True)
 class PolicyRate:
-    """What a policy would have hit of late, had it decided alone."""
+    """What a policy would have hit recently, had it decided alone."""
 
     name: str
     hit_rate: float

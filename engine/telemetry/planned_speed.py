@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from engine.config import EngineConfig, Precision
-from engine.errors import EngineError
+from engine.checkpoint.model_shape import ModelShape
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError
+from engine.hardware.machine import HardwareProfile
 from engine.planner.cache_speed import tokens_per_s_by_slots
-from engine.planner.machine import HardwareProfile
-from engine.planner.model_shape import ModelShape
 
 SlotsAndMisses = tuple[int, float]
 """(experts that the topmost tier has room for, share of uses that miss it)."""
@@ -31,7 +31,7 @@ class PlannedSpeed:
         now: SlotsAndMisses,
         then: SlotsAndMisses,
         *,
-        precision: Precision | None = None,
+        precision: str | None = None,
         threads: int | None = None,
     ) -> float | None:
         """Decode speed after the change over that before it, both predicted; None if it cannot be told.

@@ -72,7 +72,7 @@ class Ring:
         for _ in range(len(entries)):
             try:
                 taken.append(entries.popleft())
-            except IndexError:  # the owner has started anew
+            except IndexError:  # the owner has started again
                 break
         self.taken += len(taken)
         return taken
@@ -101,7 +101,8 @@ class Recorder:
         layer_since_ns: when the experts of the layer before ended, or the phase began.
         layers: what takes a single token through a layer in two calls on the CPU adds that layer here, as `Layer`
             says, and sets `layer_since_ns`; more than that would be felt.
-        on_cpu: experts that decode steps have had computed by the CPU where no cache of a device counts them.
+        on_cpu: experts that decode steps have had computed by the CPU where no cache of a device counts them;
+            many_on_cpu: the same of steps of more than a few tokens: prefills, and batches of many rows.
         dense_lane: where the caller's thread computes what is between expert layers; None if it only queues it, so
             that nobody here knows when it is done.
         queued: knows it then, by the clock of the devices; else None.
@@ -118,7 +119,7 @@ class Recorder:
         self.layer = -1
         self.layer_since_ns = 0
         self.layers: list[Layer] = []
-        self.on_cpu = 0
+        self.on_cpu = self.many_on_cpu = 0
         self.dense_lane: int | None = CPU_ATTENTION
         self.queued: QueuedWork | None = None
         self.piece: tuple[int, int, int] | None = None

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 
 SPAN = np.dtype(
     [
@@ -64,8 +64,9 @@ COUNTERS = (
     "small_copy_bytes",
     "disk_bytes",
 )
-"""What is counted for every step: experts in the memory of devices (as `VramCounters` counts; on_cpu also without a
-device), experts in RAM over disk (as `RamCounters`), payload bytes.  small_copy_bytes are part of the two before."""
+"""What is counted for every step: experts in the memory of devices (as `VramCounters` counts; on_cpu and prefill_on_cpu
+also without a device; those named prefill_ are of all steps of more than a few tokens, also of a batch), experts in RAM
+over disk (as `RamCounters`), payload bytes.  small_copy_bytes are part of the two before."""
 
 STEP = np.dtype(
     [

@@ -24,7 +24,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.files import private_folder
+from engine.common.foreign_file import open_foreign
+from engine.common.foreign_json import parse_json
 from engine.planner.simulator.timeline import LANES
 from engine.telemetry.lanes import NAMES
 from engine.telemetry.records import SPAN, STEP, Records
@@ -79,7 +82,7 @@ class SessionWriter:
             self._name += "x"
         self._part = 0
         self._clock: tuple[int, float] | None = None
-        folder.mkdir(parents=True, exist_ok=True)
+        private_folder(folder)
         self._fd = self._open_part()
 
     @property
@@ -237,7 +240,7 @@ def keep_within(folder: Path, limit: int, keep: Path | None = None) -> None:
 def _chunks(path: Path, *, must_be_one: bool) -> Iterator[tuple[int | None, bytes]]:
     """Sound chunks, then (None, b"") if the file does not end with one."""
     try:
-        with path.open("rb") as file:
+        with open_foreign(path) as file:
             if file.read(len(MAGIC)) != MAGIC:
                 if must_be_one:
                     raise EngineError(ErrorCode.INVALID_REQUEST, f"{path} is not a recorded session.")
@@ -294,7 +297,7 @@ def _inflated(payload: bytes) -> bytes:
 
 
 def _object(payload: bytes) -> dict[str, Any]:
-    content = json.loads(payload)
+    content = parse_json(payload)
     if not isinstance(content, dict):
         raise TypeError("not an object")
     return content

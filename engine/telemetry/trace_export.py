@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from engine.common.files import NewFile
 from engine.planner.simulator.timeline import LANES
 from engine.telemetry.lanes import GRAPH, PHASE, lane_name, span_name
 from engine.telemetry.records import COUNTERS, Records
@@ -36,9 +37,8 @@ def write_trace(spans: Records, steps: Records, path: Path, about: dict[str, str
     Raises:
         OSError: it cannot be written.
     """
-    temporary = path.with_name(path.name + ".part")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
+    with NewFile(path) as new:
+        with new.path.open("w", encoding="utf-8") as file:
             file.write('{"displayTimeUnit":"ms","otherData":')
             json.dump(about or {}, file)
             file.write(',"traceEvents":[\n')
@@ -47,9 +47,7 @@ def write_trace(spans: Records, steps: Records, path: Path, about: dict[str, str
                 file.write(separator + json.dumps(event, separators=(",", ":")))
                 separator = ",\n"
             file.write("\n]}\n")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        new.take_place()
 
 
 def trace_events(spans: Records, steps: Records) -> Iterator[dict[str, Any]]:

@@ -7,14 +7,16 @@ from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
 
-from engine.config import EngineConfig
+from engine.common.config import EngineConfig
 from engine.hardware.measurement_files import described
 from engine.hardware.probe import HardwareProfile as Probe
 from engine.hardware.probe import probe as probe_machine
-from engine.tuning.keeping import is_same_question, model_mark, results_of
+from engine.tuning.keeping import is_same_question, model_mark, results_of, save_result
 from engine.tuning.result import TuningResult
 
 _ALWAYS_THE_USERS = ("model", "vram_bytes", "ram_bytes", "context_tokens")
+OUTRUN = 1.5
+"""Times as fast as its timing a model may run before that timing is not believed any more: less is noise and heat."""
 _CACHE = {"cache_slots", "cache_ways", "cache_policy", "misses", "prefetch"}
 
 
@@ -60,7 +62,40 @@ def apply_tuning(config: EngineConfig, folder: Path, look: Callable[[], Probe] =
     won = here.won
     if tuned is None or won is None:
         return AppliedTuning(config)
-    return AppliedTuning(tuned, f"Tuned on {day(here.taken_at)}: {won.tokens_per_s:.1f} tokens/s.")
+    when = f"Tuned on {day(here.taken_at)}"
+    if here.outrun:
+        return AppliedTuning(tuned, f"{when}; it has since run at {here.outrun:.1f} tokens/s: tune it again.")
+    if here.was_busy:
+        return AppliedTuning(tuned, f"{when} while other programs were busy: tune it again.")
+    return AppliedTuning(tuned, f"{when}: {won.tokens_per_s:.1f} tokens/s.")
+
+
+def note_outrun(
+    folder: Path, asked: EngineConfig, tokens_per_s: float, look: Callable[[], Probe] = probe_machine
+) -> TuningResult | None:
+    """Marks the result that these settings are loaded with if the model has run far faster than what it says.
+
+    From then on its figure is not shown as this machine's, nor are predictions corrected by it; its settings hold.
+
+    Args:
+        folder: the model's.
+        look: as of `apply_tuning`.
+
+    Returns:
+        the result as it is kept now; None if there is none, or it need not be marked.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    found = [one for one in results_of(model_mark(folder)) if one.won and answers(one, asked)]
+    now = described(look()) if found else {}
+    result = next((one for one in found if not machine_changes(one, now)), None)
+    won = result.won if result is not None else None
+    if result is None or won is None or result.outrun or tokens_per_s < OUTRUN * won.tokens_per_s:
+        return None
+    marked = replace(result, outrun=tokens_per_s)
+    save_result(marked)
+    return marked
 
 
 def answers(result: TuningResult, config: EngineConfig) -> bool:

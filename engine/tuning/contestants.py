@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
-from engine.config import EngineConfig, Precision
-from engine.errors import EngineError
+from engine.checkpoint.model_shape import ModelShape
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError
+from engine.formats import AUTO, FORMATS, LADDER, measured_as
 from engine.hardware.core_kinds import compute_threads
-from engine.planner.machine import HardwareProfile
-from engine.planner.model_shape import ModelShape
+from engine.hardware.machine import HardwareProfile
 from engine.planner.plan import make_plan
 from engine.planner.plan_parts import Limits
-from engine.planner.plan_search import ENGINE_SETTINGS, PRECISIONS
+from engine.planner.plan_search import ENGINE_SETTINGS
 from engine.planner.planned import Plan
-from engine.planner.precision import QUALITY_WORTH, worthwhile
+from engine.planner.precision import worthwhile
 from engine.planner.predict import predict_decode
 from engine.planner.workload import CHAT
-from engine.tuning.corrections import corrected, corrected_plan
+from engine.tuning.corrections import corrected, corrected_plan, with_decode
 from engine.tuning.result import Contestant, Correction
+from engine.tuning.settled import mechanism
 
 _MOST = 3
 _HOPEFUL = 0.5
@@ -89,11 +92,9 @@ class Candidate:
 
     @property
     def mechanism(self) -> tuple[Any, ...]:
-        """What makes it differ from others; automatic threads are as many as they come to."""
-        config, threads = self.config, self.config.threads or compute_threads()
-        if not self.on_card:
-            return ("cpu", self.precision, threads)
-        return (self.precision, threads, *(getattr(config, name) for name in _CACHE), config.graphs)
+        """What makes it differ from others."""
+        threads = self.config.threads or compute_threads()
+        return mechanism(self.config, self.precision, on_card=self.on_card, threads=threads)
 
 
 def choose_contestants(situation: Situation) -> Field:
@@ -107,9 +108,11 @@ def choose_contestants(situation: Situation) -> Field:
     for one in candidates:
         speeds[one.precision] = max(speeds.get(one.precision, 0.0), one.predicted)
     asked = situation.asked.precision
-    precision = (worthwhile(speeds) or asked) if asked == "auto" else asked
+    precision = (worthwhile(speeds) or asked) if asked == AUTO else asked
     plan = corrected_plan(_plan(situation, precision), situation.corrections)
     first = _predicted(situation, plan.policy, _from_plan(situation, plan))
+    if first is not None:  # the plan and the first contestant are one way of running it: they have one figure
+        plan = with_decode(plan, first.predicted, first.low, first.high)
     # A card that was asked for is used, also where the plan would rather leave it alone.
     elsewhere = plan.card is None and situation.has_card and situation.asked.device != "auto"
     chosen = [first] if first is not None and not elsewhere else []
@@ -125,9 +128,9 @@ def choose_contestants(situation: Situation) -> Field:
 def every_config(situation: Situation) -> list[tuple[str, EngineConfig]]:
     """(how, settings) of every way that the settings allow; those that were given stay as they are."""
     asked, found = situation.asked, []
-    precisions = PRECISIONS if asked.precision == "auto" else (asked.precision,)
+    precisions = LADDER if asked.precision == AUTO else (asked.precision,)
     for precision in precisions:
-        base = replace(asked, precision=cast("Precision", precision))
+        base = replace(asked, precision=precision)
         for threads in situation.threads if asked.threads is None else (asked.threads,):
             if situation.has_card:
                 found += [(how, replace(base, threads=threads, **ENGINE_SETTINGS[how])) for how in _on_card(asked)]
@@ -150,7 +153,7 @@ def _on_card(asked: EngineConfig) -> Sequence[str]:
 def _predicted(situation: Situation, how: str, config: EngineConfig) -> Candidate | None:
     on_cpu = replace(config, device="cpu") if not situation.has_card else config
     try:
-        known = config.precision if config.precision != "auto" else PRECISIONS[0]
+        known = config.precision if config.precision != AUTO else LADDER[0]
         found = predict_decode(situation.machine(known), situation.model, on_cpu)
         if found.precision != known:
             found = predict_decode(situation.machine(found.precision), situation.model, on_cpu)
@@ -173,8 +176,7 @@ def _plan(situation: Situation, precision: str) -> Plan:
         precision=precision,
         use_card=situation.has_card,
     )
-    known = precision if precision in PRECISIONS else PRECISIONS[0]
-    return make_plan(situation.machine(known), situation.model, CHAT, limits, measured=True)
+    return make_plan(situation.machine(measured_as(precision)), situation.model, CHAT, limits, measured=True)
 
 
 def _from_plan(situation: Situation, plan: Plan) -> EngineConfig:
@@ -199,6 +201,10 @@ def _field(plan: Plan, chosen: list[Candidate], before: Candidate | None, situat
         modelled[name] = one.modelled
     if same is None:
         name = "as it is now"
+        if before is not None:
+            name = _name(before if before.on_card else replace(before, how="CPU only"))
+        if name in modelled:
+            name += " (as it is now)"
         modelled[name] = before.modelled if before is not None else 0.0
         if before is not None:
             found.insert(0, _contestant(name, before, is_before=True))
@@ -219,9 +225,6 @@ def _name(one: Candidate) -> str:
 
 def _weight(precision: str) -> float:
     """How much faster than the best quality a precision has to be."""
-    weight = 1.0
-    for name, worth in QUALITY_WORTH.items():
-        weight *= worth
-        if name == precision:
-            return weight
-    return 1.0
+    if precision not in LADDER:
+        return 1.0
+    return math.prod(FORMATS[each].worth for each in LADDER[: LADDER.index(precision) + 1])

@@ -66,13 +66,7 @@ def corrected_plan(plan: Plan, corrections: Iterable[Correction]) -> Plan:
     if not known:
         return plan
     speed = _corrected_speed(plan, known, plan.precision, plan.speed, on_card=plan.card is not None)
-    before = plan.speed
-    delivered = speed.tokens_per_s / before.tokens_per_s if before.tokens_per_s else 1.0
-    decoded = speed.decode_tokens_per_s / before.decode_tokens_per_s if before.decode_tokens_per_s else 1.0
-    helps = tuple(
-        replace(one, tokens_per_s=delivered * one.tokens_per_s, decode_tokens_per_s=decoded * one.decode_tokens_per_s)
-        for one in plan.helps
-    )
+    plan = _with_speed(plan, speed)
     others = tuple(
         replace(
             one, speed=_corrected_speed(plan, known, one.precision, one.speed, on_card=one.policy != HOST_ONLY.name)
@@ -80,8 +74,25 @@ def corrected_plan(plan: Plan, corrections: Iterable[Correction]) -> Plan:
         for one in plan.alternatives
     )
     others = tuple(sorted(others, key=lambda one: -one.speed.tokens_per_s))
-    what_helps = help_sentence(helps, plan.workload)
-    return replace(plan, speed=speed, helps=helps, what_helps=what_helps, alternatives=others)
+    return replace(plan, alternatives=others)
+
+
+def with_decode(plan: Plan, tokens_per_s: float, low: float, high: float) -> Plan:
+    """The plan with another decode speed, and what would help with it; its alternatives are left alone."""
+    delivered = _delivered(plan.workload, plan.speed, tokens_per_s)
+    speed = replace(plan.speed, tokens_per_s=delivered, decode_tokens_per_s=tokens_per_s, low=low, high=high)
+    return _with_speed(plan, speed)
+
+
+def _with_speed(plan: Plan, speed: Speed) -> Plan:
+    before = plan.speed
+    delivered = speed.tokens_per_s / before.tokens_per_s if before.tokens_per_s else 1.0
+    decoded = speed.decode_tokens_per_s / before.decode_tokens_per_s if before.decode_tokens_per_s else 1.0
+    helps = tuple(
+        replace(one, tokens_per_s=delivered * one.tokens_per_s, decode_tokens_per_s=decoded * one.decode_tokens_per_s)
+        for one in plan.helps
+    )
+    return replace(plan, speed=speed, helps=helps, what_helps=help_sentence(helps, plan.workload))
 
 
 def _corrected_speed(

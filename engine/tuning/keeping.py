@@ -8,15 +8,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from engine.checkpoint.config_file import CONFIG_NAME
+from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES
 from engine.checkpoint.names import resolve
-from engine.config import EngineConfig
-from engine.errors import EngineError
-from engine.hardware.measurement_files import described
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError
+from engine.common.files import write_private
+from engine.common.foreign_file import read_foreign
+from engine.common.json_fields import from_fields
+from engine.common.paths import data_dir
+from engine.hardware.measured import Measurements
+from engine.hardware.measurement_files import described, save_measurements
 from engine.hardware.probe import probe
-from engine.json_fields import from_fields
-from engine.kept_file import write_kept
-from engine.paths import data_dir
 from engine.tuning.result import Correction, Fact, TuningResult
 
 _VERSION = 1
@@ -31,7 +33,7 @@ def model_mark(folder: Path) -> str:
     """
     digest = hashlib.sha256()
     try:
-        digest.update((folder / CONFIG_NAME).read_bytes())
+        digest.update(read_foreign(folder / CONFIG_NAME, MAX_CONFIG_BYTES))
         files = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS)
         digest.update(json.dumps([(path.name, path.stat().st_size) for path in files]).encode())
     except OSError:  # whoever loads it says what is wrong
@@ -51,8 +53,20 @@ def save_result(result: TuningResult) -> Path:
         OSError: it could not be written; what was there is still there.
     """
     path = _file(result)
-    write_kept(path, json.dumps({"version": _VERSION, **asdict(result)}, indent=1))
+    write_private(path, json.dumps({"version": _VERSION, **asdict(result)}, indent=1))
     return path
+
+
+def keep_anyway(result: TuningResult | None, measurements: Measurements | None) -> None:
+    """Keeps what a run did not, because other programs were busy meanwhile: the user wants it all the same.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    if measurements is not None:
+        save_measurements(measurements)
+    if result is not None and result.winner:
+        save_result(result)
 
 
 def results_of(mark: str) -> list[TuningResult]:
@@ -67,8 +81,8 @@ def all_results() -> list[TuningResult]:
 
 
 def kept_corrections(mark: str, machine: Mapping[str, str]) -> tuple[Correction, ...]:
-    """Of all that was timed of a model on this machine: for each way of running it the latest."""
-    here = [one for one in results_of(mark) if one.machine == facts(machine)]
+    """Of all that was timed of a model on this machine and can be trusted: for each way of running it the latest."""
+    here = [one for one in results_of(mark) if one.machine == facts(machine) and one.is_trusted]
     found: dict[tuple[str, bool, int], Correction] = {}
     for result in here:
         for one in result.corrections:

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.config import EngineConfig
+from engine.common.cancellation import RequestCancelled
+from engine.common.config import EngineConfig
+from engine.common.files import new_folder
+from engine.common.paths import models_dir
 from engine.hardware.measured import CopyTime, DiskRead, ExpertTime, Measurements, RamRead
 from engine.hardware.measurement_files import load_measurements
+from engine.hardware.other_programs import is_busy
 from engine.hardware.probe import HardwareProfile as Probe
-from engine.paths import models_dir
-from engine.runtime.cancellation import RequestCancelled
 from engine.tuning.messages import TuningNumber
 from engine.tuning.result import TUNING_KINDS, TuningKind
 
@@ -72,7 +74,7 @@ def measured_machine(
     try:
         device = devices[0]
         name = "" if device.name == "cpu" else device.name.partition("#")[0]
-        models_dir().mkdir(parents=True, exist_ok=True)
+        new_folder(models_dir())
         measurements = measure_machine(
             SETS[kind],
             probe,
@@ -129,6 +131,8 @@ def _device_spec(config: EngineConfig) -> str:
 
 def _good_enough(kept: Measurements | None, kind: TuningKind) -> Measurements | None:
     ranks: dict[str, int] = {name: rank for rank, name in enumerate(TUNING_KINDS)}
+    if kept is not None and is_busy(kept.others):
+        return None
     return kept if kept is not None and ranks.get(kept.kind, -1) >= ranks[kind] else None
 
 

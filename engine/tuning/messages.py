@@ -3,6 +3,9 @@
 A run goes through the stages of `STAGES`.  After each of the first three parts the window is told what came of it:
 `TuningMeasured`, `TuningPlans`, then a `TuningTimed` for every contestant.  It may be asked to end after any of them
 (`until`), so that a wizard can stop there, and go on with the next command: what was measured is not measured again.
+
+While other programs keep the processor busy a run waits for a moment (`waiting`), and then goes on all the same; what
+comes out of it is not kept unless that was asked for.
 """
 
 from __future__ import annotations
@@ -10,13 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.config import EngineConfig
-from engine.model_info import ModelInfo
+from engine.common.config import EngineConfig
+from engine.common.model_info import ModelInfo
+from engine.hardware.measured import Measurements
 from engine.planner.planned import Plan
 from engine.tuning.result import Contestant, Timed, TuningKind, TuningResult
 
-Stage = Literal["probing", "measuring", "planning", "loading", "timing", "restoring"]
-STAGES: tuple[Stage, ...] = ("probing", "measuring", "planning", "loading", "timing", "restoring")
+Stage = Literal["probing", "waiting", "measuring", "planning", "loading", "timing", "restoring"]
+STAGES: tuple[Stage, ...] = ("probing", "waiting", "measuring", "planning", "loading", "timing", "restoring")
 Until = Literal["measured", "planned", "timed"]
 Measured = Literal[
     "ram", "cpu_flops", "cpu_experts", "gpu_flops", "gpu_memory", "gpu_experts", "h2d", "d2h", "disk", "decode"
@@ -36,6 +40,7 @@ class StartTuning:
         kind: how thoroughly is measured, and how long timed.
         until: the last thing to be done.
         measure_again: also what was measured before on this very machine, at least as thoroughly.
+        even_if_busy: keep what comes out also if other programs were busy meanwhile; else nothing of it is kept.
     """
 
     request_id: str
@@ -43,6 +48,7 @@ class StartTuning:
     kind: TuningKind = "quick"
     until: Until = "timed"
     measure_again: bool = False
+    even_if_busy: bool = False
 
 
 # --- events ---------------------------------------------------------------------------------------
@@ -82,13 +88,15 @@ class TuningProgress:
 
 @dataclass(frozen=True, slots=True)
 class TuningMeasured:
-    """The measurements are there: `engine.hardware.measurement_files.load_measurements(probe(), device)` has them.
+    """The measurements are there: `engine.hardware.measurement_files.load_measurements(probe(), device)` has them,
+    unless other programs were busy meanwhile.
 
     Attributes:
         kind: how thorough they are.
         taken_at: ISO 8601, UTC; `kept`: they are earlier ones, still true.
         notes: sentences for people.
         skipped: what could not be measured and why, as sentences.
+        others: share of the processor that other programs took meanwhile.
     """
 
     request_id: str
@@ -98,6 +106,7 @@ class TuningMeasured:
     kept: bool
     notes: tuple[str, ...]
     skipped: tuple[str, ...]
+    others: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +138,10 @@ class TuningFinished:
             tuned; None if there was none, or it could not be had again, which the note says.
         note: what else the user should know; may be empty.
         problem: why it failed half-way, as a sentence; empty if it did not.
+        saved: whether the result is kept, and with it the measurements; not if other programs were busy, unless that
+            was asked for.
+        others: the largest share of the processor that other programs took.
+        unsaved: measurements of this run that are not kept.
     """
 
     request_id: str
@@ -138,3 +151,6 @@ class TuningFinished:
     loaded: ModelInfo | None
     note: str = ""
     problem: str = ""
+    saved: bool = True
+    others: float = 0.0
+    unsaved: Measurements | None = None

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.config import EngineConfig
-from engine.errors import EngineError
-from engine.model_info import ModelInfo
+from engine.common.cancellation import RequestCancelled
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError
+from engine.common.model_info import ModelInfo
+from engine.hardware.other_programs import Share
 from engine.planner.precision import worthwhile
-from engine.runtime.cancellation import RequestCancelled
 from engine.tuning.decode_rate import DecodeRate
 from engine.tuning.result import Contestant, Timed
 
@@ -67,12 +68,14 @@ class RaceWatcher:
         decoding: name, 0 to 1 of the whole race, tokens/s of this repeat so far; 0 before there is any.
         timed: a contestant's timing as it stands.
         cancelled: asked for every token.
+        watch: begins to watch what other programs take of the processor; see `OtherPrograms.watch`.
     """
 
     loading: Callable[[str, float], None]
     decoding: Callable[[str, float, float], None]
     timed: Callable[[Timed], None]
     cancelled: Callable[[], bool]
+    watch: Callable[[], Share] = lambda: lambda: 0.0
 
 
 @dataclass
@@ -80,6 +83,7 @@ class _Entrant:
     contestant: Contestant
     rates: list[float] = field(default_factory=list)
     ttfts: list[float] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
     load_s: float = 0.0
     info: ModelInfo | None = None
     problem: str = ""
@@ -97,6 +101,7 @@ class _Entrant:
             threads=info.threads if info else 0,
             note=info.device_note if info else "",
             problem=self.problem,
+            others=statistics.median(self.others) if self.others else 0.0,
         )
 
 
@@ -186,12 +191,14 @@ class _Race:
                 visited = (repeat + min(1.0, count / pace.tokens)) / pace.repeats
                 self._watcher.decoding(name, (self._done + visited) / self._visits, rate)
 
+            others = self._watcher.watch()
             found = self._engine.time_decode(pace.tokens, pace.seconds, on_token, self._watcher.cancelled)
             self._check()
             if found.tokens_per_s <= 0:
                 raise RuntimeError("It made no tokens that could be timed.")
             entrant.rates.append(found.tokens_per_s)
             entrant.ttfts.append(found.ttft_s)
+            entrant.others.append(others())
 
     def _check(self) -> None:
         if self._watcher.cancelled():

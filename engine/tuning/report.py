@@ -7,8 +7,12 @@ from engine.tuning.messages import TuningNumber
 from engine.tuning.result import Timed, TuningResult
 
 
-def report_text(result: TuningResult) -> str:
-    """The whole result in plain text: machine, every contestant predicted and timed, who won, before and after."""
+def report_text(result: TuningResult, *, saved: bool = True) -> str:
+    """The whole result in plain text: machine, every contestant predicted and timed, who won, before and after.
+
+    Args:
+        saved: whether it is kept, and the model runs with it.
+    """
     width = max((len(one.contestant.name) for one in result.timed), default=0)
     lines = [
         f"{result.model}, tuned on {day(result.taken_at)} ({result.kind})",
@@ -17,17 +21,19 @@ def report_text(result: TuningResult) -> str:
         f"{'':<{width}}  {'timed':>9} {'predicted':>10} {'off by':>7} {'TTFT, s':>8}  tokens/s at batch 1",
         *(_line(one, result, width) for one in result.timed),
         "",
-        verdict(result),
+        verdict(result, saved=saved),
     ]
     remarks = [*result.notes, *(note for note in dict.fromkeys(one.note for one in result.timed) if note)]
     return "\n".join([*lines, *remarks])
 
 
-def verdict(result: TuningResult) -> str:
+def verdict(result: TuningResult, *, saved: bool = True) -> str:
     """Who won and what that brings, in one or two sentences."""
     won, before = result.won, result.before
     if won is None:
         return "None of them could be run: nothing is changed."
+    if not saved:
+        return f"Fastest: {won.contestant.name}, {won.tokens_per_s:.1f} tokens/s. It is not saved."
     if won.contestant.is_before:
         return f"The settings stay as they are: {won.tokens_per_s:.1f} tokens/s, and nothing else is better."
     text = f"From now on: {won.contestant.name}, {won.tokens_per_s:.1f} tokens/s."

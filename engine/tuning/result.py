@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.config import EngineConfig
+from engine.common.config import EngineConfig
+from engine.hardware.other_programs import is_busy
 
 TuningKind = Literal["quick", "thorough"]
 TUNING_KINDS: tuple[TuningKind, ...] = ("quick", "thorough")
@@ -44,6 +45,7 @@ class Timed:
         device, precision, threads: as it was really loaded; empty and 0 if it was not.
         note: what the engine said on loading it, such as that it runs on the CPU after all.
         problem: why it could not be timed, as a sentence; empty if it was.
+        others: share of the processor that other programs took meanwhile, 0 to 1.
     """
 
     contestant: Contestant
@@ -56,6 +58,7 @@ class Timed:
     threads: int = 0
     note: str = ""
     problem: str = ""
+    others: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,8 @@ class TuningResult:
         winner: name of the contestant that the model is run with from now on; empty if none could be run.
         corrections: see there.
         notes: sentences for people.
+        others: the largest share of the processor that other programs took while something was measured or timed.
+        outrun: tokens/s that the model was later seen to reach with it, where that is far above what was timed; else 0.
     """
 
     model: str
@@ -107,6 +112,18 @@ class TuningResult:
     winner: str
     corrections: tuple[Correction, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    others: float = 0.0
+    outrun: float = 0.0
+
+    @property
+    def was_busy(self) -> bool:
+        """Whether other programs took so much of the processor that the figures say little about this machine."""
+        return is_busy(self.others)
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether its figures may be shown as this machine's, and predictions corrected by them."""
+        return not self.was_busy and not self.outrun
 
     @property
     def won(self) -> Timed | None:
@@ -125,3 +142,11 @@ class TuningResult:
         if won is None or before is None or not before.tokens_per_s:
             return None
         return won.tokens_per_s / before.tokens_per_s
+
+
+def busy_note(others: float) -> str:
+    """A sentence on what was measured while other programs took that share of the processor."""
+    return (
+        f"Other programs took {others:.0%} of the processor meanwhile, so these figures are lower than what this "
+        "machine can do."
+    )

@@ -1,24 +1,31 @@
-"""A tuning run: look, measure, plan, time real tokens, keep who won; then what was loaded before is loaded again."""
+"""A tuning run: look, measure, plan, time real tokens, keep who won; then what was loaded before is loaded again.
+
+Timings that other programs have spoiled would be believed for good: a run waits for them for a moment, watches them
+throughout, and does not keep what came of it while they were busy unless it was told to.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
-from engine.checkpoint.model_shapes import find_shape
+from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.names import resolve
-from engine.config import EngineConfig
-from engine.errors import EngineError
+from engine.common.cancellation import RequestCancelled
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError
+from engine.common.model_info import ModelInfo
+from engine.formats import LADDER
 from engine.hardware.measured import Measurements, machine_profile
 from engine.hardware.measurement_files import described, save_measurements
+from engine.hardware.other_programs import OtherPrograms, Share, is_busy
 from engine.hardware.probe import HardwareProfile as Probe
 from engine.hardware.probe import probe as probe_machine
-from engine.model_info import ModelInfo
 from engine.planner.plan_parts import Limits
-from engine.runtime.cancellation import RequestCancelled
 from engine.tuning.applying import apply_tuning
 from engine.tuning.contestants import Field, Situation, choose_contestants
 from engine.tuning.corrections import corrections_from
@@ -34,7 +41,11 @@ from engine.tuning.messages import (
     TuningTimed,
 )
 from engine.tuning.race import QUICK_PACE, THOROUGH_PACE, Pace, RacedEngine, RaceWatcher, drift_note, race, winner_of
-from engine.tuning.result import Timed, TuningKind, TuningResult
+from engine.tuning.result import Timed, TuningKind, TuningResult, busy_note
+
+_LOOK_S = 0.5
+_LOOKS = {"quick": 20, "thorough": 60}
+"""So often it is looked whether other programs have ended before it begins all the same: for 10 and for 30 seconds."""
 
 TuningEvent = TuningProgress | TuningMeasured | TuningPlans | TuningTimed
 _PACES = {"quick": QUICK_PACE, "thorough": THOROUGH_PACE}
@@ -64,6 +75,9 @@ class TuningEnding:
     loaded: ModelInfo | None = None
     note: str = ""
     problem: str = ""
+    saved: bool = True
+    others: float = 0.0
+    unsaved: Measurements | None = None
 
 
 @dataclass(frozen=True)
@@ -75,12 +89,16 @@ class Surroundings:
         measure: see `measured_machine`.
         paces: of the race, by kind.
         now: ISO 8601, UTC.
+        watch: see `OtherPrograms.watch`.
+        pause: waits so many seconds.
     """
 
     look: Callable[[], Probe] = probe_machine
     measure: Callable[..., MeasuredMachine] = measured_machine
     paces: Callable[[str], Pace] = lambda kind: _PACES[kind]
     now: Callable[[], str] = lambda: datetime.now(UTC).isoformat(timespec="seconds")
+    watch: Callable[[], Share] = field(default_factory=lambda: OtherPrograms().watch)
+    pause: Callable[[float], None] = time.sleep
 
 
 def tune(
@@ -93,7 +111,8 @@ def tune(
     """Does what `request` asks for.
 
     Once it has begun an ending says that it was cancelled, or what the problem was; only what nobody foresaw is raised,
-    after what was loaded before has been loaded again.  A result is kept only of a run that went to its end.
+    after what was loaded before has been loaded again.  A result is kept only of a run that went to its end, and not
+    if other programs were busy meanwhile, unless `request.even_if_busy`: `keeping.keep_anyway` does so afterwards.
 
     Raises:
         EngineError: the model cannot be found or understood; nothing has been touched.
@@ -118,6 +137,9 @@ class _Tuning:
         self._held = engine.asked
         self._touched = False
         self._notes: list[str] = []
+        self._others = 0.0
+        self._unsaved: Measurements | None = None
+        self._saved = True
 
     def run(self) -> TuningEnding:
         result, problem, finished = None, "", False
@@ -133,12 +155,16 @@ class _Tuning:
             raise
         note = self._restore()
         loaded = self._engine.info if self._touched else None
-        return TuningEnding(finished, result, self._touched, loaded, note, problem)
+        ending = TuningEnding(finished, result, self._touched, loaded, note, problem)
+        if not finished:
+            return ending
+        return replace(ending, saved=self._saved, others=self._others, unsaved=self._unsaved)
 
     def _stages(self) -> TuningResult | None:
         self._progress("probing", "", 0.0)
         probe = self._around.look()
         self._check()
+        self._wait_for_others()
         measured = self._measure(probe)
         if self._request.until == "measured":
             return None
@@ -150,9 +176,28 @@ class _Tuning:
             return None
         return self._time(probe, field)
 
+    def _wait_for_others(self) -> None:
+        """Whatever keeps the processor busy may end in a moment; who wants the result in any case does not wait."""
+        looks = 0 if self._request.even_if_busy else _LOOKS[self._request.kind]
+        for number in range(looks):
+            taken = self._around.watch()
+            self._around.pause(_LOOK_S)
+            self._check()
+            if not is_busy(others := taken()):
+                return
+            self._progress("waiting", f"{others:.0%}", number / looks)
+
+    def _note_others(self, others: float) -> None:
+        self._others = max(self._others, others)
+
+    @property
+    def _may_save(self) -> bool:
+        return self._request.even_if_busy or not is_busy(self._others)
+
     def _measure(self, probe: Probe) -> MeasuredMachine:
         request = self._request
         self._progress("measuring", "", 0.0)
+        taken = self._around.watch()
         found = self._around.measure(
             probe,
             self._config,
@@ -163,18 +208,28 @@ class _Tuning:
             cancelled=self._cancelled,
         )
         self._check()
+        others = 0.0 if found.kept else taken()
+        self._note_others(others)
+        if not found.kept:
+            found = replace(found, measurements=replace(found.measurements, others=others))
         kept = found.measurements
         notes = kept.notes
-        if not found.kept:
+        told = (busy_note(others),) if is_busy(others) else ()
+        if not found.kept and not self._may_save:
+            self._unsaved, self._saved = kept, False
+        elif not found.kept:
             try:
                 save_measurements(kept)
             except OSError as error:
                 notes = (*notes, f"The measurements could not be kept: {error.strerror or error}.")
         self._notes += notes
+        notes = (*notes, *told)
         skipped = tuple(f"{name}: {reason}" for name, reason in kept.skipped.items())
         kind: TuningKind = "thorough" if kept.kind == "thorough" else "quick"
         self._tell(
-            TuningMeasured(request.request_id, found.device, kind, kept.taken_at, found.kept, tuple(notes), skipped)
+            TuningMeasured(
+                request.request_id, found.device, kind, kept.taken_at, found.kept, tuple(notes), skipped, others
+            )
         )
         return found
 
@@ -207,19 +262,25 @@ class _Tuning:
             decoding=self._decoding,
             timed=lambda timed: self._tell(TuningTimed(request_id, timed)),
             cancelled=self._cancelled,
+            watch=self._around.watch,
         )
         timed = race(self._engine, field.contestants, self._around.paces(self._request.kind), watcher)
         self._check()
+        self._note_others(max((one.others for one in timed if not one.problem), default=0.0))
         result = self._result(probe, field, timed)
-        if result.winner:
+        if not self._may_save:
+            self._saved = False
+        elif result.winner:
             try:
                 save_result(result)
             except OSError as error:
+                self._saved = False
                 result = replace(result, notes=(*result.notes, f"This could not be kept: {error.strerror or error}."))
         return result
 
     def _result(self, probe: Probe, field: Field, timed: list[Timed]) -> TuningResult:
         won = winner_of(timed)
+        busy = busy_note(self._others) if is_busy(self._others) else ""
         return TuningResult(
             model=self._shape.name,
             model_mark=model_mark(self._folder),
@@ -230,7 +291,8 @@ class _Tuning:
             timed=tuple(timed),
             winner=won.contestant.name if won is not None else "",
             corrections=corrections_from(timed, field.modelled),
-            notes=tuple(filter(None, (*self._notes, drift_note(timed)))),
+            notes=tuple(filter(None, (*self._notes, busy, drift_note(timed)))),
+            others=self._others,
         )
 
     def _free(self) -> None:
@@ -275,7 +337,7 @@ def _threads(probe: Probe, measurements: Measurements) -> tuple[int, ...]:
     """All cores, and the number at which weights were read fastest if that is another, or next to as fast."""
     most = max(1, min(probe.physical_cores or probe.usable_cpus, probe.usable_cpus))
     found = {most}
-    for precision in ("bf16", "int8", "int4"):
+    for precision in LADDER:
         by_threads = measurements.weights_bytes_per_s(precision)
         if by_threads:
             best = max(by_threads.values())

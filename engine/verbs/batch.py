@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import signal
 import sys
 import time
@@ -12,11 +11,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.config import KV_PRECISIONS, BatchJob, BatchStart, SamplingParams
-from engine.errors import EngineError, ErrorCode
+from engine.common.config import KV_PRECISIONS, BatchJob, BatchStart, SamplingParams
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.foreign_file import read_foreign, reason
+from engine.common.foreign_json import DEEPEST, parse_json
+from engine.formats import AUTO, is_precision
 from engine.verbs.chat import SAMPLING_OPTIONS, given_sampling, load_engine
 from engine.verbs.options import add_engine_options, positive_int, stop_string
-from engine.verbs.output import emit, note
+from engine.verbs.output import emit, note, show_progress
 
 if TYPE_CHECKING:
     from engine.batch_files.answer import Answer
@@ -35,8 +37,11 @@ _LIMITS = {
     "card": "the card",
 }
 _INTERRUPTED = 130
+_MOST_SCHEMA_BYTES = 4 * 2**20
 _PLAIN_TELL_S = 30.0
 """How often progress is a line of its own where nobody watches a terminal."""
+PATIENCE_S = 120.0
+"""How long a full disk is waited for where nobody watches a terminal."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -46,7 +51,8 @@ def add_parser(subparsers: Any) -> None:
         help="rows in, rows out: a file of prompts answered into a file",
         description="Answers every row of a txt, csv, tsv, jsonl, parquet, xlsx, md or pdf file, of a folder of such "
         "files, or of an OpenAI batch file, many at once.  Answers are greedy without --temperature.  A run that "
-        "was stopped or killed goes on with --resume; `switchyard jobs` lists, stops and forgets jobs.  Exit codes: 0 "
+        "was stopped or killed continues with --resume; `switchyard jobs` lists, stops and forgets jobs.  A full disk "
+        f"is waited for, without a terminal or with --json for {PATIENCE_S:.0f} s.  Exit codes: 0 "
         "every row has an answer or a reason why not, 2 a mistake said in one line, 1 a fault of ours, 130 stopped.",
     )
     parser.add_argument("input", metavar="INPUT", help="a file, or a folder of files")
@@ -106,6 +112,9 @@ def run(args: argparse.Namespace) -> int:
     if args.sample:  # nothing is written: what is there is in nobody's way
         job = replace(job, start="resume")
     prepared = prepare(job)
+    if not args.sample:
+        prepared.require_own_files()  # what stands in the way of the result is told before a model is loaded
+        _go_on_as_begun(args, prepared)
     engine, _info = load_engine(args)
     try:
         if args.sample:
@@ -113,6 +122,17 @@ def run(args: argparse.Namespace) -> int:
         return _whole(args, prepared, engine)
     finally:
         engine.unload()
+
+
+def _go_on_as_begun(args: argparse.Namespace, prepared: PreparedJob) -> None:
+    """A job that has answers goes on with weights as they were: what was tuned since, or fits now, is for new jobs."""
+    from engine.batch_files.job_list import read_job
+    from engine.batch_files.journal import journal_path
+
+    if prepared.job.start in ("resume", "retry_failed") and args.precision == AUTO:
+        begun = read_job(journal_path(prepared.output))
+        if begun is not None and begun.done and is_precision(begun.precision):
+            args.precision = begun.precision
 
 
 def _job(args: argparse.Namespace) -> BatchJob:
@@ -141,9 +161,9 @@ def _schema(file: str | None) -> str:
     if file is None:
         return ""
     try:
-        return json.dumps(json.loads(Path(file).read_text(encoding="utf-8")))
+        return json.dumps(parse_json(read_foreign(Path(file), _MOST_SCHEMA_BYTES), deepest=DEEPEST))
     except OSError as error:
-        why = error.strerror or str(error)
+        why = reason(error)
     except ValueError as error:
         why = f"it is not JSON: {error}"
     raise EngineError(ErrorCode.INVALID_REQUEST, f"The schema {file} cannot be read ({why}): check the file.")
@@ -182,6 +202,7 @@ def _whole(args: argparse.Namespace, prepared: PreparedJob, engine: Engine) -> i
     begun = time.monotonic()
     with _Interrupts() as interrupts:
         shown = _Shown()
+        patience_s = PATIENCE_S if args.json or not shown.is_terminal else None
         watcher = JobWatcher(
             on_pace=shown.pace,
             on_answer=lambda _answer, _question: None,
@@ -189,37 +210,42 @@ def _whole(args: argparse.Namespace, prepared: PreparedJob, engine: Engine) -> i
             give_way=lambda: None,
             cancelled=lambda: interrupts.count > 0,
             on_plan=lambda prediction: note(f"switchyard: {prediction_text(prediction)}"),
+            patience_s=patience_s,
         )
         try:
             ending = engine.run_batch(prepared, watcher)
+        except EngineError as error:
+            if error.code != ErrorCode.DISK_FULL:
+                raise
+            how = "(the same command with --resume continues)"
+            raise EngineError(error.code, f"{error.message.removesuffix('.')} {how}.") from None
         finally:
             shown.clear()
     document = _document(prepared, ending, time.monotonic() - begun)
     emit(document, as_json=args.json, human=lambda: _summary(document))
     if not ending.finished:
-        if ending.note:
-            note(f"switchyard: {ending.note}")
-        note("switchyard: stopped, all answers kept; the same command with --resume goes on.")
+        kept = "all but the last answers kept" if ending.unkept else "all answers kept"
+        note(f"switchyard: stopped, {kept}; the same command with --resume continues.")
         return _INTERRUPTED
     return 0
 
 
 def _document(prepared: PreparedJob, ending: JobEnding, seconds: float) -> dict[str, Any]:
-    from engine.batch_files.openai_responses import errors_path
-
     pace = ending.pace
     return {
         "input": str(prepared.source.path),
-        "output": str(prepared.output),
+        "output": str(ending.output or prepared.output),
         "finished": ending.finished,
         "rows": pace.total,
         "done": pace.done,
         "failed": pace.failed,
         "written": ending.written,
         "seconds": round(seconds, 3),
-        "tokens_per_s": round(ending.tokens / seconds, 2) if seconds > 0 else 0.0,
+        "computing_seconds": round(ending.computing_s, 3),
+        "tokens_per_s": round(ending.tokens / ending.computing_s, 2) if ending.computing_s > 0 else 0.0,
+        "unkept": ending.unkept,
         "note": ending.note,
-        "errors": str(errors) if prepared.openai and (errors := errors_path(prepared.output)).exists() else None,
+        "errors": str(ending.errors) if ending.errors is not None else None,
     }
 
 
@@ -230,6 +256,7 @@ def _summary(document: dict[str, Any]) -> str:
     return (
         f"{rows} in {document['output']}{failed}; "
         f"{document['tokens_per_s']:,} tokens/s, in {_span(document['seconds'])}."
+        f"{'  ' + document['note'] if document['note'] else ''}"
     )
 
 
@@ -254,24 +281,30 @@ class _Shown:
     """Progress on stderr: one line that changes on a terminal, else a line now and then."""
 
     def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
+        self.is_terminal = sys.stderr.isatty()
         self._told_s = time.monotonic()
-        self._blocked = ""
+        self._waits = ""
+        self._waits_since_s = 0.0
 
     def pace(self, pace: Pace, blocked: str) -> None:
-        if self._terminal:
-            width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be taken back
-            sys.stderr.write(f"\r{(blocked or pace_text(pace))[:width]}\x1b[K")
-            sys.stderr.flush()
-            return
+        """Shows how far the job is, or why nothing goes on."""
+        now = time.monotonic()
         # Shares of a reading change all the time; that nothing goes on is news, and so is that it does again.
         waits = blocked if not blocked.endswith("%") else ""
-        if waits != self._blocked or time.monotonic() - self._told_s >= _PLAIN_TELL_S:
-            self._told_s, self._blocked = time.monotonic(), waits
+        is_news = waits != self._waits
+        if is_news:
+            self._waits, self._waits_since_s = waits, now
+        if self.is_terminal:
+            line = blocked or pace_text(pace)
+            if waits and now - self._waits_since_s >= 1:
+                line = f"{_span(now - self._waits_since_s)}: {line}"
+            show_progress(line)
+        elif is_news or (not waits and now - self._told_s >= _PLAIN_TELL_S):
+            self._told_s = now
             note(f"switchyard: {blocked or pace_text(pace)}")
 
     def clear(self) -> None:
-        if self._terminal:
+        if self.is_terminal:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
 

@@ -8,12 +8,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.formats import AUTO
 from engine.verbs.options import add_engine_options, engine_config, parse_size, positive_int
 from engine.verbs.output import emit, note
 
 if TYPE_CHECKING:
     from engine.bench.report import Report
-    from engine.config import EngineConfig
+    from engine.common.config import EngineConfig
 
 
 def add_parser(subparsers: Any) -> None:
@@ -196,7 +197,7 @@ def _run_predictions(args: argparse.Namespace) -> int:
     report, plan = _report(), PredictionPlan(args.tokens, args.repeats)
     if args.model is not None:
         plan = dataclasses.replace(plan, models=(args.model,))
-    if args.precision != "auto":
+    if args.precision != AUTO:
         plan = dataclasses.replace(plan, precisions=(args.precision,))
     if args.device != "auto":
         plan = dataclasses.replace(plan, devices=(args.device,))
@@ -254,7 +255,7 @@ def _run_disk(args: argparse.Namespace) -> int:
 
 def _run_kernels(args: argparse.Namespace) -> int:
     from engine.bench.kernels import bench_kernels
-    from engine.errors import EngineError, ErrorCode
+    from engine.common.errors import EngineError, ErrorCode
     from engine.kernels.native.build import BuildError, build
 
     try:

@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.config import SamplingParams
-from engine.errors import EngineError, ErrorCode
-from engine.model_info import ModelInfo
-from engine.protocol import ChatMessage
+from engine.common.chat import ChatMessage
+from engine.common.config import SamplingParams
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.model_info import ModelInfo
 from engine.verbs.options import add_engine_options, engine_config, positive_int, seed, stop_string
-from engine.verbs.output import emit, note, write_text
+from engine.verbs.output import clear_progress, emit, note, show_progress, write_text
 from engine.verbs.tracing import traced
 
 if TYPE_CHECKING:
@@ -94,6 +94,9 @@ def load_engine(args: argparse.Namespace) -> tuple[Engine, ModelInfo]:
     from engine.process.environment import quiet_libraries
 
     quiet_libraries()
+    from engine.foreign_text.process import FOREIGN_TEXT
+
+    FOREIGN_TEXT.start()  # it is ready by the time that torch is imported
     from engine.runtime.engine import Engine
 
     engine = Engine()
@@ -101,14 +104,13 @@ def load_engine(args: argparse.Namespace) -> tuple[Engine, ModelInfo]:
 
     def on_progress(done: int, total: int) -> None:
         if shown and total > 0:
-            sys.stderr.write(f"\rLoading {path.name}: {100 * done // total}%\x1b[K")
-            sys.stderr.flush()
+            show_progress(f"Loading {path.name}: {100 * done // total}%")
 
     try:
         info = engine.load(engine_config(args, str(path)), on_progress=on_progress, cancelled=lambda: False)
     finally:
         if shown:
-            sys.stderr.write("\r\x1b[K")
+            clear_progress()
     for remark in (info.device_note, info.template_note):
         if remark:
             note(f"switchyard: {remark}")
@@ -118,7 +120,7 @@ def load_engine(args: argparse.Namespace) -> tuple[Engine, ModelInfo]:
 def _trace_file(text: str) -> Path:
     path = Path(text)
     if not path.absolute().parent.is_dir() or path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is no file that can be written: its folder must exist")
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: its folder must exist")
     return path
 
 

@@ -7,10 +7,10 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from engine.config import SamplingParams
-from engine.errors import EngineError
-from engine.model_info import ModelInfo
-from engine.protocol import ChatMessage
+from engine.common.chat import ChatMessage
+from engine.common.config import SamplingParams
+from engine.common.errors import EngineError
+from engine.common.model_info import ModelInfo
 from engine.verbs.output import note, write_text
 
 if TYPE_CHECKING:

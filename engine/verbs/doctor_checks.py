@@ -12,10 +12,10 @@ from enum import StrEnum
 from pathlib import Path
 
 from engine.checkpoint.library import starter_is_built
+from engine.common.paths import cache_dir, config_dir, data_dir, log_dir, models_dir
 from engine.hardware.disk import DiskKind
 from engine.hardware.measurement_files import changes, load_measurements
 from engine.hardware.probe import GpuInfo, HardwareProfile, Vendor, free_disk_bytes
-from engine.paths import cache_dir, config_dir, data_dir, log_dir, models_dir
 
 _REINSTALL = "Run `python3 installers/start.py` in the checkout again."
 _OLDEST_CAPABILITY = (7, 5)
@@ -71,7 +71,7 @@ def gpu_findings(hardware: HardwareProfile) -> list[Finding]:
     """The graphics cards, and whether the installed torch can use them."""
     findings = [_gpu_finding(gpu) for gpu in hardware.gpus]
     if hardware.compute_gpu is None:
-        note = hardware.gpu_note or "There is no card of its own memory."
+        note = hardware.gpu_note or "There is no graphics card with its own memory."
         findings.append(Finding("graphics card", Status.OK, f"{note} Models run on the processor."))
     elif hardware.gpu_note:
         findings.append(Finding("graphics card", Status.ADVICE, hardware.gpu_note))
@@ -192,7 +192,7 @@ def _folder_finding(name: str, folder: Path) -> Finding:
             pass
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        action = "Mend its permissions, or point SWITCHYARD_HOME at a folder that can be written."
+        action = "Fix its permissions, or point SWITCHYARD_HOME at a folder that can be written."
         return Finding(name, Status.PROBLEM, f"{folder} cannot be written ({reason}).", action)
     if free_disk_bytes(folder) == 0:
         return Finding(name, Status.PROBLEM, f"The disk of {folder} is full.", "Free some space.")

@@ -6,8 +6,8 @@ import json
 import os
 import subprocess
 
+from engine.common.paths import python_module
 from engine.hardware.probe import HardwareProfile
-from engine.paths import python_module
 from engine.verbs.doctor_checks import Finding, Status
 
 _NAME = "CPU kernels"

@@ -23,6 +23,14 @@ def tuning_findings(hardware: HardwareProfile) -> list[Finding]:
         changed = machine_changes(results[0], now)[0]
         return [Finding("tuning", Status.ADVICE, f"It is out of date: {changed}", "Run `switchyard tune` again.")]
     latest = {one.model: one for one in reversed(here)}
+    doubtful = next((one for one in latest.values() if not one.is_trusted), None)
+    if doubtful is not None:
+        why = (
+            f"has since run at {doubtful.outrun:.1f} tokens/s, much faster than what was timed"
+            if doubtful.outrun
+            else f"was tuned while other programs took {doubtful.others:.0%} of the processor"
+        )
+        return [Finding("tuning", Status.ADVICE, f"{doubtful.model} {why}.", "Run `switchyard tune` again.")]
     said = [
         f"{name} at {one.won.tokens_per_s:.1f} tokens/s on {day(one.taken_at)}"
         for name, one in list(latest.items())[-_SHOWN:]

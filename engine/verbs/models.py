@@ -24,10 +24,11 @@ from engine.checkpoint.library import (
     verify,
 )
 from engine.checkpoint.names import STARTER_NAME
-from engine.errors import EngineError, ErrorCode
-from engine.paths import models_dir
-from engine.verbs.output import emit, note
-from engine.verbs.planning import add_plan_options, as_timed, machine_of, workload_of
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.paths import models_dir
+from engine.common.sizes import about
+from engine.verbs.output import clear_progress, emit, note, show_progress
+from engine.verbs.planning import add_plan_options, plan_of, timing_text, workload_of
 
 _REDRAW_S = 0.1
 _LINE_S = 1.0
@@ -88,15 +89,14 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _fit(args: argparse.Namespace) -> int:
-    from engine.checkpoint.model_shapes import find_shape  # numpy, which no other action needs
-    from engine.planner.plan import make_plan
+    from engine.checkpoint.find_shape import find_shape  # numpy, which no other action needs
+    from engine.hardware.machine_files import read_machine
 
-    workload = workload_of(args)
-    machine, limits, measured = machine_of(args)
-    shape = find_shape(args.model)
-    document: dict[str, Any] = {"model": shape.name, "machine": machine.name, "parameters": shape.total_weights}
+    workload, shape = workload_of(args), find_shape(args.model)
+    machine = read_machine(args.hardware).name if args.hardware else "this machine"
+    document: dict[str, Any] = {"model": shape.name, "machine": machine, "parameters": shape.total_weights}
     try:
-        plan = as_timed(make_plan(machine, shape, workload, limits, measured=measured), args)
+        plan = plan_of(args, shape, workload)
     except EngineError as error:
         if error.code is not ErrorCode.NOT_ENOUGH_MEMORY:
             raise
@@ -112,6 +112,7 @@ def _fit(args: argparse.Namespace) -> int:
         "decode_tokens_per_s": speed.decode_tokens_per_s,
         "low": speed.low,
         "high": speed.high,
+        "timing": timing_text(speed),
         "ttft_s": speed.ttft_s,
         "card_bytes": plan.card.held if plan.card is not None else 0,
         "ram_bytes": plan.ram.held,
@@ -123,7 +124,9 @@ def _fit(args: argparse.Namespace) -> int:
         as_json=args.json,
         human=lambda: (
             f"Yes: about {speed.decode_tokens_per_s:.3g} tokens/s ({speed.low:.3g} to {speed.high:.3g}) at "
-            f"{plan.precision}, first token after {speed.ttft_s:.2g} s.\n{plan.bottleneck}\n{plan.what_helps}"
+            f"{plan.precision}, first token after {speed.ttft_s:.2g} s.\n"
+            + "".join(f"{line}\n" for line in [timing_text(speed)] if line)
+            + f"{plan.bottleneck}\n{plan.what_helps}"
         ),
     )
     return 0
@@ -157,7 +160,7 @@ def _remove(args: argparse.Namespace) -> int:
     emit(
         {"removed": args.model, "freed_bytes": freed},
         as_json=args.json,
-        human=f"Removed {args.model} ({_size(freed)}).",
+        human=f"Removed {args.model} ({about(freed)}).",
     )
     return 0
 
@@ -181,7 +184,7 @@ def _pull(args: argparse.Namespace) -> int:
 def _row(entry: LibraryEntry) -> str:
     if entry.problem:
         return f"{entry.name:<32} damaged: {entry.problem}"
-    return f"{entry.name:<32} {entry.family:<16} {_count(entry.parameters):>8} {_size(entry.bytes_on_disk):>9}"
+    return f"{entry.name:<32} {entry.family:<16} {_count(entry.parameters):>8} {about(entry.bytes_on_disk):>9}"
 
 
 def _details(entry: LibraryEntry) -> str:
@@ -193,7 +196,7 @@ def _details(entry: LibraryEntry) -> str:
         ("experts", experts),
         ("stored as", entry.dtype or "unknown"),
         ("context", f"{entry.context_tokens} tokens" if entry.context_tokens else "unknown"),
-        ("on disk", _size(entry.bytes_on_disk)),
+        ("on disk", about(entry.bytes_on_disk)),
         ("folder", str(entry.path)),
         ("from", entry.source or "unknown"),
     ]
@@ -208,7 +211,7 @@ def _details(entry: LibraryEntry) -> str:
 def _verdict(found: Verification) -> str:
     if found.damaged:
         repair = (
-            "`switchyard models pull starter` makes it anew."
+            "`switchyard models pull starter` builds it again."
             if found.name == STARTER_NAME and found.path == resolve(STARTER_NAME)
             else "Download or copy the model again."
         )
@@ -224,13 +227,6 @@ def _count(parameters: int) -> str:
         if parameters >= factor:
             return f"{parameters / factor:.1f} {unit}"
     return str(parameters)
-
-
-def _size(count: int) -> str:
-    for factor, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if count >= factor:
-            return f"{count / factor:.1f} {unit}"
-    return f"{count} bytes"
 
 
 @contextlib.contextmanager
@@ -260,7 +256,7 @@ class _ProgressLine:
 
     def __exit__(self, *_: object) -> None:
         if self._is_terminal and self._shown >= 0:
-            self._draw("\r\x1b[K")
+            clear_progress()
 
     def update(self, done: int, total: int) -> None:
         percent = 100 * done // max(total, 1)
@@ -269,11 +265,7 @@ class _ProgressLine:
         if percent == self._shown or (percent < 100 and now - self._drawn_at < interval):
             return
         if self._is_terminal:
-            self._draw(f"\r{self._label}: {percent} %")
+            show_progress(f"{self._label}: {percent} %")
         else:
             note(f"{self._label}: {percent} %")
         self._shown, self._drawn_at = percent, now
-
-    def _draw(self, text: str) -> None:
-        sys.stderr.write(text)
-        sys.stderr.flush()

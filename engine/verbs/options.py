@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 
-from engine.config import CACHE_POLICIES, GRAPHS, MISSES, PRECISIONS, PREFETCHES, EngineConfig
+from engine.common.config import CACHE_POLICIES, GRAPHS, MISSES, PREFETCHES, EngineConfig
+from engine.formats import AUTO, FORMATS, PRECISIONS
 
 _UNITS = {
     "B": 1,
@@ -27,7 +28,7 @@ def parse_size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it with a unit, such as 8GB or 512MiB")
     size = int(float(match[1]) * factor)
     if not 0 < size < 2**60:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size that a computer has; write for example 8GB or 512MiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid size; write, for example, 8GB or 512MiB")
     return size
 
 
@@ -83,7 +84,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--vram", type=parse_size, metavar="SIZE", help="most video memory to use, such as 8GB")
     group.add_argument("--ram", type=parse_size, metavar="SIZE", help="most memory to use, such as 512MiB")
     group.add_argument("--threads", type=positive_int, metavar="N", help="CPU threads that compute")
-    group.add_argument("--precision", choices=PRECISIONS, default="auto", help="of the weights in memory")
+    kinds = "; ".join(f"{name} is {FORMATS[name].words}" for name in PRECISIONS if name in FORMATS)
+    group.add_argument("--precision", choices=PRECISIONS, default=AUTO, help=f"of the weights in memory: {kinds}")
     group.add_argument("--graphs", choices=GRAPHS, default="auto", help="whether a card repeats decode steps as graphs")
     cache = parser.add_argument_group("the expert cache, for models bigger than the graphics card")
     cache.add_argument(
@@ -92,7 +94,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     cache.add_argument(
         "--cache-ways", type=positive_int, metavar="M", help="slots of each layer; one pool for all, if not given"
     )
-    cache.add_argument("--cache-policy", choices=CACHE_POLICIES, default="auto", help="who leaves for another expert")
+    cache.add_argument(
+        "--cache-policy", choices=CACHE_POLICIES, default="auto", help="eviction policy of the expert cache"
+    )
     cache.add_argument(
         "--misses",
         choices=MISSES,
@@ -100,7 +104,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="how experts that are not on the device are met; all but mixed are for measurements",
     )
     cache.add_argument(
-        "--prefetch", choices=PREFETCHES, default="auto", help="who foretells the experts of coming layers"
+        "--prefetch", choices=PREFETCHES, default="auto", help="predictor of the experts of coming layers"
     )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine.errors import EngineError
+from engine.common.errors import EngineError
+from engine.common.plain_text import plain, plain_line
 
 
 def emit(document: Any, *, as_json: bool, human: str | Callable[[], str]) -> None:
@@ -23,30 +25,42 @@ def emit(document: Any, *, as_json: bool, human: str | Callable[[], str]) -> Non
     if as_json:
         text = json.dumps(document, default=_json_value, ensure_ascii=False, indent=2)
     else:
-        text = human() if callable(human) else human
+        text = plain(human() if callable(human) else human)
     write_text(text + "\n")
 
 
 def report_error(error: EngineError, *, as_json: bool) -> None:
     """One line on stderr; with `--json` also the document `{"error": {"code", "message"}}` on stdout."""
-    line = " ".join(error.message.split())
-    print(f"switchyard: {line}", file=sys.stderr, flush=True)  # noqa: T201
+    print(f"switchyard: {plain_line(error.message)}", file=sys.stderr, flush=True)  # noqa: T201
     if as_json:
         emit({"error": {"code": str(error.code), "message": error.message}}, as_json=True, human="")
 
 
 def note(text: str) -> None:
     """A remark that is no part of the result: one line on stderr."""
-    print(text, file=sys.stderr, flush=True)  # noqa: T201
+    print(plain(text), file=sys.stderr, flush=True)  # noqa: T201
+
+
+def show_progress(text: str) -> None:
+    """How far something is: a line of a terminal's stderr that the next one replaces."""
+    width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be taken back
+    sys.stderr.write(f"\r{plain_line(text)[:width]}\x1b[K")
+    sys.stderr.flush()
+
+
+def clear_progress() -> None:
+    """Takes that line away."""
+    sys.stderr.write("\r\x1b[K")
+    sys.stderr.flush()
 
 
 def write_text(text: str) -> None:
-    """Text on stdout at once; what a terminal cannot show, or would obey, is replaced.
+    """Text on stdout at once, exactly as it is, unless a terminal shows it: that gets nothing that it would obey.
 
     A model's answer is not trusted: an escape sequence in it could rewrite the terminal.
     """
     if sys.stdout.isatty():
-        text = "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in text)
+        text = plain(text)
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
     sys.stdout.flush()

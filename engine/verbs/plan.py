@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from engine.verbs.output import emit
-from engine.verbs.planning import add_plan_options, as_timed, machine_of, plan_document, plan_text, workload_of
+from engine.verbs.planning import add_plan_options, plan_document, plan_of, plan_text, workload_of
 
 
 def add_parser(subparsers: Any) -> None:
@@ -25,11 +25,9 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan and tell; see `add_parser`."""
-    from engine.checkpoint.model_shapes import find_shape
-    from engine.planner.plan import make_plan
+    from engine.checkpoint.find_shape import find_shape
 
     workload = workload_of(args)
-    machine, limits, measured = machine_of(args)
-    plan = as_timed(make_plan(machine, find_shape(args.model), workload, limits, measured=measured), args)
+    plan = plan_of(args, find_shape(args.model), workload)
     emit(plan_document(plan), as_json=args.json, human=lambda: plan_text(plan))
     return 0

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError, ErrorCode
+from engine.formats import AUTO, LADDER
 from engine.verbs.options import parse_size, positive_int
 
 if TYPE_CHECKING:
-    from engine.planner.machine import HardwareProfile
+    from engine.checkpoint.model_shape import ModelShape
+    from engine.hardware.machine import HardwareProfile
+    from engine.hardware.measured import Measurements
+    from engine.hardware.probe import HardwareProfile as Probe
     from engine.planner.plan import Limits, Plan
-    from engine.planner.plan_parts import TierBytes
+    from engine.planner.plan_parts import Speed, TierBytes
     from engine.planner.workload import Workload
+
+_ALIKE = 0.1
+"""A prediction that is off by less is as good as what was measured."""
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
@@ -28,19 +36,17 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         help="chat, long-prefill, beam, batch, or PROMPTxGENERATED[xSEQUENCES[xBEAMS]] (default: chat)",
     )
     parser.add_argument("--device", choices=["auto", "cpu"], default="auto", help="cpu: leave the graphics card alone")
-    parser.add_argument("--precision", choices=["auto", "bf16", "int8", "int4"], default="auto", help="of the experts")
+    parser.add_argument("--precision", choices=[AUTO, *LADDER], default=AUTO, help="of the experts")
     parser.add_argument("--vram", type=parse_size, metavar="SIZE", help="most video memory to use, such as 8GB")
     parser.add_argument("--ram", type=parse_size, metavar="SIZE", help="most memory to use, such as 16GB")
     parser.add_argument("--threads", type=positive_int, metavar="N", help="CPU threads that compute")
     parser.add_argument("--context", type=positive_int, metavar="N", help="longest context to have room for")
 
 
-def machine_of(args: argparse.Namespace) -> tuple[HardwareProfile, Limits, bool]:
-    """(the machine meant, what may be used of it, whether it was measured)."""
+def _limits(args: argparse.Namespace) -> Limits:
     from engine.planner.plan import Limits
-    from engine.planner.profile_files import read_machine
 
-    limits = Limits(
+    return Limits(
         vram_bytes=args.vram,
         ram_bytes=args.ram,
         threads=args.threads,
@@ -48,23 +54,23 @@ def machine_of(args: argparse.Namespace) -> tuple[HardwareProfile, Limits, bool]
         precision=args.precision,
         use_card=args.device != "cpu",
     )
-    if args.hardware:
-        return read_machine(args.hardware), limits, False
-    from engine.hardware.measured import machine_profile
+
+
+def _this_machine(limits: Limits) -> tuple[Probe, Measurements | None, Limits]:
+    """(what is here, what was measured of it, what other programs leave of the limits)."""
     from engine.hardware.measurement_files import load_measurements
     from engine.hardware.probe import probe
 
     found = probe()
     gpu = found.compute_gpu
     card = "" if gpu is None or not limits.use_card else "cuda:0"
-    measured = load_measurements(found, card)
     others = (gpu.total_bytes or 0) - gpu.free_bytes if gpu is not None and gpu.free_bytes is not None else 0
     limits = replace(
         limits,
         vram_of_others=max(0, others),
         ram_of_others=max(0, found.ram_bytes - found.ram_available_bytes),
     )
-    return machine_profile(found, measured), limits, measured is not None
+    return found, load_measurements(found, card), limits
 
 
 def workload_of(args: argparse.Namespace) -> Workload:
@@ -81,14 +87,77 @@ def workload_of(args: argparse.Namespace) -> Workload:
         raise EngineError(ErrorCode.INVALID_REQUEST, f"{error}.") from None
 
 
-def as_timed(plan: Plan, args: argparse.Namespace) -> Plan:
-    """The plan with what real tokens of this model on this machine have corrected; another machine's as it is."""
-    if args.hardware:
-        return plan
-    from engine.tuning.corrections import corrected_plan
-    from engine.tuning.keeping import corrections_here
+def plan_of(args: argparse.Namespace, model: ModelShape, workload: Workload) -> Plan:
+    """The plan that was asked for: on this machine with what real tokens of this model have shown, as Tune has it.
 
-    return corrected_plan(plan, corrections_here(args.model))
+    Raises:
+        EngineError: as `make_plan`.
+    """
+    from engine.planner.plan import make_plan
+    from engine.planner.workload import CHAT
+
+    if args.hardware:
+        from engine.hardware.machine_files import read_machine
+
+        return make_plan(read_machine(args.hardware), model, workload, _limits(args))
+    from engine.formats import measured_as
+    from engine.hardware.measured import machine_profile
+    from engine.hardware.measurement_files import described
+    from engine.tuning.corrections import corrected_plan
+    from engine.tuning.keeping import kept_corrections
+    from engine.tuning.settled import best_settled, results_here
+
+    found, measurements, limits = _this_machine(_limits(args))
+    mark = _mark(args.model)
+    corrections = kept_corrections(mark, described(found)) if mark is not None else ()
+    if workload != CHAT:  # nothing else is timed
+        plan = make_plan(
+            machine_profile(found, measurements), model, workload, limits, measured=measurements is not None
+        )
+        return corrected_plan(plan, corrections)
+
+    def machine_with(precision: str) -> HardwareProfile:
+        known = measured_as(precision)
+        return machine_profile(found, measurements, precision=known, expert_bytes=model.expert_bytes(known))
+
+    asked = EngineConfig(args.model, args.device, vram_bytes=args.vram, ram_bytes=args.ram, context_tokens=args.context)
+    return best_settled(
+        machine_with,
+        model,
+        limits,
+        measured=measurements is not None,
+        corrections=corrections,
+        results=results_here(mark, found, asked) if mark is not None else (),
+    )
+
+
+def _mark(model: str) -> str | None:
+    """What results of a model are kept under; None if it is not here, so that nothing of it was ever timed."""
+    from engine.checkpoint.names import resolve
+    from engine.tuning.keeping import model_mark
+
+    try:
+        return model_mark(resolve(model))
+    except EngineError:
+        return None
+
+
+def timing_text(speed: Speed) -> str:
+    """Where a speed that was measured comes from, and why it is not what was predicted; empty if it is predicted."""
+    if not speed.timed_at:
+        return ""
+    said = f"Measured with real tokens on {speed.timed_at[:10]}"
+    off = speed.predicted / speed.decode_tokens_per_s - 1 if speed.decode_tokens_per_s else 0.0
+    if not speed.predicted or abs(off) < _ALIKE:
+        return f"{said}."
+    why = (
+        f"{off:.0%} too high: a prediction adds up what memory and processor can do, and leaves out what the engine "
+        "does in between"
+        if off > 0
+        else f"{-off:.0%} too low: a prediction adds up what memory and processor were measured to do one by one, and "
+        "together they do better"
+    )
+    return f"{said}, which is the figure to go by. {speed.predicted:.3g} had been predicted, {why}."
 
 
 def plan_text(plan: Plan) -> str:
@@ -100,6 +169,7 @@ def plan_text(plan: Plan) -> str:
         f"{plan.policy}, {plan.precision}, {plan.threads} threads: {speed.decode_tokens_per_s:.3g} steps/s "
         f"({speed.low:.3g} to {speed.high:.3g}), first token after {speed.ttft_s:.3g} s, "
         f"{speed.tokens_per_s:.3g} tokens/s in all",
+        *filter(None, [timing_text(speed)]),
         plan.bottleneck,
         plan.what_helps,
         "",
@@ -130,17 +200,17 @@ def plan_text(plan: Plan) -> str:
     lines += ["", f"{'tokens/s':>10} {'steps/s':>9} {'TTFT, s':>9}  other ways"]
     lines += [
         f"{other.speed.tokens_per_s:>10.3g} {other.speed.decode_tokens_per_s:>9.3g} {other.speed.ttft_s:>9.3g}  "
-        f"{other.policy}, {other.precision}" + ("" if other.runs_here else " (simulated only, to compare with)")
+        f"{other.policy}, {other.precision}"
+        + ("" if other.runs_here else " (simulated only, to compare with)")
+        + (f" (measured; {other.speed.predicted:.3g} steps/s had been predicted)" if other.speed.timed_at else "")
         for other in plan.alternatives[:12]
     ]
     return "\n".join(lines)
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
-    """A plan as JSON-like values."""
-    from dataclasses import asdict
-
-    return asdict(plan)
+    """A plan as JSON-like values; `timing` says where a measured speed comes from, and is empty if it is predicted."""
+    return {**asdict(plan), "timing": timing_text(plan.speed)}
 
 
 def _tier(name: str, tier: TierBytes) -> str:

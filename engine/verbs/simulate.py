@@ -7,7 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
+from engine.formats import LADDER
 from engine.verbs.options import positive_int
 from engine.verbs.output import emit
 
@@ -32,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
         help="chat, long-prefill, beam, batch, or PROMPTxGENERATED[xSEQUENCES[xBEAMS]] (default: chat)",
     )
     parser.add_argument("--policy", metavar="P", help="only this one; default: all, and the one Switchyard would take")
-    parser.add_argument("--precision", choices=["bf16", "int8", "int4"], default="int4", help="of the experts")
+    parser.add_argument("--precision", choices=LADDER, default=LADDER[-1], help="of the experts")
     parser.add_argument("--threads", type=positive_int, default=0, metavar="N", help="of the CPU; default: all cores")
     parser.add_argument("--routing", type=Path, metavar="FILE", help="recorded routing to use instead of made-up one")
     parser.add_argument(
@@ -129,8 +130,9 @@ def _write_timeline(outcome: Outcome, setting: Setting, path: Path) -> None:
 
 
 def _setting(args: argparse.Namespace) -> Setting:
+    from engine.checkpoint.model_files import read_model
+    from engine.hardware.machine_files import read_machine
     from engine.planner.costs import Costs
-    from engine.planner.profile_files import read_machine, read_model
     from engine.planner.simulator.requests import DECODE_STEPS, Setting
     from engine.planner.workload import parse_workload
 
@@ -215,7 +217,7 @@ def _text(document: dict[str, Any]) -> str:
     if document["policies"]:
         lines.append(f"{'tokens/s':>10} {'steps/s':>9} {'TTFT, s':>9}  policy")
         lines += [_line(entry) for entry in document["policies"]]
-        lines += [_line(entry) + " (a bound: nobody can know)" for entry in document["bounds"]]
+        lines += [_line(entry) + " (a bound)" for entry in document["bounds"]]
     return "\n".join(lines)
 
 

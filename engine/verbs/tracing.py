@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.files import NewFile
 from engine.verbs.output import note
 
 if TYPE_CHECKING:
@@ -54,8 +55,10 @@ def write_timeline(spans: Records, steps: Records, path: Path, about: dict[str, 
     table = path.suffix.lower() == ".csv"
     try:
         if table:
-            with path.open("w", encoding="utf-8", newline="") as file:
-                write_spans(spans, file)
+            with NewFile(path) as new:
+                with new.path.open("w", encoding="utf-8", newline="") as file:
+                    write_spans(spans, file)
+                new.take_place()
         else:
             write_trace(spans, steps, path, about)
     except OSError as error:

@@ -1,4 +1,7 @@
-"""`switchyard tune`: measure this machine, plan for a model, time real tokens, keep what won."""
+"""`switchyard tune`: measure this machine, plan for a model, time real tokens, keep what won.
+
+What was timed while other programs were busy is kept only if somebody at a terminal says so, or `--even-if-busy` does.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,16 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 from engine.verbs.options import add_engine_options, engine_config
-from engine.verbs.output import emit, note
+from engine.verbs.output import clear_progress, emit, note, show_progress
 
 if TYPE_CHECKING:
     from engine.tuning.run import TuningEnding, TuningEvent
 
 _STAGES = {
     "probing": "looking at the machine",
+    "waiting": "waiting, because other programs take",
     "measuring": "measuring",
     "planning": "planning",
     "loading": "loading",
@@ -38,6 +42,12 @@ def add_parser(subparsers: Any) -> None:
         "--thorough", dest="kind", action="store_const", const="thorough", help="measure for about two minutes"
     )
     parser.add_argument("--measure-again", action="store_true", help="also what was measured on this very machine")
+    parser.add_argument(
+        "--even-if-busy",
+        action="store_true",
+        help="also keep a result that was taken while other programs were busy (otherwise you are asked, and without "
+        "a terminal it is not kept and the exit code is 2)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     add_engine_options(parser)
     parser.set_defaults(kind="quick")
@@ -46,6 +56,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tune and tell; see `add_parser`."""
     from engine.bench.synthetic import resolve_model
+    from engine.hardware.other_programs import is_busy
     from engine.process.environment import quiet_libraries
 
     folder = resolve_model(args.model, note)  # before torch is imported: a mistyped name is told at once
@@ -57,7 +68,13 @@ def run(args: argparse.Namespace) -> int:
 
     engine = Engine()
     told = _Told()
-    request = StartTuning("tune", engine_config(args, str(folder)), args.kind, measure_again=args.measure_again)
+    request = StartTuning(
+        "tune",
+        engine_config(args, str(folder)),
+        args.kind,
+        measure_again=args.measure_again,
+        even_if_busy=args.even_if_busy,
+    )
     try:
         ending = tune(engine, request, told, lambda: False)
     finally:
@@ -66,8 +83,35 @@ def run(args: argparse.Namespace) -> int:
     if ending.problem or ending.result is None:
         raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, ending.problem or "The run did not come to its end.")
     result = ending.result
-    emit(_document(ending), as_json=args.json, human=lambda: report_text(result))
-    return 0 if result.winner else 2
+    busy = is_busy(ending.others) and bool(result.winner) and not ending.saved
+    saved = bool(result.winner) and (ending.saved or (busy and _confirmed(ending)))
+    emit(_document(ending, saved=saved), as_json=args.json, human=lambda: report_text(result, saved=saved))
+    if busy and not saved:
+        note(
+            "switchyard: nothing was saved, because other programs were busy: run it again when they have ended, or "
+            "with --even-if-busy"
+        )
+    return 0 if saved else 2
+
+
+def _confirmed(ending: TuningEnding) -> bool:
+    """Whether somebody at the terminal wants it all the same; then it is kept."""
+    from engine.tuning.keeping import keep_anyway
+
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    sys.stderr.write(
+        f"Other programs took {ending.others:.0%} of the processor while this was timed, so its figures are too low.\n"
+        "Save it all the same? [y/N] "
+    )
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        return False
+    try:
+        keep_anyway(ending.result, ending.unsaved)
+    except OSError as error:
+        raise EngineError(ErrorCode.DISK_FULL, f"The result could not be saved: {error.strerror or error}.") from None
+    return True
 
 
 class _Told:
@@ -84,16 +128,14 @@ class _Told:
             return
         number = f": {number_text(event.number)}" if event.number is not None else ""
         line = f"{_STAGES[event.stage]} {event.name}, {event.done:.0%}{number}"
-        sys.stderr.write(f"\r{line[:100]}\x1b[K")
-        sys.stderr.flush()
+        show_progress(line)
 
     def end(self) -> None:
         if self._shown:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+            clear_progress()
 
 
-def _document(ending: TuningEnding) -> dict[str, Any]:
+def _document(ending: TuningEnding, *, saved: bool) -> dict[str, Any]:
     result = ending.result
     assert result is not None
     won, before = result.won, result.before
@@ -102,4 +144,5 @@ def _document(ending: TuningEnding) -> dict[str, Any]:
         "tokens_per_s": won.tokens_per_s if won else 0.0,
         "before_tokens_per_s": before.tokens_per_s if before else 0.0,
         "gain": result.gain,
+        "saved": saved,
     }

@@ -15,7 +15,7 @@ from app.services.batch_job import RESUMABLE, JobState, key_of
 from app.services.engine_client import EngineState
 from app.views.batch import BatchPage
 from app.views.main_window import BATCH, MainWindow
-from engine.config import BatchJob, SamplingParams
+from engine.common.config import BatchJob, SamplingParams
 
 _LOOK_MS = 20
 

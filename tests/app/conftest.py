@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from PySide6.QtCore import Qt
+from PySide6.QtCore import QCoreApplication, QEvent, Qt
 from PySide6.QtWidgets import QApplication
 
 from app.services.settings import Settings
@@ -17,7 +17,7 @@ from app.theme import ThemeController
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made in another process: this one stands for the window, which never imports torch."""
     folder = tmp_path_factory.mktemp("models") / "tiny-mixtral"
@@ -36,6 +36,22 @@ def settings(qapp: QApplication, switchyard_home: Path) -> Iterator[Settings]:
     result.deleteLater()
 
 
+@pytest.fixture(autouse=True)
+def closed_widgets_are_gone(leak_check: None) -> Iterator[None]:
+    yield
+    _delete_what_was_closed()
+
+
+def _delete_what_was_closed() -> None:
+    """Deletes now what `deleteLater` was called on.
+
+    That waits for an event loop, which most tests never run: the closed widgets of every test before would stay, and
+    each change of the theme would style all of them.
+    """
+    if QApplication.instance() is not None:
+        QCoreApplication.sendPostedEvents(None, QEvent.Type.DeferredDelete)
+
+
 @pytest.fixture
 def theme(qapp: QApplication) -> Iterator[ThemeController]:
     """The light theme at 14 px, applied to the application, and taken off again."""
@@ -44,6 +60,7 @@ def theme(qapp: QApplication) -> Iterator[ThemeController]:
     controller = ThemeController("light")
     yield controller
     controller.deleteLater()
+    _delete_what_was_closed()
     qapp.setStyleSheet("")
     qapp.setPalette(before[1])
     qapp.setFont(before[0])

@@ -6,7 +6,8 @@ import numpy as np
 
 from engine.hardware.sensors import SensorSample
 from engine.telemetry.lanes import ATTENTION, CPU_ATTENTION, CPU_EXPERTS, DECODE, EXPERTS, FETCH, GPU, H2D
-from engine.telemetry.records import SPAN, STEP, Records
+from engine.telemetry.messages import IN_RAM, IN_VRAM, ON_DISK, ExpertMap
+from engine.telemetry.records import SPAN, STEP, Records, pack
 
 STEP_NS = 20_000_000
 
@@ -34,3 +35,13 @@ def decoded(steps: int, start_ns: int, *, layers: int = 4, on_device: bool = Fal
 def sample(at_s: float = 0.0, busy: float = 0.5) -> SensorSample:
     """A machine of two cores without a card."""
     return SensorSample(at_s, (), (busy, busy), 1.0, ram_used=2**32, ram_total=2**34, ram_ours=2**30, minor_faults=10.0)
+
+
+def expert_map(rows: int = 3, columns: int = 8) -> ExpertMap:
+    """A map in which each row's experts are used the more the higher their number."""
+    heat = np.broadcast_to(np.arange(columns) * 255 // columns, (rows, columns)).astype(np.uint8)
+    places = np.broadcast_to(np.arange(columns) % 3, (rows, columns))
+    places = np.choose(places, [IN_VRAM | IN_RAM, IN_RAM, ON_DISK]).astype(np.uint8)
+    counts = heat.astype(np.uint32)
+    packed = [pack(part.reshape(-1)) for part in (heat, places, counts, counts // 2, counts)]
+    return ExpertMap(tuple(range(rows)), columns, 300, 9.0, *packed, (2**20,) * rows)

@@ -11,8 +11,8 @@ from engine.batch_files.messages import (
     BatchRow,
     BatchRows,
 )
-from engine.config import BatchJob
-from engine.errors import ErrorCode
+from engine.common.config import BatchJob
+from engine.common.errors import ErrorCode
 from engine.protocol import Failed
 from tests.app.scripted_engine import STARTER, ScriptedEngine
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from PySide6.QtCore import QObject, Signal
 
 from app.services.engine_client import EngineState
-from engine.config import EngineConfig, SamplingParams
-from engine.errors import ErrorCode
-from engine.model_info import ModelInfo
+from engine.common.config import EngineConfig, SamplingParams
+from engine.common.errors import ErrorCode
+from engine.common.model_info import ModelInfo
 from engine.protocol import ChatMessage, Failed, Finished, FinishReason, Progress, Token
 from engine.tuning.messages import StartTuning, Until
 from engine.tuning.result import TuningKind
@@ -51,7 +51,6 @@ class ScriptedEngine(QObject):
         self.state = EngineState.READY if model is not None else EngineState.STARTING
         self.config: EngineConfig | None = None
         self.last_error = ""
-        self.config: EngineConfig | None = None
         self.is_responding = True
         self.requests: list[tuple[str, tuple[ChatMessage, ...], SamplingParams]] = []
         self.cancelled: list[str] = []
@@ -132,7 +131,7 @@ class ScriptedEngine(QObject):
         self.set_state(EngineState.READY)
         self.finished.emit(event)
 
-    def die(self, sentence: str = "The engine was killed (signal 9), perhaps for lack of memory.") -> None:
+    def die(self, sentence: str = "The engine was killed (signal 9), perhaps because memory ran out.") -> None:
         busy = self.state is EngineState.BUSY
         self.model = None
         self.last_error = sentence

@@ -12,9 +12,9 @@ import re
 import sys
 import time
 
-from engine.errors import EngineError, ErrorCode
-from engine.model_info import ModelInfo
-from engine.runtime.cancellation import RequestCancelled
+from engine.common.cancellation import RequestCancelled
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.model_info import ModelInfo
 from engine.runtime.generation import GenerationResult
 from engine.worker import serve
 

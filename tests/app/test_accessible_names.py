@@ -28,7 +28,7 @@ from app.theme import ThemeController
 from app.views.batch import BatchPage
 from app.views.chat.chat_view import ChatView
 from app.views.chat.toast import Toast
-from engine.errors import ErrorCode
+from engine.common.errors import ErrorCode
 from tests.app.scripted_batches import ScriptedBatches, row
 from tests.app.scripted_engine import ScriptedEngine
 
@@ -44,7 +44,7 @@ def without_name(page: QWidget) -> list[str]:
         of_qt = widget.objectName().startswith("qt_") or isinstance(widget, QScrollBar)
         of_another = isinstance(parent, QAbstractSpinBox | QComboBox | QAbstractItemView | QLineEdit)
         of_another |= parent is not None and parent.inherits("QComboBoxPrivateContainer")
-        of_another |= isinstance(parent, Toast) and not parent.isVisible()  # it has its words when it comes up
+        of_another |= _is_of_hidden_toast(widget)  # it has its words when it comes up
         reached = widget.focusPolicy() & Qt.FocusPolicy.TabFocus or isinstance(widget, USED)
         if not reached or of_qt or of_another or widget.focusProxy() is not None:
             continue
@@ -54,6 +54,13 @@ def without_name(page: QWidget) -> list[str]:
         if not name.strip():
             found.append(f"{type(widget).__name__} in {type(parent).__name__}")
     return found
+
+
+def _is_of_hidden_toast(widget: QWidget) -> bool:
+    around = widget.parentWidget()
+    while around is not None and not isinstance(around, Toast):
+        around = around.parentWidget()
+    return around is not None and not around.isVisible()
 
 
 def _spoken(interface: object) -> str:

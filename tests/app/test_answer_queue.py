@@ -10,8 +10,8 @@ from pytestqt.qtbot import QtBot
 from app.services.answer_queue import AnswerQueue, Phase, Stage, prompt_of
 from app.services.chat_store import ChatStore, Conversation, Message, MessageState
 from app.services.engine_client import EngineState
-from engine.config import SamplingParams
-from engine.errors import ErrorCode
+from engine.common.config import SamplingParams
+from engine.common.errors import ErrorCode
 from engine.protocol import ChatMessage
 from tests.app.scripted_engine import ScriptedEngine
 

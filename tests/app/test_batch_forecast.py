@@ -11,7 +11,7 @@ from pytestqt.qtbot import QtBot
 
 from app.services.batch_forecast import BatchForecasts, Forecast, ForecastQuestion, forecast_of
 from engine.batch_files.messages import BatchPlanned
-from engine.config import BatchJob, SamplingParams
+from engine.common.config import BatchJob, SamplingParams
 from tests.app.scripted_engine import STARTER
 
 ROWS = 40

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,15 @@ from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
 from app.services.batch_answers import JobAnswers
-from app.services.batch_job import JobState
-from app.services.batch_job_file import job_of, load_jobs
+from app.services.batch_job import JobEntry, JobState
+from app.services.batch_job_file import job_of, load_jobs, save_jobs
 from app.services.batch_jobs import BatchJobs
 from app.services.batch_sample import BatchSample, SampleRate
 from app.services.engine_client import EngineClient, EngineState
 from engine.batch_files.answer import Answer, failed
 from engine.batch_files.prepared_job import prepare
-from engine.config import BatchJob, EngineConfig, SamplingParams
-from engine.errors import ErrorCode
+from engine.common.config import BatchJob, EngineConfig, SamplingParams
+from engine.common.errors import ErrorCode
 from engine.protocol import ChatMessage
 from tests.app.scripted_batches import ScriptedBatches, row
 
@@ -246,6 +247,7 @@ def test_a_killed_window_finds_its_jobs_paused(
     engine.tell(1, 6)
     jobs.add(waiting, 6)
     journal_of(running, Answer(0, "yes", "stop", 1, 2))
+    qtbot.waitUntil(lambda: len(load_jobs()) == 2)
     next_start = BatchJobs(ScriptedBatches())  # the first was never closed
     with qtbot.waitSignal(next_start.listed):
         next_start.list_again()
@@ -257,9 +259,41 @@ def test_a_killed_window_finds_its_jobs_paused(
     next_start.close_down()
 
 
+def test_a_disk_that_takes_long_stops_nobody_and_the_last_state_is_written(
+    jobs: BatchJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, threads = threading.Event(), set[int]()
+
+    def slow(entries: Iterable[JobEntry]) -> None:
+        threads.add(threading.get_ident())
+        disk.wait(60)
+        save_jobs(entries)
+
+    monkeypatch.setattr("app.services.batch_jobs.save_jobs", slow)
+    keys = [jobs.add(a_job(tmp_path, name)) for name in ("one", "two")]  # would wait for the disk
+    jobs.pause(keys[1])
+    assert threading.get_ident() not in threads
+    disk.set()
+    jobs.close_down()
+    assert {entry.key for entry in load_jobs()} == set(keys)
+
+
+def test_a_list_of_jobs_that_cannot_be_written_is_told(
+    jobs: BatchJobs, tmp_path: Path, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_entries: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("app.services.batch_jobs.save_jobs", full)
+        with qtbot.waitSignal(jobs.trouble) as told:
+            jobs.add(a_job(tmp_path))
+    assert "No space left on device" in told.args[0]
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"jobs": 3}', '{"jobs": [3, {"job": {}}, {"job": {"input": 1}}]}'])
 def test_a_damaged_list_is_no_list(switchyard_home: Path, content: str) -> None:
-    from engine.paths import jobs_dir
+    from engine.common.paths import jobs_dir
 
     jobs_dir().mkdir(parents=True)
     (jobs_dir() / "window.json").write_text(content, encoding="utf-8")

@@ -17,13 +17,13 @@ from app.models.jobs import JOB_ROLE, JobListModel
 from app.services.batch_input import count_rows, free_output, look_at, usual_suffix
 from app.services.batch_job import JobEntry, JobState
 from app.services.batch_sample import SampleRate
-from app.views.batch.figures import clock_text
+from app.views.batch.figures import clock_text, rate_figure
 from app.views.batch.phrases import pace_text, rows_text, sample_text, state_text, status_text
-from app.views.batch.plan_words import plan_text
+from app.views.batch.plan_words import limit_text, plan_text
 from engine.batch_files.messages import BatchPlanned
 from engine.batch_files.opening import InputForm
-from engine.config import BatchJob
-from engine.errors import EngineError
+from engine.common.config import BatchJob
+from engine.common.errors import EngineError
 from tests.app.scripted_batches import row
 
 PLAN = BatchPlanned("", 24, 1, "", 300, 48.0, 150.0, 450.0, 32.0, 96.0, "weights", is_measured=False)
@@ -144,7 +144,7 @@ def test_a_plan_in_words_says_how_sure_it_is() -> None:
     predicted = plan_text(PLAN, 0.0, alone_tokens_per_s=25.0)
     assert "24 rows share each load of a layer's weights; 150 to 450 tokens/s; done by" in predicted
     assert "even if every answer takes all 48 tokens" in predicted
-    assert "Reading weights from RAM limits it. One row after the other it would be 25 tokens/s." in predicted
+    assert "Limited by reading weights from RAM. One row after the other it would be 25 tokens/s." in predicted
     assert "Predicted, give or take 50%" in predicted
     measured = plan_text(replace(PLAN, is_measured=True, seconds_low=3600.0, seconds_high=7200.0), 0.0)
     assert "done between" in measured
@@ -152,6 +152,16 @@ def test_a_plan_in_words_says_how_sure_it_is() -> None:
     assert plan_text(replace(PLAN, rows_together=1, bottleneck="tomorrow's"), 0.0).startswith("Rows are answered one")
     running = status_text(entry(done=1, total=9, plan=PLAN, under_way=8))
     assert running.startswith("8 rows share each load of a layer's weights. Expected: 150 to 450 tokens/s.")
+
+
+@pytest.mark.parametrize(("measured", "says"), [(2.5, "slower"), (300.0, ""), (900.0, "faster")])
+def test_what_is_measured_overrules_what_was_expected(measured: float, says: str) -> None:
+    running = status_text(entry(done=1, total=9, plan=PLAN, under_way=8, tokens_per_s=measured))
+    assert "Expected" not in running
+    for word in ("slower", "faster"):
+        assert (word in running) == (word == says)
+    assert (rate_figure(measured) in running) == bool(says)
+    assert (limit_text(PLAN.bottleneck) in running) == (not says)
 
 
 # --- the input ------------------------------------------------------------------------------------

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from PySide6.QtCore import QMimeData, QPoint, QPointF, Qt, QUrl
 from PySide6.QtGui import QDragEnterEvent, QDropEvent
-from PySide6.QtWidgets import QAbstractButton, QApplication, QLabel, QMessageBox, QPushButton, QWidget
+from PySide6.QtWidgets import (
+    QAbstractButton,
+    QApplication,
+    QLabel,
+    QMessageBox,
+    QPlainTextEdit,
+    QPushButton,
+    QWidget,
+)
 from pytestqt.qtbot import QtBot
 
 from app.models.batch_rows import Column
@@ -18,10 +27,13 @@ from app.services.engine_client import EngineState
 from app.theme import ThemeController
 from app.views.batch import BatchPage
 from engine.batch_files.answer import Answer, failed
+from engine.batch_files.messages import BatchFinished
+from engine.batch_files.openai_responses import errors_path
 from engine.batch_files.prepared_job import prepare
-from engine.config import SamplingParams
-from engine.errors import ErrorCode
+from engine.common.config import EngineConfig, SamplingParams
+from engine.common.errors import ErrorCode
 from tests.app.scripted_batches import ScriptedBatches, row
+from tests.app.scripted_engine import STARTER
 
 ROWS = 6
 
@@ -113,7 +125,7 @@ def test_a_dropped_file_shows_its_columns_and_rows(page: BatchPage, qtbot: QtBot
 
 def test_what_is_no_file_of_rows_is_refused_in_a_sentence(page: BatchPage, qtbot: QtBot, tmp_path: Path) -> None:
     drop(page, tmp_path / "song.mp3")
-    assert page.trouble.text.startswith("song.mp3 is no kind of file")
+    assert page.trouble.text.startswith("song.mp3 has an unsupported file type")
     empty = tmp_path / "empty.csv"
     empty.touch()
     drop(page, empty)
@@ -154,6 +166,18 @@ def test_choices_and_schemas_are_checked(page: BatchPage, qtbot: QtBot, table: P
     answers.popover.top_k.setValue(40)
     sampling = page.form.job().sampling
     assert (sampling.max_tokens, sampling.top_k, sampling.temperature) == (48, 40, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words_shown"), [(1, "one row"), (2, "two rows"), (3, "three rows"), (9, "three rows")]
+)
+def test_no_more_rows_are_to_be_tried_than_there_are(
+    page: BatchPage, qtbot: QtBot, tmp_path: Path, rows: int, words_shown: str
+) -> None:
+    file = tmp_path / "few.txt"
+    file.write_text("line\n" * rows)
+    fill(page, qtbot, file)
+    assert words_shown in page.form.sample.button.text()
 
 
 def test_three_rows_are_tried_and_the_plan_follows(
@@ -215,6 +239,38 @@ def test_several_files_are_taken_one_after_the_other(
     qtbot.waitUntil(lambda: len(page._jobs.entries) == 2)
     assert [entry.state for entry in page._jobs.entries] == [JobState.QUEUED, JobState.RUNNING]
     assert page.strip.isVisible()
+
+
+@pytest.mark.parametrize(("height", "writes"), [(760, True), (330, False)])
+def test_a_form_opens_at_its_top_and_the_keyboard_goes_to_what_is_in_view(
+    page: BatchPage, qtbot: QtBot, table: Path, height: int, writes: bool
+) -> None:
+    page.resize(720, height)
+    page.activateWindow()
+    fill(page, qtbot, table)
+    bar = page.form._scroll.verticalScrollBar()
+    qtbot.waitUntil(lambda: bar.maximum() > 0)
+    bar.setValue(bar.maximum())
+    page.form.foot.cancel.click()
+    second = table.with_name("second.csv")
+    second.write_text(table.read_text(encoding="utf-8"), encoding="utf-8")
+    fill(page, qtbot, second)
+    assert bar.value() == 0
+    focused = page.form.template.edit if writes else page.form.input.change
+    qtbot.waitUntil(focused.hasFocus)
+    view = page.form._scroll.viewport()
+    assert view.rect().contains(focused.mapTo(view, focused.rect().bottomLeft()))
+
+
+def test_the_box_for_a_schema_looks_like_every_field(page: BatchPage, qtbot: QtBot, table: Path) -> None:
+    fill(page, qtbot, table)
+    page.form.answers.kinds.button(2).click()
+
+    def ground(box: QPlainTextEdit) -> str:
+        return box.grab().toImage().pixelColor(box.width() // 2, box.height() - 6).name()
+
+    assert page.form.answers.schema.isEnabled()
+    assert ground(page.form.answers.schema) == ground(page.form.template.system)
 
 
 def test_openai_requests_need_no_template(page: BatchPage, qtbot: QtBot, tmp_path: Path) -> None:
@@ -375,3 +431,85 @@ def _nothing_cut_off(page: BatchPage) -> None:
     for widget in page.findChildren(QWidget):
         if isinstance(widget, QLabel | QPushButton) and widget.isVisible():
             assert widget.mapTo(page, widget.rect().topRight()).x() <= page.width(), widget
+
+
+# --- a job that began with other settings, or whose result is elsewhere ----------------------------
+
+
+def begun_elsewhere(page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path, done: int) -> str:
+    """A job that was paused with so many answers, in a model that is loaded in bf16; its key."""
+    engine.model = replace(STARTER, path="/models/starter")
+    engine.config = EngineConfig("starter")
+    start(page, qtbot, table)
+    engine.tell(done, ROWS)
+    page.head.pause.click()
+    engine.end(done, finished=False)
+    assert only_state(page) is JobState.PAUSED
+    return page._jobs.entries[0].key
+
+
+def test_a_job_of_another_precision_asks_and_goes_on_with_its_own(
+    page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path
+) -> None:
+    key = begun_elsewhere(page, engine, qtbot, table, done=2)
+    engine.model = replace(STARTER, path="/models/starter", precision="int8")  # tuned since
+    page.head.resume.click()
+    assert only_state(page) is JobState.PAUSED
+    answer_dialog("Load it and resume")
+    assert engine.loads == [EngineConfig("starter", precision="bf16")]
+    assert page._jobs.entry(key) is not None
+    assert only_state(page) in (JobState.QUEUED, JobState.RUNNING)
+
+
+def test_a_job_of_another_model_asks_for_it(
+    page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path
+) -> None:
+    begun_elsewhere(page, engine, qtbot, table, done=2)
+    engine.model = replace(STARTER, path="/models/other")
+    page.head.resume.click()
+    answer_dialog("Load it and resume")
+    assert engine.loads == [EngineConfig("/models/starter", precision="bf16")]
+
+
+def test_a_job_without_answers_or_that_starts_over_asks_nothing_of_the_model(
+    page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path
+) -> None:
+    begun_elsewhere(page, engine, qtbot, table, done=0)
+    engine.model = replace(STARTER, path="/models/starter", precision="int8")
+    page.head.resume.click()
+    assert only_state(page) is JobState.RUNNING
+    engine.tell(2, ROWS)
+    page.head.pause.click()
+    engine.end(2, finished=False)
+    page.head.resume.click()  # those answers were made with int8
+    assert only_state(page) is JobState.RUNNING
+    assert engine.loads == []
+
+
+def test_a_result_beside_its_place_is_said_and_opened(
+    page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path, tmp_path: Path
+) -> None:
+    start(page, qtbot, table)
+    there = tmp_path / "complaints.answers-2.csv"
+    there.touch()
+    ending = BatchFinished(
+        engine.jobs[-1][0], True, ROWS, 0, ROWS, 60, 2.0, "It is in complaints.answers-2.csv.", str(there)
+    )
+    engine.finished.emit(ending)
+    (entry,) = page._jobs.entries
+    assert entry.result_file == there
+    assert "complaints.answers-2.csv" in words(page.job_view)
+
+
+def test_an_errors_file_of_somebody_else_is_told_in_the_form(
+    page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, tmp_path: Path
+) -> None:
+    body = '{"messages": [{"role": "user", "content": "hi"}]}'
+    file = tmp_path / "in.jsonl"
+    file.write_text(f'{{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {body}}}\n')
+    fill(page, qtbot, file)
+    errors = errors_path(page.form.output.path)
+    errors.write_text("mine")
+    page.form.foot.start.click()
+    qtbot.waitUntil(lambda: errors.name in page.form.foot.trouble.text())
+    assert engine.jobs == []

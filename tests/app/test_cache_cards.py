@@ -333,5 +333,5 @@ def test_nothing_decoded_is_a_dash(qtbot: QtBot, theme: ThemeController) -> None
     qtbot.addWidget(card)
     card.show_figures(None, None)
     assert {card.values[key].text() for key in ("used", "hit", "took")} == {"–"}
-    card.show_figures(TokenFigures(1, {"hit": 0.0, "fetched": 0.0, "cpu": 0.0}, 0.0, 0.0, 0.0, None), None)
+    card.show_figures(TokenFigures(1, 1, False, {"hit": 0.0, "fetched": 0.0, "cpu": 0.0}, 0.0, 0.0, 0.0, None), None)
     card.grab()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from app.services.crash_reports import CrashReports, describe
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 
 SECRET = "the user's secret prompt"
 

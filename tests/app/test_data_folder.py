@@ -17,8 +17,8 @@ from app.services.data_folder import (
     planned_change,
     use_folder,
 )
-from engine.errors import EngineError, ErrorCode
-from engine.paths import data_dir, models_dir, standard_data_dir
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.paths import data_dir, models_dir, standard_data_dir
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +12,10 @@ from PySide6.QtWidgets import QApplication, QMessageBox, QPushButton
 from pytestqt.qtbot import QtBot
 
 from app.services.data_folder import FolderChange, plan_change, planned_change, use_folder
+from app.services.single_instance import Claim, SingleInstance
 from app.theme import ThemeController
 from app.views import data_folder_start
-from engine.paths import data_dir, standard_data_dir
+from engine.common.paths import data_dir, standard_data_dir
 
 
 @pytest.fixture
@@ -79,7 +81,7 @@ def test_a_folder_that_is_not_there_is_asked_about(answer: Callable[[str, list[s
 def test_the_standard_folder_can_take_its_place(answer: Callable[[str, list[str]], None], tmp_path: Path) -> None:
     use_folder(tmp_path / "unplugged")
     said: list[str] = []
-    answer("Use the standard folder", said)
+    answer("Use the default folder", said)
     assert data_folder_start.ask_about_missing_folder()
     assert data_dir() == standard_data_dir()
 
@@ -99,3 +101,21 @@ def test_a_start_that_must_end_says_why(
     tell()
     assert words in said[0]
     assert str(data_dir()) in said[0]
+
+
+@pytest.mark.parametrize("has_chats", [False, True])
+def test_a_folder_that_cannot_be_written_to_is_opened_if_there_are_chats_to_read(
+    monkeypatch: pytest.MonkeyPatch, has_chats: bool
+) -> None:
+    from app import main
+
+    told: list[str] = []
+    monkeypatch.setattr(SingleInstance, "claim", lambda _self: Claim.NOT_WRITABLE)
+    monkeypatch.setattr(data_folder_start, "tell_not_writable", lambda: told.append("not writable"))
+    monkeypatch.setattr(os, "access", lambda _path, _mode: False)
+    data_dir().mkdir(parents=True, exist_ok=True)
+    if has_chats:
+        (data_dir() / "chats.sqlite3").touch()
+    claimed = main._claim_data_folder()
+    assert isinstance(claimed, SingleInstance) == has_chats
+    assert told == ([] if has_chats else ["not writable"])

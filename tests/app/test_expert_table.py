@@ -20,7 +20,7 @@ from app.widgets.expert_map.legend import MapLegend
 from app.widgets.expert_map.table import EXPERT, HITS, LAYER, PLACE, USES, ExpertTable
 from engine.telemetry.messages import ExpertMap
 from engine.telemetry.records import pack
-from tests.app.test_monitor_page import expert_map
+from tests.app.recorded import expert_map
 
 DOWN, UP = Qt.SortOrder.DescendingOrder, Qt.SortOrder.AscendingOrder
 
@@ -95,7 +95,7 @@ def test_the_card_shows_the_map_or_the_table(qtbot: QtBot, theme: ThemeControlle
     card.show_event(expert_map())
     assert card.view.isVisibleTo(card)
     assert card.legend.isVisibleTo(card)
-    assert "0 to 9.00 uses of late" in card.legend.accessibleName()
+    assert "0 to 9.00 recent uses" in card.legend.accessibleName()
     assert not card.grab().isNull()
     card.as_table.setChecked(True)
     assert card.table.isVisibleTo(card)

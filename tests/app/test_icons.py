@@ -9,7 +9,7 @@ from PySide6.QtWidgets import QApplication
 
 from app.icons import icon, logo, pixmap
 from app.theme import DARK, LIGHT
-from engine.paths import resources_dir
+from engine.common.paths import resources_dir
 
 NAMES = sorted(path.stem for path in (resources_dir() / "icons").glob("*.svg"))
 USED = (

@@ -15,8 +15,8 @@ from app.theme import LIGHT, ThemeController
 from app.views.machine_footer import MachineFooter
 from app.widgets.memory_bar import MemoryBar, MemoryPart
 from app.widgets.quantities import memory, used_of
+from engine.common.model_info import ModelInfo
 from engine.hardware.probe import GpuInfo, HardwareProfile
-from engine.model_info import ModelInfo
 from engine.telemetry.messages import Telemetry
 
 GIB = 2**30

@@ -57,7 +57,7 @@ def test_the_first_page_is_chat_and_has_the_focus(window: MainWindow, qtbot: QtB
 def test_every_page_is_reached_by_click_and_by_key(window: MainWindow, qtbot: QtBot, index: int) -> None:
     button = window.sidebar.button(index)
     assert button.accessibleName() == PAGES[index]
-    assert button.toolTip() == f"Ctrl+{index + 1}"
+    assert button.toolTip().endswith(f"Ctrl+{index + 1}")
     qtbot.mouseClick(button, Qt.MouseButton.LeftButton)
     assert window.pages.currentWidget() is window.page(index)
     window.show_page((index + 1) % len(PAGES))
@@ -104,12 +104,12 @@ def test_the_place_on_the_screen_is_kept(
     first = MainWindow(client, settings, theme, QWidget)
     qtbot.addWidget(first)
     first.show()
-    first.resize(900, 640)  # no larger than the offscreen platform's screen
+    first.resize(760, 640)  # no larger than the offscreen platform's screen
     first.close()
     second = MainWindow(client, settings, theme, QWidget)
     qtbot.addWidget(second)
     second.show()
-    assert (second.width(), second.height()) == (900, 640)
+    assert (second.width(), second.height()) == (760, 640)
     second.close()
 
 

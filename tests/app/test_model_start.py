@@ -10,11 +10,13 @@ import pytest
 from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
-from app.services.background import BackgroundCall
 from app.services.engine_client import EngineClient, EngineState
 from app.services.model_start import ModelStart
 from app.services.settings import Settings
-from engine.paths import models_dir
+from engine.common.errors import ErrorCode
+from engine.common.paths import models_dir
+from engine.protocol import Failed
+from tests.app.scripted_engine import ScriptedEngine
 
 WORKER = [sys.executable, "-P", "-m", "tests.app.scripted_worker"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,20 +86,14 @@ def test_a_missing_model_is_told_in_a_sentence(
     assert "elsewhere" in told.args[0]
 
 
-def test_a_background_call_reports_on_the_gui_thread(qtbot: QtBot) -> None:
-    results: list[object] = []
-    call = BackgroundCall(lambda: 42)
-    call.done.connect(results.append)
-    with qtbot.waitSignal(call.done):
-        call.start()
-        assert results == []
-    assert results == [42]
-    assert call.wait()
-
-
-def test_a_background_call_reports_a_failure(qtbot: QtBot) -> None:
-    call = BackgroundCall(lambda: 1 // 0)
-    with qtbot.waitSignal(call.failed) as told:
-        call.start()
-    assert isinstance(told.args[0], ZeroDivisionError)
-    assert call.wait()
+def test_a_model_that_cannot_be_loaded_after_a_restart_is_told(
+    qapp: QApplication, settings: Settings, qtbot: QtBot
+) -> None:
+    engine = ScriptedEngine()
+    service = ModelStart(engine, settings)  # type: ignore[arg-type]
+    service.restart()
+    assert engine.restarts == 1
+    with qtbot.waitSignal(service.problem) as told:
+        engine.finished.emit(Failed("load", ErrorCode.MODEL_NOT_FOUND, "It is gone."))
+    assert told.args == ["It is gone."]
+    service.deleteLater()

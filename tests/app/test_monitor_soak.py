@@ -21,8 +21,8 @@ from app.views.monitor import MonitorPage
 from engine.telemetry.messages import TelemetryCounters, TelemetrySpans
 from engine.telemetry.records import pack
 from tests.app.cache_reports import report, tier
-from tests.app.recorded import STEP_NS, decoded
-from tests.app.test_monitor_page import WatchedEngine, expert_map
+from tests.app.recorded import STEP_NS, decoded, expert_map
+from tests.app.test_monitor_page import WatchedEngine
 
 _log = logging.getLogger("switchyard.soak")
 

@@ -66,5 +66,5 @@ def test_a_conversation_fits_the_smallest_window(
     window.resize(SMALLEST)
     viewport = chat.transcript.viewport()
     qtbot.waitUntil(lambda: _cut_off(chat.transcript, viewport) == [])
-    assert chat.transcript.widget().width() <= viewport.width()
+    qtbot.waitUntil(lambda: chat.transcript.widget().width() <= viewport.width())
     assert chat.transcript.horizontalScrollBarPolicy() == Qt.ScrollBarPolicy.ScrollBarAlwaysOff

@@ -9,11 +9,16 @@ import pytest
 import app.services.planning as planning
 from app.services.machine_look import MachineLook
 from app.services.planning import PlanQuestion
-from app.views.tune.phrases import disk_warning
-from engine.config import EngineConfig
+from app.views.tune.phrases import disk_warning, speed_range
+from app.widgets.quantities import figures
+from engine.common.config import EngineConfig
 from engine.hardware.measured import machine_profile
-from engine.tuning.result import Correction
+from engine.tuning.contestants import Situation, choose_contestants
+from engine.tuning.messages import StartTuning
+from engine.tuning.result import Contestant, Correction, Timed, TuningResult
+from engine.tuning.run import tune
 from tests.app import tuning_results as made
+from tests.unit.made_up_tuning import MACHINE, MadeUpEngine, around, measurements, others_take, tiny_model
 
 LOOK = made.look()
 QUESTION = PlanQuestion(LOOK, EngineConfig("olmoe-1b-7b"))
@@ -49,6 +54,83 @@ def test_what_would_help_is_counted_from_what_was_timed(monkeypatch: pytest.Monk
     assert f"{after.decode_tokens_per_s:.3g} tokens/s" in timed.what_helps
 
 
+def as_timed(plan: planning.Plan, rate: float, config: EngineConfig) -> TuningResult:
+    """A result in which the plan's own settings were timed."""
+    way = Contestant("the plan", config, plan.speed.decode_tokens_per_s, 0.0, 0.0, is_plan=True)
+    timed = Timed(way, rate, (0.9 * rate, rate, 1.1 * rate), 0.1, 1.0, "cpu", plan.precision, plan.threads)
+    return replace(made.result(LOOK), timed=(timed,), winner=way.name)
+
+
+def test_what_was_timed_is_the_figure_of_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    modelled = planned(monkeypatch)
+    rate = 1.2 * modelled.speed.decode_tokens_per_s
+    result = as_timed(modelled, rate, modelled.engine_config("olmoe-1b-7b"))
+    monkeypatch.setattr(planning, "_timed", lambda _question: (result,))
+    timed = planned(monkeypatch)
+    assert (timed.precision, timed.policy, timed.threads) == (modelled.precision, modelled.policy, modelled.threads)
+    assert timed.speed.decode_tokens_per_s == rate
+    assert timed.speed.predicted == modelled.speed.decode_tokens_per_s
+    assert timed.speed.timed_at == result.taken_at
+    said = speed_range(timed)
+    assert figures(modelled.speed.decode_tokens_per_s) in said
+    other = replace(result.timed[0], threads=modelled.threads - 1)
+    monkeypatch.setattr(planning, "_timed", lambda _question: (replace(result, timed=(other,)),))
+    assert planned(monkeypatch).speed == modelled.speed  # other settings: not its figure
+
+
+def test_the_plan_is_predicted_as_it_will_be_in_the_race() -> None:
+    """With the same machine and model the page and the race have one figure for one way of running it."""
+    shape = planning._shape("olmoe-1b-7b")
+    plan = planning.answer(QUESTION).plan
+    assert plan is not None
+    field = choose_contestants(
+        Situation(
+            machine=lambda precision: LOOK.machine(precision, shape.expert_bytes(precision)),
+            model=shape,
+            asked=QUESTION.config,
+            before=QUESTION.config,
+            has_card=False,
+            threads=(plan.threads,),
+            others=LOOK.limits(QUESTION.config),
+        )
+    )
+    mine = next(one for one in field.contestants if one.is_plan)
+    assert field.plan.speed.decode_tokens_per_s == mine.predicted_tokens_per_s
+    if (field.plan.precision, field.plan.policy) == (plan.precision, plan.policy):
+        assert plan.speed.decode_tokens_per_s == pytest.approx(mine.predicted_tokens_per_s)
+
+
+@pytest.mark.parametrize("others", [0.0, 0.9])
+def test_after_a_run_the_page_has_the_figure_that_was_timed(monkeypatch: pytest.MonkeyPatch, others: float) -> None:
+    """All the way: a run is kept, and the plan of the same machine and model says what it timed."""
+    monkeypatch.setattr("engine.tuning.contestants.compute_threads", lambda: 4)
+    model = str(tiny_model())
+    config = EngineConfig(model)
+    taken = measurements(MACHINE)
+    look = MachineLook(MACHINE, "", taken, machine_profile(MACHINE, taken))
+    before = planning.answer(PlanQuestion(look, config)).plan
+    assert before is not None
+    assert not before.speed.timed_at
+
+    def speed(asked: EngineConfig) -> float:
+        return 0.8 * before.speed.decode_tokens_per_s * (1.0 if asked.precision == before.precision else 0.5)
+
+    request = StartTuning("t", config, even_if_busy=True)
+    around_us = around(watch=others_take(lambda: others))
+    result = tune(MadeUpEngine(speed), request, lambda _event: None, lambda: False, around_us).result
+    assert result is not None
+    after = planning.answer(PlanQuestion(look, config)).plan
+    assert after is not None
+    if others:  # what other programs have spoiled changes nothing that is said of this machine
+        assert after.speed == before.speed
+        return
+    assert (after.precision, after.threads) == (before.precision, before.threads)
+    (plan,) = [one for one in result.timed if one.contestant.is_plan]
+    assert after.speed.decode_tokens_per_s == plan.tokens_per_s
+    assert after.speed.predicted == plan.contestant.predicted_tokens_per_s
+    assert after.speed.timed_at == result.taken_at
+
+
 def test_what_fits_nowhere_says_what_would() -> None:
     probe = replace(made.probe(), ram_bytes=3 * made.GIB, ram_available_bytes=2 * made.GIB)
     small = MachineLook(probe, "", None, machine_profile(probe, None))
@@ -60,7 +142,7 @@ def test_what_fits_nowhere_says_what_would() -> None:
 
 def test_a_disk_without_room_is_said() -> None:
     look = made.look()
-    plan = planning.answer(PlanQuestion(look, EngineConfig("deepseek-v3"))).plan
+    plan = planning.answer(PlanQuestion(look, EngineConfig("qwen3-235b-a22b"))).plan
     assert plan is not None
     assert plan.disk_bytes
     assert look.probe.models_disk is not None

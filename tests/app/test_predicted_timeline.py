@@ -27,8 +27,8 @@ from app.theme import ThemeController
 from app.views.monitor.predicted_words import assumptions, speeds
 from app.views.monitor.second import SecondTimeline
 from app.widgets.timeline.view import TimelineView
-from engine.config import EngineConfig
-from engine.errors import EngineError
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError
 from engine.telemetry.lanes import DECODE, PREFILL
 from engine.telemetry.records import STEP, Records
 from tests.app.recorded import STEP_NS, decoded

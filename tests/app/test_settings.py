@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from pytestqt.qtbot import QtBot
 
 from app.services import settings as module
 from app.services.settings import Settings
-from engine.paths import config_dir
+from engine.common.paths import config_dir
 
 
 def test_standard_settings_without_a_file(settings: Settings) -> None:
@@ -90,6 +91,25 @@ def test_a_disk_that_refuses_is_told_and_the_old_file_stays(
     assert settings.path.read_bytes() == before
     assert list(config_dir().iterdir()) == [settings.path]  # no temporary file is left
     monkeypatch.undo()
+    settings.save()
+    assert json.loads(settings.path.read_text())["theme"] == "light"
+
+
+def test_a_disk_that_takes_long_stops_nobody_and_the_last_choice_is_written(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, qtbot: QtBot
+) -> None:
+    disk, begun, write = threading.Event(), threading.Event(), module.write_private
+
+    def slow(path: Path, text: str) -> None:
+        begun.set()
+        disk.wait(60)
+        write(path, text)
+
+    monkeypatch.setattr(module, "write_private", slow)
+    settings.theme = "dark"
+    qtbot.waitUntil(begun.is_set)  # and the window goes on
+    settings.theme = "light"
+    disk.set()
     settings.save()
     assert json.loads(settings.path.read_text())["theme"] == "light"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from app.services.settings import Settings
 from app.theme import DARK, ThemeController
 from app.views.settings import SettingsPage
 from app.views.settings.about import LicencesDialog, version
-from engine.paths import data_dir, models_dir
+from app.widgets.wrapped_label import WrappedLabel
+from engine.common.paths import data_dir, models_dir
 
 
 @pytest.fixture
@@ -77,7 +79,7 @@ def test_threads_are_kept_and_can_take_effect_at_once(page: SettingsPage, settin
     spin = page.findChild(QSpinBox)
     assert spin is not None
     assert spin.text() == "Automatic"
-    reload = _button(page, "Load the model anew")
+    reload = _button(page, "Reload model")
     assert not reload.isEnabled()
     spin.setValue(1)
     assert settings.threads == 1
@@ -139,3 +141,37 @@ def test_the_keyboard_reaches_every_control_from_top_to_bottom(page: SettingsPag
     assert [top // 100 for top in tops] == sorted(top // 100 for top in tops)
     assert page.focusPolicy() is not Qt.FocusPolicy.NoFocus
     assert not models_dir().exists()
+
+
+def test_a_long_folder_is_shortened_in_its_middle_and_the_tooltip_says_it(
+    settings: Settings, theme: ThemeController, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / ("a-" + "very" * 30 + "-long-name")
+    monkeypatch.setenv("SWITCHYARD_HOME", str(folder))
+    theme.set_font_px(20)
+    page = SettingsPage(settings, theme)
+    qtbot.addWidget(page)
+    page.resize(640, 450)
+    page.show()
+    page.data.plan(folder / "new", copy=True)
+    for whole in (str(data_dir()), str(folder / "new")):
+        (label,) = [label for label in page.data.findChildren(WrappedLabel) if whole in label.text()]
+        qtbot.waitUntil(lambda label=label: "…" in label.shown)
+        metrics = label.fontMetrics()
+        assert max(map(metrics.horizontalAdvance, re.split(r"[\s/-]", label.shown))) <= label.width()
+        assert whole in label.toolTip()
+        assert whole in label.accessibleName()
+    page.close_down()
+
+
+def test_a_shortened_word_comes_back_with_the_room(qtbot: QtBot) -> None:
+    label = WrappedLabel("In /home/" + "long" * 10)
+    qtbot.addWidget(label)
+    label.resize(60, 200)
+    label.show()
+    assert label.shown.startswith("In /home/")
+    assert "…" in label.shown
+    assert label.toolTip() == label.text()
+    label.resize(900, 200)
+    assert label.shown == label.text()
+    assert not label.toolTip()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Literal
 
 import pytest
 from PySide6.QtCore import Qt
-from PySide6.QtGui import QGuiApplication, QPalette
-from PySide6.QtWidgets import QLabel, QPushButton, QWidget
+from PySide6.QtGui import QColor, QGuiApplication, QPalette
+from PySide6.QtWidgets import QCompleter, QLabel, QLineEdit, QPushButton, QWidget
 from pytestqt.qtbot import QtBot
 
 from app.theme import DARK, LIGHT, MAX_FONT_PX, MIN_FONT_PX, Theme, ThemeController, style_sheet, use_tabular_figures
@@ -138,3 +139,22 @@ def test_a_focused_button_looks_different(theme: ThemeController, qtbot: QtBot) 
     window.activateWindow()
     qtbot.waitUntil(button.hasFocus)
     assert button.grab().toImage() != before
+
+
+@pytest.mark.qt_log_ignore("This plugin does not support", extend=True)
+@pytest.mark.parametrize("choice", ["light", "dark"])
+def test_what_a_completer_offers_has_the_colours_of_the_theme(
+    theme: ThemeController, qtbot: QtBot, choice: Literal["light", "dark"]
+) -> None:
+    theme.set_choice(choice)
+    edit = QLineEdit()
+    qtbot.addWidget(edit)
+    completer = QCompleter(["one", "other"], edit)
+    edit.setCompleter(completer)
+    edit.show()
+    completer.setCompletionPrefix("o")
+    completer.complete()
+    popup = completer.popup()
+    image = popup.grab().toImage()
+    assert image.pixelColor(image.width() - 12, image.height() - 3).name() == QColor(theme.theme.raised).name()
+    popup.hide()

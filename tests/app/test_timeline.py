@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from PySide6.QtCore import QPointF, Qt
-from PySide6.QtGui import QPolygonF
+from PySide6.QtGui import QFontMetricsF, QPolygonF
 from pytestqt.qtbot import QtBot
 
 from app.services.history.history import History
@@ -18,6 +20,7 @@ from app.theme import ThemeController
 from app.widgets.timeline.blocks import MOST_ROWS, rows_of
 from app.widgets.timeline.lanes import lanes_of, nice, read_lane, reading
 from app.widgets.timeline.navigator import BEHIND_NS, WHOLE, Navigator
+from app.widgets.timeline.picture import title_font
 from app.widgets.timeline.plots import polygon
 from app.widgets.timeline.readout import averages_text, token_at
 from app.widgets.timeline.table import LaneTable
@@ -179,7 +182,7 @@ def test_a_token_says_what_it_waited_for(history: History) -> None:
     assert token is not None
     assert token.step == 9
     assert sum(end - start for start, end, _ in token.pieces) == STEP_NS
-    assert "67% CPU experts" in token.text()
+    assert "67% computing experts on the CPU" in token.text()
     assert "300 tokens at 50.0/s" in averages_text(history, ORIGIN_NS, ORIGIN_NS + STEPS * STEP_NS)
 
 
@@ -257,3 +260,39 @@ def test_the_table_says_the_same(history: History) -> None:
     assert rows["Tokens/s"] == ["50.0"] * 3
     assert rows["Experts, CPU"] == ["100%"] * 3
     assert table.headerData(0, Qt.Orientation.Horizontal) == "Lane"
+
+
+# --- names and readings ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("font_px", [12, 14, 20, 24])
+def test_names_and_readings_have_room_left_of_the_plots(
+    view: TimelineView, theme: ThemeController, qtbot: QtBot, font_px: int
+) -> None:
+    theme.set_font_px(font_px)
+    view.explain_lanes()
+    view.set_shows_machine(True)
+    view.resize(480, view.minimumSizeHint().height())
+    view.grab()
+    qtbot.waitUntil(lambda: len(view.marks) > 5)
+    titles = [label for label in view.labels() if label.is_title]
+    assert [label.shown for label in titles] == [row.lane.title for row in view.rows]
+    for label, row in zip(titles, view.rows, strict=True):
+        needed = QFontMetricsF(title_font(view.font())).horizontalAdvance(label.shown)
+        assert needed <= label.area.width()
+        mark = view.marks.get(row.lane.key)
+        assert mark is None or label.area.left() + needed <= mark.x()
+    for row, after in itertools.pairwise(view.rows):
+        assert after.area.top() > row.area.bottom()
+    assert view.rows[-1].area.bottom() < view.height()
+    for label in view.labels():
+        if label.shown != label.whole:
+            assert view.tip_at(label.area.center()) == label.whole
+
+
+def test_a_long_reading_ends_in_an_ellipsis_and_the_tooltip_says_it(view: TimelineView) -> None:
+    row = view.rows[0]
+    row.lane = replace(row.lane, title="A name that is much longer than the gutter is wide")
+    (label,) = [label for label in view.labels() if label.whole == row.lane.title]
+    assert label.shown.endswith("…")
+    assert view.tip_at(label.area.center()) == row.lane.title

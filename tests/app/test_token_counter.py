@@ -15,7 +15,8 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from app.services import token_counter
 from app.services.token_counter import TOKENS_PER_TURN, TokenCounter
-from app.services.token_counting import serve
+from engine.foreign_text.child import serve
+from tests.foreign_tokenizers import SLOW_TEXT, write_slow_tokenizer
 
 WAIT_MS = 30_000
 
@@ -79,7 +80,21 @@ def test_a_process_that_cannot_be_started_or_dies_is_no_trouble(
 
 
 def test_the_process_answers_line_by_line(model: Path) -> None:
-    requests = [{"path": str(model), "texts": ["a b", ""]}, {"path": "", "texts": ["a"]}]
+    requests = [
+        {"do": "count", "seconds": 60, "folder": folder, "texts": texts}
+        for folder, texts in ((str(model), ["a b", ""]), ("", ["a"]))
+    ]
     answers = io.BytesIO()
     serve(io.BytesIO(b"".join(json.dumps(request).encode() + b"\n" for request in requests)), answers)
-    assert [json.loads(line) for line in answers.getvalue().splitlines()] == [{"counts": [2, 0]}, {"counts": None}]
+    assert [json.loads(line) for line in answers.getvalue().splitlines()] == [{"result": [2, 0]}, {"result": None}]
+
+
+@pytest.mark.parametrize("limit", ["COUNTING_S", "MOST_BYTES"])
+def test_a_tokenizer_that_takes_too_much_is_given_up(
+    counter: TokenCounter, model: Path, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(token_counter, limit, 0.3 if limit == "COUNTING_S" else 1)
+    write_slow_tokenizer(model)
+    with qtbot.waitSignal(counter.counted, timeout=WAIT_MS) as told:
+        counter.count("k", str(model), [SLOW_TEXT])
+    assert told.args == ["k", -(-len(SLOW_TEXT) // token_counter.CHARACTERS_PER_TOKEN) + TOKENS_PER_TURN]

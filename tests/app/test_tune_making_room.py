@@ -13,7 +13,7 @@ from pytestqt.qtbot import QtBot
 from app.services.batch_job import JobState
 from app.services.batch_jobs import BatchJobs
 from app.views.tune.making_room import MakingRoom
-from engine.config import BatchJob
+from engine.common.config import BatchJob
 from tests.app.scripted_batches import ScriptedBatches
 from tests.app.scripted_engine import STARTER
 

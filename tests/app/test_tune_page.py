@@ -8,9 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from PySide6.QtCore import Qt
-from PySide6.QtGui import QGuiApplication
+from PySide6.QtCore import QCoreApplication, QEvent, QPointF, Qt
+from PySide6.QtGui import QGuiApplication, QMouseEvent
 from PySide6.QtTest import QTest
+from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
 import app.services.planning as planning
@@ -22,8 +23,9 @@ from app.services.settings import Settings
 from app.theme import ThemeController
 from app.views.tune.page import TunePage
 from app.views.tune.step_bar import MACHINE, MEASURE, PLAN, TIMED
-from engine.config import EngineConfig
-from engine.errors import ErrorCode
+from engine.common.config import EngineConfig
+from engine.common.errors import ErrorCode
+from engine.hardware.measurement_files import load_measurements
 from engine.protocol import Failed
 from engine.tuning.keeping import results_of, save_result
 from engine.tuning.messages import (
@@ -34,7 +36,7 @@ from engine.tuning.messages import (
     TuningProgress,
     TuningTimed,
 )
-from engine.tuning.result import Fact, TuningResult
+from engine.tuning.result import Fact, TuningResult, busy_note
 from tests.app import tuning_results as made
 from tests.app.scripted_engine import STARTER, ScriptedEngine
 
@@ -140,6 +142,14 @@ def test_before_anything_is_run(scene: Scene) -> None:
         assert page.cards.race.isVisible() == (step == TIMED)
 
 
+def test_where_there_is_room_the_buttons_stand_in_one_line(scene: Scene) -> None:
+    run = scene.page.cards.run
+    run.resize(1000, run.height())
+    QApplication.sendPostedEvents()
+    buttons = (run.quick, run.thorough, run.measure_only, run.start)
+    assert len({button.mapTo(run, button.rect().center()).y() for button in buttons}) == 1
+
+
 def test_a_run_to_its_end(scene: Scene) -> None:
     page = scene.page
     scene.start()
@@ -192,6 +202,94 @@ def test_the_engine_dies_in_the_middle(scene: Scene, stage: str) -> None:
     assert scene.page.cards.run.start.isVisible()
     scene.start()  # starts it again
     assert scene.engine.state is EngineState.BUSY
+
+
+def test_the_second_click_of_a_double_click_does_not_cancel(scene: Scene) -> None:
+    scene.start()
+    cancel = scene.page.cards.run.cancel
+    at = QPointF(cancel.rect().center())
+    for kind in (QEvent.Type.MouseButtonDblClick, QEvent.Type.MouseButtonRelease):
+        button = Qt.MouseButton.LeftButton
+        QCoreApplication.sendEvent(cancel, QMouseEvent(kind, at, at, button, button, Qt.KeyboardModifier.NoModifier))
+    assert scene.engine.cancelled == []
+    QTest.mouseClick(cancel, Qt.MouseButton.LeftButton)
+    assert scene.engine.cancelled == [scene.id]
+
+
+def busy_result() -> TuningResult:
+    return replace(made.result(LOOK), others=0.94, notes=(busy_note(0.94),))
+
+
+def test_what_other_programs_spoiled_is_not_saved_until_somebody_says_so(scene: Scene) -> None:
+    page, result = scene.page, busy_result()
+    scene.engine.model = replace(STARTER, path="/models/m")
+    scene.start()
+    scene.progress("waiting", "94%", 0.1)
+    assert "94%" in page.cards.run.doing.text()
+    scene.upto("timing")
+    scene.finish(result, saved=False, others=0.94, unsaved=made.measurements(LOOK.probe))
+    run, race = page.cards.run, page.cards.race
+    assert "94%" in run.unsaved.text()
+    assert run.unsaved.isVisibleTo(run)
+    assert "From now on" not in race.verdict.text()
+    assert not race.use.isVisibleTo(race)
+    assert not race.keep.isVisibleTo(race)
+    assert not any(row.is_winner for row in page.cards.table.rows)
+    assert results_of(result.model_mark) == []
+    page.recall()  # coming back to the page does not take it away
+    assert page.cards.race.result == result
+    QTest.mouseClick(run.keep, Qt.MouseButton.LeftButton)
+    scene.qtbot.waitUntil(lambda: bool(scene.engine.loads), timeout=PATIENCE_MS)
+    assert results_of(result.model_mark) == [result]
+    assert race.in_use == result.winner
+    assert race.warning.isVisibleTo(race)  # saved or not, its figures are too low
+    assert not run.unsaved.isVisibleTo(run)
+    assert not run.keep.isVisibleTo(run)
+
+
+def test_only_measuring_under_load_is_not_saved_either(scene: Scene) -> None:
+    run = scene.page.cards.run
+    QTest.mouseClick(run.measure_only, Qt.MouseButton.LeftButton)
+    scene.upto("measuring")
+    taken = replace(made.measurements(LOOK.probe), others=0.5)
+    scene.finish(finished=True, saved=False, others=0.5, unsaved=taken)
+    assert "50%" in run.unsaved.text()
+    assert load_measurements(LOOK.probe, "cuda:0") is None
+    QTest.mouseClick(run.keep, Qt.MouseButton.LeftButton)
+    scene.qtbot.waitUntil(lambda: load_measurements(LOOK.probe, "cuda:0") == taken, timeout=PATIENCE_MS)
+    assert scene.engine.loads == []
+
+
+def test_another_run_forgets_what_was_not_saved(scene: Scene) -> None:
+    scene.start()
+    scene.finish(busy_result(), saved=False, others=0.94)
+    scene.start()
+    assert not scene.page.following.has_unsaved
+    scene.finish(made.result(LOOK))
+    assert not scene.page.cards.race.warning.isVisibleTo(scene.page)
+    assert not scene.page.cards.run.unsaved.isVisibleTo(scene.page)
+
+
+def test_a_result_that_was_outrun_says_so(scene: Scene) -> None:
+    race = scene.page.cards.race
+    race.show_result(replace(made.result(LOOK), outrun=53.1), "")
+    assert "53.1" in race.warning.text()
+    assert "24.6" in race.warning.text()
+    race.show_result(made.result(LOOK), "")
+    assert not race.warning.isVisibleTo(race)
+
+
+def test_while_it_is_timed_the_plan_takes_the_timed_figure(scene: Scene) -> None:
+    plan = scene.page.cards.plan
+    scene.start()
+    scene.upto("timing")
+    assert "measured" not in plan.range.text()
+    scene.tell(TuningTimed(scene.id, replace(made.timed(made.CONTESTANTS[0], 24.6), others=0.9)))
+    assert "24.6" not in plan.speed.text()  # other programs have spoiled it
+    scene.tell(TuningTimed(scene.id, made.timed(made.CONTESTANTS[0], 17.2)))
+    assert plan.speed.text().startswith("17.2")
+    assert "measured" in plan.range.text()
+    assert "23.8" in plan.range.text()  # what had been predicted, and why it is another figure
 
 
 def test_escape_cancels(scene: Scene) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from app.services.single_instance import LOCK_NAME
 from app.startup_report import QUIT_VARIABLE, REPORT_VARIABLE
-from engine.paths import data_dir, log_dir, python_module
+from engine.common.paths import data_dir, log_dir, python_module
 
 PATIENCE_S = 60.0
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from app.services.machine_look import MachineLook
-from engine.config import EngineConfig
+from engine.checkpoint.model_files import read_model
+from engine.common.config import EngineConfig
 from engine.hardware.cpu import CpuInfo
 from engine.hardware.disk import DiskInfo, DiskKind
 from engine.hardware.gpu_info import GpuInfo
@@ -23,7 +24,6 @@ from engine.hardware.probe import HardwareProfile as Probe
 from engine.planner.plan import make_plan
 from engine.planner.plan_parts import Limits
 from engine.planner.planned import Plan
-from engine.planner.profile_files import read_model
 from engine.tuning.keeping import facts
 from engine.tuning.result import Contestant, Timed, TuningResult
 

@@ -7,7 +7,7 @@ import sys
 from PySide6.QtCore import QCoreApplication
 
 from app.services.engine_client import EngineClient
-from engine.config import SamplingParams
+from engine.common.config import SamplingParams
 from engine.protocol import ChatMessage
 
 application = QCoreApplication([])

@@ -50,7 +50,7 @@ def limit_answers(window: RealWindow, tokens: int) -> None:
     """Sets how long an answer may be."""
     window.click("System prompt")
     window.screen.press("Tab")  # by the keys, which bring into view what lies below the edge
-    eventually(lambda: window.widget("Most tokens of an answer").is_focused, "Tab led on")
+    eventually(lambda: window.widget("Max tokens per answer").is_focused, "Tab led on")
     window.screen.press("ctrl+a")
     window.screen.type(str(tokens))
     window.screen.press("Tab")

@@ -35,7 +35,7 @@ def answers_of(job: KnownJob) -> dict[int, str]:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_job_survives_its_engine_and_its_window(
     screen: Screen, starter: Path, switchyard_home: Path, tmp_path: Path
 ) -> None:

@@ -33,7 +33,7 @@ def answer_predictably(window: RealWindow) -> None:
     """Sets this chat's sampling: the likeliest token always, and an end to what does not end by itself."""
     window.click("Balanced")
     window.fill("Temperature", "0")
-    window.fill("Most tokens", "600")
+    window.fill("Max tokens", "600")
     window.screen.press("Escape")
     eventually(lambda: not window.shows("Temperature"), "the sampling card closed")
 

@@ -13,10 +13,11 @@ from engine.experts.bank import BankLayer
 from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.record import RecordLayout, allocate_records
 from engine.experts.standard_module import StandardExperts
+from engine.formats import FORMATS
+from engine.formats.tiles import Pairing, dequantise
 from engine.kernels.activation import activation_of
 from engine.kernels.gpu.experts import CardExperts, can_compute
 from engine.kernels.interface import ExpertMath
-from engine.kernels.quantised.tiles import Pairing, dequantise
 from engine.kernels.reference import reference_experts
 
 CPU = torch.device("cpu")
@@ -99,10 +100,10 @@ def layer_of(
         tensor.copy_(torch.randn(tensor.shape) * tensor.shape[-1] ** -0.5)
     records, layout = source.records, plain
     meant = {name: tensor.float() for name, tensor in source.stacked.items()}
-    if precision in ("int8", "int4"):
+    if FORMATS[precision].is_tiled:
         activation = activation_of(module)
         pairing = activation.pairing if activation is not None and module.has_gate else Pairing.HALVES
-        layout = QuantisedLayout.quantising(plain, precision, pairing)
+        layout = QuantisedLayout.quantising(plain, lambda _: FORMATS[precision], pairing)
         target = BankLayer("experts", layout, allocate_records(module.num_experts, layout, CPU))
         for expert in range(module.num_experts):
             layout.quantise_record(source.records[expert], target.records[expert])

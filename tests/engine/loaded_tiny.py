@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from engine.model_info import ModelInfo
+from engine.common.model_info import ModelInfo
 from engine.runtime.loaded_model import LoadedModel
-from tests.engine.tiny_families import tiny_config, tiny_model
+from tests.engine.tiny_families import output_embeddings, tiny_model
 from tests.engine.tiny_tokenizer import TEMPLATE, save_tiny_tokenizer
 
 NO_END: frozenset[int] = frozenset()
@@ -31,7 +31,12 @@ def as_loaded(model: Any, tokenizer: Any = None, context_tokens: int = 256) -> L
     """A transformers model and a tokenizer as what `load_model` returns."""
     info = ModelInfo("tiny", "", model.config.model_type, "cpu", "fp32", 1, 0, 2, 0, 0, context_tokens, 0, 0, 0)
     return LoadedModel(
-        model, tiny_tokenizer() if tokenizer is None else tokenizer, info, None, context_tokens, torch.device("cpu")
+        model=model,
+        tokenizer=tiny_tokenizer() if tokenizer is None else tokenizer,
+        info=info,
+        bank=None,
+        context_tokens=context_tokens,
+        device=torch.device("cpu"),
     )
 
 
@@ -41,11 +46,9 @@ def tiny_loaded(family: str, *, context_tokens: int = 256, **overrides: Any) -> 
     Its logits are spread out, so that rounding does not decide which token is the likeliest; for the same reason an
     index of the most important tokens, whose scores are often equally zero in tiny models, keeps them all.
     """
-    if hasattr(tiny_config(family, **overrides), "index_topk"):
-        overrides.setdefault("index_topk", 256)
-    model = tiny_model(family, **overrides)
+    model = tiny_model(family, drawn={"index_topk": overrides.get("index_topk", 256)}, **overrides)
     with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(40)
+        output_embeddings(model).weight.mul_(40)
     return as_loaded(model, context_tokens=context_tokens)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig, SamplingParams
+from engine.common.config import EngineConfig, SamplingParams
 from engine.devices.device import Device
 from engine.devices.memory_budget import MemoryUse
 from engine.experts.bank import BankLayer
@@ -147,23 +145,3 @@ def memory_use(model: LoadedModel) -> list[MemoryUse]:
 def slots(model: LoadedModel) -> int:
     """Experts that can be kept on the devices of the model."""
     return model.devices.experts.slots if model.devices is not None else 0
-
-
-def pairwise(values: Mapping[str, Sequence[Any]], seed: int = 1) -> list[dict[str, Any]]:
-    """Combinations such that any two values of different names meet in one of them; not many, always the same."""
-    rng = random.Random(seed)
-    missing = {((a, x), (b, y)) for a, b in itertools.combinations(values, 2) for x in values[a] for y in values[b]}
-    order = list(values)
-    chosen = []
-    while missing:
-        pair = min(missing, key=repr)
-        best: dict[str, Any] = {}
-        covered: set[Any] = set()
-        for _ in range(40):
-            attempt = {name: rng.choice(list(values[name])) for name in order} | dict(pair)
-            pairs = set(itertools.combinations([(name, attempt[name]) for name in order], 2)) & missing
-            if len(pairs) > len(covered):
-                best, covered = attempt, pairs
-        chosen.append(best)
-        missing -= covered
-    return chosen

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 from engine.experts.cache.policies import POLICY_NAMES
 from engine.experts.direct_file import bytes_of
 from engine.experts.disk_tier import Read

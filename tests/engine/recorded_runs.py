@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.config import SamplingParams
+from engine.common.config import SamplingParams
 from engine.devices.copy_log import CopyRecord
 from engine.experts.vram_cache import VramCache
 from engine.runtime.batch.executor import BatchExecutor

@@ -13,8 +13,8 @@ from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.opening import open_source
 from engine.batch_files.pace import Pace
 from engine.batch_files.prepared_job import prepare
-from engine.config import BatchJob
-from engine.errors import EngineError, ErrorCode
+from engine.common.config import BatchJob
+from engine.common.errors import EngineError, ErrorCode
 from engine.runtime.batch.job import JobRun
 from engine.runtime.batch.request import AnswerCallback, BatchAnswer, BatchRequest, Check, Outcome
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import SamplingParams
-from engine.errors import EngineError, ErrorCode
+from engine.common.config import SamplingParams
+from engine.common.errors import EngineError, ErrorCode
 from engine.experts.dispatch import BANK_LAYER
 from engine.runtime.chat_session import ChatSession
 from engine.runtime.loaded_model import LoadedModel

@@ -15,7 +15,7 @@ _LOOK_AND_RUN = """
 import json, resource, sys, time
 from pathlib import Path
 from engine.batch_files.opening import InputForm
-from engine.config import BatchJob
+from engine.common.config import BatchJob
 from app.services.batch_input import count_rows, look_at
 from tests.engine.shuffled_executor import ShuffledExecutor, Watch, run_job
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.batch_files.messages import BatchFinished, BatchPlanned, BatchRows, SampleBatch, StartBatch
-from engine.config import BatchJob, EngineConfig, SamplingParams
+from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.process.batch import BatchService
 from engine.process.requests import RequestQueue
 from engine.protocol import ChatMessage, Event, Finished, Generate

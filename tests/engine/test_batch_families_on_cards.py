@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import SamplingParams
+from engine.common.config import SamplingParams
 from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.pipeline.schedules import Schedule
 from engine.runtime.batch.policy import BatchPolicy

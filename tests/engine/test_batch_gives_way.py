@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -15,8 +16,8 @@ from engine.batch_files.aside import Between, StoppedError, aside
 from engine.batch_files.job_watcher import JobWatcher
 from engine.batch_files.journal import Journal
 from engine.batch_files.row import Row
-from engine.config import BatchJob
-from engine.errors import EngineError, ErrorCode
+from engine.common.config import BatchJob
+from engine.common.errors import EngineError, ErrorCode
 from tests.engine.shuffled_executor import ShuffledExecutor, Watch, results_in, run_job, write_rows
 
 
@@ -147,19 +148,49 @@ def test_a_result_that_does_not_fit_the_disk_is_written_when_there_is_room(
     write_rows(home / "in.jsonl", 5)
     left = [3]
 
-    def replaced(self: Path, target: Path) -> Path:
-        if left[0] and Path(target).name == "out.csv":
+    def put_on_disk(_new: object) -> None:
+        if left[0]:
             left[0] -= 1
             raise OSError(28, "No space left on device")
-        return rename(self, target)
 
-    rename = Path.replace
-    monkeypatch.setattr(Path, "replace", replaced)
+    monkeypatch.setattr("engine.common.files.NewFile.finish", put_on_disk)
+    monkeypatch.setattr("engine.runtime.batch.job._RETRY_S", 0.05)
     watch = Watch()
     ending = run_job(BatchJob(str(home / "in.jsonl"), str(home / "out.csv")), ShuffledExecutor(), watch)
     assert (ending.finished, ending.written, left) == (True, 5, [0])
-    assert any("disk" in blocked for _pace, blocked in watch.paces)
+    told = [blocked for _pace, blocked in watch.paces if not blocked.endswith("%")]
+    news = [text for before, text in itertools.pairwise(["", *told]) if text != before]
+    assert [bool(text) for text in news] == [True, False], "a wait is said once, and that it is over"
+    assert "disk" in news[0]
     assert [path.name for path in home.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("what", ["answers", "result"])
+def test_a_disk_that_stays_full_ends_a_job_that_nobody_watches(
+    home: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr("engine.batch_files.safe_keeping._FLUSH_S", 0.0)
+    monkeypatch.setattr("engine.runtime.batch.job._RETRY_S", 0.01)
+    write_rows(home / "in.jsonl", 20)
+    watch = Watch()
+    watcher = replace(watch.watcher(), patience_s=0.03)
+    watch.watcher = lambda: watcher  # type: ignore[method-assign]
+    job = BatchJob(str(home / "in.jsonl"), str(home / "out.csv"))
+
+    def full(_new: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        if what == "answers":
+            Full(patch, 10**9)
+        else:
+            patch.setattr("engine.common.files.NewFile.finish", full)
+        with pytest.raises(EngineError) as refusal:
+            run_job(job, ShuffledExecutor(), watch)
+    assert refusal.value.code is ErrorCode.DISK_FULL
+    assert str(home) in refusal.value.message
+    assert [path.name for path in home.glob("*out*")] == []
+    assert run_job(replace(job, start="resume"), ShuffledExecutor(), Watch()).written == 20
 
 
 def test_rows_that_are_answered_already_are_left_when_a_chat_comes(home: Path) -> None:

@@ -11,11 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.batch_files import result_formats
+from engine.batch_files.answer import Answer
 from engine.batch_files.job_list import known_jobs
-from engine.batch_files.journal import journal_path
+from engine.batch_files.journal import Journal, journal_path
 from engine.batch_files.prepared_job import prepare
-from engine.config import BatchJob, SamplingParams
-from engine.errors import EngineError, ErrorCode
+from engine.common.config import BatchJob, SamplingParams
+from engine.common.errors import EngineError, ErrorCode
 from tests.engine.shuffled_executor import ShuffledExecutor, Watch, results_in, run_job, write_rows
 
 
@@ -90,7 +92,7 @@ def test_a_new_job_discards_nothing(home: Path) -> None:
     run_job(job, ShuffledExecutor(), Watch())
     with pytest.raises(EngineError, match="begun before"):
         prepare(job)
-    with pytest.raises(EngineError, match="the template differed"):
+    with pytest.raises(EngineError, match="another template"):
         run_job(replace(job, start="resume", template="again {{text}}"), ShuffledExecutor(), Watch())
     executor = ShuffledExecutor()
     run_job(replace(job, start="restart", template="again {{text}}"), executor, Watch())
@@ -155,6 +157,59 @@ def test_an_input_that_is_only_touched_is_the_same(home: Path, monkeypatch: pyte
     assert run_job(BatchJob(str(path), str(home / "out.jsonl")), ShuffledExecutor(), watch).finished
 
 
+def test_what_no_sheet_holds_is_refused_before_the_job(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(home / "in.jsonl", 8)
+    job = BatchJob(str(home / "in.jsonl"), str(home / "out.xlsx"))
+    for limit, least in (("_MOST_SHEET_ROWS", 9), ("_MOST_SHEET_COLUMNS", 7)):  # the header, id and text, five more
+        with monkeypatch.context() as patch:
+            patch.setattr(result_formats, limit, least)
+            prepare(job)
+            patch.setattr(result_formats, limit, least - 1)
+            with pytest.raises(EngineError) as refusal:
+                prepare(job)
+            assert refusal.value.code is ErrorCode.INVALID_REQUEST
+            prepare(replace(job, output=str(home / "out.csv")))
+
+
+@pytest.mark.parametrize("limit", ["_MOST_SHEET_ROWS", "_MOST_SHEET_COLUMNS"])
+def test_what_no_sheet_holds_after_all_is_written_as_csv(
+    home: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    write_rows(home / "in.jsonl", 8)
+    (home / "out.csv").write_text("mine")
+    job = BatchJob(str(home / "in.jsonl"), str(home / "out.xlsx"), start="resume")
+    assert run_job(job, ShuffledExecutor(), Watch(cancel_after=3)).written < 8
+    monkeypatch.setattr(result_formats, limit, 5)
+    ending = run_job(job, ShuffledExecutor(), Watch())
+    assert (ending.finished, ending.written, ending.output) == (True, 8, home / "out-2.csv")
+    assert "out-2.csv" in ending.note
+    assert "somebody else" not in ending.note
+    assert [row["id"] for row in results_in(home / "out-2.csv")] == [str(row) for row in range(8)]
+    assert (home / "out.csv").read_text() == "mine"
+
+
+def test_answers_that_a_full_disk_had_no_room_for_are_not_said_to_be_kept(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rows(home / "in.jsonl", 9)
+    job = BatchJob(str(home / "in.jsonl"), str(home / "out.jsonl"), start="resume")
+    kept = run_job(job, ShuffledExecutor(), Watch(cancel_after=2))
+    assert kept.unkept == 0
+
+    def full(_journal: Journal, answers: list[Answer]) -> None:
+        if answers:
+            raise EngineError(ErrorCode.DISK_FULL, "The disk is full.")
+
+    watch = Watch(cancel_after=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "record", full)
+        ending = run_job(job, ShuffledExecutor(), watch)
+    assert ending.unkept == len(watch.answers) > 0
+    assert ending.pace.done == kept.pace.done
+    assert str(ending.unkept) in ending.note or ending.unkept == 1
+    assert run_job(job, ShuffledExecutor(), Watch()).written == 9
+
+
 def test_openai_requests_are_answered_in_their_own_format(home: Path) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}]}
     lines = [{"custom_id": f"c{i}", "method": "POST", "url": "/v1/chat/completions", "body": body} for i in range(3)]
@@ -201,6 +256,6 @@ def test_what_a_kill_left_half_written_goes_and_what_is_of_no_job_stays(home: Pa
     assert run_job(BatchJob(str(home / "in.jsonl"), str(home / "out.csv")), ShuffledExecutor(), Watch()).finished
     assert sorted(path.name for path in home.glob(".*")) == [".out.csv.mine.part"]
     (home / "mine.csv").write_text("precious")
-    with pytest.raises(EngineError, match="of no job"):
+    with pytest.raises(EngineError, match="not written by this job"):
         run_job(BatchJob(str(home / "in.jsonl"), str(home / "mine.csv"), start="resume"), ShuffledExecutor(), Watch())
     assert (home / "mine.csv").read_text() == "precious"

@@ -15,14 +15,13 @@ from engine.batch_files.answer import Answer
 from engine.batch_files.job_watcher import JobWatcher
 from engine.batch_files.prepared_job import PreparedJob, prepare
 from engine.batch_files.request import RowRequest
-from engine.config import BatchJob, EngineConfig, SamplingParams
+from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.runtime.batch import continuous
 from engine.runtime.batch.page_pool import PagePool
 from engine.runtime.batch.policy import BatchPolicy, policy_for
 from engine.runtime.engine import Engine
 from tests.engine.tiny_families import tiny_checkpoint
 
-_ROWS = 10_000
 _MIB = 2**20
 _RAM = 384 * _MIB
 _OTHER = 64 * _MIB
@@ -129,12 +128,12 @@ def measured(folder: Path, few: Path, many: Path) -> dict[str, int]:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("rows", [2_000, pytest.param(10_000, marks=pytest.mark.exhaustive)])
 @pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark of a process is read as Linux tells it")
-def test_ten_thousand_queued_rows_take_no_more_than_the_budget(tmp_path: Path) -> None:
+def test_thousands_of_queued_rows_take_no_more_than_the_budget(rows: int, tmp_path: Path) -> None:
     folder = tiny_checkpoint("mixtral", tmp_path / "model", **_WIDE)
-    few, many = _rows(tmp_path / "few.csv", 300), _rows(tmp_path / "many.csv", _ROWS)
+    few, many = _rows(tmp_path / "few.csv", 300), _rows(tmp_path / "many.csv", rows)
     command = (
         "import json, sys; from pathlib import Path; from tests.engine.test_batch_memory import measured; "
         "print(json.dumps(measured(*map(Path, sys.argv[1:]))))"
@@ -145,7 +144,7 @@ def test_ten_thousand_queued_rows_take_no_more_than_the_budget(tmp_path: Path) -
     assert found.returncode == 0, found.stderr[-2000:]
     told = json.loads(found.stdout.splitlines()[-1])
     sys.stdout.write(json.dumps(told) + "\n")
-    assert told["done"] == _ROWS
+    assert told["done"] == rows
     assert told["most"] <= told["capacity"]
     assert told["left"] == 0
     assert told["ahead"] <= told["capacity"] + 1

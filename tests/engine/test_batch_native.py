@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from engine.config import EngineConfig, SamplingParams
+from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native.build import library_path
 from engine.kernels.native.paged_attention import KvType
 from engine.runtime.batch.continuous import ContinuousBatch
@@ -28,8 +28,8 @@ _WIDE: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "num_key_value_head
 """Large enough for linear layers to be native."""
 
 
-def _load(path: Path, precision: Literal["bf16", "int8", "int4"] = "bf16") -> LoadedModel:
-    config = EngineConfig(str(path), precision=precision, threads=2)
+def _load(path: Path, precision: Literal["bf16", "int8", "int4"] = "bf16", threads: int = 2) -> LoadedModel:
+    config = EngineConfig(str(path), precision=precision, threads=threads)
     return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
 
 
@@ -102,7 +102,7 @@ def test_logits_are_those_of_the_library(
     path = tiny_checkpoint(family, tmp_path, **overrides)
     native = _load(path)
     monkeypatch.setenv("SWITCHYARD_NATIVE", "0")
-    library = _load(path)
+    library = _load(path, threads=1)
     try:
         rows = _rows([1, 40, 33, 70, 12], 4)
         answers, seen = _answers(native, rows, monkeypatch)

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config import SamplingParams
+from engine.common.config import SamplingParams
+from engine.common.errors import EngineError, ErrorCode
 from engine.devices.copy_log import CopyRecord
 from engine.devices.memory_budget import MemoryCategory
-from engine.errors import EngineError, ErrorCode
 from engine.kernels.native.paged_attention import KvType
 from engine.planner.simulator.sweeps import ORDERS, predicted_seconds
 from engine.runtime.batch.continuous import ContinuousBatch

@@ -85,4 +85,7 @@ def test_sweeps_on_the_cpu(checkpoint: Path, rows: int) -> None:
         collection, _ = recorded_batch(model, LENGTHS, policy(None, rows))
     check_steps(collection.spans, collection.steps)
     assert {int(lane) for lane in np.unique(collection.spans["lane"])} == {PHASE, CPU_EXPERTS, CPU_ATTENTION}
+    sweeps = collection.steps[collection.steps["name"] == BATCH_STEP]
+    # Each token uses two experts in each of three layers, however many rows share a step.
+    assert (sweeps["on_cpu"] + sweeps["prefill_on_cpu"] == 2 * 3 * sweeps["tokens"]).all()
     assert not any(total(collection.steps, name) for name in ("h2d_bytes", "d2h_bytes", "disk_bytes"))

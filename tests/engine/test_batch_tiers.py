@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.config import SamplingParams
+from engine.common.config import SamplingParams
 from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.request import BatchRequest

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import SamplingParams
+from engine.common.config import SamplingParams
 from engine.runtime.beam_search import BeamResult, beam_search
 from engine.runtime.chat_session import ChatSession
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded

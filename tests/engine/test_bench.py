@@ -15,8 +15,8 @@ from engine.bench import disk
 from engine.bench.cache import made_up_trace
 from engine.bench.memory_group import memory_group
 from engine.bench.peers import OFFLOAD
+from engine.common.paths import data_dir
 from engine.experts.replay.trace_file import write_trace
-from engine.paths import data_dir
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.engine.tiny_tokenizer import save_tiny_tokenizer
 
@@ -92,14 +92,17 @@ def test_a_long_prompt_on_the_cpu_names_what_was_not_run(capsys: pytest.CaptureF
     }
 
 
-def test_cache_policies_on_recorded_routing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_cache_policies_on_recorded_routing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.bench.cache._LAYERS", 4)
     write_trace(made_up_trace(30, 2, 16, 4), tmp_path / "mine.npz")
     document = bench(capsys, "cache", "--trace", str(tmp_path / "mine.npz"))
     names = [row["name"] for row in document["rows"]]
     assert names[:3] == ["mine, hits at 10%", "mine, hits at 25%", "mine, hits at 50%"]
     for row in document["rows"][:3]:
         assert 0 < row["of_limit"] <= 1
-    assert all("60 x 256" in name for name in names[3:])
+    assert all("4 x 256" in name for name in names[3:])
     assert len(names) == 5
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from engine import cli
 from engine.bench import predicted_decode
-from engine.config import EngineConfig
+from engine.common.config import EngineConfig
 from engine.hardware.measured import CopyTime, ExpertTime, Measurements
 from engine.hardware.measurement_files import save_measurements
 from engine.hardware.probe import HardwareProfile, probe

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from engine.config import EngineConfig, SamplingParams
-from engine.errors import EngineError, ErrorCode
+from engine.common.config import EngineConfig, SamplingParams
+from engine.common.errors import EngineError, ErrorCode
 from engine.protocol import ChatMessage
 from engine.runtime.chat_session import ChatSession
 from engine.runtime.generation import ignore_progress, never_cancelled
@@ -65,6 +67,16 @@ def test_a_second_turn_reuses_the_first(pair: tuple[LoadedModel, Any]) -> None:
     second = session.generate(second_turn, sampling)
     assert second.reused_tokens >= first.prompt_tokens - 16
     assert second.token_ids == fresh.generate(second_turn, sampling).token_ids
+
+
+def test_stop_works_while_a_template_is_rendered(loaded: LoadedModel) -> None:
+    endless = copy(loaded.tokenizer)
+    endless.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    asked = iter([False, True, True, True])
+    result = ChatSession(replace(loaded, tokenizer=endless)).generate(
+        QUESTION, SamplingParams(), cancelled=lambda: next(asked)
+    )
+    assert result.finish_reason == "cancelled"
 
 
 def test_the_answers_own_tokens_are_reused() -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from engine import cli
-from engine.config import SamplingParams
-from engine.model_info import ModelInfo
+from engine.common.config import SamplingParams
+from engine.common.model_info import ModelInfo
 from engine.runtime.generation import GenerationResult
 from engine.verbs import conversation
 from tests.engine.tiny_families import tiny_checkpoint

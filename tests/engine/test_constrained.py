@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from engine.batch_files.request import Constraint
-from engine.errors import EngineError
+from engine.common.errors import EngineError
 from engine.runtime.constrained import ConstrainedAnswers
 from tests.engine.tiny_tokenizer import EOS, VOCABULARY, save_tiny_tokenizer
 

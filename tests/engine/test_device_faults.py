@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig
+from engine.common.cancellation import RequestCancelled
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError, ErrorCode
 from engine.devices.emulated import allocate_host
 from engine.devices.link import Link
 from engine.devices.memory_budget import MemoryBudget, MemoryCategory
-from engine.errors import EngineError, ErrorCode
 from engine.runtime import device_binding
-from engine.runtime.cancellation import RequestCancelled
 from engine.runtime.generation import GenerationResult
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.loading import load_model
@@ -131,7 +131,7 @@ def test_another_program_takes_the_memory_in_the_middle(
         assert left[-1][1] == 0
         assert "others need its memory" in caplog.text
         first.memory.limit(0)  # not even the weights are left in peace
-        with pytest.raises(EngineError, match="needs more memory") as refused:
+        with pytest.raises(EngineError, match="needs another") as refused:
             answer_while(model, nothing)
         assert refused.value.code is ErrorCode.NOT_ENOUGH_MEMORY
         first.memory.limit(8 * MIB)

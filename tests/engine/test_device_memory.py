@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import random
 from collections.abc import Iterator
 from functools import cache
@@ -13,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import CACHE_POLICIES, MISSES, PREFETCHES
-from engine.errors import EngineError, ErrorCode
+from engine.common.config import CACHE_POLICIES, MISSES, PREFETCHES
+from engine.common.errors import EngineError, ErrorCode
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.loaded_tiny import library_tokens, random_prompt
 from tests.engine.on_devices import MIB, answer, chatting, memory_use, opened, slots
@@ -28,10 +27,7 @@ TEXT = random_prompt(LIMIT + 50, seed=3)
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    gc.collect()
-    gc.freeze()  # each model that is closed collects what it leaves: it should not have to look through the libraries
     yield tmp_path_factory.mktemp("checkpoints")
-    gc.unfreeze()
     checkpoint.cache_clear()
 
 
@@ -59,7 +55,9 @@ def combination(rng: random.Random) -> dict[str, Any]:
     return asked
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize(
+    "seed", [*range(60), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(60, 200))]
+)
 def test_any_budget_ends_in_an_answer_or_one_clear_sentence(seed: int, checkpoints: Path) -> None:
     rng = random.Random(seed)
     folder, library = checkpoint(rng.choice(FAMILIES), checkpoints)
@@ -135,7 +133,7 @@ def test_a_context_beyond_all_memory_is_refused_and_a_shorter_one_still_answered
     folder, library = checkpoint("qwen3_moe", checkpoints)
     with opened(folder, vram_bytes=MIB // 4) as model, chatting(model) as session:
         assert model.devices is not None
-        with pytest.raises(EngineError, match="needs more memory than emulated:slow-link#0") as refused:
+        with pytest.raises(EngineError, match=r"needs another .* of emulated:slow-link#0") as refused:
             answer(session, TEXT[:200], beams=16)
         assert refused.value.code is ErrorCode.NOT_ENOUGH_MEMORY
         assert list(answer(session, TEXT[:40]).token_ids) == library_tokens(library, TEXT[:40], 12)

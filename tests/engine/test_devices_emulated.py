@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from engine.common.errors import EngineError, ErrorCode
 from engine.devices.copy_log import CopyRecord
 from engine.devices.device import Device, Direction, Event
 from engine.devices.emulated import open_emulated
 from engine.devices.link import Link
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
-from engine.errors import EngineError, ErrorCode
 from engine.hardware.profiles import DeviceProfile
 
 GBPS = 0.5

@@ -9,9 +9,9 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
+from engine.common.errors import ErrorCode
 from engine.devices.host_memory import PageableMemory, allocate_host, available_ram
 from engine.devices.memory_budget import DeviceMemoryError, MemoryBudget, MemoryCategory, Reservation
-from engine.errors import ErrorCode
 
 CATEGORIES = st.sampled_from(MemoryCategory)
 SIZES = st.integers(0, 400)

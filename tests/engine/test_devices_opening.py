@@ -7,8 +7,8 @@ import contextlib
 import pytest
 import torch
 
+from engine.common.errors import EngineError, ErrorCode
 from engine.devices.opening import open_devices
-from engine.errors import EngineError, ErrorCode
 from engine.hardware.profiles import profile_names, read_profile
 
 no_card = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a card")

@@ -6,6 +6,7 @@ import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +14,21 @@ import pytest
 import torch
 
 from engine.checkpoint.bank_location import bank_path
-from engine.config import EngineConfig
-from engine.errors import EngineError, ErrorCode
+from engine.common.cancellation import RequestCancelled
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.paths import data_dir
 from engine.experts.disk_backed import DiskBackedExperts
 from engine.experts.dispatch import BANK_LAYER
-from engine.paths import data_dir
-from engine.runtime import expert_placement
-from engine.runtime.cancellation import RequestCancelled
-from engine.runtime.expert_placement import ExpertPlacement
+from engine.planner.placement import Budgets, NotEnoughRamError, Placement, Sizes
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.loading import decision, load_model
+from engine.runtime.loading import decision, from_disk, load_model
 from tests.engine.test_family_parity import PROMPT, decoded_logits, greedy, logits
 from tests.engine.tiny_families import tiny_checkpoint
 
 FAMILIES = (
     *("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "olmoe", "nemotron_h", "dbrx", "llama4", "jetmoe"),
-    *("longcat_flash", "granitemoe"),
+    *("longcat_flash", "granitemoe", "ernie4_5_vl_moe"),
 )
 
 
@@ -53,19 +53,20 @@ def on_disk(
 ) -> Iterator[LoadedModel]:
     """Loaded with so many slots per layout; with as few as will do if 0."""
     budget = least_budget(folder, precision)
-    place = decision.place_experts
+    decide = decision.decide_placement
 
-    def with_slots(*args: Any) -> ExpertPlacement:
-        found = place(*args)
+    def with_slots(sizes: Sizes, budgets: Budgets, config: EngineConfig) -> Placement:
+        found = decide(sizes, budgets, config)
         if not slots:
             return found
-        at_least = min(slots, max(site.num_experts for site in found.on_disk))
-        nbytes = sum(slots * layout.nbytes for layout in {site.layout for site in found.on_disk})
-        return ExpertPlacement(found.resident, found.on_disk, nbytes, at_least)
+        on_disk = [each for each in sizes.weights[0].experts if each.is_on_demand]
+        at_least = min(slots, max(each.count for each in on_disk))
+        nbytes = sum(slots * record for _, record in {(each.layout, each.record) for each in on_disk})
+        return replace(found, ram=replace(found.ram, slots=nbytes, at_least=at_least))
 
     with monkeypatch.context() as patch:
-        patch.setattr(decision, "place_experts", with_slots)
-        patch.setattr(expert_placement, "_POLICY", policy)
+        patch.setattr(decision, "decide_placement", with_slots)
+        patch.setattr(from_disk, "_POLICY", policy)
         with loaded(folder, precision, ram_bytes=budget) as model:
             assert model.disk_backed is not None
             yield model
@@ -73,20 +74,11 @@ def on_disk(
 
 def least_budget(folder: Path, precision: str = "bf16") -> int:
     """The RAM budget below which the model is refused."""
-    needs: list[int] = []
-    original = expert_placement.require_ram
-
-    def note(name: str, needed: int, budget: int | None = None, **options: Any) -> None:
-        needs.append(needed)
-        original(name, needed, budget, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expert_placement, "require_ram", note)
-        with pytest.raises(EngineError) as caught, loaded(folder, precision, ram_bytes=1):
-            pass
+    with pytest.raises(NotEnoughRamError) as caught, loaded(folder, precision, ram_bytes=1):
+        pass
     assert caught.value.code is ErrorCode.NOT_ENOUGH_MEMORY
     assert "even with its experts read from disk" in caught.value.message
-    return needs[-1]
+    return caught.value.needed
 
 
 def said(model: LoadedModel) -> tuple[torch.Tensor, list[torch.Tensor], list[int]]:

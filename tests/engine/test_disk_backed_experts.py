@@ -1,4 +1,4 @@
-"""Experts from slots over a disk: right whatever is there, in rounds, a layer ahead, foretold, and while slots go."""
+"""Experts from slots over a disk: right whatever is there, in rounds, a layer ahead, predicted, and while slots go."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import EngineError
+from engine.common.errors import EngineError
 from engine.experts.disk_backed import DiskBackedBank, DiskBackedExperts
 from engine.experts.disk_tier import DiskTier
 from engine.experts.ram_tier import RamTier

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 from engine.experts import disk_tier
 from engine.experts.bank import ExpertBank
 from engine.experts.bank_file import BankFile, DamagedRecordError

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from engine.common.errors import EngineError
 from engine.devices.device import Device, Stream
 from engine.devices.emulated import open_emulated
-from engine.errors import EngineError
 from engine.experts.dispatcher import DECODE_TOKENS, Misses
 from engine.hardware.profiles import DeviceProfile
 from tests.engine.hybrid_layers import Layers, routing

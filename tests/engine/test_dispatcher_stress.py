@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from engine.common.errors import EngineError, ErrorCode
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
-from engine.errors import EngineError, ErrorCode
 from engine.experts.dispatcher import DECODE_TOKENS, Misses
 from engine.experts.vram_prefetch import Place, VramPrefetch
 from engine.hardware.profiles import DeviceProfile

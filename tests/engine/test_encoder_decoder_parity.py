@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.config import SamplingParams
-from engine.errors import EngineError, ErrorCode
+from engine.common.config import SamplingParams
+from engine.common.errors import EngineError, ErrorCode
 from engine.experts.dispatch import BANK_LAYER
 from engine.runtime.chat_session import ChatSession
 from tests.engine.loaded_tiny import NO_END

@@ -14,8 +14,8 @@ from transformers import (
     SwitchTransformersForConditionalGeneration,
 )
 
-from engine.config import SamplingParams
-from engine.errors import EngineError, ErrorCode
+from engine.common.config import SamplingParams
+from engine.common.errors import EngineError, ErrorCode
 from engine.protocol import ChatMessage
 from engine.runtime.chat_session import ChatSession
 from tests.engine.loaded_tiny import NO_END, as_loaded, random_prompt

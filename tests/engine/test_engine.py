@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig, SamplingParams
-from engine.errors import EngineError, ErrorCode
+from engine.common.cancellation import RequestCancelled
+from engine.common.config import EngineConfig, SamplingParams
+from engine.common.errors import EngineError, ErrorCode
 from engine.protocol import ChatMessage
-from engine.runtime.cancellation import RequestCancelled
 from engine.runtime.engine import Engine
 from engine.runtime.generation import GenerationResult
 from tests.engine.tiny_families import tiny_checkpoint

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.experts.prediction import background_training, saved_mlp
+from engine.experts.prediction import background_training
 from engine.experts.prediction.background_training import BackgroundTraining, TrainingState
 from engine.experts.prediction.learning import Learning
 from engine.experts.prediction.making import make_prefetcher
@@ -184,7 +184,7 @@ def test_a_disk_that_is_full_leaves_the_old_file(
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saved_mlp.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         save_mlp(trained, path)
     assert os.listdir(tmp_path) == ["a.safetensors"]

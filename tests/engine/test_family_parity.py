@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig
+from engine.common.config import EngineConfig
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.loading import load_model
 from tests.engine.tiny_configs import DENSE, FAMILIES
@@ -56,7 +56,7 @@ def compare_with_library(folder: Path, library_class: Any, *, moe: bool = True) 
 
 @contextmanager
 def loaded(folder: Path, precision: Any, **options: Any) -> Iterator[LoadedModel]:
-    config = EngineConfig(model=str(folder), device="cpu", precision=precision, threads=1, **options)
+    config = EngineConfig(model=str(folder), precision=precision, threads=1, **{"device": "cpu", **options})
     model = load_model(config, on_progress=lambda done, total: None, cancelled=lambda: False)
     try:
         yield model

@@ -1,4 +1,4 @@
-"""Experts that are foretold while a model answers: they arrive, and the answer is the same."""
+"""Experts that are predicted while a model answers: they arrive, and the answer is the same."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import Prefetch
+from engine.common.config import Prefetch
 from tests.engine.on_devices import answer, chatting, opened
 from tests.engine.tiny_families import tiny_checkpoint
 

@@ -12,7 +12,7 @@ from engine.runtime.gates import find_gates
 from tests.engine.tiny_configs import ADAPTED, DENSE, FAMILIES
 from tests.engine.tiny_families import tiny_model
 
-WANT_MORE = {"afmoe", "deepseek_v4", "hy_v3", "inkling_text", "lfm2_moe", "minimax_m2", "zaya"}
+WANT_MORE = {"afmoe", "deepseek_v4", "hy_v3", "inkling_mm_model", "inkling_text", "lfm2_moe", "minimax_m2", "zaya"}
 """Routers that take a second input, or answer in another way."""
 HIDDEN_DIFFERS = {"muse_spark"}
 """The experts get something narrower than the router."""

@@ -17,7 +17,7 @@ from engine.bench.gguf_export import Quantisation, gguf_of, write_gguf
 from engine.bench.synthetic import make_synthetic
 from engine.checkpoint.bfloat16 import from_bfloat16
 from engine.checkpoint.safetensors_numpy import read_safetensors, write_safetensors
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 
 SHAPE = "synthetic:qwen3-moe-tiny?layers=1&vocab=259"
 LARGEST_ERROR = {

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from engine.common.errors import EngineError, ErrorCode
 from engine.devices.graphs import CaptureError
 from engine.devices.memory_budget import MemoryCategory
 from engine.devices.recorded_graphs import RecordedCapture
-from engine.errors import EngineError, ErrorCode
 from engine.experts.dispatch import BANK_LAYER, bound_kernel
 from engine.experts.dispatcher import HybridExperts
 from engine.kernels.torch_experts import TorchExperts
@@ -159,7 +159,7 @@ def test_a_cancelled_answer_goes_on_from_its_cache(checkpoints: Path) -> None:
         again = answer(session, PROMPT)
         assert list(again.token_ids) == expected.first
         assert again.reused_tokens > 0
-        # The buffers are the same: nothing was captured anew.
+        # The buffers are the same: nothing was captured again.
         assert graphs_of(session).counters.captures == 1
 
 

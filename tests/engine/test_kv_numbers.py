@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 from engine.checkpoint.config_file import text_part
 from engine.checkpoint.kv_numbers import kv_elements_per_token
-from engine.runtime.warm_up import kv_bytes_per_token
+from engine.common.config import SamplingParams
+from engine.runtime.chat_session import ChatSession
+from engine.runtime.growing_cache import cache_layer_bytes, new_cache
+from engine.runtime.warm_up import measure_kv
+from tests.engine.loaded_tiny import NO_END, random_prompt
+from tests.engine.test_family_parity import loaded
 from tests.engine.tiny_configs import ADAPTED, FAMILIES
-from tests.engine.tiny_families import tiny_model
+from tests.engine.tiny_families import tiny_checkpoint, tiny_model
 
 _ODD = ("deepseek_v4", "gemma4_text", "inkling_text", "jamba", "mimo_v2_flash", "nemotron_h", "longcat_flash")
 """Families that keep more or less than two numbers for each head and layer."""
@@ -26,8 +34,32 @@ def test_every_other_family(family: str) -> None:
     assert_counted(family)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v4", "nemotron_h", "qwen3_next", "qwen4_exp_text", "minimax", "mixtral"])
+def test_what_a_cache_is_expected_to_take_is_never_less_than_it_takes(family: str) -> None:
+    model = tiny_model(family)
+    with torch.no_grad():
+        cost = measure_kv(model, torch.device("cpu"))
+        for tokens in (1, 2, 17, 120, 250):
+            cache = new_cache(model, 256)
+            held = model(input_ids=torch.ones(1, tokens, dtype=torch.long), past_key_values=cache).past_key_values
+            assert sum(cache_layer_bytes(held)) <= cost.fixed + 256 * cost.per_token
+
+
+def test_a_card_that_cannot_hold_the_caches_state_is_not_used(tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"hidden_size": 72, "head_dim": 64, "max_position_embeddings": 1024, "sliding_window": 128}
+    tiny_checkpoint("deepseek_v4", tmp_path, **shape)
+    for budget in (3_841_000, 3_960_000):  # once it was loaded with the first, and long prompts were refused
+        with loaded(tmp_path, "bf16", device="emulated:laptop-4gb", vram_bytes=budget) as model:
+            assert (model.devices is None) == (budget == 3_841_000)
+            session = ChatSession(model)
+            prompt = random_prompt(model.context_tokens - 20)
+            answer = session.generate_from_ids(prompt, SamplingParams(max_tokens=4), end_ids=NO_END)
+            assert answer.generated_tokens == 4
+            session.clear()
+
+
 def assert_counted(family: str) -> None:
     model = tiny_model(family)
     with torch.no_grad():
-        held = kv_bytes_per_token(model, torch.device("cpu"))
+        held = measure_kv(model, torch.device("cpu")).per_token
     assert kv_elements_per_token(text_part(model.config.to_dict())) * 4 == held

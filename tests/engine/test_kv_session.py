@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import SamplingParams
-from engine.runtime.cancellation import RequestCancelled
+from engine.common.cancellation import RequestCancelled
+from engine.common.config import SamplingParams
 from engine.runtime.chat_session import ChatSession
 from engine.runtime.generation import ignore_progress, never_cancelled
 from engine.runtime.kv_session import KvSession

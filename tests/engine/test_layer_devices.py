@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.runtime.layer_devices import LayerDevices, _moved, split_layers
+from engine.planner.placement import split_layers
+from engine.runtime.layer_devices import LayerDevices, _moved, decoder_layers
 from tests.engine.tiny_families import tiny_model
+
+
+def split(sizes: Mapping[str, int], capacities: Sequence[int]) -> LayerDevices:
+    layers = decoder_layers(_MODEL)
+    return layers.on(split_layers(*layers.sums(sizes), capacities))
 
 
 @given(st.lists(st.integers(1, 1000), min_size=2, max_size=4), st.integers(0, 10**6))
 def test_runs_cover_all_layers_in_order(capacities: list[int], elsewhere: int) -> None:
-    model = _MODEL
-    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    sizes = {name: parameter.nbytes for name, parameter in _MODEL.named_parameters()}
     sizes["model.embed_tokens.weight"] = elsewhere
-    layers = split_layers(model, sizes, capacities)
+    layers = split(sizes, capacities)
     assert layers.prefix == "model.layers."
     assert len(layers.of_layer) == 6
     assert list(layers.of_layer) == sorted(layers.of_layer)
@@ -27,15 +34,15 @@ def test_runs_cover_all_layers_in_order(capacities: list[int], elsewhere: int) -
 
 def test_even_devices_get_even_shares() -> None:
     sizes = {f"model.layers.{layer}.weight": 100 for layer in range(6)}
-    assert split_layers(_MODEL, sizes, [10, 10]).of_layer == (0, 0, 0, 1, 1, 1)
-    assert split_layers(_MODEL, sizes, [10, 20]).of_layer == (0, 0, 1, 1, 1, 1)
-    assert split_layers(_MODEL, sizes, [10, 10, 10]).of_layer == (0, 0, 1, 1, 2, 2)
+    assert split(sizes, [10, 10]).of_layer == (0, 0, 0, 1, 1, 1)
+    assert split(sizes, [10, 20]).of_layer == (0, 0, 1, 1, 1, 1)
+    assert split(sizes, [10, 10, 10]).of_layer == (0, 0, 1, 1, 2, 2)
     # The embedding is with the first, which has room for fewer layers then.
-    assert split_layers(_MODEL, {**sizes, "lm_head.weight": 200}, [10, 10]).of_layer == (0, 0, 1, 1, 1, 1)
+    assert split({**sizes, "lm_head.weight": 200}, [10, 10]).of_layer == (0, 0, 1, 1, 1, 1)
 
 
 def test_one_device_has_it_all() -> None:
-    layers = split_layers(_MODEL, {"model.layers.0.weight": 1}, [10])
+    layers = split({"model.layers.0.weight": 1}, [10])
     assert layers == LayerDevices()
     assert layers.of("model.layers.3.weight") == 0
     assert layers.device_map([torch.device("cpu")]) == {"": torch.device("cpu")}

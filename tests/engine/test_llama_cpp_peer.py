@@ -18,7 +18,7 @@ from engine.bench.llama_cpp.instructions import GROUPS, working_instructions
 from engine.bench.llama_cpp.models import files_beside
 from engine.bench.report import Report
 from engine.bench.synthetic import make_synthetic
-from engine.config import EngineConfig, SamplingParams
+from engine.common.config import EngineConfig, SamplingParams
 from engine.runtime.chat_session import ChatSession
 from engine.runtime.loading import load_model
 from tests.starter import starter_for_tests

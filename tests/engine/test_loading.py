@@ -10,12 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import EngineConfig
-from engine.errors import EngineError, ErrorCode
-from engine.runtime import memory
-from engine.runtime.cancellation import RequestCancelled
+from engine.common.cancellation import RequestCancelled
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError, ErrorCode
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.loading import load_model
+from engine.runtime.loading import decision, load_model
 from tests.engine.tiny_families import tiny_checkpoint, tiny_model
 from tests.engine.tiny_tokenizer import save_tiny_tokenizer
 
@@ -143,7 +142,7 @@ def test_devices_that_are_not_there(mixtral: Path, device: str, code: ErrorCode)
 
 def test_too_little_memory_is_told_before_anything_is_read(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    monkeypatch.setattr(memory, "available_ram", lambda: 50_000)
+    monkeypatch.setattr(decision, "available_ram", lambda: 50_000)
     with pytest.raises(EngineError) as caught:
         load_model(
             EngineConfig(model=str(mixtral), device="cpu"),
@@ -151,7 +150,7 @@ def test_too_little_memory_is_told_before_anything_is_read(mixtral: Path, monkey
             cancelled=lambda: False,
         )
     assert caught.value.code is ErrorCode.NOT_ENOUGH_MEMORY
-    assert "MB" in caught.value.message
+    assert "50 kB are free" in caught.value.message
     assert read == []
 
 

@@ -13,6 +13,7 @@ from engine.kernels.interface import ExpertMath
 from engine.kernels.native.experts import NativeExperts
 from engine.kernels.native.library import Isa, NativeKernels
 from engine.kernels.torch_experts import TorchExperts
+from tests.combinations import any_two
 from tests.engine.native_isas import isas, kernels_of
 from tests.engine.test_quantised_experts import KINDS, PRECISIONS, _layer, _module
 
@@ -48,7 +49,7 @@ def _assert_near(got: torch.Tensor, wanted: torch.Tensor, precision: str) -> Non
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     kind=st.sampled_from(KINDS),
     bias=st.booleans(),
@@ -92,8 +93,10 @@ def test_nobody_is_wanted(kernels: NativeKernels) -> None:
     assert not native(torch.ones(20, 64).bfloat16(), torch.full((20, 2), 2), torch.ones(20, 2)).any()
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e-40])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@any_two(
+    {"kernels": _ISAS, "precision": PRECISIONS, "value": [float("inf"), float("-inf"), float("nan"), 1e-40]},
+    ["kernels"],
+)
 def test_what_is_not_finite_stays_in_its_token(kernels: NativeKernels, precision: str, value: float) -> None:
     torch.manual_seed(5)
     native, in_torch = _both(kernels, "silu", precision, (2, 96, 64), bias=False)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.common.errors import EngineError, ErrorCode
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
 from engine.devices.memory_budget import MemoryCategory
-from engine.errors import EngineError, ErrorCode
 from engine.hardware.measured import DiskRead, ExpertTime, Measurements, RamRead, machine_profile
 from engine.hardware.probe import HardwareProfile, probe
 from engine.hardware.profiles import DeviceProfile, read_profile

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
-from engine.config import EngineConfig, SamplingParams
+from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native.build import library_path
 from engine.runtime.chat_session import ChatSession
 from engine.runtime.growing_cache import GrowingLayer, new_cache

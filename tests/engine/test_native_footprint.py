@@ -12,7 +12,7 @@ import torch
 from engine import cli
 from engine.bench.opened import opened
 from engine.bench.synthetic import make_synthetic
-from engine.config import EngineConfig, SamplingParams
+from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native import build
 from engine.kernels.native.library import load_kernels
 from engine.kernels.native.linear import QuantisedLinear, quantise_linears

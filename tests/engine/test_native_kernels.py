@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from engine.experts.bank import BankLayer, ExpertBank
 from engine.experts.record import RecordLayout
 from engine.experts.standard_module import StandardExperts
+from engine.formats.tiles import dequantise
 from engine.kernels.interface import ExpertMath
 from engine.kernels.native.experts import MAX_TOKENS, NativeExperts, can_compute
 from engine.kernels.native.library import Isa, NativeKernels, load_kernels
 from engine.kernels.native.linear import QuantisedLinear, quantise_linears, speed_up_linears
-from engine.kernels.quantised.tiles import dequantise
 from engine.kernels.reference import reference_experts
 from engine.kernels.torch_experts import TorchExperts
 from tests.engine.native_isas import isas, kernels_of
@@ -119,8 +119,8 @@ def test_linear_equals_torch(kernels: NativeKernels, rows: int, columns: int, bi
         torch.testing.assert_close(got, wanted, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4"])
-@settings(max_examples=10)
+@pytest.mark.parametrize("precision", ["int8", "int4", "lut4"])
+@settings(max_examples=5)
 @given(
     rows=st.integers(100, 700),
     columns=st.integers(700, 900),

@@ -130,7 +130,7 @@ def test_a_self_test_without_an_answer_is_tried_again(pretended: Make, monkeypat
 
     path = pretended(advertised=3)
     monkeypatch.setattr(library.subprocess, "run", sleeps_through_it)
-    assert proven(path) == [Isa.AVX2]  # the portable kernels' test was tried twice in vain
+    assert proven(path) == [Isa.AVX2]  # the portable kernels' test was tried twice for nothing
     assert not path.with_suffix(".proven.json").exists()
     assert proven(path) == [Isa.PORTABLE, Isa.AVX2]
     assert path.with_suffix(".proven.json").exists()

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from engine.bench.synthetic import make_synthetic
-from engine.checkpoint.model_shapes import find_shape
-from engine.config import SamplingParams
+from engine.checkpoint.find_shape import find_shape
+from engine.common.config import SamplingParams
+from engine.common.errors import EngineError, ErrorCode
 from engine.devices.memory_budget import MemoryCategory
-from engine.errors import EngineError, ErrorCode
-from engine.planner.machine import CpuProfile, GpuProfile, HardwareProfile, LinkProfile
+from engine.hardware.machine import CpuProfile, GpuProfile, HardwareProfile, LinkProfile
 from engine.planner.plan import make_plan
 from engine.planner.plan_parts import Limits
 from engine.planner.planned import Plan

@@ -10,16 +10,20 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.bench.synthetic import make_synthetic
-from engine.checkpoint.model_shapes import find_shape
-from engine.config import EngineConfig, Precision
+from engine.checkpoint.find_shape import find_shape
+from engine.common.config import EngineConfig
 from engine.devices.memory_budget import MemoryCategory
+from engine.formats import LADDER, careful
+from engine.hardware.machine import CpuProfile, GpuProfile, HardwareProfile, LinkProfile
 from engine.kernels.dense import quantised_sizes
 from engine.planner.engine_costs import engine_costs
-from engine.planner.engine_memory import dense_on_card, engine_memory
-from engine.planner.machine import CpuProfile, GpuProfile, HardwareProfile, LinkProfile
-from engine.planner.precision import careful_precision
+from engine.planner.engine_memory import dense_on_card, engine_memory, sizes_of
+from engine.planner.placement import Budgets, NotEnoughRamError, Placement, Sizes, decide
 from engine.planner.predict import limits_of
-from engine.runtime.loading import load_model
+from engine.runtime.compute_devices import open_compute_devices
+from engine.runtime.layer_devices import decoder_layers
+from engine.runtime.loading import decision, load_model
+from engine.runtime.loading.opened import open_checkpoint
 from tests.engine.on_devices import memory_use
 
 MODEL = "synthetic:qwen3-moe-small?layers=2&experts=32&vocab=2048"
@@ -34,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("vram", [64, 40, 24])
 @pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
-def test_on_an_emulated_card(folder: Path, vram: int, precision: Precision) -> None:
+def test_on_an_emulated_card(folder: Path, vram: int, precision: str) -> None:
     config = EngineConfig(
         str(folder),
         device="emulated:slow-link",
@@ -67,7 +71,7 @@ def test_on_an_emulated_card(folder: Path, vram: int, precision: Precision) -> N
 
 
 @pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
-def test_on_the_cpu(folder: Path, precision: Precision) -> None:
+def test_on_the_cpu(folder: Path, precision: str) -> None:
     config = EngineConfig(str(folder), device="cpu", precision=precision, threads=1)
     loaded = load_model(config, on_progress=lambda _done, _all: None, cancelled=lambda: False)
     try:
@@ -83,6 +87,51 @@ def test_on_the_cpu(folder: Path, precision: Precision) -> None:
     assert planned.ram.weights == pytest.approx(weights, rel=0.05)
 
 
+def test_a_plan_and_loading_decide_alike(folder: Path) -> None:
+    """The same function, once with estimates and once with what the checkpoint's headers say; nothing is loaded."""
+    shape, seen = find_shape(str(folder)), set()
+    for precision in ("auto", "int8"):
+        for vram in (0, 64, 24, 1):
+            config = EngineConfig(
+                str(folder),
+                device="emulated:slow-link" if vram else "cpu",
+                vram_bytes=vram * MIB or None,
+                precision=precision,
+            )
+            opened, devices = open_checkpoint(config), open_compute_devices(config)
+            try:
+                budgets = decision.budgets_of(config, devices)
+                counted_sizes = decision.sizes_of(opened, config, devices, decoder_layers(opened.model))
+            finally:
+                for device in devices:
+                    device.close()
+            costs = engine_costs(machine(vram), shape, LADDER[0])
+            planned_sizes = sizes_of(costs, limits_of(config), LADDER if precision == "auto" else [precision])
+            for ram in (64, 24, 16, 8, 5):
+                there_is = replace(budgets, ram_allowed=ram * MIB)
+                planned, counted = (_tried(sizes, there_is, config) for sizes in (planned_sizes, counted_sizes))
+                seen.add(_outline(planned))
+                assert _outline(planned) == _outline(counted), (precision, vram, ram)
+                if planned is not None and counted is not None:
+                    assert planned.slots == pytest.approx(counted.slots, rel=0.05)
+                    assert planned.ram.held == pytest.approx(counted.ram.held, rel=0.05)
+    assert len(seen) > 5  # else nothing was compared
+
+
+def _outline(placement: Placement | None) -> tuple[object, ...]:
+    if placement is None:
+        return ()
+    notes = tuple(note.code for note in placement.notes)
+    return placement.precision, placement.reach, placement.all_experts, notes
+
+
+def _tried(sizes: Sizes, budgets: Budgets, config: EngineConfig) -> Placement | None:
+    try:
+        return decide(sizes, budgets, config)
+    except NotEnoughRamError:
+        return None
+
+
 def machine(vram: int) -> HardwareProfile:
     found = HardwareProfile(
         "test", "", "", None, LinkProfile(2e9, 2e9, 2e9), CpuProfile("", 2, 1e11, 3e10, 24 * 2**30), 1e9
@@ -92,7 +141,7 @@ def machine(vram: int) -> HardwareProfile:
 
 @pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_dense_weights_on_a_real_card(folder: Path, precision: Precision, tied: bool) -> None:
+def test_dense_weights_on_a_real_card(folder: Path, precision: str, tied: bool) -> None:
     """As the engine counts them before it loads: no card is needed for that."""
     config = AutoConfig.from_pretrained(folder)
     config.tie_word_embeddings = tied
@@ -102,7 +151,7 @@ def test_dense_weights_on_a_real_card(folder: Path, precision: Precision, tied: 
     shape = replace(shape, other_weights=shape.other_weights - (shape.vocabulary * shape.hidden if tied else 0))
     experts = {name for name, _ in model.named_parameters() if ".experts." in name}
     sizes = {name: value.nbytes for name, value in model.named_parameters() if name not in experts}
-    held = quantised_sizes(model, careful_precision(precision, shape.total_weights), sizes)
+    held = quantised_sizes(model, careful(precision, shape.total_weights), sizes)
     gpu = GpuProfile("a card", 2**30, 1e12, 1e11)
     costs = engine_costs(replace(machine(64), gpu=gpu), shape, precision, 1)
     assert dense_on_card(costs) == pytest.approx(sum(held.values()), rel=0.05)

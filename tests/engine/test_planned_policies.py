@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.bench.synthetic import make_synthetic
-from engine.config import EngineConfig, SamplingParams
+from engine.common.config import EngineConfig, SamplingParams
 from engine.planner.plan_search import ENGINE_SETTINGS
 from engine.runtime.chat_session import ChatSession
 from engine.runtime.loading import load_model

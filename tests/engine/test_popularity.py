@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import EngineConfig
+from engine.common.config import EngineConfig
 from engine.runtime import popularity
 from engine.runtime.loading import load_model
 from engine.runtime.popularity import Popularity, UseCounts, load_popularity, popularity_file, save_popularity
@@ -69,7 +70,7 @@ def test_a_full_disk_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_args: object, **_options: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(popularity.json, "dump", full)
+    monkeypatch.setattr(os, "fsync", full)
     save_popularity("m", Popularity([[1.0]]))
     assert list(popularity_file("m").parent.iterdir()) == []
 

@@ -7,33 +7,39 @@ import torch
 
 from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.record import RecordLayout
-from engine.kernels.quantised.tiles import Pairing, TiledShape
-from engine.planner.precision import BITS_PER_WEIGHT, SMALL_MODEL, bytes_per_weight, careful_precision
+from engine.formats import FORMATS, SMALL_MODEL, TiledFormat, careful
+from engine.formats.tiles import Pairing, TiledShape
 
 HIDDEN, INNER = 2048, 768
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4"])
-def test_a_matrix(precision: str) -> None:
-    shape = TiledShape(HIDDEN, INNER, precision)
-    parts = sum(torch.Size(size).numel() * dtype.itemsize for size, dtype in shape.parts.values())
-    assert 8 * parts == BITS_PER_WEIGHT[precision] * HIDDEN * INNER
+TILED = [each for each in FORMATS.values() if isinstance(each, TiledFormat)]
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("tiled", TILED, ids=lambda each: each.name)
+def test_a_matrix(tiled: TiledFormat) -> None:
+    shape = TiledShape(HIDDEN, INNER, tiled)
+    parts = [torch.Size(size).numel() * dtype.itemsize for size, dtype in shape.parts.values()]
+    assert tuple(parts) == tiled.part_bytes(HIDDEN, INNER)
+    tables = 0 if tiled.table is None else len(tiled.table)
+    assert 8 * (sum(parts) - tables) == tiled.bits * HIDDEN * INNER
+
+
+@pytest.mark.parametrize("precision", [each.name for each in TILED])
 @pytest.mark.parametrize("weights", [SMALL_MODEL - 1, SMALL_MODEL])
 def test_an_expert_of_a_small_and_of_a_big_model(precision: str, weights: int) -> None:
     plain = RecordLayout.of(
         {"gate_up_proj": ((2 * INNER, HIDDEN), torch.bfloat16), "down_proj": ((HIDDEN, INNER), torch.bfloat16)},
         transposed=False,
     )
-    down = careful_precision(precision, weights)
-    layout = QuantisedLayout.quantising(plain, precision, Pairing.HALVES, down)
-    planned = HIDDEN * INNER * (2 * bytes_per_weight(precision) + bytes_per_weight(down))
-    assert planned <= layout.nbytes < planned + 4096
-    assert (down == precision) == (precision == "int8" or weights >= SMALL_MODEL)
+    most, down = FORMATS[precision], FORMATS[careful(precision, weights)]
+    layout = QuantisedLayout.quantising(plain, lambda name: down if name == "down_proj" else most, Pairing.HALVES)
+    planned = HIDDEN * INNER * (2 * most.bytes_per_weight + down.bytes_per_weight)
+    tables = sum(64 for name, tiled in layout.formats if tiled.table is not None)
+    assert planned <= layout.nbytes < planned + tables + 4096
+    assert (down is most) == (precision == "int8" or weights >= SMALL_MODEL)
 
 
-def test_only_int4_has_exceptions() -> None:
+def test_only_coarse_formats_have_exceptions() -> None:
     for precision in ("fp32", "bf16", "int8"):
-        assert careful_precision(precision, 1) == precision
+        assert careful(precision, 1) == precision

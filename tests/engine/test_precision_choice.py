@@ -6,14 +6,13 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from engine.config import EngineConfig
-from engine.errors import EngineError
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError
+from engine.planner.placement import Note, NoteCode
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.loading import load_model
-from engine.runtime.precision_choice import Footprint, choose_precision
+from engine.runtime.loading.placement_words import sentence
 from tests.engine.tiny_families import tiny_checkpoint
 
 PRECISIONS = ("bf16", "int8", "int4")
@@ -35,25 +34,14 @@ def fits_in_ram(folder: Path, precision: str, budget: int) -> bool:
         model.close()
 
 
-@given(
-    sizes=st.lists(st.integers(1, 10**12), min_size=3, max_size=3).map(lambda sizes: sorted(sizes, reverse=True)),
-    usable=st.integers(-(10**9), 10**12),
-)
-def test_the_best_that_fits_else_the_smallest(sizes: list[int], usable: int) -> None:
-    footprints = [Footprint(precision, ram) for precision, ram in zip(PRECISIONS, sizes, strict=True)]
-    chosen, why = choose_precision(footprints, usable)
-    fitting = [each.precision for each in footprints if each.ram <= usable]
-    assert chosen == (fitting[0] if fitting else "int4")
-    assert bool(why) == (chosen != "bf16")
-    if why:
-        assert why.startswith(f"Weights are in {chosen}, because bf16 needs ")
-        assert why.endswith(".")
-
-
 def test_both_figures_are_said() -> None:
-    chosen, why = choose_precision([Footprint("bf16", 61 * 10**9), Footprint("int8", 33 * 10**9)], 40 * 10**9)
-    assert chosen == "int8"
-    assert why == "Weights are in int8, because bf16 needs 61.0 GB of RAM and there is room for 40.0 GB."
+    note = Note(NoteCode.COARSER_FOR_RAM, 61 * 10**9, 40 * 10**9, precision="int8", instead_of="bf16")
+    assert sentence(note) == ("Weights are in int8, because bf16 needs 61.0 GB of RAM and there is room for 40.0 GB.")
+    for code in NoteCode:
+        said = sentence(Note(code, 61 * 10**9, 40 * 10**9, "card#1", "int8", "bf16"))
+        assert said.endswith(".")
+        assert "61.0 GB" in said
+        assert "40.0 GB" in said
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])

@@ -23,7 +23,7 @@ LAYERS, EXPERTS, WIDTH = 5, 24, 3
 
 
 def recall(predictor: Predictor, routes: PlantedRoutes, ahead: int = 1, steps: int = 400, judged: int = 100) -> float:
-    """Of the last steps' experts, the share that was among the first WIDTH foretold."""
+    """Of the last steps' experts, the share that was among the first WIDTH predicted."""
     found = wanted = 0
     for number in range(steps):
         step = routes.step()

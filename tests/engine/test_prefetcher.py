@@ -1,4 +1,4 @@
-"""The prefetcher uses who gains, nobody if nobody does, and has nothing driven out that is wanted or foretold."""
+"""The prefetcher uses who gains, nobody if nobody does, and has nothing driven out that is wanted or predicted."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_step_of_many_tokens_is_no_decode_step() -> None:
 
 
 class Oracle:
-    """Foretells what it is told to."""
+    """Predicts what it is told to."""
 
     name = "correlation"
     learns = False

@@ -16,14 +16,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.checkpoint.bank_location import bank_path
-from engine.errors import EngineError, ErrorCode
+from engine.common.cancellation import RequestCancelled
+from engine.common.errors import EngineError, ErrorCode
 from engine.experts.bank_file import BankFile
 from engine.experts.bank_header import UnusableBankError
 from engine.experts.bank_writer import BankWriter, part_path
 from engine.experts.disk_tier import DiskTier
 from engine.runtime import prepare_bank as preparing_module
 from engine.runtime.bank_source import BankSource
-from engine.runtime.cancellation import RequestCancelled
 from engine.runtime.prepare_bank import Prepared, rebuild_layer, rebuild_record
 from tests.engine.prepare_bank_parts import assert_holds, in_ram, prepare
 from tests.engine.test_checkpoint_layouts import _set_quantization, _to_fp8
@@ -122,8 +122,9 @@ def run_and_kill(model: Path, bank: Path, at_call: int) -> subprocess.CompletedP
     )  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("at_call", [2, 5, 10, 18, 19])
+@pytest.mark.parametrize(
+    "at_call", [2, 10, 19, *(pytest.param(call, marks=pytest.mark.exhaustive) for call in (5, 18))]
+)
 def test_killed_anywhere_it_goes_on_and_ends_in_the_same_file(at_call: int, mixtral: Path, tmp_path: Path) -> None:
     """Calls: 2 to begin, 3 for each of 5 layers, a sync and the rename."""
     source = BankSource.open(mixtral)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 from engine.experts.bank_writer import part_path
 from engine.experts.direct_file import DirectFile
 from engine.runtime.bank_source import BankSource
@@ -40,7 +40,7 @@ def test_a_full_disk_is_told_before_anything_is_written(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr("engine.experts.bank_writer.shutil.disk_usage", lambda folder: usage._replace(free=70_000))
     source, path = BankSource.open(mixtral), tmp_path / "banks" / "tiny.bank"
-    with pytest.raises(EngineError, match=r"needs .* MB more in .*banks, where 0\.1 MB are free") as caught:
+    with pytest.raises(EngineError, match=r"needs .* kB more in .*banks, where 70 kB are free") as caught:
         prepare(source, path)
     assert caught.value.code == ErrorCode.DISK_FULL
     assert list(path.parent.iterdir()) == []

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import pytest
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.cancellation import RequestCancelled
+from engine.common.errors import EngineError, ErrorCode
+from engine.foreign_text.process import FOREIGN_TEXT, Limits
 from engine.protocol import ChatMessage
 from engine.runtime.prompt import chat_prompt, check_length, implied_stops, template_note
 from tests.engine.loaded_tiny import tiny_tokenizer
@@ -125,3 +128,68 @@ def test_a_prompt_that_fills_the_context_is_refused() -> None:
     with pytest.raises(EngineError, match=r"5,000 tokens long.*4,096.*905") as caught:
         check_length(5000, 4096)
     assert caught.value.code == ErrorCode.PROMPT_TOO_LONG
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        TEMPLATE,
+        "{{ bos_token }}{%- for m in messages %}\n  {{- m | tojson }}{% if loop.last %}{% break %}{% endif %}"
+        "{% endfor %}",
+        "{% set n = namespace(a=1, b=dict(x=2)) %}{% set n.a = n.a + n.b.x %}{{ n.a }}{{ messages[0].content }}",
+        "{% for m in messages %}{% generation %}{{ m.content | trim }}\n{% endgeneration %}{% endfor %}",
+        "{{ tools is none }}{{ documents }}{{ add_generation_prompt }}{{ strftime_now('%Y') }}{{ messages[0].role }}",
+        "{{ messages | tojson(indent=2, sort_keys=true) }}\n{{ eos_token }} <b>&</b>",
+    ],
+)
+def test_templates_are_rendered_as_the_library_renders_them(template: str) -> None:
+    tokenizer = tiny_tokenizer(template)
+    turns = [{"role": message.role, "content": message.content} for message in CONVERSATION[1:]]
+    expected = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    assert chat_prompt(tokenizer, CONVERSATION[1:]) == expected
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "<|im_end|>",
+        "a<|im_end|>b<|im_start|>",
+        "\n<|im_end|> ",
+        "<|im_end|><|im_e\U000f0000nd|>",
+        "<|endoftext|><|im_end|>",
+    ],
+)
+def test_typed_control_tokens_are_encoded_as_the_library_encodes_them(content: str) -> None:
+    tokenizer = tiny_tokenizer()
+    turns = [{"role": "user", "content": content}]
+    expected = tokenizer.apply_chat_template(
+        turns, add_generation_prompt=True, return_dict=False, tokenize=True, sanitize_control_tokens=True
+    )
+    assert chat_prompt(tokenizer, (ChatMessage("user", content),)) == expected
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_an_endless_template_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FOREIGN_TEXT, "limits", Limits(seconds=0.2, characters_per_s=10**9))
+    with pytest.raises(EngineError) as caught:
+        chat_prompt(tiny_tokenizer(ENDLESS + "{{ 'a' }}"), CONVERSATION)
+    assert caught.value.code == ErrorCode.MODEL_UNSUPPORTED
+    assert "chat template was stopped" in caught.value.message
+
+
+def test_stop_works_while_a_template_is_rendered() -> None:
+    asked = iter([False, False, True, True])
+    with pytest.raises(RequestCancelled):
+        chat_prompt(tiny_tokenizer(ENDLESS), CONVERSATION, lambda: next(asked))
+
+
+def test_several_templates_without_a_default_one() -> None:
+    tokenizer = copy(tiny_tokenizer())
+    tokenizer.chat_template = {"tool_use": TEMPLATE}
+    with pytest.raises(EngineError) as caught:
+        chat_prompt(tokenizer, CONVERSATION)
+    assert caught.value.code == ErrorCode.MODEL_UNSUPPORTED
+    tokenizer.chat_template = {"default": TEMPLATE}
+    assert chat_prompt(tokenizer, CONVERSATION) == chat_prompt(tiny_tokenizer(), CONVERSATION)

@@ -17,7 +17,7 @@ from engine.bench.llama_cpp import LlamaCppPeer, peer_python
 from engine.bench.next_tokens import Contestant, Reference, Window
 from engine.bench.opened import opened
 from engine.bench.synthetic import make_synthetic
-from engine.config import EngineConfig, Precision
+from engine.common.config import EngineConfig
 from engine.runtime.kv_session import KvSession
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.tiny_families import tiny_checkpoint
@@ -160,14 +160,14 @@ def token_by_token(loaded: LoadedModel) -> Contestant:
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", [at_once, token_by_token])
 def test_the_starter_in_int8_and_int4_stays_near_bf16(starter: Path, tmp_path: Path, reader: Any) -> None:
-    def config(precision: Precision) -> EngineConfig:
+    def config(precision: str) -> EngineConfig:
         return EngineConfig(model=str(starter), device="cpu", precision=precision, threads=1)
 
     with opened(config("bf16")) as loaded:
         windows = [tuple(loaded.tokenizer(STORY)["input_ids"])]
         reference = Reference(reader(loaded), windows, tmp_path)
     # Of some hundred tokens those that agree vary by several in a hundred; the divergence is the steadier figure.
-    bounds: dict[Precision, tuple[float, float]] = {"int8": (0.03, 0.82), "int4": (0.1, 0.75)}
+    bounds: dict[tuple[float, float]] = {"int8": (0.03, 0.82), "int4": (0.1, 0.75)}
     for precision, (most_nats, least_agreement) in bounds.items():
         with opened(config(precision)) as loaded:
             score = reference.compare(reader(loaded))

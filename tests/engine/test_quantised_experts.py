@@ -15,13 +15,15 @@ from engine.experts.bank import BankLayer
 from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.record import RecordLayout, allocate_records
 from engine.experts.standard_module import StandardExperts
+from engine.formats import FORMATS
+from engine.formats.tiles import Pairing, dequantise
 from engine.kernels import choose_kernel
 from engine.kernels.activation import activation_of
 from engine.kernels.interface import ExpertMath
 from engine.kernels.native.experts import MAX_TOKENS, NativeExperts
 from engine.kernels.native.library import Isa, NativeKernels
-from engine.kernels.quantised.tiles import Pairing, dequantise
 from engine.kernels.reference import reference_experts
+from tests.combinations import any_two
 from tests.engine.native_isas import isas, kernels_of
 
 _ISAS = isas()
@@ -53,8 +55,9 @@ ClampedExperts._apply_gate = _gpt_oss_gate
 
 KINDS = ["silu", "gelu", "gelu_pytorch_tanh", "relu2 without gate", "silu without gate", "clamped"]
 MIXED = "int4 and int8"
+HALF_PLAIN = "int8 and bf16"
 """Of the first matrix and of `down_proj`."""
-PRECISIONS = ["bf16", "int8", "int4", MIXED]
+PRECISIONS = ["bf16", "int8", "int4", MIXED, "lut4"]
 
 
 def _module(kind: str, experts: int, hidden: int, inner: int, bias: bool) -> StandardExperts:
@@ -77,13 +80,14 @@ def _layer(module: StandardExperts, precision: str) -> tuple[BankLayer, dict[str
     activation = activation_of(module)
     pairing = activation.pairing if activation is not None and module.has_gate else Pairing.HALVES
     first, _, down = precision.partition(" and ")
-    layout = QuantisedLayout.quantising(plain, first, pairing, down or None)
+    of_first, of_down = FORMATS[first], FORMATS[down or first]
+    layout = QuantisedLayout.quantising(plain, lambda name: of_down if name == "down_proj" else of_first, pairing)
     layer = BankLayer("experts", layout, allocate_records(module.num_experts, layout, CPU))
     for expert in range(module.num_experts):
         layout.quantise_record(source.records[expert], layer.records[expert])
     meant = {}
     for part in plain.parts:
-        if len(part.shape) == 2:
+        if layout.is_tiled(part.name):
             matrices = [layout.matrix(layer.rows, part.name, e) for e in range(module.num_experts)]
             meant[part.name] = torch.stack([dequantise(matrix, torch.float32) for matrix in matrices])
         else:
@@ -145,7 +149,7 @@ def _assert_near(got: torch.Tensor, wanted: torch.Tensor, meant: dict[str, torch
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     kind=st.sampled_from(KINDS),
     bias=st.booleans(),
@@ -188,7 +192,7 @@ def test_native_experts_are_near_the_exact_result(
     _assert_near(in_torch(x, index, share), wanted, meant, summed)
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4", MIXED])
+@pytest.mark.parametrize("precision", ["int8", "int4", MIXED, "lut4", HALF_PLAIN])
 def test_experts_that_many_tokens_want_beside_those_that_few_want(kernels: NativeKernels, precision: str) -> None:
     torch.manual_seed(8)
     module = _module("silu", 6, 70, 40, bias=True)
@@ -205,8 +209,7 @@ def test_experts_that_many_tokens_want_beside_those_that_few_want(kernels: Nativ
     )
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@any_two({"kernels": _ISAS, "precision": PRECISIONS, "value": [float("inf"), float("-inf"), float("nan")]}, ["kernels"])
 def test_what_is_no_number_stays_none(kernels: NativeKernels, precision: str, value: float) -> None:
     torch.manual_seed(2)
     module = _module("silu", 2, 64, 48, bias=False)
@@ -265,7 +268,7 @@ def test_equal_experts_are_equal_bytes() -> None:
     plain = RecordLayout.of(
         {name: (tuple(p.shape[1:]), torch.bfloat16) for name, p in module.named_parameters()}, transposed=False
     )
-    layout = QuantisedLayout.quantising(plain, "int4", Pairing.HALVES)
+    layout = QuantisedLayout.quantising(plain, lambda _: FORMATS["int4"], Pairing.HALVES)
     record = torch.zeros(plain.nbytes, dtype=torch.uint8)
     plain.stacked_view(record[None], plain.parts[0]).normal_()
     first, second = torch.randint(0, 256, (2, layout.nbytes), dtype=torch.uint8)
@@ -282,8 +285,11 @@ def test_a_more_precise_down_projection_has_no_zeros_and_less_error() -> None:
     names = [part.name for part in layout.parts]
     assert "gate_up_proj_zeros" in names
     assert "down_proj_zeros" not in names
-    assert (layout.tiled_shape("gate_up_proj").precision, layout.tiled_shape("down_proj").precision) == ("int4", "int8")
-    plain = QuantisedLayout.quantising(layout.plain, "int4", layout.pairing)
-    eight = QuantisedLayout.quantising(layout.plain, "int8", layout.pairing)
+    assert (layout.tiled_shape("gate_up_proj").format.name, layout.tiled_shape("down_proj").format.name) == (
+        "int4",
+        "int8",
+    )
+    plain = QuantisedLayout.quantising(layout.plain, lambda _: FORMATS["int4"], layout.pairing)
+    eight = QuantisedLayout.quantising(layout.plain, lambda _: FORMATS["int8"], layout.pairing)
     assert plain.nbytes <= layout.nbytes <= eight.nbytes
     assert layout != plain

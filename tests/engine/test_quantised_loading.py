@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import EngineConfig, SamplingParams
+from engine.common.config import EngineConfig, SamplingParams
 from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.record import allocate_records
 from engine.kernels.native.build import library_path
@@ -49,7 +49,7 @@ def test_a_quantised_model_is_near_the_model(family: str, precision: str, tmp_pa
         layouts = [layer.layout for layer in near.bank.layers.values()]
         quantised = [layout for layout in layouts if isinstance(layout, QuantisedLayout)]
         assert quantised
-        assert {(layout.precision, layout.down_precision) for layout in quantised} == {(precision, "int8")}
+        assert {tuple(tiled.name for _, tiled in layout.formats) for layout in quantised} == {(precision, "int8")}
         for tokens in (torch.arange(5, 12)[None], torch.arange(3, 90)[None] % 60 + 3):
             wanted, got = _log_probs(exact, tokens), _log_probs(near, tokens)
             assert got.isfinite().all()

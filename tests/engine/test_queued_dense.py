@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from engine.common.errors import EngineError, ErrorCode
 from engine.devices import opening
 from engine.devices.device import Device, Event
 from engine.devices.emulated import open_emulated
 from engine.devices.inline_stream import InlineStream
-from engine.errors import EngineError, ErrorCode
 from engine.experts.dispatch import BANK_LAYER, bound_kernel
 from engine.experts.dispatcher import HybridExperts
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 from engine.experts.disk_tier import DiskTier
 from engine.experts.ram_tier import Acquired
 from tests.engine.made_up_bank import flip, write_bank

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 from engine.experts.ram_pressure import RamPressure
 from engine.experts.ram_tier import RamTier
 from engine.experts.record_memory import CAN_GIVE_BACK, RecordMemory

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.common.errors import EngineError, ErrorCode
 from engine.devices.device import Device, Event
 from engine.devices.emulated import open_emulated
 from engine.devices.memory_budget import MemoryCategory
-from engine.errors import EngineError, ErrorCode
 from engine.experts.activations import Activations
 from engine.experts.bank_header import BankHeader, BankLayerSpec
 from engine.experts.bank_writer import BankWriter

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine.cli import main
-from engine.config import EngineConfig, SamplingParams
-from engine.errors import EngineError
+from engine.common.config import EngineConfig, SamplingParams
+from engine.common.errors import EngineError
 from engine.experts.replay.trace_file import read_trace
 from engine.runtime.chat_session import ChatSession
 from engine.runtime.loaded_model import LoadedModel

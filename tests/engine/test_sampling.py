@@ -17,7 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engine.config import SamplingParams
+from engine.common.config import SamplingParams
 from engine.runtime.sampling import (
     candidates,
     draw,

@@ -11,8 +11,8 @@ import pytest
 
 from engine.checkpoint.library import remove, starter_is_built, verify
 from engine.checkpoint.starter import build_starter
-from engine.paths import models_dir, python_module
-from engine.runtime.cancellation import RequestCancelled
+from engine.common.cancellation import RequestCancelled
+from engine.common.paths import models_dir, python_module
 from tests.starter import lasting_wheel
 
 pytestmark = pytest.mark.slow
@@ -40,6 +40,7 @@ def _wait_until_it_works(pull: subprocess.Popen[str]) -> None:
     assert "%" in pull.stderr.readline()
 
 
+@pytest.mark.exhaustive
 def test_killed_then_made_by_two_at_once() -> None:
     with _pull() as killed:
         _wait_until_it_works(killed)

@@ -16,7 +16,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from engine.checkpoint.library import verify
 from engine.checkpoint.starter.package import extract_member
 from engine.checkpoint.starter.recipe import read_recipe
-from engine.config import EngineConfig, Precision, SamplingParams
+from engine.common.config import EngineConfig, SamplingParams
 from engine.protocol import ChatMessage
 from engine.runtime.chat_session import ChatSession
 from engine.runtime.loaded_model import LoadedModel
@@ -53,7 +53,7 @@ def reference(starter: Path) -> Any:
     return MixtralForCausalLM.from_pretrained(starter, dtype=torch.float32, experts_implementation="eager").eval()
 
 
-def _load(path: Path, precision: Precision = "fp32") -> LoadedModel:
+def _load(path: Path, precision: str = "fp32") -> LoadedModel:
     config = EngineConfig(model=str(path), device="cpu", precision=precision, threads=1)
     return load_model(config, on_progress=lambda *_: None, cancelled=lambda: False)
 
@@ -89,6 +89,7 @@ def _answer(loaded: LoadedModel, question: str, sampling: SamplingParams) -> str
     )
 
 
+@pytest.mark.exhaustive
 def test_dense_parent_is_what_transformers_reads_from_the_gguf(dense_parent: Path, tmp_path: Path) -> None:
     """Dequantisation and the row order of rotary projections, against an independent reader of the same file."""
     package = read_recipe().parent
@@ -102,6 +103,7 @@ def test_dense_parent_is_what_transformers_reads_from_the_gguf(dense_parent: Pat
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
+@pytest.mark.exhaustive
 def test_with_all_experts_active_transformers_sees_the_dense_parent(
     dense_parent: Path, all_experts_active: Path, ids: torch.Tensor
 ) -> None:

@@ -11,9 +11,9 @@ from engine.bench.forced_text import random_text
 from engine.bench.synthetic import checkpoint as checkpoint_module
 from engine.bench.synthetic import is_synthetic, make_synthetic, resolve_model
 from engine.bench.synthetic.shapes import SHAPES, Shape
-from engine.config import EngineConfig
-from engine.errors import EngineError, ErrorCode
-from engine.paths import cache_dir
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.paths import cache_dir
 from engine.runtime.kv_session import KvSession
 from engine.runtime.loading import load_model
 from engine.runtime.routing_recorder import RoutingRecorder

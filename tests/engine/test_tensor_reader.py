@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 
 from engine.checkpoint.expert_index import ExpertSource
 from engine.checkpoint.headers import TensorEntry, read_header
-from engine.errors import EngineError, ErrorCode
+from engine.common.cancellation import RequestCancelled
+from engine.common.errors import EngineError, ErrorCode
 from engine.runtime import tensor_reader
-from engine.runtime.cancellation import RequestCancelled
 from engine.runtime.tensor_reader import TensorReader
 
 SHAPES = [(3, 5), (1,), (100, 37), (0, 4), (2, 1000, 3)]

@@ -1,4 +1,4 @@
-"""A whole token's short way against the library's model around the same layers: the same logits, bit by bit."""
+"""A whole token's fast path against the library's model around the same layers: the same logits, bit by bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
-from engine.config import EngineConfig
+from engine.common.config import EngineConfig
 from engine.kernels.native.build import library_path
 from engine.runtime.growing_cache import new_cache
 from engine.runtime.loaded_model import LoadedModel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,9 +12,9 @@ import pytest
 
 from engine import cli
 from engine.bench.synthetic import make_synthetic
-from engine.config import EngineConfig
+from engine.common.config import EngineConfig
 from engine.hardware.measured import Measurements
-from engine.hardware.measurement_files import described, save_measurements
+from engine.hardware.measurement_files import described, load_measurements, save_measurements
 from engine.hardware.probe import HardwareProfile
 from engine.hardware.probe import probe as probe_machine
 from engine.process.requests import RequestQueue
@@ -23,12 +24,16 @@ from engine.runtime.decode_timing import time_decode
 from engine.runtime.engine import Engine
 from engine.runtime.loading import load_model
 from engine.tuning import measuring
-from engine.tuning.keeping import model_mark, results_of, save_result
+from engine.tuning.keeping import facts, model_mark, results_of, save_result
 from engine.tuning.measuring import MeasuredMachine
 from engine.tuning.messages import StartTuning, TuningFinished, TuningPlans, TuningProgress, TuningTimed
 from engine.tuning.race import Pace
-from engine.tuning.run import Surroundings, TuningEvent, tune
-from tests.unit.made_up_tuning import measurements
+from engine.tuning.result import Contestant, Timed, TuningResult
+from engine.tuning.run import Surroundings, TuningEnding, TuningEvent, tune
+from engine.verbs import tune as verb
+from engine.verbs.doctor_checks import Status
+from engine.verbs.doctor_tuning import tuning_findings
+from tests.unit.made_up_tuning import MACHINE, measurements, others_take
 
 PACE = Pace(tokens=6, seconds=5.0, repeats=1, again_s=0.0)
 
@@ -51,7 +56,13 @@ def around(device: str = "") -> Surroundings:
     def measure(probe: HardwareProfile, *_args: object, **_named: object) -> MeasuredMachine:
         return MeasuredMachine(measurements(probe, device), device, kept=True)
 
-    return Surroundings(measure=measure, paces=lambda _kind: PACE)
+    # Whatever else this machine does, nobody takes anything of the processor.
+    return Surroundings(
+        measure=measure,
+        paces=lambda _kind: PACE,
+        watch=others_take(lambda: 0.0),
+        pause=lambda _seconds: None,
+    )
 
 
 def load(engine: Engine, config: EngineConfig) -> str:
@@ -174,3 +185,55 @@ def test_in_the_engine_process_a_run_ends_once(engine: Engine, model: Path, monk
     requests.accept(waiting)
     requests.cancel("later")
     assert sent[-1] == TuningFinished("later", False, None, False, None)
+
+
+def test_the_verb_does_not_keep_what_other_programs_spoiled(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = replace(around(), watch=others_take(lambda: 0.9))
+    monkeypatch.setattr("engine.tuning.run.Surroundings", lambda: busy)
+    monkeypatch.setattr("sys.stdin", io.StringIO())  # nobody is there to be asked
+    assert cli.main(["tune", "--model", str(model), "--json"]) == 2
+    said = capsys.readouterr()
+    document = json.loads(said.out)
+    assert document["winner"]
+    assert (document["saved"], document["others"]) == (False, 0.9)
+    assert "--even-if-busy" in said.err
+    assert results_of(model_mark(model)) == []
+    assert cli.main(["tune", "--model", str(model), "--json", "--even-if-busy"]) == 0
+    assert json.loads(capsys.readouterr().out)["saved"]
+    assert [one.was_busy for one in results_of(model_mark(model))] == [True]
+
+
+@pytest.mark.parametrize(("answer", "kept"), [("y\n", True), ("n\n", False), ("\n", False), ("", False)])
+def test_at_a_terminal_somebody_is_asked(
+    switchyard_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: str, kept: bool
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    shown = Terminal()
+    monkeypatch.setattr("sys.stdin", Terminal(answer))
+    monkeypatch.setattr("sys.stderr", shown)
+    ending = TuningEnding(finished=True, saved=False, others=0.5, unsaved=measurements(MACHINE))
+    assert verb._confirmed(ending) is kept
+    assert "50%" in shown.getvalue()
+    assert (load_measurements(MACHINE, "") is not None) is kept
+
+
+def test_doctor_advises_to_tune_again_what_is_not_to_be_trusted(switchyard_home: Path) -> None:
+    way = Contestant("way", EngineConfig("m"), 0.0, 0.0, 0.0)
+    good = TuningResult(
+        "m", "f" * 16, EngineConfig("m"), "quick", "2026-11-22T08:00:00+00:00", facts(described(MACHINE)),
+        (Timed(way, 20.0),), "way",
+    )  # fmt: skip
+    for result, status, word in (
+        (good, Status.OK, "20.0"),
+        (replace(good, others=0.9), Status.ADVICE, "90%"),
+        (replace(good, outrun=60.0), Status.ADVICE, "60.0"),
+    ):
+        save_result(result)
+        (finding,) = tuning_findings(MACHINE)
+        assert finding.status is status
+        assert word in finding.detail

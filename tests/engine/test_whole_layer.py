@@ -9,11 +9,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.common.errors import EngineError
 from engine.devices.cpu import open_cpu
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
-from engine.errors import EngineError
 from engine.experts.record_source import RamRecords
 from engine.experts.whole_layer import LayerBuffers, WholeLayerExperts
 from engine.hardware.profiles import DeviceProfile

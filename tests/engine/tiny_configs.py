@@ -45,6 +45,9 @@ COMMON: dict[str, Any] = {
     "v_head_dim": 8,
     "mlp_only_layers": [],
     "sliding_window": 8,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
 }
 _LATENT = {"num_key_value_heads": 4}
 _LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
@@ -64,8 +67,27 @@ _THREE_AXES = {
     }
 }
 _SPARSE_SECOND = {"mlp_layer_types": ["dense", "sparse"]}
+_INDEXED = {**_LATENT, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 8}
+_INDEXED_AND_SLIDING = {
+    **_INDEXED,
+    "layer_types": ["indexed_attention", "sliding_attention"],
+    "head_dim": 12,
+    "swa_num_attention_heads": 2,
+    "swa_num_key_value_heads": 2,
+    "swa_q_lora_rank": 16,
+    "swa_kv_lora_rank": 8,
+    "swa_head_dim": 12,
+    "swa_qk_nope_head_dim": 8,
+    "swa_v_head_dim": 8,
+    "shared_experts_intermediate_size": 24,
+}
 
-DENSE: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": {}}
+DENSE: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "doge": {"is_moe": True, "num_experts": 16, "sliding_window": None},
+}
+"""Doge's experts are rows of an embedding, which stay with the rest of the model."""
 
 MOE: dict[str, dict[str, Any]] = {
     "afmoe": {"num_dense_layers": 1},
@@ -77,9 +99,10 @@ MOE: dict[str, dict[str, Any]] = {
     "cohere2_moe": {},
     "deepseek_v2": _LATENT,
     "deepseek_v3": {**_LATENT, "n_group": 2},
-    "deepseek_v32": {**_LATENT, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 8},
+    "deepseek_v32": _INDEXED,
     "deepseek_v4": {},
     "dots1": {},
+    "dots3_note_text": _INDEXED_AND_SLIDING,
     "ernie4_5_moe": {},
     "exaone_moe": {},
     "flex_olmo": {},
@@ -88,11 +111,12 @@ MOE: dict[str, dict[str, Any]] = {
         "enable_moe_block": True,
         "vocab_size_per_layer_input": 320,
         "hidden_size_per_layer_input": 8,
+        "global_head_dim": 8,
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "glm4_moe": {},
     "glm4_moe_lite": _LATENT,
-    "glm_moe_dsa": {**_LATENT, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 8},
+    "glm_moe_dsa": _INDEXED,
     "gpt_oss": {"num_local_experts": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "granitemoe": {},
     "granitemoe_swa": {},
@@ -167,10 +191,64 @@ TOWER: dict[str, Any] = {
 }
 """What `COMMON` is for text, for the towers of models that also see or hear."""
 
+OMNI: dict[str, Any] = {
+    "vision_start_token_id": 5,
+    "text_config": {**_THREE_AXES, "num_experts_per_tok": 3, "sliding_window": None},
+    "audio_config": {
+        "d_model": 32,
+        "encoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 32,
+        "output_dim": 32,
+        "downsample_hidden_size": 16,
+        "num_mel_bins": 16,
+    },
+}
+
 MULTIMODAL: dict[str, dict[str, Any]] = {
     "aria": {},
+    "dots3_note": {
+        "text_config": _INDEXED_AND_SLIDING,
+        "vision_config": {
+            "adapter_in_dim": 32,
+            "adapter_out_dim": 32,
+            "mlp_layer_types": ["sparse"],
+            "num_local_experts": 4,
+            "moe_intermediate_size": 16,
+        },
+        "audio_config": {
+            "adapter_input_size": 32,
+            "adapter_out_dim": 32,
+            "feature_size": 16,
+            "downsample_hidden_size": 16,
+        },
+    },
     "ernie4_5_vl_moe": {"text_config": {**_THREE_AXES, "moe_intermediate_size": [24, 16]}},
+    "gemma4": {"text_config": MOE["gemma4_text"]},
     "glm4v_moe": {"text_config": _THREE_AXES},
+    "glm5_next": {
+        "text_config": {
+            **_INDEXED,
+            "index_kpool": 2,
+            "qk_rope_head_dim": 0,
+            "num_hidden_layers": 3,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+        },
+        "vision_config": {"projection_intermediate_size": 32},
+    },
+    "inkling2": {"vision_config": {"text_hidden_size": 32, "projection_hidden_dim": 32, "posemb_grid_size": 4}},
+    "inkling_mm_model": {
+        "vision_config": {"patch_size": 2, "n_layers": 4},
+        "audio_config": {"n_mel_bins": 8, "mel_vocab_size": 16},
+    },
+    "kimi_k25": {
+        "text_config": _LATENT,
+        "vision_config": {"pos_emb_height": 4, "pos_emb_width": 4},
+        "projection_hidden_size": 32,
+    },
     "minimax_m3_vl": {},
     "mistral_large4": {"text_config": _LATENT},
     "muse_spark": {
@@ -179,8 +257,16 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
         "projector_hidden_size": 32,
         "audio_config": {"patch_sizes": [4], "hidden_sizes": [32], "depths": [1], "mlp_ratio": 1.0},
     },
+    "nemotron_h_omni": {
+        "text_config": MOE["nemotron_h"],
+        "vision_config": {"video_temporal_patch_size": 2},
+        "projector_hidden_size": 32,
+        "vision_hidden_size": 32,
+    },
     "qwen3_5_moe": {"text_config": _DELTA},
+    "qwen3_omni_moe_thinker": OMNI,
     "qwen3_vl_moe": {},
+    "qwen4_exp": {"text_config": MOE["qwen4_exp_text"]},
 }
 """Values by sub-configuration; all of these get a tiny one."""
 

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,21 +30,50 @@ def tiny_model(family: str, **overrides: Any) -> Any:
             for parameter in model.parameters():
                 _stir(parameter)
             # Small logits: bf16 then resolves differences far below those that a wrong weight makes.
-            model.get_output_embeddings().weight.mul_(0.1)
+            output_embeddings(model).weight.mul_(0.1)
     return model
 
 
-def tiny_config(family: str, **overrides: Any) -> Any:
-    """The configuration of `tiny_model`; `overrides` are values of its top level."""
+def output_embeddings(model: Any) -> Any:
+    """The layer that makes logits, also where the library's model does not say."""
+    return model.get_output_embeddings() or model.language_model.get_output_embeddings()
+
+
+def tiny_config(family: str, *, drawn: Mapping[str, Any] = MappingProxyType({}), **overrides: Any) -> Any:
+    """The configuration of `tiny_model`.
+
+    Args:
+        drawn: values of the part about text, as far as it knows them, by their names in `COMMON` (see drawn_models);
+            `stray_window` is a `sliding_window` where none belongs.
+        overrides: values of the top level.
+    """
+    config = _config_of(family, drawn, overrides)
+    text = config.get_text_config(decoder=True)
+    if drawn.get("stray_window") and getattr(text, "sliding_window", None) is None:
+        text.sliding_window = drawn["stray_window"]
+    return config
+
+
+def _config_of(family: str, drawn: Mapping[str, Any], overrides: dict[str, Any]) -> Any:
     library_default = transformers.AutoConfig.for_model(family)
+    top = type(library_default)
     values = {**(ADAPTED.get(family) or FAMILIES[family]), **overrides}
-    if "text_config" in library_default.sub_configs:
-        for part in library_default.sub_configs:
-            known = _known_values(type(getattr(library_default, part)), COMMON if part == "text_config" else TOWER)
-            values[part] = {**known, **values.get(part, {})}
-    else:
-        values = {**_known_values(type(library_default), COMMON), **values}
-    return type(library_default)(**values)
+    if "text_config" not in top.sub_configs:
+        for part, of in top.sub_configs.items():  # Dbrx keeps its attention and its experts in parts of their own
+            values[part] = {**values[part], **_known_values(of, drawn)}
+        return top(**{**_known_values(top, COMMON), **values, **_known_values(top, drawn)})
+    for part in top.sub_configs:
+        of = type(getattr(library_default, part))
+        if of is not type(None):
+            source, last = (COMMON, drawn) if part == "text_config" else (TOWER, _towards_text(drawn))
+            values[part] = {**_known_values(of, source), **values.get(part, {}), **_known_values(of, last)}
+    return top(**{**values, **_known_values(top, _towards_text(drawn))})
+
+
+def _towards_text(drawn: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes that have to be those of the part about text elsewhere."""
+    names = ("text_hidden_size", "out_hidden_size", "adapter_out_dim")
+    return dict.fromkeys(names, drawn["hidden_size"]) if "hidden_size" in drawn else {}
 
 
 def _known_values(config_class: Any, source: dict[str, Any]) -> dict[str, Any]:

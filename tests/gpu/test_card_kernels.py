@@ -9,12 +9,12 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from engine.formats.tiles import dequantise
 from engine.kernels.gpu.experts import CardExperts
 from engine.kernels.gpu.linear import CardLinear
 from engine.kernels.gpu.proof import runs_kernels, why_not
 from engine.kernels.interface import ExpertMath
-from engine.kernels.quantised.tiles import dequantise
-from engine.kernels.quantised.weights import quantise
+from engine.kernels.quantise import quantise
 from tests.engine.card_experts import KINDS, PRECISIONS, check, check_nobody, check_not_numbers, layer_of, module_of
 from tests.engine.on_devices import MIB, PROMPT, opened
 from tests.engine.tiny_families import tiny_checkpoint

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from engine.common.errors import EngineError, ErrorCode
 from engine.devices import cuda_clock
 from engine.devices.cuda import open_cuda
 from engine.devices.device import Device
@@ -15,7 +16,6 @@ from engine.devices.host_registration import register, unregister
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.devices.opening import open_devices
 from engine.devices.pinned_memory import PinnedMemory, measure_pinnable
-from engine.errors import EngineError, ErrorCode
 from tests.device_contract import DeviceContract
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

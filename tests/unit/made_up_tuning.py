@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from engine.bench.synthetic import make_synthetic
-from engine.config import EngineConfig
-from engine.errors import EngineError, ErrorCode
+from engine.common.cancellation import RequestCancelled
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.model_info import ModelInfo
 from engine.hardware.measured import Arithmetic, ExpertTime, Measurements, RamRead
 from engine.hardware.measurement_files import described
+from engine.hardware.other_programs import Share
 from engine.hardware.probe import HardwareProfile
-from engine.model_info import ModelInfo
-from engine.runtime.cancellation import RequestCancelled
 from engine.tuning.decode_rate import DecodeRate
 from engine.tuning.measuring import MeasuredMachine
 from engine.tuning.messages import TuningNumber
@@ -136,6 +137,11 @@ def no_memory() -> EngineError:
     return EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "It needs 9 GB, but only 1 GB is free.")
 
 
+def others_take(share: Callable[[], float]) -> Callable[[], Share]:
+    """Other programs that take `share()` of the processor, asked at the end of each stretch."""
+    return lambda: share
+
+
 def around(
     machine: HardwareProfile = MACHINE, step: Callable[[str], None] = lambda _what: None, **changed: Any
 ) -> Surroundings:
@@ -164,5 +170,12 @@ def around(
         step("look")
         return machine
 
-    told = Surroundings(look=look, measure=measure, paces=lambda _kind: PACE, now=lambda: "2026-11-21T09:00:00+00:00")
+    told = Surroundings(
+        look=look,
+        measure=measure,
+        paces=lambda _kind: PACE,
+        now=lambda: "2026-11-21T09:00:00+00:00",
+        watch=others_take(lambda: 0.0),
+        pause=lambda _seconds: None,
+    )
     return replace(told, **changed)

@@ -21,8 +21,8 @@ from engine.batch_files.messages import (
 )
 from engine.batch_files.pace import Pace
 from engine.batch_files.prepared_job import PreparedJob
-from engine.config import BatchJob, EngineConfig, SamplingParams
-from engine.errors import EngineError
+from engine.common.config import BatchJob, EngineConfig, SamplingParams
+from engine.common.errors import EngineError
 from engine.planner.batch_prediction import Bottleneck, JobPrediction, JobRows
 from engine.process.batch import BatchService
 from engine.process.requests import Request, RequestQueue, cancelled_event

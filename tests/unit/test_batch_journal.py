@@ -26,8 +26,9 @@ from engine.batch_files.journal import Journal, discard, journal_path
 from engine.batch_files.manifest import Manifest
 from engine.batch_files.openai_responses import errors_path
 from engine.batch_files.opening import open_source
-from engine.batch_files.result_file import check_output, write_result
-from engine.errors import EngineError, ErrorCode
+from engine.batch_files.result_file import Written, check_output, write_result
+from engine.common.errors import EngineError, ErrorCode
+from tests.unit.remembered import Remembered
 
 _MANIFEST = Manifest("hash", "{{text}}", "", "model", "bf16", "{}", "", "{}")
 
@@ -87,10 +88,26 @@ def test_a_second_run_of_the_same_job_is_refused_and_another_job_too(tmp_path: P
     with pytest.raises(EngineError) as refusal:
         Journal(path, _MANIFEST)
     assert refusal.value.code == ErrorCode.BUSY
+    journal.record([_answer(0)])
     journal.close()
-    with pytest.raises(EngineError, match="the template differed"):
+    with pytest.raises(EngineError, match="another template"):
         Journal(path, replace(_MANIFEST, template="other"))
+    with pytest.raises(EngineError, match="weights in bf16, which are now in int8"):
+        Journal(path, replace(_MANIFEST, precision="int8"))
     Journal(path, _MANIFEST).close()
+
+
+def test_a_job_that_has_no_answers_yet_takes_what_is_now(tmp_path: Path) -> None:
+    path = tmp_path / "job"
+    Journal(path, _MANIFEST).close()
+    journal = Journal(path, replace(_MANIFEST, precision="int8"))
+    journal.record([_answer(0)])
+    journal.close()
+    known = read_job(path)
+    assert known is not None
+    assert known.precision == "int8"
+    with pytest.raises(EngineError):
+        Journal(path, _MANIFEST)
 
 
 def test_a_damaged_journal_is_refused_in_one_sentence(tmp_path: Path) -> None:
@@ -192,9 +209,8 @@ _ANSWERS = [Answer(0, "=1+1", "stop", 2, 3), failed(2, "is empty"), Answer(4, 's
 def test_results_keep_the_columns_and_add_the_answer(tmp_path: Path, suffix: str) -> None:
     source = open_source(_input(tmp_path))
     output = tmp_path / f"out{suffix}"
-    output.write_text("old")
     check_output(output, source)
-    assert write_result(output, source, _ANSWERS) == 3
+    assert write_result(output, source, _ANSWERS) == Written(3, output, output)
     written = open_source(output)
     assert written.columns == (
         *("text", "answer", "nested"),
@@ -257,7 +273,9 @@ def test_openai_answers_and_failures_go_into_two_files(tmp_path: Path) -> None:
     source = open_source(path)
     output = tmp_path / "out.jsonl"
     answers = [Answer(0, "yes", "stop_string", 4, 2), failed(1, "is odd")]
-    write_result(output, source, answers, openai=True, created_s=1_700_000_000)
+    ledger = Remembered()
+    written = write_result(output, source, answers, ledger=ledger, openai=True, created_s=1_700_000_000)
+    assert written == Written(2, output, output, errors_path(output))
     (good,) = [json.loads(line) for line in output.read_text().splitlines()]
     (bad,) = [json.loads(line) for line in errors_path(output).read_text().splitlines()]
     assert good["custom_id"] == "c0"
@@ -275,7 +293,7 @@ def test_openai_answers_and_failures_go_into_two_files(tmp_path: Path) -> None:
         "param": None,
         "code": None,
     }
-    write_result(output, source, [Answer(0, "yes", "stop")], openai=True)
+    write_result(output, source, [Answer(0, "yes", "stop")], ledger=ledger, openai=True)
     assert not errors_path(output).exists()
 
 

@@ -17,9 +17,12 @@ import pytest
 
 from engine.batch_files.answer import Answer
 from engine.batch_files.opening import open_source
+from engine.batch_files.prepared_job import prepare
+from engine.batch_files.request import RowRequest
 from engine.batch_files.result_file import write_result
 from engine.batch_files.template import template_of
-from engine.errors import EngineError
+from engine.common.config import BatchJob
+from engine.common.errors import EngineError
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
@@ -45,7 +48,7 @@ def test_half_surrogate_pairs_in_json_spoil_no_result(tmp_path: Path) -> None:
     (row,) = _rows(path)
     assert row == {"text": "a\ufffdb", "deep": ["😀", {"\ufffd": 1}]}
     for suffix in (".jsonl", ".csv", ".parquet", ".xlsx"):
-        assert write_result(tmp_path / f"out{suffix}", open_source(path), [Answer(0, "x", "stop")]) == 1
+        assert write_result(tmp_path / f"out{suffix}", open_source(path), [Answer(0, "x", "stop")]).rows == 1
 
 
 def test_json_of_another_shape_is_refused_with_what_it_is(tmp_path: Path) -> None:
@@ -128,7 +131,7 @@ def test_parquet_goes_through_unchanged_to_the_nanosecond(tmp_path: Path) -> Non
     source = open_source(tmp_path / "in.parquet")
     assert [row.fields["text"] for row in source.rows()] == ["a", "b", "c"]
     answers = [Answer(0, "x", "stop", 1, 2), Answer(2, "z", "length", 3, 4)]
-    assert write_result(tmp_path / "out.parquet", source, answers) == 2
+    assert write_result(tmp_path / "out.parquet", source, answers).rows == 2
     written = pq.read_table(tmp_path / "out.parquet")
     assert written.select(_table().column_names).equals(_table().take([0, 2]))
     assert written.column("answer").to_pylist() == ["x", "z"]
@@ -172,7 +175,34 @@ def test_json_lines_have_no_words_that_json_lacks_and_late_columns_make_way(tmp_
     assert (last["answer"], last["answer_input"]) == ("y", "mine")
 
 
-def test_a_pdf_in_a_cipher_that_nobody_here_knows_is_protected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".parquet", ".xlsx", ".jsonl"])
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_columns_that_only_late_rows_have_are_kept(tmp_path: Path, suffix: str, is_folder: bool) -> None:
+    (tmp_path / "in").mkdir()
+    path = tmp_path / "in" / "input.jsonl"
+    rows: list[dict[str, Any]] = [{"text": "a"}] * 300
+    rows.append({"text": "b", "late": 7, "answer": "mine", "answer_input": "also mine"})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = open_source(path.parent if is_folder else path)
+    write_result(tmp_path / f"out{suffix}", source, [Answer(0, "x", "stop"), Answer(300, "y", "stop")])
+    first, last = [dict(row.fields) for row in open_source(tmp_path / f"out{suffix}").rows()]
+    assert (last["text"], str(last["late"]), last["answer"]) == ("b", "7", "y")
+    assert {last["answer_input"], last["answer_input_2"]} == {"mine", "also mine"}
+    assert first["answer"] == "x"
+    assert not first.get("late")
+
+
+def test_a_template_may_name_a_column_that_only_late_rows_have(tmp_path: Path) -> None:
+    path = tmp_path / "input.jsonl"
+    path.write_text('{"text": "a"}\n' * 300 + '{"text": "b", "late": 7}\n')
+    job = BatchJob(str(path), str(tmp_path / "out.csv"), template="{{late}}")
+    asked = [one for _share, one in prepare(job).asked()]
+    assert isinstance(asked[300], RowRequest)
+    with pytest.raises(EngineError, match="text, late"):
+        prepare(BatchJob(str(path), str(tmp_path / "out.csv"), template="{{later}}"))
+
+
+def test_a_pdf_in_a_cipher_that_nobody_here_knows_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import pypdf
     from pypdf.errors import DependencyError
 
@@ -186,5 +216,5 @@ def test_a_pdf_in_a_cipher_that_nobody_here_knows_is_protected(tmp_path: Path, m
         raise DependencyError("another package is wanted")
 
     monkeypatch.setattr(pypdf.PdfReader, "decrypt", refuse)
-    with pytest.raises(EngineError, match="protected by a password"):
+    with pytest.raises(EngineError, match="encrypted with AES"):
         open_source(tmp_path / "input.pdf")

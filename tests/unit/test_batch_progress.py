@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.batch_files.answer import Answer, failed
+from engine.batch_files.computing_clock import ComputingClock
 from engine.batch_files.journal import Journal
 from engine.batch_files.manifest import Manifest
 from engine.batch_files.pace import PaceMeter
 from engine.batch_files.safe_keeping import SafeKeeping
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 
 _MANIFEST = Manifest("hash", "{{text}}", "", "model", "bf16", "{}", "", "{}")
 
@@ -69,6 +70,24 @@ def test_no_job_takes_longer_than_if_every_answer_were_as_long_as_it_may_be(ende
     assert pace.remaining_low_s is not None
     assert pace.remaining_high_s is not None
     assert pace.remaining_low_s <= pace.remaining_high_s <= left * 100 / pace.tokens_per_s + 1e-6
+
+
+def test_waiting_is_no_computing_and_sinks_no_rate() -> None:
+    now = [100.0]
+    clock = ComputingClock(lambda: now[0])
+    meter = PaceMeter(0, 0, clock.now())
+    for _ in range(10):
+        now[0] += 2
+        meter.ended(failed=False, generated_tokens=100)
+    before = meter.pace(20, clock.now())
+    with clock.stopped():
+        now[0] += 1000
+        with clock.stopped():
+            now[0] += 1000
+        assert meter.pace(20, clock.now()) == before
+    assert meter.pace(20, clock.now()) == before
+    now[0] += 2
+    assert clock.now() == 22
 
 
 class _FullFor:

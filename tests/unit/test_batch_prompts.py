@@ -15,8 +15,8 @@ from engine.batch_files.prompts import OpenAiPrompts, TemplatePrompts
 from engine.batch_files.request import RowRequest
 from engine.batch_files.row import Row
 from engine.batch_files.template import parse_template, template_of
-from engine.config import BatchJob, SamplingParams
-from engine.errors import EngineError
+from engine.common.config import BatchJob, SamplingParams
+from engine.common.errors import EngineError
 
 _SAMPLING = SamplingParams(max_tokens=7)
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch_files.opening import InputForm, open_source
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 
 _TEXT = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\x00"), max_size=30)
 
@@ -190,7 +190,7 @@ def _bomb(path: Path) -> None:
         ("input.csv", b"", "column names"),
         ("input.csv", b"text\n", "no rows"),
         ("input.jsonl", b"\n\n", "no rows"),
-        ("input.doc", b"x", "no kind of file"),
+        ("input.doc", b"x", "unsupported file type"),
         ("input.parquet", b"PAR1 no", "parquet"),
         ("input.xlsx", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + b"x" * 600, "password"),
         ("input.xlsx", b"nothing", "xlsx"),
@@ -217,7 +217,7 @@ def test_a_sheet_that_would_burst_is_refused_unread(tmp_path: Path) -> None:
 def test_what_is_not_there_and_folders_without_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="There is no file"):
         open_source(tmp_path / "missing.csv")
-    with pytest.raises(EngineError, match="holds no file"):
+    with pytest.raises(EngineError, match="has no supported files"):
         open_source(tmp_path)
 
 

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import EngineConfig, Misses
+from engine.checkpoint.model_files import model_names, read_model
+from engine.common.config import EngineConfig, Misses
+from engine.hardware.machine_files import machine_names, read_machine
 from engine.planner.cache_speed import tokens_per_s_by_slots
 from engine.planner.engine_costs import engine_costs
 from engine.planner.engine_memory import memory_rule
 from engine.planner.plan_parts import Limits
-from engine.planner.profile_files import machine_names, model_names, read_machine, read_model
 from engine.planner.simulator.requests import Setting, run_requests
 from engine.planner.simulator.strategy import Miss, Residency, Strategy
 from engine.planner.workload import Workload

@@ -28,7 +28,7 @@ from app.services.chat_store.recovery import open_checked
 from app.services.chat_store.schema import MIGRATIONS, NewerDatabaseError, migrate, version_of
 from app.services.chat_store.search import search
 from app.services.chat_store.tree import MessageTree
-from engine.config import SamplingParams
+from engine.common.config import SamplingParams
 
 
 @pytest.fixture

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from app.services.chat_store import worker
 from app.services.chat_store.database import ChatDatabase
+from app.services.chat_store.json_format import Whole
 from app.services.chat_store.records import Conversation, Message, MessageState
-from app.services.chat_store.recovery import Recovery, is_damage, open_checked, recover
+from app.services.chat_store.recovery import Recovery, open_checked, recover
+from app.services.chat_store.schema import is_damage
 from app.services.chat_store.search import search
 from app.services.chat_store.tree import MessageTree
 from app.services.chat_store.worker import Job, StoreWorker
-from engine.errors import EngineError
+from engine.common.errors import EngineError
 
 CHATS = 12
 TURNS = 20
@@ -178,17 +180,21 @@ class Told:
     def __init__(self, path: Path, *, retry_s: float = 0.01) -> None:
         self.troubles: list[Exception | None] = []
         self.recoveries: list[Recovery] = []
-        self.newer = 0
+        self.newer = self.read_only = 0
         self.worker = StoreWorker(
             path,
             on_trouble=self.troubles.append,
             on_recovered=self.recoveries.append,
             on_newer=self._count,
+            on_read_only=self._count_read_only,
             retry_s=retry_s,
         )
 
     def _count(self) -> None:
         self.newer += 1
+
+    def _count_read_only(self) -> None:
+        self.read_only += 1
 
     def write(self, run: Callable[[ChatDatabase], object]) -> None:
         self.worker.submit(Job(run))
@@ -305,17 +311,18 @@ def test_a_recovery_without_room_changes_nothing_and_is_tried_again(
     damaged = bytes(4096) + path.read_bytes()[4096:]
     path.write_bytes(damaged)
     full = [True]
-    copy = shutil.copyfile
+    add = ChatDatabase.add_conversations
 
-    def refuse(source: object, target: object) -> object:
+    def refuse(database: ChatDatabase, whole: Iterable[Whole]) -> None:
         if full[0]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return copy(source, target)  # type: ignore[call-overload]
+        add(database, whole)
 
-    monkeypatch.setattr(shutil, "copyfile", refuse)
+    monkeypatch.setattr(ChatDatabase, "add_conversations", refuse)
     told = open_worker()
     told.write(hello)
-    assert not told.worker.flush(0.2)
+    while not told.troubles:
+        told.worker.flush(0.05)
     assert path.read_bytes() == damaged
     assert [type(error) for error in told.troubles] == [OSError]
     full[0] = False
@@ -387,3 +394,60 @@ def test_a_step_that_waits_is_replaced_by_a_newer_one(open_worker: Callable[...,
     told.write(wait)
     assert told.worker.flush(10)
     assert ran == [3, 2]
+
+
+@pytest.fixture
+def read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a filled database that this process may only read."""
+    folder = tmp_path / "read-only"
+    filled(folder / "chats.sqlite3")
+    folder.chmod(0o555)
+    (folder / "chats.sqlite3").chmod(0o444)
+    if hasattr(os, "geteuid") and os.geteuid() == 0:  # modes do not bind root
+        monkeypatch.setattr(worker, "can_be_written", lambda _path: False)
+    yield folder
+    folder.chmod(0o755)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there a folder cannot be made read-only")
+@pytest.mark.parametrize("damage", [False, True])
+def test_a_read_only_folder_lists_its_chats_and_says_that_nothing_is_kept(
+    open_worker: Callable[..., Told], read_only_folder: Path, damage: bool
+) -> None:
+    path = read_only_folder / "chats.sqlite3"
+    if damage:
+        path.chmod(0o644)
+        path.write_bytes(bytes(4096) + path.read_bytes()[4096:])
+        path.chmod(0o444)
+    before = path.read_bytes()
+    told = open_worker(path)
+    told.write(hello)
+    seen = told.read(titles)
+    assert told.worker.flush(30)
+    assert len(seen[0]) == CHATS + 1  # type: ignore[arg-type]
+    assert (told.read_only, told.troubles) == (1, [])
+    assert [recovery.kept_as for recovery in told.recoveries] == [path] * damage
+    told.worker.close(10)
+    assert path.read_bytes() == before
+    assert os.listdir(read_only_folder) == ["chats.sqlite3"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such modes")
+def test_the_database_and_its_log_are_for_the_user_alone(tmp_path: Path) -> None:
+    path = tmp_path / "data" / "chats.sqlite3"
+    path.parent.mkdir()
+    database = open_checked(path)
+    hello(database)
+    database.close()
+    aside = path.with_name("chats.damaged-2026-01-01-000000.sqlite3")
+    aside.touch()
+    for file in (path, aside):  # as the first version made them
+        file.chmod(0o644)
+    path.parent.chmod(0o755)
+    database = open_checked(path)
+    database.change_conversation("c", {"title": "new"})
+    modes = {file.name: file.stat().st_mode & 0o777 for file in path.parent.iterdir()}
+    database.close()
+    assert set(modes.values()) == {0o600}
+    assert len(modes) == 4
+    assert path.parent.stat().st_mode & 0o777 == 0o700

@@ -18,8 +18,8 @@ from app.services.chat_store.records import AnswerStats, Conversation, Message, 
 from app.services.chat_store.recovery import open_checked
 from app.services.chat_store.transfer import export_chats, import_chats
 from app.services.chat_store.tree import MessageTree
-from engine.config import SamplingParams
-from engine.errors import EngineError
+from engine.common.config import SamplingParams
+from engine.common.errors import EngineError
 
 texts = st.text(max_size=40).map(clean_text)
 times = st.floats(0, 1e10)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.checkpoint.headers import TensorEntry, read_header
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 from tests.unit.checkpoint_files import header_of, write_safetensors
 
 TENSORS = {"a": ("BF16", [2, 3]), "b": ("F32", [4]), "empty": ("F32", [0]), "scalar": ("F32", [])}

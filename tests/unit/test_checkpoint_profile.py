@@ -3,10 +3,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from engine.checkpoint.expert_index import PartSources
 from engine.checkpoint.headers import read_header
 from engine.checkpoint.kv_numbers import kv_elements_per_token
-from engine.checkpoint.profile import read_profile
+from engine.checkpoint.profile import read_profile, stretched_context
 from tests.unit.checkpoint_files import header_of, write_config, write_safetensors
 
 MIXTRAL: dict[str, Any] = {
@@ -94,3 +96,35 @@ def test_sources_of_an_expert(tmp_path: Path) -> None:
     assert stack.is_fused
     (source,) = stack.of_expert(1)
     assert (source.row, source.nbytes, stack.nbytes) == (1, 64, 128)
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        ({}, 100),
+        ({"rope_parameters": None}, 100),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, 400),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 1.0, "rope_theta": 1e4}}, 100),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0, "alpha": 1000.0}}, 100),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 80}}, 320),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 400),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10}}, 100),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 800}}, 100),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1]}, "original_max_position_embeddings": 10}, 100),
+        ({"rope_scaling": {"type": "longrope", "factor": 32}, "original_max_position_embeddings": 10}, 320),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 80}}, 100),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 100),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": "4"}}, 100),
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 80},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                }
+            },
+            320,
+        ),
+    ],
+)
+def test_a_context_is_as_long_as_the_rotary_embedding_stretches_it(config: dict[str, object], tokens: int) -> None:
+    assert stretched_context(config, 100) == tokens

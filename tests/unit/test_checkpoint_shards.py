@@ -9,7 +9,7 @@ import pytest
 
 from engine.checkpoint.config_file import read_config, text_part
 from engine.checkpoint.shards import read_tensors
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 from tests.unit.checkpoint_files import header_of, write_config, write_safetensors
 
 INDEX = "model.safetensors.index.json"

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from engine import cli
-from engine.errors import EngineError, ErrorCode
-from engine.paths import log_dir
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.paths import log_dir
 from engine.verbs import output
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -152,6 +152,21 @@ def test_ctrl_c_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_interrupts_end_a_command_that_began_with_them_ignored() -> None:
+    """As a script's background commands do."""
+    script = """
+import signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+import engine.verbs.doctor
+engine.verbs.doctor.run = lambda _args: signal.raise_signal(signal.SIGINT) or 0
+from engine import cli
+raise SystemExit(cli.main(["doctor"]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGINT, b"")
+
+
 @pytest.mark.skipif(os.name == "nt", reason="a POSIX shell")
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     line = f"{sys.executable} -m engine.cli doctor --json | head -c 1"
@@ -186,3 +201,18 @@ def test_json_documents_take_dataclasses_and_paths_and_nothing_odd(capsys: pytes
 def test_a_message_of_several_lines_is_told_in_one(capsys: pytest.CaptureFixture[str]) -> None:
     output.report_error(EngineError(ErrorCode.INTERNAL, "One\n  sentence."), as_json=False)
     assert capsys.readouterr().err == "switchyard: One sentence.\n"
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("half a stream"), EngineError(ErrorCode.INTERNAL, "Broken.")])
+def test_what_fails_because_of_ctrl_c_is_not_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failure: Exception
+) -> None:
+    def torn(_arguments: list[str]) -> int:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise failure
+
+    monkeypatch.setattr(cli, "_run", torn)
+    assert cli.main(["models"]) == cli.INTERRUPTED
+    assert capsys.readouterr() == ("", "")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from engine.common.paths import python_module
 from engine.hardware.probe import probe
-from engine.paths import python_module
 from engine.verbs import doctor_kernels
 from engine.verbs.doctor_checks import Finding, Status
 

@@ -17,6 +17,7 @@ from engine.hardware.assumptions import assumed_card, assumed_link, card_key, kn
 from engine.hardware.cpu import CpuInfo
 from engine.hardware.disk import DiskInfo, DiskKind
 from engine.hardware.gpu_info import GpuInfo, Vendor
+from engine.hardware.machine import Origin
 from engine.hardware.measured import (
     Arithmetic,
     CopyTime,
@@ -35,7 +36,6 @@ from engine.hardware.measurement_files import (
     save_measurements,
 )
 from engine.hardware.probe import HardwareProfile
-from engine.planner.machine import Origin
 
 GIB = 2**30
 RTX = GpuInfo(

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 from engine.hardware.profiles import profile_names, profiles_dir, read_profile
 
 GOOD: dict[str, Any] = {

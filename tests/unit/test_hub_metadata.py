@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
@@ -13,9 +14,10 @@ from typing import ClassVar
 import pytest
 
 from engine.bench.synthetic.shapes import SHAPES, config_of, tensors_of
+from engine.checkpoint import hub as hub_of
+from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.hub import read_hub_model
-from engine.checkpoint.model_shapes import find_shape
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 
 SHAPE = SHAPES["qwen3-moe-tiny"]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -26,6 +28,10 @@ class Hub(BaseHTTPRequestHandler):
 
     files: ClassVar[dict[str, bytes]] = {}
     served: ClassVar[list[int]] = []
+    knows_ranges: ClassVar[bool] = True
+    dripped: ClassVar[str] = "nothing"
+    dripping: ClassVar[threading.Event] = threading.Event()
+    closing: ClassVar[threading.Event] = threading.Event()
 
     def do_HEAD(self) -> None:
         self._answer(body=False)
@@ -40,7 +46,7 @@ class Hub(BaseHTTPRequestHandler):
         path = self.path.split("?")[0]
         if path.startswith("/api/models/org/model"):
             listed = {"id": "org/model", "sha": COMMIT, "siblings": [{"rfilename": name} for name in self.files]}
-            self._send(200, json.dumps(listed).encode(), body=body)
+            self._send(200, self.files.get("about", json.dumps(listed).encode()), body=body)
             return
         name = path.rpartition("/")[2]
         if not path.startswith("/org/model/resolve/") or name not in self.files:
@@ -51,10 +57,10 @@ class Hub(BaseHTTPRequestHandler):
             return
         content = self.files[name]
         asked = self.headers.get("Range", "")
-        if asked.startswith("bytes="):
+        if self.knows_ranges and asked.startswith("bytes="):
             first, last = asked.removeprefix("bytes=").split("-")
             content = content[int(first) : int(last) + 1 if last else None]
-        self._send(206 if asked else 200, content, body=body)
+        self._send(206 if asked and self.knows_ranges else 200, content, body=body)
 
     def _send(self, status: int, content: bytes, *, body: bool) -> None:
         self.send_response(status)
@@ -64,7 +70,12 @@ class Hub(BaseHTTPRequestHandler):
         self.end_headers()
         if body:
             self.served.append(len(content))
-            self.wfile.write(content)
+            with contextlib.suppress(OSError):  # who asked has had enough
+                if self.dripped in self.path:
+                    self.dripping.set()
+                    self.closing.wait()
+                    return
+                self.wfile.write(content)
 
 
 def header_file(number: int) -> bytes:
@@ -95,12 +106,15 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
         **{name: header_file(number) for number, name in enumerate(names)},
     }
     Hub.served = []
+    Hub.dripping.clear()
+    Hub.closing.clear()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # as all other tests have it
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
     yield Hub
+    Hub.closing.set()
     server.shutdown()
     server.server_close()
     thread.join()
@@ -160,3 +174,42 @@ def test_a_known_model_needs_no_network(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert find_shape("Qwen/Qwen3-30B-A3B").name == "qwen3-30b-a3b"
     with pytest.raises(EngineError, match="no model called"):
         find_shape("nonsense")
+
+
+def test_a_file_without_end_is_not_fetched_whole(hub: type[Hub]) -> None:
+    hub.files["config.json"] = b" " * (hub_of.MAX_CONFIG_BYTES + 2**20)
+    with pytest.raises(EngineError, match="more than") as refused:
+        read_hub_model("org/model")
+    assert refused.value.code is ErrorCode.DOWNLOAD_FAILED
+
+
+def test_a_server_that_knows_no_ranges_sends_no_weights(hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "knows_ranges", False)
+    for name in [name for name in hub.files if name.endswith(".safetensors")]:
+        hub.files[name] += bytes(2**20)
+    config, entries = read_hub_model("org/model")
+    assert config["model_type"] == SHAPE.family
+    assert entries
+
+
+@pytest.mark.parametrize("dripped", ["/api/models/org/model", "config.json", "model-00002"])
+def test_a_server_that_drips_is_given_up(hub: type[Hub], monkeypatch: pytest.MonkeyPatch, dripped: str) -> None:
+    monkeypatch.setattr(hub_of, "ANSWER_S", 0.2)
+    monkeypatch.setattr(hub, "dripped", dripped)
+    with pytest.raises(EngineError, match="no whole answer") as refused:
+        read_hub_model("org/model")
+    assert refused.value.code is ErrorCode.DOWNLOAD_FAILED
+
+
+def test_a_server_that_drips_can_be_stopped(hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "dripped", "config.json")
+    with pytest.raises(EngineError, match="was stopped"):
+        read_hub_model("org/model", cancelled=hub.dripping.is_set)
+
+
+@pytest.mark.parametrize("listed", [b"[]", b"{", b'{"siblings": [1, {"rfilename": []}]}', b"[" * 100_000])
+def test_nonsense_about_a_model_is_one_sentence(hub: type[Hub], listed: bytes) -> None:
+    hub.files = {"about": listed}
+    with pytest.raises(EngineError) as refused:
+        read_hub_model("org/model")
+    assert refused.value.code.is_users

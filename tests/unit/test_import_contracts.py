@@ -13,10 +13,8 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 APP_MAY_USE = (
     "engine.protocol",
-    "engine.model_info",
-    "engine.config",
-    "engine.errors",
-    "engine.paths",
+    "engine.common",
+    "engine.formats",
     "engine.hardware",
     "engine.planner",
     "engine.checkpoint",
@@ -48,6 +46,8 @@ def test_the_window_uses_only_the_light_side_of_the_engine() -> None:
     "module",
     [
         "app.main",
+        "engine.formats",
+        "engine.families.family",
         "engine.protocol",
         "engine.checkpoint.library",
         "engine.hardware.probe",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import paths
+from engine.common import paths
 from tests import leaks
 
 

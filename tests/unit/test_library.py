@@ -9,9 +9,9 @@ from engine.checkpoint.bank_location import bank_path
 from engine.checkpoint.importing import import_model
 from engine.checkpoint.library import list_models, remove, resolve, show, starter_is_built, verify
 from engine.checkpoint.manifest import MANIFEST_NAME
-from engine.errors import EngineError, ErrorCode
-from engine.paths import models_dir
-from engine.runtime.cancellation import RequestCancelled
+from engine.common.cancellation import RequestCancelled
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.paths import models_dir
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 

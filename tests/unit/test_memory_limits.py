@@ -2,38 +2,56 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from engine.errors import EngineError, ErrorCode
-from engine.runtime import memory
+from engine.common.errors import ErrorCode
+from engine.common.footprint import without_headroom
+from engine.devices import host_memory
+from engine.planner.placement import Budgets, NotEnoughRamError, require_ram
+from engine.verbs.options import parse_size
+
+FREE = 8 * 10**9
 
 
-def test_free_memory_is_cut_to_the_budget_and_to_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert memory.available_ram() > 0
-    assert memory.available_ram(1000) == 1000
-    monkeypatch.setattr(memory, "memory_limits", lambda: (5000, 700))
-    assert memory.available_ram() == 700
+def test_free_memory_is_cut_to_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host_memory.available_ram() > 0
+    monkeypatch.setattr(host_memory, "memory_limits", lambda: (5000, 700))
+    assert host_memory.available_ram() == 700
 
 
-def test_refusal_names_both_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_ram", lambda: 8 * 10**9)
-    memory.require_ram("small", 2 * 10**9)
-    with pytest.raises(EngineError) as caught:
-        memory.require_ram("big", 61 * 10**9)
-    assert caught.value.code is ErrorCode.NOT_ENOUGH_MEMORY
-    assert "big needs 61.5 GB" in caught.value.message
+def test_what_may_be_used_is_cut_to_the_budget() -> None:
+    assert Budgets(FREE).ram_usable == without_headroom(FREE) < FREE
+    assert Budgets(FREE, 1000).ram_usable == 1000
+    assert Budgets(700, 1000).ram_usable == without_headroom(700)
+
+
+def test_refusal_names_both_figures() -> None:
+    require_ram("small", 2 * 10**9, Budgets(FREE))
+    with pytest.raises(NotEnoughRamError) as caught:
+        require_ram("big", 61 * 10**9, Budgets(FREE))
+    assert (caught.value.code, caught.value.needed) == (ErrorCode.NOT_ENOUGH_MEMORY, 61 * 10**9)
+    assert "big needs 61.6 GB" in caught.value.message
     assert "8.0 GB are free" in caught.value.message
 
 
-def test_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_ram", lambda: 8 * 10**9)
-    memory.require_ram("model", 2 * 10**9, budget=3 * 10**9)
-    with pytest.raises(EngineError) as caught:
-        memory.require_ram("model", 2 * 10**9, budget=10**9)
+def test_budget() -> None:
+    require_ram("model", 2 * 10**9, Budgets(FREE, 3 * 10**9))
+    with pytest.raises(NotEnoughRamError) as caught:
+        require_ram("model", 2 * 10**9, Budgets(FREE, 10**9))
     assert caught.value.code is ErrorCode.NOT_ENOUGH_MEMORY
     assert "budget" in caught.value.message
 
 
-@pytest.mark.parametrize(("count", "text"), [(85_000_000, "85 MB"), (12_340_000_000, "12.3 GB"), (3, "1 MB")])
-def test_sizes_for_people(count: int, text: str) -> None:
-    assert memory.gigabytes(count) == text
+@pytest.mark.parametrize(
+    ("needed", "budget"), [(1_200_000, 1_100_000), (10**6 + 1, 10**6), (61_520_000_000, 61_480_000_000)]
+)
+def test_a_budget_that_is_too_small_by_little_is_told_from_what_is_needed(needed: int, budget: int) -> None:
+    with pytest.raises(NotEnoughRamError) as caught:
+        require_ram("model", needed, Budgets(2 * needed + 2**31, budget))
+    sizes = re.findall(r"[\d.,]+ (?:kB|MB|GB)", caught.value.message)
+    assert len(sizes) == 2
+    said = [parse_size(size) for size in sizes]
+    assert said[0] >= needed  # who allows as much as is said to be needed has allowed enough
+    assert said[1] <= budget

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.cli import main
-from engine.paths import models_dir
+from engine.common.paths import models_dir
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 

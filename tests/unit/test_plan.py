@@ -9,12 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import EngineError, ErrorCode
-from engine.planner.machine import HardwareProfile
+from engine.checkpoint.model_files import model_names, read_model
+from engine.common.errors import EngineError, ErrorCode
+from engine.formats import LADDER
+from engine.hardware.machine import HardwareProfile
+from engine.hardware.machine_files import machine_names, read_machine
+from engine.planner.engine_costs import engine_costs
+from engine.planner.engine_memory import sizes_of
+from engine.planner.placement import least_ram
 from engine.planner.plan import Limits, Plan, make_plan
 from engine.planner.plan_parts import TierBytes
-from engine.planner.plan_search import PRECISIONS, Question, runs_here
-from engine.planner.profile_files import machine_names, model_names, read_machine, read_model
+from engine.planner.plan_search import Question, runs_here
 from engine.planner.what_helps import Change, what_helps, what_if
 from engine.planner.workload import BATCH, CHAT, WORKLOADS
 
@@ -60,7 +65,7 @@ def assert_sound(plan: Plan) -> None:
     if plan.limits.ram_bytes is not None:
         # As in the engine, the budget is for weights: the KV of a conversation is part of the headroom.
         assert plan.ram.held - plan.ram.kv <= plan.limits.ram_bytes * 1.0001
-    assert plan.precision in PRECISIONS
+    assert plan.precision in LADDER
     assert runs_here(plan.policy, plan.workload)
     assert all(other.runs_here == runs_here(other.policy, plan.workload) for other in plan.alternatives)
     assert 0 < plan.speed.low < plan.speed.decode_tokens_per_s < plan.speed.high
@@ -130,9 +135,19 @@ def test_a_model_that_fits_nowhere_is_told_the_nearest() -> None:
     with pytest.raises(EngineError, match=r"nearest would be .* GB of RAM") as refused:
         make_plan(tiny, DEEPSEEK)
     assert refused.value.code is ErrorCode.NOT_ENOUGH_MEMORY
-    small = BARE.with_memory(ram_bytes=3 * _GIB)
+    least = least_ram(sizes_of(engine_costs(BARE, QWEN, "bf16"), Limits(), ["bf16"]))
     with pytest.raises(EngineError, match="the nearest that fits is int"):
-        make_plan(small, QWEN, limits=Limits(precision="bf16"))
+        make_plan(BARE, QWEN, limits=Limits(precision="bf16", ram_bytes=least - 1))
+
+
+def test_auto_is_a_precision_that_can_be_loaded() -> None:
+    """Whatever would be fastest: what is planned is not refused for want of RAM."""
+    limits = Limits(ram_bytes=least_ram(sizes_of(engine_costs(BARE, QWEN, "int4"), Limits(), ["int4"])))
+    assert make_plan(BARE, QWEN, limits=limits).precision == "int4"
+    assert limits.ram_bytes is not None
+    with pytest.raises(EngineError) as refused:
+        make_plan(BARE, QWEN, limits=replace(limits, ram_bytes=limits.ram_bytes - 1))
+    assert refused.value.code is ErrorCode.NOT_ENOUGH_MEMORY
 
 
 def test_what_if_changes_only_what_is_said() -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from engine.cli import main
+from engine.common.config import EngineConfig
+from engine.tuning.messages import StartTuning
+from engine.tuning.run import tune
+from tests.unit.made_up_tuning import MACHINE, MadeUpEngine, around, others_take, tiny_model
 
 
 def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,3 +76,42 @@ def test_capitals_do_not_matter_to_known_names(capsys: pytest.CaptureFixture[str
     for model in ("OLMoE-1B-7B", "allenai/olmoe-1b-7b-0924-instruct"):
         assert main(["plan", "--model", model, *where]) == 0
         assert json.loads(capsys.readouterr().out)["model"] == "olmoe-1b-7b"
+
+
+def test_what_was_timed_here_is_the_figure_of_the_plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("engine.hardware.probe.probe", lambda: MACHINE)
+    monkeypatch.setattr("engine.tuning.contestants.compute_threads", lambda: 4)
+    model = str(tiny_model())
+
+    def planned(*options: str) -> dict[str, Any]:
+        assert main(["plan", "--model", model, *options, "--json"]) == 0
+        document: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return document
+
+    modelled, others = planned(), planned("--workload", "64x8")
+    assert (modelled["timing"], modelled["speed"]["timed_at"]) == ("", "")
+
+    def speed(asked: EngineConfig) -> float:
+        rate: float = 0.5 * modelled["speed"]["decode_tokens_per_s"]
+        return rate if asked.precision == modelled["precision"] else 0.1 * rate
+
+    request = StartTuning("t", EngineConfig(model), even_if_busy=True)
+    around_us = around(watch=others_take(lambda: 0.0))
+    result = tune(MadeUpEngine(speed), request, lambda _event: None, lambda: False, around_us).result
+    assert result is not None
+    (timed,) = [one for one in result.timed if one.contestant.is_plan]
+    found = planned()
+    assert found["speed"]["decode_tokens_per_s"] == timed.tokens_per_s
+    assert found["speed"]["predicted"] == timed.contestant.predicted_tokens_per_s
+    assert found["speed"]["timed_at"] == result.taken_at
+    assert "too high" in found["timing"]
+    assert main(["plan", "--model", model]) == 0
+    assert found["timing"] in capsys.readouterr().out
+    # Neither another machine's nor another question's: nothing else was timed.
+    assert not planned("--hardware", "desktop-no-gpu-64gb")["timing"]
+    assert not planned("--ram", "1GB")["timing"]
+    other = planned("--workload", "64x8")
+    assert not other["timing"]
+    assert other["speed"]["decode_tokens_per_s"] < others["speed"]["decode_tokens_per_s"]

@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.checkpoint.model_files import model_names, read_model
+from engine.hardware.machine_files import machine_names, read_machine
 from engine.planner.costs import Costs
 from engine.planner.duoserve import peak_memory, predictor_weights
 from engine.planner.fiddler import break_even_rows, hit_rate_bounds, runs_on_cpu
 from engine.planner.klotski import BlockTimes, fewest_batches
 from engine.planner.memory import card_memory, expert_slots, indexes, share_on_disk
 from engine.planner.policy_search import PerformanceModel, search_policy
-from engine.planner.profile_files import machine_names, model_names, read_machine, read_model
 from engine.planner.roofline import HierarchicalRoofline, Level, operational_intensity, roofline_of
 from engine.planner.simulator.batch_costs import distinct_experts
 from engine.planner.workload import WORKLOADS, Workload, parse_workload
@@ -166,5 +167,5 @@ def test_workloads_as_text() -> None:
     assert parse_workload("512x32x64") == Workload("512x32x64", 512, 32, 64)
     assert parse_workload("8x4x1x2").beams == 2
     for text in ("", "0x4", "4", "4x0", "axb", "4x4x4x4x4"):
-        with pytest.raises(ValueError, match="no workload"):
+        with pytest.raises(ValueError, match="not a workload"):
             parse_workload(text)

@@ -8,16 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine.errors import EngineError
-from engine.planner.machine import HardwareProfile
-from engine.planner.profile_files import (
-    machine_names,
-    machines_dir,
-    model_names,
-    models_dir,
-    read_machine,
-    read_model,
-)
+from engine.checkpoint.model_files import model_names, models_dir, read_model
+from engine.common.errors import EngineError
+from engine.hardware.machine import HardwareProfile
+from engine.hardware.machine_files import machine_names, machines_dir, read_machine
 
 
 @pytest.mark.parametrize("name", model_names())
@@ -79,7 +73,7 @@ def changed(folder: Path, name: str, change: Any) -> str:
 def test_nonsense_about_a_machine_is_refused_in_one_sentence(tmp_path: Path, change: Any) -> None:
     path = tmp_path / "odd.json"
     path.write_text(changed(machines_dir(), "gcp-t4", change), encoding="utf-8")
-    with pytest.raises(EngineError, match=r"The profile .*odd\.json .*: mend it"):
+    with pytest.raises(EngineError, match=r"The profile .*odd\.json .*: fix it"):
         read_machine(str(path))
 
 
@@ -96,7 +90,7 @@ def test_nonsense_about_a_machine_is_refused_in_one_sentence(tmp_path: Path, cha
 def test_nonsense_about_a_model_is_refused_in_one_sentence(tmp_path: Path, change: Any) -> None:
     path = tmp_path / "odd.json"
     path.write_text(changed(models_dir(), "mixtral-8x7b", change), encoding="utf-8")
-    with pytest.raises(EngineError, match=r"The profile .*odd\.json .*: mend it"):
+    with pytest.raises(EngineError, match=r"The profile .*odd\.json .*: fix it"):
         read_model(str(path))
 
 

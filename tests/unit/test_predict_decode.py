@@ -9,13 +9,13 @@ import pytest
 
 from engine.bench.synthetic.shapes import SHAPES, config_of, tensors_of
 from engine.checkpoint.headers import TensorEntry
-from engine.config import EngineConfig, Precision
-from engine.errors import EngineError, ErrorCode
-from engine.planner.checkpoint_shape import shape_of
-from engine.planner.machine import CpuProfile, GpuProfile, HardwareProfile, LinkProfile, Origin
-from engine.planner.model_shape import Attention, ModelShape
+from engine.checkpoint.model_files import read_model
+from engine.checkpoint.model_shape import Attention, ModelShape
+from engine.checkpoint.shape_from_headers import shape_of
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError, ErrorCode
+from engine.hardware.machine import CpuProfile, GpuProfile, HardwareProfile, LinkProfile, Origin
 from engine.planner.predict import predict_decode
-from engine.planner.profile_files import read_model
 from tests.unit.made_up_headers import entries_of
 
 XEON = HardwareProfile(
@@ -57,7 +57,7 @@ def layers_of(name: str, layers: int) -> ModelShape:
         ("mixtral-8x7b", "int4", 109.3),
     ],
 )
-def test_as_measured(model: str, precision: Precision, measured: float) -> None:
+def test_as_measured(model: str, precision: str, measured: float) -> None:
     layers = 1 if model == "mixtral-8x7b" else 2
     shape = STARTER if model == "starter" else layers_of(model, layers)
     machine = replace(XEON, cpu=replace(XEON.cpu, weights_bytes_per_s={1: READ[precision] / 2, 2: READ[precision]}))
@@ -76,7 +76,7 @@ def test_as_measured(model: str, precision: Precision, measured: float) -> None:
     ],
 )
 def test_beside_an_emulated_card_as_measured(
-    model: str, precision: Precision, slots: int, rate: float, measured: float
+    model: str, precision: str, slots: int, rate: float, measured: float
 ) -> None:
     shape = STARTER if model == "starter" else layers_of(model, 2)
     machine = replace(

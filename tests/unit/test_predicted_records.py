@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from engine.checkpoint.model_files import read_model
+from engine.hardware.machine_files import read_machine
 from engine.planner.costs import Costs
-from engine.planner.profile_files import read_machine, read_model
 from engine.planner.simulator.plans import run_policy
 from engine.planner.simulator.requests import Setting
 from engine.planner.simulator.timeline import LANES

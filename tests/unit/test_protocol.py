@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import BATCH_STARTS, BatchJob, EngineConfig, SamplingParams
-from engine.errors import EngineError, ErrorCode
+from engine.common.config import BATCH_STARTS, BatchJob, EngineConfig, SamplingParams
+from engine.common.errors import EngineError, ErrorCode
 from engine.protocol import (
     MAX_LINE_BYTES,
     TERMINAL,
@@ -72,6 +72,8 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return st.builds(hint, **{name: values(t) for name, t in typing.get_type_hints(hint).items()})
     if get_origin(hint) is typing.Literal:
         return st.sampled_from(get_args(hint))
+    if get_origin(hint) is dict:
+        return st.dictionaries(*map(values, get_args(hint)), max_size=3)
     if get_origin(hint) is tuple:
         return st.lists(values(get_args(hint)[0]), max_size=3).map(tuple)
     if get_origin(hint) in (types.UnionType, typing.Union):

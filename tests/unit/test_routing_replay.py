@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from engine.cli import main
-from engine.errors import EngineError
+from engine.common.errors import EngineError
 from engine.experts.cache.policies import POLICY_NAMES
 from engine.experts.replay.bounds import belady_hits, hit_ratio_curve, stack_distances
 from engine.experts.replay.simulation import ADOPTED, popularity_of, replay

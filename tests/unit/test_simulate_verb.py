@@ -89,7 +89,7 @@ def test_the_timeline_as_a_trace(workload: str, tmp_path: Path, capsys: pytest.C
         (["simulate", "--model", "gpt-oss-20b"], "--hardware"),
         ([*_CELL[:3], "--hardware", "toaster"], "no profile of a machine"),
         (["simulate", "--model", "toaster", *_CELL[3:]], "no profile of a model"),
-        ([*_CELL, "--workload", "much"], "no workload"),
+        ([*_CELL, "--workload", "much"], "not a workload"),
         ([*_CELL, "--policy", "magic"], "No policy is called 'magic'"),
         ([*_CELL, "--threads", "0"], "whole number"),
         (["simulate", "peppers"], "invalid choice"),

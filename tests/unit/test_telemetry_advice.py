@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import EngineConfig
-from engine.planner.profile_files import read_machine, read_model
+from engine.checkpoint.model_files import read_model
+from engine.common.config import EngineConfig
+from engine.hardware.machine_files import read_machine
 from engine.planner.simulator.timeline import LANES
-from engine.telemetry.advice import Running, advise, predicted_rate
+from engine.telemetry.advice import Advice, Running, advise, predicted_rate
 from engine.telemetry.analysis import OTHER, Waiting, waiting
 from engine.telemetry.lanes import CPU_EXPERTS
 from engine.telemetry.messages import CacheReport, TierReport
@@ -75,6 +76,14 @@ def test_the_planner_overrules_the_rules() -> None:
     assert found.change == "cache_slots"
     # The curve says that all that missed will hit.
     assert found.gain == pytest.approx(plan.gain((50, 0.5), (int(found.value), 0.0)))
+
+
+def test_other_programs_are_the_first_cause() -> None:
+    running = Running("bf16", 2, 8)
+    assert advise(waited(cpu_experts=0.9), None, running).change == "threads"
+    busy = replace(waited(cpu_experts=0.9), others=0.94)
+    assert advise(busy, None, running) == Advice("other_programs")
+    assert advise(replace(busy, others=0.02), None, running).change == "threads"
 
 
 def test_no_change_gains_more_than_the_time_it_touches() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.errors import EngineError
+from engine.common.errors import EngineError
 from engine.telemetry.lanes import CPU_ATTENTION, CPU_EXPERTS, DECODE, EXPERTS, GPU, H2D, PHASE, PREFILL, layer_number
 from engine.telemetry.layer_log import LayerLog
 from engine.telemetry.recorder import Recorder, Ring

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.errors import EngineError
+from engine.common.errors import EngineError
 from engine.telemetry import session_file
 from engine.telemetry.lanes import GPU
 from engine.telemetry.records import SPAN, Records

@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.errors import EngineError, ErrorCode
-from engine.hardware.measurement_files import described
-from engine.paths import data_dir
-from engine.tuning.applying import apply_tuning
-from engine.tuning.keeping import kept_corrections, model_mark, read_result, results_of
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.paths import data_dir
+from engine.hardware.measurement_files import described, load_measurements
+from engine.tuning.applying import apply_tuning, note_outrun
+from engine.tuning.keeping import (
+    keep_anyway,
+    kept_corrections,
+    model_mark,
+    read_result,
+    results_of,
+)
+from engine.tuning.measuring import _good_enough
 from engine.tuning.messages import StartTuning, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
 from engine.tuning.report import report_text
+from engine.tuning.result import TuningResult
 from engine.tuning.run import TuningEnding, TuningEvent, tune
-from tests.unit.made_up_tuning import MACHINE, MadeUpEngine, around, measurements, no_memory, tiny_model
+from tests.unit.made_up_tuning import (
+    MACHINE,
+    MadeUpEngine,
+    around,
+    measurements,
+    no_memory,
+    others_take,
+    tiny_model,
+)
 
 
 @pytest.fixture
@@ -341,3 +358,118 @@ def test_after_a_fault_of_ours_the_model_is_there_again(model: Path) -> None:
         tune(engine, StartTuning("t", EngineConfig(str(model))), fault, lambda: False, around())
     assert engine.asked == held
     assert results_of(model_mark(model)) == []
+
+
+# --- other programs -------------------------------------------------------------------------------
+
+
+def busy_run(
+    model: Path, share: Callable[[], float], engine: MadeUpEngine | None = None, **asked: object
+) -> TuningEnding:
+    """A run beside other programs that take `share()` of the processor."""
+    request = StartTuning("t", EngineConfig(str(model)), **asked)  # type: ignore[arg-type]
+    return tune(
+        engine or MadeUpEngine(speeds), request, lambda _e: None, lambda: False, around(watch=others_take(share))
+    )
+
+
+def test_what_was_timed_under_load_is_not_kept_and_says_so(model: Path) -> None:
+    ending = busy_run(model, lambda: 0.94)
+    result = ending.result
+    assert ending.finished
+    assert not ending.saved
+    assert result is not None
+    assert result.was_busy
+    assert (ending.others, result.others) == (0.94, 0.94)
+    assert "94%" in report_text(result, saved=False)
+    assert "From now on" not in report_text(result, saved=False)
+    assert results_of(model_mark(model)) == []
+    assert list((data_dir() / "measurements").glob("*")) == []
+    assert apply_tuning(EngineConfig(str(model)), model, lambda: MACHINE).note == ""
+    # Confirmed, it is kept with its warning, and its figures are not taken for this machine's.
+    keep_anyway(result, ending.unsaved)
+    assert results_of(model_mark(model)) == [result]
+    assert load_measurements(MACHINE, "") == ending.unsaved
+    assert kept_corrections(model_mark(model), described(MACHINE)) == ()
+    applied = apply_tuning(EngineConfig(str(model)), model, lambda: MACHINE)
+    assert applied.is_tuned
+    assert applied.config.precision == "int8"
+    assert "tokens/s" not in applied.note
+
+
+def test_a_run_that_was_told_to_keeps_it_without_waiting(model: Path) -> None:
+    pauses: list[float] = []
+    surroundings = around(watch=others_take(lambda: 0.5), pause=pauses.append)
+    request = StartTuning("t", EngineConfig(str(model)), even_if_busy=True)
+    ending = tune(MadeUpEngine(speeds), request, lambda _event: None, lambda: False, surroundings)
+    assert ending.saved
+    assert pauses == []
+    (kept,) = results_of(model_mark(model))
+    assert kept.was_busy
+
+
+def test_it_waits_until_other_programs_have_ended(model: Path) -> None:
+    shares = iter([0.9, 0.6])
+    events: list[TuningEvent] = []
+    surroundings = around(watch=others_take(lambda: next(shares, 0.02)))
+    request = StartTuning("t", EngineConfig(str(model)))
+    ending = tune(MadeUpEngine(speeds), request, events.append, lambda: False, surroundings)
+    waiting = [event.name for event in events if isinstance(event, TuningProgress) and event.stage == "waiting"]
+    assert waiting == ["90%", "60%"]
+    assert ending.saved
+    assert ending.result is not None
+    assert not ending.result.was_busy
+
+
+def test_it_can_be_cancelled_while_it_waits(model: Path) -> None:
+    looks: list[float] = []
+    ending = tune(
+        MadeUpEngine(speeds),
+        StartTuning("t", EngineConfig(str(model))),
+        lambda _event: None,
+        lambda: len(looks) >= 2,
+        around(watch=others_take(lambda: 0.9), pause=looks.append),
+    )
+    assert not ending.finished
+    assert len(looks) == 2
+
+
+def test_load_that_comes_while_tokens_are_timed_is_noticed(model: Path) -> None:
+    busy: list[bool] = []
+    engine = MadeUpEngine(speeds, step=lambda what: busy.append(True) if what == "decode" else None)
+    ending = busy_run(model, lambda: 0.4 if busy else 0.0, engine)
+    assert not ending.saved
+    assert ending.unsaved is None  # what was measured before it came is sound, and kept
+    assert load_measurements(MACHINE, "") is not None
+    assert results_of(model_mark(model)) == []
+
+
+def test_measurements_taken_under_load_are_taken_again(model: Path) -> None:
+    good = measurements()
+    assert _good_enough(good, "quick") == good
+    assert _good_enough(replace(good, others=0.5), "quick") is None
+
+
+def test_a_result_that_is_outrun_is_no_longer_believed(model: Path) -> None:
+    config = EngineConfig(str(model))
+
+    def outrun(rate: float) -> TuningResult | None:
+        # What won on the processor did so for `cpu` as well: there is no card here.
+        return note_outrun(model, replace(config, device="cpu"), rate, lambda: MACHINE)
+
+    mark = model_mark(model)
+    assert outrun(1e6) is None  # nothing is kept yet
+    run(MadeUpEngine(speeds), config)
+    assert kept_corrections(mark, described(MACHINE))
+    (kept,) = results_of(mark)
+    assert kept.won is not None
+    assert outrun(1.2 * kept.won.tokens_per_s) is None
+    marked = outrun(3 * kept.won.tokens_per_s)
+    assert marked is not None
+    assert not marked.is_trusted
+    assert outrun(3 * kept.won.tokens_per_s) is None  # said once
+    assert results_of(mark) == [marked]
+    assert kept_corrections(mark, described(MACHINE)) == ()
+    applied = apply_tuning(config, model, lambda: MACHINE)
+    assert applied.config.precision == "int8"  # its settings hold
+    assert f"{3 * kept.won.tokens_per_s:.1f}" in applied.note

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config import EngineConfig
+from engine.common.config import EngineConfig
 from engine.verbs.options import add_engine_options, device_name, engine_config, parse_size, positive_int
 
 

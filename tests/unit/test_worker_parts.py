@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.config import EngineConfig, SamplingParams
-from engine.errors import EngineError, ErrorCode
+from engine.common.config import EngineConfig, SamplingParams
+from engine.common.errors import EngineError, ErrorCode
 from engine.process.failures import as_engine_error, log_failure
 from engine.process.requests import RequestQueue
 from engine.process.streams import EventWriter

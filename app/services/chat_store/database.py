@@ -19,10 +19,12 @@ from app.services.chat_store.records import (
     sampling_to_json,
 )
 from app.services.chat_store.schema import transaction
-from engine.config import SamplingParams
+from engine.common.config import SamplingParams
 
 PURGE_AFTER_S = 3600.0
 """A deleted chat can be brought back this long; the next start after that removes it for good."""
+
+_LAST_MOMENT = 2.0**32
 
 CONVERSATION_COLUMNS = "id, title, pinned, created_at, updated_at, system_prompt, sampling, model, draft"
 MESSAGE_COLUMNS = (
@@ -34,15 +36,15 @@ def conversation_from_row(row: tuple[Any, ...]) -> Conversation:
     """A record from CONVERSATION_COLUMNS."""
     id_, title, pinned, created, updated, system_prompt, sampling, model, draft = row
     return Conversation(
-        id=id_,
-        title=title,
+        id=text_of(id_),
+        title=text_of(title),
         pinned=bool(pinned),
-        created_at=created,
-        updated_at=updated,
-        system_prompt=system_prompt,
-        sampling=sampling_from_json(sampling),
-        model=model,
-        draft=draft,
+        created_at=_moment(created),
+        updated_at=_moment(updated),
+        system_prompt=text_of(system_prompt),
+        sampling=sampling_from_json(text_of(sampling)),
+        model=text_of(model),
+        draft=text_of(draft),
     )
 
 
@@ -65,28 +67,44 @@ def message_from_row(row: tuple[Any, ...]) -> Message:
     """A record from MESSAGE_COLUMNS."""
     id_, conversation_id, parent_id, role, content, state, reason, reason_code, model, created, stats, chosen = row
     return Message(
-        id=id_,
-        conversation_id=conversation_id,
-        parent_id=parent_id,
+        id=text_of(id_),
+        conversation_id=text_of(conversation_id),
+        parent_id=None if parent_id is None else text_of(parent_id),
         role=role,
-        content=content,
+        content=text_of(content),
         state=MessageState(state),
-        reason=reason,
-        reason_code=reason_code,
-        model=model,
-        created_at=created,
+        reason=text_of(reason),
+        reason_code=text_of(reason_code),
+        model=text_of(model),
+        created_at=_moment(created),
         stats=_stats(stats),
         chosen=bool(chosen),
     )
 
 
-def _stats(text: str | None) -> AnswerStats | None:
+def text_of(value: object) -> str:
+    """A column's text; one damaged bit makes it bytes for SQLite, or text that is not UTF-8."""
+    if isinstance(value, str):
+        return value
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else ""
+
+
+def _moment(value: object) -> float:
+    """Seconds since 1970; 0 for what is no time that a calendar knows."""
+    return float(value) if isinstance(value, int | float) and 0 <= value < _LAST_MOMENT else 0.0
+
+
+def _stats(value: object) -> AnswerStats | None:
+    text = text_of(value)
     if not text:
         return None
     try:
-        return AnswerStats(**json.loads(text))
-    except (ValueError, TypeError):
+        stats = AnswerStats(**json.loads(text))
+    except (ValueError, TypeError, RecursionError):
         return None
+    fields = dataclasses.asdict(stats)
+    sound = all(type(fields[each.name]) in (type(each.default), int) for each in dataclasses.fields(AnswerStats))
+    return stats if sound else None
 
 
 def message_values(message: Message) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ from app.services.chat_store.records import (
     sampling_from_dict,
 )
 from app.services.chat_store.tree import sound
+from engine.common.foreign_json import parse_json
 
 FORMAT = "switchyard-chats"
 VERSION = 1
@@ -62,8 +63,8 @@ def from_json(text: str) -> list[Whole]:
         NotAChatFileError: it is not such a document, or a newer one.
     """
     try:
-        raw = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        raw = parse_json(text)
+    except ValueError as error:
         raise NotAChatFileError("it is not JSON") from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise NotAChatFileError("it is JSON, but not an export of chats")

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from engine.config import SamplingParams
-from engine.errors import EngineError
+from engine.common.config import SamplingParams
+from engine.common.errors import EngineError
 from engine.protocol import Role
 
 ROLES: tuple[Role, ...] = ("system", "user", "assistant")

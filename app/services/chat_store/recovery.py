@@ -7,11 +7,10 @@ import shutil
 import sqlite3
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import closing, suppress
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from app.services.chat_store.database import (
     CONVERSATION_COLUMNS,
@@ -19,38 +18,35 @@ from app.services.chat_store.database import (
     ChatDatabase,
     conversation_from_row,
     message_from_row,
+    text_of,
 )
+from app.services.chat_store.pages import Pages, Record, Value
 from app.services.chat_store.records import ROLES, Conversation, Message, MessageState
-from app.services.chat_store.schema import connect, migrate
+from app.services.chat_store.schema import check_contents, check_header, connect, damaged, is_damage, migrate
 from app.services.chat_store.tree import sound
-
-MOST_PROBES = 100_000
-"""Row ids asked for one by one in a gap that cannot be walked; an arbitrary end to a hopeless search."""
-
-PAGE_BYTES = 4096
-"""SQLite's page size since 2016, which `schema.connect` leaves as it is."""
-
-LARGEST_PADDING = 2**34
-"""Bytes; a header that tells of more is damaged itself."""
+from engine.common.files import private_file, private_folder, restrict_files
 
 RECOVERED_TITLE = "Recovered chat"
+CUT_OFF = "The rest of this message was on a damaged part of the chat file."
+
+_SURE_CHARACTERS = 16
+"""Ids of so many characters are not alike by chance."""
 
 _SIDE_FILES = ("-wal", "-shm")
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What came of a damaged file: counts of rows read out of it, and where it is kept."""
+    """What came of a damaged file: counts of what was read out of it, and where it is kept.
+
+    Attributes:
+        lost: messages that the file tells of, but that could not be read.
+    """
 
     kept_as: Path
     conversations: int
     messages: int
-
-
-def is_damage(error: sqlite3.Error) -> bool:
-    """Whether the error says that the file's contents are wrong, rather than that it cannot be written now."""
-    code = getattr(error, "sqlite_errorcode", None)
-    return code is not None and code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+    lost: int
 
 
 def open_checked(path: Path) -> ChatDatabase:
@@ -60,18 +56,20 @@ def open_checked(path: Path) -> ChatDatabase:
         sqlite3.DatabaseError: it is damaged (see `is_damage`) or cannot be opened now.
         NewerDatabaseError: it is newer than this program.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    connection = connect(path)
+    private_folder(path.parent)
+    private_file(path)
+    restrict_files(path.parent.glob(f"{path.stem}*"))  # the log beside it, damaged files that were put aside
+    check_header(path)
     try:
-        verdict = connection.execute("PRAGMA quick_check(1)").fetchone()
-        if verdict is None or verdict[0] != "ok":
-            error = sqlite3.DatabaseError(f"quick_check: {verdict}")
-            error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
-            raise error
-        migrate(connection)
-    except BaseException:
-        connection.close()
-        raise
+        connection = connect(path)
+        try:
+            check_contents(connection)
+            migrate(connection)
+        except BaseException:
+            connection.close()
+            raise
+    except UnicodeDecodeError as error:  # SQLite's complaint, which names what is damaged as it is written
+        raise damaged("a name in the schema") from error
     return ChatDatabase(connection)
 
 
@@ -83,9 +81,9 @@ def recover(path: Path) -> tuple[ChatDatabase, Recovery]:
     Raises:
         OSError, sqlite3.Error: there was no room for it, say; the damaged file is where it was.
     """
-    # Read from a copy: opening a file replays its log and so changes it.
     with tempfile.TemporaryDirectory(prefix="switchyard-recovery-", dir=path.parent) as folder:
-        trees = _trees(*_salvage(path, Path(folder) / "copy.sqlite3"))
+        salvaged = _salvage(path)
+        trees = _trees(salvaged.conversations, salvaged.messages)
         fresh = Path(folder) / "recovered.sqlite3"
         database = open_checked(fresh)
         try:
@@ -94,7 +92,41 @@ def recover(path: Path) -> tuple[ChatDatabase, Recovery]:
             database.close()
         aside = _put_aside(path)
         os.replace(fresh, path)
-    return open_checked(path), Recovery(aside, len(trees), sum(len(tree) for _, tree in trees))
+    kept = sum(len(tree) for _, tree in trees)
+    return open_checked(path), Recovery(aside, len(trees), kept, max(0, salvaged.known - kept))
+
+
+def can_be_written(path: Path) -> bool:
+    """Whether chats can be kept in the database at `path`; one that is not there yet is nobody's to refuse."""
+    return not path.exists() or (os.access(path.parent, os.W_OK) and os.access(path, os.W_OK))
+
+
+def open_copy(path: Path) -> tuple[ChatDatabase, Recovery | None]:
+    """The chats of a database that must not or cannot be written to, in memory; and what recovery said, if need was.
+
+    Raises:
+        OSError, sqlite3.Error: it cannot be read.
+        NewerDatabaseError: it is newer than this program.
+    """
+    with tempfile.TemporaryDirectory(prefix="switchyard-chats-") as folder:
+        copy = Path(folder) / path.name
+        shutil.copyfile(path, copy)
+        with suppress(FileNotFoundError):
+            shutil.copyfile(f"{path}-wal", f"{copy}-wal")
+        recovery = None
+        try:
+            database = open_checked(copy)
+        except sqlite3.Error as error:
+            if not is_damage(error):
+                raise
+            database, recovery = recover(copy)
+            recovery = replace(recovery, kept_as=path)
+        memory = connect(Path(":memory:"))
+        try:
+            database.connection.backup(memory)
+        finally:
+            database.close()
+    return ChatDatabase(memory), recovery
 
 
 def _put_aside(path: Path) -> Path:
@@ -111,120 +143,148 @@ def _put_aside(path: Path) -> Path:
     return aside
 
 
-def _salvage(path: Path, copy: Path) -> tuple[list[Conversation], list[Message]]:
-    """Read what can be read of the file at `path`, by way of `copy`."""
-    shutil.copyfile(path, copy)
-    with suppress(FileNotFoundError):
-        shutil.copyfile(f"{path}-wal", f"{copy}-wal")
-    _pad(copy)
-    conversation_rows, message_rows = _read_out(copy)
-    if not conversation_rows and not message_rows and _replace_first_page(copy):
-        conversation_rows, message_rows = _read_out(copy)
-    deleted = {row[0] for row in conversation_rows if row[-1] is not None}
-    conversations = [
-        conversation_from_row(row[:-1]) for row in conversation_rows if row[-1] is None and _fits(row, _CONVERSATION)
-    ]
-    messages = [message_from_row(row) for row in message_rows if row[1] not in deleted and _fits(row, _MESSAGE)]
-    return conversations, messages
+def _salvage(path: Path) -> _Salvaged:
+    """Read what can be read of the file at `path`, which is left as it is."""
+    pages = Pages(path)
+    conversation_rows = {row.rowid: row for row in pages.rows(_is_conversation)}
+    message_rows: dict[int, Record] = {}
+    for row in pages.rows(_is_message):
+        message_rows.setdefault(row.rowid, row)
+    index = _Index(pages)
+    # What an index still knows was not deleted, wherever its row is found.
+    for row in pages.doubtful_rows(lambda rowid: rowid in index.conversations or rowid in index.messages):
+        if _is_conversation(row.values) and row.rowid in index.conversations:
+            conversation_rows.setdefault(row.rowid, row)
+        elif _is_message(row.values) and row.rowid in index.messages:
+            message_rows.setdefault(row.rowid, row)
+    deleted = {row.values[1] for row in conversation_rows.values() if row.values[-1] is not None} | index.deleted
+    conversations = [_conversation(row) for _, row in sorted(conversation_rows.items()) if row.values[1] not in deleted]
+    messages = [_message(row) for _, row in sorted(message_rows.items()) if row.values[2] not in deleted]
+    known = sum(conversation not in deleted for conversation in index.messages.values())
+    return _Salvaged(conversations, messages, known)
 
 
-_Rows = list[tuple[Any, ...]]
+@dataclass(frozen=True, slots=True)
+class _Salvaged:
+    """What was read, in the order in which it was written; `known`: how many messages the indices tell of."""
+
+    conversations: list[Conversation]
+    messages: list[Message]
+    known: int
 
 
-def _read_out(copy: Path) -> tuple[_Rows, _Rows]:
-    with closing(sqlite3.connect(copy, isolation_level=None)) as connection:
-        conversations = list(_rows(connection, "conversations", f"{CONVERSATION_COLUMNS}, deleted_at"))
-        return conversations, list(_rows(connection, "messages", MESSAGE_COLUMNS))
+class _Index:
+    """What the indices tell of rows that their tables should hold.
+
+    Attributes:
+        conversations: row ids.
+        messages: id of the conversation by row id; only what two indices agree on.
+        deleted: ids of conversations that wait to be removed for good.
+    """
+
+    def __init__(self, pages: Pages) -> None:
+        self.conversations: set[int] = set()
+        self.messages: dict[int, str] = {}
+        ids: dict[int, list[str]] = {}
+        deleted_rows: set[int] = set()
+        told_once: set[tuple[int, str]] = set()
+        for entry in pages.entries():
+            match entry.values:
+                case (str() as id_, int() as rowid):
+                    ids.setdefault(rowid, []).append(id_)
+                case (str() as id_, str() | None, int() as rowid):
+                    if (rowid, id_) in told_once:
+                        self.messages[rowid] = id_
+                    told_once.add((rowid, id_))
+                case (int() | float() | None as deleted_at, int() | float(), int() as rowid):
+                    self.conversations.add(rowid)
+                    if deleted_at is not None:
+                        deleted_rows.add(rowid)
+        theirs = set(self.messages.values())
+        self.deleted = {id_ for rowid in deleted_rows for id_ in ids.get(rowid, ()) if id_ in theirs}
 
 
-def _replace_first_page(copy: Path) -> bool:
-    """Give a file whose first page is lost that of a new database: its tables begin on the same pages in every file."""
-    for side in _SIDE_FILES:
-        Path(f"{copy}{side}").unlink(missing_ok=True)
-    pages = copy.stat().st_size // PAGE_BYTES
-    if pages < 2:
-        return False
-    fresh = copy.with_name("fresh.sqlite3")
-    with closing(sqlite3.connect(fresh, isolation_level=None)) as connection:
-        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-        migrate(connection)
-    first = bytearray(fresh.read_bytes()[:PAGE_BYTES])
-    # The header counts the pages of its file, and begins a list of free ones: see sqlite.org/fileformat.html, 1.3.
-    first[28:32] = pages.to_bytes(4, "big")
-    first[32:40] = bytes(8)
-    with copy.open("r+b") as file:
-        file.write(first)
-    return True
+def _is_conversation(values: tuple[Value, ...]) -> bool:
+    return (
+        len(values) == 1 + len(CONVERSATION_COLUMNS.split(",")) + 1
+        and values[0] is None
+        and all(isinstance(values[place], str | bytes) for place in (1, 2))
+        and all(isinstance(values[place], int | float) for place in (3, 4, 5))
+        and isinstance(values[-1], int | float | None)
+    )
 
 
-def _pad(copy: Path) -> None:
-    """Give a truncated file the length that its header tells: SQLite refuses the whole of a shorter one."""
-    with copy.open("r+b") as file:
-        header = file.read(32)
-        if header.startswith(b"SQLite format 3\0") and len(header) == 32:
-            page_size = int.from_bytes(header[16:18], "big")
-            length = (65536 if page_size == 1 else page_size) * int.from_bytes(header[28:32], "big")
-            if copy.stat().st_size < length <= LARGEST_PADDING:
-                file.truncate(length)
+def _is_message(values: tuple[Value, ...]) -> bool:
+    return (
+        len(values) == 1 + len(MESSAGE_COLUMNS.split(","))
+        and values[0] is None
+        and all(isinstance(values[place], str | bytes) for place in (1, 2, 4, 5))
+        and isinstance(values[3], str | bytes | None)
+        and _nearest(values[4], ROLES) is not None
+    )
 
 
-_TEXT, _OPTIONAL, _NUMBER = (str,), (str, type(None)), (int, float)
-_CONVERSATION = (_TEXT, _TEXT, _NUMBER, _NUMBER, _NUMBER, _TEXT, _OPTIONAL, _TEXT, _TEXT)
-_MESSAGE = (_TEXT, _TEXT, _OPTIONAL, _TEXT, _TEXT, _TEXT, _TEXT, _TEXT, _TEXT, _NUMBER, _OPTIONAL, _NUMBER)
+def _nearest(value: Value, allowed: Iterable[str]) -> str | None:
+    """The word that a value was before a character of it was damaged."""
+    text = text_of(value)
+    return next((word for word in allowed if word == text or _differ_in_one(word, text)), None)
 
 
-def _fits(row: tuple[Any, ...], types: tuple[tuple[type, ...], ...]) -> bool:
-    """Whether the values are of the columns' types: a damaged page can yield anything."""
-    if not all(isinstance(value, allowed) for value, allowed in zip(row, types, strict=False)):
-        return False
-    return types is not _MESSAGE or (row[3] in ROLES and row[5] in set(MessageState))
+def _conversation(row: Record) -> Conversation:
+    return conversation_from_row(row.values[1:-1])
 
 
-def _rows(connection: sqlite3.Connection, table: str, columns: str) -> Iterator[tuple[Any, ...]]:
-    """Every row that can be read: forwards to the damage, backwards to it, then one row id at a time between."""
-    first, last = 0, None
-    try:
-        connection.execute(f"SELECT seq, {columns} FROM {table} WHERE 0")
-    except sqlite3.Error:
-        return  # not even the table is known: there is no row to ask for
-    try:
-        for seq, *row in connection.execute(f"SELECT seq, {columns} FROM {table} NOT INDEXED ORDER BY seq"):
-            first = seq
-            yield tuple(row)
-        return
-    except (sqlite3.Error, OverflowError):
-        pass
-    backwards: list[tuple[Any, ...]] = []
-    with suppress(sqlite3.Error, OverflowError):
-        for seq, *row in connection.execute(
-            f"SELECT seq, {columns} FROM {table} NOT INDEXED WHERE seq > ? ORDER BY seq DESC", (first,)
-        ):
-            last = seq
-            backwards.append(tuple(row))
-    probes = range(first + 1, min(last, first + MOST_PROBES) if last is not None else first + MOST_PROBES)
-    for seq in probes:
-        try:
-            row = connection.execute(f"SELECT {columns} FROM {table} WHERE seq = ?", (seq,)).fetchone()
-        except (sqlite3.Error, OverflowError):
-            continue
-        if row is not None:
-            yield tuple(row)
-    yield from reversed(backwards)
+def _message(row: Record) -> Message:
+    values = list(row.values[1:])
+    values[3] = _nearest(values[3], ROLES)
+    values[5] = _nearest(values[5], MessageState) or MessageState.COMPLETE
+    message = message_from_row(tuple(values))
+    if row.is_whole:
+        return message
+    return replace(message, state=MessageState.PARTIAL, reason=CUT_OFF, reason_code="damaged", stats=None)
 
 
 def _trees(conversations: list[Conversation], messages: list[Message]) -> list[tuple[Conversation, list[Message]]]:
     """Messages under their conversations; those whose conversation is lost get one of their own."""
-    known = {conversation.id: conversation for conversation in conversations}
+    known: dict[str, Conversation] = {}
+    for conversation in conversations:
+        known.setdefault(conversation.id, conversation)
     grouped: dict[str, list[Message]] = {}
     seen: set[str] = set()
     for message in messages:
         if message.id not in seen:
             seen.add(message.id)
             grouped.setdefault(message.conversation_id, []).append(message)
+    _bring_home(known, grouped)
     for conversation_id, orphans in grouped.items():
         if conversation_id not in known:
             times = [message.created_at for message in orphans]
             known[conversation_id] = Conversation(
                 conversation_id, title=RECOVERED_TITLE, created_at=min(times), updated_at=max(times)
             )
-    return [(conversation, sound(grouped.get(id_, ()))) for id_, conversation in known.items()]
+    return [(conversation, sound(_joined(grouped.get(id_, ())))) for id_, conversation in known.items()]
+
+
+def _bring_home(known: Mapping[str, Conversation], grouped: dict[str, list[Message]]) -> None:
+    """Put messages of an unknown conversation into the one whose id differs in a single character: that is damage."""
+    for lost in [id_ for id_ in grouped if id_ not in known and len(id_) >= _SURE_CHARACTERS]:
+        home = next((id_ for id_ in known if _differ_in_one(id_, lost)), None)
+        if home is not None:
+            moved = [replace(message, conversation_id=home) for message in grouped.pop(lost)]
+            grouped[home] = [*grouped.get(home, ()), *moved]
+
+
+def _differ_in_one(text: str, other: str) -> bool:
+    return len(text) == len(other) and sum(one != two for one, two in zip(text, other, strict=True)) == 1
+
+
+def _joined(messages: Iterable[Message]) -> list[Message]:
+    """A message whose parent is lost follows the last one before it, so that what is left stays in one piece."""
+    messages = list(messages)
+    ids = {message.id for message in messages}
+    joined: list[Message] = []
+    for message in messages:
+        if message.parent_id is not None and message.parent_id not in ids and joined:
+            message = replace(message, parent_id=joined[-1].id)
+        joined.append(message)
+    return joined

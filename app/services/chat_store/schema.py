@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import cache
 from pathlib import Path
 
 Migration = tuple[str, ...]
@@ -88,6 +89,8 @@ def connect(path: Path) -> sqlite3.Connection:
     commit survive a power cut; the saving steps of a streaming answer lower it to NORMAL, which survives a crash.
     """
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    # A byte that is not UTF-8 costs itself, not the whole chat that it stands in.
+    connection.text_factory = lambda text: text.decode("utf-8", "replace")
     try:
         connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
         connection.execute("PRAGMA foreign_keys = ON")
@@ -133,3 +136,90 @@ def migrate(connection: sqlite3.Connection, migrations: Sequence[Migration] = MI
             for statement in migrations[version]:
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {version + 1}")
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Whether the error says that the file's contents are wrong, rather than that it cannot be written now."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return code is not None and code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def check_header(path: Path) -> None:
+    """Finds damage in the file's first bytes that SQLite would take for its wishes, such as to be left unwritten.
+
+    Raises:
+        sqlite3.DatabaseError: the file is damaged (see `is_damage`).
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        header = file.read(100)
+    # See sqlite.org/fileformat.html, 1.3: journal modes, reserved bytes, payload fractions, schema format, no
+    # auto-vacuum, UTF-8, reserved bytes again.
+    if header and not (
+        len(header) == 100
+        and header[:16] == b"SQLite format 3\0"
+        and {header[18], header[19]} <= {1, 2}
+        and header[20:24] == b"\x00\x40\x20\x20"
+        and header[44:48] in (b"\0\0\0\0", b"\0\0\0\x04")
+        and header[52:56] == header[64:68] == b"\0\0\0\0"
+        and header[56:60] in (b"\0\0\0\0", b"\0\0\0\x01")
+        and header[68:92] == bytes(24)
+    ):
+        raise damaged("the header")
+
+
+def check_contents(connection: sqlite3.Connection) -> None:
+    """Looks at everything that SQLite can check: tables against indices, references, and that the schema is ours.
+
+    Takes a fifth of a second for 30 000 messages.
+
+    Raises:
+        sqlite3.DatabaseError: the file is damaged (see `is_damage`).
+        NewerDatabaseError: it is newer than this program.
+    """
+    connection.execute("BEGIN")  # one view of the file: another window may just be making it
+    try:
+        _check(connection)
+    finally:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+
+
+def _check(connection: sqlite3.Connection) -> None:
+    version, schema = version_of(connection), _schema(connection)
+    if version > len(MIGRATIONS):
+        # One bit off with the very schema of this version: no newer program wrote that.
+        if (version ^ len(MIGRATIONS)).bit_count() == 1 and schema == _expected(len(MIGRATIONS)):
+            raise damaged("the version")
+        raise NewerDatabaseError
+    if version < 0 or schema != _expected(version):
+        raise damaged("the schema")
+    for check in ("PRAGMA integrity_check(1)", "PRAGMA foreign_key_check"):
+        found = connection.execute(check).fetchone()
+        if found is not None and found[0] != "ok":
+            raise damaged(str(found))
+    if version:
+        # Opens the full-text indices: one that is damaged would refuse the next message.
+        for table in ("titles_fts", "messages_fts"):
+            connection.execute(f"SELECT rowid FROM {table} WHERE {table} MATCH 'a' LIMIT 1").fetchone()
+
+
+def damaged(what: str) -> sqlite3.DatabaseError:
+    """An error that says so (see `is_damage`)."""
+    error = sqlite3.DatabaseError(f"damaged: {what}")
+    error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+    return error
+
+
+def _schema(connection: sqlite3.Connection) -> list[tuple[str, ...]]:
+    rows = connection.execute("SELECT type, name, tbl_name, ifnull(sql, '') FROM sqlite_master").fetchall()
+    return sorted(row for row in rows if not row[1].startswith("sqlite_stat"))
+
+
+@cache
+def _expected(version: int) -> list[tuple[str, ...]]:
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
+        for migration in MIGRATIONS[:version]:
+            for statement in migration:
+                connection.execute(statement)
+        return _schema(connection)

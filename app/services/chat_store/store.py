@@ -17,8 +17,8 @@ from app.services.chat_store.recovery import Recovery
 from app.services.chat_store.search import search
 from app.services.chat_store.transfer import export_chats, import_chats
 from app.services.chat_store.worker import RETRY_S, Job, StoreWorker
-from engine.errors import EngineError
-from engine.paths import data_dir
+from engine.common.errors import EngineError
+from engine.common.paths import data_dir
 
 FILE_NAME = "chats.sqlite3"
 CLOSE_S = 10.0
@@ -61,6 +61,7 @@ class ChatStore(QObject):
             on_trouble=self._on_trouble,
             on_recovered=self._on_recovered,
             on_newer=self._on_newer,
+            on_read_only=self._on_read_only,
             retry_s=retry_s,
         )
         self._write(lambda database: (database.end_interrupted(self._interrupted()), database.purge()))
@@ -182,14 +183,37 @@ class ChatStore(QObject):
         )
         self._emit_later(self.notice, sentence.format(path=self.path))
 
-    def _on_recovered(self, recovery: Recovery) -> None:
+    def _on_read_only(self) -> None:
         sentence = self.tr(
-            "The chat database was damaged; what could be read of it is here (chats: {conversations}, messages: "
-            "{messages}), and the damaged file is kept as {path}."
+            "Your chats are here to read, but {folder} cannot be written to, so nothing new can be kept: what you "
+            "write now is lost when the window closes.  Make the folder writable and start Switchyard again."
         )
+        self._emit_later(self.notice, sentence.format(folder=self.path.parent))
+
+    def _on_recovered(self, recovery: Recovery) -> None:
+        if recovery.lost:
+            sentence = self.tr(
+                "The chat database was damaged; what could be read of it is here (chats: {conversations}, messages: "
+                "{messages}; messages lost: {lost}), and the damaged file is kept as {path}."
+            )
+        elif recovery.messages:
+            sentence = self.tr(
+                "The chat database was damaged and has been repaired (chats: {conversations}, messages: {messages}); "
+                "as far as can be told, no message is missing.  The damaged file is kept as {path}."
+            )
+        else:
+            sentence = self.tr(
+                "The chat database was damaged, and no message could be read from it; the damaged file is kept as "
+                "{path}."
+            )
         self._emit_later(
             self.notice,
-            sentence.format(conversations=recovery.conversations, messages=recovery.messages, path=recovery.kept_as),
+            sentence.format(
+                conversations=recovery.conversations,
+                messages=recovery.messages,
+                lost=recovery.lost,
+                path=recovery.kept_as,
+            ),
         )
 
     def _on_trouble(self, error: Exception | None) -> None:

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from app.services.atomic_file import write_text
 from app.services.chat_store.database import ChatDatabase
 from app.services.chat_store.json_format import NotAChatFileError, Whole, from_json, to_json
 from app.services.chat_store.markdown_format import from_markdown, to_markdown
 from app.services.chat_store.records import Conversation, new_id
 from app.services.chat_store.tree import MessageTree
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.files import write_whole
+from engine.common.foreign_file import read_foreign, reason
 
 LARGEST_IMPORT = 256 * 2**20
 """Bytes; a larger file is not a chat that a person wrote."""
@@ -35,7 +36,7 @@ def export_chats(database: ChatDatabase, conversation_ids: Sequence[str], path: 
     else:
         text = to_json(chats)
     try:
-        write_text(path, text)
+        write_whole(path, text)
     except OSError as error:
         why = error.strerror or str(error)
         raise EngineError(
@@ -50,9 +51,7 @@ def import_chats(database: ChatDatabase, path: Path) -> tuple[Conversation, ...]
         EngineError: the file cannot be read or holds no chats; nothing is added then.
     """
     try:
-        if path.stat().st_size > LARGEST_IMPORT:
-            raise NotAChatFileError(f"it is larger than {LARGEST_IMPORT // 2**20} MB")
-        text = path.read_bytes().decode("utf-8-sig")
+        text = read_foreign(path, LARGEST_IMPORT).decode("utf-8-sig")
         markdown = path.suffix.lower() in (".md", ".markdown", ".txt")
         chats = [from_markdown(text)] if markdown else from_json(text)
     except UnicodeDecodeError as error:
@@ -60,7 +59,7 @@ def import_chats(database: ChatDatabase, path: Path) -> tuple[Conversation, ...]
     except NotAChatFileError as error:
         raise _not_imported(path, str(error)) from error
     except OSError as error:
-        raise _not_imported(path, error.strerror or str(error)) from error
+        raise _not_imported(path, reason(error)) from error
     fresh = [_as_new(database, chat) for chat in chats]
     try:
         database.add_conversations(fresh)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from app.services.chat_store.database import ChatDatabase
-from app.services.chat_store.recovery import Recovery, is_damage, open_checked, recover
-from app.services.chat_store.schema import NewerDatabaseError, connect, migrate
-from engine.errors import EngineError, ErrorCode
+from app.services.chat_store.recovery import Recovery, can_be_written, open_checked, open_copy, recover
+from app.services.chat_store.schema import NewerDatabaseError, connect, is_damage, migrate
+from engine.common.errors import EngineError, ErrorCode
 
 _log = logging.getLogger("switchyard.chats")
 
@@ -60,6 +60,8 @@ class StoreWorker:
         on_trouble: called on the thread with the error when writes have to wait, with None when they are through.
         on_recovered: called on the thread after a damaged file was put aside and read out.
         on_newer: called on the thread when the file is newer than this program; nothing is written to it then.
+        on_read_only: called on the thread when the file can be read but not written to: the chats are shown, and what
+            is new lives in memory.
     """
 
     def __init__(
@@ -69,12 +71,14 @@ class StoreWorker:
         on_trouble: Callable[[Exception | None], None],
         on_recovered: Callable[[Recovery], None],
         on_newer: Callable[[], None],
+        on_read_only: Callable[[], None] = lambda: None,
         retry_s: float = RETRY_S,
     ) -> None:
         self._path = path
         self._on_trouble = on_trouble
         self._on_recovered = on_recovered
         self._on_newer = on_newer
+        self._on_read_only = on_read_only
         self._retry_s = retry_s
         self._jobs: deque[Job] = deque()
         self._running: Job | None = None
@@ -118,6 +122,7 @@ class StoreWorker:
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
+            was_in_trouble = self._in_trouble
             if not self._try(job):
                 if self._wait_to_retry():
                     continue
@@ -125,6 +130,8 @@ class StoreWorker:
             with self._wake:
                 self._jobs.remove(job)
                 self._running = None
+                if was_in_trouble and not self._in_trouble:  # in one step: the write no longer counts as unsaved
+                    self._on_trouble(None)
                 self._wake.notify_all()
         if self._database is not None:
             self._database.close()
@@ -156,9 +163,8 @@ class StoreWorker:
             _log.error("a job of the chat store failed (%s)", type(error).__name__)
             self._tell_failed(job, EngineError(ErrorCode.INTERNAL, f"The chat database refused: {error}."))
             return True
-        if job.writes and self._in_trouble:
+        if job.writes:
             self._in_trouble = False
-            self._on_trouble(None)
         if job.done is not None:
             job.done(result)
         return True
@@ -176,7 +182,13 @@ class StoreWorker:
 
     def _open(self) -> ChatDatabase:
         try:
-            return open_checked(self._path)
+            if can_be_written(self._path):
+                return open_checked(self._path)
+            database, recovery = open_copy(self._path)
+            self._on_read_only()
+            if recovery is not None:
+                self._on_recovered(recovery)
+            return database
         except NewerDatabaseError:
             # Not ours to touch: this session's chats live in memory, and the person is told.
             self._on_newer()

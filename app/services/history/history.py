@@ -24,8 +24,18 @@ MOST_MARKS = 500
 _PER_DEVICE = frozenset((GPU, H2D, D2H))
 _WITH_BYTES = frozenset((H2D, D2H, DISK))
 MOST_DEVICES = 16
-EXPERT_KINDS = {"hit": ("hits",), "fetched": ("fetched",), "cpu": ("on_cpu",)}
+EXPERT_KINDS = {"hit": "hits", "fetched": "fetched", "cpu": "on_cpu"}
 """How the experts of a step were met: found in video memory, brought there, or computed on the CPU."""
+
+
+def experts_met(steps: Records, kind: str) -> Floats:
+    """Experts that were met so in each step, [n].
+
+    A step of a batch that has many tokens is counted by the engine as a prefill is; a prefill itself does not count.
+    """
+    name = EXPERT_KINDS[kind]
+    many = np.where(steps["name"] == BATCH_STEP, steps[f"prefill_{name}"], 0)
+    return np.asarray(steps[name] + many, np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +95,8 @@ class History:
             decoded = steps[np.isin(steps["name"], (DECODE, BATCH_STEP)) & (steps["tokens"] > 0)]
             self._add_sum("tokens", decoded, decoded["tokens"].astype(np.float64))
             self._add_sum("decoding", decoded, (decoded["end_ns"] - decoded["start_ns"]).astype(np.float64))
-            for kind, counters in EXPERT_KINDS.items():
-                counted = sum(steps[name].astype(np.float64) for name in counters)
-                self._add_sum(kind, steps, np.asarray(counted))
+            for kind in EXPERT_KINDS:
+                self._add_sum(kind, steps, experts_met(steps, kind))
             self._reach(int(steps["start_ns"].min()), int(steps["end_ns"].max()))
 
     def add_sample(self, at_ns: int, sample: SensorSample) -> None:

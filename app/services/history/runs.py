@@ -69,7 +69,7 @@ class RunHistory:
             if not found and not (run.phase == DECODE and run.start_ns < before_ns):
                 continue
             if found and run.request != found[-1].request:
-                break  # numbers begin anew with each engine
+                break  # numbers begin again with each engine
             found.append(run)
         return found[::-1]
 

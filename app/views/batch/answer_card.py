@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 from PySide6.QtCore import Signal
@@ -18,11 +17,12 @@ from PySide6.QtWidgets import (
     QWidget,
 )
 
-from app.views.batch.flow_layout import Flow
 from app.views.batch.template_card import ShortEdit
 from app.views.chat.sampling_popover import MOST_TOKENS, SamplingPopover
 from app.widgets.card import Card, tell, warning_label
-from engine.config import SamplingParams
+from app.widgets.flow_layout import Flow
+from engine.common.config import SamplingParams
+from engine.common.foreign_json import DEEPEST, parse_json
 
 TEXT, CHOICES, SCHEMA = range(3)
 
@@ -65,7 +65,7 @@ class AnswerCard(Card):
             self.more,
             parent=self,
         )
-        self.max_tokens.setAccessibleName(self.tr("Most tokens of an answer"))
+        self.max_tokens.setAccessibleName(self.tr("Max tokens per answer"))
         self._show_sampling()
         self._must_be = QWidget(self)
         self._lay_out_kinds()
@@ -78,7 +78,9 @@ class AnswerCard(Card):
         grid.setVerticalSpacing(8)
         self.kinds = QButtonGroup(self)
         buttons: list[QWidget] = [self._label(self.tr("An answer must be"), None)]
-        for number, name in enumerate((self.tr("Text"), self.tr("One of choices"), self.tr("JSON by a schema"))):
+        for number, name in enumerate(
+            (self.tr("Text"), self.tr("One of choices"), self.tr("JSON that follows a schema"))
+        ):
             button = QPushButton(name, self)
             button.setProperty("kind", "segment")
             button.setCheckable(True)
@@ -91,7 +93,6 @@ class AnswerCard(Card):
         self.schema = self._box(
             self.tr("JSON schema"), '{"type": "object", "properties": {"topic": {"type": "string"}}}'
         )
-        self.schema.setProperty("code", "true")
         self.trouble = warning_label(self)
         grid.addWidget(line, 0, 0)
         for row, widget in enumerate((self.choices, self.schema, self.trouble), start=1):
@@ -122,10 +123,10 @@ class AnswerCard(Card):
             return self.tr("Write two choices or more, each in a line of its own.")
         if kind == SCHEMA:
             if not schema:
-                return self.tr("Write the JSON schema that answers satisfy.")
+                return self.tr("Write the JSON schema that answers must follow.")
             try:
-                if not isinstance(json.loads(schema), dict):
-                    return self.tr("The schema is no JSON object.")
+                if not isinstance(parse_json(schema, deepest=DEEPEST), dict):
+                    return self.tr("The schema is not a JSON object.")
             except ValueError as error:
                 return self.tr("The schema is not JSON: {0}.").format(error)
         return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from PySide6.QtCore import QSize, Qt, Signal
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QScrollArea, QVBoxLayout, QWidget
 
 from app.icons import icon
 from app.theme import Theme, ThemeController
@@ -12,15 +12,23 @@ ICON_PX = 36
 WIDTH_PX = 620
 
 
-class EmptyBatch(QWidget):
-    """Signals: `file_wanted`, `folder_wanted`: to choose one."""
+class EmptyBatch(QScrollArea):
+    """Scrolls where the window is too small for all of it.
+
+    Signals: `file_wanted`, `folder_wanted`: to choose one.
+    """
 
     file_wanted = Signal()
     folder_wanted = Signal()
 
     def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self._area = QFrame(self)
+        self.setWidgetResizable(True)
+        self.setFrameShape(QFrame.Shape.NoFrame)
+        self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        self.setFocusPolicy(Qt.FocusPolicy.NoFocus)
+        content = QWidget(self)
+        self._area = QFrame(content)
         self._area.setObjectName("dropArea")
         self._area.setMaximumWidth(WIDTH_PX)
         self._mark = QLabel(self._area)
@@ -67,11 +75,12 @@ class EmptyBatch(QWidget):
         row.addStretch(1)
         row.addWidget(self._area, 1000)
         row.addStretch(1)
-        page = QVBoxLayout(self)
+        page = QVBoxLayout(content)
         page.setContentsMargins(20, 20, 20, 20)
         page.addStretch(2)
         page.addLayout(row)
         page.addStretch(3)
+        self.setWidget(content)
         theme.changed.connect(self._apply)
         self._apply(theme.theme)
 

@@ -9,6 +9,8 @@ from app.services.batch_job import RESUMABLE, JobEntry, JobState
 from app.views.chat.chip import ElidedLabel
 from app.widgets.page_header import PageHeader
 
+LEAST_NAMES_PX = 180
+
 
 class BatchHead(PageHeader):
     """Signals: what was chosen in a menu; `moved` says by how many places in the queue.
@@ -27,12 +29,11 @@ class BatchHead(PageHeader):
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
         self.title.setText(self.tr("Batch"))
-        self.row.setStretch(0, 0)
         self._names = ElidedLabel(self)
         self._names.setProperty("role", "secondary")
         self._more = QLabel(self)
         self._more.setProperty("role", "secondary")
-        self.row.addWidget(self._names, 1)
+        self.set_middle(self._names, least_px=LEAST_NAMES_PX, stretch=1)
         self.row.addWidget(self._more)
         self.pause = self._button(self.tr("Pause"))
         self.resume = self._button(self.tr("Resume"))
@@ -43,12 +44,12 @@ class BatchHead(PageHeader):
         self.new.setProperty("kind", "primary")
         more = QMenu(self)
         self.show_folder = more.addAction(self.tr("Show in folder"), self.folder_shown.emit)
-        self.stop = more.addAction(self.tr("Stop, and keep what is answered"), self.stop_wanted.emit)
-        self.restart = more.addAction(self.tr("Begin anew…"), self.restart_wanted.emit)
+        self.stop = more.addAction(self.tr("Stop and keep the answers so far"), self.stop_wanted.emit)
+        self.restart = more.addAction(self.tr("Start over…"), self.restart_wanted.emit)
         self.earlier = more.addAction(self.tr("Earlier in the queue"), lambda: self.moved.emit(-1))
         self.later = more.addAction(self.tr("Later in the queue"), lambda: self.moved.emit(1))
         more.addSeparator()
-        self.remove = more.addAction(self.tr("Take off the list"), self.remove_wanted.emit)
+        self.remove = more.addAction(self.tr("Remove from list"), self.remove_wanted.emit)
         self.menu.setMenu(more)
         kinds = QMenu(self)
         kinds.addAction(self.tr("From a file…"), self.file_wanted.emit)

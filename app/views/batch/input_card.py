@@ -9,11 +9,11 @@ from PySide6.QtWidgets import QCheckBox, QComboBox, QPushButton, QWidget
 
 from app.models.batch_rows import InputRowsModel
 from app.services.batch_input import TEXT_SUFFIXES, InputPreview
-from app.views.batch.flow_layout import Flow
 from app.views.batch.text_table import TextTable
 from app.views.chat.chip import ElidedLabel
 from app.views.chat.phrases import SEPARATOR, count
 from app.widgets.card import Card, muted_label, tell, warning_label
+from app.widgets.flow_layout import Flow
 from engine.batch_files.opening import InputForm
 
 _ENCODINGS = ("utf-8", "cp1252", "latin-1", "utf-16", "cp1251", "cp1250", "shift_jis", "gb18030", "euc_kr", "big5")
@@ -71,7 +71,7 @@ class InputCard(Card):
         self._doubts.hide()
 
     def show_failure(self, path: Path, sentence: str) -> None:
-        """Says why the file cannot be used as it is; another encoding or separator may mend it."""
+        """Says why the file cannot be used as it is; another encoding or separator may fix it."""
         tell(self._words, "")
         tell(self._trouble, sentence)
         suffix = path.suffix.lower()
@@ -131,7 +131,7 @@ class InputCard(Card):
         if not preview.problem:
             return ""
         if "encoding" in preview.problem:
-            return self.tr("Some rows are no text in this encoding: choose another one below the table.")
+            return self.tr("Some rows are not valid text in this encoding: choose another one below the table.")
         return self.tr("Some of the first rows cannot be asked: one {0}.").format(preview.problem)
 
     def _show_facts(self) -> None:

@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from PySide6.QtCore import Qt, QTimer, Signal
 from PySide6.QtWidgets import QFrame, QScrollArea, QVBoxLayout, QWidget
 
-from app.services.background import BackgroundCall
+from app.services.background import LatestTask
 from app.services.batch_forecast import BatchForecasts, Forecast, ForecastQuestion
 from app.services.batch_input import InputPreview, count_rows, look_at
 from app.services.batch_sample import BatchSample, SampleRate
@@ -30,8 +29,8 @@ from app.widgets.card import Card, tell
 from engine.batch_files.messages import BatchPlanned, BatchRow
 from engine.batch_files.opening import InputForm
 from engine.batch_files.prepared_job import prepare
-from engine.config import BatchJob
-from engine.errors import EngineError
+from engine.common.config import BatchJob
+from engine.common.errors import EngineError
 
 WIDTH_PX = 860
 _LAID_OUT_MS = 60
@@ -66,9 +65,10 @@ class NewJob(QWidget):
         self._path = Path()
         self._shown_input = Path()
         self._total: int | None = None
-        self._calls: list[BackgroundCall] = []
+        self._looking, self._checks = LatestTask(self), LatestTask(self)
         self._left = threading.Event()
         self._checking = False
+        self._opening = False
         self._planned: BatchPlanned | None = None
         self._forecast: Forecast | None = None
         self._forecasts = BatchForecasts(self)
@@ -84,6 +84,8 @@ class NewJob(QWidget):
     def open(self, path: Path) -> None:
         """Begins a job for a file or folder; what was written for another one stays where it fits."""
         self._path = path
+        self._opening = True
+        self._scroll.verticalScrollBar().setValue(0)  # the last job's form was left at its end
         self.input.reset_form()
         self._open(InputForm())
 
@@ -116,6 +118,9 @@ class NewJob(QWidget):
     def leave(self) -> None:
         """The form is not wanted for now: what runs for it is ended, and not waited for."""
         self._left.set()
+        self._looking.forget()
+        self._checks.forget()
+        self._checking = False
         self._forecasts.forget()
         self._sampler.stop()
 
@@ -123,33 +128,28 @@ class NewJob(QWidget):
         """Ends what runs in the background."""
         self.leave()
         self._forecasts.close()
-        for call in self._calls:
-            call.wait()
+        for task in (self._looking, self._checks):
+            task.close()
 
     # --- the file ---------------------------------------------------------------------------------
 
     def _open(self, form: InputForm) -> None:
         path = self._path
         self._left.set()
-        self._left = left = threading.Event()
+        self._left = threading.Event()
         self._preview, self._total = None, None
         self._forget_plan()
         self.input.show_loading(path.name)
         self.sample.clear()
         self._show_state()
-        self._call(
-            lambda: look_at(path, form),
-            lambda preview: self._on_preview(preview, left),
-            lambda error: self._on_unreadable(error, left),
-        )
+        self._looking.ask(lambda: look_at(path, form), self._on_preview, self._on_unreadable)
 
-    def _on_preview(self, preview: InputPreview, left: threading.Event) -> None:
-        if left.is_set():
-            return
+    def _on_preview(self, preview: InputPreview) -> None:
         another = self.output.path.parent != preview.path.parent or self._shown_input != preview.path
         self._preview = preview
         self._shown_input = preview.path
         self.input.show_preview(preview)
+        self.sample.set_rows(len(preview.rows))
         self.template.setVisible(not preview.openai)
         self.template.set_columns(preview.columns, preview.template, _wordiest(preview))
         self.answers.set_openai(preview.openai)
@@ -158,23 +158,32 @@ class NewJob(QWidget):
         for card in self._cards:
             card.setVisible(card is not self.template or not preview.openai)
         self._show_state()
-        if self.window().focusWidget() is self.input.change:  # nobody has gone on meanwhile: what is to be written next
-            (self.answers.max_tokens if preview.openai else self.template.edit).setFocus()
-        path, form = preview.path, preview.form
-        self._call(lambda: count_rows(path, form, left.is_set), lambda total: self._on_counted(total, left))
+        if self._opening:
+            self._opening = False
+            self._begin_writing(self.answers.max_tokens if preview.openai else self.template.edit)
+        path, form, left = preview.path, preview.form, self._left
+        self._looking.ask(lambda: count_rows(path, form, left.is_set), self._on_counted)
 
-    def _on_unreadable(self, error: Exception, left: threading.Event) -> None:
-        if not left.is_set():
-            self.input.show_failure(self._path, _sentence(error))
-            for card in self._cards[1:]:
-                card.setVisible(False)
-            self._show_state()
+    def _begin_writing(self, field: QWidget) -> None:
+        """The form is shown from its top; the keyboard goes to what is to be written, unless that is not in view."""
+        self._column.activate()  # what has just been shown has its place only then
+        self._scroll.verticalScrollBar().setValue(0)
+        bottom = field.mapTo(self._sheet, field.rect().bottomLeft()).y()
+        nobody_went_on = self.window().focusWidget() is self.input.change
+        if nobody_went_on and bottom <= self._scroll.viewport().height():
+            field.setFocus()
 
-    def _on_counted(self, total: int | None, left: threading.Event) -> None:
-        if not left.is_set():
-            self._total = total
-            self.input.show_total(total)
-            self._show_state()
+    def _on_unreadable(self, error: Exception) -> None:
+        self._opening = False
+        self.input.show_failure(self._path, _sentence(error))
+        for card in self._cards[1:]:
+            card.setVisible(False)
+        self._show_state()
+
+    def _on_counted(self, total: int | None) -> None:
+        self._total = total
+        self.input.show_total(total)
+        self._show_state()
 
     # --- trying three rows --------------------------------------------------------------------------
 
@@ -192,7 +201,13 @@ class NewJob(QWidget):
         self.sample.add(rows)
         # Below the edge nobody would see it come: laid out first, then brought into view.
         bar = self._scroll.verticalScrollBar()
-        QTimer.singleShot(_LAID_OUT_MS, self, lambda: bar.setValue(max(bar.value(), self.sample.y() - 18)))
+        left = self._left
+
+        def show() -> None:
+            if not left.is_set():  # another form has its own place
+                bar.setValue(max(bar.value(), self.sample.y() - 18))
+
+        QTimer.singleShot(_LAID_OUT_MS, self, show)
 
     def _on_sampled(self, rate: SampleRate | None) -> None:
         self.sample.end("" if rate is None else sample_text(rate))
@@ -221,7 +236,9 @@ class NewJob(QWidget):
         self._checking = True
         self._show_state()
         there = self.output.path
-        self._call(lambda: (_check(job), there.exists()), lambda found: self._on_checked(job, *found), self._on_wrong)
+        self._checks.ask(
+            lambda: (_check(job), there.exists()), lambda found: self._on_checked(job, *found), self._on_wrong
+        )
 
     def _on_checked(self, job: BatchJob, taken: bool, exists: bool) -> None:
         self._checking = False
@@ -252,7 +269,7 @@ class NewJob(QWidget):
         self.sample.set_able(
             ready and not problem and loaded, problem or ("" if loaded else self.tr("No model is loaded yet."))
         )
-        told = self.template.trouble.text() or self.answers.trouble.text()  # where it can be mended
+        told = self.template.trouble.text() or self.answers.trouble.text()  # where it can be fixed
         words = problem if problem != told else ""
         if ready and not problem:
             words = self._plan_words() if loaded else self.tr("The job begins when a model is loaded.")
@@ -285,26 +302,6 @@ class NewJob(QWidget):
     def _tell(self, sentence: str) -> None:
         tell(self.foot.trouble, sentence)
 
-    def _call(
-        self,
-        function: Callable[[], Any],
-        done: Callable[[Any], None],
-        failed: Callable[[Exception], None] = lambda _error: None,
-    ) -> None:
-        call = BackgroundCall(function, self)
-
-        def over(then: Callable[[Any], None]) -> Callable[[Any], None]:
-            def end(result: Any) -> None:
-                self._calls.remove(call)
-                call.deleteLater()
-                then(result)
-
-            return end
-
-        call.done.connect(over(done))
-        call.failed.connect(over(failed))
-        self._calls.append(call.start())
-
     def _connect(self, sample: BatchSample) -> None:
         self.input.form_changed.connect(self._open)
         self.input.change_wanted.connect(self.file_wanted)
@@ -334,6 +331,7 @@ class NewJob(QWidget):
             column.addWidget(card)
             card.setVisible(card is self.input)
         column.addStretch(1)
+        self._sheet, self._column = cards, column
         scroll = QScrollArea(self)
         scroll.setWidgetResizable(True)
         scroll.setFrameShape(QFrame.Shape.NoFrame)
@@ -357,14 +355,14 @@ def _wordiest(preview: InputPreview) -> str:
 
 
 def _check(job: BatchJob) -> bool:
-    """Whether an earlier job has this output.
+    """Whether an earlier job has this output; what cannot be replaced, even if that is asked for, is refused.
 
     Raises:
         EngineError: the job cannot be run as it is.
     """
     from engine.batch_files.journal import journal_path
 
-    prepare(replace(job, start="resume"))
+    prepare(replace(job, start="restart")).require_own_files()
     return journal_path(Path(job.output)).exists()
 
 

@@ -76,7 +76,7 @@ class OutputCard(Card):
         if not name or name in (".", ".."):
             return self.tr("Name the result file.")
         if "/" in name or "\\" in name:
-            return self.tr("The name of the result file holds a slash: choose the folder beside it instead.")
+            return self.tr("The name of the result file contains a slash: choose the folder beside it instead.")
         return ""
 
     def _show(self) -> None:

@@ -13,7 +13,6 @@ from PySide6.QtGui import (
     QDragLeaveEvent,
     QDropEvent,
     QKeySequence,
-    QShortcut,
     QShowEvent,
 )
 from PySide6.QtWidgets import QStackedWidget, QVBoxLayout, QWidget
@@ -34,9 +33,13 @@ from app.views.batch.job_view import JobView
 from app.views.batch.new_job import NewJob
 from app.views.batch.phrases import job_text
 from app.views.batch.style import batch_style_sheet
+from app.views.chat.phrases import count
 from app.views.chat.toast import Toast
 from app.widgets.banner import Banner
-from engine.config import BatchJob
+from app.widgets.shortcuts import add_shortcut
+from engine.common.config import BatchJob, BatchStart
+from engine.common.errors import ErrorCode
+from engine.protocol import Failed
 
 
 class BatchPage(QWidget):
@@ -46,8 +49,9 @@ class BatchPage(QWidget):
         self, client: EngineClient, jobs: BatchJobs, theme: ThemeController, parent: QWidget | None = None
     ) -> None:
         super().__init__(parent)
-        self._jobs, self._theme = jobs, theme
+        self._client, self._jobs, self._theme = client, jobs, theme
         self._shown = ""
+        self._reload = ""
         self._more: list[Path] = []
         self.setAcceptDrops(True)
         self.setAccessibleName(self.tr("Batch"))
@@ -64,13 +68,14 @@ class BatchPage(QWidget):
         self.pages = QStackedWidget(self)
         for page in (self.empty, self.form, self.job_view):
             self.pages.addWidget(page)
-        self.toast = Toast(self.pages)
+        self.toast = Toast(self)
         column = QVBoxLayout(self)
         column.setContentsMargins(0, 0, 0, 0)
         column.setSpacing(0)
         for widget in (self.head, self.strip, self.trouble):
             column.addWidget(widget)
         column.addWidget(self.pages, 1)
+        column.addWidget(self.toast)
         self._connect()
         theme.changed.connect(self._apply_theme)
         self._apply_theme()
@@ -97,7 +102,7 @@ class BatchPage(QWidget):
             name = paths[0].name if paths else ""
             self.trouble.tell(
                 self.tr(
-                    "{0} is no kind of file that can be read: use txt, md, csv, tsv, jsonl, parquet, xlsx or pdf, "
+                    "{0} has an unsupported file type: use txt, md, csv, tsv, jsonl, parquet, xlsx or pdf, "
                     "or a folder of such files."
                 ).format(name)
             )
@@ -179,7 +184,7 @@ class BatchPage(QWidget):
         other = self._jobs.entry(key_of(job.output))
         if other is not None and (other.state in UNDER_WAY or other.state is JobState.QUEUED):
             name = Path(job.output).name
-            self.form.refuse(self.tr("Another job writes {0}: name another result file.").format(name))
+            self.form.refuse(self.tr("Another job is writing {0}: choose another result file.").format(name))
             return
         key = self._jobs.add(job, total)
         if self._more:
@@ -191,7 +196,7 @@ class BatchPage(QWidget):
     def _ask_replace(self, job: BatchJob, total: int | None) -> None:
         ask(
             self,
-            self.tr("{0} is there already.").format(Path(job.output).name),
+            self.tr("{0} already exists.").format(Path(job.output).name),
             self.tr("Replacing it discards the answers in it. To keep them, go back and choose another name."),
             [(self.tr("Replace it"), "destroy", lambda: self._start(replace(job, start="restart"), total))],
             self.tr("Back"),
@@ -222,13 +227,13 @@ class BatchPage(QWidget):
         if entry is None:
             return
         if entry.state in UNDER_WAY:
-            self.toast.tell(self.tr("Pause the job before it is taken off the list."))
+            self.toast.tell(self.tr("Pause the job before you remove it from the list."))
             return
         self._jobs.empty_bin()
         self._jobs.remove(key)
         if self._jobs.entry(key) is None:
             self.toast.tell(
-                self.tr("{0} was taken off the list; its result file stays.").format(entry.input.name),
+                self.tr("{0} was removed from the list; its result file stays.").format(entry.input.name),
                 self.tr("Undo"),
                 lambda: self._bring_back(key),
             )
@@ -246,20 +251,52 @@ class BatchPage(QWidget):
     def _ask_restart(self, key: str) -> None:
         ask(
             self,
-            self.tr("Begin this job anew?"),
+            self.tr("Start this job over?"),
             self.tr("The answers that it has are discarded, and its result file is replaced when it is done."),
-            [(self.tr("Begin anew"), "destroy", lambda: self._jobs.resume(key, "restart"))],
+            [(self.tr("Start over"), "destroy", lambda: self._jobs.resume(key, "restart"))],
         )
+
+    def _resume(self, key: str, start: BatchStart = "resume") -> None:
+        """Goes on with a job; if the model runs another way than when it began, asks which of the two it shall be."""
+        entry, model = self._jobs.entry(key), self._client.model
+        config = self._jobs.settings_to_go_on(key) if entry is not None else None
+        if entry is None or model is None or config is None:
+            self._jobs.resume(key, start)
+            return
+
+        def reload() -> None:
+            self._reload = self._client.load(config)
+            self._jobs.resume(key, start)
+
+        begun = f"{Path(entry.begun_model).name} {entry.begun_precision}"
+        now = f"{Path(model.path).name} {model.precision}"
+        rows = self.tr("1 row was") if entry.done == 1 else self.tr("{0} rows were").format(count(entry.done))
+        ask(
+            self,
+            self.tr("This job began with {0}, and {1} is loaded now.").format(begun, now),
+            self.tr(
+                "{0} answered with the former. Load it to go on; chats then use it, too. "
+                "Starting over discards those answers."
+            ).format(rows),
+            [
+                (self.tr("Load it and resume"), "do", lambda: self.guard.before_another_model(reload)),
+                (self.tr("Start over"), "destroy", lambda: self._jobs.resume(key, "restart")),
+            ],
+        )
+
+    def _on_finished(self, event: object) -> None:
+        if isinstance(event, Failed) and event.request_id == self._reload and event.code is not ErrorCode.ENGINE_DIED:
+            self.trouble.tell(event.message)
 
     def _open_result(self, key: str, *, folder: bool) -> None:
         entry = self._jobs.entry(key)
         if entry is None:
             return
-        if not entry.output.exists():
+        if not entry.result_file.exists():
             words = self.tr("{0} is not there: it is written when the job is done, paused or stopped.")
-            self.trouble.tell(words.format(entry.output.name))
+            self.trouble.tell(words.format(entry.result_file.name))
             return
-        place = entry.output.parent if folder else entry.output
+        place = entry.result_file.parent if folder else entry.result_file
         QDesktopServices.openUrl(QUrl.fromLocalFile(str(place)))
 
     # --- building ---------------------------------------------------------------------------------------
@@ -271,6 +308,7 @@ class BatchPage(QWidget):
         jobs.answered.connect(self.job_view.add_rows)
         jobs.listed.connect(self._on_listed)
         jobs.trouble.connect(self.trouble.tell)
+        self._client.finished.connect(self._on_finished)
         self.strip.chosen.connect(self.show_job)
         self.strip.remove_wanted.connect(self._remove)
         for page in (self.empty, head):
@@ -282,15 +320,15 @@ class BatchPage(QWidget):
         self.form.start_wanted.connect(self._start)
         self.form.replace_wanted.connect(self._ask_replace)
         head.pause.clicked.connect(lambda: jobs.pause(self._shown))
-        head.resume.clicked.connect(lambda: jobs.resume(self._shown))
+        head.resume.clicked.connect(lambda: self._resume(self._shown))
         head.stop_wanted.connect(lambda: jobs.stop(self._shown))
-        head.retry.clicked.connect(lambda: jobs.resume(self._shown, "retry_failed"))
+        head.retry.clicked.connect(lambda: self._resume(self._shown, "retry_failed"))
         head.restart_wanted.connect(lambda: self._ask_restart(self._shown))
         head.moved.connect(lambda places: jobs.move(self._shown, places))
         head.remove_wanted.connect(lambda: self._remove(self._shown))
         head.open.clicked.connect(lambda: self._open_result(self._shown, folder=False))
         head.folder_shown.connect(lambda: self._open_result(self._shown, folder=True))
-        QShortcut(QKeySequence(QKeySequence.StandardKey.Open), self, self.choose_files)
+        add_shortcut(self, QKeySequence.StandardKey.Open, self.tr("Choose a file of prompts"), self.choose_files)
 
     def choose_files(self) -> None:
         """Asks for files of rows."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from PySide6.QtCore import QCoreApplication
 
 from app.services.batch_job import JobEntry, JobState
@@ -80,15 +82,22 @@ def status_text(job: JobEntry) -> str:
     if job.state is JobState.STOPPING:
         return translate("Batch", "Finishing the layer under way and writing the rows that are done…")
     if job.state is JobState.ELSEWHERE:
-        return translate("Batch", "Another program works on this job, such as “switchyard batch”.")
+        return translate("Batch", "Another program is working on this job, such as “switchyard batch”.")
     if job.state is JobState.FINISHED:
-        end = translate("Batch", "All rows are in {0}.").format(job.output.name)
-        failed = translate("Batch", "Column “problem” says why rows failed.") if job.failed else ""
+        end = translate("Batch", "All rows are in {0}.").format(job.result_file.name)
+        failed = ""
+        if job.failed and job.errors:
+            failed = translate("Batch", "{0} says why rows failed.").format(Path(job.errors).name)
+        elif job.failed:
+            failed = translate("Batch", "Column “problem” says why rows failed.")
         return " ".join(part for part in (end, failed, _ran_text(job), job.note) if part)
     if job.state is JobState.STOPPED:
-        return translate("Batch", "Stopped: the rows that were answered are in {0}.").format(job.output.name)
-    go_on = translate("Batch", "Resume goes on where it stopped.")
-    return f"{job.reason} {go_on}" if job.reason and job.state is JobState.PAUSED else job.reason or go_on
+        stopped = translate("Batch", "Stopped: the rows that were answered are in {0}.").format(job.result_file.name)
+        return " ".join(part for part in (stopped, job.note) if part)
+    go_on = translate("Batch", "Resume continues where it stopped.")
+    if job.state is not JobState.PAUSED:
+        return job.reason or go_on
+    return " ".join(part for part in (job.reason, job.note, go_on) if part)
 
 
 def _ran_text(job: JobEntry) -> str:
@@ -106,7 +115,7 @@ def _running_text(job: JobEntry) -> str:
     first = "" if job.done else translate("Batch", "The first rows are being answered.")
     rows = job.under_way or (job.plan.rows_together if job.plan is not None else 0)
     shared = f"{shared_text(rows)}." if rows else ""
-    expected = planned_text(job.plan) if job.plan is not None else ""
+    expected = planned_text(job.plan, job.tokens_per_s) if job.plan is not None else ""
     chat = translate("Batch", "A chat is answered first at any time.")
     return " ".join(part for part in (first, shared, expected, chat) if part)
 
@@ -124,7 +133,11 @@ def end_text(row: BatchRow) -> str:
 
 def sample_text(rate: SampleRate) -> str:
     """What a sample measured."""
-    return translate("Batch", "{0} rows took {1} s, at {2} tokens/s.").format(
+    one, more = (
+        translate("Batch", "{0} row took {1} s, at {2} tokens/s."),
+        translate("Batch", "{0} rows took {1} s, at {2} tokens/s."),
+    )
+    return (one if rate.rows == 1 else more).format(
         rate.rows,
         decimal(rate.seconds, 1 if rate.seconds < 10 else 0),
         rate_figure(rate.tokens / rate.seconds),

@@ -26,7 +26,7 @@ def plan_text(plan: BatchPlanned, now_s: float, alone_tokens_per_s: float = 0.0)
         end = translate("Batch", "done by {0} even if every answer takes all {1} tokens").format(
             clock_text(now_s + plan.seconds_high), count(round(plan.tokens_per_row))
         )
-        sure = translate("Batch", "Predicted, give or take {0}; trying three rows tells more.").format(
+        sure = translate("Batch", "Predicted, give or take {0}; trying the first rows tells more.").format(
             percent(_off(plan))
         )
     parts = [f"{shared}; {rate}; {end}.", limit_text(plan.bottleneck), sure]
@@ -43,21 +43,42 @@ def shared_text(rows: int) -> str:
     return translate("Batch", "{0} rows share each load of a layer's weights").format(count(rows))
 
 
-def planned_text(plan: BatchPlanned) -> str:
-    """What had been expected, beside what a job that runs is found to do."""
-    expected = translate("Batch", "Expected: {0} to {1} tokens/s.").format(*_rates(plan))
+def planned_text(plan: BatchPlanned, measured: float = 0.0) -> str:
+    """What had been expected, beside what a job that runs is found to do.
+
+    Args:
+        measured: tokens/s that it does; 0 while nobody knows.  What it does is what counts: an expectation that does
+            not come true is said to be none, and what was thought to limit it is not said either.
+    """
+    low, high = _rates(plan)
+    if measured > 0 and measured < plan.tokens_per_s_low:
+        words = translate(
+            "Batch",
+            "Measured {2} tokens/s, slower than the {0} to {1} expected: other programs may be busy, or rows longer "
+            "than the first ones. The time left is told from what is measured.",
+        )
+        return words.format(low, high, rate_figure(measured))
+    if measured > plan.tokens_per_s_high:
+        words = translate(
+            "Batch",
+            "Measured {2} tokens/s, faster than the {0} to {1} expected. The time left is told from what is measured.",
+        )
+        return words.format(low, high, rate_figure(measured))
+    if measured > 0:
+        return limit_text(plan.bottleneck)
+    expected = translate("Batch", "Expected: {0} to {1} tokens/s.").format(low, high)
     return f"{expected} {limit_text(plan.bottleneck)}".strip()
 
 
 def limit_text(bottleneck: str) -> str:
     """What limits a job, as a sentence; empty for what this window does not know."""
     words: dict[str, str] = {
-        Bottleneck.ARITHMETIC: translate("Batch", "Arithmetic of the processor limits it."),
-        Bottleneck.WEIGHTS: translate("Batch", "Reading weights from RAM limits it."),
-        Bottleneck.ATTENTION: translate("Batch", "Attention on the processor limits it."),
-        Bottleneck.DISK: translate("Batch", "Reading experts from disk limits it."),
-        Bottleneck.LINK: translate("Batch", "The link to the card limits it."),
-        Bottleneck.CARD: translate("Batch", "The card's arithmetic limits it."),
+        Bottleneck.ARITHMETIC: translate("Batch", "Limited by CPU compute."),
+        Bottleneck.WEIGHTS: translate("Batch", "Limited by reading weights from RAM."),
+        Bottleneck.ATTENTION: translate("Batch", "Limited by attention on the CPU."),
+        Bottleneck.DISK: translate("Batch", "Limited by reading experts from disk."),
+        Bottleneck.LINK: translate("Batch", "Limited by the link to the card."),
+        Bottleneck.CARD: translate("Batch", "Limited by GPU compute."),
     }
     return words.get(bottleneck, "")
 

@@ -11,6 +11,7 @@ from app.services.batch_job import UNDER_WAY, JobEntry, JobState
 from app.theme import use_tabular_figures
 from app.views.batch.phrases import pace_text, rows_text, state_text, status_text
 from app.views.chat.phrases import percent
+from app.widgets.flow_layout import Flow
 
 
 class ProgressCard(QFrame):
@@ -45,18 +46,12 @@ class ProgressCard(QFrame):
             line.setSpacing(10)
             for label in labels:
                 line.addWidget(label, 0, Qt.AlignmentFlag.AlignBaseline)
-        head = QHBoxLayout()
-        head.addWidget(left)
-        head.addStretch(1)
-        head.addWidget(right)
-        self._head, self._right = head, right
+        self._right = right
         column = QVBoxLayout(self)
         column.setContentsMargins(16, 14, 16, 14)
         column.setSpacing(10)
-        column.addLayout(head)
-        column.addWidget(right)
         right.hide()
-        head.addWidget(right)
+        column.addWidget(Flow(left, right, parent=self, ends_right=True))
         column.addWidget(self._bar)
         column.addWidget(self._status)
         self._column = column

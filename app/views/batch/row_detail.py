@@ -6,7 +6,7 @@ from PySide6.QtCore import Qt, Signal
 from PySide6.QtGui import QGuiApplication, QKeyEvent
 from PySide6.QtWidgets import QLabel, QPlainTextEdit, QPushButton, QSizePolicy, QWidget
 
-from app.services.background import BackgroundCall
+from app.services.background import LatestTask
 from app.services.batch_answers import JobAnswers
 from app.views.batch.phrases import end_text
 from app.views.chat.phrases import SEPARATOR, count
@@ -23,8 +23,7 @@ class RowDetail(Card):
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
-        self._reading: BackgroundCall | None = None
-        self._row = -1
+        self._reading = LatestTask(self)
         self._facts = muted_label(self)
         self.prompt = self._box(self.tr("Prompt"))
         self.answer = self._box(self.tr("Answer"))
@@ -48,22 +47,17 @@ class RowDetail(Card):
 
     def show_row(self, row: BatchRow, answers: JobAnswers | None) -> None:
         """Shows what is known of a row at once, and all of it when it has been read."""
-        self._row = row.row
         self._show(row)
         if answers is not None:
-            call = BackgroundCall(lambda: answers.whole(row.row), self)
-            call.done.connect(self._on_whole)
-            call.failed.connect(lambda _error: None)
-            self._reading = call.start()
+            self._reading.ask(lambda: answers.whole(row.row), self._on_whole)
 
     def close_detail(self) -> None:
-        self._row = -1
+        self._reading.forget()
         self.closed.emit()
 
     def close_down(self) -> None:
         """Waits for what is being read."""
-        if self._reading is not None:
-            self._reading.wait()
+        self._reading.close()
 
     def keyPressEvent(self, event: QKeyEvent) -> None:
         if event.key() == Qt.Key.Key_Escape:
@@ -72,7 +66,7 @@ class RowDetail(Card):
         super().keyPressEvent(event)
 
     def _on_whole(self, row: BatchRow | None) -> None:
-        if row is not None and row.row == self._row:
+        if row is not None:
             self._show(row)
 
     def _show(self, row: BatchRow) -> None:

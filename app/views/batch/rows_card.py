@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from PySide6.QtCore import QModelIndex, Qt, QTimer, Signal, SignalInstance
 from PySide6.QtWidgets import QButtonGroup, QLabel, QPushButton, QWidget
 
 from app.models.batch_rows import ROW_ROLE, AnsweredRowsModel, Column
-from app.services.background import BackgroundCall
+from app.services.background import LatestTask
 from app.services.batch_answers import PAGE_ROWS, JobAnswers
 from app.services.batch_job import UNDER_WAY, JobEntry
 from app.theme import ThemeController, use_tabular_figures
@@ -37,10 +38,8 @@ class RowsCard(Card):
         self.set_heading(self.tr("Finished rows"))
         self._entry: JobEntry | None = None
         self._answers: JobAnswers | None = None
-        self._reading: BackgroundCall | None = None
-        self._wanted: tuple[int, bool] | None = None
+        self._reading = LatestTask(self)
         self._complete = False
-        self._generation = 0
         self.model = AnsweredRowsModel(
             (self.tr("Row"), self.tr("Prompt"), self.tr("Answer"), self.tr("End"), self.tr("Tokens")),
             end_text,
@@ -76,7 +75,6 @@ class RowsCard(Card):
     def show_job(self, entry: JobEntry) -> None:
         """Shows the rows of another job."""
         self._entry, self._answers = entry, JobAnswers(entry)
-        self._generation += 1
         self.model.set_beginning(entry.job.template.partition("{{")[0])
         running = entry.state in UNDER_WAY
         chip = self.filters.button(LATEST)
@@ -109,10 +107,8 @@ class RowsCard(Card):
 
     def close_down(self) -> None:
         """Waits for what is being read."""
-        self._generation += 1
         self._again.stop()
-        if self._reading is not None:
-            self._reading.wait()
+        self._reading.close()
 
     @property
     def answers(self) -> JobAnswers | None:
@@ -126,7 +122,7 @@ class RowsCard(Card):
 
     def _select(self, number: int) -> None:
         self.filters.button(number).setChecked(True)
-        self._generation += 1
+        self._reading.forget()
         self.model.set_rows(())
         self._complete = number == LATEST
         self._show_words()
@@ -136,45 +132,29 @@ class RowsCard(Card):
             self._read_latest()
 
     def _read(self, after: int) -> None:
-        failed_only = self.filters.checkedId() == FAILED
-        self._wanted = (after, failed_only)
-        self._read_wanted()
+        answers, failed_only = self._answers, self.filters.checkedId() == FAILED
+        if answers is not None:
+            page = partial(answers.page, after, failed_only=failed_only)
+            self._reading.ask(page, self._on_page, lambda _error: self._on_page([]))
 
     def _read_latest(self) -> None:
         """What ended before the page was looked at is in the journal; there its last rows stand for the latest."""
         entry = self._entry
         if entry is not None and entry.done:
-            self._wanted = (max(-1, entry.done - 60), False)
-            self._read_wanted()
+            self._read(max(-1, entry.done - 60))
 
-    def _read_wanted(self) -> None:
-        answers = self._answers
-        if self._reading is not None or self._wanted is None or answers is None:
-            return
-        (after, failed_only), self._wanted = self._wanted, None
-        generation = self._generation
-        call = self._reading = BackgroundCall(lambda: answers.page(after, failed_only=failed_only), self)
-        call.done.connect(lambda rows: self._on_page(rows, generation))
-        call.failed.connect(lambda _error: self._on_page([], generation))
-        call.start()
-
-    def _on_page(self, rows: list[BatchRow], generation: int) -> None:
-        if self._reading is not None:
-            self._reading.deleteLater()
-            self._reading = None
-        if generation == self._generation:
-            if self.filters.checkedId() == LATEST:
-                known = {self.model.index(n, 0).data(ROW_ROLE).row for n in range(self.model.rowCount())}
-                self.model.append([row for row in reversed(rows) if row.row not in known])
-            else:
-                self._complete = len(rows) < PAGE_ROWS
-                self.model.append(rows)
-            self._show_words()
-        self._read_wanted()
+    def _on_page(self, rows: list[BatchRow]) -> None:
+        if self.filters.checkedId() == LATEST:
+            known = {self.model.index(n, 0).data(ROW_ROLE).row for n in range(self.model.rowCount())}
+            self.model.append([row for row in reversed(rows) if row.row not in known])
+        else:
+            self._complete = len(rows) < PAGE_ROWS
+            self.model.append(rows)
+        self._show_words()
 
     def _read_on(self, value: int) -> None:
         bar = self.table.verticalScrollBar()
-        if not self._complete and self._reading is None and value >= bar.maximum() - NEAR_END_PX:
+        if not self._complete and not self._reading.is_busy and value >= bar.maximum() - NEAR_END_PX:
             self._read(self.model.last_row)
 
     def _read_failed_again(self) -> None:
@@ -196,7 +176,7 @@ class RowsCard(Card):
         if self.filters.checkedId() == FAILED:
             words = self.tr("No row has failed.") if not failed else ""
         elif entry is not None and entry.state in UNDER_WAY:
-            words = self.tr("Rows come in here as they are answered.")
+            words = self.tr("Rows appear here as they are answered.")
         else:
             words = self.tr("No row has been answered yet.") if entry is not None and not entry.done else ""
         self._nothing.setText(words)

@@ -1,4 +1,4 @@
-"""Three rows answered before the whole job is."""
+"""The first rows, three of them if there are as many, answered before the whole job is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from PySide6.QtCore import Signal
 from PySide6.QtWidgets import QFrame, QLabel, QPushButton, QVBoxLayout, QWidget
 
+from app.services.batch_sample import SAMPLE_ROWS
 from app.views.batch.phrases import end_text
 from app.views.chat.phrases import SEPARATOR, count, translate
 from app.widgets.card import Card, muted_label, tell, warning_label
@@ -22,8 +23,9 @@ class SampleCard(Card):
     stop_wanted = Signal()
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__(self.tr("Try the first three rows"), parent)
+        super().__init__(self.tr("Try the first rows"), parent)
         self._running = False
+        self._rows = SAMPLE_ROWS
         self.button = QPushButton(self)
         self.button.clicked.connect(lambda: (self.stop_wanted if self._running else self.wanted).emit())
         self.head.addWidget(self.button)
@@ -44,12 +46,17 @@ class SampleCard(Card):
         tell(self._trouble, "")
         tell(self._words, self.tr("See what comes back, and how fast, before all rows are answered."))
 
+    def set_rows(self, rows: int) -> None:
+        """How many there are, or at least: no more are spoken of."""
+        self._rows = min(rows, SAMPLE_ROWS)
+        self._set_running(self._running)
+
     def begin(self) -> None:
         """A sample is under way."""
         self._drop_answers()
         self._set_running(True)
         tell(self._trouble, "")
-        tell(self._words, self.tr("Answering the first rows…"))
+        tell(self._words, self.tr("Answering…"))
 
     def add(self, rows: Sequence[BatchRow]) -> None:
         """Rows that have been answered."""
@@ -81,7 +88,8 @@ class SampleCard(Card):
 
     def _set_running(self, running: bool) -> None:
         self._running = running
-        self.button.setText(self.tr("Stop") if running else self.tr("Answer three rows"))
+        words = {1: self.tr("Answer one row"), 2: self.tr("Answer two rows")}
+        self.button.setText(self.tr("Stop") if running else words.get(self._rows, self.tr("Answer three rows")))
         self.button.setEnabled(True)
 
     def _drop_answers(self) -> None:

@@ -62,13 +62,13 @@ class SettingsCard(Card):
         """Shows this job's settings."""
         self._entry = entry
         job = entry.job
-        text = job.template or self.tr("What each row says itself")
+        text = job.template or self.tr("Whatever each row says")
         shown = html.escape(text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…")
         colour = self._theme.theme.accent_text
         marked = _PLACE.sub(lambda match: f'<span style="color: {colour}">{match[0]}</span>', shown)
         self._template.setText(marked.replace("\n", "<br>"))
         if job.schema:
-            must_be = self.tr("JSON by a schema")
+            must_be = self.tr("JSON that follows a schema")
         elif job.choices:
             must_be = self.tr("one of {0}").format(", ".join(job.choices))
         else:

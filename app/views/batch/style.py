@@ -24,7 +24,6 @@ QHeaderView::section {
     background: transparent; color: $muted; font-size: $secondary; font-weight: 400;
     border: none; border-bottom: 1px solid $border; padding: 4px 8px;
 }
-QPlainTextEdit[code="true"] { background: $sunken; }
 """)
 
 

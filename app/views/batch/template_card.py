@@ -6,11 +6,11 @@ from PySide6.QtCore import QSize, Signal
 from PySide6.QtWidgets import QPlainTextEdit, QPushButton, QSizePolicy, QWidget
 
 from app.theme import ThemeController
-from app.views.batch.flow_layout import Flow
 from app.views.batch.template_edit import TemplateEdit
 from app.widgets.card import Card, muted_label, tell, warning_label
+from app.widgets.flow_layout import Flow
 from engine.batch_files.template import parse_template
-from engine.errors import EngineError
+from engine.common.errors import EngineError
 
 
 class ShortEdit(QPlainTextEdit):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from PySide6.QtCore import QSize, QTimer, QUrl, Signal
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtCore import QSize, Qt, QTimer, QUrl, Signal
+from PySide6.QtGui import QResizeEvent
+from PySide6.QtWidgets import QBoxLayout, QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
 
 from app.models.conversation import MessageRow
 from app.services.answer_queue import CANCELLED, Phase
@@ -16,9 +17,12 @@ from app.views.chat.icon_button import IconButton
 from app.views.chat.phrases import phase_text, stats_text, trouble_text
 from app.views.chat.style import ANSWER_PX, scaled
 from app.views.chat.version_switch import VersionSwitch
+from app.widgets.flow_layout import Flow
 from app.widgets.markdown_view import MarkdownView
 
 COPIED_MS = 1500
+NARROW_PX = 440
+"""Less, and what to do about a failure stands below the sentence."""
 
 Action = Literal["regenerate", "branch", "continue", "restart", "stop"]
 
@@ -57,21 +61,18 @@ class AnswerMessage(QWidget):
         self._continue.setProperty("kind", "quiet")
         self._continue.setProperty("compact", True)
         self._continue.clicked.connect(lambda: self.acted.emit("continue"))
-        below = QHBoxLayout()
+        actions = QWidget(self)
+        below = QHBoxLayout(actions)
         below.setContentsMargins(0, 0, 0, 0)
         below.setSpacing(2)
-        below.addWidget(self._versions)
-        below.addWidget(self._figures)
-        below.addSpacing(6)
         for widget in (self._copy, self._again, self._branch, self._continue):
             below.addWidget(widget)
-        below.addStretch(1)
         column = QVBoxLayout(self)
         column.setContentsMargins(0, 0, 0, 0)
         column.setSpacing(8)
         column.addWidget(self.body)
         column.addWidget(self._note)
-        column.addLayout(below)
+        column.addWidget(Flow(self._versions, self._figures, actions, parent=self))
         self._set_width()
         self.set_row(row)
 
@@ -139,7 +140,7 @@ class AnswerMessage(QWidget):
         self._set_width()
 
     def minimumSizeHint(self) -> QSize:
-        # However wide it is now, it lets the window become narrower; the text is then broken anew.
+        # However wide it is now, it lets the window become narrower; the text is then broken again.
         return QSize(0, super().minimumSizeHint().height())
 
     # --- inside ---
@@ -155,13 +156,20 @@ class AnswerMessage(QWidget):
         self._note_again.clicked.connect(lambda: self.acted.emit("regenerate"))
         self._note_continue = QPushButton(self.tr("Continue"), note)
         self._note_continue.clicked.connect(lambda: self.acted.emit("continue"))
-        row = QHBoxLayout(note)
+        self._note_row = row = QBoxLayout(QBoxLayout.Direction.LeftToRight, note)
         row.setContentsMargins(12, 8, 8, 8)
         row.setSpacing(8)
         row.addWidget(self._note_label, 1)
         for button in (self._restart, self._note_continue, self._note_again):
-            row.addWidget(button)
+            row.addWidget(button, 0, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter)
         return note
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        narrow = self.width() < scaled(NARROW_PX, self._theme.font_px)
+        way = QBoxLayout.Direction.TopToBottom if narrow else QBoxLayout.Direction.LeftToRight
+        if way != self._note_row.direction():
+            self._note_row.setDirection(way)
 
     def _refresh(self) -> None:
         message = self._row.message

@@ -1,4 +1,4 @@
-"""A line in the chat while a batch job runs: chats come first, so that nobody waits for rows."""
+"""A line in the chat while a batch job runs, or has stopped with the engine: chats come first, and no row is lost."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from app.theme import Theme, ThemeController
 from app.views.chat.chip import Dot, ElidedLabel
 from app.views.chat.phrases import percent
 from engine.batch_files.messages import BatchFinished, BatchProgress
+from engine.common.errors import ErrorCode
 from engine.protocol import Failed
 
 
 class BatchHint(QWidget):
-    """Follows the engine by itself; hidden while no job runs.
+    """Follows the engine by itself; hidden while no job runs, unless one stays paused since the engine stopped.
 
     Signals: `opened`, when the job is to be shown.
     """
@@ -26,13 +27,14 @@ class BatchHint(QWidget):
         self._client = client
         self._job = ""
         self._share: float | None = None
+        self._is_left = False
         self._dot = Dot(self)
         self._words = ElidedLabel(self)
         self._words.setProperty("role", "secondary")
         self.button = QPushButton(self.tr("Show the job"), self)
         self.button.setProperty("kind", "quiet")
         self.button.setProperty("compact", "true")
-        self.button.clicked.connect(self.opened)
+        self.button.clicked.connect(self._on_opened)
         row = QHBoxLayout(self)
         row.setContentsMargins(4, 0, 0, 4)
         row.setSpacing(8)
@@ -52,17 +54,27 @@ class BatchHint(QWidget):
 
     def _on_told(self, event: object) -> None:
         if isinstance(event, BatchProgress):
-            self._job = event.request_id
+            self._job, self._is_left = event.request_id, False
             self._share = min(1.0, event.done / event.total) if event.total > 0 else None
             self._refresh()
 
     def _on_finished(self, event: object) -> None:
         if isinstance(event, BatchFinished | Failed) and event.request_id == self._job:
             self._job = ""
+            self._is_left = isinstance(event, Failed) and event.code is ErrorCode.ENGINE_DIED
             self._refresh()
 
+    def _on_opened(self) -> None:
+        self._is_left = False
+        self._refresh()
+        self.opened.emit()
+
     def _refresh(self, *_: object) -> None:
-        self.setVisible(bool(self._job))
+        self.setVisible(bool(self._job) or self._is_left)
+        if self._is_left:
+            self._words.set_full_text(
+                self.tr("The batch job stopped with the engine and stays paused; no answered row is lost.")
+            )
         if not self._job:
             return
         share = "" if self._share is None else f" ({percent(self._share)})"

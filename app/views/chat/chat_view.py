@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from PySide6.QtCore import QCoreApplication, QTimer, QUrl, Signal
-from PySide6.QtGui import QDesktopServices, QKeySequence, QShortcut, QShowEvent
-from PySide6.QtWidgets import QHBoxLayout, QStackedWidget, QVBoxLayout, QWidget
+from PySide6.QtCore import QCoreApplication, Qt, QUrl, Signal
+from PySide6.QtGui import QDesktopServices, QKeySequence, QResizeEvent, QShowEvent
+from PySide6.QtWidgets import QHBoxLayout, QLabel, QStackedWidget, QVBoxLayout, QWidget
 
 from app.models.conversation_list import ConversationListModel, Group
-from app.services.background import BackgroundCall
+from app.services.background import LatestTask
 from app.services.chat_store import ChatStore, Conversation, MessageState, SearchHit
 from app.services.engine_client import EngineClient, EngineState
-from app.services.settings import Settings
+from app.services.settings import STARTER, Settings
 from app.services.token_counter import TokenCounter
 from app.theme import ThemeController
 from app.views.chat.batch_hint import BatchHint
@@ -29,10 +29,12 @@ from app.views.chat.toast import Toast
 from app.views.chat.transcript import Transcript
 from app.widgets.banner import Banner
 from app.widgets.markdown_view import import_parser
-from engine.config import EngineConfig
-from engine.model_info import ModelInfo
+from app.widgets.shortcuts import add_shortcut, note_keys
+from engine.common.model_info import ModelInfo
 from engine.protocol import Progress
 
+PANEL_FROM_PX = 672
+"""From this width of the page, at the standard font size, the list of chats has room beside the chat."""
 _IMPORT_AFTER_MS = 150
 """Not while the window is being opened."""
 
@@ -40,10 +42,11 @@ _IMPORT_AFTER_MS = 150
 class ChatView(QWidget):
     """Takes its services ready made; everything it knows is in the store or on its way there.
 
-    Signals: `job_wanted`: the batch job that runs is to be shown.
+    Signals: `job_wanted`: the batch job that runs is to be shown.  `restart_wanted`: the engine is to start again.
     """
 
     job_wanted = Signal()
+    restart_wanted = Signal()
 
     def __init__(
         self,
@@ -57,7 +60,6 @@ class ChatView(QWidget):
         self._client = client
         self._store = store
         self._theme = theme
-        self._settings = settings
         self._loading: float | None = None
         list_model = ConversationListModel(_group_title, translate("Chat", "New chat"))
         list_model.setParent(self)
@@ -75,8 +77,10 @@ class ChatView(QWidget):
         self.notice_banner = Banner("info", theme, self)
         self.notice_banner.add_action(self.tr("Dismiss"), self.notice_banner.hide, kind="quiet")
         self._pages = QStackedWidget(self)
-        self.toast = Toast(self._pages)
+        self.toast = Toast(self)
+        self._shows_chats = False
         self._close_guard = CloseGuard(store, self)
+        self.setFocusProxy(self.composer)
         self._lay_out()
         self._connect_page()
         self._connect_services()
@@ -85,8 +89,8 @@ class ChatView(QWidget):
         self._apply_theme()
         self.presenter.begin()
         # The first answer would otherwise wait for the parser's modules, a stall that one sees.
-        self._parser_import = BackgroundCall(import_parser, self)
-        QTimer.singleShot(_IMPORT_AFTER_MS, self, self._parser_import.start)
+        self._importing = LatestTask(self, after_ms=_IMPORT_AFTER_MS)
+        self._importing.ask(import_parser)
 
     # --- building ---
 
@@ -94,14 +98,27 @@ class ChatView(QWidget):
         self._pages.addWidget(self.empty)
         self._pages.addWidget(self.transcript)
         box_row = QHBoxLayout()
-        box_row.setContentsMargins(24, 0, 24, 24)
+        box_row.setContentsMargins(24, 0, 24, 0)
         box_row.addWidget(self.composer)
-        right = QVBoxLayout()
+        self.model_note = QLabel(
+            self.tr("The starter is a small demo model: it gets facts wrong and may repeat itself."), self
+        )
+        self.model_note.setProperty("role", "caption")
+        self.model_note.setWordWrap(True)
+        self.model_note.setAlignment(Qt.AlignmentFlag.AlignHCenter)
+        note_row = QVBoxLayout()
+        note_row.setContentsMargins(24, 6, 24, 10)
+        note_row.addWidget(self.model_note)
+        self._beside = QWidget(self)
+        right = QVBoxLayout(self._beside)
         right.setContentsMargins(0, 0, 0, 0)
         right.setSpacing(0)
         for widget in (self.trouble_banner, self.notice_banner):
             right.addWidget(widget)
         right.addWidget(self._pages, 1)
+        toast_row = QHBoxLayout()
+        toast_row.addWidget(self.toast)
+        right.addLayout(toast_row)
         self._strip_row = QHBoxLayout()
         self._strip_row.setContentsMargins(24, 0, 24, 0)
         right.addLayout(self._strip_row)
@@ -110,10 +127,11 @@ class ChatView(QWidget):
         hint_row.addWidget(self.batch_hint)
         right.addLayout(hint_row)
         right.addLayout(box_row)
+        right.addLayout(note_row)
         below = QHBoxLayout()
         below.setSpacing(0)
         below.addWidget(self.panel)
-        below.addLayout(right, 1)
+        below.addWidget(self._beside, 1)
         column = QVBoxLayout(self)
         column.setContentsMargins(0, 0, 0, 0)
         column.setSpacing(0)
@@ -124,6 +142,7 @@ class ChatView(QWidget):
         do, panel = self.presenter, self.panel
         self.title_bar.new_chat.connect(self.new_chat)
         self.title_bar.rename.connect(self.rename)
+        self.title_bar.chats_wanted.connect(self._show_chats)
         panel.opened.connect(self._open)
         panel.searched.connect(self._search)
         panel.renamed.connect(do.rename)
@@ -132,10 +151,10 @@ class ChatView(QWidget):
         panel.export_wanted.connect(self._export)
         panel.import_wanted.connect(self._import)
         self.transcript.acted.connect(self._act)
-        self.transcript.resent.connect(do.resend)
+        self.transcript.resent.connect(self._resend)
         self.transcript.version_stepped.connect(do.step_version)
         self.transcript.link_activated.connect(self._open_link)
-        self.empty.example_chosen.connect(self._send)
+        self.empty.example_chosen.connect(self._send_example)
         self.composer.sent.connect(self._send)
         self.composer.stopped.connect(do.stop)
         self.composer.edited.connect(self._on_edited)
@@ -166,19 +185,22 @@ class ChatView(QWidget):
 
     def _add_shortcuts(self) -> None:
         standard = QKeySequence.StandardKey
-        for keys, do in (
-            (QKeySequence(standard.New), self.new_chat),
-            (QKeySequence(standard.Find), self.panel.focus_search),
-            (QKeySequence("Ctrl+K"), self.panel.focus_search),
-            (QKeySequence("F2"), self.rename),
-            (QKeySequence("Esc"), self._escape),
-            (QKeySequence(standard.Undo), self._undo),
-            (QKeySequence("Ctrl+PgUp"), lambda: self.presenter.step(-1)),
-            (QKeySequence("Ctrl+PgDown"), lambda: self.presenter.step(1)),
-            (QKeySequence("Ctrl+L"), self.composer.setFocus),
+        for keys, words, do in (
+            (QKeySequence(standard.New), self.tr("New chat"), self.new_chat),
+            (QKeySequence(standard.Find), "", self.search),
+            (QKeySequence("Ctrl+K"), self.tr("Search chats"), self.search),
+            (QKeySequence("F2"), self.tr("Rename the chat"), self.rename),
+            (QKeySequence("Esc"), self.tr("Stop the answer"), self._escape),
+            (QKeySequence(standard.Undo), self.tr("Bring back the deleted chat"), self._undo),
+            (QKeySequence("Ctrl+PgUp"), self.tr("Previous chat"), lambda: self.presenter.step(-1)),
+            (QKeySequence("Ctrl+PgDown"), self.tr("Next chat"), lambda: self.presenter.step(1)),
+            (QKeySequence("Ctrl+L"), self.tr("Write a message"), self.composer.setFocus),
         ):
-            shortcut = QShortcut(keys, self)
-            shortcut.activated.connect(do)
+            add_shortcut(self, keys, words, do)
+        note_keys(
+            self.composer,
+            ((self.tr("Enter"), self.tr("Send")), (self.tr("Shift+Enter"), self.tr("Start a new line"))),
+        )
 
     def add_strip(self, make: Callable[[QWidget], QWidget]) -> None:
         """Something narrow above the box one writes in; it is made once the engine has something to do."""
@@ -196,8 +218,14 @@ class ChatView(QWidget):
 
     # --- what the page does ---
 
+    def search(self) -> None:
+        """Put the cursor into the search of chats."""
+        self._show_chats(True)
+        self.panel.focus_search()
+
     def new_chat(self) -> None:
         """Begin a chat."""
+        self._show_chats(False)
         self.panel.search.clear()
         self.presenter.new_chat()
         self.composer.setFocus()
@@ -205,19 +233,44 @@ class ChatView(QWidget):
     def rename(self) -> None:
         """Edit the title of the chat on the screen."""
         self.presenter.keep()
+        self._show_chats(True)
         self.panel.rename(self.presenter.conversation.id)
 
     def close_down(self) -> None:
         """Hand what is only in memory to the store; before the window goes."""
         self.presenter.flush()
         self._counter.close()
-        if self._parser_import.is_started:
-            self._parser_import.wait()
+        self._importing.close()
 
     def showEvent(self, event: QShowEvent) -> None:
         super().showEvent(event)
         self._close_guard.watch(self.window())
         self.composer.setFocus()
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        self._fit()
+
+    def _show_chats(self, shown: bool) -> None:
+        """Where there is no room for both, the list of chats takes the place of the chat."""
+        self._shows_chats = shown
+        self._fit()
+
+    def _fit(self) -> None:
+        narrow = self.width() < scaled(PANEL_FROM_PX, self._theme.font_px)
+        over = narrow and self._shows_chats
+        self.panel.fill(over)
+        self.panel.setVisible(not narrow or over)
+        self._beside.setVisible(not over)
+        self.title_bar.offer_chats(narrow, shown=over)
+
+    def _send_example(self, text: str) -> None:
+        self._send(text)
+        self.composer.setFocus()
+
+    def _resend(self, message_id: str, text: str) -> None:
+        self.presenter.resend(message_id, text)
+        self.composer.setFocus()  # the box that was written in is gone
 
     def _send(self, text: str) -> None:
         if self.presenter.send(text):
@@ -225,6 +278,7 @@ class ChatView(QWidget):
             self.transcript.jump_to_end()
 
     def _open(self, conversation_id: str, message_id: str) -> None:
+        self._show_chats(False)
         self._wanted_message = message_id
         self.presenter.open(conversation_id, message_id or None)
         if message_id and self.presenter.conversation.id == conversation_id:
@@ -234,18 +288,17 @@ class ChatView(QWidget):
 
     def _act(self, message_id: str, action: str) -> None:
         if action == "restart":
-            self._restart_engine()
+            self.restart_wanted.emit()
         else:
             do = self.presenter
             {"regenerate": do.regenerate, "continue": do.go_on, "branch": do.branch}[action](message_id)
             self.transcript.jump_to_end()
 
-    def _restart_engine(self) -> None:
-        if self._client.restart() is None:  # it died before any model was asked for
-            self._client.load(EngineConfig(self._settings.default_model, threads=self._settings.threads))
-
     def _escape(self) -> None:
-        if not self.presenter.stop():
+        if self._shows_chats and not self._beside.isVisible():
+            self._show_chats(False)
+            self.composer.setFocus()
+        elif not self.presenter.stop():
             self.composer.setFocus()
 
     def _undo(self) -> None:
@@ -346,6 +399,7 @@ class ChatView(QWidget):
         else:
             hint = self.tr("{0} answers on this machine; nothing you write leaves it.").format(model.name)
         self.empty.set_hint(hint)
+        self.model_note.setVisible(model is not None and model.name.casefold() == STARTER)
 
     # --- the context meter ---
 
@@ -381,6 +435,8 @@ class ChatView(QWidget):
         self.composer.setMaximumWidth(width)
         self.batch_hint.setMaximumWidth(width)
         self.empty.set_column_width(width)
+        self.toast.set_widest(width)
+        self._fit()
 
 
 def _group_title(group: Group) -> str:

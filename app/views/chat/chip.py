@@ -39,6 +39,7 @@ class ElidedLabel(QLabel):
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._full = ""
+        self._tip = ""
         self.setTextFormat(Qt.TextFormat.PlainText)
         self.setSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Preferred)
 
@@ -48,6 +49,11 @@ class ElidedLabel(QLabel):
         self.setAccessibleName(self._full)
         self._fit()
         self.updateGeometry()
+
+    def set_tip(self, tip: str) -> None:
+        """What the tooltip says besides the text that has no room."""
+        self._tip = tip
+        self._fit()
 
     @property
     def full_text(self) -> str:
@@ -70,7 +76,7 @@ class ElidedLabel(QLabel):
         text = self.fontMetrics().elidedText(self._full, Qt.TextElideMode.ElideRight, self.width())
         if text != self.text():
             self.setText(text)
-        self.setToolTip("" if text == self._full else self._full)
+        self.setToolTip("\n".join(filter(None, ("" if text == self._full else self._full, self._tip))))
 
 
 class Chip(QFrame):

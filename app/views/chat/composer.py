@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from PySide6.QtCore import Qt, Signal
+from PySide6.QtGui import QResizeEvent
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
 
 from app.models.conversation_defaults import preset_of
 from app.services.chat_store import Conversation
 from app.theme import use_tabular_figures
 from app.views.chat.growing_edit import GrowingEdit
-from app.views.chat.phrases import count, preset_text
+from app.views.chat.phrases import count, percent, preset_text
 from app.views.chat.sampling_popover import SamplingPopover
 from app.views.chat.system_prompt_popover import SystemPromptPopover
+
+SPACING_PX = 10
 
 
 class Composer(QFrame):
@@ -42,6 +45,7 @@ class Composer(QFrame):
         self.sampling_button.clicked.connect(self.edit_sampling)
         self.meter = QLabel(self)
         self.meter.setProperty("role", "secondary")
+        self._meter_words: tuple[str, ...] = ("",)
         use_tabular_figures(self.meter)
         self.send_button = QPushButton(self)
         self.send_button.clicked.connect(self._on_button)
@@ -49,14 +53,14 @@ class Composer(QFrame):
         self._system.changed.connect(self.system_prompt_changed)
         self._sampling = SamplingPopover(page)
         self._sampling.changed.connect(self.sampling_changed)
-        row = QHBoxLayout()
-        row.setSpacing(10)
+        self._row = row = QHBoxLayout()
+        row.setSpacing(SPACING_PX)
         row.addWidget(self.system_button)
         row.addWidget(self.sampling_button)
         row.addStretch(1)
         row.addWidget(self.meter)
         row.addWidget(self.send_button)
-        column = QVBoxLayout(self)
+        self._column = column = QVBoxLayout(self)
         column.setContentsMargins(15, 13, 13, 12)
         column.setSpacing(12)
         column.addWidget(self.box)
@@ -85,6 +89,7 @@ class Composer(QFrame):
         self.system_button.setToolTip(conversation.system_prompt[:400] or unset)
         self.sampling_button.setText(preset_text(preset_of(conversation.sampling)))
         self.sampling_button.setToolTip(self.tr("How the next token is chosen"))
+        self._fit_meter()
         if with_draft:
             self.set_text(conversation.draft)
 
@@ -104,14 +109,34 @@ class Composer(QFrame):
     def set_context(self, used: int | None, limit: int | None, *, about: bool) -> None:
         """Say how much of the context is used; None if that is not known."""
         if limit is None or used is None:
-            self.meter.setText("")
+            self._meter_words = ("",)
             self.meter.setToolTip("")
-            return
-        words = self.tr("context about {0} of {1}") if about else self.tr("context {0} of {1}")
-        self.meter.setText(words.format(count(used), count(limit)))
-        tip = self.tr("Counted here, with what you are writing; the engine's own count follows the answer.")
-        exact = self.tr("Counted by the engine after the last answer.")
-        self.meter.setToolTip(tip if about else exact)
+        else:
+            words = self.tr("context about {0} of {1}") if about else self.tr("context {0} of {1}")
+            whole = words.format(count(used), count(limit))
+            short = f"{count(used)} / {count(limit)}"
+            self._meter_words = (whole, short, percent(min(1.0, used / max(1, limit))), "")
+            tip = self.tr("Counted here, with what you are writing; the engine's own count follows the answer.")
+            exact = self.tr("Counted by the engine after the last answer.")
+            self.meter.setToolTip(f"{whole}\n{tip if about else exact}")
+        self.meter.setAccessibleName(self._meter_words[0])
+        self._fit_meter()
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        self._fit_meter()
+
+    def _fit_meter(self) -> None:
+        """Shows the longest words for the context that there is room for beside the buttons."""
+        margins = self._column.contentsMargins()
+        buttons = (self.system_button, self.sampling_button, self.send_button)
+        taken = sum(button.sizeHint().width() + SPACING_PX for button in buttons) + 2 * SPACING_PX
+        room = self.width() - margins.left() - margins.right() - taken
+        metrics = self.meter.fontMetrics()
+        fits = (words for words in self._meter_words if metrics.horizontalAdvance(words) + 2 <= room)
+        words = next(fits, "")
+        if words != self.meter.text():
+            self.meter.setText(words)
 
     def edit_system_prompt(self) -> None:
         """Open the card with the system prompt."""
@@ -152,6 +177,7 @@ class Composer(QFrame):
             self.send_button.style().unpolish(self.send_button)
             self.send_button.style().polish(self.send_button)
         self.send_button.setEnabled(self._answering or bool(self.text.strip()))
+        self._fit_meter()
 
     def _show_focus(self, focused: bool) -> None:
         self.setProperty("active", focused)

@@ -74,7 +74,7 @@ class ConversationPanel(QFrame):
         self.list.clicked.connect(self._open_index)
         self.list.activated.connect(self._open_index)
         self.list.installEventFilter(self)
-        self.nothing = QLabel(self.tr("No chat has these words."), self)
+        self.nothing = QLabel(self.tr("No chat contains these words."), self)
         self.nothing.setProperty("role", "secondary")
         self.nothing.setWordWrap(True)
         self.nothing.setContentsMargins(9, 4, 9, 0)
@@ -93,6 +93,18 @@ class ConversationPanel(QFrame):
         model.rowsInserted.connect(self._select_current)
         theme.changed.connect(self._apply_theme)
         self._apply_theme()
+
+    def fill(self, filling: bool) -> None:
+        """Takes all the room that there is, rather than a strip at the left."""
+        self._fills = filling
+        self._set_width()
+
+    def _set_width(self) -> None:
+        width = scaled(WIDTH_PX, self._theme.font_px)
+        self.setMinimumWidth(0 if self._fills else width)
+        self.setMaximumWidth(16_777_215 if self._fills else width)
+
+    _fills = False
 
     def set_current(self, conversation_id: str) -> None:
         """Mark the chat on the screen."""
@@ -212,6 +224,6 @@ class ConversationPanel(QFrame):
 
     def _apply_theme(self) -> None:
         self.more.setIcon(icon("more", self._theme.theme, self._theme.theme.muted))
-        self.setFixedWidth(scaled(WIDTH_PX, self._theme.font_px))
+        self._set_width()
         self.list.doItemsLayout()
         self.list.viewport().update()

@@ -2,46 +2,112 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import Qt, Signal
-from PySide6.QtWidgets import QGridLayout, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtCore import QRect, QSize, Qt, Signal
+from PySide6.QtGui import QPaintEvent, QResizeEvent
+from PySide6.QtWidgets import (
+    QFrame,
+    QGridLayout,
+    QHBoxLayout,
+    QLabel,
+    QPushButton,
+    QScrollArea,
+    QSizePolicy,
+    QStyle,
+    QStyleOptionButton,
+    QStylePainter,
+    QVBoxLayout,
+    QWidget,
+)
+
+PADDING = QSize(17, 13)
+"""Of the text in a card; the style sheet's, with its border."""
+
+SIDE_PX = 24
+GAP_PX = 10
 
 
-class EmptyChat(QWidget):
-    """Signals: `example_chosen`, the text of an example."""
+class ExampleCard(QPushButton):
+    """A button whose text wraps."""
+
+    def __init__(self, text: str, parent: QWidget) -> None:
+        super().__init__(text, parent)
+        self.setProperty("example", True)
+        policy = QSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Preferred)
+        policy.setHeightForWidth(True)
+        self.setSizePolicy(policy)
+
+    def sizeHint(self) -> QSize:
+        width = self.fontMetrics().horizontalAdvance(self.text()) + 2 * PADDING.width() + 4
+        return QSize(width, self.heightForWidth(width))
+
+    def minimumSizeHint(self) -> QSize:
+        return QSize(8 * self.fontMetrics().averageCharWidth() + 2 * PADDING.width(), self.sizeHint().height())
+
+    def hasHeightForWidth(self) -> bool:
+        return True
+
+    def heightForWidth(self, width: int) -> int:
+        room = QRect(0, 0, width - 2 * PADDING.width(), 10_000)
+        flags = Qt.TextFlag.TextWordWrap | Qt.AlignmentFlag.AlignLeft
+        return self.fontMetrics().boundingRect(room, flags, self.text()).height() + 2 * PADDING.height()
+
+    def paintEvent(self, _event: QPaintEvent) -> None:
+        painter, option = QStylePainter(self), QStyleOptionButton()
+        self.initStyleOption(option)
+        text, option.text = option.text, ""
+        painter.drawControl(QStyle.ControlElement.CE_PushButton, option)
+        room = self.rect().adjusted(PADDING.width(), 0, -PADDING.width(), 0)
+        flags = Qt.TextFlag.TextWordWrap | Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter
+        painter.setPen(self.palette().buttonText().color())
+        painter.drawText(room, flags, text)
+
+
+class EmptyChat(QScrollArea):
+    """Scrolls where the window is too small for all of it.
+
+    Signals: `example_chosen`, the text of an example.
+    """
 
     example_chosen = Signal(str)
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self._greeting = QLabel(self.tr("Ask something to begin"), self)
+        self.setWidgetResizable(True)
+        self.setFrameShape(QFrame.Shape.NoFrame)
+        self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        self.setFocusPolicy(Qt.FocusPolicy.NoFocus)
+        page = QWidget(self)
+        self._greeting = QLabel(self.tr("Ask something to begin"), page)
         self._greeting.setObjectName("greeting")
-        self._hint = QLabel(self)
+        self._greeting.setWordWrap(True)
+        self._hint = QLabel(page)
         self._hint.setProperty("role", "secondary")
         self._hint.setWordWrap(True)
         for label in (self._greeting, self._hint):
             label.setAlignment(Qt.AlignmentFlag.AlignHCenter)
-        self.examples = [QPushButton(text, self) for text in self._texts()]
-        grid = QGridLayout()
-        grid.setSpacing(10)
-        for number, button in enumerate(self.examples):
-            button.setProperty("example", True)
+        self.examples = [ExampleCard(text, page) for text in self._texts()]
+        for button in self.examples:
             button.clicked.connect(lambda _=False, button=button: self.example_chosen.emit(button.text()))
-            grid.addWidget(button, number // 2, number % 2)
-        self._middle = QWidget(self)
+        self._grid = QGridLayout()
+        self._grid.setSpacing(GAP_PX)
+        self._columns = 0
+        self._middle = QWidget(page)
         column = QVBoxLayout(self._middle)
-        column.setContentsMargins(0, 0, 0, 0)
+        column.setContentsMargins(0, 12, 0, 12)
         column.addStretch(2)
         column.addWidget(self._greeting)
         column.addSpacing(6)
         column.addWidget(self._hint)
         column.addSpacing(22)
-        column.addLayout(grid)
+        column.addLayout(self._grid)
         column.addStretch(3)
-        row = QHBoxLayout(self)
-        row.setContentsMargins(24, 0, 24, 0)
+        row = QHBoxLayout(page)
+        row.setContentsMargins(SIDE_PX, 0, SIDE_PX, 0)
         row.addStretch(1)
         row.addWidget(self._middle, 1000)
         row.addStretch(1)
+        self.setWidget(page)
+        self._arrange()
 
     def set_hint(self, text: str) -> None:
         """The line under the greeting: what is happening, or what to expect."""
@@ -50,15 +116,31 @@ class EmptyChat(QWidget):
     def set_column_width(self, width: int) -> None:
         """Widest the examples may become."""
         self._middle.setMaximumWidth(width)
+        self._arrange()
 
     @property
     def hint(self) -> str:
         return self._hint.text()
 
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Two cards side by side where their text fits into a line each, or else one."""
+        room = min(self.viewport().width() - 2 * SIDE_PX, self._middle.maximumWidth())
+        widest = max(button.sizeHint().width() for button in self.examples)
+        columns = 2 if room >= 2 * widest + GAP_PX else 1
+        if columns != self._columns:
+            self._columns = columns
+            for number, button in enumerate(self.examples):
+                self._grid.addWidget(button, number // columns, number % columns)
+
     def _texts(self) -> tuple[str, ...]:
+        # Tried with the starter model and the standard sampling, many times each: it answers these well every time.
         return (
-            self.tr("What is the capital of France?"),
-            self.tr("Give me five ideas for a healthy breakfast."),
-            self.tr("Explain in two sentences why the sky is blue."),
-            self.tr("Write a short poem about a night train."),
+            self.tr("What is the capital of France? Answer in one sentence."),
+            self.tr("Write one sentence about the sea."),
+            self.tr("Why should we drink water? Answer in one sentence."),
+            self.tr("Why do people like music? Answer in one sentence."),
         )

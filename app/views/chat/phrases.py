@@ -7,8 +7,8 @@ from PySide6.QtCore import QCoreApplication, QLocale
 from app.models.conversation_defaults import Preset
 from app.services.answer_queue import CANCELLED, Phase, Stage
 from app.services.chat_store import Message, MessageState
-from engine.errors import ErrorCode
-from engine.model_info import ModelInfo
+from engine.common.errors import ErrorCode
+from engine.common.model_info import ModelInfo
 
 translate = QCoreApplication.translate
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import QEvent, QObject, QPoint, Qt
+from PySide6.QtCore import QEvent, QObject, QPoint, QSize, Qt
 from PySide6.QtGui import QKeyEvent, QMouseEvent
-from PySide6.QtWidgets import QApplication, QFrame, QLabel, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QApplication, QFrame, QLabel, QScrollArea, QVBoxLayout, QWidget
 
 GAP = 8
 
@@ -17,10 +17,20 @@ class Popover(QFrame):
         self._button: QWidget | None = None
         self.setObjectName("popover")
         self.setAccessibleName(title)
-        self.column = QVBoxLayout(self)
+        self._content = QWidget(self)
+        self.column = QVBoxLayout(self._content)
         self.column.setContentsMargins(16, 14, 16, 16)
         self.column.setSpacing(10)
-        heading = QLabel(title, self)
+        self._scroll = QScrollArea(self)
+        self._scroll.setWidgetResizable(True)
+        self._scroll.setFrameShape(QFrame.Shape.NoFrame)
+        self._scroll.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        self._scroll.setFocusPolicy(Qt.FocusPolicy.NoFocus)
+        self._scroll.setWidget(self._content)
+        around = QVBoxLayout(self)
+        around.setContentsMargins(0, 0, 0, 0)
+        around.addWidget(self._scroll)
+        heading = QLabel(title, self._content)
         heading.setProperty("role", "heading")
         self.column.addWidget(heading)
         self.hide()
@@ -31,16 +41,30 @@ class Popover(QFrame):
         if page is None:
             return
         self._button = button
-        self.adjustSize()
-        at = button.mapTo(page, QPoint(0, -self.height() - GAP))
-        at.setX(max(GAP, min(at.x(), page.width() - self.width() - GAP)))
-        at.setY(max(GAP, at.y()))
-        self.move(at)
+        self._place()
         self.show()
+        self._place()  # with the sizes that its widgets have now that they are shown
         self.raise_()
         application = QApplication.instance()
         if application is not None:
             application.installEventFilter(self)
+
+    def _place(self) -> None:
+        """Above its button, within the page; it scrolls where the page is too small for it."""
+        page = self.parentWidget()
+        if page is None or self._button is None:
+            return
+        frame = 2 * max(1, self.frameWidth())
+        wanted = self._content.sizeHint() + QSize(frame, frame)
+        size = wanted.boundedTo(page.size() - QSize(2 * GAP, 2 * GAP))
+        bar = self._scroll.verticalScrollBar().sizeHint().width()
+        if size.height() < wanted.height():
+            size.setWidth(min(wanted.width() + bar, page.width() - 2 * GAP))
+        self.resize(size)
+        at = self._button.mapTo(page, QPoint(0, -size.height() - GAP))
+        at.setX(max(GAP, min(at.x(), page.width() - size.width() - GAP)))
+        at.setY(max(GAP, min(at.y(), page.height() - size.height() - GAP)))
+        self.move(at)
 
     def close_and_return(self) -> None:
         """Close it, and give the focus back to the button."""
@@ -55,6 +79,9 @@ class Popover(QFrame):
             application.removeEventFilter(self)
 
     def eventFilter(self, watched: QObject, event: QEvent) -> bool:
+        page = self.parentWidget()
+        if event.type() in (QEvent.Type.Resize, QEvent.Type.LayoutRequest) and watched in (page, self._content):
+            self._place()
         if isinstance(event, QKeyEvent) and event.key() == Qt.Key.Key_Escape and isinstance(watched, QWidget):
             if event.type() == QEvent.Type.ShortcutOverride:
                 event.accept()

@@ -19,7 +19,7 @@ from app.services.chat_store.records import new_conversation
 from app.services.engine_client import EngineClient
 from app.services.settings import Settings
 from app.views.chat.phrases import translate
-from engine.config import SamplingParams
+from engine.common.config import SamplingParams
 
 DRAFT_MS = 400
 LAST_CHAT = "last_chat"

@@ -18,7 +18,7 @@ from PySide6.QtWidgets import (
 from app.models.conversation_defaults import DEFAULT_PRESET, Preset, preset_of
 from app.views.chat.phrases import preset_text
 from app.views.chat.popover import Popover
-from engine.config import SamplingParams
+from engine.common.config import SamplingParams
 
 MOST_TOKENS = 1_000_000
 TEXT_MARGINS = (10, 0, 0, 0)
@@ -86,7 +86,7 @@ class SamplingPopover(Popover):
                 self.tr("Above 1, tokens that were already used become less likely; 1 is off"),
             ),
             (self.tr("Seed"), self.seed, self.tr("The same seed gives the same answer to the same chat")),
-            (self.tr("Most tokens"), self.max_tokens, self.tr("Where an answer is cut off")),
+            (self.tr("Max tokens"), self.max_tokens, self.tr("Where an answer is cut off")),
             (
                 self.tr("Beams"),
                 self.beams,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from PySide6.QtCore import Qt, Signal
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QSizePolicy, QWidget
+from PySide6.QtGui import QResizeEvent
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QSizePolicy, QToolButton, QWidget
 
+from app.icons import icon
 from app.services.engine_client import EngineClient, EngineState
 from app.theme import Theme, ThemeController
 from app.views.chat.chip import Chip, ElidedLabel
@@ -12,16 +14,20 @@ from app.views.chat.phrases import device_text, model_text, percent
 from engine.protocol import Progress
 
 HEIGHT = 56
+SPACING_PX = 12
+LEAST_TITLE_CHARACTERS = 14
+"""Less of a title says nothing: something else makes room for it."""
 
 
 class TitleBar(QFrame):
     """Follows the engine by itself; the title is told.
 
-    Signals: `new_chat`, `rename` (the title was double-clicked).
+    Signals: `new_chat`, `rename` (the title was double-clicked), `chats_wanted` (the list of chats, or not any more).
     """
 
     new_chat = Signal()
     rename = Signal()
+    chats_wanted = Signal(bool)
 
     def __init__(self, client: EngineClient, theme: ThemeController, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -38,19 +44,26 @@ class TitleBar(QFrame):
         self.new_button.setToolTip(self.tr("Start a new chat"))
         self.new_button.setAccessibleName(self.tr("New chat"))
         self.new_button.clicked.connect(self.new_chat)
-        inside = QHBoxLayout(self.new_button)
+        self._inside = inside = QHBoxLayout(self.new_button)
         inside.setContentsMargins(14, 0, 14, 0)
         words, key = QLabel(self.tr("New chat"), self.new_button), QLabel(self.tr("Ctrl N"), self.new_button)
+        self._key = key
         words.setStyleSheet("font-weight: 600;")
         key.setProperty("role", "secondary")
         for label in (words, key):
             label.setAttribute(Qt.WidgetAttribute.WA_TransparentForMouseEvents)
             inside.addWidget(label)
-        self.new_button.setFixedHeight(32)
-        self.new_button.setMinimumWidth(inside.sizeHint().width())
-        row = QHBoxLayout(self)
+        self.chats_button = QToolButton(self)
+        self.chats_button.setProperty("kind", "quiet")
+        self.chats_button.setCheckable(True)
+        self.chats_button.setToolTip(self.tr("Chats  Ctrl+K"))
+        self.chats_button.setAccessibleName(self.tr("List of chats"))
+        self.chats_button.clicked.connect(self.chats_wanted)
+        self.chats_button.hide()
+        self._row = row = QHBoxLayout(self)
         row.setContentsMargins(20, 0, 20, 0)
-        row.setSpacing(12)
+        row.setSpacing(SPACING_PX)
+        row.addWidget(self.chats_button)
         row.addWidget(self._title, 1)
         for widget in (self.model_chip, self.device_chip, self.new_button):
             row.addWidget(widget)
@@ -65,11 +78,44 @@ class TitleBar(QFrame):
     def set_title(self, title: str) -> None:
         """Show the name of the chat."""
         self._title.set_full_text(title)
-        self._title.setToolTip(self.tr("Double-click or press F2 to rename"))
+        self._title.set_tip(self.tr("Double-click or press F2 to rename"))
+        self._fit()
+
+    def offer_chats(self, offered: bool, *, shown: bool) -> None:
+        """A button for the list of chats, where there is no room for it beside the chat."""
+        self.chats_button.setVisible(offered)
+        self.chats_button.setChecked(shown)
+        self._fit()
 
     @property
     def title(self) -> str:
         return self._title.full_text
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        self._fit()
+
+    def _fit(self) -> None:
+        """Where it is narrow, the device goes first (the model's tooltip says it), then the key, then the model."""
+        margins = self._row.contentsMargins()
+        words = self._title.full_text[:LEAST_TITLE_CHARACTERS]
+        room = self.width() - margins.left() - margins.right() - self._title.fontMetrics().horizontalAdvance(words)
+        if not self.chats_button.isHidden():
+            room -= self.chats_button.sizeHint().width() + SPACING_PX
+        chip, device = (one.sizeHint().width() + SPACING_PX for one in (self.model_chip, self.device_chip))
+        key = self._key.sizeHint().width() + self._inside.spacing()
+        self._key.show()
+        new = self._inside.sizeHint().width() + SPACING_PX
+        forms = ((True, True, True), (False, True, True), (False, False, True), (False, False, False))
+        for with_device, with_key, with_model in forms:
+            needed = new - (0 if with_key else key) + (chip if with_model else 0) + (device if with_device else 0)
+            if needed <= room:
+                break
+        self._key.setVisible(with_key)
+        self.model_chip.setVisible(with_model)
+        self.device_chip.setVisible(with_device and self._knows_device)
+        self.new_button.setMinimumWidth(self._inside.sizeHint().width())
+        self.new_button.setFixedHeight(max(32, self.new_button.fontMetrics().height() + 12))
 
     def mouseDoubleClickEvent(self, _event: object) -> None:
         if self._title.underMouse():
@@ -92,7 +138,7 @@ class TitleBar(QFrame):
         if state is EngineState.DIED:
             show(self.tr("engine stopped"), theme, dot=theme.miss, tip=self._client.last_error)
         elif not self._client.is_responding:
-            show(self.tr("engine does not respond"), theme, dot=theme.miss, tip=self._client.last_error)
+            show(self.tr("engine not responding"), theme, dot=theme.miss, tip=self._client.last_error)
         elif state is EngineState.LOADING:
             part = "" if self._loading is None else f" {percent(self._loading)}"
             show(self.tr("loading the model") + part, theme, dot=theme.cpu)
@@ -103,22 +149,24 @@ class TitleBar(QFrame):
         else:
             show(self.tr("no model loaded"), theme, dot=theme.idle)
         shown = model is not None and state in (EngineState.READY, EngineState.BUSY)
-        self.device_chip.setVisible(shown)
+        self._knows_device = shown
         if model is not None and shown:
             note = model.device_note
             said = self.tr("tuned") if model.is_tuned else note
             text = " · ".join(filter(None, (device_text(model), said)))
             self.device_chip.show_text(text, theme, warns=bool(note) and not model.is_tuned, tip=note)
+        self.chats_button.setIcon(icon("list", theme, theme.muted))
+        self._fit()
+
+    _knows_device = False
 
     def _model_tip(self) -> str:
         model = self._client.model
         if model is None:
             return ""
-        lines = [model.path]
+        lines = [model.path, device_text(model)]
         if model.experts:
-            experts = self.tr("{0} experts a layer, {1} of them per token").format(
-                model.experts, model.experts_per_token
-            )
+            experts = self.tr("{0} experts per layer, {1} per token").format(model.experts, model.experts_per_token)
             lines.append(experts)
         if model.template_note:
             lines.append(model.template_note)

@@ -1,40 +1,50 @@
-"""A short message over the page that goes away by itself, with one thing to do about it."""
+"""A short message at the foot of the page that goes away by itself, with one thing to do about it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from PySide6.QtCore import QEvent, QObject, QTimer
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QWidget
+from PySide6.QtCore import Qt, QTimer
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QSizePolicy, QVBoxLayout, QWidget
 
 SHOWN_MS = 10_000
-MARGIN = 12
+MARGIN_PX = 24
 
 
-class Toast(QFrame):
-    """Sits at the bottom of its parent, in the middle."""
+class Toast(QWidget):
+    """Takes a strip of the page's layout while it is shown, so that it covers nothing that one may want to read."""
 
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
-        self.setObjectName("toast")
         self._do: Callable[[], object] = bool
-        self._text = QLabel(self)
-        self.button = QPushButton(self)
+        self._card = card = QFrame(self)
+        card.setObjectName("toast")
+        self._text = QLabel(card)
+        self._text.setTextFormat(Qt.TextFormat.PlainText)
+        self._text.setSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Preferred)
+        self._text.setWordWrap(True)
+        self.button = QPushButton(card)
         self.button.setProperty("kind", "quiet")
         self.button.clicked.connect(self._on_button)
-        row = QHBoxLayout(self)
+        row = QHBoxLayout(card)
         row.setContentsMargins(16, 6, 6, 6)
         row.setSpacing(12)
-        row.addWidget(self._text)
+        row.addWidget(self._text, 1)
         row.addWidget(self.button)
+        column = QVBoxLayout(self)
+        column.setContentsMargins(MARGIN_PX, 8, MARGIN_PX, 10)
+        column.addWidget(card)
         self._timer = QTimer(self, singleShot=True, interval=SHOWN_MS)
         self._timer.timeout.connect(self.hide)
-        parent.installEventFilter(self)
         self.hide()
 
     @property
     def text(self) -> str:
         return self._text.text()
+
+    def set_widest(self, width: int) -> None:
+        """Widest the card becomes."""
+        self.setMaximumWidth(width + 2 * MARGIN_PX)
 
     def tell(self, text: str, action: str = "", do: Callable[[], object] = bool) -> None:
         """Show `text` for a while; the button does `do`."""
@@ -43,22 +53,9 @@ class Toast(QFrame):
         self.setAccessibleName(text)
         self.button.setText(action)
         self.button.setVisible(bool(action))
-        self.adjustSize()
-        self._place()
         self.show()
-        self.raise_()
         self._timer.start()
-
-    def eventFilter(self, _watched: QObject, event: QEvent) -> bool:
-        if event.type() == QEvent.Type.Resize:
-            self._place()
-        return False
 
     def _on_button(self) -> None:
         self.hide()
         self._do()
-
-    def _place(self) -> None:
-        parent = self.parentWidget()
-        if parent is not None:
-            self.move((parent.width() - self.width()) // 2, parent.height() - self.height() - MARGIN)

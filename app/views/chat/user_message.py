@@ -19,6 +19,7 @@ PADDING = QSize(16, 9)
 LINE_HEIGHT = 140
 BESIDE_PX = 150
 """Room kept beside a bubble for its actions."""
+EDIT_BESIDE_PX = 12
 
 
 class UserMessage(QWidget):
@@ -106,6 +107,8 @@ class UserMessage(QWidget):
         line.addWidget(cancel)
         line.addWidget(send)
         self._inside.addWidget(self._actions)
+        for button in self._buttons:
+            button.hide()
         self._fit()
         editor.setFocus()
 
@@ -116,6 +119,8 @@ class UserMessage(QWidget):
             self._editor = None
             self._actions.deleteLater()
             self._text.show()
+            for button in self._buttons:
+                button.show()
             self._fit()
 
     @property
@@ -158,10 +163,11 @@ class UserMessage(QWidget):
 
     def _fit(self) -> None:
         """As wide as the text needs, up to a limit."""
-        most = min(scaled(BUBBLE_PX, self._theme.font_px), max(self.width() - BESIDE_PX, 120))
+        widest = scaled(BUBBLE_PX, self._theme.font_px)
         if self._editor is not None:
-            self._bubble.setFixedWidth(most)
+            self._bubble.setFixedWidth(min(widest, max(self.width() - EDIT_BESIDE_PX, 120)))
             return
+        most = min(widest, max(self.width() - BESIDE_PX, 120))
         metrics = QFontMetrics(self._text.font())
         # Qt puts all of the line's extra height below its text: half of it belongs above.
         lift = round(metrics.height() * (LINE_HEIGHT - 100) / 200)

@@ -22,6 +22,9 @@ from engine.telemetry.messages import CacheReport
 _WIDE_PX = 780
 """Narrower than this the cards stand below each other."""
 
+_SHARES, _SHARES_WITHOUT_CACHE = (42, 38, 20), (50, 25, 25)
+"""Of the first row's width: map, cache, token; where nothing is cached there is only a sentence to read."""
+
 
 class EngineCards(QWidget):
     """What the hub heard last of the cache and of tokens.
@@ -53,7 +56,7 @@ class EngineCards(QWidget):
         column.setContentsMargins(0, 0, 0, 0)
         column.setSpacing(14)
         column.setSizeConstraint(QVBoxLayout.SizeConstraint.SetNoConstraint)  # narrower than a row it turns the row
-        first = ((experts, 42), (self.cache, 38), (self.token, 20))
+        first = tuple(zip((experts, self.cache, self.token), _SHARES, strict=True))
         rows = (first, ((self.policies, 1), (self.prediction, 1)), ((self.memory, 1), (self.machine, 1)))
         for cards in rows:
             row = QBoxLayout(QBoxLayout.Direction.LeftToRight)
@@ -107,6 +110,9 @@ class EngineCards(QWidget):
         self.token.show_figures(token_figures(session.history, until_ns), None)
 
     def _show_rest(self, report: CacheReport | None, ram_used: int | None, ram_total: int | None) -> None:
+        shares = _SHARES if report is not None and report.tiers else _SHARES_WITHOUT_CACHE
+        for card, share in zip((self._experts, self.cache, self.token), shares, strict=True):
+            self._rows[0].setStretchFactor(card, share)
         self.policies.show_report(report)
         self.prediction.show_report(report)
         self.memory.show_report(report, ram_used, ram_total)

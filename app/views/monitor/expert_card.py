@@ -11,7 +11,7 @@ from app.widgets.expert_map.data import MapData, map_data
 from app.widgets.expert_map.legend import MapLegend
 from app.widgets.expert_map.table import ExpertTable
 from app.widgets.expert_map.view import ExpertMapView
-from engine.errors import EngineError
+from engine.common.errors import EngineError
 from engine.telemetry.messages import ExpertMap
 
 _COLUMN_DIGITS = (9, 10, 10, 8, 13, 10, 16)
@@ -25,6 +25,13 @@ class ExpertCard(Card):
         super().__init__("", parent)
         self.heading.setText(self.tr("Expert map"))
         self.setAccessibleName(self.tr("Expert map"))
+        self.explain(
+            self.tr(
+                "A model like this has many small parts, called experts, in each layer, and every token uses only "
+                "a few of them. Each square is one expert: the stronger its colour the more it is used, and its "
+                "pattern says where it is kept."
+            )
+        )
         self.by_use = QPushButton(self.tr("By use"), self)
         self.by_use.setProperty("kind", "chip")
         self.by_use.setCheckable(True)
@@ -97,7 +104,9 @@ class ExpertCard(Card):
             self._hint.setText(self.tr("Load a model with experts and ask something: each expert is a square here."))
             return
         rows, columns = data.shape
-        self.aside.setText(self.tr("{0} layers × {1} experts").format(rows, columns))
+        self.aside.setText(self.tr("{0} × {1}").format(rows, columns))
+        self.aside.setToolTip(self.tr("{0} layers with {1} experts each").format(rows, columns))
+        self.aside.setAccessibleName(self.aside.toolTip())
 
     def _show_parts(self) -> None:
         """The map or the table, and what belongs to it."""

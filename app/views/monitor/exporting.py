@@ -11,7 +11,7 @@ from PySide6.QtGui import QPainter
 from PySide6.QtSvg import QSvgGenerator
 from PySide6.QtWidgets import QFileDialog, QMenu, QPushButton, QWidget
 
-from app.services.background import BackgroundCall
+from app.services.background import TaskQueue
 from app.services.timeline_export import export_tables, export_trace
 from app.widgets.timeline.view import TimelineView
 
@@ -26,7 +26,7 @@ class ExportButton(QPushButton):
         self.setText(self.tr("Export"))
         self.setToolTip(self.tr("No text of prompts or answers is written"))
         self._view, self._about = view, about
-        self._call: BackgroundCall | None = None
+        self._writing = TaskQueue(self)
         menu = QMenu(self)
         menu.addAction(self.tr("Trace for Perfetto and Chrome (JSON)…")).triggered.connect(
             lambda: self._records("json")
@@ -38,8 +38,7 @@ class ExportButton(QPushButton):
 
     def wait(self) -> None:
         """Until what is being written is."""
-        if self._call is not None:
-            self._call.wait()
+        self._writing.close()
 
     def write_records(self, path: Path) -> None:
         """Writes what is shown as a trace, or as tables if the name ends with `.csv`; `told` follows."""
@@ -52,10 +51,11 @@ class ExportButton(QPushButton):
         def write() -> int:
             return export_tables(past, path) if path.suffix == ".csv" else export_trace(past, path, about)
 
-        self._call = BackgroundCall(write, self)
-        self._call.done.connect(lambda count: self.told.emit(self.tr("{0} spans written to {1}").format(count, path)))
-        self._call.failed.connect(lambda error: self._fail(path, error))
-        self._call.start()
+        self._writing.add(
+            write,
+            lambda count: self.told.emit(self.tr("{0} spans written to {1}").format(count, path)),
+            lambda error: self._fail(path, error),
+        )
 
     def write_picture(self, path: Path) -> None:
         """Writes what is shown as PNG, or as SVG if the name ends so."""

@@ -23,13 +23,19 @@ class MachineCard(Card):
         self._theme = theme
         self.heading.setText(self.tr("Machine"))
         self.setAccessibleName(self.tr("Machine"))
-        self.aside.setText(self.tr("as sensors and drivers tell"))
+        self.explain(
+            self.tr(
+                "What sensors and drivers say about the whole machine, other programs included. If the processor "
+                "is much busier than our share of it, other programs are slowing the model down."
+            )
+        )
+        self.aside.setText(self.tr("from sensors and drivers"))
         self.cpu = _line(self)
         self.cores = CoreGrid(theme, self)
         self._gpus = QVBoxLayout()
         self._gpus.setSpacing(8)
         self.gpus: list[_GpuRow] = []
-        self.no_gpu = muted_label(self, self.tr("Graphics card: none whose driver tells anything"))
+        self.no_gpu = muted_label(self, self.tr("Graphics card: no sensor data"))
         self.rest = muted_label(self)
         self.body.addWidget(self.cpu)
         self.body.addWidget(self.cores)

@@ -22,6 +22,12 @@ class MemoryCard(Card):
         self._theme = theme
         self.heading.setText(self.tr("Memory"))
         self.setAccessibleName(self.tr("Memory"))
+        self.explain(
+            self.tr(
+                "What fills the memory of the computer and of its graphics card. Weights and experts are the model "
+                "itself; KV (keys and values) is what it remembers of the conversation, and grows with its length."
+            )
+        )
         self._column = QVBoxLayout()
         self._column.setSpacing(6)
         self.body.addLayout(self._column)
@@ -60,12 +66,12 @@ class MemoryCard(Card):
                 total = ram_total
             free = amounts.pop(FREE)
             parts = tuple(self._part(theme, purpose, nbytes) for purpose, nbytes in amounts.items() if nbytes > 0)
-            gauge.show_parts(parts, total - free, total, theme.border)
-            gauge.setToolTip(
-                self.tr("Parts of the model: counted by the engine. All of RAM: told by the system.")
+            source = (
+                self.tr("Parts of the model: counted by the engine. Total RAM: reported by the system.")
                 if place == _RAM
                 else self.tr("Counted by the engine, of the memory that it may use.")
             )
+            gauge.show_parts(parts, total - free, total, theme.border, source=source)
             legend.show_parts((*parts, MemoryPart(self.tr("free"), free, theme.border)), theme)
         self._empty.setVisible(not places)
 
@@ -87,7 +93,7 @@ class MemoryCard(Card):
         names = {
             "weights": (self.tr("weights"), theme.gpu, False),
             "experts": (self.tr("experts"), theme.hit, False),
-            "kv": (self.tr("KV"), theme.disk, False),
+            "kv": (self.tr("conversation (KV)"), theme.disk, False),
             "staging": (self.tr("staging"), theme.pcie, False),
             "activations": (self.tr("activations"), theme.cpu, False),
             "other": (self.tr("the engine itself"), theme.faint, False),

@@ -6,7 +6,7 @@ from PySide6.QtCore import Qt, QTimer, Signal
 from PySide6.QtGui import QHideEvent, QResizeEvent, QShowEvent
 from PySide6.QtWidgets import QFrame, QScrollArea, QVBoxLayout, QWidget
 
-from app.services.background import BackgroundCall
+from app.services.background import LatestTask
 from app.services.ceilings import measured_ceilings
 from app.services.engine_client import EngineClient, EngineState
 from app.services.predicted_timeline import Predicted
@@ -26,7 +26,7 @@ from app.views.monitor.summary import SummaryCard, waiting_sentence
 from app.views.monitor.timeline_card import TimelineCard
 from app.widgets.banner import Banner
 from app.widgets.page_header import PageHeader
-from engine.model_info import ModelInfo
+from engine.common.model_info import ModelInfo
 
 _REFRESH_MS = 500
 _NARROW_PX = 860
@@ -68,7 +68,7 @@ class MonitorPage(QWidget):
         self.session_banner = Banner("info", theme, self)
         self.session_banner.add_action(self.tr("Back to now"), self.show_now)
         self._session: OpenedSession | None = None
-        self._ceilings_call: BackgroundCall | None = None
+        self._finding_ceilings = LatestTask(self)
         self._is_second = False
         self._lay_out()
         self._refreshing = QTimer(self, interval=_REFRESH_MS)
@@ -93,9 +93,7 @@ class MonitorPage(QWidget):
 
     def _lay_out(self) -> None:
         header = PageHeader(self.tr("Monitor"), self)
-        header.row.setStretch(0, 0)
-        header.row.addWidget(self.ranges)
-        header.row.addStretch(1)
+        header.set_middle(self.ranges)
         header.row.addWidget(self.sessions)
         header.row.addWidget(self.export)
         self.header = header
@@ -185,8 +183,7 @@ class MonitorPage(QWidget):
         self.sessions.wait()
         self.export.wait()
         self.predict.wait()
-        if self._ceilings_call is not None:
-            self._ceilings_call.wait()
+        self._finding_ceilings.close()
 
     def _compare(self, session: OpenedSession) -> None:
         self.predict.setChecked(False)
@@ -206,9 +203,7 @@ class MonitorPage(QWidget):
         return {} if model is None else {"model": model.name, "device": model.device, "precision": model.precision}
 
     def _find_ceilings(self, model: ModelInfo) -> None:
-        self._ceilings_call = BackgroundCall(lambda: measured_ceilings(model), self)
-        self._ceilings_call.done.connect(self.timeline.view.set_ceilings)
-        self._ceilings_call.start()
+        self._finding_ceilings.ask(lambda: measured_ceilings(model), self.timeline.view.set_ceilings)
 
     def _say(self, *_news: object) -> None:
         if self._session is not None:

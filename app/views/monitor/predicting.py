@@ -5,11 +5,10 @@ from __future__ import annotations
 from PySide6.QtCore import Signal
 from PySide6.QtWidgets import QPushButton, QWidget
 
-from app.services.background import BackgroundCall
+from app.services.background import LatestTask
 from app.services.engine_client import EngineClient
 from app.services.history.history import History
 from app.services.predicted_timeline import (
-    Predicted,
     RequestShape,
     config_of,
     config_of_session,
@@ -19,7 +18,7 @@ from app.services.predicted_timeline import (
 from app.services.session_library import OpenedSession
 from app.services.telemetry_hub import TelemetryHub
 from app.widgets.timeline.navigator import Navigator
-from engine.config import EngineConfig
+from engine.common.config import EngineConfig
 from engine.telemetry.lanes import DECODE
 from engine.telemetry.messages import CacheReport
 
@@ -40,12 +39,12 @@ class PredictButton(QPushButton):
         super().__init__(parent)
         self._client, self._hub, self._navigator = client, hub, navigator
         self._session: OpenedSession | None = None
-        self._call: BackgroundCall | None = None
+        self._predicting = LatestTask(self)
         self._asked: RequestShape | None = None
         self.setText(self.tr("Predicted"))
         self.setProperty("kind", "chip")
         self.setCheckable(True)
-        self.setToolTip(self.tr("What the simulator foretells for the same request, beneath what happened"))
+        self.setToolTip(self.tr("What the simulator predicts for the same request, beneath what happened"))
         self.setAccessibleName(self.tr("Show the predicted timeline"))
         self.toggled.connect(self._on_toggled)
 
@@ -55,16 +54,15 @@ class PredictButton(QPushButton):
         self.setChecked(False)
 
     def follow(self) -> None:
-        """Predicts anew if another request is shown; cheap if it is the same."""
-        if self.isChecked() and self._call is None:
+        """Predicts again if another request is shown; cheap if it is the same."""
+        if self.isChecked() and not self._predicting.is_busy:
             shape = self._shape()
             if shape is not None and (self._asked is None or _differ(shape, self._asked)):
                 self._ask(shape)
 
     def wait(self) -> None:
         """Until a prediction under way is made."""
-        if self._call is not None:
-            self._call.wait()
+        self._predicting.close()
 
     def measured_tokens_per_s(self) -> float | None:
         """How fast the request that is shown was decoded."""
@@ -77,6 +75,7 @@ class PredictButton(QPushButton):
     def _on_toggled(self, wanted: bool) -> None:
         self._asked = None
         if not wanted:
+            self._predicting.forget()
             self.unwanted.emit()
             return
         shape = self._shape()
@@ -104,18 +103,9 @@ class PredictButton(QPushButton):
 
     def _ask(self, shape: RequestShape) -> None:
         self._asked = shape
-        self._call = BackgroundCall(lambda: predict(shape), self)
-        self._call.done.connect(self._on_done)
-        self._call.failed.connect(self._on_failed)
-        self._call.start()
-
-    def _on_done(self, predicted: Predicted) -> None:
-        self._call = None
-        if self.isChecked():
-            self.predicted.emit(predicted)
+        self._predicting.ask(lambda: predict(shape), self.predicted.emit, self._on_failed)
 
     def _on_failed(self, error: Exception) -> None:
-        self._call = None
         reason = getattr(error, "message", None) or self.tr("the model's files could not be read")
         self.told.emit(self.tr("There is no prediction: {0}").format(reason))
         self.setChecked(False)

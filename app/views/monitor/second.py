@@ -1,4 +1,4 @@
-"""A second timeline beneath the first: another session, or what the simulator foretells."""
+"""A second timeline beneath the first: another session, or what the simulator predicts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SecondTimeline(Card):
         self._show(title, aside, history)
 
     def show_predicted(self, predicted: Predicted, measured_tokens_per_s: float | None) -> None:
-        """Shows what the simulator foretells for the request that the first shows."""
+        """Shows what the simulator predicts for the request that the first shows."""
         self._predicted = predicted
         self.said.setText(assumptions(predicted))
         self.said.setAccessibleName(self.said.text())
@@ -61,7 +61,7 @@ class SecondTimeline(Card):
 
     @property
     def predicted(self) -> Predicted | None:
-        """What is foretold, if that is what it shows."""
+        """What is predicted, if that is what it shows."""
         return self._predicted
 
     def dismiss(self) -> None:

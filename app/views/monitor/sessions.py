@@ -7,10 +7,10 @@ import time
 from PySide6.QtCore import Signal
 from PySide6.QtWidgets import QMenu, QPushButton, QWidget
 
-from app.services.background import BackgroundCall
+from app.services.background import LatestTask
 from app.services.session_library import OpenedSession, SessionEntry, open_session, sessions_in
-from app.services.session_recording import sessions_dir
 from app.widgets.quantities import memory
+from engine.common.paths import sessions_dir
 
 MOST_LISTED = 20
 
@@ -25,24 +25,20 @@ class SessionsButton(QPushButton):
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.setText(self.tr("Sessions"))
-        self._call: BackgroundCall | None = None
+        self._reading = LatestTask(self)
         self._menu = QMenu(self)
         self._menu.aboutToShow.connect(self._fill)
         self.setMenu(self._menu)
 
     def wait(self) -> None:
         """Until a session that is being read is."""
-        if self._call is not None:
-            self._call.wait()
+        self._reading.close()
 
     def read(self, entry: SessionEntry, *, compare: bool) -> None:
         """Reads a session; one of the signals follows."""
         self.setEnabled(False)
         self.setText(self.tr("Reading…"))
-        self._call = BackgroundCall(lambda: open_session(entry), self)
-        self._call.done.connect(lambda session: self._done(session, compare=compare))
-        self._call.failed.connect(self._fail)
-        self._call.start()
+        self._reading.ask(lambda: open_session(entry), lambda session: self._done(session, compare=compare), self._fail)
 
     def _fill(self) -> None:
         self._menu.clear()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from PySide6.QtCore import QCoreApplication, Qt, Signal
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QWidget
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
 
 from app.services.engine_client import EngineState
-from app.widgets.quantities import number
+from app.widgets.card import muted_label
+from app.widgets.quantities import figures, number
 from app.widgets.timeline.readout import lane_title
+from engine.hardware.other_programs import is_busy
 from engine.telemetry.advice import Advice
 from engine.telemetry.analysis import Waiting
 
@@ -33,6 +35,7 @@ class SummaryCard(QFrame):
         self._sentence.setStyleSheet("font-weight: 600")
         self._sentence.setWordWrap(True)
         self._sentence.setTextInteractionFlags(Qt.TextInteractionFlag.TextSelectableByMouse)
+        self._details = muted_label(self, role="")
         self._change = QLabel(self)
         self._change.setProperty("role", "lead")
         self._change.setTextFormat(Qt.TextFormat.PlainText)
@@ -43,15 +46,22 @@ class SummaryCard(QFrame):
         row = QHBoxLayout(self)
         row.setContentsMargins(16, 10, 16, 10)
         row.setSpacing(12)
-        row.addWidget(self._sentence, 5)
-        row.addWidget(self._change, 4)
+        said = QVBoxLayout()
+        said.setSpacing(2)
+        said.addStretch(1)
+        said.addWidget(self._sentence)
+        said.addWidget(self._details)
+        said.addStretch(1)
+        row.addLayout(said, 5)
+        row.addWidget(self._change, 3)
         row.addWidget(self.button)
         self.setMinimumHeight(54)
 
     def show_waiting(self, waiting: Waiting, advice: Advice | None) -> None:
         """What was waited for, and what would help."""
-        self._tell(waiting_sentence(waiting), advice_sentence(advice))
-        self.button.setVisible(advice is not None and advice.change != "none")
+        headline, details = waiting_words(waiting)
+        self._tell(headline, advice_sentence(advice), details)
+        self.button.setVisible(advice is not None and advice.change not in ("none", "other_programs"))
 
     def show_state(self, state: EngineState, *, has_model: bool) -> None:
         """Before anything has been decoded: what to do first."""
@@ -79,26 +89,53 @@ class SummaryCard(QFrame):
         self._tell(sentence, hint)
         self.button.hide()
 
-    def _tell(self, sentence: str, change: str) -> None:
+    def _tell(self, sentence: str, change: str, details: str = "") -> None:
         self._sentence.setText(sentence)
+        self._details.setText(details)
+        self._details.setVisible(bool(details))
         self._change.setText(change)
         self._change.setVisible(bool(change))
-        self.setAccessibleName(f"{sentence} {change}".strip())
+        self.setAccessibleName(" ".join(part for part in (sentence, details, change) if part))
 
 
 def waiting_sentence(waiting: Waiting) -> str:
-    """`Last 200 tokens: 61% waiting for CPU experts, 21% the GPU.`"""
+    """`Last 200 tokens, 48.7 a second. Their time went to: 61% computing experts on the CPU, 21% ...`
+
+    What other programs took comes first: it is a cause of its own, and the rest is longer for it.
+    """
+    return " ".join(part for part in waiting_words(waiting) if part)
+
+
+def waiting_words(waiting: Waiting) -> tuple[str, str]:
+    """The same as a headline and what belongs below it."""
     if not waiting.tokens:
-        return translate("SummaryCard", "Nothing has been decoded yet.")
+        return translate("SummaryCard", "Nothing has been decoded yet."), ""
     shares = [(lane, share) for lane, share in waiting.share.items() if share >= _LEAST][:3]
-    first, *others = shares or list(waiting.share.items())[:1]
-    head = (
-        translate("SummaryCard", "The last token: {0}% waiting for {1}")
-        if waiting.tokens == 1
-        else translate("SummaryCard", "Last {2} tokens: {0}% waiting for {1}")
-    ).format(number(100 * first[1], 0), lane_title(first[0]), waiting.tokens)
-    parts = [f"{number(100 * share, 0)}% {lane_title(lane)}" for lane, share in others]
-    return ", ".join((head, *parts)) + "."
+    parts = [f"{number(100 * share, 0)}% {lane_title(lane)}" for lane, share in shares or waiting.share.items()]
+    went = translate("SummaryCard", "Their time went to: {0}.").format(", ".join(parts))
+    if waiting.tokens == 1:
+        went = translate("SummaryCard", "Its time went to: {0}.").format(", ".join(parts))
+    headline, *rest = [part for part in (_others_words(waiting), _pace_words(waiting), went) if part]
+    return headline, " ".join(rest)
+
+
+def _others_words(waiting: Waiting) -> str:
+    if not is_busy(waiting.others):
+        return ""
+    return translate("SummaryCard", "Other programs took {0}% of the processor, which slows everything down.").format(
+        number(100 * waiting.others, 0)
+    )
+
+
+def _pace_words(waiting: Waiting) -> str:
+    rate = figures(waiting.tokens / waiting.seconds) if waiting.seconds > 0 else ""
+    if waiting.is_batch:
+        each = number(waiting.tokens / max(waiting.steps, 1), 0)
+        words = translate("SummaryCard", "Batch: the last {0} tokens, {1} to a step, {2} a second.")
+        return words.format(number(waiting.tokens, 0), each, rate)
+    if waiting.tokens == 1:
+        return translate("SummaryCard", "The last token took {0} ms.").format(number(1000 * waiting.seconds, 0))
+    return translate("SummaryCard", "Last {0} tokens, {1} a second.").format(number(waiting.tokens, 0), rate)
 
 
 def advice_sentence(advice: Advice | None) -> str:
@@ -107,9 +144,14 @@ def advice_sentence(advice: Advice | None) -> str:
         return ""
     gain = number(advice.gain, 1 if advice.gain >= 1.1 else 2)
     return {
+        "other_programs": translate(
+            "SummaryCard", "Close or pause them first; what else would help can only be told when they are quiet."
+        ),
         "threads": translate("SummaryCard", "{0} CPU threads would be about {1} times as fast (predicted)."),
-        "cache_slots": translate("SummaryCard", "{0} experts in video memory: about {1} times as fast (predicted)."),
-        "ram": translate("SummaryCard", "{0} experts in RAM would be about {1} times as fast (predicted)."),
+        "cache_slots": translate(
+            "SummaryCard", "Keeping {0} experts in video memory would be about {1} times as fast (predicted)."
+        ),
+        "ram": translate("SummaryCard", "Keeping {0} experts in RAM would be about {1} times as fast (predicted)."),
         "precision": translate("SummaryCard", "{0} weights would be about {1} times as fast (predicted)."),
     }.get(advice.change, translate("SummaryCard", "No single change is thought to gain more than 5%.")).format(
         advice.value, gain

@@ -17,6 +17,8 @@ from PySide6.QtWidgets import (
 
 from app.services.settings import Settings
 from app.theme import ThemeController, use_tabular_figures
+from app.widgets.shortcuts import note_keys
+from app.widgets.timeline.keys import timeline_keys
 from app.widgets.timeline.table import LaneTable
 from app.widgets.timeline.view import TimelineView
 
@@ -31,6 +33,8 @@ class TimelineCard(QFrame):
         self._settings = settings
         self.setProperty("card", "true")
         self.view = TimelineView(theme, self)
+        self.view.explain_lanes()
+        note_keys(self.view, timeline_keys())
         self._hint = self.tr("Hover to read every lane, drag to average, wheel or ↑ ↓ to zoom, ← → to move.")
         self._said = QLabel(self._hint, self)
         self._said.setProperty("role", "caption")

@@ -24,6 +24,12 @@ class TokenCard(Card):
         self._theme = theme
         self.heading.setText(self.tr("Per token"))
         self.setAccessibleName(self.tr("Per token"))
+        self.explain(
+            self.tr(
+                "What one token, a word or a part of one, cost on average. Of the experts that it used, a hit was "
+                "already in the graphics card’s memory, a miss was fetched or computed on the processor."
+            )
+        )
         self.bar = ShareBar(theme, QSize(80, 10), self)
         self._grid = QGridLayout()
         self._grid.setHorizontalSpacing(8)
@@ -33,8 +39,8 @@ class TokenCard(Card):
         self.values: dict[str, QLabel] = {}
         self._add_row("used", self.tr("Experts used"))
         self._grid.addWidget(self.bar, 1, 0, 1, 3)
-        self._add_row("hit", self.tr("hit"))
-        self._add_row("fetched", self.tr("fetched"))
+        self._add_row("hit", self.tr("in VRAM (hit)"))
+        self._add_row("fetched", self.tr("fetched (miss)"))
         self._add_row("cpu", self.tr("on the CPU"))
         self._add_row("took", self.tr("Time"))
         self._add_row("moved", self.tr("To the GPU"))
@@ -70,15 +76,19 @@ class TokenCard(Card):
             label.setText(texts[key])
             label.setAccessibleName(f"{self._names[key]}: {texts[key]}")
         self.values["energy"].setToolTip(
-            self.tr("Neither a graphics card nor the processor tells its power here (NVML, RAPL).")
+            self.tr("Neither a graphics card nor the processor reports its power here (NVML, RAPL).")
             if watts is None
-            else self.tr("Power of cards and processors as they tell it, over the tokens' time; now {0} W.").format(
+            else self.tr("Power as graphics cards and processors report it, over the tokens' time; now {0} W.").format(
                 number(watts, 0)
             )
         )
         self._note.setVisible(figures is not None)
         if figures is not None:
-            self._note.setText(self.tr("Mean of the last {0} tokens").format(number(figures.tokens, 0)))
+            words = self.tr("Mean of the last {0} tokens")
+            if figures.is_batch:
+                words = self.tr("Mean of the last {0} tokens of a batch, {1} to a step")
+            each = number(figures.tokens / max(figures.steps, 1), 0)
+            self._note.setText(words.format(number(figures.tokens, 0), each))
 
     def _add_row(self, key: str, text: str) -> None:
         name, value = QLabel(text, self), QLabel(self)

@@ -12,7 +12,8 @@ from PySide6.QtGui import QDesktopServices
 from PySide6.QtWidgets import QDialog, QDialogButtonBox, QPlainTextEdit, QPushButton, QVBoxLayout, QWidget
 
 from app.views.settings.card import SettingsCard
-from engine.paths import log_dir, resources_dir
+from engine.common.files import private_folder
+from engine.common.paths import log_dir, resources_dir
 
 _LICENCES = (
     ("Switchyard", "Apache License 2.0"),
@@ -45,7 +46,7 @@ class AboutCard(SettingsCard):
         self.add_row(self.tr("Logs"), self.tr("They hold no prompts and no answers: {0}").format(log_dir()), logs)
 
     def _open_logs(self) -> None:
-        log_dir().mkdir(parents=True, exist_ok=True)
+        private_folder(log_dir())
         QDesktopServices.openUrl(QUrl.fromLocalFile(str(log_dir())))
 
     def _show_licences(self) -> None:

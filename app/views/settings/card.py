@@ -5,6 +5,8 @@ from __future__ import annotations
 from PySide6.QtCore import Qt
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QVBoxLayout, QWidget
 
+from app.widgets.card import muted_label
+
 
 class SettingsCard(QFrame):
     """Rows are added from top to bottom, which is also their tab order."""
@@ -26,7 +28,8 @@ class SettingsCard(QFrame):
     def add_row(self, name: str, explanation: str, *controls: QWidget) -> QLabel:
         """Adds a row; returns the label of its explanation."""
         label = QLabel(name, self)
-        words = secondary(explanation, self)
+        label.setWordWrap(True)
+        words = muted_label(self, explanation)  # asks for no width, however long a path it says
         label.setVisible(bool(name))
         words.setVisible(bool(explanation))
         left = QVBoxLayout()
@@ -51,13 +54,3 @@ class SettingsCard(QFrame):
     def add_wide(self, widget: QWidget) -> None:
         """Adds something as wide as the card."""
         self._column.addWidget(widget)
-
-
-def secondary(text: str, parent: QWidget) -> QLabel:
-    """Quieter text that wraps and can be selected."""
-    label = QLabel(text, parent)
-    label.setProperty("role", "secondary")
-    label.setWordWrap(True)
-    label.setTextFormat(Qt.TextFormat.PlainText)
-    label.setTextInteractionFlags(Qt.TextInteractionFlag.TextSelectableByMouse)
-    return label

@@ -15,9 +15,11 @@ from app.services.data_folder import (
     plan_change,
     planned_change,
 )
-from app.views.settings.card import SettingsCard, secondary
-from engine.errors import EngineError
-from engine.paths import data_dir
+from app.views.settings.card import SettingsCard
+from app.widgets.card import muted_label
+from engine.common.errors import EngineError
+from engine.common.files import private_folder
+from engine.common.paths import data_dir
 
 
 class DataCard(SettingsCard):
@@ -31,7 +33,7 @@ class DataCard(SettingsCard):
         self._change = QPushButton(self.tr("Change…"), self)
         self._change.clicked.connect(self._choose)
         self._where = self.add_row(self.tr("Data folder"), str(data_dir()), self._open, self._change)
-        self._plan = secondary("", self)
+        self._plan = muted_label(self)
         self._undo = QPushButton(self.tr("Undo"), self)
         self._undo.clicked.connect(self._undo_change)
         self.add_wide(self._plan)
@@ -60,10 +62,10 @@ class DataCard(SettingsCard):
             target = target / "Switchyard"
         box = QMessageBox(self)
         box.setWindowTitle(self.tr("Data folder"))
-        box.setText(self.tr("Take your chats and models along to {0}?").format(target))
+        box.setText(self.tr("Copy your chats and models to {0}?").format(target))
         box.setInformativeText(
             self.tr(
-                "They are copied at the next start. The present folder stays as it is until you delete it yourself."
+                "They are copied at the next start. The current folder stays as it is until you delete it yourself."
             )
         )
         copy = box.addButton(self.tr("Copy them"), QMessageBox.ButtonRole.AcceptRole)
@@ -91,5 +93,5 @@ class DataCard(SettingsCard):
             self._plan.setText(sentence.format(planned.target))
 
     def _open_folder(self) -> None:
-        data_dir().mkdir(parents=True, exist_ok=True)
+        private_folder(data_dir())
         QDesktopServices.openUrl(QUrl.fromLocalFile(str(data_dir())))

@@ -9,7 +9,7 @@ from PySide6.QtCore import Signal
 from PySide6.QtGui import QShowEvent
 from PySide6.QtWidgets import QComboBox, QPushButton, QSpinBox, QWidget
 
-from app.services.background import BackgroundCall
+from app.services.background import LatestTask
 from app.services.settings import STARTER, Settings
 from app.views.settings.card import SettingsCard
 
@@ -29,7 +29,7 @@ class ModelCard(SettingsCard):
         super().__init__(parent)
         self.set_heading(self.tr("Model"))
         self._settings = settings
-        self._listing: BackgroundCall | None = None
+        self._listing = LatestTask(self)
         self._model = QComboBox(self)
         self._model.setFixedWidth(COMBO_WIDTH_PX)
         self._show(())
@@ -44,13 +44,13 @@ class ModelCard(SettingsCard):
         self._threads.valueChanged.connect(self._set_threads)
         self.add_row(
             self.tr("CPU threads"),
-            self.tr("Automatic is one for each core. Fewer leave room for other programs."),
+            self.tr("Automatic uses one per core. Fewer leave room for other programs."),
             self._threads,
         )
-        self._apply = QPushButton(self.tr("Load the model anew"), self)
+        self._apply = QPushButton(self.tr("Reload model"), self)
         self._apply.clicked.connect(self._reload)
         self._apply.setEnabled(False)
-        self.add_row("", self.tr("A change holds from the next start, or at once with this button."), self._apply)
+        self.add_row("", self.tr("Changes apply at the next start, or right away with this button."), self._apply)
 
         tune = QPushButton(self.tr("Tune…"), self)
         tune.clicked.connect(self.tune_wanted)
@@ -60,19 +60,13 @@ class ModelCard(SettingsCard):
 
     def close_down(self) -> None:
         """Waits for a listing under way."""
-        if self._listing is not None:
-            self._listing.wait()
+        self._listing.close()
 
     def showEvent(self, event: QShowEvent) -> None:
         super().showEvent(event)
-        if self._listing is None:
-            self._listing = BackgroundCall(_list_models, self)
-            self._listing.done.connect(self._on_listed)
-            self._listing.failed.connect(lambda _error: self._on_listed([]))
-            self._listing.start()
+        self._listing.ask(_list_models, self._on_listed, lambda _error: self._on_listed([]))
 
     def _on_listed(self, entries: list[LibraryEntry]) -> None:
-        self._listing = None
         self._show(tuple(entry.name for entry in entries if not entry.problem))
 
     def _show(self, names: tuple[str, ...]) -> None:

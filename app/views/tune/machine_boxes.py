@@ -11,7 +11,7 @@ from app.widgets.machine_picture import Box, BoxLine, Link, Part
 from app.widgets.quantities import arithmetic, memory, rate
 from engine.hardware.disk import DiskKind
 from engine.hardware.gpu_info import GpuInfo
-from engine.planner.machine import Origin
+from engine.hardware.machine import Origin
 from engine.tuning.messages import Measured, TuningNumber
 
 translate = QCoreApplication.translate
@@ -57,13 +57,13 @@ def origin_words(origin: Origin | None) -> str:
     """Where a number comes from."""
     return {
         Origin.MEASURED: translate("Tune", "measured on this machine"),
-        Origin.DRIVER: translate("Tune", "told by the driver or the system"),
+        Origin.DRIVER: translate("Tune", "reported by the driver or the system"),
         Origin.ASSUMED: translate("Tune", "assumed, from data sheets of its kind"),
     }.get(origin or Origin.ASSUMED, "")
 
 
 _NO_DRIVER = ("", "No NVIDIA driver was found.", "The NVIDIA driver lists no graphics card.")
-"""Nothing to mend: most such machines have no card."""
+"""Nothing to fix: most such machines have no card."""
 
 
 class _Numbers:
@@ -108,7 +108,7 @@ def _gpu(look: MachineLook, found: Found) -> Box:
     power = numbers.line("gpu.flops", gpu.flops, "gpu_flops", flops=True)
     lines.append(BoxLine(f"{speed.text} · {power.text}", _joined(speed, power)))
     if not look.device and look.measurements is not None:
-        lines.append(BoxLine(translate("Tune", "not used by the engine"), translate("Tune", "told by the engine")))
+        lines.append(BoxLine(translate("Tune", "not used by the engine"), translate("Tune", "reported by the engine")))
     elif len(cards) > 1:
         others = ", ".join(card.name for card in cards[1:])
         lines.append(BoxLine(translate("Tune", "and {0} more: {1}").format(len(cards) - 1, others), told))

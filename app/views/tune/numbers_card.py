@@ -10,10 +10,12 @@ from app.theme import use_tabular_figures
 from app.views.tune.machine_boxes import Found
 from app.views.tune.phrases import measured_name, number_words
 from app.widgets.card import Card, muted_label
+from engine.hardware.machine import Origin
 from engine.hardware.measured import Measurements
-from engine.planner.machine import Origin
+from engine.hardware.other_programs import is_busy
 from engine.tuning.applying import day
 from engine.tuning.messages import Measured, TuningNumber
+from engine.tuning.result import busy_note
 
 _ORDER: tuple[Measured, ...] = (
     "ram", "cpu_experts", "cpu_flops", "gpu_memory", "gpu_experts", "gpu_flops", "h2d", "d2h", "disk",
@@ -44,25 +46,26 @@ class NumbersCard(Card):
         if measured is None:
             self.words.setText(
                 self.tr(
-                    "Nothing was measured on this machine yet. Numbers with “about” are assumed, from data sheets of "
-                    "hardware of its kind; ten seconds make them real."
+                    "Nothing has been measured on this machine yet. Numbers with “about” are assumed, from data sheets "
+                    "of hardware of its kind; ten seconds make them real."
                 )
             )
             self._show({})
             self._show_notes(())
             return
         kind = self.tr("quick") if measured.kind == "quick" else self.tr("thorough")
-        self.words.setText(self.tr("Taken on {0}, {1}. The best of each kind:").format(day(measured.taken_at), kind))
+        self.words.setText(self.tr("Measured on {0}, {1}. The best of each kind:").format(day(measured.taken_at), kind))
         self._show(best_numbers(look, measured))
         names: dict[str, list[str]] = {}
         for name, why in measured.skipped.items():
             names.setdefault(why, []).append(name)
         skipped = [self.tr("Left out: {0} ({1}).").format(", ".join(left), why) for why, left in names.items()]
         unsteady = [
-            self.tr("{0} went on changing by {1}%, however often it was repeated.").format(name, round(100 * by))
+            self.tr("{0} kept changing by {1}%, no matter how often it was repeated.").format(name, round(100 * by))
             for name, by in measured.unsteady.items()
         ]
-        self._show_notes((*measured.notes, *unsteady, *skipped))
+        busy = (busy_note(measured.others),) if is_busy(measured.others) else ()
+        self._show_notes((*busy, *measured.notes, *unsteady, *skipped))
 
     def show_found(self, found: Found) -> None:
         """What a run has found so far."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from PySide6.QtCore import Qt, QTimer
-from PySide6.QtGui import QGuiApplication, QHideEvent, QKeySequence, QResizeEvent, QShortcut, QShowEvent
+from PySide6.QtGui import QGuiApplication, QHideEvent, QResizeEvent, QShowEvent
 from PySide6.QtWidgets import QFrame, QPushButton, QScrollArea, QVBoxLayout, QWidget
 
-from app.services.background import BackgroundCall
+from app.services.background import LatestTask
 from app.services.batch_jobs import BatchJobs
 from app.services.engine_client import EngineClient
 from app.services.machine_look import MachineLook
@@ -25,6 +25,7 @@ from app.views.tune.run_following import RunFollowing
 from app.views.tune.step_bar import MACHINE, PLAN, TIMED, StepBar
 from app.widgets.banner import Banner
 from app.widgets.page_header import PageHeader
+from app.widgets.shortcuts import add_shortcut
 from engine.planner.planned import Plan
 
 LOOK_AGAIN_MS = 10_000
@@ -54,11 +55,10 @@ class TunePage(QWidget):
         self.planning = Planning(self)
         self.cards = TuneCards(settings.default_model, theme)
         self.following = RunFollowing(client, self.tuning, MakingRoom(client, jobs, self), self.cards, self)
-        self._listing: BackgroundCall | None = None
+        self._listing = LatestTask(self)
         self._plan: Plan | None = None
         self._follows = False
         self._step = MACHINE
-        self._was_shown = False
         self._planned_with: MachineLook | None = None
         self._told_changes: tuple[str, ...] = ()
         self._again = QTimer(self, interval=LOOK_AGAIN_MS)
@@ -79,13 +79,17 @@ class TunePage(QWidget):
         self._arrange()
         self.scrolling.verticalScrollBar().setValue(0)
 
+    def recall(self) -> None:
+        """Shows the latest kept result of the model; what a run has just found and not kept stays in sight."""
+        if not self.tuning.is_running and not self.following.has_unsaved:
+            self.tuning.recall(self.cards.run.model)
+
     def close_down(self) -> None:
         """Waits for what runs in the background."""
         self.tuning.close()
         self.planning.close()
         self.cards.what_if.planning.close()
-        if self._listing is not None:
-            self._listing.wait()
+        self._listing.close()
 
     # --- building ---------------------------------------------------------------------------------
 
@@ -97,9 +101,7 @@ class TunePage(QWidget):
         self.changed = Banner("info", theme, self)
         self.changed.add_action(self.tr("Dismiss"), self.changed.hide, kind="quiet")
         self.header = header = PageHeader(self.tr("Tune"), self)
-        header.row.setStretch(0, 0)
-        header.row.addWidget(self.steps, 0, Qt.AlignmentFlag.AlignVCenter)
-        header.row.addStretch(1)
+        header.set_middle(self.steps)
         for button in (self.what_if_button, self.copy_button):
             header.row.addWidget(button, 0, Qt.AlignmentFlag.AlignVCenter)
         self.scrolling = QScrollArea(self)
@@ -133,7 +135,7 @@ class TunePage(QWidget):
         self.tuning.looked.connect(self._on_looked)
         self.planning.planned.connect(self._on_planned)
         context = Qt.ShortcutContext.WidgetWithChildrenShortcut
-        QShortcut(QKeySequence(Qt.Key.Key_Escape), self, following.cancel, context=context)
+        add_shortcut(self, "Esc", self.tr("Cancel the run"), following.cancel, context=context)
 
     # --- looking ----------------------------------------------------------------------------------
 
@@ -145,9 +147,7 @@ class TunePage(QWidget):
             return
         self._look()
         self._list_models()
-        if not self._was_shown:
-            self._was_shown = True
-            self.tuning.recall(self.cards.run.model)
+        self.recall()
 
     def hideEvent(self, event: QHideEvent) -> None:
         super().hideEvent(event)
@@ -162,24 +162,19 @@ class TunePage(QWidget):
             self._arrange()
 
     def _look(self) -> None:
-        """Looks at the machine, and plans anew in any case."""
+        """Looks at the machine, and plans again in any case."""
         self._planned_with = None
         self.tuning.look()
 
     def _look_again(self) -> None:
         """Other programs take memory and give it back while the page is open."""
-        if not self.tuning.is_running:
+        if not self.tuning.is_running and not self.tuning.is_looking:
             self.tuning.look()
 
     def _list_models(self) -> None:
-        if self._listing is None:
-            self._listing = BackgroundCall(_library, self)
-            self._listing.done.connect(self._on_listed)
-            self._listing.failed.connect(lambda _error: self._on_listed([]))
-            self._listing.start()
+        self._listing.ask(_library, self._on_listed, lambda _error: self._on_listed([]))
 
     def _on_listed(self, names: list[str]) -> None:
-        self._listing = None
         self.cards.run.show_models([STARTER, *names])
 
     def _on_looked(self, look: MachineLook) -> None:
@@ -194,7 +189,7 @@ class TunePage(QWidget):
             self._told_changes = look.changed
             said = " ".join(look.changed)
             self.changed.tell(
-                self.tr("The hardware is not what it was when it was last tuned. {0} Tune again.").format(said)
+                self.tr("Your hardware has changed since it was last tuned. {0} Tune again.").format(said)
             )
 
     # --- planning ---------------------------------------------------------------------------------
@@ -206,6 +201,7 @@ class TunePage(QWidget):
         cards.race.show_none()
         cards.run.show_notes()
         cards.run.set_primary(primary=True)
+        self.following.forget_unsaved()
         self.tuning.recall(cards.run.model)
         cards.plan.show_busy(self._model_name())
         self._ask_for_plan()

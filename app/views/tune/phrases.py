@@ -6,18 +6,25 @@ from PySide6.QtCore import QCoreApplication
 
 from app.services.machine_look import MachineLook
 from app.widgets.plan_bars import BarPart, TierBar
-from app.widgets.quantities import arithmetic, figures, memory, rate
-from engine.planner.plan_parts import TierBytes
+from app.widgets.quantities import arithmetic, figures, memory, number, rate
+from engine.planner.plan_parts import Speed, TierBytes
 from engine.planner.planned import Plan
+from engine.tuning.applying import day
 from engine.tuning.messages import Measured, TuningNumber, TuningProgress
 
 translate = QCoreApplication.translate
+
+_ALIKE = 0.1
+"""A prediction that is off by less needs no explanation."""
 
 
 def stage_sentence(progress: TuningProgress) -> str:
     """What a run does now."""
     texts = {
         "probing": translate("Tune", "Looking at the machine"),
+        "waiting": translate("Tune", "Other programs take {0} of the processor: waiting a moment for them").format(
+            progress.name
+        ),
         "measuring": translate("Tune", "Measuring {0}").format(progress.name)
         if progress.name
         else translate("Tune", "Measuring"),
@@ -60,11 +67,34 @@ def speed_headline(plan: Plan) -> str:
 
 
 def speed_range(plan: Plan) -> str:
-    """How sure a prediction is."""
+    """Where the figure comes from: a prediction and how sure it is, or a timing and why that is the one that counts."""
     speed = plan.speed
-    return translate("Tune", "predicted, between {0} and {1}; first token after {2} s").format(
-        figures(speed.low), figures(speed.high), figures(speed.ttft_s)
+    if speed.timed_at:
+        return _timed_words(speed)
+    return translate(
+        "Tune", "predicted, between {0} and {1} when nothing else is busy; first token after {2} s"
+    ).format(figures(speed.low), figures(speed.high), figures(speed.ttft_s))
+
+
+def _timed_words(speed: Speed) -> str:
+    timed = translate("Tune", "measured with real tokens on {0}").format(day(speed.timed_at))
+    off = speed.predicted / speed.decode_tokens_per_s - 1 if speed.decode_tokens_per_s else 0.0
+    if not speed.predicted or abs(off) < _ALIKE:
+        return timed
+    words = (
+        translate(
+            "Tune",
+            "{0}, which is the figure to go by. {1} had been predicted, {2}% too high: a prediction adds up what "
+            "memory and processor can do, and leaves out what the engine does between.",
+        )
+        if off > 0
+        else translate(
+            "Tune",
+            "{0}, which is the figure to go by. {1} had been predicted, {2}% too low: a prediction adds up what "
+            "memory and processor were measured to do one by one, and together they do better.",
+        )
     )
+    return words.format(timed, figures(speed.predicted), number(100 * abs(off), 0))
 
 
 def plan_summary(plan: Plan) -> str:

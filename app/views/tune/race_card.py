@@ -8,8 +8,8 @@ from PySide6.QtWidgets import QHBoxLayout, QLabel, QPushButton, QWidget
 from app.models.plan_table import PlanTable
 from app.theme import ThemeController, use_tabular_figures
 from app.views.tune.race_view import RaceView
-from app.widgets.card import Card, muted_label
-from app.widgets.quantities import figures
+from app.widgets.card import Card, muted_label, tell, warning_label
+from app.widgets.quantities import figures, number
 from engine.tuning.applying import day
 from engine.tuning.report import verdict
 from engine.tuning.result import TuningResult
@@ -26,6 +26,7 @@ class RaceCard(Card):
         self._table = table
         self._result: TuningResult | None = None
         self._in_use = ""
+        self._is_saved = True
         self.empty = muted_label(
             self, self.tr("Nothing was timed yet: “Tune” runs real tokens of the best plans and of how it runs now.")
         )
@@ -34,6 +35,7 @@ class RaceCard(Card):
         self.gain.setProperty("role", "title")
         use_tabular_figures(self.gain)
         self.verdict = muted_label(self, role="")
+        self.warning = warning_label(self)
         self.use = QPushButton(self.tr("Use the winner now"), self)
         self.use.setProperty("kind", "primary")
         self.keep = QPushButton(self.tr("Keep as before"), self)
@@ -42,11 +44,16 @@ class RaceCard(Card):
         buttons.addWidget(self.use)
         buttons.addWidget(self.keep)
         buttons.addStretch(1)
-        self.legend = muted_label(self, self.tr("Bars: timed. Brackets: predicted, from low to high."), role="caption")
+        self.legend = muted_label(
+            self,
+            self.tr("Bars: timed, which is what counts. Brackets: what had been predicted before, from low to high."),
+            role="caption",
+        )
         self.body.addWidget(self.empty)
         self.body.addWidget(self.view)
         self.body.addWidget(self.legend)
         self.body.addWidget(self.gain)
+        self.body.addWidget(self.warning)
         self.body.addWidget(self.verdict)
         self.body.addLayout(buttons)
         self.body.addStretch(1)
@@ -73,34 +80,41 @@ class RaceCard(Card):
         """Nothing was timed, or a race goes on: there is nothing to choose."""
         self._result = None
         self.aside.setText("")
-        for widget in (self.gain, self.verdict, self.use, self.keep):
+        for widget in (self.gain, self.verdict, self.warning, self.use, self.keep):
             widget.hide()
         self._show_table()
 
-    def show_result(self, result: TuningResult, in_use: str) -> None:
+    def show_result(self, result: TuningResult, in_use: str, *, saved: bool = True) -> None:
         """A finished race.
 
         Args:
             in_use: name of the contestant that the loaded model runs with; empty if it is not loaded.
+            saved: whether it is kept; else there is nothing to choose from it.
         """
-        self._result, self._in_use = result, in_use
+        self._result, self._in_use, self._is_saved = result, in_use, saved
         self._table.show_result(result)
+        if not saved:
+            self._table.show_winner("")
         self.aside.setText(self.tr("{0}, {1}").format(result.model, day(result.taken_at)))
         before, won = result.before, result.won
-        if won is not None and before is not None and before.tokens_per_s and not won.contestant.is_before:
+        gained = won is not None and not won.contestant.is_before and saved and result.is_trusted
+        if gained and won is not None and before is not None and before.tokens_per_s:
             words = self.tr("Before {0} → after {1} tokens/s")
             self.gain.setText(words.format(figures(before.tokens_per_s), figures(won.tokens_per_s)))
         elif won is not None:
             self.gain.setText(self.tr("{0} tokens/s").format(figures(won.tokens_per_s)))
-        self.gain.setVisible(won is not None)
-        notes = "\n".join((verdict(result), *result.notes))
-        self.verdict.setText(notes)
+        self.gain.setVisible(won is not None and saved)
+        tell(self.warning, self._doubt(result) if saved else "")  # else it is said beside the button that saves it
+        told = () if result.was_busy else result.notes  # all of them have the cause that the warning names
+        self.verdict.setText("\n".join((verdict(result, saved=saved), *told)))
         self.verdict.show()
         self._show_buttons()
 
     def show_in_use(self, name: str) -> None:
         """The user has chosen."""
-        self._in_use = name
+        self._in_use, self._is_saved = name, True
+        if self._result is not None:
+            tell(self.warning, self._doubt(self._result))
         self._table.show_winner(name)
         self._show_buttons()
         chosen = next((one for one in self._table.rows if one.contestant.name == name), None)
@@ -120,12 +134,27 @@ class RaceCard(Card):
         best = self._best()
         before = self._result.before if self._result is not None else None
         self.use.setVisible(best is not None and self._in_use != best)
-        able = before is not None and not before.problem and before.contestant.name != best
+        able = self._is_saved and before is not None and not before.problem and before.contestant.name != best
         self.keep.setVisible(able and before is not None and self._in_use != before.contestant.name)
 
+    def _doubt(self, result: TuningResult) -> str:
+        """Why the figures are not to be trusted, and what to do; empty if they are."""
+        if result.outrun and result.won is not None:
+            return self.tr(
+                "This model has since run at {0} tokens/s, much faster than the {1} timed here: something else kept "
+                "the machine busy then. Plans no longer go by these figures. Tune again."
+            ).format(figures(result.outrun), figures(result.won.tokens_per_s))
+        if result.was_busy:
+            return self.tr(
+                "Other programs took {0}% of the processor while this was timed: every figure is too low, and the "
+                "wrong settings may have won. Plans do not go by these figures. Tune again when those programs have "
+                "finished."
+            ).format(number(100 * result.others, 0))
+        return ""
+
     def _best(self) -> str | None:
-        """The race's own winner, whatever was chosen since."""
-        return self._result.winner or None if self._result is not None else None
+        """The race's own winner, whatever was chosen since; none where that is not saved."""
+        return self._result.winner or None if self._result is not None and self._is_saved else None
 
     def _use(self) -> None:
         best = self._best()

@@ -21,7 +21,6 @@ from app.widgets.small_font import small_font
 
 _PAD = 8.0
 _BAR_PX = 12.0
-_MOST_LINES = 3
 
 
 class RaceView(QTableView):
@@ -125,10 +124,9 @@ class RaceDelegate(QStyledItemDelegate):
         metrics, smaller = QFontMetricsF(font), QFontMetricsF(small)
         room = QRectF(0, 0, max(width, 60), 400)
         flags = int(Qt.TextFlag.TextWordWrap)
-        first = min(metrics.boundingRect(room, flags, row.contestant.name).height(), _MOST_LINES * metrics.height())
+        first = metrics.boundingRect(room, flags, row.contestant.name).height()
         second = self._second_line(row)
-        lower = smaller.boundingRect(room, flags, second).height() if second else 0.0
-        return first, min(lower, _MOST_LINES * smaller.height())
+        return first, smaller.boundingRect(room, flags, second).height() if second else 0.0
 
     def _paint_name(self, painter: QPainter, font: QFont, row: PlanRow, area: QRectF) -> None:
         theme = self._theme.theme

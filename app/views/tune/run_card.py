@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from PySide6.QtCore import QCoreApplication, QSize, Qt, Signal
-from PySide6.QtGui import QResizeEvent
+from PySide6.QtGui import QMouseEvent, QResizeEvent
 from PySide6.QtWidgets import (
     QBoxLayout,
     QButtonGroup,
@@ -20,19 +20,28 @@ from PySide6.QtWidgets import (
 )
 
 from app.services.settings import STARTER
-from app.widgets.card import Card, muted_label
+from app.widgets.card import Card, muted_label, tell, warning_label
+from app.widgets.flow_layout import Flow
 from engine.tuning.result import TuningKind
 
 _STEPS = 1000
 
 
+class CancelButton(QPushButton):
+    """Stands where the button that began the run was: the second click of a double-click on that one is not for it."""
+
+    def mouseDoubleClickEvent(self, event: QMouseEvent) -> None:
+        event.accept()  # no press, so no click when it is released
+
+
 class RunCard(Card):
-    """Signals: `model_chosen(str)`, `run_wanted`, `measuring_wanted`, `cancel_wanted`."""
+    """Signals: `model_chosen(str)`, `run_wanted`, `measuring_wanted`, `cancel_wanted`, `keep_wanted`."""
 
     model_chosen = Signal(str)
     run_wanted = Signal()
     measuring_wanted = Signal()
     cancel_wanted = Signal()
+    keep_wanted = Signal()
 
     def __init__(self, model: str, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
@@ -63,7 +72,7 @@ class RunCard(Card):
         self.start = QPushButton(self.tr("Tune"), self)
         self.start.setProperty("kind", "primary")
         self.start.setMinimumWidth(104)
-        self.cancel = QPushButton(self.tr("Cancel"), self)
+        self.cancel = CancelButton(self.tr("Cancel"), self)
         self.cancel.setToolTip("Esc")
         self.doing = QLabel(self)
         self.doing.setTextFormat(Qt.TextFormat.PlainText)
@@ -73,6 +82,10 @@ class RunCard(Card):
         self.bar.setAccessibleName(self.tr("Progress"))
         self.notes = muted_label(self)
         self.notes.hide()
+        self.unsaved = warning_label(self)
+        self.keep = QPushButton(self.tr("Save anyway"), self)
+        self.keep.setToolTip(self.tr("Keeps figures that other programs have made too low"))
+        self.keep.hide()
         self._lay_out()
         self._show_running(running=False)
         self.show_models([model])
@@ -81,6 +94,7 @@ class RunCard(Card):
         self.start.clicked.connect(self.run_wanted)
         self.measure_only.clicked.connect(self.measuring_wanted)
         self.cancel.clicked.connect(self.cancel_wanted)
+        self.keep.clicked.connect(self.keep_wanted)
 
     @property
     def model(self) -> str:
@@ -115,6 +129,7 @@ class RunCard(Card):
         self.bar.setRange(0, 0)
         self.doing.setText(text)
         self.notes.hide()
+        self.show_unsaved("")
 
     def show_progress(self, sentence: str, done: float) -> None:
         """What a run does, and how far that is."""
@@ -141,6 +156,11 @@ class RunCard(Card):
         said = [note for note in dict.fromkeys(notes) if note]
         self.notes.setText("\n".join(said))
         self.notes.setVisible(bool(said))
+
+    def show_unsaved(self, sentence: str) -> None:
+        """Why what came of a run is not saved, and a button that saves it all the same; empty if there is nothing."""
+        tell(self.unsaved, sentence)
+        self.keep.setVisible(bool(sentence))
 
     def set_primary(self, *, primary: bool) -> None:
         """There is one filled button on a page: this one, unless something else is to be done first."""
@@ -179,14 +199,9 @@ class RunCard(Card):
         self._row.setContentsMargins(0, 0, 0, 0)
         self._row.setSpacing(12)
         self._row.addWidget(self.models, 1)
-        buttons = QHBoxLayout()
-        buttons.setSpacing(8)
-        buttons.addWidget(self.quick)
-        buttons.addWidget(self.thorough)
-        buttons.addStretch(1)
-        buttons.addWidget(self.measure_only)
-        buttons.addWidget(self.start)
-        self._row.addLayout(buttons)
+        self._row.addWidget(
+            Flow(self.quick, self.thorough, self.measure_only, self.start, parent=self.choices, ends_right=True)
+        )
         self.running = QWidget(self)
         words = QVBoxLayout()
         words.setSpacing(6)
@@ -200,6 +215,11 @@ class RunCard(Card):
         self.body.addWidget(self.choices)
         self.body.addWidget(self.running)
         self.body.addWidget(self.notes)
+        below = QHBoxLayout()
+        below.setSpacing(16)
+        below.addWidget(self.unsaved, 1)
+        below.addWidget(self.keep)
+        self.body.addLayout(below)
 
     def _show_running(self, *, running: bool) -> None:
         self.choices.setVisible(not running)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import UTC, datetime
 
 from PySide6.QtCore import QObject, Signal
 
@@ -13,6 +14,9 @@ from app.views.tune.machine_boxes import PART_OF
 from app.views.tune.making_room import MakingRoom
 from app.views.tune.phrases import number_words, stage_sentence
 from app.views.tune.step_bar import MEASURE, PLAN, TIMED
+from app.widgets.quantities import number
+from engine.hardware.other_programs import is_busy
+from engine.planner.planned import Plan
 from engine.protocol import Failed
 from engine.tuning.messages import (
     Measured,
@@ -25,6 +29,7 @@ from engine.tuning.messages import (
     Until,
 )
 from engine.tuning.result import TuningResult
+from engine.tuning.settled import with_timed
 
 
 class RunFollowing(QObject):
@@ -50,6 +55,8 @@ class RunFollowing(QObject):
         super().__init__(parent)
         self._client, self._tuning, self._room, self._cards = client, tuning, room, cards
         self._found: dict[Measured, TuningNumber] = {}
+        self._plan: Plan | None = None
+        self._unsaved: TuningFinished | None = None
         tuning.progressed.connect(self._on_progress)
         tuning.measured.connect(self._on_measured)
         tuning.planned.connect(self._on_contestants)
@@ -62,6 +69,7 @@ class RunFollowing(QObject):
         cards.run.run_wanted.connect(lambda: self.ask_to_run(only_measure=False))
         cards.run.measuring_wanted.connect(lambda: self.ask_to_run(only_measure=True))
         cards.run.cancel_wanted.connect(self.cancel)
+        cards.run.keep_wanted.connect(self._keep_anyway)
         cards.race.use_wanted.connect(self._use)
 
     def ask_to_run(self, *, only_measure: bool) -> None:
@@ -75,6 +83,16 @@ class RunFollowing(QObject):
             self._cards.run.show_cancelling()
             self._tuning.cancel()
 
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether the last run found something that is not saved."""
+        return self._unsaved is not None
+
+    def forget_unsaved(self) -> None:
+        """Nobody wants it any more."""
+        self._unsaved = None
+        self._cards.run.show_unsaved("")
+
     def draw_machine(self) -> None:
         """The picture of the machine, with what the run has found so far."""
         if self._tuning.machine is not None:
@@ -86,7 +104,7 @@ class RunFollowing(QObject):
         if self._tuning.is_running:
             return
         cards, run = self._cards, self._cards.run
-        self._found = {}
+        self._found, self._plan, self._unsaved = {}, None, None
         waits = bool(self._client.answering)
         run.show_waiting(self.tr("Waiting for the answer to end") if waits else self.tr("Waiting for the engine"))
         cards.numbers.show_found({})
@@ -128,12 +146,16 @@ class RunFollowing(QObject):
         self._cards.run.show_notes(*event.notes)
 
     def _on_contestants(self, event: TuningPlans) -> None:
+        self._plan = event.plan
         self.planned.emit(event.plan)
         self._cards.table.show_contestants(event.contestants)
         self.reached.emit(PLAN)
 
     def _on_timed(self, event: TuningTimed) -> None:
-        self._cards.table.show_timed(event.timed)
+        timed = event.timed
+        self._cards.table.show_timed(timed)
+        if timed.contestant.is_plan and timed.tokens_per_s and self._plan is not None and not is_busy(timed.others):
+            self.planned.emit(with_timed(self._plan, timed, datetime.now(UTC).isoformat(timespec="seconds")))
 
     def _on_ended(self, event: TuningFinished | Failed) -> None:
         cards, run = self._cards, self._cards.run
@@ -153,9 +175,11 @@ class RunFollowing(QObject):
             self.stopped.emit(event.problem)
         elif result is not None:
             run.show_notes(event.note, of_jobs)
+            self._take_unsaved(event)
             self._show_result(result)
             self.reached.emit(TIMED)
         else:
+            self._take_unsaved(event)
             if event.note or of_jobs:  # else what was said of the measurements stays
                 run.show_notes(event.note, of_jobs)
             self.reached.emit(PLAN)
@@ -165,7 +189,29 @@ class RunFollowing(QObject):
 
     # --- the result -------------------------------------------------------------------------------
 
+    def _take_unsaved(self, event: Failed | TuningFinished) -> None:
+        if isinstance(event, TuningFinished) and not event.saved and is_busy(event.others):
+            self._unsaved = event
+            words = self.tr(
+                "Not saved: other programs took {0}% of the processor meanwhile, so these figures are too low. Close "
+                "them or let them finish, then tune again."
+            )
+            self._cards.run.show_unsaved(words.format(number(100 * event.others, 0)))
+
+    def _keep_anyway(self) -> None:
+        unsaved = self._unsaved
+        if unsaved is not None:
+            self._room.before_loading(lambda: self._keep(unsaved))
+
+    def _keep(self, unsaved: TuningFinished) -> None:
+        self.forget_unsaved()
+        self._tuning.keep_anyway(unsaved.result, unsaved.unsaved)
+
     def _show_result(self, result: TuningResult) -> None:
+        if self._unsaved is not None:
+            self._cards.race.show_result(result, "", saved=False)
+            self._cards.run.set_primary(primary=True)
+            return
         client, path = self._client, ""
         if client.model is not None:
             path = client.model.path
@@ -177,11 +223,11 @@ class RunFollowing(QObject):
 
     def _on_model_loaded(self, _info: object) -> None:
         result = self._cards.race.result
-        if result is not None and not self._cards.race.in_use and not self._tuning.is_running:
+        if result is not None and not self.has_unsaved and not self._cards.race.in_use and not self._tuning.is_running:
             self._show_result(result)
 
     def _on_recalled(self, result: TuningResult | None) -> None:
-        if result is not None and not self._tuning.is_running:
+        if result is not None and not self._tuning.is_running and not self.has_unsaved:
             self._cards.run.show_idle(again=True)
             self._show_result(result)
 

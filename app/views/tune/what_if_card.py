@@ -23,8 +23,8 @@ from app.views.tune.phrases import plan_summary, tier_bars
 from app.widgets.card import Card, muted_label
 from app.widgets.plan_bars import PlanBars
 from app.widgets.quantities import figures
-from engine.config import EngineConfig
-from engine.errors import EngineError
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError
 from engine.planner.planned import Plan
 from engine.planner.what_helps import Change
 
@@ -185,9 +185,15 @@ class WhatIfCard(Card):
         if self._before is None:
             text = self.tr("It would fit, at about {0} tokens/s").format(rate)
         else:
-            now = self._before.speed.decode_tokens_per_s
+            before = self._before.speed
+            now = before.decode_tokens_per_s
             times = after.speed.decode_tokens_per_s / now if now else 0.0
-            text = self.tr("Predicted: {0} → {1} tokens/s, {2} times").format(figures(now), rate, figures(times))
+            words = (
+                self.tr("{0} tokens/s now, measured → about {1} predicted, {2} times")
+                if before.timed_at
+                else self.tr("Predicted: {0} → {1} tokens/s, {2} times")
+            )
+            text = words.format(figures(now), rate, figures(times))
         self._show(text, f"{plan_summary(after)}\n{after.bottleneck}")
         self.bars.show_tiers(tier_bars(after, None))
         self.bars.show()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from PySide6.QtCore import QRectF, QSize, Qt
-from PySide6.QtGui import QColor, QFont, QFontMetricsF, QImage, QPainter, QPaintEvent, QPen
+from PySide6.QtGui import QColor, QFont, QFontMetricsF, QImage, QPainter, QPaintEvent, QPen, QResizeEvent
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
 from app.theme import ThemeController, tabular
@@ -26,8 +26,8 @@ class MapLegend(QWidget):
         policy = QSizePolicy(QSizePolicy.Policy.Ignored, QSizePolicy.Policy.Fixed)
         policy.setHeightForWidth(True)
         self.setSizePolicy(policy)
-        self.setToolTip(self.tr("Uses of late: each counts half as much after 128 tokens"))
-        theme.changed.connect(self.update)
+        self.setToolTip(self.tr("Recent uses: each counts half as much after 128 tokens"))
+        theme.changed.connect(lambda _theme: self._measure())
 
     def show_data(self, data: MapData | None) -> None:
         """The key of this map; empty for none."""
@@ -43,12 +43,21 @@ class MapLegend(QWidget):
         if marks != self._marks:
             self._marks = marks
             self.updateGeometry()
-        scale = self.tr("Dark to yellow: 0 to {0} uses of late").format(figures(self._hottest))
+        scale = self.tr("Dark to yellow: 0 to {0} recent uses").format(figures(self._hottest))
         self.setAccessibleName(", ".join((scale, *(name for _, name in marks))))
+        self.update()
+
+    def _measure(self) -> None:
+        self.updateGeometry()
         self.update()
 
     def sizeHint(self) -> QSize:
         return QSize(240, self.heightForWidth(max(self.width(), 240)))
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        if event.size().height() < self.heightForWidth(event.size().width()):
+            self.updateGeometry()  # fewer stand in a line than when room was made for them
 
     def hasHeightForWidth(self) -> bool:
         return True
@@ -65,7 +74,7 @@ class MapLegend(QWidget):
         return QFontMetricsF(self._font()).height() + 4
 
     def _scale_texts(self) -> tuple[str, str]:
-        return self.tr("uses of late 0"), figures(self._hottest)
+        return self.tr("recent uses 0"), figures(self._hottest)
 
     def _places(self, width: int) -> list[tuple[float, int]]:
         """(left, row) of the bar and of each mark."""
@@ -101,7 +110,8 @@ class MapLegend(QWidget):
             cell = QRectF(x, row * line + (line - _CELL_PX) / 2, _CELL_PX, _CELL_PX)
             self._draw_mark(painter, cell, kind)
             painter.setPen(QColor(theme.muted))
-            painter.drawText(QRectF(cell.right() + 6, row * line, 200, line), flags, name)
+            wide = metrics.horizontalAdvance(name) + 1
+            painter.drawText(QRectF(cell.right() + 6, row * line, wide, line), flags, name)
         painter.end()
 
     def _draw_mark(self, painter: QPainter, cell: QRectF, kind: str) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import Qt
+from PySide6.QtCore import QCoreApplication, Qt
+
+from app.widgets.shortcuts import Key
 
 if TYPE_CHECKING:
     from app.widgets.timeline.view import TimelineView
@@ -14,6 +16,24 @@ PAN = 0.1
 _NEAR_PX, _FAR_PX = 8, 40
 _STRETCHES = 50
 _ENTER = (Qt.Key.Key_Return, Qt.Key.Key_Enter)
+
+translate = QCoreApplication.translate
+
+
+def timeline_keys() -> list[Key]:
+    """What `key_pressed` answers to, for the list of shortcuts."""
+    return [
+        ("← →", translate("Timeline", "Move through time")),
+        ("Page Up, Page Down", translate("Timeline", "Move by almost a whole picture")),
+        ("↑ ↓", translate("Timeline", "Zoom in, zoom out")),
+        (translate("Timeline", "Space"), translate("Timeline", "Freeze the picture, or follow what happens now")),
+        (translate("Timeline", "Home"), translate("Timeline", "Go back to now")),
+        (", .", translate("Timeline", "Move the crosshair; with Shift, farther")),
+        ("[ ]", translate("Timeline", "Choose the previous or next token")),
+        ("Shift+← →", translate("Timeline", "Select a stretch")),
+        (translate("Timeline", "Enter"), translate("Timeline", "Zoom to the chosen token or stretch")),
+        (translate("Timeline", "Esc"), translate("Timeline", "Clear the selection")),
+    ]
 
 
 def key_pressed(view: TimelineView, key: int, *, shift: bool) -> bool:

@@ -64,8 +64,17 @@ def lanes_of(history: History, *, machine: bool) -> list[Lane]:
     """The engine's lanes, as far as its model has such devices, and the machine's if they are wanted."""
     if not history.has_engine:
         return machine_lanes(history)
+    return _engine_lanes(copies=history.has_copies) + (machine_lanes(history) if machine else [])
+
+
+def lane_titles() -> list[str]:
+    """The names of all lanes there are, whatever this machine has."""
+    return [lane.title for lane in (*_engine_lanes(copies=True), *_sensor_lanes())]
+
+
+def _engine_lanes(*, copies: bool) -> list[Lane]:
     found = [Lane("phase", translate("Timeline", "Phase"), "phase", "muted", (engine_lanes.PHASE,))]
-    if history.has_copies:
+    if copies:
         found += [
             Lane("gpu", translate("Timeline", "GPU"), "share", "gpu", (engine_lanes.GPU,)),
             Lane("h2d", translate("Timeline", "To the GPU"), "bytes", "pcie", (engine_lanes.H2D,)),
@@ -83,14 +92,16 @@ def lanes_of(history: History, *, machine: bool) -> list[Lane]:
         Lane("experts", translate("Timeline", "Experts"), "experts", "muted"),
         Lane("tokens", translate("Timeline", "Tokens/s"), "rate", "text"),
     ]
-    if machine:
-        found += machine_lanes(history)
     return found
 
 
 def machine_lanes(history: History) -> list[Lane]:
     """What sensors tell; lanes of sensors that this machine has not are left out."""
-    candidates = [
+    return [lane for lane in _sensor_lanes() if any(map(history.knows_gauge, lane.gauges))]
+
+
+def _sensor_lanes() -> list[Lane]:
+    return [
         Lane("gpu_busy", translate("Timeline", "GPU busy"), "share", "gpu", gauges=("gpu_busy",), weight=0.9),
         Lane("cpu_all", translate("Timeline", "CPU busy"), "share", "cpu", gauges=("cpu_ours", "cpu_all"), weight=0.9),
         Lane("ram", translate("Timeline", "RAM"), "amount", "cpu", gauges=("ram_ours", "ram_used"), weight=0.9),
@@ -126,7 +137,6 @@ def machine_lanes(history: History) -> list[Lane]:
             weight=0.9,
         ),
     ]
-    return [lane for lane in candidates if any(map(history.knows_gauge, lane.gauges))]
 
 
 def read_lane(lane: Lane, history: History, viewport: Viewport, ceilings: dict[str, float]) -> LaneData:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import QCoreApplication, QPointF, QRectF, Qt
-from PySide6.QtGui import QColor, QFont, QPainter, QPen
+from dataclasses import dataclass
 
-from app.theme import Theme, tabular
+from PySide6.QtCore import QCoreApplication, QPointF, QRectF, Qt
+from PySide6.QtGui import QColor, QFont, QFontMetricsF, QPainter, QPen
+
+from app.theme import Theme
+from app.widgets.help_mark import MARK_PX
 from app.widgets.timeline.blocks import draw_path
 from app.widgets.timeline.colours import FAINT_ALPHA, faded
 from app.widgets.timeline.lanes import reading
-from app.widgets.timeline.picture import GUTTER_PX, Row, scaled
+from app.widgets.timeline.picture import GUTTER_GAP_PX, Row, caption_font, title_font
 from app.widgets.timeline.readout import TokenPath
 from app.widgets.timeline.viewport import Viewport
 from engine.telemetry.lanes import SMALL_COPY
@@ -17,33 +20,60 @@ from engine.telemetry.lanes import SMALL_COPY
 translate = QCoreApplication.translate
 
 _TOKEN_ALPHA = 22
+_LINE = int(Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignTop)
+_WRAPPED = int(_LINE | Qt.TextFlag.TextWordWrap)
 
 
-def draw_gutter(painter: QPainter, rows: list[Row], column: int, font: QFont, theme: Theme) -> None:
+@dataclass(frozen=True, slots=True)
+class GutterLabel:
+    """Words left of a plot.
+
+    Attributes:
+        whole: all of them; `shown` ends in an ellipsis where there is no room for that.
+        is_title: the lane's name, not what it reads.
+    """
+
+    area: QRectF
+    whole: str
+    shown: str
+    is_title: bool
+
+
+def gutter_labels(rows: list[Row], column: int, font: QFont) -> list[GutterLabel]:
     """Each lane's name, and under it what it reads at `column`."""
-    title, caption = scaled(font, 0.9), scaled(tabular(font), 0.8)
-    title.setWeight(QFont.Weight.DemiBold)
+    title, caption = QFontMetricsF(title_font(font)), QFontMetricsF(caption_font(font))
+    found = []
     for row in rows:
-        area = QRectF(0, row.area.top() - 1, GUTTER_PX - 10, row.area.height() + 4)
-        painter.setFont(title)
-        painter.setPen(QColor(theme.text))
-        painter.drawText(area, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignTop, row.lane.title)
-        height = painter.fontMetrics().height()
-        painter.setFont(caption)
-        painter.setPen(QColor(theme.muted))
+        width = row.area.left() - GUTTER_GAP_PX
+        line = QRectF(0, row.area.top() - 1, width - MARK_PX, title.height())
+        name = row.lane.title
+        shown = title.elidedText(name, Qt.TextElideMode.ElideRight, line.width())
+        found.append(GutterLabel(line, name, shown, is_title=True))
+        below = QRectF(0, line.bottom(), width, row.area.bottom() + 5 - line.bottom())
         is_phase = row.lane.kind == "phase"
         text = translate("Timeline", "token ticks") if is_phase else reading(row.lane, row.data, column)
-        below = area.adjusted(0, height, 0, 2)
-        if below.height() >= painter.fontMetrics().height() - 3:
-            flags = Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignTop
-            painter.drawText(below, int(flags | Qt.TextFlag.TextWordWrap), text)
+        if text:
+            wrapped = caption.boundingRect(below, _WRAPPED, text)
+            fits = wrapped.height() <= below.height() + 1 and wrapped.width() <= below.width() + 1
+            shown = text if fits else caption.elidedText(text, Qt.TextElideMode.ElideRight, below.width())
+            found.append(GutterLabel(below, text, shown, is_title=False))
+    return found
+
+
+def draw_gutter(painter: QPainter, labels: list[GutterLabel], font: QFont, theme: Theme) -> None:
+    """The words left of the plots."""
+    title, caption = title_font(font), caption_font(font)
+    for label in labels:
+        painter.setFont(title if label.is_title else caption)
+        painter.setPen(QColor(theme.text if label.is_title else theme.muted))
+        painter.drawText(label.area, _WRAPPED if label.shown == label.whole else _LINE, label.shown)
 
 
 def draw_selection(
     painter: QPainter, rows: list[Row], viewport: Viewport, selection: tuple[float, float], theme: Theme
 ) -> None:
     """The stretch that is averaged."""
-    left, right = (_x(viewport, at) for at in selection)
+    left, right = (_x(rows, viewport, at) for at in selection)
     rect = QRectF(left, 0, right - left, rows[-1].area.bottom())
     painter.fillRect(rect, faded(QColor(theme.accent), FAINT_ALPHA))
     painter.setPen(QPen(QColor(theme.accent), 1))
@@ -56,19 +86,19 @@ def draw_token(painter: QPainter, rows: list[Row], viewport: Viewport, token: To
     to_device = next((row.area for row in rows if row.lane.key == "h2d"), None)
     if to_device is not None:
         areas.setdefault(SMALL_COPY, to_device)
-    left, right = _x(viewport, token.start_ns), _x(viewport, token.end_ns)
+    left, right = _x(rows, viewport, token.start_ns), _x(rows, viewport, token.end_ns)
     whole = QRectF(left, 0, max(right - left, 1), rows[-1].area.bottom())
     painter.fillRect(whole, faded(QColor(theme.muted), _TOKEN_ALPHA))
-    pieces = [(_x(viewport, start), _x(viewport, end), lane) for start, end, lane in token.pieces]
+    pieces = [(_x(rows, viewport, start), _x(rows, viewport, end), lane) for start, end, lane in token.pieces]
     draw_path(painter, areas, pieces, theme)
 
 
 def draw_cursor(painter: QPainter, rows: list[Row], viewport: Viewport, at_ns: float, theme: Theme) -> None:
     """The crosshair."""
-    x = _x(viewport, at_ns)
+    x = _x(rows, viewport, at_ns)
     painter.setPen(QPen(QColor(theme.muted), 1, Qt.PenStyle.DashLine))
     painter.drawLine(QPointF(x, 0), QPointF(x, rows[-1].area.bottom()))
 
 
-def _x(viewport: Viewport, at_ns: float) -> float:
-    return min(max(GUTTER_PX + viewport.x(at_ns), -1e5), 1e5)
+def _x(rows: list[Row], viewport: Viewport, at_ns: float) -> float:
+    return min(max(rows[0].area.left() + viewport.x(at_ns), -1e5), 1e5)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
 from PySide6.QtCore import QCoreApplication, QPointF, QRectF, Qt
-from PySide6.QtGui import QColor, QFont, QFontInfo, QPainter, QPen
+from PySide6.QtGui import QColor, QFont, QFontInfo, QFontMetrics, QPainter, QPen
 
 from app.services.history.history import History
-from app.theme import Theme
+from app.theme import Theme, tabular
+from app.widgets.help_mark import MARK_PX
 from app.widgets.quantities import number
 from app.widgets.timeline.blocks import draw_blocks, draw_phases, fits
 from app.widgets.timeline.colours import lane_colour
-from app.widgets.timeline.lanes import Lane, LaneData, read_lane
+from app.widgets.timeline.lanes import Lane, LaneData, lane_titles, read_lane
 from app.widgets.timeline.plots import draw_lane
 from app.widgets.timeline.viewport import Viewport, duration, tick_ns
 from engine.telemetry.lanes import CPU_ATTENTION, H2D, SMALL_COPY
@@ -21,12 +23,16 @@ from engine.telemetry.records import Records
 
 translate = QCoreApplication.translate
 
-GUTTER_PX = 118
-AXIS_PX = 24
 RIGHT_PX = 12
-SMALLEST_LANE_PX = 27
-PHASE_PX = 32.0
 LANE_GAP_PX = 9
+GUTTER_GAP_PX = 10
+_NAME_GAP_PX = 6
+_LEAST_GUTTER_PX = 118
+_LEAST_AXIS_PX = 24
+_LEAST_LANE_PX = 27
+_LEAST_PHASE_PX = 32
+_NAME_MARGIN_PX = 6
+"""A lane's name and what it reads may reach so far beyond its plot: into the gap to the next."""
 _SHORT_NS = 2e9
 """So short a stretch has an axis of its own: what matters is how long things take, not when it was."""
 _BLOCKS_BELOW_NS = 3e9
@@ -43,15 +49,83 @@ class Row:
     blocks: Records | None = None
 
 
-def lane_areas(lanes: list[Lane], width: float, height: float) -> list[QRectF]:
-    """Plots of all lanes in a widget of that size."""
-    total = sum(lane.weight for lane in lanes if lane.kind != "phase")
-    fixed = sum(PHASE_PX for lane in lanes if lane.kind == "phase")
-    room = height - AXIS_PX - LANE_GAP_PX * len(lanes) - fixed
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the words of the timeline need, in pixels.
+
+    Attributes:
+        gutter: width of what stands left of the plots: the longest name of a lane, and the mark beside it.
+        lane: least height of a plot beside which a name and what is read have room.
+        phase: height of the lane of phases.
+        axis: height of the times below.
+    """
+
+    gutter: int
+    lane: int
+    phase: int
+    axis: int
+
+
+def sizes_for(font: QFont) -> Sizes:
+    """What the words need in this font."""
+    return _sizes(font.toString())
+
+
+@functools.lru_cache(maxsize=8)
+def _sizes(described: str) -> Sizes:
+    font = QFont()
+    font.fromString(described)
+    title, caption, axis = (QFontMetrics(one) for one in (title_font(font), caption_font(font), axis_font(font)))
+    longest = max(map(title.horizontalAdvance, lane_titles()))
+    beside = title.height() + caption.height() - _NAME_MARGIN_PX
+    return Sizes(
+        gutter=max(_LEAST_GUTTER_PX, longest + _NAME_GAP_PX + MARK_PX + GUTTER_GAP_PX),
+        lane=max(_LEAST_LANE_PX, beside),
+        phase=max(_LEAST_PHASE_PX, beside),
+        axis=max(_LEAST_AXIS_PX, axis.height() + 6),
+    )
+
+
+def title_font(font: QFont) -> QFont:
+    """Of the names of lanes."""
+    result = scaled(font, 0.9)
+    result.setWeight(QFont.Weight.DemiBold)
+    return result
+
+
+def caption_font(font: QFont) -> QFont:
+    """Of what lanes read."""
+    return scaled(tabular(font), 0.8)
+
+
+def axis_font(font: QFont) -> QFont:
+    """Of what stands in and below the plots."""
+    return scaled(tabular(font), 0.82)
+
+
+def least_height(lanes: list[Lane], font: QFont) -> int:
+    """The least height in which every lane's words have room."""
+    sizes = sizes_for(font)
+    own = sum(sizes.phase if lane.kind == "phase" else sizes.lane for lane in lanes)
+    return own + LANE_GAP_PX * (len(lanes) + 1) + sizes.axis
+
+
+def lane_areas(lanes: list[Lane], width: float, height: float, font: QFont) -> list[QRectF]:
+    """Plots of all lanes in a widget of that size: by weight, but none less high than its words."""
+    sizes = sizes_for(font)
+    room = height - sizes.axis - LANE_GAP_PX * len(lanes)
+    highs: dict[str, float] = {lane.key: sizes.phase for lane in lanes if lane.kind == "phase"}
+    while True:
+        others = [lane for lane in lanes if lane.key not in highs]
+        unit = (room - sum(highs.values())) / max(sum(lane.weight for lane in others), 1e-9)
+        low = [lane.key for lane in others if unit * lane.weight < sizes.lane]
+        if not low:
+            break
+        highs |= dict.fromkeys(low, float(sizes.lane))
     areas, top = [], float(LANE_GAP_PX) / 2
     for lane in lanes:
-        own = PHASE_PX if lane.kind == "phase" else max(room * lane.weight / max(total, 1e-9), 8.0)
-        areas.append(QRectF(GUTTER_PX, round(top), max(width - GUTTER_PX - RIGHT_PX, 1.0), round(own)))
+        own = highs.get(lane.key, unit * lane.weight)
+        areas.append(QRectF(sizes.gutter, round(top), max(width - sizes.gutter - RIGHT_PX, 1.0), round(own)))
         top += own + LANE_GAP_PX
     return areas
 
@@ -97,7 +171,7 @@ def draw_rows(
     edges = viewport.edges()
     xs = left + (edges - viewport.start_ns) / viewport.column_ns
     border = QPen(QColor(theme.border), 1)
-    below = QRectF(left, bottom + 3, right - left, AXIS_PX)
+    below = QRectF(left, bottom + 3, right - left, painter.fontMetrics().height() + 6)
     _draw_axis(painter, below, rows[0].area.top(), viewport, theme, zero_ns, is_recorded=is_recorded)
     for row in rows:
         painter.setPen(border)
@@ -135,7 +209,7 @@ def _draw_ceiling_label(painter: QPainter, row: Row, theme: Theme) -> None:
     y = row.area.bottom() - row.area.height() * (row.data.ceiling or 0) / row.data.scale
     text = translate("Timeline", "ceiling {0} GB/s").format(number((row.data.ceiling or 0) / 1e9, 1))
     painter.setPen(QColor(theme.muted))
-    at = QRectF(row.area.left(), y + 1, row.area.width() - 4, 16)
+    at = QRectF(row.area.left(), y + 1, row.area.width() - 4, painter.fontMetrics().height())
     painter.drawText(at, Qt.AlignmentFlag.AlignRight | Qt.AlignmentFlag.AlignTop, text)
 
 
@@ -182,8 +256,8 @@ def _draw_marks(painter: QPainter, rows: list[Row], history: History, viewport: 
         painter.drawLine(QPointF(x, top), QPointF(x, bottom))
         if x > last_right:
             painter.setPen(QColor(theme.muted))
-            width = painter.fontMetrics().horizontalAdvance(mark.text)
+            width, high = painter.fontMetrics().horizontalAdvance(mark.text), painter.fontMetrics().height()
             to_left = x - width - 8 > max(last_right, rows[0].area.left()) or x + width + 8 > rows[0].area.right()
-            box = QRectF(x - width - 4 if to_left else x + 4, rows[0].area.bottom() - 11, width + 2, 14)
+            box = QRectF(x - width - 4 if to_left else x + 4, rows[0].area.bottom() + 3 - high, width + 2, high)
             painter.drawText(box, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter, mark.text)
             last_right = x + width + 8

@@ -21,16 +21,16 @@ _LONGEST_S = 120.0
 
 
 def lane_title(lane: str) -> str:
-    """A lane of the engine, in words that stand after "waiting for"."""
+    """What is done in a lane of the engine, in words that stand after "61%"."""
     return {
-        "gpu": translate("Timeline", "the GPU"),
-        "h2d": translate("Timeline", "copies to the GPU"),
-        "d2h": translate("Timeline", "copies from the GPU"),
-        "cpu_experts": translate("Timeline", "CPU experts"),
-        "cpu_attention": translate("Timeline", "attention and the rest on the CPU"),
-        "disk": translate("Timeline", "the disk"),
-        "small_copy": translate("Timeline", "results on their way to the GPU"),
-        OTHER: translate("Timeline", "Python and the sampler"),
+        "gpu": translate("Timeline", "computing on the GPU"),
+        "h2d": translate("Timeline", "copying weights to the GPU"),
+        "d2h": translate("Timeline", "copying from the GPU"),
+        "cpu_experts": translate("Timeline", "computing experts on the CPU"),
+        "cpu_attention": translate("Timeline", "attention and other layers on the CPU"),
+        "disk": translate("Timeline", "reading from disk"),
+        "small_copy": translate("Timeline", "passing results to the GPU"),
+        OTHER: translate("Timeline", "choosing tokens and bookkeeping"),
     }.get(lane, lane)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 
-from PySide6.QtCore import QPointF, QRectF, QSize, Qt, QTimer, Signal
+from PySide6.QtCore import QEvent, QPointF, QRectF, QSize, Qt, QTimer, Signal
 from PySide6.QtGui import (
     QColor,
+    QHelpEvent,
     QHideEvent,
     QKeyEvent,
     QMouseEvent,
@@ -18,30 +19,40 @@ from PySide6.QtGui import (
     QShowEvent,
     QWheelEvent,
 )
-from PySide6.QtWidgets import QSizePolicy, QWidget
+from PySide6.QtWidgets import QSizePolicy, QToolTip, QWidget
 
 from app.services.history.history import History
-from app.theme import ThemeController, tabular
+from app.theme import ThemeController
+from app.widgets.help_mark import MARK_PX, HelpMark
 from app.widgets.timeline.keys import PAN, ZOOM, key_pressed
+from app.widgets.timeline.lane_words import lane_explanation
 from app.widgets.timeline.lanes import Lane, LaneData, lanes_of, read_lane, reading
 from app.widgets.timeline.navigator import Navigator
-from app.widgets.timeline.overlay import draw_cursor, draw_gutter, draw_selection, draw_token
+from app.widgets.timeline.overlay import (
+    GutterLabel,
+    draw_cursor,
+    draw_gutter,
+    draw_selection,
+    draw_token,
+    gutter_labels,
+)
 from app.widgets.timeline.picture import (
-    AXIS_PX,
-    GUTTER_PX,
+    GUTTER_GAP_PX,
     LANE_GAP_PX,
     RIGHT_PX,
-    SMALLEST_LANE_PX,
     Row,
+    axis_font,
     draw_rows,
     lane_areas,
+    least_height,
     read_rows,
-    scaled,
+    sizes_for,
 )
 from app.widgets.timeline.readout import TokenPath, averages_text, token_at, token_beside
 from app.widgets.timeline.viewport import duration
 
 _DRAG_PX = 4
+_EMPTY_PX = 233
 _TICK_REACH_PX = 6.0
 _REFRESH_MS = (100, 1000)
 _NEW_COLUMNS = 10
@@ -79,6 +90,9 @@ class TimelineView(QWidget):
         self._token: TokenPath | None = None
         self._token_is_kept = False
         self._said = ""
+        self._marks: dict[str, HelpMark] = {}
+        self._explains = False
+        self._placed: list[tuple[str, QPointF]] = []
         self.setMouseTracking(True)
         self.setFocusPolicy(Qt.FocusPolicy.StrongFocus)
         self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Expanding)
@@ -111,11 +125,25 @@ class TimelineView(QWidget):
         self._redraw()
         self.updateGeometry()
 
+    @property
+    def marks(self) -> dict[str, HelpMark]:
+        """The "?" of each lane that is shown, by its key."""
+        return {lane.key: self._marks[lane.key] for lane in self._lanes if lane.key in self._marks}
+
+    def explain_lanes(self) -> None:
+        """Puts a "?" beside each lane's name from now on."""
+        self._explains = True
+        self._place_marks()
+
     def set_ceilings(self, ceilings: dict[str, float]) -> None:
         """Measured limits by lane, bytes per second."""
         if ceilings != self._ceilings:
             self._ceilings = ceilings
             self._redraw()
+
+    def labels(self) -> list[GutterLabel]:
+        """The words left of the plots, as they are painted."""
+        return gutter_labels(self._rows, self._column_read(), self.font()) if self._rows else []
 
     def read_lanes(self) -> list[tuple[Lane, LaneData]]:
         """The lanes and what they show now, whether it is painted or not."""
@@ -139,8 +167,7 @@ class TimelineView(QWidget):
     def minimumSizeHint(self) -> QSize:
         history = self.navigator.history
         lanes = lanes_of(history, machine=self._shows_machine) if history is not None else []
-        height = sum(max(lane.weight, 0.8) * SMALLEST_LANE_PX + LANE_GAP_PX for lane in lanes) or 200
-        return QSize(480, round(height) + AXIS_PX + LANE_GAP_PX)
+        return QSize(480, least_height(lanes, self.font()) if lanes else _EMPTY_PX)
 
     def _redraw(self) -> None:
         self._picture = None
@@ -161,8 +188,18 @@ class TimelineView(QWidget):
 
     def resizeEvent(self, event: QResizeEvent) -> None:
         super().resizeEvent(event)
-        self.navigator.set_width(self.width() - GUTTER_PX - RIGHT_PX)
+        self._fit()
         self._redraw()
+
+    def _fit(self) -> None:
+        """As many columns as there is room for beside the names, whatever size these have."""
+        columns = max(self.width() - self._gutter - RIGHT_PX, 1)
+        if columns != self.navigator.viewport.width:
+            self.navigator.set_width(columns)
+
+    @property
+    def _gutter(self) -> int:
+        return sizes_for(self.font()).gutter
 
     # --- painting ---------------------------------------------------------------------------------
 
@@ -187,7 +224,7 @@ class TimelineView(QWidget):
             if self._picture is None:  # the lanes are read when they are drawn
                 self._picture = self._draw(history)
             painter.fillRect(self.rect(), QColor(self._theme.theme.surface))
-            painter.setFont(scaled(tabular(self.font()), 0.82))
+            painter.setFont(axis_font(self.font()))
             self._draw_lanes(painter, history)
             self._draw_above(painter)
 
@@ -204,7 +241,7 @@ class TimelineView(QWidget):
             if self._cursor_ns is not None:
                 draw_cursor(painter, rows, viewport, self._cursor_ns, theme)
             painter.restore()
-            draw_gutter(painter, rows, self._column_read(), self.font(), theme)
+            draw_gutter(painter, self.labels(), self.font(), theme)
 
     def _draw(self, history: History) -> QPixmap:
         began_s = time.thread_time()
@@ -216,16 +253,37 @@ class TimelineView(QWidget):
         if [lane.key for lane in lanes] != [lane.key for lane in self._lanes]:
             self._lanes = lanes
             self.updateGeometry()
-        areas = lane_areas(lanes, self.width(), self.height())
+        self._fit()
+        areas = lane_areas(lanes, self.width(), self.height(), self.font())
         viewport = self.navigator.viewport
         self._drawn_revision = history.revision
         self._rows = read_rows(lanes, areas, history, viewport, self._ceilings)
+        if self._explains and [(row.lane.key, row.area.topLeft()) for row in self._rows] != self._placed:
+            QTimer.singleShot(0, self, self._place_marks)  # not in the middle of painting
         painter = QPainter(picture)
-        painter.setFont(scaled(tabular(self.font()), 0.82))
+        painter.setFont(axis_font(self.font()))
         self._draw_lanes(painter, history)
         painter.end()
         self._drawing_s = time.thread_time() - began_s
         return picture
+
+    def _place_marks(self) -> None:
+        """A mark at the right of each lane's name; in the order of the lanes, also for the Tab key."""
+        self._placed = [(row.lane.key, row.area.topLeft()) for row in self._rows]
+        before: QWidget = self
+        for row in self._rows:
+            lane, text = row.lane, lane_explanation(row.lane.key)
+            if lane.key not in self._marks and text:
+                self._marks[lane.key] = HelpMark(lane.title, text, self)
+            if (mark := self._marks.get(lane.key)) is not None:
+                mark.move(round(row.area.left()) - MARK_PX - GUTTER_GAP_PX, round(row.area.top()) - 2)
+                mark.show()
+                QWidget.setTabOrder(before, mark)
+                before = mark
+        shown = {row.lane.key for row in self._rows}
+        for key, mark in self._marks.items():
+            if key not in shown:
+                mark.hide()
 
     def _draw_lanes(self, painter: QPainter, history: History) -> None:
         navigator = self.navigator
@@ -249,10 +307,20 @@ class TimelineView(QWidget):
 
     def _plot(self) -> QRectF:
         bottom = self._rows[-1].area.bottom() if self._rows else self.height()
-        return QRectF(GUTTER_PX, 0, max(self.width() - GUTTER_PX - RIGHT_PX, 1), bottom)
+        return QRectF(self._gutter, 0, max(self.width() - self._gutter - RIGHT_PX, 1), bottom)
 
     def _at(self, x: float) -> float:
-        return self.navigator.viewport.at(x - GUTTER_PX)
+        return self.navigator.viewport.at(x - self._gutter)
+
+    def event(self, event: QEvent) -> bool:
+        if event.type() == QEvent.Type.ToolTip and isinstance(event, QHelpEvent):
+            QToolTip.showText(event.globalPos(), self.tip_at(QPointF(event.pos())), self)
+            return True
+        return super().event(event)
+
+    def tip_at(self, at: QPointF) -> str:
+        """What is there in whole, where it is painted with an ellipsis; empty elsewhere."""
+        return next((one.whole for one in self.labels() if one.shown != one.whole and one.area.contains(at)), "")
 
     # --- the mouse --------------------------------------------------------------------------------
 

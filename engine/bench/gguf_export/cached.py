@@ -9,11 +9,11 @@ from pathlib import Path
 
 from engine.bench.gguf_export.quantisation import Quantisation
 from engine.bench.gguf_export.writing import write_gguf
-from engine.checkpoint.disk_errors import disk_errors_explained, require_space
 from engine.checkpoint.fingerprint import fingerprint
 from engine.checkpoint.shards import read_tensors
 from engine.checkpoint.staging import staging_folder
-from engine.paths import cache_dir
+from engine.common.disk_errors import disk_errors_explained, require_space
+from engine.common.paths import cache_dir
 
 _FORMAT = 1
 """Part of the file's name: raised when the same checkpoint would be written differently."""

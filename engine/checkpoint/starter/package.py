@@ -18,9 +18,9 @@ from pathlib import Path
 from engine.checkpoint.manifest import sha256_of
 from engine.checkpoint.staging import staging_folder
 from engine.checkpoint.starter.recipe import ParentPackage
-from engine.errors import EngineError, ErrorCode
-from engine.paths import cache_dir
-from engine.runtime.cancellation import RequestCancelled
+from engine.common.cancellation import RequestCancelled
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.paths import cache_dir
 
 WHEEL_VARIABLE = "SWITCHYARD_STARTER_WHEEL"
 """Environment variable: path of the wheel, for machines that cannot reach a package index."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.paths import resources_dir
+from engine.common.paths import resources_dir
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ class CacheSnapshot:
         residents, arriving: keys.
         slots: places for experts.
         policy: that decides now; is_adaptive: chosen while running.
-        shadows: what each candidate would have hit of late; empty unless adaptive.
+        shadows: what each candidate would have hit recently; empty unless adaptive.
     """
 
     residents: list[Key]

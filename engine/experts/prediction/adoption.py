@@ -1,4 +1,4 @@
-"""Who foretells: the predictor that gains most, if any gains."""
+"""Who predicts: the predictor that gains most, if any gains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which residents may leave for a prefetch: those that nobody foretells and that have not been wanted for longest."""
+"""Which residents may leave for a prefetch: those that nobody predicts and that have not been wanted for longest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHOICE = 4
 _PULL = 0.02
 _FADING = 0.98
 _STAYING = 0.5
-"""Share of those brought in vain who are still there when they are wanted after all."""
+"""Share of those brought for nothing who are still there when they are wanted after all."""
 _MEMORY = 1000.0
 """Evictions after which what they have cost counts half."""
 
@@ -49,11 +49,11 @@ class Aging:
 
     @property
     def regret(self) -> float:
-        """What a prefetch in vain costs, in experts that were there and are not.
+        """What a prefetch for nothing costs, in experts that were there and are not.
 
-        Somebody who was there would have stayed, and who was brought in vain stays, about as long as those who are
+        Somebody who was there would have stayed, and who was brought for nothing stays, about as long as those who are
         driven out have stayed since they were wanted.  So it is the share of those driven out who were wanted again
-        within that time, less that of those brought in vain who were wanted within it all the same and still there.
+        within that time, less that of those brought for nothing who were wanted within it all the same and still there.
         """
         lost = (self._regretted + 0.5) / (self._driven_out + 5)
         won = self._regained / (self._brought_in_vain + 5)
@@ -102,7 +102,7 @@ class Aging:
 
         Args:
             places: how many are needed at most.
-            foretold: layer -> experts that are expected there.
+            predicted: layer -> experts that are expected there.
         """
         order, uses, latest = self._order[self._pools[layer]], self._uses, step - _SPARED_STEPS
         oldest = [key for key in islice(order, _CHOICE * places) if order[key] <= latest]

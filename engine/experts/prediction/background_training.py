@@ -16,9 +16,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from engine.common.files import private_folder
+from engine.common.paths import python_module
 from engine.experts.prediction.mlp import WIDTHS
 from engine.experts.replay.trace_file import RoutingTrace, write_trace
-from engine.paths import python_module
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class BackgroundTraining:
         if self._child is not None:
             return False
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            private_folder(self._path.parent)
             handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=".routes-", suffix=".npz")
             os.close(handle)
             self._trace = Path(name)

@@ -24,7 +24,7 @@ class Correlation:
 
     Args:
         layers, experts: of the model (the most experts of any layer).
-        limit: experts to foretell.
+        limit: experts to predict.
         half_life: steps after which a count is worth half.
         trace: counted before the first step.
     """

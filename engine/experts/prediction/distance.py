@@ -7,7 +7,7 @@ import math
 from engine.experts.prediction.target import PrefetchTimes
 
 MOST_AHEAD = 4
-"""Layers: what is foretold for later is hardly ever right."""
+"""Layers: what is predicted for later is hardly ever right."""
 _PATIENCE = 3
 """Choices that must agree before it changes: what was counted for another distance is worth nothing then."""
 _PULL = 0.02

@@ -1,4 +1,4 @@
-"""The learnt predictor's life: loaded if there is one, trained anew while the machine is idle, taken over when done."""
+"""The trained predictor's life: loaded if there is one, trained again while the machine is idle, then taken over."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Learning:
     Args:
         model_key: see `engine.experts.prediction.saved_mlp.mlp_file`; with the layers in it, if a model has several
             targets.
-        limit: experts to foretell.
+        limit: experts to predict.
         capacity: steps whose routes are remembered.
     """
 
@@ -64,7 +64,7 @@ class Learning:
         """Starts a training if enough new steps have been seen since the last one; whether it was started.
 
         Args:
-            ahead: layers that experts are brought ahead.  It learns to foretell one more: its answer takes time.
+            ahead: layers that experts are brought ahead.  It learns to predict one more: its answer takes time.
         """
         if self._training.is_running or self.routes.steps - self._learnt_steps < self._least_steps:
             return False

@@ -27,7 +27,7 @@ def make_prefetcher(
     trace: RoutingTrace | None = None,
     pools: Sequence[int] | None = None,
 ) -> Prefetcher | None:
-    """See `Prefetcher`; None if `choice` is `off`, or there is nothing to foretell or nobody who could.
+    """See `Prefetcher`; None if `choice` is `off`, or there is nothing to predict or nobody who could.
 
     Args:
         layers: of the target; its numbers are those of `gates`, `trace` and `learning` too.

@@ -23,7 +23,7 @@ class RoutingStatistics:
     """What a trace says of a model's routing.
 
     Attributes:
-        distance: layers from those that are known to the one that is foretold; the paper's is 1.
+        distance: layers from those that are known to the one that is predicted; the paper's is 1.
         popularity: fp32 [L, E], eq. 2: P_l(i), the share of layer l's choices that were expert i.
         affinity: fp32 [L - distance, E, E], eq. 3: A_l(i, j), of the choices in layer l + distance of tokens that
             chose i in layer l, the share that was j.  Rows of experts that were never chosen are 0.

@@ -22,10 +22,10 @@ _PULL = 0.05
 
 
 class MlpPredictor:
-    """Foretells with a trained network.  An answer that comes too late counts as none.  Close it when done.
+    """Predicts with a trained network.  An answer that comes too late counts as none.  Close it when done.
 
     Args:
-        limit: experts to foretell.
+        limit: experts to predict.
     """
 
     name = "mlp"
@@ -50,7 +50,7 @@ class MlpPredictor:
 
     @property
     def distance(self) -> int:
-        """Layers from the last known one to the one that it foretells."""
+        """Layers from the last known one to the one that it predicts."""
         return self._statistics.distance
 
     def observe(self, layer: int, experts: Sequence[int], hidden: torch.Tensor | None) -> None:  # noqa: ARG002
@@ -86,8 +86,8 @@ class MlpPredictor:
         while (job := self._jobs.get()) is not None:
             try:
                 self._answer(*job)
-            except (RuntimeError, MemoryError) as error:  # no memory left: then nothing is foretold
-                _log.warning("experts could not be foretold: %s", error)
+            except (RuntimeError, MemoryError) as error:  # no memory left: then nothing is predicted
+                _log.warning("experts could not be predicted: %s", error)
             finally:
                 self._idle.set()
 

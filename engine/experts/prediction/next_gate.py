@@ -15,7 +15,7 @@ class NextGate:
 
     Args:
         gates: of each layer; None where there is none that can be asked by itself.
-        limit: experts to foretell.
+        limit: experts to predict.
     """
 
     name = "gate"

@@ -15,7 +15,7 @@ Gate = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Predictor(Protocol):
-    """Foretells the experts of coming layers from those of the layers so far.  Used from one thread."""
+    """Predicts the experts of coming layers from those of the layers so far.  Used from one thread."""
 
     @property
     def name(self) -> str:

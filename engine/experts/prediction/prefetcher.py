@@ -1,6 +1,6 @@
 """Brings experts before they are wanted, as the predictor says that gains most; none if none gains.
 
-DuoServe foretells with one trained predictor; here all that a model allows are measured on its own routing.
+DuoServe predicts with one trained predictor; here all that a model allows are measured on its own routing.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Prefetcher:
         self._prefetched = self._used = 0
         self._watched: list[Score] = []
         self._observing: list[Score] = []
-        # Of coming layers: what each watched predictor said and who was absent; who was foretold; who was brought.
+        # Of coming layers: what each watched predictor said and who was absent; who was predicted; who was brought.
         self._claims: dict[int, tuple[frozenset[int], list[tuple[Score, Ranked]]]] = {}
         self._foretold: dict[int, set[int]] = {}
         self._brought: dict[int, list[int]] = {}
@@ -121,7 +121,7 @@ class Prefetcher:
         if coming >= self._layers:
             coming -= self._layers
             if coming >= layer:
-                return  # fewer layers than the distance: it would foretell this one
+                return  # fewer layers than the distance: it would predict this one
         if self._watched:
             self._watch(coming, adopted)
         elif adopted is not None:
@@ -185,7 +185,7 @@ class Prefetcher:
         ]
 
     def _settle(self, layer: int, experts: Sequence[int]) -> None:
-        """What was foretold of this layer is compared with what it wants."""
+        """What was predicted of this layer is compared with what it wants."""
         brought = self._brought.pop(layer, None)
         if brought is not None:
             in_vain = [expert for expert in brought if expert not in experts]
@@ -229,7 +229,7 @@ class Prefetcher:
             self._bring(coming, next((ranked for score, ranked in said if score is adopted), ()), adopted)
 
     def _bring(self, layer: int, ranked: Ranked, adopted: Score) -> None:
-        """Begins to bring those foretold whose bringing pays, as many as arrive in time."""
+        """Begins to bring those predicted whose bringing pays, as many as arrive in time."""
         if not ranked:
             return
         begun_s = self._clock()

@@ -10,7 +10,7 @@ from engine.experts.prediction.predictor import Ranked
 
 
 class PreviousToken:
-    """Foretells that a layer wants again what it wanted last, most of all those it has wanted several times running."""
+    """Predicts that a layer wants again what it wanted last, most of all those it has wanted several times running."""
 
     name = "previous"
     learns = True

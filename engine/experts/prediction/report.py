@@ -12,10 +12,10 @@ class PredictorReport:
     Attributes:
         name: as in the engine's configuration.
         layers: how often it was compared with what a layer wanted.
-        hit_rate: of the experts that were wanted and not there, the share that was foretold.
-        precision: of the experts that were foretold and not there, the share that was wanted.
+        hit_rate: of the experts that were wanted and not there, the share that was predicted.
+        precision: of the experts that were predicted and not there, the share that was wanted.
         cost_s: of its own computation, seconds a step, as far as the step waits for it.
-        gain_s: seconds a step that its use saves, after its cost, what it brings in vain and whom that drives out.
+        gain_s: seconds a step that its use saves, after its cost, what it brings for nothing and whom that drives out.
     """
 
     name: str
@@ -31,7 +31,7 @@ class PredictionReport:
     """The prefetcher.
 
     Attributes:
-        adopted: who foretells now, None if nobody does.
+        adopted: who predicts now, None if nobody does.
         ahead: how many layers ahead.
         steps: decode steps seen.
         prefetched: experts whose bringing was begun; used: those that the layer then wanted; wasted: those it did not.

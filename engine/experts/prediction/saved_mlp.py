@@ -5,23 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from engine.common.files import write_private
+from engine.common.paths import cache_dir
 from engine.experts.prediction.mlp import ExpertMlp, RoutingStatistics
 from engine.experts.prediction.training import TrainedMlp
-from engine.paths import cache_dir
 
 _log = logging.getLogger(__name__)
 
 _VERSION = "1"
 _HEADER_BYTES = 8
-UNREADABLE = "What was learnt about this model's experts could not be read; it is learnt anew."
+UNREADABLE = "What was learned about this model's experts could not be read; it will be learned again."
 
 
 def mlp_file(model_key: str) -> Path:
@@ -48,17 +47,7 @@ def save_mlp(trained: TrainedMlp, path: Path) -> None:
         "widths": json.dumps(trained.widths),
         "loss": repr(trained.loss),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(save(tensors, metadata))
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_private(path, save(tensors, metadata))
 
 
 def load_mlp(path: Path, layers: int, experts: int) -> TrainedMlp | None:
@@ -93,7 +82,7 @@ def load_mlp(path: Path, layers: int, experts: int) -> TrainedMlp | None:
             raise ValueError("numbers that cannot be")
         return TrainedMlp(model.eval(), statistics, widths, float(metadata["loss"]))
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{path.name} is no predictor of this model ({error})") from error
+        raise ValueError(f"{path.name} is not a predictor of this model ({error})") from error
 
 
 def load_or_tell(path: Path, layers: int, experts: int) -> tuple[TrainedMlp | None, str | None]:

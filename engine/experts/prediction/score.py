@@ -14,7 +14,7 @@ BUCKETS = 8
 _MEMORY = 4096.0
 """Layers after which what was counted is halved."""
 _DOUBT = 2.0
-"""Experts of a bucket that are taken to have been foretold in vain before any was counted."""
+"""Experts of a bucket that are taken to have been predicted for nothing before any was counted."""
 
 _CORES = os.cpu_count() or 1
 
@@ -25,7 +25,7 @@ class Score:
     What a prediction is worth is judged on the experts that were not there when it was made: the others need none.
 
     Attributes:
-        accepts: for each bucket, whether a prefetch of an expert foretold with such a probability pays.
+        accepts: for each bucket, whether a prefetch of an expert predicted with such a probability pays.
         gain_s: seconds a step.
         cost_s: of a layer's prediction: what the step waits for, and a core's share of what is computed beside it.
         interval: it is compared with what happens in every so many steps; a power of two.
@@ -41,7 +41,7 @@ class Score:
         self.forget()
 
     def forget(self) -> None:
-        """Starts to count anew, because something has changed."""
+        """Starts to count again, because something has changed."""
         self.layers = self._recent = 0.0
         self._wanted = self._found = self._told = 0.0
         self._offered, self._used = [0.0] * BUCKETS, [0.0] * BUCKETS

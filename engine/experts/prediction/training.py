@@ -51,7 +51,7 @@ def train(
     """The network that did best on the last tenth of the trace.  The same seed, trace and machine: the same network.
 
     Args:
-        distance: layers from the last known one to the one that is foretold.
+        distance: layers from the last known one to the one that is predicted.
         cancelled: asked before every batch.
 
     Raises:
@@ -125,7 +125,7 @@ def _judged_samples(trace: RoutingTrace, distance: int) -> torch.Tensor:
 
 
 def _samples(chosen: torch.Tensor, distance: int) -> torch.Tensor:
-    """(token, last known layer) of every choice that can be foretold: int64 [N, 2]."""
+    """(token, last known layer) of every choice that can be predicted: int64 [N, 2]."""
     routed = (chosen >= 0).any(2)
     return (routed[:, :-distance] & routed[:, distance:]).nonzero()
 

@@ -1,4 +1,4 @@
-"""What a prefetch is worth now, whoever foretold it: what it saves, what it costs in vain, whether it finds a place."""
+"""What a prefetch is worth now, whoever predicted it: what it saves, what it wastes, whether it finds a place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Circumstances:
 
     Attributes:
         saved_s: what the first, second... prefetch for a layer saves if its expert is wanted, as things have been.
-        waste_s: what one in vain costs: urgent copies that it delays, somebody wanted whom it drives out.
+        waste_s: what one for nothing costs: urgent copies that it delays, somebody wanted whom it drives out.
         call_s: of asking the target, for each layer.
         placed: share of the prefetches asked for that found a slot.
         layers: of a step.

@@ -8,7 +8,6 @@ No pickle is ever loaded.
 
 from __future__ import annotations
 
-import os
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.files import NewFile
+from engine.common.foreign_file import open_foreign
+
+_MOST_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,9 @@ def read_trace(path: Path) -> RoutingTrace:
     """
     try:
         # Opened here: numpy forgets to close what turns out to be no archive.
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        with open_foreign(path) as file, np.load(file, allow_pickle=False) as arrays:
+            if sum(part.file_size for part in arrays.zip.infolist()) > _MOST_BYTES:
+                raise ValueError(f"it unpacks to more than {_MOST_BYTES // 2**30} GiB")
             experts = np.ascontiguousarray(arrays["experts"])
             weights = arrays["weights"] if "weights" in arrays else np.zeros(experts.shape, np.float16)
             starts = arrays["sequence_starts"] if "sequence_starts" in arrays else np.array([0, len(experts)])
@@ -87,19 +92,17 @@ def read_trace(path: Path) -> RoutingTrace:
 
 def write_trace(trace: RoutingTrace, path: Path) -> None:
     """Writes `trace` to `path`, whole or not at all."""
-    temporary = path.with_name(path.name + ".part")
-    with temporary.open("wb") as file:
-        np.savez_compressed(
-            file,
-            experts=trace.experts.astype(np.int16),
-            weights=trace.weights.astype(np.float16),
-            sequence_starts=trace.sequence_starts.astype(np.int64),
-            num_experts=np.int64(trace.num_experts),
-            prefill_tokens=np.int64(trace.prefill_tokens),
-        )
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with NewFile(path) as new:
+        with new.path.open("wb") as file:
+            np.savez_compressed(
+                file,
+                experts=trace.experts.astype(np.int16),
+                weights=trace.weights.astype(np.float16),
+                sequence_starts=trace.sequence_starts.astype(np.int64),
+                num_experts=np.int64(trace.num_experts),
+                prefill_tokens=np.int64(trace.prefill_tokens),
+            )
+        new.take_place()
 
 
 def _check(trace: RoutingTrace, path: Path) -> None:

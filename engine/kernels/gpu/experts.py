@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from engine.formats.tiles import Pairing
 from engine.kernels.gpu.grouping import group
 from engine.kernels.gpu.products import multiply_groups, multiply_visits
 from engine.kernels.gpu.stored import ALIGNMENT, RecordTable, stored_matrix
 from engine.kernels.interface import ExpertMath, LayerRecords, QuantisedFormat
-from engine.kernels.quantised.tiles import Pairing
 
 FEW_VISITS = 32
 """Up to this many are computed one by one: a token's experts differ, so nothing is gained by sorting."""
@@ -26,6 +26,9 @@ def can_compute(layer: LayerRecords, math: ExpertMath) -> bool:
     if any(part.offset % ALIGNMENT for part in layout.parts) or layout.nbytes % ALIGNMENT:
         return False
     if isinstance(layout, QuantisedFormat):
+        names = [part.name for part in layout.unquantised.parts if layout.is_tiled(part.name)]
+        if not all(layout.tiled_shape(name).format.on_card for name in names):
+            return False
         return activation is not None and (layout.pairing is activation.pairing or activation.pairing is Pairing.PLAIN)
     dtypes = {part.dtype for part in layout.parts}
     return len(dtypes) == 1 and dtypes.pop() in _PLAIN

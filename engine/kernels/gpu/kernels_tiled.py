@@ -1,4 +1,4 @@
-"""Products with matrices in tiles (`engine.kernels.quantised.tiles`), read as they lie in a record.
+"""Products with matrices in tiles (`engine.formats.tiles`), read as they lie in a record.
 
 The 4 bytes of a row within a vector of a tile are one 32-bit word, and the words of 16 rows follow each other: a warp
 reads whole lines, and each word meets 4 (int4: 8) consecutive columns.  No byte is moved within the card for that.

@@ -1,18 +1,18 @@
-"""Linear layers whose weights are int8 or int4 on a card."""
+"""Linear layers whose weights are in tiles on a card."""
 
 from __future__ import annotations
 
 import torch
 
+from engine.formats.tiles import TiledMatrix, dequantise
 from engine.kernels.gpu.stored import RecordTable, store
-from engine.kernels.quantised.tiles import TiledMatrix, dequantise
 
 _FEW_TOKENS = 16
 """Up to this many, reading the weights once for each from the card's cache costs less than dequantising them."""
 
 
 class CardLinear:
-    """The `forward` of one linear layer in int8 or int4; takes the place of its weight.
+    """The `forward` of one linear layer in tiles; takes the place of its weight.
 
     Few tokens read the tiles as they are, where the card runs the kernels; else they are dequantised for each call.
 
@@ -32,9 +32,12 @@ class CardLinear:
         def part(at: int, like: torch.Tensor) -> torch.Tensor:
             return record[at : at + like.nbytes].view(like.dtype).view(like.shape)
 
-        zeros = part(self._stored.zeros_at, matrix.zeros) if matrix.zeros is not None else None
         self._matrix = TiledMatrix(
-            shape, part(self._stored.weights_at, matrix.weights), part(self._stored.scales_at, matrix.scales), zeros
+            shape,
+            part(self._stored.weights_at, matrix.weights),
+            part(self._stored.scales_at, matrix.scales),
+            part(self._stored.zeros_at, matrix.zeros) if matrix.zeros is not None else None,
+            part(self._stored.table_at, matrix.table) if matrix.table is not None else None,
         )
         self._bias = part(self._stored.bias_at, bias) if bias is not None else None
 

@@ -43,7 +43,7 @@ def multiply_visits(
     visits = len(ids)
     out = x.new_empty(visits, matrix.outputs)
     after = _after(matrix, activation)
-    if matrix.precision is None:
+    if matrix.format is None:
         grid = (visits, triton.cdiv(matrix.outputs, _ROWS))
         args = (matrix.weights_at, matrix.bias_at, len(table), matrix.columns, matrix.rows, width)
         _launch(plain_by_visit, grid, (x, ids, table.offsets, table.base, out, *args), after, N=_ROWS, K=_COLUMNS)
@@ -51,7 +51,7 @@ def multiply_visits(
     grid = (visits, triton.cdiv(matrix.rows, 32))
     _launch(
         tiled_by_visit, grid, (x, ids, table.offsets, table.base, out, *_tiles(matrix, table, width)), after,
-        INT4=matrix.precision == "int4", WORDS=_WORDS,
+        INT4=matrix.format.code_bits == 4, WORDS=_WORDS,
     )  # fmt: skip
     return out
 
@@ -76,14 +76,14 @@ def multiply_groups(
     places = (x, groups.order, groups.block_expert, groups.block_begin, groups.ends, table.offsets, table.base, out)
     programs = len(groups.block_expert)
     after |= {"DOT": operand_type(matrix.dtype), "M": block}
-    if matrix.precision is None:
+    if matrix.format is None:
         grid = (programs, triton.cdiv(matrix.outputs, _GROUP_OUTPUTS))
         args = (matrix.weights_at, matrix.bias_at, len(table), matrix.columns, matrix.rows, width)
         _launch(
             plain_by_group, grid, (*places, *args), after, N=_GROUP_OUTPUTS, K=64 if matrix.dtype.itemsize == 2 else 32
         )
         return out
-    int4 = matrix.precision == "int4"
+    int4 = matrix.format.code_bits == 4
     grid = (programs, triton.cdiv(triton.cdiv(matrix.rows, 32), _GROUP_OUTPUTS // 16))
     _launch(
         tiled_by_group, grid, (*places, *_tiles(matrix, table, width)), after,

@@ -8,9 +8,10 @@ from functools import cache
 
 import torch
 
+from engine.formats import BF16, FORMATS, TiledFormat, WeightFormat
+from engine.formats.tiles import Pairing, TiledMatrix, dequantise
 from engine.kernels.activation import Activation, ActivationKind
-from engine.kernels.quantised.tiles import Pairing, TiledMatrix, dequantise
-from engine.kernels.quantised.weights import quantise
+from engine.kernels.quantise import quantise
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ def runs_kernels(device: torch.device) -> bool:
 def why_not(device: torch.device) -> str | None:
     """What keeps the kernels from running on a device, in a few words; `None` if nothing does."""
     if device.type != "cuda":
-        return "it is no graphics card"
+        return "it is not a graphics card"
     return _why_not(device.index if device.index is not None else torch.cuda.current_device())
 
 
@@ -52,14 +53,15 @@ def _why_not(index: int) -> str | None:
 
 def prove(device: torch.device) -> str | None:
     """Computes what is known otherwise; names the first kind that comes out wrong."""
-    for kind in ("bf16", "int8", "int4"):
-        for visits in (3, 40):
-            if not _is_right(kind, visits, device):
-                return kind
+    for each in FORMATS.values():
+        if each is BF16 or (each.on_card and each.is_tiled):
+            for visits in (3, 40):
+                if not _is_right(each, visits, device):
+                    return each.name
     return None
 
 
-def _is_right(kind: str, visits: int, device: torch.device) -> bool:
+def _is_right(of_weights: WeightFormat, visits: int, device: torch.device) -> bool:
     from engine.kernels.gpu.grouping import group
     from engine.kernels.gpu.products import multiply_groups, multiply_visits
     from engine.kernels.gpu.stored import RecordTable, StoredMatrix, store
@@ -69,11 +71,11 @@ def _is_right(kind: str, visits: int, device: torch.device) -> bool:
     weight = torch.randn(rows, columns, generator=generator).mul_(columns**-0.5).bfloat16()
     x = torch.randn(visits, columns, generator=generator).bfloat16()
     activation = Activation(ActivationKind.SILU, Pairing.HALVES)
-    if kind == "bf16":
+    if not isinstance(of_weights, TiledFormat):
         record = weight.view(torch.uint8).reshape(1, -1).to(device)
         matrix, meant = StoredMatrix(rows, columns, torch.bfloat16, None, Pairing.HALVES, 0), weight
     else:
-        tiles: TiledMatrix = quantise(weight, kind, Pairing.HALVES)
+        tiles: TiledMatrix = quantise(weight, of_weights, Pairing.HALVES)
         meant = dequantise(tiles)
         record, matrix = store(tiles, None, device)
     table = RecordTable([record])

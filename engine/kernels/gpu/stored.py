@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.kernels.quantised.tiles import Pairing, TiledMatrix
+from engine.formats.tiles import Pairing, TiledMatrix
 
 if TYPE_CHECKING:
+    from engine.formats import TiledFormat
     from engine.kernels.interface import LayerRecords
 
 ALIGNMENT = 64
@@ -23,19 +24,20 @@ class StoredMatrix:
     Attributes:
         rows, columns: of the matrix.
         dtype: of its elements where it is plain, bf16 where it is in tiles; of biases as well.
-        precision: `int8` or `int4` where it is in tiles, else `None`.
+        format: where it is in tiles, else `None`.
         pairing: where gate and up rows lie; `PLAIN` for all matrices but those.
     """
 
     rows: int
     columns: int
     dtype: torch.dtype
-    precision: str | None
+    format: TiledFormat | None
     pairing: Pairing
     weights_at: int
     scales_at: int = -1
     zeros_at: int = -1
     bias_at: int = -1
+    table_at: int = -1
 
     @property
     def outputs(self) -> int:
@@ -80,14 +82,14 @@ def stored_matrix(layer: LayerRecords, name: str, bias: str | None, pairing: Pai
     layout = layer.layout
     parts = {part.name: part for part in layout.parts}
     bias_at = parts[bias].offset if bias is not None else -1
-    if isinstance(layout, QuantisedFormat):
+    if isinstance(layout, QuantisedFormat) and layout.is_tiled(name):
         shape = layout.tiled_shape(name)
         zeros = parts.get(f"{name}_zeros")
         return StoredMatrix(
             shape.rows,
             shape.columns,
             torch.bfloat16,
-            shape.precision,
+            shape.format,
             shape.pairing,
             parts[name].offset,
             parts[f"{name}_scales"].offset,
@@ -100,7 +102,7 @@ def stored_matrix(layer: LayerRecords, name: str, bias: str | None, pairing: Pai
 
 def store(matrix: TiledMatrix, bias: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, StoredMatrix]:
     """A matrix in tiles, and its bias, as a record by itself: uint8 [1, bytes] on the device, and what lies where."""
-    parts = [matrix.weights, matrix.scales, matrix.zeros, bias]
+    parts = [matrix.weights, matrix.scales, matrix.zeros, bias, matrix.table]
     offsets, end = [], 0
     for part in parts:
         offsets.append(end if part is not None else -1)
@@ -112,4 +114,4 @@ def store(matrix: TiledMatrix, bias: torch.Tensor | None, device: torch.device) 
         if part is not None:
             record[0, offset : offset + part.nbytes].copy_(part.detach().contiguous().view(-1).view(torch.uint8))
     shape = matrix.shape
-    return record, StoredMatrix(shape.rows, shape.columns, torch.bfloat16, shape.precision, shape.pairing, *offsets)
+    return record, StoredMatrix(shape.rows, shape.columns, torch.bfloat16, shape.format, shape.pairing, *offsets)

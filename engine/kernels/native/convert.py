@@ -10,11 +10,11 @@ from engine.kernels.native.structs import matrix_struct
 if TYPE_CHECKING:
     import torch
 
+    from engine.formats.tiles import TiledMatrix
     from engine.kernels.native.library import NativeKernels
-    from engine.kernels.quantised.tiles import TiledMatrix
 
 _ROUNDS = 16
-"""Of the optimisation of int4, see `engine.kernels.quantised.fit`."""
+"""As `engine.formats.tiles.ROUNDS`."""
 
 
 def quantise_natively(weight: torch.Tensor, target: TiledMatrix, kernels: NativeKernels, rounds: int = _ROUNDS) -> None:
@@ -26,7 +26,7 @@ def quantise_natively(weight: torch.Tensor, target: TiledMatrix, kernels: Native
 def dequantise_natively(matrix: TiledMatrix, begin: int, end: int, out: torch.Tensor, kernels: NativeKernels) -> None:
     """Blocks [begin, end) of a matrix in RAM to `out`: bf16 [their rows, columns], contiguous, paired as the matrix is.
 
-    The same values as `engine.kernels.quantised.tiles.dequantise`.
+    The same values as `engine.formats.tiles.dequantise`.
     """
     struct = matrix_struct(matrix)
     kernels.dequantise(kernels.pool, ctypes.addressof(struct), begin, end, out.data_ptr())

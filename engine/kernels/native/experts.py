@@ -6,23 +6,30 @@ import ctypes
 
 import torch
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
+from engine.formats import BF16
+from engine.formats.tiles import Pairing
 from engine.kernels.interface import ExpertKernel, ExpertMath, LayerRecords, QuantisedFormat
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.structs import PRECISION_NUMBERS, ExpertsStruct, RecordPartStruct
-from engine.kernels.quantised.tiles import Pairing
+from engine.kernels.native.structs import ExpertsStruct, RecordPartStruct
 
 MAX_TOKENS = 8
 """A step of so many tokens decodes: the weights' way from RAM is what is waited for.  More are a prefill or a batch."""
 
 
 def can_compute(layer: LayerRecords, math: ExpertMath) -> bool:
-    """Whether the native kernels know these experts: bf16, int8 or int4 in RAM, a known activation, no norm."""
+    """Whether the native kernels know these experts: in RAM, in known formats, with a known activation and no norm."""
     activation, layout = math.activation, layer.layout
     if layer.device.type != "cpu" or activation is None or math.norm is not None:
         return False
     if isinstance(layout, QuantisedFormat):
-        return layout.pairing is activation.pairing or activation.pairing is Pairing.PLAIN
+        known = all(
+            layout.tiled_shape(part.name).format.native is not None
+            if layout.is_tiled(part.name)
+            else part.dtype == torch.bfloat16
+            for part in layout.unquantised.parts
+        )
+        return known and (layout.pairing is activation.pairing or activation.pairing is Pairing.PLAIN)
     return {part.dtype for part in layout.parts} == {torch.bfloat16}
 
 
@@ -79,15 +86,13 @@ def _struct(layer: LayerRecords, math: ExpertMath, beginnings: ctypes.Array[ctyp
     offsets = {part.name: part.offset for part in layout.parts}
 
     def part(name: str, bias: str | None) -> RecordPartStruct:
-        pieces = (offsets[name], offsets.get(f"{name}_scales", -1), offsets.get(f"{name}_zeros", -1))
-        return RecordPartStruct(*pieces, offsets[bias] if bias else -1)
+        number = BF16.native
+        if isinstance(layout, QuantisedFormat) and layout.is_tiled(name):
+            number = layout.tiled_shape(name).format.native
+        pieces = (offsets.get(f"{name}{suffix}", -1) for suffix in ("", "_scales", "_zeros", "_table"))
+        return RecordPartStruct(*pieces, offsets[bias] if bias else -1, number)
 
-    if isinstance(layout, QuantisedFormat):
-        hidden, inner = layout.tiled_shape("down_proj").rows, layout.tiled_shape("down_proj").columns
-        precision = layout.precision
-    else:
-        hidden, inner = next(part.shape for part in layout.parts if part.name == "down_proj")
-        precision = "bf16"
+    hidden, inner = next(part.shape for part in layout.unquantised.parts if part.name == "down_proj")
     return ExpertsStruct(
         layer.pieces[0].data_ptr(),
         layout.nbytes,
@@ -96,7 +101,6 @@ def _struct(layer: LayerRecords, math: ExpertMath, beginnings: ctypes.Array[ctyp
         layer.num_experts,
         hidden,
         inner,
-        PRECISION_NUMBERS[precision],
         activation.pairing,
         activation.kind,
         activation.limit,

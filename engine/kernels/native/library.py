@@ -13,13 +13,15 @@ import os
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
 
+from engine.common.files import write_whole
 from engine.kernels.native.build import library_path, outdated_libraries
 
-_ABI = 6
+_ABI = 7
 _SELF_TEST = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).switchyard_self_test(int(sys.argv[2])))"
 
 
@@ -133,12 +135,8 @@ def proven(path: Path) -> list[Isa]:
     isas = [isa for isa, passes in passed.items() if passes]
     if None in passed.values():
         return isas
-    temporary = verdict_path.with_suffix(f".{os.getpid()}.part")
-    try:
-        temporary.write_text(json.dumps({"machine": machine, "isas": isas}))
-        temporary.replace(verdict_path)
-    except OSError:
-        temporary.unlink(missing_ok=True)  # a read-only installation: prove it again next time
+    with suppress(OSError):  # a read-only installation: prove it again next time
+        write_whole(verdict_path, json.dumps({"machine": machine, "isas": isas}))
     return isas
 
 

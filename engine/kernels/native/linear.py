@@ -7,11 +7,12 @@ import sys
 
 import torch
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
+from engine.formats import TiledFormat, head_format, tiled_format
+from engine.formats.tiles import TiledMatrix
 from engine.kernels.native.library import Isa, NativeKernels
 from engine.kernels.native.structs import MatrixStruct, matrix_struct, plain_struct
-from engine.kernels.quantised.tiles import TiledMatrix
-from engine.kernels.quantised.weights import quantise
+from engine.kernels.quantise import quantise
 
 SMALLEST = 64 * 1024
 """Weights: below this the product costs less than handing it to threads."""
@@ -42,9 +43,9 @@ def speed_up_linears(model: torch.nn.Module, kernels: NativeKernels) -> int:
 
 
 def quantise_linears(model: torch.nn.Module, precision: str, kernels: NativeKernels) -> int:
-    """Replaces the weights of every large bf16 `Linear` of a model on the CPU, routers apart, by int8 or int4 ones.
+    """Replaces the weights of every large bf16 `Linear` of a model on the CPU, routers apart, by ones in tiles.
 
-    The head is never less than int8: it is where an error comes through to the text at once.
+    The head has a format of its own: it is where an error comes through to the text at once.
 
     The parameter `weight` becomes empty; the tiles are buffers of the module.  A weight that is shared with an
     embedding stays there.  Returns how many were replaced.
@@ -54,7 +55,8 @@ def quantise_linears(model: torch.nn.Module, precision: str, kernels: NativeKern
     for name, module in model.named_modules():
         if _is_plain(module) and name.rpartition(".")[2] not in ROUTERS:
             assert isinstance(module, torch.nn.Linear)
-            of_this = "int8" if module is head else precision
+            of_this = tiled_format(head_format(precision) if module is head else precision)
+            assert of_this is not None
             module.forward = QuantisedLinear(module, of_this, kernels)  # type: ignore[method-assign]
             count += 1
     return count
@@ -109,19 +111,17 @@ class _PlainLinear:
 
 
 class QuantisedLinear:
-    """The `forward` of one linear layer in int8 or int4; takes the place of its weight."""
+    """The `forward` of one linear layer in tiles; takes the place of its weight."""
 
-    def __init__(self, module: torch.nn.Linear, precision: str, kernels: NativeKernels) -> None:
+    def __init__(self, module: torch.nn.Linear, target_format: TiledFormat, kernels: NativeKernels) -> None:
         self._rows, self._columns = module.weight.shape
-        self.matrix: TiledMatrix = quantise(module.weight, precision, kernels=kernels)
+        self.matrix: TiledMatrix = quantise(module.weight, target_format, kernels=kernels)
         self.struct = matrix_struct(self.matrix)
         self._address = ctypes.addressof(self.struct)
         self._bias_address = module.bias.data_ptr() if module.bias is not None else None
         self._kernels = kernels
-        for name in ("weights", "scales", "zeros"):
-            tensor = getattr(self.matrix, name)
-            if tensor is not None:
-                module.register_buffer(f"tile_{name}", tensor, persistent=False)  # counted, though not used there
+        for suffix, tensor in self.matrix.parts.items():
+            module.register_buffer(f"tiles{suffix}", tensor, persistent=False)  # counted, though not used there
         module.weight = torch.nn.Parameter(module.weight.new_empty(0), requires_grad=False)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from enum import IntEnum
 
 import torch
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 from engine.kernels.native.library import NativeKernels
 
 PAGE_TOKENS = 32

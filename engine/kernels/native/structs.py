@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING
 
+from engine.formats import BF16
+
 if TYPE_CHECKING:
     import torch
 
-    from engine.kernels.quantised.tiles import TiledMatrix
-
-BF16 = 0
-PRECISION_NUMBERS = {"bf16": BF16, "int8": 1, "int4": 2}
+    from engine.formats.tiles import TiledMatrix
 
 
 class MatrixStruct(ctypes.Structure):
@@ -21,9 +20,10 @@ class MatrixStruct(ctypes.Structure):
         ("weights", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
         ("zeros", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
         ("rows", ctypes.c_int64),
         ("columns", ctypes.c_int64),
-        ("precision", ctypes.c_int32),
+        ("format", ctypes.c_int32),
         ("pairing", ctypes.c_int32),
     )
 
@@ -31,7 +31,10 @@ class MatrixStruct(ctypes.Structure):
 class RecordPartStruct(ctypes.Structure):
     """`SwitchyardRecordPart`."""
 
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("weights", "scales", "zeros", "bias"))
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("weights", "scales", "zeros", "table", "bias")),
+        ("format", ctypes.c_int32),
+    )
 
 
 class ExpertsStruct(ctypes.Structure):
@@ -42,7 +45,7 @@ class ExpertsStruct(ctypes.Structure):
         ("stride", ctypes.c_int64),
         ("first", RecordPartStruct),
         ("down", RecordPartStruct),
-        *((name, ctypes.c_int32) for name in ("count", "hidden", "inner", "precision", "pairing", "activation")),
+        *((name, ctypes.c_int32) for name in ("count", "hidden", "inner", "pairing", "activation")),
         ("limit", ctypes.c_float),
         ("alpha", ctypes.c_float),
         ("scattered", ctypes.c_void_p),
@@ -106,13 +109,14 @@ def matrix_struct(matrix: TiledMatrix) -> MatrixStruct:
         matrix.weights.data_ptr(),
         matrix.scales.data_ptr(),
         matrix.zeros.data_ptr() if matrix.zeros is not None else None,
+        matrix.table.data_ptr() if matrix.table is not None else None,
         shape.rows,
         shape.columns,
-        PRECISION_NUMBERS[shape.precision],
+        shape.format.native,
         int(shape.pairing),
     )
 
 
 def plain_struct(weight: torch.Tensor) -> MatrixStruct:
     """A matrix in bf16, contiguous, in RAM; the struct points into it."""
-    return MatrixStruct(weight.data_ptr(), None, None, *weight.shape, BF16, 0)
+    return MatrixStruct(weight.data_ptr(), None, None, None, *weight.shape, BF16.native, 0)

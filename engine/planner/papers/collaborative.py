@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
+from engine.checkpoint.model_files import read_model
+from engine.checkpoint.model_shape import ModelShape
+from engine.hardware.machine_files import read_machine
 from engine.planner.costs import Costs
 from engine.planner.efficiency import Efficiency
 from engine.planner.memory import card_memory, expert_slots, indexes
-from engine.planner.model_shape import ModelShape
 from engine.planner.papers.row import DERIVED, THROUGHPUT, Row
-from engine.planner.profile_files import read_machine, read_model
 from engine.planner.simulator.requests import Setting, run_requests
 from engine.planner.simulator.strategy import COLLABORATIVE, CPU_ONLY, FIDDLER, IDEAL_PREFETCH, Strategy
 from engine.planner.workload import Workload

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from engine.checkpoint.model_files import read_model
+from engine.checkpoint.model_shape import ModelShape
+from engine.formats import format_of
+from engine.hardware.machine_files import read_machine
 from engine.planner.costs import Costs
 from engine.planner.duoserve import LAYER_WIDTHS, peak_memory, predictor_weights
 from engine.planner.efficiency import Efficiency
-from engine.planner.model_shape import ModelShape
 from engine.planner.papers.row import DERIVED, THROUGHPUT, Row
-from engine.planner.precision import bytes_per_weight
-from engine.planner.profile_files import read_machine, read_model
 from engine.planner.simulator.requests import Setting, run_requests
 from engine.planner.simulator.strategy import DUOSERVE, ON_DEMAND, WHOLE_LAYER, Strategy
 from engine.planner.workload import Workload
@@ -55,7 +56,7 @@ def _four_bit(shape: ModelShape) -> float:
 
     def packed(model: ModelShape) -> float:
         projections = model.non_expert_weights - model.embedding_weights
-        return projections * bytes_per_weight("awq4") + 2.0 * model.embedding_weights
+        return projections * format_of("awq4").bytes_per_weight + 2.0 * model.embedding_weights
 
     return _NON_EXPERTS_8X7B * packed(shape) / packed(read_model("mixtral-8x7b"))
 

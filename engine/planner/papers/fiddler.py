@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from engine.checkpoint.model_files import read_model
+from engine.hardware.machine_files import read_machine
 from engine.planner.costs import Costs
 from engine.planner.efficiency import Efficiency
 from engine.planner.fiddler import hit_rate_bounds
 from engine.planner.memory import card_memory, expert_slots
 from engine.planner.papers.row import DERIVED, THROUGHPUT, Row
-from engine.planner.profile_files import read_machine, read_model
 from engine.planner.simulator.requests import Setting, run_requests
 from engine.planner.simulator.strategy import FIDDLER, ON_DEMAND, STATIC_SPLIT, WHOLE_LAYER, Strategy
 from engine.planner.workload import Workload

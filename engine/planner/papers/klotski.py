@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from engine.checkpoint.model_files import read_model
+from engine.hardware.machine_files import read_machine
 from engine.planner.costs import Costs
 from engine.planner.efficiency import Efficiency
 from engine.planner.memory import RUNTIME_BYTES, USABLE_SHARE
 from engine.planner.papers.row import DERIVED, THROUGHPUT, Row
-from engine.planner.profile_files import read_machine, read_model
 from engine.planner.simulator.batch import pass_seconds, run_batch
 from engine.planner.simulator.batch_costs import BatchPolicy, PassCosts
 from engine.planner.simulator.klotski import Klotski

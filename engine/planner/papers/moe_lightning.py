@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from engine.checkpoint.model_files import read_model
+from engine.hardware.machine_files import read_machine
 from engine.planner.costs import Costs
 from engine.planner.efficiency import Efficiency
 from engine.planner.papers.row import DERIVED, THROUGHPUT, Row
 from engine.planner.policy_search import search_policy
-from engine.planner.profile_files import read_machine, read_model
 from engine.planner.simulator.batch import run_batch
 from engine.planner.simulator.batch_costs import BatchPolicy
 from engine.planner.simulator.batch_schedules import Schedule, cgopipe, flexgen_s3, flexgen_s4, whole_layer

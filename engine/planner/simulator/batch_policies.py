@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from engine.formats import format_of
 from engine.planner.klotski import block_times, fewest_batches
 from engine.planner.memory import share_on_disk, usual_rule
 from engine.planner.policy_search import PerformanceModel, SearchedPolicy, best_of, policies
-from engine.planner.precision import bytes_per_weight
 from engine.planner.simulator.batch import run_batch
 from engine.planner.simulator.batch_costs import BatchPolicy
 from engine.planner.simulator.batch_schedules import Schedule
@@ -27,7 +27,7 @@ def run_batches(name: str, schedule: Schedule, setting: Setting, *, record: bool
     machine, model = costs.machine, costs.model
     if machine.gpu is None:
         return
-    performance = PerformanceModel(machine, model, work, bytes_per_weight(costs.precision), setting.rule)
+    performance = PerformanceModel(machine, model, work, format_of(costs.precision).bytes_per_weight, setting.rule)
     rule = setting.rule or usual_rule(machine)
     for policy in policies_to_try(name, performance, setting):
         kv = performance.kv_bytes() * policy.sequences

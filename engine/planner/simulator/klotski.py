@@ -62,7 +62,7 @@ class Klotski:
                 computing = costs.gpu_experts(rows)
                 done = timeline.run("gpu", computing, "expert", max(arrived, gates), layer=layer, expert=expert)
             return LayerState(weights, state.done, [done] * count)
-        # Batch by batch every expert is read anew.  The first batch meets them as they arrive if they were fetched one
+        # Batch by batch every expert is read again.  The first batch meets them as they arrive if they were fetched one
         # by one, and waits for the whole layer if it was fetched as one.
         ready = []
         done = gates if self.hot_only else max(gates, arrivals[-1])

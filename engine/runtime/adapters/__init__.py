@@ -16,6 +16,9 @@ dispatch and verification are then the common code.  What "like everyone else's"
   computes with `layer.part(name, expert)`, a view of shape parameter.shape[1:] (two-dimensional parts are stored as
   [out, in] if `is_transposed` is true on the module, that is, transposed from the parameter).
 
+A family names its adapter in its file in `engine.families`: a module of this package, which has a module-level
+`ADAPTER: FamilyAdapter`.
+
 After loading, those parameters are `None` and a `BankLayer` is bound to each module.
 """
 
@@ -24,18 +27,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, Protocol, cast
 
-_MODULES = {
-    "dbrx": "dbrx",
-    "llama4": "llama4",
-    "llama4_text": "llama4",
-    "jetmoe": "jetmoe",
-    "longcat_flash": "longcat_flash",
-    "step3p7": "step3p7",
-    "switch_transformers": "switch_transformers",
-    "nllb-moe": "nllb_moe",
-    "nllb_moe": "nllb_moe",
-}
-"""model_type -> module of this package, which has a module-level `ADAPTER: FamilyAdapter`."""
+from engine.families import family_of
 
 
 class FamilyAdapter(Protocol):
@@ -58,7 +50,7 @@ class FamilyAdapter(Protocol):
 
 def adapter_for(model_type: str) -> FamilyAdapter | None:
     """The adapter of a family, or `None` if it needs none."""
-    name = _MODULES.get(model_type)
-    if name is None:
+    name = family_of(model_type).adapter
+    if not name:
         return None
     return cast(FamilyAdapter, import_module(f"{__name__}.{name}").ADAPTER)

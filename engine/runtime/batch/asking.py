@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from engine.batch_files.answer import Answer, failed
 from engine.batch_files.request import RowRequest
-from engine.errors import EngineError
+from engine.common.errors import EngineError
 from engine.runtime.batch.request import BatchAnswer, BatchRequest
 from engine.runtime.constrained import ConstrainedAnswer, ConstrainedAnswers
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from engine.common.cancellation import RequestCancelled
 from engine.runtime.batch.continuous import ContinuousBatch
-from engine.runtime.batch.families import can_pack
 from engine.runtime.batch.one_by_one import OneByOne
 from engine.runtime.batch.packed_sweep import PackedModel
+from engine.runtime.batch.packing import why_not_packed
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy, policy_for
-from engine.runtime.batch.preparation import Preparation, Prepared
+from engine.runtime.batch.preparation import Preparation
 from engine.runtime.batch.request import AnswerCallback, BatchRequest, Check, Outcome, never
 from engine.runtime.loaded_model import LoadedModel
 
@@ -32,18 +33,15 @@ class BatchExecutor:
 
     def __init__(self, loaded: LoadedModel, policy: BatchPolicy | None = None) -> None:
         self.policy = policy or policy_for(loaded)
-        self.note = ""
         self._preparation = Preparation(loaded)
         self._batch: ContinuousBatch | OneByOne | None = None
-        self._prepared: Iterator[Prepared] | None = None
-        if can_pack(loaded.model):
+        why = why_not_packed(loaded.model)
+        if not why:
             try:
                 self._batch = ContinuousBatch(PackedModel(loaded, self.policy), self.policy)
             except LookupError as error:
-                self.note = f"Rows are answered one by one: {error}."
-        else:
-            family = loaded.info.family
-            self.note = f"Rows are answered one by one: layers of the {family} family do not take several at once."
+                why = str(error)
+        self.note = f"Rows are answered one by one: {why}." if why else ""
         if self._batch is None:
             self._batch = OneByOne(loaded)
 
@@ -66,8 +64,11 @@ class BatchExecutor:
             EngineError: the model cannot be run; the rows under way are kept for another try.
         """
         assert self._batch is not None
-        prepared = self._preparation.prepared(rows, on_row)
-        return self._batch.run(prepared, on_row, should_yield, cancelled)
+        prepared = self._preparation.prepared(rows, on_row, cancelled)
+        try:
+            return self._batch.run(prepared, on_row, should_yield, cancelled)
+        except RequestCancelled:  # while a row's prompt was made
+            return Outcome.CANCELLED
 
     @property
     def under_way(self) -> tuple[int, int]:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from engine.batch_files.answer import Answer
 from engine.batch_files.aside import Between, StoppedError, aside
+from engine.batch_files.computing_clock import ComputingClock
 from engine.batch_files.fingerprint import content_hash, stamp
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.journal import Journal
 from engine.batch_files.manifest import Manifest
+from engine.batch_files.openai_responses import errors_path
 from engine.batch_files.pace import Pace, PaceMeter
 from engine.batch_files.prepared_job import PreparedJob
-from engine.batch_files.result_file import write_result
+from engine.batch_files.result_file import Written, write_result
+from engine.batch_files.result_formats import MOST_OF_A_SHEET
 from engine.batch_files.row_count import RowCount, counted_rows
 from engine.batch_files.safe_keeping import SafeKeeping
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 from engine.runtime.batch.asking import Asking
 from engine.runtime.batch.request import AnswerCallback, BatchAnswer, BatchRequest, Check, Outcome, never
 from engine.runtime.batch.row_feed import RowFeed
@@ -70,8 +75,11 @@ class JobRun:
         self._stamp = stamp(prepared.source)
         self._watched_s = self._told_s = time.monotonic()
         self._looks_changed = False
+        self._waits = ""
+        self._waits_since_s = 0.0
         done, bad, _tokens = journal.counts()
-        self._meter = PaceMeter(done, bad, self._watched_s, prepared.most_tokens)
+        self._clock = ComputingClock()
+        self._meter = PaceMeter(done, bad, self._clock.now(), prepared.most_tokens)
         self._keeping = SafeKeeping(journal)
         self._asking = Asking(prepared.job.tries, make_constrained)
         self._count = RowCount(None)
@@ -127,26 +135,54 @@ class JobRun:
         while not self._keeping.flush():
             if not self._wait_for_room(self._keeping.problem):
                 return False
+        self._there_is_room()
         if self._looks_changed:
             self._require_same_input()
         self._give_way()
         return not self._watcher.cancelled()
 
     def _wait_for_room(self, problem: str) -> bool:
-        """Lets a moment pass in which others have the machine; False if the job was cancelled."""
-        self._tell(f"Waiting: {problem}")
-        until = time.monotonic() + _RETRY_S
-        while time.monotonic() < until:
-            if self._watcher.cancelled():
-                return False
-            self._give_way()
-            time.sleep(_REST_S)
+        """Lets a moment pass in which others have the machine; False if the job was cancelled.
+
+        It is said once: that a retry failed as well is no news.
+
+        Raises:
+            EngineError: `DISK_FULL`: nobody is there to make room, or has for as long as it was to be waited.
+        """
+        begun_s = time.monotonic()
+        patience = self._watcher.patience_s
+        if not self._waits:
+            most = "" if patience is None else f", for {patience:.0f} s at most"
+            self._waits, self._waits_since_s = f"Waiting{most}: {problem}", begun_s
         self._tell()
+        if patience is not None and begun_s - self._waits_since_s >= patience:
+            done = self._journal.counts()[0]
+            raise EngineError(
+                ErrorCode.DISK_FULL,
+                f"The disk of {self._full_folder()} stayed full for {patience:.0f} s: make room and resume the job; "
+                f"its {done:,} answers are kept.",
+            )
+        with self._clock.stopped():
+            while time.monotonic() < begun_s + _RETRY_S:
+                if self._watcher.cancelled():
+                    return False
+                self._give_way()
+                time.sleep(_REST_S)
         return True
+
+    def _full_folder(self) -> Path:
+        """Whose disk it is that has no room: that of the answers, or that of the result."""
+        return self._journal.path.parent if self._keeping.problem else self._prepared.output.parent
+
+    def _there_is_room(self) -> None:
+        if self._waits:
+            self._waits = ""
+            self._tell()
 
     def _give_way(self) -> None:
         if self._watcher.should_yield():
-            self._watcher.give_way()
+            with self._clock.stopped():
+                self._watcher.give_way()
 
     def _answered(self, answer: BatchAnswer) -> None:
         ended = self._asking.ended(answer)
@@ -162,18 +198,26 @@ class JobRun:
 
     def _tell(self, blocked: str = "") -> None:
         self._told_s = time.monotonic()
-        self._watcher.on_pace(self._pace(), blocked)
+        self._watcher.on_pace(self._pace(), self._waits or blocked)
 
     def _pace(self) -> Pace:
         rows, tokens = self._executor.under_way
-        return self._meter.pace(self._count.total, time.monotonic(), under_way=rows, under_way_tokens=tokens)
+        return self._meter.pace(self._count.total, self._clock.now(), under_way=rows, under_way_tokens=tokens)
 
     def _aside(self, doing: str, work: Callable[[Between], _Result], cancelled: Check | None = None) -> _Result:
+        is_told = False
+
         def on_share(share: float) -> None:
+            nonlocal is_told
             if time.monotonic() - self._told_s >= _TELL_S:
+                is_told = True
                 self._tell(f"{doing}: {share:.0%}")
 
-        return aside(work, self._watcher, on_share, cancelled=cancelled)
+        with self._clock.stopped():
+            result = aside(work, self._watcher, on_share, cancelled=cancelled)
+        if is_told:
+            self._tell()
+        return result
 
     def _look_at_input(self, *, at_once: bool = False) -> None:
         now = time.monotonic()
@@ -206,20 +250,64 @@ class JobRun:
         """Writes the result, of a cancelled job as far as there is one, and says what was done."""
         source, output, begun_s = self._prepared.source, self._prepared.output, int(self._journal.begun_s)
 
-        def write(between: Between) -> int:
-            answers, openai = self._journal.answers(), self._prepared.openai
-            return write_result(output, source, answers, openai=openai, created_s=begun_s, between=between)
+        def write(between: Between) -> Written:
+            journal, openai = self._journal, self._prepared.openai
+            return write_result(
+                output,
+                source,
+                journal.answers(),
+                rows=journal.counts()[0],
+                ledger=journal,
+                openai=openai,
+                created_s=begun_s,
+                between=between,
+            )
 
         while True:
             try:
                 written = self._aside("Writing the result", write, cancelled=None if finished else never)
                 if finished:
                     self._journal.finish()
-                return JobEnding(finished, self._pace(), written, self._meter.tokens)
+                self._there_is_room()
+                return self._ending(finished, written)
             except StoppedError:
-                return JobEnding(False, self._pace(), 0, self._meter.tokens)
+                return self._ending(False)
             except EngineError as error:
                 if error.code != ErrorCode.DISK_FULL:
                     raise
-                if not finished or not self._wait_for_room(error.message):
-                    return JobEnding(False, self._pace(), 0, self._meter.tokens, note=error.message)
+                full = f"The disk of {output.parent} is full: make room, and the result is written."
+                if not finished or not self._wait_for_room(full):
+                    return self._ending(False, note=error.message)
+
+    def _ending(self, finished: bool, written: Written | None = None, note: str = "") -> JobEnding:
+        asked, pace, unkept = self._prepared.output, self._pace(), self._keeping.waiting
+        if unkept:
+            done, failed, _tokens = self._journal.counts()
+            pace = replace(pace, done=done, failed=failed)
+            lost = "the last answer was" if unkept == 1 else f"the last {unkept:,} answers were"
+            sentence = f"The disk of {self._journal.path.parent} is full, and {lost} not kept: make room and resume."
+            note = f"{sentence} {note}".strip()
+        if written is None:
+            return JobEnding(finished, pace, 0, self._meter.tokens, self._clock.now(), note, unkept=unkept)
+        is_csv = written.asked != asked  # no sheet holds so much
+        elsewhere = [
+            f"{there.name} belongs to someone else or was changed: {what} in {here}."
+            for there, here, what in (
+                (written.output if is_csv else asked, written.output, "the result is"),
+                (errors_path(asked), written.errors, "failed rows are"),
+            )
+            if here is not None and here != there
+        ]
+        if is_csv:
+            elsewhere.append(f"{MOST_OF_A_SHEET}, and this job has more: the result is in {written.output}.")
+        return JobEnding(
+            finished,
+            pace,
+            written.rows,
+            self._meter.tokens,
+            self._clock.now(),
+            " ".join([*elsewhere, note]).strip(),
+            written.output,
+            written.errors,
+            unkept,
+        )

@@ -9,8 +9,11 @@ from itertools import islice
 
 from engine.batch_files.answer import Answer
 from engine.batch_files.prepared_job import PreparedJob
-from engine.checkpoint.model_shapes import find_shape
-from engine.errors import EngineError
+from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.model_shape import ModelShape
+from engine.common.errors import EngineError
+from engine.formats import measured_as
+from engine.hardware.machine import GpuProfile, HardwareProfile, LinkProfile
 from engine.hardware.measured import machine_profile
 from engine.hardware.measurement_files import load_measurements
 from engine.hardware.probe import HardwareProfile as Probe
@@ -27,10 +30,8 @@ from engine.planner.batch_prediction import (
     predicted_on_card,
 )
 from engine.planner.engine_costs import engine_costs
-from engine.planner.machine import GpuProfile, HardwareProfile, LinkProfile
-from engine.planner.model_shape import ModelShape
 from engine.planner.plan_parts import BatchPlan, Limits
-from engine.runtime.batch.families import can_pack
+from engine.runtime.batch.packing import can_pack
 from engine.runtime.batch.policy import BatchPolicy, policy_for
 from engine.runtime.batch.request import BatchAnswer
 from engine.runtime.batch.sweep_clock import SampleTime
@@ -117,7 +118,7 @@ def plan_rows(rows: JobRows, loaded: LoadedModel, shape: ModelShape, found: Prob
     card = loaded.devices.devices[0] if loaded.devices is not None and len(loaded.devices.devices) == 1 else None
     name = "" if card is None else card.name.partition("#")[0]
     measured = load_measurements(found, name)
-    precision = "bf16" if loaded.info.precision == "fp32" else loaded.info.precision
+    precision = measured_as(loaded.info.precision)
     machine = machine_profile(found, measured, precision=precision)
     off = LOOKED_UP_OFF if measured is None else MEASURED_OFF
     if loaded.devices is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.errors import EngineError
+from engine.common.errors import EngineError
 from engine.runtime.batch.preparation import Prepared
 from engine.runtime.batch.request import AnswerCallback, BatchAnswer, Check, Outcome
 from engine.runtime.chat_session import ChatSession

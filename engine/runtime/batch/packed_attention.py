@@ -1,7 +1,9 @@
 """The library's attention modules over pages: registered under a name of ours with its attention interface.
 
 All rows of a micro-batch go through a module as one sequence; the function that the module calls to attend is told
-apart by it whose tokens are whose.  The library's masks are not made: what a token sees is known from its row.
+apart by it whose tokens are whose.  The library's masks are not made: what a token sees is known from its row and from
+the module's window.  That window is read from the rule by which the library would make the module's mask, as the mask
+alone is what counts there: some modules never pass their window on, others pass one that their mask does not have.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from engine.kernels.native.paged_attention import (
     attend,
 )
 from engine.kernels.reference_paged import attend_in_torch
+from engine.runtime.window_masks import attending_by, window_of
 
 IMPLEMENTATION = "switchyard_paged"
 
@@ -34,17 +37,21 @@ class PagedStates:
 
     Args:
         kernels: the native ones; without them torch computes.
+        context_tokens: no row is longer.
         window, kept: see `BatchPolicy`.
     """
 
-    def __init__(self, kernels: NativeKernels | None, window: int = 0, kept: int = 0) -> None:
+    def __init__(self, kernels: NativeKernels | None, context_tokens: int, window: int = 0, kept: int = 0) -> None:
         self._kernels = kernels
+        self._context_tokens = context_tokens
         self._window, self._kept = window, kept
         self.shapes: dict[int, KvShape] = {}
         self._terms: dict[int, AttentionTerms] = {}
         self._layers: dict[int, tuple[PagedLayer, PagedLayerStruct]] = {}
+        self.are_met = False
+        """Whether every module has been seen with one token, so that it is known how it attends."""
         self.pieces: Pieces | None = None
-        """The rows whose tokens come next; `None` while the modules are still being met."""
+        """The rows whose tokens come next, once the modules have been met."""
         self.elsewhere: Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         """Attends in place of this, if set: it takes a module, queries, keys and values as `attend` does."""
 
@@ -66,8 +73,27 @@ class PagedStates:
         """The pages of this module."""
         return self._layers[id(module)]
 
+    def mask(self, mask_function: Callable[..., Any]) -> torch.Tensor | None:
+        """What modules get in place of a mask that would be made by this rule of the library's.
+
+        Returns:
+            While modules are being met, their window [1, 1, 1, 1], 0 without one; afterwards none is needed.
+
+        Raises:
+            LookupError: the rule says something else than a window does.
+        """
+        if self.are_met:
+            return None
+        return torch.tensor([[[[window_of(mask_function, self._context_tokens)]]]])
+
     def attend(
-        self, module: Any, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: dict[str, Any]
+        self,
+        module: Any,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: dict[str, Any],
     ) -> torch.Tensor:
         """[1, heads, T, dim] of all rows, one after the other -> [1, T, heads, value_dim].
 
@@ -78,10 +104,11 @@ class PagedStates:
             return self.elsewhere(module, queries, keys, values)
         device = queries.device
         queries, keys, values = (_by_token(states.cpu()) for states in (queries, keys, values))
-        if self.pieces is None:
-            self._meet(module, queries, keys, values, options)
+        if not self.are_met:
+            self._meet(module, queries, keys, values, mask, options)
             group = queries.shape[1] // keys.shape[1]
             return values.repeat_interleave(group, 1)[None].to(device)
+        assert self.pieces is not None
         attended = self.attend_rows(self._kernels, module, self.pieces, queries, keys, values)
         return attended[None].to(device)
 
@@ -101,12 +128,20 @@ class PagedStates:
         return attend_in_torch(layer, self._terms[id(module)], pieces, queries, keys, values)
 
     def _meet(
-        self, module: Any, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: dict[str, Any]
+        self,
+        module: Any,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: dict[str, Any],
     ) -> None:
         """One token's states, of a module that is met for the first time: it sees itself alone."""
+        if mask is None:
+            raise LookupError("its attention is not given the library's masks")
         shape = KvShape(queries.shape[1], keys.shape[1], keys.shape[2], values.shape[2])
         sinks = options.get("s_aux")
-        window = int(options.get("sliding_window") or 0)
+        window = int(mask)
         if self._window and not 0 < window <= self._window:
             window = self._window
         scaling = options.get("scaling")
@@ -126,25 +161,13 @@ _active: list[PagedStates] = []
 
 @contextmanager
 def paged(states: PagedStates, configs: list[Any]) -> Iterator[None]:
-    """Within it the modules of these configurations attend over pages, and no masks are made for them."""
-    before = [config._attn_implementation_internal for config in configs]
-    for config in configs:
-        config._attn_implementation_internal = IMPLEMENTATION
+    """Within it the modules of these configurations attend over pages, without masks once they have been met."""
     _active.append(states)
     try:
-        yield
+        with attending_by(IMPLEMENTATION, configs):
+            yield
     finally:
         _active.pop()
-        for config, implementation in zip(configs, before, strict=True):
-            config._attn_implementation_internal = implementation
-
-
-def configs_of(model: Any) -> list[Any]:
-    """Every configuration by which modules of this model choose their attention."""
-    found = {
-        id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
-    }
-    return [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]
 
 
 def _by_token(states: torch.Tensor) -> torch.Tensor:
@@ -159,15 +182,15 @@ def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: Any = None,  # noqa: ARG001 - some pass it by name
+    attention_mask: Any = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    return _active[-1].attend(module, query, key, value, options).to(query.dtype), None
+    return _active[-1].attend(module, query, key, value, attention_mask, options).to(query.dtype), None
 
 
-def _no_mask(*_args: Any, **_options: Any) -> None:
-    return None
+def _mask(*_args: Any, mask_function: Callable[..., Any], **_options: Any) -> torch.Tensor | None:
+    return _active[-1].mask(mask_function)
 
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _no_mask)
+ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _mask)

@@ -16,7 +16,7 @@ from engine.kernels.native.paged_attention import KvType, Pieces
 from engine.runtime.batch.balance import balanced
 from engine.runtime.batch.layers import DecoderLayers, Recording
 from engine.runtime.batch.native_rows import NativeRows
-from engine.runtime.batch.packed_attention import PagedStates, configs_of, paged
+from engine.runtime.batch.packed_attention import PagedStates, paged
 from engine.runtime.batch.pipeline.choice import ScheduleChoice
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
 from engine.runtime.batch.pipeline.parts import PartsTimer
@@ -24,6 +24,7 @@ from engine.runtime.batch.pipeline.schedules import Schedule
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.row import PagedRow
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.window_masks import configs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class PackedModel:
         self._loaded, self._policy = loaded, policy
         self._layers = DecoderLayers(loaded.model)
         self._configs = configs_of(loaded.model)
-        self._states = PagedStates(loaded.kernels, policy.window, policy.kept)
+        self._states = PagedStates(loaded.kernels, loaded.context_tokens, policy.window, policy.kept)
         self._kv_type = policy.kv_type or (KvType.BF16 if loaded.model.dtype == torch.bfloat16 else KvType.FP32)
         self._native: NativeRows | None = None
         self._pipeline: DevicePipeline | None = None
@@ -207,6 +208,7 @@ class PackedModel:
             hidden = recording.hidden
             for index in range(len(self._layers)):
                 hidden = self._layers.run(index, hidden, recording)
+        self._states.are_met = True
 
     def _attending(self, pieces: Pieces | None) -> Any:
         self._states.pieces = pieces

@@ -7,9 +7,9 @@ from typing import Any
 
 import psutil
 
+from engine.common.footprint import activation_token_bytes
 from engine.kernels.native.paged_attention import KvType
 from engine.planner.batch_prediction import ROWS_TOGETHER, SWEEP_TOKENS
-from engine.planner.footprint import activation_token_bytes
 from engine.planner.plan_parts import BatchPlan
 from engine.planner.simulator.batch_policies import KLOTSKI
 from engine.runtime.batch.pipeline.schedules import Schedule

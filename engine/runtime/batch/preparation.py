@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 from engine.runtime.batch.request import AnswerCallback, BatchAnswer, BatchRequest
 from engine.runtime.batch.row import RowText
 from engine.runtime.decoding import Limits
+from engine.runtime.generation import CancelCheck, never_cancelled
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.prompt import chat_prompt, implied_stops
 from engine.runtime.stopping import end_token_ids
@@ -41,15 +42,21 @@ class Preparation:
         self._end_ids = end_token_ids(loaded.model, loaded.tokenizer)
         self._implied_stops = implied_stops(loaded.tokenizer)
 
-    def prepared(self, requests: Iterator[BatchRequest], on_row: AnswerCallback) -> Iterator[Prepared]:
-        """Those that can be answered; the others are told to `on_row` at once."""
+    def prepared(
+        self, requests: Iterator[BatchRequest], on_row: AnswerCallback, cancelled: CancelCheck = never_cancelled
+    ) -> Iterator[Prepared]:
+        """Those that can be answered; the others are told to `on_row` at once.
+
+        Raises:
+            RequestCancelled: `cancelled()` came true while a row's prompt was made.
+        """
         for request in requests:
             try:
-                yield self._prepare(request)
+                yield self._prepare(request, cancelled)
             except EngineError as error:
                 on_row(BatchAnswer(request.row, "", "failed", error=error))
 
-    def _prepare(self, request: BatchRequest) -> Prepared:
+    def _prepare(self, request: BatchRequest, cancelled: CancelCheck) -> Prepared:
         sampling = request.sampling
         if sampling.beams > 1:
             raise EngineError(
@@ -59,7 +66,8 @@ class Preparation:
             prompt, stop = list(request.ids), sampling.stop
         else:
             messages = [replace(m, content=m.content.encode("utf-8", "replace").decode()) for m in request.messages]
-            prompt, stop = chat_prompt(self._tokenizer, messages), (*sampling.stop, *self._implied_stops)
+            prompt = chat_prompt(self._tokenizer, messages, cancelled)
+            stop = (*sampling.stop, *self._implied_stops)
         if not prompt:
             raise EngineError(ErrorCode.INVALID_REQUEST, "The prompt is empty: write something first.")
         room = self._context_tokens - len(prompt)

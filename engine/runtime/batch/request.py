@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from engine.config import SamplingParams
-from engine.errors import EngineError
-from engine.protocol import ChatMessage, FinishReason
+from engine.common.chat import ChatMessage, FinishReason
+from engine.common.config import SamplingParams
+from engine.common.errors import EngineError
 from engine.runtime.generation import Constraint
 
 

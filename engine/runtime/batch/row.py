@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import torch
 
-from engine.errors import EngineError
+from engine.common.chat import FinishReason
+from engine.common.errors import EngineError
 from engine.kernels.native.paged_attention import PAGE_TOKENS, Piece
-from engine.protocol import FinishReason
 from engine.runtime.batch.page_pool import NO_PREFIX, PagePool, pages_for, prefix_after
 from engine.runtime.batch.request import BatchAnswer, BatchRequest
 from engine.runtime.decoding import Limits

@@ -55,7 +55,7 @@ def run_whole_job(prepared: PreparedJob, loaded: LoadedModel, watcher: JobWatche
             watcher.on_plan(plan.prediction)
         with closing(BatchExecutor(loaded, plan.policy)) as executor:
             ending = JobRun(prepared, manifest, journal, executor, lambda: _constrained(loaded), watcher).run()
-            return replace(ending, note=ending.note or executor.note)
+            return replace(ending, note=" ".join(filter(None, (ending.note, executor.note))))
 
 
 def run_sample(prepared: PreparedJob, loaded: LoadedModel, rows: int, watcher: JobWatcher) -> None:

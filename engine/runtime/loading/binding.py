@@ -1,23 +1,22 @@
-"""What is bound: experts to the devices that compute them, layers to kernels, and who foretells what is wanted."""
+"""What is bound: experts to the devices that compute them, layers to kernels, and who predicts what is wanted."""
 
 from __future__ import annotations
 
 import torch
 
-from engine.config import EngineConfig
+from engine.common.config import EngineConfig
+from engine.common.footprint import KV_TOKENS
 from engine.experts.activations import Activations
 from engine.experts.disk_backed import bind_disk_backed, can_be_disk_backed
+from engine.formats import careful, format_of
 from engine.kernels.native.library import load_kernels
 from engine.kernels.native.linear import quantise_linears, speed_up_linears
-from engine.kernels.quantised.tiles import PRECISIONS
-from engine.planner.precision import careful_precision
 from engine.runtime.device_binding import RecordsInRam, bind_to_devices, bind_whole_layers, fill_caches, open_caches
 from engine.runtime.foretelling import foretell_for_devices, foretell_for_ram
 from engine.runtime.loading.decision import Decision
 from engine.runtime.loading.opened import OpenedCheckpoint
 from engine.runtime.loading.parts import LoadingParts
 from engine.runtime.native_decoder import speed_up_decoder_layers
-from engine.runtime.placement import KV_TOKENS
 from engine.runtime.popularity import UseCounts, load_popularity
 
 
@@ -27,7 +26,7 @@ def bind_experts(opened: OpenedCheckpoint, decision: Decision, parts: LoadingPar
     Raises:
         EngineError: a device failed, or has no room for what no step can do without.
     """
-    if decision.placement.devices:
+    if decision.devices:
         _bind_devices(opened, decision, parts, config)
     elif parts.disk_backed is not None:
         _bind_read_ahead(opened, decision, parts, config)
@@ -38,30 +37,30 @@ def bind_dense(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts
     kernels = parts.kernels
     if kernels is None:
         return
-    if decision.precision in PRECISIONS:
-        quantise_linears(opened.model, careful_precision(decision.precision, opened.weights), kernels)
+    if format_of(decision.precision).is_tiled:
+        quantise_linears(opened.model, careful(decision.precision, opened.weights), kernels)
     speed_up_linears(opened.model, kernels)
     speed_up_decoder_layers(opened.model, kernels)
 
 
 def _bind_devices(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts, config: EngineConfig) -> None:
-    devices, placement, profile = parts.devices, decision.placement, opened.profile
+    devices, profile = parts.devices, opened.profile
     able = [site for site in decision.sites if can_be_disk_backed(site)]
-    if placement.all_experts or not able:
+    if decision.placement.all_experts or not able:
         return
     assert parts.bank is not None
     context = min(opened.context_tokens(config), KV_TOKENS)
-    budgets = devices.expert_budgets(context, placement.piece_tokens * decision.needs.activations)
+    budgets = devices.expert_budgets(context, decision.activations)
     held = devices.experts
-    if placement.dense.type == "cpu" and opened.dtype == torch.bfloat16:
+    if decision.dense.type == "cpu" and opened.dtype == torch.bfloat16:
         held.kernels = load_kernels(1)  # the device's own: it computes beside the CPU
-    held.activations = [Activations(device) for device in placement.devices]
+    held.activations = [Activations(device) for device in decision.devices]
     for activations in held.activations:  # what no step can do without: who is refused it runs on the CPU
         activations.rows((max(profile.experts_per_token, 1), profile.hidden), opened.dtype)
     records = RecordsInRam(parts.bank, parts.disk_backed, parts.kernels)
     experts = [site.num_experts for site in able]
     known = load_popularity(opened.key, experts)
-    bound = open_caches(held, able, records, devices.layers, config, budgets, known, parts.kernels, opened.dtype)
+    bound = open_caches(held, able, records, decision.layers, config, budgets, known, parts.kernels, opened.dtype)
     if config.misses == "layer":
         bind_whole_layers(bound, held)
         return
@@ -75,7 +74,7 @@ def _bind_devices(opened: OpenedCheckpoint, decision: Decision, parts: LoadingPa
 
 
 def _bind_read_ahead(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts, config: EngineConfig) -> None:
-    """Lets the experts on disk be foretold, now that the routers can be asked."""
+    """Lets the experts on disk be predicted, now that the routers can be asked."""
     disk_backed = parts.disk_backed
     assert disk_backed is not None
     on_disk = [site for site in decision.sites if site.name in disk_backed.disk.header.index_of]

@@ -1,4 +1,7 @@
-"""What is decided before a weight is read: precision, devices, and where experts lie."""
+"""What is decided before a weight is read: the checkpoint's sizes are counted, and `engine.planner.placement` decides.
+
+A `Decision` is carried out by the rest of loading and changes nothing that it was made from.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,21 @@ from typing import Any
 
 import torch
 
-from engine.config import EngineConfig
+from engine.common.config import EngineConfig
+from engine.devices.device import Device
+from engine.devices.host_memory import available_ram
+from engine.experts.disk_backed import can_be_disk_backed
 from engine.experts.sites import ExpertsSite, quantised
+from engine.formats import AUTO, LADDER, careful, format_of
 from engine.kernels.dense import is_held_quantised, quantised_sizes
-from engine.kernels.quantised.tiles import PRECISIONS
-from engine.planner.precision import careful_precision
-from engine.runtime.expert_placement import ExpertPlacement, place_experts
+from engine.planner.placement import Budgets, DeviceBudget, Experts, Placement, Sizes, Weights
+from engine.planner.placement import decide as decide_placement
 from engine.runtime.fill_bank import working_bytes
-from engine.runtime.layer_devices import split_layers
+from engine.runtime.layer_devices import DecoderLayers, LayerDevices, decoder_layers
 from engine.runtime.loading.opened import OpenedCheckpoint
-from engine.runtime.memory import require_ram, usable_ram
-from engine.runtime.model_devices import ModelDevices
-from engine.runtime.placement import ModelNeeds, Placement, place
-from engine.runtime.precision_choice import Footprint, choose_precision
 from engine.runtime.prefill_pieces import activation_bytes
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -29,117 +33,140 @@ class Decision:
     """How a model is going to be held.
 
     Attributes:
-        precision: of its weights.
+        placement: what lies where, and in which precision.
+        devices: that it runs on; none if that is the CPU alone.
+        layers: what is on which of them.
         sites: its experts modules in that precision.
         dense_sizes: bytes of every tensor but experts, by name, as they will be held.
         dense_parameters: how many numbers they are.
-        notes: sentences for the user; some may be empty.
     """
 
-    precision: str
-    sites: list[ExpertsSite]
     placement: Placement
-    needs: ModelNeeds
-    experts: ExpertPlacement
+    devices: tuple[Device, ...]
+    layers: LayerDevices
+    sites: list[ExpertsSite]
     dense_sizes: dict[str, int]
     dense_parameters: int
-    notes: tuple[str, ...]
+
+    @property
+    def precision(self) -> str:
+        """Of the weights."""
+        return self.placement.precision
+
+    @property
+    def dense(self) -> torch.device:
+        """Where what is not split between devices is."""
+        return self.devices[0].torch_device if self.devices else _CPU
+
+    @property
+    def experts(self) -> torch.device:
+        """Where the bank is that all experts are in."""
+        return self.dense if self.placement.all_experts else _CPU
+
+    @property
+    def on_disk(self) -> list[ExpertsSite]:
+        """Experts modules whose records come into slots in RAM from disk."""
+        return [site for site in self.sites if can_be_disk_backed(site)] if self.placement.on_disk else []
+
+    @property
+    def resident(self) -> list[ExpertsSite]:
+        """Experts modules all of whose records are held, in RAM or on the device."""
+        return [site for site in self.sites if not (self.placement.on_disk and can_be_disk_backed(site))]
+
+    @property
+    def activations(self) -> list[int]:
+        """Bytes of each device that a piece of a prompt may take."""
+        return [device.activations for device in self.placement.devices]
 
     @property
     def uses_cpu(self) -> bool:
         """Whether some of it is computed there."""
-        return "cpu" in (self.placement.dense.type, self.placement.experts.type)
+        return "cpu" in (self.dense.type, self.experts.type)
 
 
-def decide(opened: OpenedCheckpoint, config: EngineConfig, devices: ModelDevices) -> Decision:
-    """Weighs what the model needs against what the devices and the machine have; splits layers between devices.
+def decide(opened: OpenedCheckpoint, config: EngineConfig, devices: Sequence[Device]) -> Decision:
+    """Weighs what the model needs against what the devices and the machine have.
 
     Raises:
         EngineError: `NOT_ENOUGH_MEMORY`: it fits nowhere.
     """
-    context = opened.context_tokens(config)
-    precision, why = _precision(opened, config, devices, context)
-    sites = _in_precision(opened, precision)
-    sizes = _dense_sizes(opened, precision, devices)
-    needs = _needs(opened, sites, sizes, devices)
-    placement = place(config, devices.devices, needs, context)
-    if devices.devices and not placement.devices:  # it will be held as the CPU holds it
-        sizes = _dense_sizes(opened, "bf16", devices)
-        needs = _needs(opened, sites, sizes, devices)
-    working = working_bytes(opened.plan, sites)
-    if placement.devices and dense_on_cards(opened, [placement.dense], precision) is not None:
-        working += sum(_dense_sizes(opened, "bf16", devices).values())  # quantised in RAM, on its way to the cards
-    experts = _place_experts(opened, config, sites, placement, needs, working)
+    layers = decoder_layers(opened.model)
+    placement = decide_placement(sizes_of(opened, config, devices, layers), budgets_of(config, devices), config)
+    used = tuple(devices) if placement.devices else ()
     return Decision(
-        precision, sites, placement, needs, experts, sizes, _dense_parameters(opened), (why, placement.note)
+        placement,
+        used,
+        layers.on(placement.of_layer),
+        _in_precision(opened, placement.precision),
+        _dense_sizes(opened, placement.precision, used),
+        _dense_parameters(opened),
     )
 
 
-def _precision(opened: OpenedCheckpoint, config: EngineConfig, devices: ModelDevices, context: int) -> tuple[str, str]:
-    """The precision asked for, or that which `auto` turns out to be and why."""
-    if config.precision != "auto":
-        return config.precision, ""
-    if not opened.sites:
-        return "bf16", ""
-    footprints = []
-    for precision in ("bf16", *PRECISIONS):
-        sites = _in_precision(opened, precision)
-        needs = _needs(opened, sites, _dense_sizes(opened, precision, devices), devices)
-        placement = place(config, devices.devices, needs, context)
-        dense = sum(needs.dense) if placement.dense.type == "cpu" else 0
-        experts = needs.experts if placement.experts.type == "cpu" else 0
-        footprints.append(Footprint(precision, dense + experts + working_bytes(opened.plan, sites)))
-    return choose_precision(footprints, usable_ram(config.ram_bytes))
+def budgets_of(config: EngineConfig, devices: Sequence[Device]) -> Budgets:
+    """What memory there is at this moment."""
+    held = tuple(DeviceBudget(device.name, device.memory.total, device.memory.free) for device in devices)
+    return Budgets(available_ram(), config.ram_bytes, held)
 
 
-def _in_precision(opened: OpenedCheckpoint, precision: str) -> list[ExpertsSite]:
-    return quantised(opened.sites, precision, opened.weights) if precision in PRECISIONS else opened.sites
-
-
-def _needs(
-    opened: OpenedCheckpoint, sites: list[ExpertsSite], sizes: dict[str, int], devices: ModelDevices
-) -> ModelNeeds:
-    capacities = [device.memory.total for device in devices.devices]
-    devices.layers = split_layers(opened.model, _tensor_sizes(opened.model), capacities)
-    dense = [0] * max(len(devices.devices), 1)
-    for name, nbytes in sizes.items():
-        dense[devices.layers.of(name)] += nbytes
-    return ModelNeeds(
-        dense=tuple(dense),
-        experts=sum(site.nbytes for site in sites),
-        kv=opened.profile.kv_elements_per_token * opened.dtype.itemsize,
-        activations=activation_bytes(opened.profile, opened.dtype),
+def sizes_of(opened: OpenedCheckpoint, config: EngineConfig, devices: Sequence[Device], layers: DecoderLayers) -> Sizes:
+    """What the model takes, counted tensor by tensor."""
+    precisions = LADDER if config.precision == AUTO else (config.precision,)
+    of_layer, elsewhere = layers.sums(_tensor_sizes(opened.model))
+    return Sizes(
+        name=opened.name,
+        weights=tuple(_weights(opened, precision, devices, layers) for precision in precisions),
+        layers=of_layer,
+        elsewhere=elsewhere,
+        kv_per_token=opened.profile.kv_elements_per_token * opened.dtype.itemsize,
+        activations_per_token=activation_bytes(opened.profile, opened.dtype),
+        context_tokens=opened.context_tokens(config),
+        experts_per_token=opened.profile.experts_per_token,
     )
-
-
-def _place_experts(
-    opened: OpenedCheckpoint,
-    config: EngineConfig,
-    sites: list[ExpertsSite],
-    placement: Placement,
-    needs: ModelNeeds,
-    working: int,
-) -> ExpertPlacement:
-    dense_in_ram = sum(needs.dense) if placement.dense.type == "cpu" else 0
-    if placement.experts.type == "cpu":
-        per_token = opened.profile.experts_per_token
-        return place_experts(opened.name, sites, dense_in_ram, working, per_token, config.ram_bytes)
-    require_ram(opened.name, dense_in_ram + working, config.ram_bytes)
-    return ExpertPlacement(sites, [])
 
 
 def dense_on_cards(opened: OpenedCheckpoint, places: Sequence[torch.device], precision: str) -> str | None:
     """The precision of linear layers on these devices, if they are to be quantised there."""
-    if precision not in PRECISIONS or not places or not all(is_held_quantised(place) for place in places):
+    if not format_of(precision).is_tiled or not places or not all(is_held_quantised(place) for place in places):
         return None
-    return careful_precision(precision, opened.weights)
+    return careful(precision, opened.weights)
 
 
-def _dense_sizes(opened: OpenedCheckpoint, precision: str, devices: ModelDevices) -> dict[str, int]:
-    """Bytes of every tensor but experts, as they will be held."""
+def _weights(opened: OpenedCheckpoint, precision: str, devices: Sequence[Device], layers: DecoderLayers) -> Weights:
+    sites = _in_precision(opened, precision)
+    in_ram = sum(_dense_sizes(opened, precision, ()).values())
+    dense, elsewhere = layers.sums(_dense_sizes(opened, precision, devices))
+    layouts: dict[Any, int] = {}
+    is_quantised = dense_on_cards(opened, [device.torch_device for device in devices], precision) is not None
+    return Weights(
+        precision,
+        dense,
+        elsewhere,
+        in_ram,
+        tuple(
+            Experts(
+                site.layout.nbytes,
+                site.num_experts,
+                layers.index_of(site.name),
+                layouts.setdefault(site.layout, len(layouts)),
+                can_be_disk_backed(site),
+            )
+            for site in sites
+        ),
+        working_bytes(opened.plan, sites),
+        in_ram if is_quantised else 0,  # it is quantised in RAM, on its way to the cards
+    )
+
+
+def _in_precision(opened: OpenedCheckpoint, precision: str) -> list[ExpertsSite]:
+    return quantised(opened.sites, precision, opened.weights) if format_of(precision).is_tiled else opened.sites
+
+
+def _dense_sizes(opened: OpenedCheckpoint, precision: str, devices: Sequence[Device]) -> dict[str, int]:
+    """Bytes of every tensor but experts, as these devices will hold them, or RAM if there are none."""
     experts = {target for site in opened.sites for target in site.targets}
     sizes = {name: nbytes for name, nbytes in _tensor_sizes(opened.model).items() if name not in experts}
-    on_cards = dense_on_cards(opened, [device.torch_device for device in devices.devices], precision)
+    on_cards = dense_on_cards(opened, [device.torch_device for device in devices], precision)
     return sizes if on_cards is None else quantised_sizes(opened.model, on_cards, sizes)
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from engine.config import EngineConfig
+from engine.common.config import EngineConfig
+from engine.common.footprint import FEWEST_KV_TOKENS
 from engine.devices.device import Device
+from engine.formats import format_of
 from engine.kernels import card_note
 from engine.kernels.native.library import missing_note
-from engine.runtime.expert_placement import disk_note
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.loading.decision import Decision
+from engine.runtime.loading.from_disk import disk_note
 from engine.runtime.loading.opened import OpenedCheckpoint
 from engine.runtime.loading.parts import LoadingParts
-from engine.runtime.model_info import devices_note, model_info
-from engine.runtime.placement import FEWEST_KV_TOKENS
+from engine.runtime.loading.placement_words import sentence
+from engine.runtime.model_info import context_notes, devices_note, model_info
 from engine.runtime.prefill_pieces import LONG_TOKENS, tokens_in_ram
 from engine.runtime.prompt import template_note
 
@@ -37,16 +39,18 @@ def hand_over(
     Raises:
         DeviceMemoryError: a device has no room for any context to speak of.
     """
-    placement, devices, needs = decision.placement, parts.devices, decision.needs
-    slow = decision.uses_cpu and parts.kernels is None and decision.precision != "fp32"
+    placement, devices = decision.placement, parts.devices
+    slow = decision.uses_cpu and parts.kernels is None and format_of(decision.precision).native is not None
     wanted = opened.context_tokens(config)
-    context = devices.context_room(wanted, FEWEST_KV_TOKENS, placement.piece_tokens * needs.activations)
+    context = devices.context_room(wanted, FEWEST_KV_TOKENS, decision.activations)
     notes = [
         note,
-        *decision.notes,
+        *map(sentence, placement.notes),
         f"There is room for a context of {context:,} tokens, not {wanted:,}." if context < wanted else "",
-        devices_note(devices, needs.experts, all_experts=placement.all_experts),
+        *context_notes(opened.model, opened.profile.trained_tokens, context),
+        devices_note(devices, sum(site.nbytes for site in decision.sites), all_experts=placement.all_experts),
         disk_note(parts.disk_backed) if parts.disk_backed is not None else "",
+        f"The model reads text here, no {opened.unread.replace(' and ', ' or ')}." if opened.unread else "",
         missing_note() if slow else "",
         _card_note(decision),
     ]
@@ -57,7 +61,7 @@ def hand_over(
         opened.model,
         decision.sites,
         dense_parameters=decision.dense_parameters,
-        device=", ".join(device.name for device in placement.devices) or str(placement.dense),
+        device=", ".join(device.name for device in decision.devices) or str(decision.dense),
         precision=decision.precision,
         threads=threads,
         context_tokens=context,
@@ -67,29 +71,29 @@ def hand_over(
         template_note=template_note(opened.tokenizer),
     )
     return LoadedModel(
-        opened.model,
-        opened.tokenizer,
-        info,
-        parts.bank,
-        context,
-        placement.dense,
-        parts.kernels,
-        parts.disk_backed,
-        devices if placement.devices else None,
-        _piece_tokens(opened, decision, parts),
-        parts.foresight,
-        _graph_device(parts, config),
-        config.ram_bytes,
+        model=opened.model,
+        tokenizer=opened.tokenizer,
+        info=info,
+        bank=parts.bank,
+        disk_backed=parts.disk_backed,
+        kernels=parts.kernels,
+        device=decision.dense,
+        devices=devices if decision.devices else None,
+        foresight=parts.foresight,
+        graph_device=_graph_device(parts, config),
+        context_tokens=context,
+        piece_tokens=_piece_tokens(opened, decision, parts),
+        ram_bytes=config.ram_bytes,
     )
 
 
 def _card_note(decision: Decision) -> str:
     """Says so where a card computes the plain, slower way."""
-    return next(filter(None, (card_note(device.torch_device) for device in decision.placement.devices)), "")
+    return next(filter(None, (card_note(device.torch_device) for device in decision.devices)), "")
 
 
 def _piece_tokens(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts) -> int:
-    if decision.placement.devices:
+    if decision.devices:
         return decision.placement.piece_tokens
     return LONG_TOKENS if parts.disk_backed is not None else tokens_in_ram(opened.profile)
 

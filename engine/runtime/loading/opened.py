@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.config_file import read_config
+from engine.checkpoint.config_file import read_config, unread_inputs
 from engine.checkpoint.profile import ModelProfile, profile_of
 from engine.checkpoint.shards import read_tensors
-from engine.config import EngineConfig
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError, ErrorCode
 from engine.experts.sites import ExpertsSite, find_sites
+from engine.formats import PRECISIONS, as_stored
 from engine.runtime.adapters import adapter_for
 from engine.runtime.library_conversion import LoadingPlan, parameter_dtypes, plan_loading
 from engine.runtime.library_models import (
@@ -37,6 +39,7 @@ class OpenedCheckpoint:
         model: on the meta device.
         sites: its experts modules, in the checkpoint's own precision.
         weights: how many the model has.
+        unread: what the model could take besides text and is not given, for people; may be empty.
     """
 
     directory: Path
@@ -47,6 +50,7 @@ class OpenedCheckpoint:
     plan: LoadingPlan
     dtype: torch.dtype
     weights: int
+    unread: str
 
     @property
     def name(self) -> str:
@@ -71,19 +75,24 @@ def open_checkpoint(config: EngineConfig) -> OpenedCheckpoint:
     Raises:
         EngineError: the checkpoint is damaged, or not one that runs here.
     """
+    if config.precision not in PRECISIONS:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"There is no precision '{config.precision}': choose from {', '.join(PRECISIONS)}.",
+        )
     directory = Path(config.model)
-    dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
+    dtype = getattr(torch, as_stored(config.precision).dtype)
     raw = read_config(directory)
-    tensors = read_tensors(directory)
-    profile = profile_of(raw, tensors.values())
-    tokenizer = load_tokenizer(directory)
     library_config = read_library_config(directory, raw["model_type"])
     adapter = adapter_for(raw["model_type"])
     model_class, part = model_class_for(library_config, adapter)
+    tensors = read_tensors(directory)
+    profile = profile_of(raw, tensors.values())
+    tokenizer = load_tokenizer(directory)
     quantizer = quantizer_for(part, directory.name)
     model = build_skeleton(model_class, part, dtype, adapter)
     finish_generation_config(model, directory)
     sites = find_sites(model, parameter_dtypes(model, dtype))
     weights = count_weights(model)
     plan = plan_loading(model, sites, tensors, dtype, quantizer, adapter)
-    return OpenedCheckpoint(directory, profile, tokenizer, model, sites, plan, dtype, weights)
+    return OpenedCheckpoint(directory, profile, tokenizer, model, sites, plan, dtype, weights, unread_inputs(raw))

@@ -12,13 +12,13 @@ from engine.checkpoint.expert_index import ExpertIndex
 from engine.devices.memory_budget import MemoryCategory
 from engine.experts.bank import ExpertBank
 from engine.experts.disk_backed import bind_disk_backed
-from engine.experts.sites import ExpertsSite, bind, empty_modules
+from engine.experts.sites import bind, empty_modules
 from engine.kernels.dense import quantise_on_cards
 from engine.runtime.bank_source import BankSource
-from engine.runtime.expert_placement import open_disk_backed
 from engine.runtime.fill_bank import fill_bank
 from engine.runtime.library_conversion import LoadingPlan, load_rest
 from engine.runtime.loading.decision import Decision, dense_on_cards
+from engine.runtime.loading.from_disk import open_disk_backed
 from engine.runtime.loading.opened import OpenedCheckpoint
 from engine.runtime.loading.parts import LoadingParts
 from engine.runtime.tensor_reader import TensorReader
@@ -38,30 +38,33 @@ def read_weights(
     Raises:
         EngineError, RequestCancelled: as `engine.runtime.loading.load_model`.
     """
-    model, plan, placement, experts = opened.model, opened.plan, decision.placement, decision.experts
-    sites, devices = decision.sites, parts.devices
+    model, plan, placement = opened.model, opened.plan, decision.placement
+    sites, devices, resident, on_disk = decision.sites, parts.devices, decision.resident, decision.on_disk
     if sites:
-        from_host = placement.devices and not placement.all_experts
-        host_memory = placement.devices[0].host_memory if from_host else None
+        from_host = decision.devices and not placement.all_experts
+        host_memory = decision.devices[0].host_memory if from_host else None
         if host_memory is not None:
-            host_memory.expect(sum(site.nbytes for site in experts.resident))
-        parts.bank = ExpertBank(placement.experts, host_memory)
+            host_memory.expect(sum(site.nbytes for site in resident))
+        parts.bank = ExpertBank(decision.experts, host_memory)
     devices.count_weights(decision.dense_sizes)
-    if placement.devices and placement.all_experts:
+    if decision.devices and placement.all_experts:
         devices.count(0, sum(site.nbytes for site in sites), MemoryCategory.EXPERTS)
-    if experts.on_disk:
+    if on_disk:
         source = BankSource(opened.directory, model, sites, plan, decision.precision, parts.kernels)
-        plan = _without(plan, experts.on_disk)
+        names = {site.name for site in on_disk}
+        plan = _without(plan, names)
         progress = _TwoParts(on_progress, plan.nbytes)
-        parts.disk_backed = open_disk_backed(source, experts, on_progress=progress.first, cancelled=cancelled)
+        parts.disk_backed = open_disk_backed(
+            source, names, placement.ram, on_progress=progress.first, cancelled=cancelled
+        )
         on_progress = progress.second
     with TensorReader(on_progress, cancelled, plan.nbytes) as reader:
         if parts.bank is not None:
-            fill_bank(model, experts.resident, plan, reader, parts.bank, parts.kernels)
-            empty_modules(sites)
-            bind(experts.resident, parts.bank, parts.kernels)
+            fill_bank(model, resident, plan, reader, parts.bank, parts.kernels)
+            empty_modules(model, sites)
+            bind(resident, parts.bank, parts.kernels)
         if parts.disk_backed is not None:
-            bind_disk_backed(experts.on_disk, parts.disk_backed, parts.kernels)
+            bind_disk_backed(on_disk, parts.disk_backed, parts.kernels)
         _read_rest(opened, plan, decision, parts, reader)
 
 
@@ -69,9 +72,9 @@ def _read_rest(
     opened: OpenedCheckpoint, plan: LoadingPlan, decision: Decision, parts: LoadingParts, reader: TensorReader
 ) -> None:
     """Everything but the experts; where cards hold it quantised, it comes by way of RAM."""
-    placement, layers, model = decision.placement, parts.devices.layers, opened.model
-    places = [device.torch_device for device in placement.devices] or [placement.dense]
-    precision = dense_on_cards(opened, places, decision.precision) if placement.devices else None
+    layers, model = decision.layers, opened.model
+    places = [device.torch_device for device in decision.devices] or [decision.dense]
+    precision = dense_on_cards(opened, places, decision.precision) if decision.devices else None
     if precision is None:
         load_rest(model, plan, reader, layers.device_map(places))
         return
@@ -93,9 +96,8 @@ def _move(own: Any, key: str, place: torch.device) -> None:
         own[key] = own[key].to(place)
 
 
-def _without(plan: LoadingPlan, sites: list[ExpertsSite]) -> LoadingPlan:
-    """The plan for the experts modules that are left."""
-    names = {site.name for site in sites}
+def _without(plan: LoadingPlan, names: set[str]) -> LoadingPlan:
+    """The plan without the experts modules of these names."""
     left = {name: parts for name, parts in plan.index.modules.items() if name not in names}
     return replace(plan, index=ExpertIndex(left))
 

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import torch
 
-from engine.config import EngineConfig
+from engine.common.config import EngineConfig
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.sites import verify
 from engine.kernels.native.library import load_kernels
+from engine.runtime.compute_devices import open_compute_devices, set_threads
 from engine.runtime.foresight import Foresight
 from engine.runtime.layer_devices import move_between
 from engine.runtime.library_models import quiet_library
@@ -24,8 +25,7 @@ from engine.runtime.loading.opened import open_checkpoint
 from engine.runtime.loading.parts import LoadingParts
 from engine.runtime.loading.reading import read_weights
 from engine.runtime.model_devices import ModelDevices
-from engine.runtime.placement import open_compute_devices, set_threads
-from engine.runtime.warm_up import kv_bytes_per_token
+from engine.runtime.warm_up import measure_kv
 
 _log = logging.getLogger(__name__)
 
@@ -84,27 +84,29 @@ def _load_parts(
     threads = torch.get_num_threads()
     opened = open_checkpoint(config)
     model = parts.model = opened.model
-    decision = decide(opened, config, parts.devices)
-    placement = decision.placement
-    if not placement.devices:
-        parts.without_devices()
+    decision = decide(opened, config, parts.devices.devices)
+    parts.place(decision.devices, decision.layers)
     if decision.uses_cpu and opened.dtype == torch.bfloat16:
         parts.kernels = load_kernels(threads)
     read_weights(opened, decision, parts, on_progress, cancelled)
-    move_between(model, parts.devices.layers, [device.torch_device for device in placement.devices])
+    move_between(model, decision.layers, [device.torch_device for device in decision.devices])
     model.eval().requires_grad_(False)
-    kv_bytes = kv_bytes_per_token(model, placement.dense)
-    if placement.devices:
-        parts.devices.expect_kv(kv_bytes, opened.profile.layers)
-    bind_experts(opened, decision, parts, config)
-    bind_dense(opened, decision, parts)
+    if decision.devices or parts.disk_backed is not None:
+        kv = measure_kv(model, decision.dense)  # first: the experts get what room it leaves
+        if decision.devices:
+            parts.devices.expect_kv(kv, opened.profile.layers)
+        bind_experts(opened, decision, parts, config)
+        bind_dense(opened, decision, parts)
+    else:
+        bind_dense(opened, decision, parts)
+        kv = measure_kv(model, decision.dense)  # by native kernels, in half the time
     verify(model, decision.sites)
     return hand_over(
         opened,
         decision,
         parts,
         config,
-        kv_bytes=kv_bytes,
+        kv_bytes=kv.per_token,
         threads=threads,
         note=note,
     )

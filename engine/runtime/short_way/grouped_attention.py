@@ -1,8 +1,4 @@
-"""Grouped-query attention of one token in one native call, from the norm before it to the residual after it.
-
-Families: Llama, Mixtral, Qwen2-MoE (biases), Qwen3 (norms of heads), OLMoE (norms of all heads together: Muennighoff
-et al. 2024, section 2), gpt-oss (sinks: a logit per head of attending to nothing; norms that round once).
-"""
+"""Grouped-query attention of one token in one native call, from the norm before it to the residual after it."""
 
 from __future__ import annotations
 
@@ -10,14 +6,9 @@ import ctypes
 from typing import Any
 
 import torch
-from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
-from transformers.models.llama import modeling_llama as llama
-from transformers.models.mixtral import modeling_mixtral as mixtral
-from transformers.models.olmoe import modeling_olmoe as olmoe
-from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
-from transformers.models.qwen3 import modeling_qwen3 as qwen3
-from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
+from engine.families import short_way_of
+from engine.families.family import ShortWay
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import linear_struct
 from engine.kernels.native.structs import AttentionStruct
@@ -25,42 +16,32 @@ from engine.runtime.growing_cache import GrowingLayer
 from engine.runtime.growing_window import GrowingWindowLayer
 from engine.runtime.short_way.weights import address_of, is_plain, is_readable, out_of_memory
 
-_KINDS = (
-    gpt_oss.GptOssAttention,
-    llama.LlamaAttention,
-    mixtral.MixtralAttention,
-    olmoe.OlmoeAttention,
-    qwen2_moe.Qwen2MoeAttention,
-    qwen3.Qwen3Attention,
-    qwen3_moe.Qwen3MoeAttention,
-)
-
 
 class GroupedAttention:
     """The attention of one decoder layer."""
 
     def __init__(self, layer: Any, kernels: NativeKernels) -> None:
         attention = layer.self_attn
+        way = _way(attention)
         self._struct = attention_struct(layer)
         self._address = ctypes.addressof(self._struct)
         self._kernels = kernels
         self._index: int = attention.layer_idx
         self._head_dim: int = attention.head_dim
-        is_gpt_oss = type(attention) is gpt_oss.GptOssAttention
-        # Others hand out each angle twice, once for either half of a head.
-        self._angles = self._head_dim // 2 if is_gpt_oss else self._head_dim
+        self._angles = self._head_dim // 2 if way.angles == "once" else self._head_dim
 
     @staticmethod
     def can_step(layer: Any) -> bool:
         """Whether the attention of this decoder layer is of a kind that this computes."""
         attention = layer.self_attn
-        if type(attention) not in _KINDS or getattr(attention.config, "clip_qkv", None) is not None:
+        way = short_way_of(attention, "attention")
+        if way is None or way.is_latent or getattr(attention.config, "clip_qkv", None) is not None:
             return False
         norms = [norm for norm in _head_norms(attention) if norm is not None]
         inputs = [linear_struct(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
         return (
             # They read the same vector, in the form that a precision demands.
-            len({struct.precision for struct in inputs if struct is not None}) == 1
+            len({struct.format for struct in inputs if struct is not None}) == 1
             and all(is_readable(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj))
             and all(is_plain(norm.weight) for norm in (*norms, layer.input_layernorm))
             and all(norm.variance_epsilon == layer.input_layernorm.variance_epsilon for norm in norms)
@@ -103,6 +84,12 @@ class GroupedAttention:
         return out
 
 
+def _way(attention: Any) -> ShortWay:
+    way = short_way_of(attention, "attention")
+    assert way is not None
+    return way
+
+
 def _head_norms(attention: Any) -> tuple[Any, Any]:
     return getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
 
@@ -110,6 +97,7 @@ def _head_norms(attention: Any) -> tuple[Any, Any]:
 def attention_struct(layer: Any) -> AttentionStruct:
     """The weights of a decoder layer's attention, of a kind that `GroupedAttention` knows; it points into them."""
     attention = layer.self_attn
+    way = _way(attention)
     projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     return AttentionStruct(
         layer.input_layernorm.weight.data_ptr(),
@@ -123,6 +111,6 @@ def attention_struct(layer: Any) -> AttentionStruct:
         attention.q_proj.out_features // attention.head_dim,
         attention.k_proj.out_features // attention.head_dim,
         attention.head_dim,
-        type(attention) is olmoe.OlmoeAttention,
-        type(attention) is gpt_oss.GptOssAttention,
+        way.norms_all_heads,
+        way.norms_round_once,
     )

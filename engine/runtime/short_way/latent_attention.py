@@ -10,9 +10,8 @@ import ctypes
 from typing import Any
 
 import torch
-from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek_v2
-from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 
+from engine.families import short_way_of
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import linear_struct
 from engine.kernels.native.structs import LatentAttentionStruct, MatrixStruct
@@ -39,14 +38,15 @@ class LatentAttention:
     def can_step(layer: Any) -> bool:
         """Whether the attention of this decoder layer is of a kind that this computes."""
         attention = layer.self_attn
-        if type(attention) not in (deepseek_v2.DeepseekV2Attention, deepseek_v3.DeepseekV3Attention):
+        way = short_way_of(attention, "attention")
+        if way is None or not way.is_latent:
             return False
         structs = [linear_struct(p) for p in (_first_of_query(attention), attention.kv_a_proj_with_mqa)]
         return (
             all(is_readable(p) for p in _projections(attention) if p is not None)
             and all(is_plain(norm.weight) for norm in _norms(layer) if norm is not None)
             # They read the same vector.
-            and len({struct.precision for struct in structs if struct is not None}) == 1
+            and len({struct.format for struct in structs if struct is not None}) == 1
             and attention.qk_rope_head_dim % 2 == 0
         )
 
@@ -122,8 +122,10 @@ def _struct(layer: Any) -> LatentAttentionStruct:
     attention = layer.self_attn
     q_a, _, kv_a, _, o = projections = _projections(attention)
     norms = _norms(layer)
+    way = short_way_of(attention, "attention")
+    assert way is not None
     rotation = _PAIRS
-    if type(attention) is deepseek_v3.DeepseekV3Attention:
+    if way.angles == "twice":
         rotation = _PAIRS_TO_HALVES if attention.config.rope_interleave else _HALVES
     return LatentAttentionStruct(
         *(address_of(norm.weight) if norm is not None else None for norm in norms),

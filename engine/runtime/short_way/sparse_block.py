@@ -7,22 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek_v2
-from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
-from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
-from transformers.models.mixtral import modeling_mixtral as mixtral
-from transformers.models.olmoe import modeling_olmoe as olmoe
-from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
-from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 from engine.experts.dispatch import BANK_LAYER
+from engine.families import short_way_of
+from engine.families.family import Router
 from engine.kernels.native.experts import NativeExperts
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import linear_struct
 from engine.kernels.native.structs import MatrixStruct, RouterStruct, SparseBlockStruct
 from engine.runtime.short_way.weights import address_of, is_plain, is_readable, out_of_memory
 
-_SOFTMAX, _SIGMOID = 0, 1
+_SCORING = {"softmax": 0, "sigmoid": 1}
+"""As switchyard_kernels.h numbers them."""
 
 
 class SparseBlock:
@@ -45,8 +41,8 @@ class SparseBlock:
     def of(cls, layer: Any, kernels: NativeKernels) -> SparseBlock | None:
         """That of `layer`, or `None` if it is dense, of no known kind, or its experts are not computed natively."""
         block, norm = layer.mlp, layer.post_attention_layernorm
-        route = _ROUTERS.get(type(block))
-        if route is None:
+        way = short_way_of(block, "block")
+        if way is None:
             return None
         router = block.router if hasattr(block, "router") else block.gate
         correction = getattr(router, "e_score_correction_bias", None)
@@ -66,12 +62,12 @@ class SparseBlock:
         parts = (shared.gate_proj, shared.up_proj, shared.down_proj) if shared is not None else ()
         struct = SparseBlockStruct(
             norm.weight.data_ptr(),
-            route(router),
+            _router(router, way.router),
             bound[1].struct,
             *((linear_struct(part) for part in parts) if parts else (MatrixStruct(),) * 3),
             gate.weight.data_ptr() if gate is not None else None,
             norm.variance_epsilon,
-            type(block) is gpt_oss.GptOssMLP,
+            way.norms_round_once,
         )
         return cls(struct, kernels)
 
@@ -94,77 +90,24 @@ def _is_plain_mlp(mlp: Any) -> bool:
     return (
         mlp.config.hidden_act == "silu"
         and all(part.bias is None and is_readable(part) for part in parts)
-        and len({struct.precision for struct in structs[:2] if struct is not None}) == 1  # they read the same vector
+        and len({struct.format for struct in structs[:2] if struct is not None}) == 1  # they read the same vector
     )
 
 
-def _mixtral(router: Any) -> RouterStruct:
-    return _router(router, normalise=True, bf16_shares=False)
-
-
-def _qwen(router: Any) -> RouterStruct:
-    return _router(router, normalise=bool(router.norm_topk_prob), bf16_shares=True)
-
-
-def _gpt_oss(router: Any) -> RouterStruct:
-    # A softmax over the chosen logits is one over all of them, made to sum to 1.
-    return _router(router, bias=router.bias, normalise=True, bf16_shares=True)
-
-
-def _deepseek_v2(router: Any) -> RouterStruct:
-    grouped = router.topk_method == "group_limited_greedy"
-    return _router(
-        router,
-        groups=(router.num_group, router.topk_group) if grouped else (1, 1),
-        bf16_logits=False,
-        scale=router.routed_scaling_factor,
-    )
-
-
-def _deepseek_v3(router: Any) -> RouterStruct:
-    return _router(
-        router,
-        correction=router.e_score_correction_bias,
-        scoring=_SIGMOID,
-        groups=(router.num_group, router.topk_group),
-        bf16_logits=False,
-        normalise=bool(router.norm_topk_prob),
-        scale=router.routed_scaling_factor,
-    )
-
-
-_ROUTERS: dict[type, Callable[[Any], RouterStruct]] = {
-    mixtral.MixtralSparseMoeBlock: _mixtral,
-    olmoe.OlmoeSparseMoeBlock: _qwen,
-    qwen2_moe.Qwen2MoeSparseMoeBlock: _qwen,
-    qwen3_moe.Qwen3MoeSparseMoeBlock: _qwen,
-    gpt_oss.GptOssMLP: _gpt_oss,
-    deepseek_v2.DeepseekV2Moe: _deepseek_v2,
-    deepseek_v3.DeepseekV3MoE: _deepseek_v3,
-}
-
-
-def _router(
-    router: Any,
-    *,
-    bias: torch.Tensor | None = None,
-    correction: torch.Tensor | None = None,
-    scoring: int = _SOFTMAX,
-    groups: tuple[int, int] = (1, 1),
-    bf16_logits: bool = True,
-    normalise: bool = False,
-    bf16_shares: bool = False,
-    scale: float = 1.0,
-) -> RouterStruct:
+def _router(router: Any, how: Router) -> RouterStruct:
+    groups = (1, 1)
+    if how.groups is not None and (how.groups_if is None or getattr(router, how.groups_if[0]) == how.groups_if[1]):
+        groups = (getattr(router, how.groups[0]), getattr(router, how.groups[1]))
+    normalise = getattr(router, how.normalise) if isinstance(how.normalise, str) else how.normalise
     return RouterStruct(
         router.weight.data_ptr(),
-        address_of(bias),
-        address_of(correction),
+        address_of(getattr(router, how.bias)) if how.bias else None,
+        address_of(getattr(router, how.correction)) if how.correction else None,
         router.top_k,
-        scoring,
+        _SCORING[how.scoring],
         *groups,
-        bf16_logits,
-        normalise,
-        bf16_shares,
-        scale,
+        how.bf16_logits,
+        bool(normalise),
+        how.bf16_shares,
+        getattr(router, how.scale) if how.scale else 1.0,
     )

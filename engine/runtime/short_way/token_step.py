@@ -1,6 +1,6 @@
-"""A whole step of one token, from its id to its logits, through layers that all have a short way.
+"""A whole step of one token, from its id to its logits, through layers that all have a fast path.
 
-The library's model around the layers decides anew for every token what never changes: masks that hide nothing, which
+The library's model around the layers decides again for every token what never changes: masks that hide nothing, which
 layers there are, which outputs were asked for, the angles of a position.  With small models that took as long as a
 tenth of the layers.
 """
@@ -11,30 +11,9 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
-from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek_v2
-from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
-from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
-from transformers.models.llama import modeling_llama as llama
-from transformers.models.mixtral import modeling_mixtral as mixtral
-from transformers.models.olmoe import modeling_olmoe as olmoe
-from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
-from transformers.models.qwen3 import modeling_qwen3 as qwen3
-from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
+from engine.families import short_way_of
 from engine.runtime.native_decoder import SingleTokenLayer
-
-_MODELS = (
-    deepseek_v2.DeepseekV2ForCausalLM,
-    deepseek_v3.DeepseekV3ForCausalLM,
-    gpt_oss.GptOssForCausalLM,
-    llama.LlamaForCausalLM,
-    mixtral.MixtralForCausalLM,
-    olmoe.OlmoeForCausalLM,
-    qwen2_moe.Qwen2MoeForCausalLM,
-    qwen3.Qwen3ForCausalLM,
-    qwen3_moe.Qwen3MoeForCausalLM,
-)
-"""An embedding, the layers, a norm and a head, one after the other, and one kind of angles for all layers."""
 
 _FIXED_ANGLES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embeddings whose angles depend on the position alone, not on how long the context is."""
@@ -55,8 +34,8 @@ class TokenStep:
 
     @classmethod
     def of(cls, model: Any) -> TokenStep | None:
-        """That of a model, or `None` if it is of no known kind or some of its layers have no short way."""
-        if type(model) not in _MODELS or model.model.embed_tokens.weight.dtype != torch.bfloat16:
+        """That of a model, or `None` if it is of no known kind or some of its layers have no fast path."""
+        if short_way_of(model, "model") is None or model.model.embed_tokens.weight.dtype != torch.bfloat16:
             return None
         layers = model.model.layers
         if not all(isinstance(layer.__dict__.get("forward"), SingleTokenLayer) for layer in layers):

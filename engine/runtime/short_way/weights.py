@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from engine.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 from engine.kernels.native.linear import linear_struct
 
 

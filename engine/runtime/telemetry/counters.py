@@ -58,7 +58,7 @@ class LinkBytes:
 def counted(caches: list[VramCache], disk_backed: DiskBackedBank | None, link: LinkBytes) -> tuple[int, ...]:
     """In the order of `engine.telemetry.records.COUNTERS`."""
     vram = [0] * 14
-    vram[3] = RECORDER.on_cpu
+    vram[3], vram[13] = RECORDER.on_cpu, RECORDER.many_on_cpu
     for cache in caches:
         c = cache.counters
         # Written out: this is read after every token.

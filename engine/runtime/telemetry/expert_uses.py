@@ -1,4 +1,4 @@
-"""Who was used how often, and how well a cache of any size would have done on what was used of late."""
+"""Who was used how often, and how well a cache of any size would have done on what was used recently."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.common.errors import EngineError
 from engine.devices.device import Device, Event
-from engine.errors import EngineError
 from engine.telemetry.device_work import DeviceWork
 from engine.telemetry.lanes import DENSE, EXPERTS, GPU
 from engine.telemetry.recorder import Recorder

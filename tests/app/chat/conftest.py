@@ -8,6 +8,7 @@ import pytest
 from pytestqt.qtbot import QtBot
 
 from app.services.chat_store import ChatStore
+from app.services.model_start import ModelStart
 from app.services.settings import Settings
 from app.theme import ThemeController
 from app.views.chat.chat_view import ChatView
@@ -30,7 +31,9 @@ def store(qtbot: QtBot) -> Iterator[ChatStore]:
 def open_page(qtbot: QtBot, engine: ScriptedEngine, store: ChatStore) -> Callable[[], ChatView]:
     def build() -> ChatView:
         theme = ThemeController("light")
-        page = ChatView(engine, store, theme, Settings())  # type: ignore[arg-type]
+        settings = Settings()
+        page = ChatView(engine, store, theme, settings)  # type: ignore[arg-type]
+        page.restart_wanted.connect(ModelStart(engine, settings, page).restart)  # type: ignore[arg-type]
         theme.setParent(page)
         qtbot.addWidget(page, before_close_func=lambda page: page.close_down())
         page.resize(1072, 800)

@@ -9,8 +9,8 @@ from PySide6.QtCore import Qt
 from pytestqt.qtbot import QtBot
 
 from app.views.chat.chat_view import ChatView
-from engine.config import BatchJob
-from engine.errors import ErrorCode
+from engine.common.config import BatchJob
+from engine.common.errors import ErrorCode
 from tests.app.chat.chat_page import type_and_send
 from tests.app.scripted_batches import ScriptedBatches
 
@@ -44,5 +44,20 @@ def test_a_job_that_fails_is_no_longer_told(open_page: Callable[[], ChatView], e
     engine.start_batch(BatchJob("in.csv", "out.csv"))
     engine.tell(0)
     assert page.batch_hint.text.startswith("A batch job is running. ")
-    engine.fail_job(ErrorCode.ENGINE_DIED, "The engine was killed.")
+    engine.fail_job(ErrorCode.INVALID_REQUEST, "The input was changed.")
     assert not page.batch_hint.isVisible()
+
+
+def test_a_job_that_stays_paused_after_the_engine_died_says_so_until_it_goes_on(
+    open_page: Callable[[], ChatView], engine: ScriptedBatches, qtbot: QtBot
+) -> None:
+    hint = open_page().batch_hint
+    for see in (lambda: engine.tell(5), lambda: qtbot.mouseClick(hint.button, Qt.MouseButton.LeftButton)):
+        engine.start_batch(BatchJob("in.csv", "out.csv"))
+        engine.tell(4)
+        engine.fail_job(ErrorCode.ENGINE_DIED, "The engine was killed.")
+        engine.restart()
+        assert hint.isVisible()
+        assert "stays paused" in hint.text
+        see()
+        assert "stays paused" not in hint.text or not hint.isVisible()

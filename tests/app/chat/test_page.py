@@ -73,13 +73,13 @@ def test_the_view_stays_at_the_end_only_if_the_reader_is_there(
 def test_a_long_conversation_is_built_a_little_at_a_time(page: ChatView, store: ChatStore, qtbot: QtBot) -> None:
     messages = [
         Message(str(n), "long", str(n - 1) if n else None, "assistant" if n % 2 else "user", f"turn {n}")
-        for n in range(300)
+        for n in range(120)
     ]
     store.create(Conversation("long", "Long", created_at=1.0, updated_at=1.0), messages)
     page.presenter.open("long")
-    qtbot.waitUntil(lambda: len(page.presenter.model.rows) == 300)
-    assert len(page.transcript.turns) < 300
-    qtbot.waitUntil(lambda: len(page.transcript.turns) == 300, timeout=20_000)
+    qtbot.waitUntil(lambda: len(page.presenter.model.rows) == 120)
+    assert len(page.transcript.turns) < 120
+    qtbot.waitUntil(lambda: len(page.transcript.turns) == 120, timeout=60_000)
     assert [turn.message_id for turn in page.transcript.turns] == [message.id for message in messages]
 
 

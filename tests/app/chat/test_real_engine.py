@@ -13,10 +13,11 @@ from pytestqt.qtbot import QtBot
 
 from app.services.chat_store import ChatStore, Message, MessageState
 from app.services.engine_client import EngineClient, EngineState
+from app.services.model_start import ModelStart
 from app.services.settings import Settings
 from app.theme import ThemeController
 from app.views.chat.chat_view import ChatView
-from engine.config import EngineConfig, SamplingParams
+from engine.common.config import EngineConfig, SamplingParams
 
 WAIT_MS = 60_000
 
@@ -34,6 +35,7 @@ def client(qtbot: QtBot) -> Iterator[EngineClient]:
 def page(qtbot: QtBot, client: EngineClient, theme: ThemeController, settings: Settings) -> Iterator[ChatView]:
     store = ChatStore()
     page = ChatView(client, store, theme, settings)
+    page.restart_wanted.connect(ModelStart(client, settings, page).restart)
     qtbot.addWidget(page, before_close_func=lambda page: page.close_down())
     page.show()
     yield page
@@ -50,6 +52,7 @@ def ask(qtbot: QtBot, page: ChatView, text: str) -> None:
     qtbot.keyClick(page.composer.box, Qt.Key.Key_Return)
 
 
+@pytest.mark.exhaustive  # the client alone goes through the same by default, and so does the whole window in tests/e2e
 @pytest.mark.skipif(os.name == "nt", reason="kills the worker with a signal")
 def test_ask_stop_kill_restart_and_go_on(page: ChatView, client: EngineClient, tiny: Path, qtbot: QtBot) -> None:
     page.presenter.set_sampling(SamplingParams(temperature=1.0, seed=1, max_tokens=8))

@@ -11,8 +11,11 @@ from pytestqt.qtbot import QtBot
 
 from app.services.chat_store import ChatStore, MessageState
 from app.services.engine_client import EngineState
+from app.services.settings import Settings
 from app.views.chat.chat_view import ChatView
 from app.views.chat.close_guard import CloseGuard
+from engine.common.config import EngineConfig
+from engine.common.paths import models_dir
 from tests.app.chat.chat_page import last_answer, shown, type_and_send
 from tests.app.scripted_engine import STARTER, ScriptedEngine
 
@@ -85,15 +88,23 @@ def test_a_message_sent_to_a_dead_engine_waits_for_the_restart(
     assert last_answer(page).note == ""
 
 
-def test_an_engine_that_died_before_any_model_loads_the_default_one(
+def test_a_restart_from_the_chat_loads_the_default_model_as_the_settings_say(
     open_page: Callable[[], ChatView], engine: ScriptedEngine, qtbot: QtBot
 ) -> None:
+    model = models_dir() / "mine"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    settings = Settings()
+    for key, value in (("default_model", "mine"), ("device", "cpu"), ("threads", 3)):
+        settings.set(key, value)
+    settings.save()
     engine.model, engine.state, engine.knows_a_model = None, EngineState.STARTING, False
     page = open_page()
     engine.die()
     type_and_send(qtbot, page, "Hello?")
     last_answer(page).acted.emit("restart")
-    assert [config.model for config in engine.loads] == ["starter"]
+    qtbot.waitUntil(lambda: bool(engine.loads))
+    assert engine.loads == [EngineConfig(model=str(model), device="cpu", threads=3)]
 
 
 def test_a_store_in_trouble_is_told_and_taken_back(page: ChatView, store: ChatStore) -> None:

@@ -12,9 +12,9 @@ import pytest
 from pytestqt.qtbot import QtBot
 
 from app.services.engine_client import EngineClient, EngineState
-from engine.config import EngineConfig
-from engine.errors import ErrorCode
-from engine.paths import python_module
+from engine.common.config import EngineConfig
+from engine.common.errors import ErrorCode
+from engine.common.paths import python_module
 from engine.protocol import (
     PROTOCOL_VERSION,
     Finished,

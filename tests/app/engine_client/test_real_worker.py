@@ -13,8 +13,8 @@ import pytest
 from pytestqt.qtbot import QtBot
 
 from app.services.engine_client import EngineClient, EngineState
-from engine.config import EngineConfig, SamplingParams
-from engine.errors import ErrorCode
+from engine.common.config import EngineConfig, SamplingParams
+from engine.common.errors import ErrorCode
 from engine.protocol import ChatMessage, Failed, Finished, ModelLoaded, Token
 
 CHECKOUT = Path(__file__).resolve().parents[3]

@@ -6,9 +6,9 @@ import pytest
 from pytestqt.qtbot import QtBot
 
 from app.services.engine_client import EngineClient, EngineState
-from engine.config import EngineConfig
-from engine.errors import ErrorCode
-from engine.paths import log_dir
+from engine.common.config import EngineConfig
+from engine.common.errors import ErrorCode
+from engine.common.paths import log_dir
 from engine.protocol import (
     Cancelled,
     Failed,

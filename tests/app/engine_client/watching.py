@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from app.services.engine_client import EngineClient, EngineState
-from engine.config import SamplingParams
+from engine.common.config import SamplingParams
 from engine.protocol import (
     PROTOCOL_VERSION,
     ChatMessage,

@@ -30,6 +30,13 @@ class CacheCard(Card):
         super().__init__("", parent)
         self.heading.setText(self.tr("Cache"))
         self.setAccessibleName(self.tr("Expert cache"))
+        self.explain(
+            self.tr(
+                "The cache keeps the experts that are used most where they can be reached fastest. A hit is an "
+                "expert that was already there when it was needed; a miss has to be brought from slower memory "
+                "first, or computed there."
+            )
+        )
         self._event: CacheReport | None = None
         self._report: CacheReport | None = None
         self._decoding: CacheReport | None = None
@@ -107,7 +114,7 @@ class CacheCard(Card):
         if not report.tiers:
             self._decoding, self._forecasts, self._resizing = None, {}, None
             return
-        # While nothing is decoded the curve is foretold from when something was.
+        # While nothing is decoded the curve is predicted from when something was.
         if report.steps_per_s > 0 or self._decoding is None or not self._decoding.curve_slots:
             self._decoding = report
             self._forecasts = {tier.tier: forecast(report, place) for place, tier in enumerate(report.tiers)}
@@ -143,7 +150,7 @@ class CacheCard(Card):
         self.size_field.show_tier(tier, self.plot.slots)
         adopted = self.tr("policy {0}, adopted") if tier.is_adaptive else self.tr("policy {0}")
         self.aside.setText(adopted.format(policy_name(tier.policy)))
-        self.aside.setToolTip(self.tr("Chosen while running, by what each would hit") if tier.is_adaptive else "")
+        self.aside.setToolTip(self.tr("Chosen while running, by each policy's hit rate") if tier.is_adaptive else "")
         self._say_outcome()
         notes = [tier.note, report.note]
         if known.gains_nothing:

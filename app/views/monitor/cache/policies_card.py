@@ -26,6 +26,13 @@ class PoliciesCard(Card):
         self._theme = theme
         self.heading.setText(self.tr("Policies"))
         self.setAccessibleName(self.tr("Cache policies"))
+        self.explain(
+            self.tr(
+                "When the cache is full, a policy decides which expert has to leave for the next one. Each is "
+                "tried out on what the model really asks for, and the share of hits (experts found in the cache) "
+                "says how good it would be."
+            )
+        )
         self._grid = QGridLayout()
         self._grid.setHorizontalSpacing(10)
         self._grid.setVerticalSpacing(5)
@@ -55,7 +62,7 @@ class PoliciesCard(Card):
             for widget in widgets:
                 widget.hide()
         if tiers:
-            self.aside.setText(self.tr("hit rate of late, each alone"))
+            self.aside.setText(self.tr("recent hit rate, each on its own"))
             self.note.setText(self._told(tiers))
 
     def _told(self, tiers: tuple[TierReport, ...]) -> str:

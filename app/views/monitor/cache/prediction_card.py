@@ -1,4 +1,4 @@
-"""Who foretells which experts come, how often that is right, and what was brought in vain."""
+"""Who predicts which experts come, how often that is right, and what was brought for nothing."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ class PredictionCard(Card):
         self._theme = theme
         self.heading.setText(self.tr("Prefetching"))
         self.setAccessibleName(self.tr("Prefetching"))
+        self.explain(
+            self.tr(
+                "Prefetching brings experts before they are needed, guessing which will be. A right guess saves a "
+                "miss, a wait for memory; a wrong one costs a copy that nobody uses."
+            )
+        )
         self._said = muted_label(self)
         self._grid = QGridLayout()
         self._grid.setHorizontalSpacing(12)
@@ -70,11 +76,11 @@ class PredictionCard(Card):
             return self.tr("In use: {0}, {1} layers ahead.").format(predictor_name(report.adopted), report.ahead)
         if report.predictors:
             return self.tr("None is in use: no predictor would save more than it costs.")
-        return self.tr("Nothing is foretold on this model and machine: experts are brought when they are missed.")
+        return self.tr("Nothing is predicted on this model and machine: experts are brought when they are missed.")
 
     def _show_predictors(self, report: CacheReport) -> None:
         rows = [
-            (self.tr("Predictor"), self.tr("foretold"), self.tr("right"), self.tr("gain")),
+            (self.tr("Predictor"), self.tr("predicted"), self.tr("right"), self.tr("gain")),
             *(
                 (
                     predictor_name(each.name),
@@ -90,8 +96,8 @@ class PredictionCard(Card):
             self._add_row()
         tips = (
             "",
-            self.tr("Of the experts that were wanted and not there, the share that was foretold"),
-            self.tr("Of the experts that were foretold and not there, the share that was wanted"),
+            self.tr("Of the experts that were wanted and not there, the share that was predicted"),
+            self.tr("Of the experts that were predicted and not there, the share that was wanted"),
             self.tr("Milliseconds that its use would save each step, after what it costs"),
         )
         theme = self._theme.theme

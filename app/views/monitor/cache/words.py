@@ -25,12 +25,12 @@ def policy_name(policy: str) -> str:
 def policy_tip(policy: str) -> str:
     """Who leaves when another expert comes."""
     known = {
-        "lru": translate("Cache", "Who was used longest ago leaves."),
-        "lfu": translate("Cache", "Who was used least often leaves."),
-        "lfru": translate("Cache", "Who was used rarely and long ago leaves."),
-        "fifo": translate("Cache", "Who came first leaves."),
-        "random": translate("Cache", "Anybody leaves."),
-        "static": translate("Cache", "The most popular experts stay."),
+        "lru": translate("Cache", "Evicts the least recently used expert."),
+        "lfu": translate("Cache", "Evicts the least frequently used expert."),
+        "lfru": translate("Cache", "Evicts an expert that is used rarely and not recently."),
+        "fifo": translate("Cache", "Evicts the expert that came first."),
+        "random": translate("Cache", "Evicts a random expert."),
+        "static": translate("Cache", "Keeps the most popular experts."),
     }
     return known.get(policy, "")
 

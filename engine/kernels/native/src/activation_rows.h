@@ -87,7 +87,7 @@ template <bool bf16> void activate_as(const SwitchyardExperts &layer, const floa
 }
 
 void activate_rows(const SwitchyardExperts &layer, const float *bias, int64_t count, float *dots) {
-    if (layer.precision == SWITCHYARD_BF16)
+    if (layer.first.format == SWITCHYARD_BF16)
         activate_as<true>(layer, bias, count, dots);
     else
         activate_as<false>(layer, bias, count, dots);

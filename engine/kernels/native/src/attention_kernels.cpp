@@ -184,8 +184,8 @@ SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const Swi
     step.length = length;
     step.out = out;
     step.normed.resize(static_cast<size_t>(attention->hidden));
-    step.x.resize(attention->q.precision, 1, attention->hidden);
-    step.attended_x.resize(attention->o.precision, 1, heads * dim);
+    step.x.resize(attention->q.format, 1, attention->hidden);
+    step.attended_x.resize(attention->o.format, 1, heads * dim);
     step.projected.resize(static_cast<size_t>((heads + 2 * kv_heads) * dim));
     step.spread_q.resize(static_cast<size_t>(heads * padded(dim)));
     step.scores.resize(static_cast<size_t>(heads * (length + 1)));

@@ -17,15 +17,11 @@ const uint8_t *record_of(const SwitchyardExperts &layer, int32_t expert) {
 SwitchyardMatrix matrix(const SwitchyardExperts &layer, int32_t expert, const SwitchyardRecordPart &part, int64_t rows,
                         int64_t columns, int32_t pairing) {
     const uint8_t *record = record_of(layer, expert);
-    SwitchyardMatrix found = {record + part.weights, nullptr, nullptr, rows, columns, layer.precision, pairing};
-    if (layer.precision != SWITCHYARD_BF16) found.scales = reinterpret_cast<const uint16_t *>(record + part.scales);
-    if (layer.precision == SWITCHYARD_INT4) {
-        if (part.zeros < 0)
-            found.precision = SWITCHYARD_INT8;
-        else
-            found.zeros = record + part.zeros;
-    }
-    return found;
+    return {record + part.weights,
+            part.scales < 0 ? nullptr : reinterpret_cast<const uint16_t *>(record + part.scales),
+            part.zeros < 0 ? nullptr : record + part.zeros,
+            part.table < 0 ? nullptr : reinterpret_cast<const int8_t *>(record + part.table),
+            rows, columns, part.format, pairing};
 }
 
 // Blocks [begin, end) of all active experts' first matrices, one after the other.
@@ -33,7 +29,7 @@ void first_blocks(ExpertsCall &call, int64_t begin, int64_t end) {
     static thread_local std::vector<float> dots;
     const auto &layer = *call.layer;
     const int64_t inner = layer.inner, per_expert = call.inner_blocks(), per_block = call.inner_block();
-    const Rounding round = {layer.precision == SWITCHYARD_BF16};
+    const Rounding round = {layer.first.format == SWITCHYARD_BF16};
     for (int64_t item = begin; item < end; ++item) {
         const int64_t which = item / per_expert, block = item % per_expert;
         const int32_t expert = call.visits.active[which], first = call.visits.first[which];
@@ -64,7 +60,7 @@ void first_blocks(ExpertsCall &call, int64_t begin, int64_t end) {
 void down_blocks(ExpertsCall &call, int64_t begin, int64_t end) {
     static thread_local std::vector<float> sums, dots;
     const auto &layer = *call.layer;
-    const Rounding round = {layer.precision == SWITCHYARD_BF16};
+    const Rounding round = {layer.down.format == SWITCHYARD_BF16};
     for (int64_t block = begin; block < end; ++block) {
         const int64_t row = block * kTileRows, rows = std::min(kTileRows, layer.hidden - row);
         sums.assign(static_cast<size_t>(call.tokens) * kTileRows, 0.0f);
@@ -107,12 +103,12 @@ void ExpertsCall::begin(const SwitchyardExperts *experts, int32_t token_count, c
     residual = add_to;
     addend = nullptr;
     out = result;
-    x.resize(layer->precision, tokens, layer->hidden);
+    x.resize(layer->first.format, tokens, layer->hidden);
 }
 
 void ExpertsCall::reserve(int64_t count) {
     inner.resize(static_cast<size_t>(count * layer->inner));
-    activated.resize(layer->precision, count, layer->inner);
+    activated.resize(layer->down.format, count, layer->inner);
     if (one_by_one.size() < static_cast<size_t>(count)) {
         one_by_one.resize(static_cast<size_t>(count));
         std::iota(one_by_one.begin(), one_by_one.end(), 0);

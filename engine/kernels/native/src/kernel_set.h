@@ -29,23 +29,57 @@ struct TileRow {
     const uint8_t *weights;
     const uint16_t *scales;
     const uint8_t *zeros;
+    const int8_t *table;
     int64_t groups;
 };
 
-// Dot products of quantised rows with quantised vectors.
+// 16 rows of a tile.
+struct HalfTile {
+    const uint8_t *weights;
+    const uint16_t *scales;
+    const uint8_t *zeros;
+    const int8_t *table;
+};
+
+// Where a fit of 16 rows x 32 columns goes: codes[column * 16 + row], scales and zeros [16].
+struct FitTarget {
+    uint8_t *codes;
+    uint16_t *scales;
+    uint8_t *zeros;       // null where the format has none
+    const int8_t *table;  // to fit to, where the format has one
+    int rounds;           // of the optimisation, where the format has one
+};
+
+// What a tile of 32 x 32 weights takes in each format, in the order of switchyard_kernels.h.
+struct Format {
+    int64_t code_bits;
+    bool has_zeros, has_table;
+    constexpr int64_t half_bytes() const { return kHalfRows * kGroup * code_bits / 8; }
+};
+constexpr Format kFormats[] = {
+    {16, false, false},  // bf16: not in tiles
+    {8, false, false},   // int8
+    {4, true, false},    // int4
+    {4, false, true},    // lut4
+};
+constexpr int kFormatCount = sizeof kFormats / sizeof *kFormats;
+
+// Each weight format in tiles: one file format_*.h.
+struct FormatKernels {
+    // out: [count, 32] of the 32 rows with each of `count` <= kMostVectors vectors.
+    void (*dot)(const TileRow &row, const QuantisedVector *x, int count, float *out);
+    // Half a tile as bf16, [16, 32].
+    void (*expand)(const HalfTile &half, uint16_t *out);
+    // Quantises w[column * 16 + row].
+    void (*fit)(const float *w, const FitTarget &target);
+};
+
+// What reads and writes tiles.
 struct TileKernels {
     // A group with an infinity keeps the signs of its infinities alone, one with a NaN is NaN.
     void (*quantise_floats)(const float *x, int64_t n, const QuantisedVector &out);
     void (*quantise_bf16)(const uint16_t *x, int64_t n, const QuantisedVector &out);
-    // out: [count, 32] of the 32 rows with each of `count` <= kMostVectors vectors.
-    void (*dot_int8)(const TileRow &row, const QuantisedVector *x, int count, float *out);
-    void (*dot_int4)(const TileRow &row, const QuantisedVector *x, int count, float *out);
-    // Half a tile as bf16, [16, 32].
-    void (*expand_int8)(const uint8_t *half, const uint16_t *scales, uint16_t *out);
-    void (*expand_int4)(const uint8_t *half, const uint16_t *scales, const uint8_t *zeros, uint16_t *out);
-    // Quantises 16 rows x 32 columns: w[column * 16 + row] to q (the same order), scales and zeros [16].
-    void (*fit_int8)(const float *w, uint8_t *q, uint16_t *scales);
-    void (*fit_int4)(const float *w, int rounds, uint8_t *q, uint16_t *scales, uint8_t *zeros);
+    FormatKernels formats[kFormatCount];
 };
 
 struct ManyKernels;  // many_kernels.h

@@ -101,12 +101,11 @@ void between_projections(LatentStep &step) {
 void transposed_product(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t begin, int64_t count,
                         const float *x, float *out) {
     const int64_t columns = matrix.columns;
-    if (matrix.precision == SWITCHYARD_BF16) {
+    if (matrix.format == SWITCHYARD_BF16) {
         kernels.rows->mix_rows(static_cast<const uint16_t *>(matrix.weights) + begin * columns, count, columns, x, out);
         return;
     }
-    const bool int8 = matrix.precision == SWITCHYARD_INT8;
-    const int64_t half_bytes = kHalfRows * kGroup / (int8 ? 1 : 2);
+    const auto expand = kernels.tiles->formats[matrix.format].expand;
     std::fill_n(out, columns, 0.0f);
     for (int64_t half = begin / kHalfRows; half * kHalfRows < begin + count; ++half) {
         float shares[kHalfRows];
@@ -119,12 +118,7 @@ void transposed_product(const Kernels &kernels, const SwitchyardMatrix &matrix, 
         for (int64_t group = 0; group < tiles.groups; ++group) {
             uint16_t weights[kHalfRows * kGroup];
             float sums[kGroup];
-            const uint8_t *q = tiles.weights + (2 * group + lower) * half_bytes;
-            const uint16_t *scales = tiles.scales + group * kTileRows + lower * kHalfRows;
-            if (int8)
-                kernels.tiles->expand_int8(q, scales, weights);
-            else
-                kernels.tiles->expand_int4(q, scales, tiles.zeros + group * kTileRows + lower * kHalfRows, weights);
+            expand(half_tile(tiles, kFormats[matrix.format], group, lower), weights);
             kernels.rows->mix_rows(weights, kHalfRows, kGroup, shares, sums);
             const int64_t width = std::min(kGroup, columns - group * kGroup);
             for (int64_t i = 0; i < width; ++i) out[group * kGroup + i] += sums[i];
@@ -242,17 +236,17 @@ SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const Switch
     step.length = length;
     step.out = out;
     step.normed.resize(static_cast<size_t>(layer.hidden));
-    step.x.resize(layer.kv_a.precision, 1, layer.hidden);
+    step.x.resize(layer.kv_a.format, 1, layer.hidden);
     step.q_latent.resize(static_cast<size_t>(layer.q_a.rows));
-    step.q_x.resize(layer.q.precision, 1, layer.q.columns);
+    step.q_x.resize(layer.q.format, 1, layer.q.columns);
     step.queries.resize(static_cast<size_t>(layer.q.rows));
     step.compressed.resize(static_cast<size_t>(layer.kv_a.rows));
     step.absorbed.resize(static_cast<size_t>(heads * layer.rank));
     step.spread.resize(static_cast<size_t>(heads * (padded(layer.rank) + padded(layer.rope))));
     step.scores.resize(static_cast<size_t>(heads * (length + 1)));
-    step.mixed.resize(layer.kv_b.precision, heads, layer.rank);
+    step.mixed.resize(layer.kv_b.format, heads, layer.rank);
     step.attended.resize(static_cast<size_t>(heads * layer.value_dim));
-    step.attended_x.resize(layer.o.precision, 1, heads * layer.value_dim);
+    step.attended_x.resize(layer.o.format, 1, heads * layer.value_dim);
     LatentRun run(step, pool->threads());
     int64_t weights = 0;
     for (const SwitchyardMatrix *matrix : {&layer.q_a, &layer.q, &layer.kv_a, &layer.kv_b, &layer.o})

@@ -47,8 +47,8 @@ class Tiles {
 
 int64_t panel_room(int32_t, int64_t columns) { return rows_room(columns); }
 
-void pack_tile(int32_t precision, const uint16_t *const *rows, int64_t count, int64_t columns, uint8_t *out) {
-    if (precision == SWITCHYARD_BF16) return pack_pairs(rows, count, columns, out);
+void pack_tile(int32_t format, const uint16_t *const *rows, int64_t count, int64_t columns, uint8_t *out) {
+    if (format == SWITCHYARD_BF16) return pack_pairs(rows, count, columns, out);
     for (int64_t at = 0; at < columns; at += kGroup, out += kTileBytes)
         for (int64_t v = 0; v < 16; ++v)
             _mm512_store_si512(out + 64 * v,
@@ -97,27 +97,37 @@ static inline void widen_int4(const uint8_t *half, __m512 scale, __m512 zero, ui
     }
 }
 
+// Half a tile in any other format.
+static inline void widen(const HalfTile &half, int32_t format, uint8_t *out) {
+    alignas(64) uint16_t values[kHalfRows * kGroup];
+    kAvx512VnniTiles.formats[format].expand(half, values);
+    __m512i rows[kHalfRows];  // each of 16 pairs of columns
+    for (int64_t i = 0; i < kHalfRows; ++i) rows[i] = _mm512_load_si512(values + i * kGroup);
+    transpose(rows);
+    for (int64_t pair = 0; pair < 16; ++pair) _mm512_store_si512(out + 64 * pair, rows[pair]);
+}
+
 Panel prepare(const SwitchyardMatrix &matrix, int64_t block, uint8_t *room) {
-    if (matrix.precision == SWITCHYARD_BF16) return prepare_rows(matrix, block, room);
+    if (matrix.format == SWITCHYARD_BF16) return prepare_rows(matrix, block, room);
     const TileRow row = tile_row(matrix, block);
-    const bool int4 = matrix.precision == SWITCHYARD_INT4;
-    const int64_t bytes = kHalfRows * kGroup / (int4 ? 2 : 1);
+    const Format &format = kFormats[matrix.format];
     constexpr int64_t ahead = 4096;
     for (int64_t group = 0; group < row.groups; ++group)
         for (int64_t half = 0; half < 2; ++half) {
-            const uint8_t *weights = row.weights + (2 * group + half) * bytes;
-            const int64_t at = group * kTileRows + half * kHalfRows;
+            const HalfTile tile = half_tile(row, format, group, half);
             uint8_t *out = room + (2 * group + half) * kTileBytes;
-            for (int64_t line = 0; line < bytes; line += 64)
-                _mm_prefetch(reinterpret_cast<const char *>(weights) + line + ahead, _MM_HINT_T0);
-            const __m512 scale = scales_of(row.scales + at);
-            if (!int4) {
-                widen_int8(weights, scale, out);
-                continue;
+            for (int64_t line = 0; line < format.half_bytes(); line += 64)
+                _mm_prefetch(reinterpret_cast<const char *>(tile.weights) + line + ahead, _MM_HINT_T0);
+            if (matrix.format == SWITCHYARD_INT8) {
+                widen_int8(tile.weights, scales_of(tile.scales), out);
+            } else if (matrix.format == SWITCHYARD_INT4) {
+                const __m512i zeros =
+                    _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(tile.zeros)));
+                const __m512 zero = _mm512_mul_ps(_mm512_cvtepi32_ps(zeros), _mm512_set1_ps(0.0625f));
+                widen_int4(tile.weights, scales_of(tile.scales), zero, out);
+            } else {
+                widen(tile, matrix.format, out);
             }
-            const __m512i zeros =
-                _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(row.zeros + at)));
-            widen_int4(weights, scale, _mm512_mul_ps(_mm512_cvtepi32_ps(zeros), _mm512_set1_ps(0.0625f)), out);
         }
     return {room, room + kTileBytes, 0};
 }
@@ -213,9 +223,9 @@ void multiply_widened(const Panel &panel, int64_t groups, const uint8_t *x, int6
     _tile_stored(1, out + kHalfRows, row);
 }
 
-void multiply(int32_t precision, int64_t columns, const Panel &panel, const uint8_t *x, int64_t tiles, float *out) {
+void multiply(int32_t format, int64_t columns, const Panel &panel, const uint8_t *x, int64_t tiles, float *out) {
     const Tiles in_use;
-    if (precision == SWITCHYARD_BF16)
+    if (format == SWITCHYARD_BF16)
         multiply_plain(panel, groups_of(columns), x, tiles, out);
     else
         multiply_widened(panel, groups_of(columns), x, tiles, out);
@@ -223,7 +233,7 @@ void multiply(int32_t precision, int64_t columns, const Panel &panel, const uint
 
 }  // namespace
 
-static const ManyKernels kMany = {kPairLanes, {2, 12, 12}, packed_tiles, panel_room, pack_tile, prepare,
+static const ManyKernels kMany = {kPairLanes, {2, 12, 12, 12}, packed_tiles, panel_room, pack_tile, prepare,
                                   multiply, activate_rows, add_rows, narrow_rows};
 extern const ManyKernels *const kAmxMany = &kMany;
 #else

@@ -60,7 +60,7 @@ void multiply(int32_t, int64_t columns, const Panel &panel, const uint8_t *x, in
 
 }  // namespace
 
-static const ManyKernels kMany = {kPairLanes, {4, 0, 0}, packed_tiles, panel_room, pack_tile, copy_rows,
+static const ManyKernels kMany = {kPairLanes, {4}, packed_tiles, panel_room, pack_tile, copy_rows,
                                   multiply, activate_rows, add_rows, narrow_rows};
 extern const ManyKernels *const kAvx512Bf16Many = &kMany;
 #else

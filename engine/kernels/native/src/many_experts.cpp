@@ -45,7 +45,9 @@ class ManyExperts {
                 int threads)
         : own_(buffers), call_(buffers.call), visits_(buffers.call.visits), many_(*buffers.call.kernels.many),
           layer_(layer), x_(x), out_(out), quantise_(tokens, threads, 1), finish_(tokens, threads, 1) {
-        fewest_ = many_.fewest[layer.precision];
+        // Both matrices of an expert are computed in one way.
+        const int64_t first = many_.fewest[layer.first.format], down = many_.fewest[layer.down.format];
+        fewest_ = first && down ? std::max(first, down) : 0;
         plan_waves(threads);
     }
 
@@ -70,7 +72,8 @@ class ManyExperts {
   private:
     int64_t count(int32_t which) const { return visits_.first[which + 1] - visits_.first[which]; }
     bool is_many(int32_t which) const { return fewest_ > 0 && count(which) >= fewest_; }
-    int64_t tile_bytes(int64_t columns) const { return many_.packed_bytes(layer_.precision, columns); }
+    int64_t x_bytes() const { return many_.packed_bytes(layer_.first.format, layer_.hidden); }
+    int64_t inner_bytes() const { return many_.packed_bytes(layer_.down.format, layer_.inner); }
     int64_t visits_before(const Wave &wave) const { return visits_.first[wave.begin]; }
 
     void plan_waves(int threads) {
@@ -104,8 +107,8 @@ class ManyExperts {
                                 (end - begin) * first_items_, (down_blocks + down_together_ - 1) / down_together_,
                                 threads);
         }
-        packed_x_ = own_.packed_x.room(most_tiles * tile_bytes(layer_.hidden));
-        packed_inner_ = own_.packed_inner.room(most_tiles * tile_bytes(layer_.inner));
+        packed_x_ = own_.packed_x.room(most_tiles * x_bytes());
+        packed_inner_ = own_.packed_inner.room(most_tiles * inner_bytes());
         own_.rows.resize(static_cast<size_t>(most_visits * layer_.inner));
         if (some_few_) call_.reserve(most_visits);
     }
@@ -118,7 +121,7 @@ class ManyExperts {
             const int32_t *token = &visits_.token[visits_.first[piece.which] + piece.first];
             for (int32_t v = 0; v < piece.count; ++v) rows[v] = x_ + int64_t{token[v]} * layer_.hidden;
             const int64_t tile = own_.tile[piece.which] + piece.first / many_.lanes;
-            many_.pack(layer_.precision, rows, piece.count, layer_.hidden, packed_x_ + tile * tile_bytes(layer_.hidden));
+            many_.pack(layer_.first.format, rows, piece.count, layer_.hidden, packed_x_ + tile * x_bytes());
         }
     }
 
@@ -134,7 +137,7 @@ class ManyExperts {
             const uint16_t *rows[64];
             for (int32_t v = 0; v < piece.count; ++v) rows[v] = &own_.rows[(visit + v) * inner];
             const int64_t tile = own_.tile[piece.which] + piece.first / many_.lanes;
-            many_.pack(layer_.precision, rows, piece.count, inner, packed_inner_ + tile * tile_bytes(inner));
+            many_.pack(layer_.down.format, rows, piece.count, inner, packed_inner_ + tile * inner_bytes());
         }
     }
 
@@ -143,8 +146,8 @@ class ManyExperts {
     void products(int32_t which, const SwitchyardMatrix &matrix, int64_t block, const uint8_t *packed,
                   const Vectors &few, const int32_t *which_few, Take take) {
         if (is_many(which)) {
-            multiply_block(many_, matrix, block, packed + own_.tile[which] * tile_bytes(matrix.columns), count(which),
-                           take);
+            const int64_t tile = many_.packed_bytes(matrix.format, matrix.columns);
+            multiply_block(many_, matrix, block, packed + own_.tile[which] * tile, count(which), take);
             return;
         }
         static thread_local std::vector<float> dots;
@@ -212,7 +215,7 @@ class ManyExperts {
         const int64_t hidden = layer_.hidden, row = block * kTileRows, rows = std::min(kTileRows, hidden - row);
         const SwitchyardMatrix matrix = call_.down_matrix(visits_.active[which]);
         const int64_t start = visits_.first[which];
-        const bool rounds = layer_.precision == SWITCHYARD_BF16;
+        const bool rounds = layer_.down.format == SWITCHYARD_BF16;
         float bias[kTileRows];
         bias_of(call_.bias(visits_.active[which], layer_.down), RowOrder(matrix), block, matrix.rows, bias);
         const auto take = [&](int64_t first, int64_t some, float *dots) {

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 
+#include "kernel_set.h"
 #include "switchyard_kernels.h"
 
 // A block of 32 rows as `multiply` reads it: its two halves of 16, `stride` bytes between the rows of each where they
@@ -14,16 +15,16 @@ struct Panel {
 
 struct ManyKernels {
     int64_t lanes;  // vectors that are computed side by side: a tile of them, made up with zeros
-    // By precision: from so many vectors on these kernels are faster than those for few; 0 if they do not know it.
-    int64_t fewest[3];
+    // By format: from so many vectors on these kernels are faster than those for few; 0 if they do not know it.
+    int64_t fewest[kFormatCount];
     // Bytes of a packed tile of `lanes` vectors, and of the room that `prepare` is given.
-    int64_t (*packed_bytes)(int32_t precision, int64_t columns);
-    int64_t (*panel_bytes)(int32_t precision, int64_t columns);
+    int64_t (*packed_bytes)(int32_t format, int64_t columns);
+    int64_t (*panel_bytes)(int32_t format, int64_t columns);
     // Up to `lanes` bf16 vectors of `columns` into one tile.
-    void (*pack)(int32_t precision, const uint16_t *const *rows, int64_t count, int64_t columns, uint8_t *out);
+    void (*pack)(int32_t format, const uint16_t *const *rows, int64_t count, int64_t columns, uint8_t *out);
     Panel (*prepare)(const SwitchyardMatrix &matrix, int64_t block, uint8_t *room);
     // out: [tiles * lanes, 32] of the block's rows with the vectors of `tiles` tiles, one after the other from `x`.
-    void (*multiply)(int32_t precision, int64_t columns, const Panel &panel, const uint8_t *x, int64_t tiles,
+    void (*multiply)(int32_t format, int64_t columns, const Panel &panel, const uint8_t *x, int64_t tiles,
                      float *out);
     // In place: [count, 32] of gate and up halves (or 32 rows without a gate) and their biases [32] -> activated, in
     // the first 16 (32) of each 32.

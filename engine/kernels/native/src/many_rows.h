@@ -36,12 +36,12 @@ void multiply_block(const ManyKernels &many, const SwitchyardMatrix &matrix, int
     static thread_local AlignedMemory room, sums;
     const int64_t tiles = (count + many.lanes - 1) / many.lanes;
     const int64_t at_once = std::min<int64_t>(tiles, 96 / many.lanes);
-    const Panel panel = many.prepare(matrix, block, room.room(many.panel_bytes(matrix.precision, matrix.columns)));
+    const Panel panel = many.prepare(matrix, block, room.room(many.panel_bytes(matrix.format, matrix.columns)));
     auto *dots = reinterpret_cast<float *>(sums.room(at_once * many.lanes * kTileRows * 4));
-    const int64_t tile_bytes = many.packed_bytes(matrix.precision, matrix.columns);
+    const int64_t tile_bytes = many.packed_bytes(matrix.format, matrix.columns);
     for (int64_t tile = 0; tile < tiles; tile += at_once) {
         const int64_t now = std::min(at_once, tiles - tile), first = tile * many.lanes;
-        many.multiply(matrix.precision, matrix.columns, panel, x + tile * tile_bytes, now, dots);
+        many.multiply(matrix.format, matrix.columns, panel, x + tile * tile_bytes, now, dots);
         take(first, std::min(now * many.lanes, count - first), dots);
     }
 }

@@ -5,16 +5,17 @@
 #include "rows.h"
 
 int64_t bytes_of(const SwitchyardMatrix &matrix) {
-    if (matrix.precision == SWITCHYARD_BF16) return matrix.rows * matrix.columns * 2;
+    if (matrix.format == SWITCHYARD_BF16) return matrix.rows * matrix.columns * 2;
     const int64_t tiles = blocks_of(matrix) * groups_of(matrix.columns);
-    return tiles * kTileRows * (matrix.precision == SWITCHYARD_INT8 ? kGroup + 2 : kGroup / 2 + 3);
+    const Format &format = kFormats[matrix.format];
+    return tiles * (2 * format.half_bytes() + kTileRows * (format.has_zeros ? 3 : 2));
 }
 
-void Vectors::resize(int32_t precision, int64_t count, int64_t n) {
-    precision_ = precision;
+void Vectors::resize(int32_t format, int64_t count, int64_t n) {
+    format_ = format;
     n_ = n;
     const int64_t groups = groups_of(n);
-    const int64_t bytes = precision == SWITCHYARD_BF16 ? padded(n) * 4 : groups * (kGroup + 4 + 4);
+    const int64_t bytes = format == SWITCHYARD_BF16 ? padded(n) * 4 : groups * (kGroup + 4 + 4);
     stride_ = (bytes + 63) & ~int64_t{63};
     const auto needed = static_cast<size_t>(count * stride_ + 64);
     if (memory_.size() < needed) memory_.resize(needed);
@@ -29,14 +30,14 @@ QuantisedVector Vectors::quantised(int64_t at) const {
 }
 
 void Vectors::set(const Kernels &kernels, int64_t at, const uint16_t *x) {
-    if (precision_ == SWITCHYARD_BF16)
+    if (format_ == SWITCHYARD_BF16)
         kernels.rows->spread(x, n_, const_cast<float *>(spread(at)));
     else
         kernels.tiles->quantise_bf16(x, n_, quantised(at));
 }
 
 void Vectors::set(const Kernels &kernels, int64_t at, const float *x) {
-    if (precision_ == SWITCHYARD_BF16)
+    if (format_ == SWITCHYARD_BF16)
         kernels.rows->spread_floats(x, n_, const_cast<float *>(spread(at)));
     else
         kernels.tiles->quantise_floats(x, n_, quantised(at));
@@ -62,12 +63,12 @@ void bf16_block(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t 
 
 void block_dot(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t block, const Vectors &x,
                const int32_t *which, int64_t count, float *out) {
-    if (matrix.precision == SWITCHYARD_BF16) {
+    if (matrix.format == SWITCHYARD_BF16) {
         bf16_block(kernels, matrix, block, x, which, count, out);
         return;
     }
     const TileRow row = tile_row(matrix, block);
-    const auto dot = matrix.precision == SWITCHYARD_INT8 ? kernels.tiles->dot_int8 : kernels.tiles->dot_int4;
+    const auto dot = kernels.tiles->formats[matrix.format].dot;
     for (int64_t begin = 0; begin < count; begin += kMostVectors) {
         QuantisedVector vectors[kMostVectors];
         const int many = static_cast<int>(std::min<int64_t>(count - begin, kMostVectors));

@@ -1,4 +1,4 @@
-// A product of a matrix with vectors, in blocks of 32 rows, whatever the precision.
+// A product of a matrix with vectors, in blocks of 32 rows, whatever the format.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -23,26 +23,32 @@ struct RowOrder {
 inline int64_t blocks_of(const SwitchyardMatrix &matrix) { return (matrix.rows + kTileRows - 1) / kTileRows; }
 inline int64_t groups_of(int64_t columns) { return (columns + kGroup - 1) / kGroup; }
 inline TileRow tile_row(const SwitchyardMatrix &matrix, int64_t block) {
-    const int64_t groups = groups_of(matrix.columns), tile = kTileRows * kGroup;
+    const int64_t groups = groups_of(matrix.columns);
     const auto *weights = static_cast<const uint8_t *>(matrix.weights);
-    return {weights + block * groups * (matrix.precision == SWITCHYARD_INT4 ? tile / 2 : tile),
+    return {weights + block * groups * 2 * kFormats[matrix.format].half_bytes(),
             matrix.scales + block * groups * kTileRows,
-            matrix.zeros ? matrix.zeros + block * groups * kTileRows : nullptr, groups};
+            matrix.zeros ? matrix.zeros + block * groups * kTileRows : nullptr, matrix.table, groups};
+}
+// 16 rows and 32 columns of a block.
+inline HalfTile half_tile(const TileRow &row, const Format &format, int64_t group, int64_t half) {
+    const int64_t at = group * kTileRows + half * kHalfRows;
+    return {row.weights + (2 * group + half) * format.half_bytes(), row.scales + at,
+            row.zeros ? row.zeros + at : nullptr, row.table};
 }
 // Bytes of a matrix's weights, scales and zeros.
 int64_t bytes_of(const SwitchyardMatrix &matrix);
 
-// Vectors in the form that the kernels of a precision read.
+// Vectors in the form that the kernels of a format read.
 class Vectors {
   public:
-    void resize(int32_t precision, int64_t count, int64_t n);
+    void resize(int32_t format, int64_t count, int64_t n);
     void set(const Kernels &kernels, int64_t at, const uint16_t *x);
     void set(const Kernels &kernels, int64_t at, const float *x);
     const float *spread(int64_t at) const { return reinterpret_cast<const float *>(start_ + at * stride_); }
     QuantisedVector quantised(int64_t at) const;
 
   private:
-    int32_t precision_ = 0;
+    int32_t format_ = 0;
     int64_t n_ = 0, stride_ = 0;
     std::vector<uint8_t> memory_;
     uint8_t *start_ = nullptr;

@@ -1,8 +1,9 @@
-// Quantisation, in plain loops over 16 lanes that compilers make vectors of.  Included by one file per instruction
+// What quantising takes, in plain loops over 16 lanes that compilers make vectors of.  Included by one file per instruction
 // set: everything is local to it, so that the linker never mixes them.
 #pragma once
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 
 #include "kernel_set.h"
@@ -70,6 +71,27 @@ void quantise_floats(const float *x, int64_t n, const QuantisedVector &out) {
 
 void quantise_bf16(const uint16_t *x, int64_t n, const QuantisedVector &out) {
     quantise_vector([x](int64_t i) { return from_bf16(x[i]); }, n, out);
+}
+
+constexpr uint16_t kNaN = 0x7fc0;  // the scale of groups with an infinity or a NaN, in bf16
+
+// Up to bf16: a scale rounded down would clip the largest weight.
+static inline uint16_t bf16_above(float value) {
+    const uint16_t nearest = to_bf16(value);
+    return from_bf16(nearest) < value ? static_cast<uint16_t>(nearest + 1) : nearest;
+}
+
+// A NaN becomes `low`: it is the scale that tells of it.
+static inline float between(float value, float low, float high) {
+    value = value > low ? value : low;
+    return value < high ? value : high;
+}
+
+// Without a branch: of NaNs only those that a scale brings come here, and they survive it.
+static inline uint16_t narrow_finite(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
 }  // namespace

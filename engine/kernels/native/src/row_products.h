@@ -1,5 +1,5 @@
 // Vectors of many rows, and their products with blocks of matrices, by the kernels for many vectors where those know the
-// precision: then a product does not depend on how many vectors there are.
+// format: then a product does not depend on how many vectors there are.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -10,19 +10,19 @@
 
 class RowProducts {
   public:
-    void resize(const Kernels &kernels, int32_t precision, int64_t count, int64_t columns) {
+    void resize(const Kernels &kernels, int32_t format, int64_t count, int64_t columns) {
         kernels_ = kernels;
-        precision_ = precision;
+        format_ = format;
         count_ = count;
         columns_ = columns;
-        is_many_ = kernels.many && kernels.many->fewest[precision] > 0;
+        is_many_ = kernels.many && kernels.many->fewest[format] > 0;
         if (is_many_) {
             lanes_ = kernels.many->lanes;
-            packed_ = memory_.room(tiles() * kernels.many->packed_bytes(precision, columns));
+            packed_ = memory_.room(tiles() * kernels.many->packed_bytes(format, columns));
             return;
         }
         lanes_ = 1;
-        vectors_.resize(precision, count, columns);
+        vectors_.resize(format, count, columns);
         const auto known = static_cast<int64_t>(one_by_one_.size());
         for (int64_t v = known; v < count; ++v) one_by_one_.push_back(static_cast<int32_t>(v));
     }
@@ -38,7 +38,7 @@ class RowProducts {
             const int64_t some = std::min(lanes_, count_ - first);
             for (int64_t v = 0; v < some; ++v) rows[v] = x + (first + v) * columns_;
             const auto &many = *kernels_.many;
-            many.pack(precision_, rows, some, columns_, packed_ + tile * many.packed_bytes(precision_, columns_));
+            many.pack(format_, rows, some, columns_, packed_ + tile * many.packed_bytes(format_, columns_));
             return;
         }
         vectors_.set(kernels_, first, x + first * columns_);
@@ -58,7 +58,7 @@ class RowProducts {
 
   private:
     Kernels kernels_ = {};
-    int32_t precision_ = 0;
+    int32_t format_ = 0;
     int64_t count_ = 0, columns_ = 0, lanes_ = 1;
     bool is_many_ = false;
     Vectors vectors_;

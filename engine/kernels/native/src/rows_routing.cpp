@@ -69,7 +69,7 @@ SWITCHYARD_API int32_t switchyard_route_rows(SwitchyardPool *pool, const Switchy
     static thread_local RowProducts products;
     static thread_local std::vector<float> logits;
     const auto &experts = block->experts;
-    const SwitchyardMatrix weight = {block->router.weight, nullptr, nullptr, experts.count, experts.hidden,
+    const SwitchyardMatrix weight = {block->router.weight, nullptr, nullptr, nullptr, experts.count, experts.hidden,
                                      SWITCHYARD_BF16, SWITCHYARD_PLAIN};
     products.resize(kernels_in_use(), SWITCHYARD_BF16, tokens, experts.hidden);
     logits.resize(static_cast<size_t>(tokens) * static_cast<size_t>(experts.count));

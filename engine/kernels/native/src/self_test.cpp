@@ -37,73 +37,51 @@ int32_t test_quantise(const TileKernels &kernels, int64_t groups, int seed, OwnV
 }
 
 // Every byte there is appears among the weights.
-int32_t test_dots(const TileKernels &kernels, int64_t groups, int count) {
-    const int64_t tile = kTileRows * kGroup;
-    std::vector<uint8_t> int8(groups * tile), int4(groups * tile / 2), zeros(groups * kTileRows);
-    std::vector<uint16_t> scales(groups * kTileRows);
-    for (size_t i = 0; i < int8.size(); ++i) int8[i] = static_cast<uint8_t>((i * 89 + 3) % 255 + 129);  // no -128
-    for (size_t i = 0; i < int4.size(); ++i) int4[i] = static_cast<uint8_t>(i * 89 + 3);
-    for (size_t i = 0; i < scales.size(); ++i) scales[i] = to_bf16(0.001f * static_cast<float>(i % 13 + 1));
-    for (size_t i = 0; i < zeros.size(); ++i) zeros[i] = static_cast<uint8_t>(i * 73);
+int32_t test_dots(const TileKernels &kernels, int32_t format, int64_t groups, int count) {
+    OwnTiles tiles(format, groups);
     std::vector<OwnVector> vectors(count, OwnVector(groups));
     std::vector<QuantisedVector> x;
     for (int v = 0; v < count; ++v) {
         if (const int32_t wrong = test_quantise(kernels, groups, v, vectors[v])) return wrong;
         x.push_back(vectors[v].view());
     }
-    std::vector<float> of_int8(count * kTileRows), of_int4(count * kTileRows);
-    kernels.dot_int8({int8.data(), scales.data(), nullptr, groups}, x.data(), count, of_int8.data());
-    kernels.dot_int4({int4.data(), scales.data(), zeros.data(), groups}, x.data(), count, of_int4.data());
+    std::vector<float> found(count * kTileRows);
+    kernels.formats[format].dot(tiles.row(), x.data(), count, found.data());
     for (int v = 0; v < count; ++v)
         for (int64_t r = 0; r < kTileRows; ++r) {
-            double want8 = 0, want4 = 0;
-            for (int64_t k = 0; k < groups * kGroup; ++k) {
-                const int64_t group = k / kGroup, c = k % kGroup, at = group * kTileRows + r;
-                const int64_t half = 2 * group + r / kHalfRows, lane = r % kHalfRows * 4 + c % 4;
-                const double value = double(x[v].q[k]) * x[v].scales[group] * from_bf16(scales[at]);
-                want8 += value * static_cast<int8_t>(int8[half * 512 + c / 4 * 64 + lane]);
-                const uint8_t pair = int4[half * 256 + c % 16 / 4 * 64 + lane];
-                want4 += value * ((c < 16 ? pair & 15 : pair >> 4) - zeros[at] / 16.0);
-            }
-            if (!near(of_int8[v * kTileRows + r], want8, 1e-3 + 1e-4 * std::fabs(want8))) return 6;
-            if (!near(of_int4[v * kTileRows + r], want4, 1e-3 + 1e-4 * std::fabs(want4))) return 7;
+            double wanted = 0;
+            for (int64_t k = 0; k < groups * kGroup; ++k)
+                wanted += double(x[v].q[k]) * x[v].scales[k / kGroup] * tiles.weight(r, k);
+            if (!near(found[v * kTileRows + r], wanted, 1e-3 + 1e-4 * std::fabs(wanted))) return 6;
         }
     return 0;
 }
 
-int32_t test_expansion(const TileKernels &kernels) {
-    uint8_t half[512], zeros[kHalfRows];
-    uint16_t scales[kHalfRows], of_int8[512], of_int4[512];
-    for (int i = 0; i < 512; ++i) half[i] = static_cast<uint8_t>(i * 89 + 3);
-    for (int i = 0; i < kHalfRows; ++i) scales[i] = to_bf16(0.001f * static_cast<float>(i + 1));
-    for (int i = 0; i < kHalfRows; ++i) zeros[i] = static_cast<uint8_t>(i * 73);
-    kernels.expand_int8(half, scales, of_int8);
-    kernels.expand_int4(half, scales, zeros, of_int4);
-    for (int r = 0; r < kHalfRows; ++r)
-        for (int c = 0; c < kGroup; ++c) {
-            const float scale = from_bf16(scales[r]), zero = zeros[r] / 16.0f;
-            const uint8_t pair = half[c % 16 / 4 * 64 + r * 4 + c % 4];
-            const auto whole = static_cast<int8_t>(half[c / 4 * 64 + r * 4 + c % 4]);
-            if (of_int8[r * kGroup + c] != to_bf16(scale * whole)) return 10;
-            if (of_int4[r * kGroup + c] != to_bf16(scale * ((c < 16 ? pair & 15 : pair >> 4) - zero))) return 11;
-        }
+int32_t test_expansion(const TileKernels &kernels, int32_t format) {
+    OwnTiles tiles(format, 1);
+    for (int64_t half = 0; half < 2; ++half) {
+        uint16_t values[kHalfRows * kGroup];
+        kernels.formats[format].expand(half_tile(tiles.row(), kFormats[format], 0, half), values);
+        for (int64_t r = 0; r < kHalfRows; ++r)
+            for (int64_t c = 0; c < kGroup; ++c)
+                if (values[r * kGroup + c] != to_bf16(tiles.weight(half * kHalfRows + r, c))) return 10;
+    }
     return 0;
 }
 
-int32_t test_fits(const TileKernels &kernels) {
+// What is fitted is near what was given: within half a step of int8, a step of 4 bits.
+int32_t test_fit(const TileKernels &kernels, int32_t format) {
     std::vector<float> w(kGroup * kHalfRows);
     for (size_t i = 0; i < w.size(); ++i) w[i] = 0.002f * static_cast<float>((i * 61) % 97) - 0.09f;
-    uint8_t q[kGroup * kHalfRows], zeros[kHalfRows];
+    uint8_t codes[kGroup * kHalfRows], zeros[kHalfRows] = {};
     uint16_t scales[kHalfRows];
-    kernels.fit_int8(w.data(), q, scales);
+    const OwnTiles tiles(format, 1);
+    kernels.formats[format].fit(w.data(), {codes, scales, zeros, tiles.table, 16});
     for (size_t i = 0; i < w.size(); ++i) {
         const float scale = from_bf16(scales[i % kHalfRows]);
-        if (!near(static_cast<int8_t>(q[i]) * scale, w[i], 0.51 * scale)) return 8;
-    }
-    kernels.fit_int4(w.data(), 16, q, scales, zeros);
-    for (size_t i = 0; i < w.size(); ++i) {
-        const float scale = from_bf16(scales[i % kHalfRows]), zero = zeros[i % kHalfRows] / 16.0f;
-        if (q[i] > 15 || !near(scale * (q[i] - zero), w[i], 0.05)) return 9;
+        const float value = value_of_code(format, codes[i], scale, zeros[i % kHalfRows], tiles.table);
+        const double step = kFormats[format].code_bits == 8 ? 0.51 * scale : 0.05;
+        if (codes[i] >> kFormats[format].code_bits || !near(value, w[i], step)) return 8;
     }
     return 0;
 }
@@ -111,11 +89,14 @@ int32_t test_fits(const TileKernels &kernels) {
 }  // namespace
 
 int32_t test_tiles(const TileKernels &kernels) {
-    for (int64_t groups : {1, 2, 5})
-        for (int count = 1; count <= kMostVectors; ++count)
-            if (const int32_t wrong = test_dots(kernels, groups, count)) return wrong;
-    if (const int32_t wrong = test_expansion(kernels)) return wrong;
-    return test_fits(kernels);
+    for (int32_t format = 1; format < kFormatCount; ++format) {
+        for (int64_t groups : {1, 2, 5})
+            for (int count = 1; count <= kMostVectors; ++count)
+                if (const int32_t wrong = test_dots(kernels, format, groups, count)) return wrong;
+        if (const int32_t wrong = test_expansion(kernels, format)) return wrong;
+        if (const int32_t wrong = test_fit(kernels, format)) return wrong;
+    }
+    return 0;
 }
 
 int32_t test_rows(const KernelSet &kernels) {

@@ -17,7 +17,7 @@ int32_t test_product(const ManyKernels &kernels, int64_t count, int64_t columns,
     std::vector<uint16_t> weights(kRows * columns), values(count * columns);
     for (int64_t at = 0; at < kRows * columns; ++at) weights[at] = to_bf16(weight_of(at / columns, at % columns));
     for (int64_t at = 0; at < count * columns; ++at) values[at] = to_bf16(value_of(at / columns, at % columns));
-    const SwitchyardMatrix matrix = {weights.data(), nullptr, nullptr, kRows, columns, SWITCHYARD_BF16, pairing};
+    const SwitchyardMatrix matrix = {weights.data(), nullptr, nullptr, nullptr, kRows, columns, SWITCHYARD_BF16, pairing};
     const int64_t tile = kernels.packed_bytes(SWITCHYARD_BF16, columns);
     AlignedMemory memory;
     uint8_t *packed = memory.room((count + kernels.lanes - 1) / kernels.lanes * tile);
@@ -43,42 +43,29 @@ int32_t test_product(const ManyKernels &kernels, int64_t count, int64_t columns,
     return wrong;
 }
 
-int32_t test_widened(const ManyKernels &kernels, int32_t precision) {
-    const int64_t columns = 70, count = 19, tiles = (kRows + 31) / 32 * 3;
-    const bool int4 = precision == SWITCHYARD_INT4;
-    std::vector<uint8_t> weights(tiles * (int4 ? 512 : 1024)), zeros(tiles * 32);
-    std::vector<uint16_t> scales(tiles * 32), values(count * columns);
-    for (size_t i = 0; i < weights.size(); ++i) weights[i] = static_cast<uint8_t>((i * 89 + 3) % 255 + 129);
-    for (size_t i = 0; i < scales.size(); ++i) scales[i] = to_bf16(0.0078125f * static_cast<float>(i % 13 + 1));
-    for (size_t i = 0; i < zeros.size(); ++i) zeros[i] = static_cast<uint8_t>(i * 73);
-    for (int64_t at = 0; at < count * columns; ++at) values[at] = to_bf16(value_of(at / columns, at % columns));
-    const SwitchyardMatrix matrix = {weights.data(), scales.data(),     zeros.data(), kRows,
-                                     columns,        precision, SWITCHYARD_PLAIN};
-    const int64_t tile = kernels.packed_bytes(precision, columns);
+int32_t test_widened(const ManyKernels &kernels, int32_t format) {
+    constexpr int64_t kColumns = 70, kCount = 19, kGroups = 3;
+    const OwnTiles tiles(format, (kRows + 31) / 32 * kGroups);
+    std::vector<uint16_t> values(kCount * kColumns);
+    for (int64_t at = 0; at < kCount * kColumns; ++at) values[at] = to_bf16(value_of(at / kColumns, at % kColumns));
+    const SwitchyardMatrix matrix = {tiles.weights.data(), tiles.scales.data(), tiles.zeros.data(), tiles.table, kRows,
+                                     kColumns,             format,              SWITCHYARD_PLAIN};
+    const int64_t tile = kernels.packed_bytes(format, kColumns);
     AlignedMemory memory;
-    uint8_t *packed = memory.room((count + kernels.lanes - 1) / kernels.lanes * tile);
-    for (int64_t first = 0; first < count; first += kernels.lanes) {
+    uint8_t *packed = memory.room((kCount + kernels.lanes - 1) / kernels.lanes * tile);
+    for (int64_t first = 0; first < kCount; first += kernels.lanes) {
         const uint16_t *rows[64];
-        const int64_t some = std::min(kernels.lanes, count - first);
-        for (int64_t v = 0; v < some; ++v) rows[v] = &values[(first + v) * columns];
-        kernels.pack(precision, rows, some, columns, packed + first / kernels.lanes * tile);
+        const int64_t some = std::min(kernels.lanes, kCount - first);
+        for (int64_t v = 0; v < some; ++v) rows[v] = &values[(first + v) * kColumns];
+        kernels.pack(format, rows, some, kColumns, packed + first / kernels.lanes * tile);
     }
     int32_t wrong = 0;
-    multiply_block(kernels, matrix, 1, packed, count, [&](int64_t first, int64_t some, const float *dots) {
+    multiply_block(kernels, matrix, 1, packed, kCount, [&](int64_t first, int64_t some, const float *dots) {
         for (int64_t at = 0; at < some * kTileRows; ++at) {
-            const int64_t r = at % kTileRows;
             double wanted = 0;
-            for (int64_t c = 0; c < columns; ++c) {
-                const int64_t group = 3 + c / kGroup, in = c % kGroup, of = group * kTileRows + r;
-                const int64_t half = 2 * group + r / kHalfRows, lane = r % kHalfRows * 4 + in % 4;
-                const float scale = from_bf16(scales[of]);
-                float weight = scale * static_cast<int8_t>(weights[int4 ? 0 : half * 512 + in / 4 * 64 + lane]);
-                if (int4) {
-                    const uint8_t pair = weights[half * 256 + in % 16 / 4 * 64 + lane];
-                    weight = scale * static_cast<float>((in < 16 ? pair & 15 : pair >> 4) - zeros[of] / 16.0);
-                }
-                wanted += round_bf16(weight) * value_of(first + at / kTileRows, c);
-            }
+            for (int64_t c = 0; c < kColumns; ++c)  // the second block's tiles come after the first one's
+                wanted += round_bf16(tiles.weight(at % kTileRows, kGroups * kGroup + c)) *
+                          value_of(first + at / kTileRows, c);
             if (std::fabs(dots[at] - wanted) > 1e-2 + 1e-3 * std::fabs(wanted)) wrong = 13;
         }
     });
@@ -88,7 +75,7 @@ int32_t test_widened(const ManyKernels &kernels, int32_t precision) {
 int32_t test_activation(const ManyKernels &kernels, float x) {
     const float up = 0.5f * x;
     SwitchyardExperts layer = {};
-    layer.precision = SWITCHYARD_INT8;
+    layer.first.format = SWITCHYARD_INT8;
     layer.pairing = SWITCHYARD_HALVES;
     layer.limit = 7;
     float dots[kTileRows], bias[kTileRows] = {};
@@ -107,9 +94,9 @@ int32_t test_many(const ManyKernels &kernels) {
         for (int64_t columns : {1, 31, 32, 70, 128})
             for (int32_t pairing : {SWITCHYARD_PLAIN, SWITCHYARD_HALVES, SWITCHYARD_ALTERNATING})
                 if (const int32_t wrong = test_product(kernels, count, columns, pairing)) return wrong;
-    for (int32_t precision : {SWITCHYARD_INT8, SWITCHYARD_INT4})
-        if (kernels.fewest[precision])
-            if (const int32_t wrong = test_widened(kernels, precision)) return wrong;
+    for (int32_t format = 1; format < kFormatCount; ++format)
+        if (kernels.fewest[format])
+            if (const int32_t wrong = test_widened(kernels, format)) return wrong;
     for (float x : {-200.0f, -60.0f, -3.0f, -0.1f, 0.0f, 0.7f, 5.0f, 60.0f, 200.0f})
         if (const int32_t wrong = test_activation(kernels, x)) return wrong;
     return 0;

@@ -19,9 +19,9 @@ void SharedExpert::begin(const SwitchyardSparseBlock *sparse_block, const Kernel
     block = sparse_block;
     kernels = in_use;
     if (!exists()) return;
-    x.resize(block->shared_gate_proj.precision, 1, block->shared_gate_proj.columns);
+    x.resize(block->shared_gate_proj.format, 1, block->shared_gate_proj.columns);
     inner.resize(static_cast<size_t>(block->shared_gate_proj.rows));
-    activated.resize(block->shared_down_proj.precision, 1, block->shared_down_proj.columns);
+    activated.resize(block->shared_down_proj.format, 1, block->shared_down_proj.columns);
     out.resize(static_cast<size_t>(block->shared_down_proj.rows));
 }
 

@@ -12,46 +12,47 @@
 
 typedef struct SwitchyardPool SwitchyardPool;
 
-// How weights are stored: 0 bf16, row by row; 1 int8 and 2 int4 in tiles of 32 rows x 32 columns, padded with zeros,
+// Weight formats: 0 bf16, row by row; 1 int8, 2 int4 and 3 lut4 in tiles of 32 rows x 32 columns, padded with zeros,
 // block of rows after block of rows, and within it from left to right:
 //   weights  a tile's upper and then its lower half (16 rows each), as vectors of 64 bytes: 4 bytes for each row.
 //            int8: 8 vectors, the j-th has columns 4j to 4j + 3.
 //            int4: 4 vectors, the j-th has columns 4j to 4j + 3 in its low nibbles, columns 16 + 4j to 16 + 4j + 3 in
-//            its high ones.
+//            its high ones.  lut4: as int4.
 //   scales   bf16 [32] for a tile: one for each row's 32 columns
 //   zeros    uint8 [32] for a tile, int4 alone: sixteenths
-// A weight is scale * q for int8 and scale * (q - zero / 16) for int4.
-enum { SWITCHYARD_BF16 = 0, SWITCHYARD_INT8 = 1, SWITCHYARD_INT4 = 2 };
+//   table    int8 [16] for the matrix, lut4 alone: from -127 to 127
+// A weight is scale * q for int8, scale * (q - zero / 16) for int4 and scale * table[q] for lut4.
+enum { SWITCHYARD_BF16 = 0, SWITCHYARD_INT8 = 1, SWITCHYARD_INT4 = 2, SWITCHYARD_LUT4 = 3 };
 
 // What a block of rows holds: 0 plain, rows 32b to 32b + 31; 1 and 2 for matrices of gate and up rows, 16 of each:
 // 1 if all gate rows come before all up rows, 2 if they alternate.
 enum { SWITCHYARD_PLAIN = 0, SWITCHYARD_HALVES = 1, SWITCHYARD_ALTERNATING = 2 };
 
-// A matrix [rows, columns].  scales and zeros are null where the precision has none.
+// A matrix [rows, columns].  scales, zeros and table are null where the format has none.
 typedef struct {
     const void *weights;
     const uint16_t *scales;
     const uint8_t *zeros;
+    const int8_t *table;
     int64_t rows, columns;
-    int32_t precision;
+    int32_t format;
     int32_t pairing;
 } SwitchyardMatrix;
 
-// Where the pieces of a matrix lie in an expert's record, in bytes; bias (bf16 [rows]) is -1 where there is none, and so
-// is zeros: such a matrix of an int4 expert is int8.
+// A matrix of an expert: where its pieces lie in the record, in bytes, -1 for those that there are not.  bias: bf16 [rows].
 typedef struct {
-    int64_t weights, scales, zeros, bias;
+    int64_t weights, scales, zeros, table, bias;
+    int32_t format;
 } SwitchyardRecordPart;
 
 // Experts of one layer: `count` records of `stride` bytes from `records`, or each where `scattered` says.
-// An expert is down(activation(first(x))), rounded to bf16 where the torch reference rounds if its weights are bf16.
+// An expert is down(activation(first(x))), rounded to bf16 where the torch reference rounds behind a matrix in bf16.
 // first is [inner, hidden], or [2 * inner, hidden] with gate and up rows as `pairing` says; down is [hidden, inner].
 typedef struct {
     const uint8_t *records;
     int64_t stride;
     SwitchyardRecordPart first, down;
     int32_t count, hidden, inner;
-    int32_t precision;
     int32_t pairing;
     // 0 silu, 1 gelu, 2 gelu by tanh, 3 relu, 4 relu squared, each times up where there is a gate;
     // 5 (up + 1) * gate * sigmoid(alpha * gate).
@@ -103,7 +104,7 @@ typedef struct {
 } SwitchyardAttention;
 
 // Multi-head latent attention of the DeepSeek kind, of norm(hidden), with the residual.  All matrices are plain, all norms
-// RMS norms that round twice; q_a, kv_a and q (if there is no q_a) share a precision.
+// RMS norms that round twice; q_a, kv_a and q (if there is no q_a) share a format.
 typedef struct {
     const uint16_t *norm, *q_a_norm, *kv_norm;            // bf16 [hidden], [q_a rows] or null, [rank]
     const uint16_t *q_a_bias, *kv_a_bias, *o_bias;        // bf16, or null
@@ -169,7 +170,7 @@ SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const Switch
                                               int64_t length, uint16_t *out);
 
 // Fills weights, scales and zeros of `target` (which point to memory that may be written) from source: bf16
-// [rows, columns].  int4: half-quadratic optimisation of scales and zeros, in at most `rounds` rounds.
+// [rows, columns].  A table is read: it is what is fitted to.  int4: half-quadratic optimisation of scales and zeros, in at most `rounds` rounds.
 SWITCHYARD_API int32_t switchyard_quantise(SwitchyardPool *pool, const SwitchyardMatrix *target,
                                            const uint16_t *source, int32_t rounds);
 

@@ -6,6 +6,7 @@ namespace {
 struct Avx2Math {
     using Products = __m256i;
     static Products none(int32_t) { return _mm256_setzero_si256(); }
+    static __m256i prepared(__m256i weights) { return weights; }
     // The instruction multiplies unsigned by signed bytes: the weight's sign goes to the other operand.
     static Products add(Products sum, __m256i weights, __m256i x) {
         const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));
@@ -20,5 +21,4 @@ struct Avx2Math {
 
 }  // namespace
 
-const TileKernels kAvx2Tiles = {quantise_floats, quantise_bf16, dot_int8<Avx2Math>, dot_int4<Avx2Math>,
-                                expand_int8, expand_int4, fit_int8, fit_int4};
+const TileKernels kAvx2Tiles = tile_kernels<Avx2Math>();

@@ -21,5 +21,4 @@ struct Avx512Math {
 
 }  // namespace
 
-const TileKernels kAvx512Tiles = {quantise_floats, quantise_bf16, dot_int8<Avx512Math>, dot_int4<Avx512Math>,
-                                  expand_int8, expand_int4, fit_int8, fit_int4};
+const TileKernels kAvx512Tiles = tile_kernels<Avx512Math>();

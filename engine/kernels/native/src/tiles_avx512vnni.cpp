@@ -16,5 +16,4 @@ struct VnniMath {
 
 }  // namespace
 
-const TileKernels kAvx512VnniTiles = {quantise_floats, quantise_bf16, dot_int8<VnniMath>, dot_int4<VnniMath>,
-                                      expand_int8, expand_int4, fit_int8, fit_int4};
+const TileKernels kAvx512VnniTiles = tile_kernels<VnniMath>();

@@ -8,9 +8,8 @@ struct AvxVnniMath {
     using Products = __m256i;
     // Weights are multiplied as unsigned bytes, 128 too large: that much of x is taken off beforehand.
     static Products none(int32_t sum) { return _mm256_set1_epi32(-128 * sum); }
-    static Products add(Products sum, __m256i weights, __m256i x) {
-        return _mm256_dpbusd_avx_epi32(sum, _mm256_xor_si256(weights, _mm256_set1_epi8(-128)), x);
-    }
+    static __m256i prepared(__m256i weights) { return _mm256_xor_si256(weights, _mm256_set1_epi8(-128)); }
+    static Products add(Products sum, __m256i weights, __m256i x) { return _mm256_dpbusd_avx_epi32(sum, weights, x); }
     static Products add_unsigned(Products sum, __m256i nibbles, __m256i x) {
         return _mm256_dpbusd_avx_epi32(sum, nibbles, x);
     }
@@ -19,8 +18,7 @@ struct AvxVnniMath {
 
 }  // namespace
 
-static const TileKernels kTiles = {quantise_floats, quantise_bf16, dot_int8<AvxVnniMath>, dot_int4<AvxVnniMath>,
-                                   expand_int8, expand_int4, fit_int8, fit_int4};
+static const TileKernels kTiles = tile_kernels<AvxVnniMath>();
 extern const TileKernels *const kAvxVnniTiles = &kTiles;
 #else
 #include "kernel_set.h"

@@ -31,5 +31,4 @@ struct NeonMath {
 
 }  // namespace
 
-const TileKernels kNeonTiles = {quantise_floats, quantise_bf16, dot_int8<NeonMath>, dot_int4<NeonMath>,
-                                expand_int8, expand_int4, fit_int8, fit_int4};
+const TileKernels kNeonTiles = tile_kernels<NeonMath>();

@@ -19,5 +19,4 @@ struct NeonDotMath {
 
 }  // namespace
 
-const TileKernels kNeonDotTiles = {quantise_floats, quantise_bf16, dot_int8<NeonDotMath>, dot_int4<NeonDotMath>,
-                                   expand_int8, expand_int4, fit_int8, fit_int4};
+const TileKernels kNeonDotTiles = tile_kernels<NeonDotMath>();

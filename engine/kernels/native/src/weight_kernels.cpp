@@ -26,8 +26,9 @@ int64_t source_row(const SwitchyardMatrix &matrix, int64_t block, int64_t half, 
 }
 
 void quantise_half(const QuantiseCall &call, int64_t block, int64_t half, const TileRow &row) {
-    const bool int4 = call.target.precision == SWITCHYARD_INT4;
-    const int64_t half_bytes = kHalfRows * kGroup / (int4 ? 2 : 1);
+    const Format &format = kFormats[call.target.format];
+    const auto fit = call.kernels.tiles->formats[call.target.format].fit;
+    const bool nibbles = format.code_bits == 4;
     for (int64_t group = 0; group < row.groups; ++group) {
         float w[kGroup * kHalfRows] = {};
         const int64_t column = group * kGroup, columns = std::min(kGroup, call.target.columns - column);
@@ -38,17 +39,13 @@ void quantise_half(const QuantiseCall &call, int64_t block, int64_t half, const 
             for (int64_t c = 0; c < columns; ++c) w[c * kHalfRows + i] = from_bf16(values[c]);
         }
         uint8_t q[kGroup * kHalfRows];
-        const int64_t at = group * kTileRows + half * kHalfRows;
-        auto *weights = const_cast<uint8_t *>(row.weights) + (2 * group + half) * half_bytes;
-        auto *scales = const_cast<uint16_t *>(row.scales) + at;
-        if (int4)
-            call.kernels.tiles->fit_int4(w, call.rounds, q, scales, const_cast<uint8_t *>(row.zeros) + at);
-        else
-            call.kernels.tiles->fit_int8(w, q, scales);
+        const HalfTile tile = half_tile(row, format, group, half);
+        auto *weights = const_cast<uint8_t *>(tile.weights);
+        fit(w, {q, const_cast<uint16_t *>(tile.scales), const_cast<uint8_t *>(tile.zeros), tile.table, call.rounds});
         for (int64_t c = 0; c < kGroup; ++c)
             for (int64_t i = 0; i < kHalfRows; ++i) {
                 const int64_t place = (c % 16 / 4) * 64 + i * 4 + c % 4;
-                if (!int4)
+                if (!nibbles)
                     weights[(c / 16) * 256 + place] = q[c * kHalfRows + i];
                 else if (c < 16)
                     weights[place] = q[c * kHalfRows + i];
@@ -76,18 +73,15 @@ struct DequantiseCall {
 };
 
 void dequantise_half(const DequantiseCall &call, int64_t block, int64_t half, const TileRow &row) {
-    const bool int4 = call.matrix.precision == SWITCHYARD_INT4;
-    const int64_t half_bytes = kHalfRows * kGroup / (int4 ? 2 : 1), columns = call.matrix.columns;
+    const Format &format = kFormats[call.matrix.format];
+    const auto expand = call.kernels.tiles->formats[call.matrix.format].expand;
+    const int64_t columns = call.matrix.columns;
     int64_t rows[kHalfRows];
     for (int64_t i = 0; i < kHalfRows; ++i) rows[i] = source_row(call.piece, block, half, i);
     for (int64_t group = 0; group < row.groups; ++group) {
-        const uint8_t *weights = row.weights + (2 * group + half) * half_bytes;
-        const int64_t at = group * kTileRows + half * kHalfRows, column = group * kGroup;
+        const int64_t column = group * kGroup;
         uint16_t values[kHalfRows * kGroup];
-        if (int4)
-            call.kernels.tiles->expand_int4(weights, row.scales + at, row.zeros + at, values);
-        else
-            call.kernels.tiles->expand_int8(weights, row.scales + at, values);
+        expand(half_tile(row, format, group, half), values);
         const auto bytes = static_cast<size_t>(std::min(kGroup, columns - column)) * sizeof(uint16_t);
         for (int64_t i = 0; i < kHalfRows; ++i)
             if (rows[i] >= 0) std::memcpy(call.out + rows[i] * columns + column, values + i * kGroup, bytes);

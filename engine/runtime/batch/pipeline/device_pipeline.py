@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
+from engine.common.errors import EngineError
 from engine.devices.device import Device
 from engine.devices.memory_budget import DeviceMemoryError
-from engine.errors import EngineError
 from engine.experts.dispatch import interrupted_by_experts
 from engine.kernels.native.library import load_kernels
 from engine.kernels.native.paged_attention import Pieces

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.common.errors import EngineError
 from engine.devices.device import Event
-from engine.errors import EngineError
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.lookup import Lookup
 from engine.kernels.interface import ExpertKernel

@@ -63,7 +63,7 @@ class LayerWork(Protocol):
         """Begins to bring one of so many pages of the next layer's weights."""
 
     def bring_hot(self, *, of_next: bool = False) -> None:
-        """Begins to bring the experts of this layer, or of the next, that are foretold to have the most tokens."""
+        """Begins to bring the experts of this layer, or of the next, that are predicted to have the most tokens."""
 
     def bring_wanted(self, runs: Sequence[LayerRun]) -> None:
         """Begins to bring what these runs, which all wait for their experts, lack: most tokens first."""

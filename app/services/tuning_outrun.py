@@ -1,0 +1,68 @@
+"""Notices that a model runs far faster than the figure that its tuning kept: then that figure is not believed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from PySide6.QtCore import QObject, Signal
+
+from app.services.background import LatestTask
+from app.services.engine_client import EngineClient
+from engine.common.config import EngineConfig
+from engine.protocol import Finished
+from engine.tuning.result import TuningResult
+
+_FEWEST_TOKENS = 24
+"""Of an answer whose rate says something."""
+
+
+class TuningOutrun(QObject):
+    """Compares answers with what was tuned, off the GUI thread.
+
+    Signals: `noticed(TuningResult)`: it was timed while something slowed the machine down, and is marked so.
+    """
+
+    noticed = Signal(object)
+
+    def __init__(
+        self,
+        client: EngineClient,
+        parent: QObject | None = None,
+        *,
+        check: Callable[[str, EngineConfig, float], TuningResult | None] | None = None,
+    ) -> None:
+        super().__init__(parent)
+        self._client, self._check = client, check or _check
+        self._fastest = 0.0
+        self._checking = LatestTask(self)
+        client.model_loaded.connect(self._forget)
+        client.finished.connect(self._on_finished)
+
+    def close(self) -> None:
+        """Waits for a comparison under way."""
+        self._checking.close()
+
+    def _forget(self, _model: object) -> None:
+        self._fastest = 0.0
+
+    def _on_finished(self, event: object) -> None:
+        model, config = self._client.model, self._client.config
+        if not isinstance(event, Finished) or model is None or config is None or not model.is_tuned:
+            return
+        rate = event.tokens_per_s
+        # Only what is faster than all before can be news.
+        if self._checking.is_busy or event.generated_tokens < _FEWEST_TOKENS or rate <= self._fastest:
+            return
+        self._fastest = rate
+        self._checking.ask(lambda: self._check(model.path, config, rate), self._on_checked)
+
+    def _on_checked(self, result: TuningResult | None) -> None:
+        if result is not None:
+            self.noticed.emit(result)
+
+
+def _check(path: str, config: EngineConfig, tokens_per_s: float) -> TuningResult | None:
+    from engine.tuning.applying import note_outrun  # the window opens without it
+
+    return note_outrun(Path(path), config, tokens_per_s)

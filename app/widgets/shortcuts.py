@@ -1,0 +1,52 @@
+"""Keys that do something, with the words that the list of shortcuts has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from PySide6.QtCore import Qt
+from PySide6.QtGui import QKeySequence, QShortcut
+from PySide6.QtWidgets import QWidget
+
+_NOTED = "notedKeys"
+
+Key = tuple[str, str]
+"""The keys as they are called on this platform, and what they do."""
+
+
+def add_shortcut(
+    widget: QWidget,
+    keys: QKeySequence | QKeySequence.StandardKey | str,
+    words: str,
+    do: Callable[[], object],
+    *,
+    context: Qt.ShortcutContext = Qt.ShortcutContext.WindowShortcut,
+) -> None:
+    """Keys that do `do` while `widget` is shown; `words` say what that is, empty for a second way to the same."""
+    shortcut = QShortcut(QKeySequence(keys), widget, context=context)
+    shortcut.setWhatsThis(words)
+    shortcut.activated.connect(lambda: do())
+
+
+def note_keys(widget: QWidget, keys: Iterable[Key]) -> None:
+    """Keys that the widget handles by itself, such as Enter in a text box."""
+    widget.setProperty(_NOTED, [list(key) for key in keys])
+
+
+def keys_of(widget: QWidget, *, besides: QWidget | None = None) -> list[Key]:
+    """All that was added or noted within a widget, but for what lies within `besides`."""
+    return list(_keys(widget, besides))
+
+
+def _keys(widget: QWidget, besides: QWidget | None) -> Iterator[Key]:
+    def counts(one: QWidget) -> bool:
+        return besides is None or not (one is besides or besides.isAncestorOf(one))
+
+    for one in (widget, *widget.findChildren(QWidget)):
+        if counts(one):
+            for keys, words in one.property(_NOTED) or []:
+                yield str(keys), str(words)
+    for shortcut in widget.findChildren(QShortcut):
+        parent = shortcut.parent()
+        if shortcut.whatsThis() and isinstance(parent, QWidget) and counts(parent):
+            yield shortcut.key().toString(QKeySequence.SequenceFormat.NativeText), shortcut.whatsThis()

@@ -1,0 +1,68 @@
+"""Text that wraps, in which a word that is longer than its line, such as a folder, is shortened in its middle."""
+
+from __future__ import annotations
+
+import re
+
+from PySide6.QtCore import QEvent, QSize, Qt
+from PySide6.QtGui import QResizeEvent
+from PySide6.QtWidgets import QLabel, QWidget
+
+_LEAST_CHARACTERS = 12
+_WORDS = re.compile(r"[^\s/\\-]+[/\\-]?|[/\\-]")
+"""Lines break at white space, and in paths after a slash or a hyphen."""
+
+
+class WrappedLabel(QLabel):
+    """Plain text that can be selected; where a word is shortened, the tooltip says all of it."""
+
+    def __init__(self, text: str = "", parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self._whole = ""
+        self._is_short = False
+        self.setWordWrap(True)
+        self.setTextFormat(Qt.TextFormat.PlainText)
+        self.setTextInteractionFlags(Qt.TextInteractionFlag.TextSelectableByMouse)
+        self.setText(text)
+
+    def setText(self, text: str) -> None:
+        self._whole = text
+        self._fit()
+
+    def text(self) -> str:
+        """All of it, whether there is room or not."""
+        return self._whole
+
+    @property
+    def shown(self) -> str:
+        """What is painted."""
+        return super().text()
+
+    def minimumSizeHint(self) -> QSize:
+        hint = super().minimumSizeHint()
+        return QSize(min(hint.width(), _LEAST_CHARACTERS * self.fontMetrics().averageCharWidth()), hint.height())
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        self._fit()
+
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() in (QEvent.Type.FontChange, QEvent.Type.StyleChange):
+            self._fit()
+
+    def _fit(self) -> None:
+        metrics, room = self.fontMetrics(), self.contentsRect().width()
+
+        def shortened(word: re.Match[str]) -> str:
+            return metrics.elidedText(word.group(), Qt.TextElideMode.ElideMiddle, room)
+
+        placed = self.testAttribute(Qt.WidgetAttribute.WA_Resized)  # before that it has no width of its own
+        shown = _WORDS.sub(shortened, self._whole) if placed else self._whole
+        if shown != super().text():
+            super().setText(shown)
+        is_short = shown != self._whole
+        if is_short or self._is_short:
+            self.setToolTip(self._whole if is_short else "")
+            self.setAccessibleName(self._whole)
+        self._is_short = is_short

@@ -1,0 +1,34 @@
+"""A clock that stands still while a job waits: rates, and what they say of the rest, are of computing alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class ComputingClock:
+    """Seconds that only go forward, from 0 on."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._begun_s = clock()
+        self._waited_s = 0.0
+        self._waits_since_s: float | None = None
+
+    def now(self) -> float:
+        """Seconds of computing so far."""
+        return (self._clock() if self._waits_since_s is None else self._waits_since_s) - self._begun_s - self._waited_s
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stands still meanwhile; a wait within a wait is one."""
+        if self._waits_since_s is not None:
+            yield
+            return
+        self._waits_since_s = self._clock()
+        try:
+            yield
+        finally:
+            self._waited_s += self._clock() - self._waits_since_s
+            self._waits_since_s = None

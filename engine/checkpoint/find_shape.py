@@ -1,0 +1,54 @@
+"""The shape of whatever a user calls a model: a profile that comes with the program, a folder, or a name on the hub."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+from engine.checkpoint.config_file import read_config
+from engine.checkpoint.hub import read_hub_model
+from engine.checkpoint.model_files import model_names, read_model
+from engine.checkpoint.model_shape import ModelShape
+from engine.checkpoint.names import STARTER_NAME, in_library, is_path_like, resolve
+from engine.checkpoint.shape_from_headers import shape_of
+from engine.checkpoint.shards import read_tensors
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.paths import models_dir
+from engine.common.profile_file import near_names
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
+def find_shape(model: str) -> ModelShape:
+    """The shape of a model, from headers alone.
+
+    Args:
+        model: `starter`, a library name, a checkpoint directory, a profile's name or file (`.json`), or a hub id
+            (`ORG/NAME`), of which the configuration and the headers are read over the network unless a profile has it.
+
+    Raises:
+        EngineError: there is none, or it cannot be understood; the message says why, and what may have been meant.
+    """
+    if model.endswith(".json") or (model.casefold() in model_names() and in_library(model) is None):
+        return read_model(model)
+    if _HUB_ID.fullmatch(model) and not Path(model).exists():
+        known = (shape for shape in map(read_model, model_names()) if shape.hub_id.casefold() == model.casefold())
+        return next(known, None) or shape_of(model.rpartition("/")[2], *read_hub_model(model), hub_id=model)
+    if model.strip() and not is_path_like(model) and in_library(model) is None and model != STARTER_NAME:
+        raise _unknown(model)
+    folder = resolve(model)
+    return shape_of(folder.name, read_config(folder), read_tensors(folder).values())
+
+
+def _unknown(model: str) -> EngineError:
+    names = model_names()
+    with contextlib.suppress(OSError):  # nothing is in the library yet
+        names += [entry.name for entry in models_dir().iterdir() if entry.is_dir()]
+    near = near_names(model, names)
+    meant = f"did you mean {' or '.join(near)}?" if near else f"known by name are {', '.join(model_names())}."
+    return EngineError(
+        ErrorCode.MODEL_NOT_FOUND,
+        f"There is no model called {model!r}, in the library or among those known by name: {meant} "
+        "A model's folder works too, or its hub id, such as Qwen/Qwen3-30B-A3B.",
+    )

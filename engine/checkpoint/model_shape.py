@@ -1,0 +1,154 @@
+"""What a Mixture-of-Experts model is made of: everything that its speed and its size follow from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.formats import careful, format_of
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One layer's attention.
+
+    Attributes:
+        heads, head_dim: of the queries.
+        kv_heads: of keys and values; unused when latent.
+        latent: width of the compressed keys and values of multi-head latent attention, its rotary part counted; else 0.
+        query_latent: width of the compressed queries there; 0 if they are not compressed.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    latent: int = 0
+    query_latent: int = 0
+
+    def weights(self, hidden: int) -> int:
+        """Parameters of the projections."""
+        if not self.latent:
+            return hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        rotary = 64
+        query_in = self.query_latent or hidden
+        queries = query_in * self.heads * (self.head_dim + rotary) + hidden * self.query_latent
+        keys_values = hidden * self.latent + (self.latent - rotary) * self.heads * 2 * self.head_dim
+        return queries + keys_values + self.heads * self.head_dim * hidden
+
+    @property
+    def kv_elements(self) -> int:
+        """Numbers that one token adds to one layer's cache."""
+        return self.latent or 2 * self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A model.
+
+    Attributes:
+        name: the profile's file name without `.json`.
+        hub_id, licence, source: where it comes.
+        layers: all of them; the first `dense_layers` have no experts.
+        full_attention_layers: layers whose cache grows with the context; the others keep a window or a state.
+        hidden, vocabulary: widths.
+        experts, experts_per_token: of each MoE layer.
+        expert_width: intermediate width of a routed expert.
+        shared_width, dense_width: of all shared experts together, and of a dense layer's feed-forward block.
+        attention: of every layer.
+        context_tokens: longest context it was made for.
+        parameters: as published, to be held against `total_weights`.
+        tied_embeddings: whether the head shares the embedding's weights.
+        expert_matrices: of a routed expert: gate, up and down, or up and down alone.
+        expert_biases: whether these have biases.
+        other_weights: parameters that are not routed experts', counted in the files' headers; 0 to derive them.
+        kv_numbers: that one token adds to the cache, all layers together, counted; 0 to derive them.
+        left_out_weights: among `parameters`, but never run here: what serves pictures or sound, or predicts several
+            tokens at once.
+    """
+
+    name: str
+    hub_id: str
+    licence: str
+    source: str
+    layers: int
+    dense_layers: int
+    full_attention_layers: int
+    hidden: int
+    vocabulary: int
+    experts: int
+    experts_per_token: int
+    expert_width: int
+    shared_width: int
+    dense_width: int
+    attention: Attention
+    context_tokens: int
+    parameters: float
+    tied_embeddings: bool = False
+    expert_matrices: int = 3
+    expert_biases: bool = False
+    other_weights: int = 0
+    kv_numbers: int = 0
+    left_out_weights: int = 0
+
+    @property
+    def moe_layers(self) -> int:
+        return self.layers - self.dense_layers
+
+    @property
+    def expert_weights(self) -> int:
+        """Parameters of one routed expert's matrices."""
+        return self.expert_matrices * self.hidden * self.expert_width
+
+    @property
+    def layer_weights(self) -> int:
+        """Parameters of one MoE layer without its routed experts: attention, router, shared experts."""
+        if self.other_weights:
+            return self._mean_layer_weights
+        shared = 3 * self.hidden * self.shared_width
+        return self.attention.weights(self.hidden) + self.hidden * self.experts + shared
+
+    @property
+    def dense_layer_weights(self) -> int:
+        """Parameters of one dense layer."""
+        if self.other_weights:
+            return self._mean_layer_weights
+        return self.attention.weights(self.hidden) + 3 * self.hidden * self.dense_width
+
+    @property
+    def _mean_layer_weights(self) -> int:
+        """Where only the sum was counted, all layers are taken to be alike."""
+        return max(self.other_weights - self.embedding_weights, 0) // self.layers
+
+    @property
+    def embedding_weights(self) -> int:
+        return self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
+
+    @property
+    def non_expert_weights(self) -> int:
+        """Everything but the routed experts."""
+        return self.other_weights or (
+            self.moe_layers * self.layer_weights + self.dense_layers * self.dense_layer_weights + self.embedding_weights
+        )
+
+    @property
+    def all_expert_weights(self) -> int:
+        return self.moe_layers * self.experts * self.expert_weights
+
+    @property
+    def total_weights(self) -> int:
+        return self.non_expert_weights + self.all_expert_weights
+
+    def expert_bytes(self, precision: str) -> float:
+        most, of_down = format_of(precision), format_of(careful(precision, self.total_weights))
+        down = self.expert_weights / self.expert_matrices
+        return (self.expert_weights - down) * most.bytes_per_weight + down * of_down.bytes_per_weight
+
+    def all_expert_bytes(self, precision: str) -> float:
+        return self.moe_layers * self.experts * self.expert_bytes(precision)
+
+    def non_expert_bytes(self) -> float:
+        """Bytes of what is not a routed expert, kept in 16 bits."""
+        return 2.0 * self.non_expert_weights
+
+    def kv_bytes_per_token(self) -> float:
+        """Bytes of 16-bit cache of one token, all layers."""
+        return 2.0 * (self.kv_numbers or self.full_attention_layers * self.attention.kv_elements)

@@ -1,0 +1,153 @@
+"""What a user may ask of the engine: where and how a model runs, and how its tokens are chosen.
+
+Plain frozen dataclasses: they travel over the protocol, so their fields are JSON-like values only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine.common.errors import EngineError, ErrorCode
+
+Misses = Literal["mixed", "cpu", "fetch", "off", "layer"]
+MISSES: tuple[Misses, ...] = ("mixed", "cpu", "fetch", "off", "layer")
+Prefetch = Literal["auto", "off", "previous", "gate", "correlation", "mlp"]
+PREFETCHES: tuple[Prefetch, ...] = ("auto", "off", "previous", "gate", "correlation", "mlp")
+CachePolicy = Literal["auto", "lru", "fifo", "lfu", "lfru", "random", "static"]
+CACHE_POLICIES: tuple[CachePolicy, ...] = ("auto", "lru", "fifo", "lfu", "lfru", "random", "static")
+Graphs = Literal["auto", "on", "off"]
+GRAPHS: tuple[Graphs, ...] = ("auto", "on", "off")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One model, and what it may use of the machine.  `None` means: let the engine decide.
+
+    Attributes:
+        model: `starter`, a library name, or the path of a checkpoint directory.
+        device: `auto`, `cpu`, `cuda` (every card), `cuda:N`, `emulated:NAME` or `emulated:NAMExN` for N of them.
+        precision: of the weights in memory: `auto`, or the name of one of `engine.formats.PRECISIONS`.
+        vram_bytes, ram_bytes: budgets in bytes.
+        threads: CPU threads that compute; `None` is one per fast physical core.
+        context_tokens: longest context to allow; `None` is the model's own limit.
+        cache_slots: experts kept in the memory of each device; `None` is as many as fit, 0 keeps none.
+        cache_ways: slots of each layer (N indexes of M ways); `None` lets all layers share one pool.
+        cache_policy: who leaves when another expert comes; `auto` finds out while running.
+        misses: how experts that are not on the device are met: `mixed` on the CPU or fetched, whichever is done first;
+            the others are for measurements: `cpu`, `fetch`, `off` (as mixed, but nothing is kept) and `layer` (every
+            layer is fetched whole, one ahead).
+        prefetch: predictor of the experts of coming layers; `auto` is whoever gains, if any does.
+        graphs: whether decode steps are captured and repeated as graphs; `auto` is on graphics cards, not on emulated
+            ones, which gain nothing by it.
+    """
+
+    model: str
+    device: str = "auto"
+    precision: str = "auto"
+    vram_bytes: int | None = None
+    ram_bytes: int | None = None
+    threads: int | None = None
+    context_tokens: int | None = None
+    cache_slots: int | None = None
+    cache_ways: int | None = None
+    cache_policy: CachePolicy = "auto"
+    misses: Misses = "mixed"
+    prefetch: Prefetch = "auto"
+    graphs: Graphs = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen.
+
+    Attributes:
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set whose probability reaches p; 1 keeps all.
+        min_p: drop tokens less likely than min_p times the likeliest; 0 keeps all.
+        repetition_penalty: divides (multiplies, if negative) logits of tokens already in the context; 1 is off.
+        seed: same seed, same prompt, same machine: same tokens.  `None` draws a fresh one.
+        stop: strings that end the answer; they are not part of it.
+        max_tokens: most tokens to generate.
+        beams: width of beam search; 1 is none.  Beam search ignores temperature and its filters.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    max_tokens: int = 512
+    beams: int = 1
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("temperature", 0 <= self.temperature <= 10, "between 0 and 10"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p < 1, "at least 0 and below 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty <= 10, "above 0 and at most 10"),
+            ("max_tokens", self.max_tokens >= 1, "1 or more"),
+            ("beams", 1 <= self.beams <= 64, "between 1 and 64"),
+        )
+        for name, holds, allowed in checks:
+            value = getattr(self, name)
+            if not holds or not math.isfinite(value):
+                raise EngineError(ErrorCode.INVALID_REQUEST, f"{name} is {value}, but must be {allowed}.")
+
+
+KvPrecision = Literal["auto", "int8"]
+KV_PRECISIONS: tuple[KvPrecision, ...] = ("auto", "int8")
+BatchStart = Literal["new", "resume", "restart", "retry_failed"]
+BATCH_STARTS: tuple[BatchStart, ...] = ("new", "resume", "restart", "retry_failed")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchJob:
+    """A file of rows to be answered into another file.
+
+    Attributes:
+        input, output: paths; the input may be a folder.
+        template: the question with `{{column}}` in it; empty for the obvious column, or for OpenAI requests.
+        system: prompt of every conversation; none if empty.
+        sampling: of every answer; OpenAI requests may say otherwise.
+        schema: a JSON schema, as JSON text, that answers satisfy; `choices` are texts of which they are one.
+        tries: how often a row is asked whose sampled answer was cut before it satisfied the schema.
+        kv_precision: how keys and values are held: `auto` is the model's own type, `int8` takes half of that.
+        attention_window: if not 0, tokens see the last so many and the first four (StreamingLLM): long rows take less
+            memory and time, and are answered a little differently.
+        encoding, separator, whole_files: how text is read; see `engine.batch_files.opening.InputForm`.
+        start: `new` refuses what a job has already answered, `resume` goes on, `restart` discards, `retry_failed` goes
+            on and asks failed rows again.
+    """
+
+    input: str
+    output: str
+    template: str = ""
+    system: str = ""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    schema: str = ""
+    choices: tuple[str, ...] = ()
+    tries: int = 3
+    kv_precision: KvPrecision = "auto"
+    attention_window: int = 0
+    encoding: str | None = None
+    separator: str | None = None
+    whole_files: bool = False
+    start: BatchStart = "new"
+
+    def __post_init__(self) -> None:
+        if self.schema and self.choices:
+            raise EngineError(ErrorCode.INVALID_REQUEST, "Give a schema or choices, not both.")
+        if not 1 <= self.tries <= 100:
+            raise EngineError(ErrorCode.INVALID_REQUEST, f"tries is {self.tries}, but must be between 1 and 100.")
+        if self.attention_window < 0:
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST, f"attention_window is {self.attention_window}, but must be 0 (off) or more."
+            )
+        if not all(self.choices):
+            raise EngineError(ErrorCode.INVALID_REQUEST, "A choice is empty: leave it out.")

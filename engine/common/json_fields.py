@@ -1,0 +1,63 @@
+"""Dataclasses from what JSON kept of them, each field of its declared type: messages, and files that hold results."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from typing import Any, Literal, get_args, get_origin
+
+from engine.common.errors import ErrorCode
+
+
+@functools.cache
+def _field_types(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def from_fields(cls: type, raw: dict[str, Any]) -> Any:
+    """The dataclass that `dataclasses.asdict` and JSON made these fields of.
+
+    Raises:
+        EngineError, LookupError, TypeError, ValueError: they are not its fields.
+    """
+    hints = _field_types(cls)
+    unknown = raw.keys() - hints.keys()
+    if unknown:
+        raise TypeError(f"{cls.__name__} has no field {sorted(unknown)[0]!r}")
+    # A token is read hundreds of times a second: what is of its plain type already is not looked at further.
+    return cls(
+        **{name: value if type(value) is hints[name] else _convert(hints[name], value) for name, value in raw.items()}
+    )
+
+
+def _convert(hint: Any, value: Any) -> Any:
+    """`value` from JSON as the type that the field declares, or TypeError."""
+    origin = get_origin(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in get_args(hint):
+            return None
+        (inner,) = [arg for arg in get_args(hint) if arg is not type(None)]
+        return _convert(inner, value)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise TypeError(f"expected a list, got {value!r}")
+        return tuple(_convert(get_args(hint)[0], item) for item in value)
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise TypeError(f"expected an object, got {value!r}")
+        return {str(key): _convert(get_args(hint)[1], item) for key, item in value.items()}
+    if origin is Literal:
+        if value not in get_args(hint):
+            raise TypeError(f"{value!r} is none of {get_args(hint)}")
+        return value
+    if dataclasses.is_dataclass(hint):
+        return from_fields(typing.cast(type, hint), value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is ErrorCode:
+        return ErrorCode(value)
+    if type(value) is not hint:
+        raise TypeError(f"expected {hint.__name__}, got {value!r}")
+    return value

@@ -1,0 +1,96 @@
+"""Where Switchyard keeps things: the platform's per-user folders, or all of it under `SWITCHYARD_HOME`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+import platformdirs
+
+_APP = "Switchyard"
+
+
+def _base(platform_folder: str, name: str) -> Path:
+    home = os.environ.get("SWITCHYARD_HOME")
+    return Path(home).expanduser() / name if home else Path(platform_folder)
+
+
+def config_dir() -> Path:
+    """Settings.  Not created here: whoever writes first makes it."""
+    return _base(platformdirs.user_config_dir(_APP, appauthor=False), "config")
+
+
+def standard_data_dir() -> Path:
+    """Where `data_dir` is unless the user has chosen another folder."""
+    return _base(platformdirs.user_data_dir(_APP, appauthor=False), "data")
+
+
+def chosen_data_dir_file() -> Path:
+    """One line of text: the data folder that the user has chosen; absent for the standard one."""
+    return config_dir() / "data-folder.txt"
+
+
+def chosen_data_dir() -> Path | None:
+    """The data folder that the user has chosen; None for the standard one."""
+    try:
+        chosen = chosen_data_dir_file().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return Path(chosen) if chosen else None
+
+
+def data_dir() -> Path:
+    """Chats and everything a user would miss."""
+    return chosen_data_dir() or standard_data_dir()
+
+
+def models_dir() -> Path:
+    """The model library: one folder per model."""
+    return data_dir() / "models"
+
+
+def jobs_dir() -> Path:
+    """Journals of batch jobs: what was answered of each."""
+    return data_dir() / "jobs"
+
+
+def sessions_dir() -> Path:
+    """Recorded sessions: what ran when, and how long."""
+    return data_dir() / "sessions"
+
+
+def cache_dir() -> Path:
+    """What can be made again: downloads, measurements."""
+    return _base(platformdirs.user_cache_dir(_APP, appauthor=False), "cache")
+
+
+def log_dir() -> Path:
+    """Logs and crash reports; never prompts, answers or tokens."""
+    return _base(platformdirs.user_log_dir(_APP, appauthor=False), "logs")
+
+
+def own_dirs() -> tuple[Path, ...]:
+    """Folders of which nothing is anybody else's business; they need not be there."""
+    return config_dir(), data_dir(), jobs_dir(), sessions_dir(), cache_dir(), log_dir()
+
+
+def resources_dir() -> Path:
+    """Files shipped with the program (icons, themes, the starter's recipe)."""
+    return Path(__file__).resolve().parents[2] / "resources"
+
+
+def python_module(module: str) -> tuple[list[str], dict[str, str]]:
+    """The command that runs one of our modules in a new process, and the environment variables it needs besides ours.
+
+    From a checkout the new process must be told where `engine` and `app` are; once installed it must not be, or
+    everything in site-packages would come before the standard library.  `-P` keeps the working folder off the
+    import path: a `torch.py` lying there is nobody's torch.
+    """
+    root = str(Path(__file__).resolve().parents[2])
+    extra: dict[str, str] = {}
+    if root not in {str(Path(sysconfig.get_path(key)).resolve()) for key in ("purelib", "platlib")}:
+        inherited = os.environ.get("PYTHONPATH")
+        extra["PYTHONPATH"] = os.pathsep.join([root, inherited] if inherited else [root])
+    return [sys.executable, "-P", "-X", "utf8", "-m", module], extra

@@ -1,0 +1,113 @@
+"""Profiles: JSON files of machines and models that come with the program, or are somebody's own.
+
+What a file says is checked: a number that cannot be is refused with a sentence, not computed with.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.foreign_file import read_foreign, reason
+from engine.common.foreign_json import parse_json
+
+GIGA = 1e9
+_MAX_BYTES = 2**20
+_MOST_NEAR, _NEAR_ENOUGH = 4, 0.5
+
+
+def near_names(name: str, names: Sequence[str]) -> list[str]:
+    """Those that may have been meant, likeliest first; capitals do not matter."""
+    plain = {each.casefold(): each for each in names}
+    wanted = name.casefold().rpartition("/")[2]
+    holding = [each for each in plain if wanted and wanted in each]
+    close = difflib.get_close_matches(wanted, plain, _MOST_NEAR, _NEAR_ENOUGH)
+    return [plain[each] for each in dict.fromkeys([*holding, *close])][:_MOST_NEAR]
+
+
+def find_profile(name: str, folder: Path, names: list[str], kind: str) -> Path:
+    """The file of the profile of that name in a folder with these, or the JSON file `name` itself.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`, with what may have been meant.
+    """
+    if name.endswith(".json"):
+        return Path(name)
+    exact = {each.casefold(): each for each in names}.get(name.casefold())
+    if exact is None:
+        near = near_names(name, names)
+        known = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names) or '(none)'}."
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"There is no profile of a {kind} called {name!r}: {known} Your own JSON file works too.",
+        )
+    return folder / f"{exact}.json"
+
+
+class ProfileFile:
+    """A JSON object whose fields are checked as they are read; `prefix` names it inside its file."""
+
+    def __init__(self, path: Path, content: Mapping[str, Any] | None = None, prefix: str = "") -> None:
+        self.path, self.prefix = path, prefix
+        if content is None:
+            try:
+                content = parse_json(read_foreign(path, _MAX_BYTES))
+            except FileNotFoundError:
+                raise EngineError(ErrorCode.INVALID_REQUEST, f"There is no profile {path}: name another.") from None
+            except (OSError, ValueError) as error:
+                raise refused(path, f"cannot be read ({reason(error)})") from None
+            if not isinstance(content, dict):
+                raise refused(path, "is not one JSON object")
+        self.content: Mapping[str, Any] = content
+
+    def part(self, key: str, *, optional: bool = False) -> Any:
+        """An object within it."""
+        value = self.content.get(key)
+        if optional and value is None:
+            return None
+        if not isinstance(value, dict):
+            raise refused(self.path, f"has no object {self.prefix + key!r}")
+        return ProfileFile(self.path, value, f"{key}.")
+
+    def text(self, key: str) -> str:
+        """A text that is not empty."""
+        value = self.content.get(key)
+        if not isinstance(value, str) or not value.strip():
+            raise refused(self.path, f"has no text in {self.prefix + key!r}")
+        return value
+
+    def number(self, key: str, low: float, high: float) -> float:
+        """A number within limits."""
+        return self._checked(self.content.get(key), key, low, high)
+
+    def whole(self, key: str, low: int, high: int, *, default: int | None = None) -> int:
+        """A whole number within limits."""
+        value = self.content.get(key, default)
+        checked = self._checked(value, key, low, high)
+        if checked != int(checked):
+            raise refused(self.path, f"has {value!r} in {self.prefix + key!r}, which must be a whole number")
+        return int(checked)
+
+    def by_threads(self, key: str) -> dict[int, float]:
+        """Rates in bytes per second by number of threads, from a table in GB/s."""
+        table = self.content.get(key) or {}
+        if not isinstance(table, dict) or not all(str(threads).isdecimal() for threads in table):
+            raise refused(self.path, f"has no table of threads in {self.prefix + key!r}")
+        return {int(threads): self._checked(rate, key, 0.01, 1e4) * GIGA for threads, rate in table.items()}
+
+    def _checked(self, value: Any, key: str, low: float, high: float) -> float:
+        # bool is an int to Python, and JSON as Python reads it has NaN.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise refused(self.path, f"has no number in {self.prefix + key!r}")
+        if not low <= value <= high:
+            raise refused(self.path, f"has {value!r} in {self.prefix + key!r}, which must be from {low:g} to {high:g}")
+        return float(value)
+
+
+def refused(path: Path, what: str) -> EngineError:
+    """The error of a profile that cannot be; `what` is the rest of a sentence about it."""
+    return EngineError(ErrorCode.INVALID_REQUEST, f"The profile {path} {what}: fix it or use another profile.")

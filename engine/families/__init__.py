@@ -1,0 +1,114 @@
+"""Families of models, one file each, named like the package of transformers that has their classes.
+
+A family that needs nothing has no file: its models run as the library and their configuration say.  One that needs
+something is a file here, with a `FAMILY`, and its line in `FILES`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Literal, cast
+
+from engine.families.family import Family, ShortWay
+
+FILES: dict[str, tuple[str, ...]] = {
+    "afmoe": ("afmoe",),
+    "aria": ("aria_text",),
+    "axk1": ("axk1",),
+    "beam": ("beam",),
+    "cohere2_moe": ("cohere2_moe",),
+    "dbrx": ("dbrx",),
+    "deepseek_ocr2": ("deepseek_ocr2",),
+    "deepseek_v2": ("deepseek_v2",),
+    "deepseek_v3": ("deepseek_v3",),
+    "deepseek_v4": ("deepseek_v4",),
+    "diffusion_gemma": ("diffusion_gemma",),
+    "doge": ("doge",),
+    "dots1": ("dots1",),
+    "ernie4_5_moe": ("ernie4_5_moe",),
+    "ernie4_5_vl_moe": ("ernie4_5_vl_moe_text",),
+    "exaone_moe": ("exaone_moe",),
+    "flex_olmo": ("flex_olmo",),
+    "flint": ("flint",),
+    "gemma4_assistant": ("gemma4_assistant",),
+    "glm4_moe": ("glm4_moe",),
+    "glm4_moe_lite": ("glm4_moe_lite",),
+    "glm4v_moe": ("glm4v_moe_text",),
+    "glm5_next": ("glm5_next",),
+    "gpt_oss": ("gpt_oss",),
+    "granitemoe": ("granitemoe",),
+    "granitemoe_swa": ("granitemoe_swa",),
+    "granitemoeshared": ("granitemoeshared",),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe",),
+    "hy_v3": ("hy_v3",),
+    "hy_v4": ("hy_v4",),
+    "jamba": ("jamba",),
+    "jetmoe": ("jetmoe",),
+    "kolibri1": ("kolibri1",),
+    "laguna": ("laguna",),
+    "llama": ("llama",),
+    "llama4": ("llama4", "llama4_text"),
+    "longcat_flash": ("longcat_flash",),
+    "mellum": ("mellum",),
+    "mimo_v2_flash": ("mimo_v2_flash",),
+    "minimax": ("minimax",),
+    "minimax_m2": ("minimax_m2",),
+    "minimax_m3_vl": ("minimax_m3_vl",),
+    "mistral4": ("mistral4",),
+    "mixtral": ("mixtral",),
+    "muse_spark": ("muse_spark_text",),
+    "nemotron3_5_transcribe": ("nemo_speechlm",),
+    "nllb_moe": ("nllb-moe",),
+    "olmoe": ("olmoe",),
+    "openai_privacy_filter": ("openai_privacy_filter",),
+    "phi3": ("phi3",),
+    "phi4_multimodal": ("phi4_multimodal",),
+    "phimoe": ("phimoe",),
+    "qwen2_moe": ("qwen2_moe",),
+    "qwen3": ("qwen3",),
+    "qwen3_moe": ("qwen3_moe",),
+    "qwen3_omni_moe": ("qwen3_omni_moe",),
+    "qwen3_vl_moe": ("qwen3_vl_moe_text",),
+    "solar_open": ("solar_open",),
+    "step3p7": ("step3p7", "step3p5"),
+    "switch_transformers": ("switch_transformers",),
+    "unlimited_ocr": ("unlimited_ocr",),
+}
+"""File -> the `model_type`s that it is about.  A file is imported when somebody asks for one of them."""
+
+_FILE_OF = {model_type: file for file, model_types in FILES.items() for model_type in model_types}
+_NEEDS_NOTHING = Family()
+
+
+def family_of(model_type: str) -> Family:
+    """The family with this `model_type` of transformers; one that needs nothing if it is not listed."""
+    file = _FILE_OF.get(model_type)
+    return _NEEDS_NOTHING if file is None else _read(file)
+
+
+def family_at(module: str) -> Family:
+    """The family whose classes the library has in the module of this name (`transformers.models.llama.modeling_llama`).
+
+    One that needs nothing if it is not listed, or the module is somebody else's.
+    """
+    place = module.split(".")
+    if place[:2] != ["transformers", "models"] or len(place) < 3 or place[2] not in FILES:
+        return _NEEDS_NOTHING
+    return _read(place[2])
+
+
+def short_way_of(module: object, part: Literal["model", "layer", "attention", "block"]) -> ShortWay | None:
+    """What the kernels know of a family of which `module` is this part: an instance of that very class of the library.
+
+    Returns:
+        `None` if it is none of those that are known.
+    """
+    kind = type(module)
+    way = family_at(kind.__module__).short_way
+    return way if way is not None and kind.__name__ == getattr(way, part) else None
+
+
+@cache
+def _read(file: str) -> Family:
+    return cast(Family, import_module(f"{__name__}.{file}").FAMILY)

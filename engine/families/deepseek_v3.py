@@ -1,0 +1,24 @@
+"""DeepSeek-V3 and R1."""
+
+from __future__ import annotations
+
+from engine.families.family import Family, Router, ShortWay
+
+FAMILY = Family(
+    packs_rows=True,
+    short_way=ShortWay(
+        model="DeepseekV3ForCausalLM",
+        layer="DeepseekV3DecoderLayer",
+        attention="DeepseekV3Attention",
+        is_latent=True,
+        block="DeepseekV3MoE",
+        router=Router(
+            scoring="sigmoid",
+            correction="e_score_correction_bias",
+            groups=("num_group", "topk_group"),
+            bf16_logits=False,
+            normalise="norm_topk_prob",
+            scale="routed_scaling_factor",
+        ),
+    ),
+)

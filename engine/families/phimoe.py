@@ -1,0 +1,7 @@
+"""Phi-3.5-MoE."""
+
+from __future__ import annotations
+
+from engine.families.family import Family
+
+FAMILY = Family(rotates_again=True)

@@ -1,0 +1,16 @@
+"""Qwen1.5-MoE and Qwen2-MoE."""
+
+from __future__ import annotations
+
+from engine.families.family import Family, Router, ShortWay
+
+FAMILY = Family(
+    packs_rows=True,
+    short_way=ShortWay(
+        model="Qwen2MoeForCausalLM",
+        layer="Qwen2MoeDecoderLayer",
+        attention="Qwen2MoeAttention",
+        block="Qwen2MoeSparseMoeBlock",
+        router=Router(normalise="norm_topk_prob", bf16_shares=True),
+    ),
+)

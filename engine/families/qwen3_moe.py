@@ -1,0 +1,16 @@
+"""Qwen3-MoE."""
+
+from __future__ import annotations
+
+from engine.families.family import Family, Router, ShortWay
+
+FAMILY = Family(
+    packs_rows=True,
+    short_way=ShortWay(
+        model="Qwen3MoeForCausalLM",
+        layer="Qwen3MoeDecoderLayer",
+        attention="Qwen3MoeAttention",
+        block="Qwen3MoeSparseMoeBlock",
+        router=Router(normalise="norm_topk_prob", bf16_shares=True),
+    ),
+)

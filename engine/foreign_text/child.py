@@ -1,0 +1,180 @@
+"""The process: `python -m engine.foreign_text.child`, one line of JSON in, one out, until stdin ends.
+
+    {"do": "check", "folder": F}                          whether the tokenizer.json there can be read and used
+    {"do": "count", "folder": F, "texts": [...]}          tokens of each; null without a tokenizer.json of use
+    {"do": "hold", "bytes": N, "split_special": B}        takes the tokenizer in the N bytes of JSON behind the line
+    {"do": "drop"}                                        and lets go of it
+    {"do": "encode", "text": T, "special": B}             ids, by the tokenizer that is held
+    {"do": "encode_marked", "text": T, "tokens": [...]}   see `marks`
+    {"do": "render", "template": T, "values": {...}}      the text; with "control" and "maybe_control" marks in it
+
+Every request has `seconds`: whoever takes longer is ended with the whole process, whatever it is doing.  An answer is
+{"result": ...} or {"problem": why, "kind": "refused" | "memory" | "broken"}.  Memory is limited where the system can.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from engine.common.foreign_file import read_foreign
+from engine.foreign_text.marks import encode_marked, marked
+from engine.foreign_text.templates import TemplateRefusedError, literal_text, render
+
+MEMORY_BYTES = 2 * 2**30
+MOST_TOKENIZER_BYTES = 256 * 2**20
+MOST_IDS = 2**24
+TOKENIZER_NAME = "tokenizer.json"
+_SAMPLE = (
+    "Hello, world!  It's 2024: naïve café №1 — 你好, привет, नमस्ते 👋🏽\n\n"
+    "\tdef f(x): return [x ** 2 for _ in 'aaaa']\r\n"
+)
+
+
+class _BackendEncoder:
+    """The `tokenizers` library's own, used as transformers uses it."""
+
+    def __init__(self, content: bytes, *, split_special: bool = False) -> None:
+        from tokenizers import Tokenizer
+
+        self._backend = Tokenizer.from_str(content.decode("utf-8"))
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._backend.encode_special_tokens = split_special
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
+        return ids
+
+    def encode_as_text(self, text: str) -> list[int]:
+        backend = self._backend
+        if backend.normalizer is not None:
+            text = backend.normalizer.normalize_str(text)
+        splits = [text]
+        if backend.pre_tokenizer is not None:
+            splits = [split for split, _place in backend.pre_tokenizer.pre_tokenize_str(text)]
+        return [token.id for split in splits for token in backend.model.tokenize(split)]
+
+    def token_id(self, token: str) -> int | None:
+        index: int | None = self._backend.token_to_id(token)
+        return index
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self._backend.decode(ids, skip_special_tokens=False))
+
+
+class _Child:
+    def __init__(self) -> None:
+        self._held: _BackendEncoder | None = None
+        self._counting: tuple[str, _BackendEncoder | None] = ("", None)
+
+    def answer(self, request: dict[str, Any], body: bytes) -> Any:
+        """What a request asks for; raises whatever goes wrong."""
+        match request["do"]:
+            case "check":
+                return self._check(request["folder"])
+            case "count":
+                return self._count(request["folder"], request["texts"])
+            case "hold":
+                self._held = None  # its memory first
+                self._held = _BackendEncoder(body, split_special=request["split_special"])
+                return None
+            case "drop":
+                self._held = None
+                return None
+            case "encode":
+                assert self._held is not None
+                return _not_too_many(self._held.encode(request["text"], special=request["special"]))
+            case "encode_marked":
+                assert self._held is not None
+                return _not_too_many(encode_marked(self._held, request["text"], request["tokens"]))
+            case "render":
+                return _rendered(request)
+        raise ValueError(f"unknown request {request['do']!r}")
+
+    def _check(self, folder: str) -> None:
+        encoder = _read(folder)
+        ids = encoder.encode(_SAMPLE)
+        if len(ids) > 100 * len(_SAMPLE) or len(encoder.decode(ids)) > 100 * len(_SAMPLE):
+            raise ValueError("it makes a text many times longer")
+
+    def _count(self, folder: str, texts: list[str]) -> list[int] | None:
+        if self._counting[0] != folder:
+            self._counting = (folder, None)  # one that fails is not tried for every text
+            try:
+                self._counting = (folder, _read(folder) if folder else None)
+            except MemoryError:
+                raise
+            except BaseException:  # the library raises bare `Exception`, and what is none
+                return None
+        encoder = self._counting[1]
+        return [len(encoder.encode(text)) for text in texts] if encoder is not None else None
+
+
+def _read(folder: str) -> _BackendEncoder:
+    return _BackendEncoder(read_foreign(Path(folder) / TOKENIZER_NAME, MOST_TOKENIZER_BYTES))
+
+
+def _rendered(request: dict[str, Any]) -> str:
+    template, values = request["template"], request["values"]
+    if "control" in request:
+        text = literal_text(template)
+        maybe = [token for token in request["maybe_control"] if token in text and not token.isspace()]
+        values = marked(values, [*request["control"], *maybe])
+    return render(template, values)
+
+
+def _not_too_many(ids: list[int]) -> list[int]:
+    if len(ids) > MOST_IDS:
+        raise ValueError(f"it makes {len(ids):,} tokens of the text")
+    return ids
+
+
+def serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answers requests until there are no more."""
+    child = _Child()
+    with open(os.devnull, "wb") as nowhere:
+        while line := requests.readline():
+            request = json.loads(line)
+            body = requests.read(request.get("bytes", 0))
+            # A thread of the C library's: it needs no lock of Python's, which a library may hold for ever.
+            faulthandler.dump_traceback_later(request["seconds"], exit=True, file=nowhere)
+            try:
+                told = _told(child, request, body)
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+            answers.write(told)
+            answers.flush()
+
+
+def _told(child: _Child, request: dict[str, Any], body: bytes) -> bytes:
+    try:
+        answer = {"result": child.answer(request, body)}
+    except TemplateRefusedError as error:
+        answer = {"problem": str(error), "kind": "refused"}
+    except MemoryError:
+        answer = {"problem": "it takes too much memory", "kind": "memory"}
+    except BaseException as error:  # a library written in Rust raises what is no `Exception`
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        answer = {"problem": why, "kind": "broken"}
+    return json.dumps(answer).encode("ascii") + b"\n"
+
+
+def limit_memory() -> None:
+    """No more than `MEMORY_BYTES` for this process, where the system can do that; others watch it besides."""
+    if sys.platform != "win32":
+        import contextlib
+        import resource
+
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+if __name__ == "__main__":
+    limit_memory()
+    serve(sys.stdin.buffer, sys.stdout.buffer)

@@ -1,0 +1,105 @@
+"""Weight formats, one file each.
+
+A new one is a file here and its line in `_ALL`; for the native kernels a `format_*.h` with its line in `formats.h` and
+its row in `kFormats`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from engine.formats.int4 import INT4
+from engine.formats.int8 import INT8
+from engine.formats.lut4 import LUT4
+from engine.formats.plain import BF16, FP32
+from engine.formats.published import AWQ4, HQQ4
+from engine.formats.weight_format import GROUP, TILE_ROWS, PlainFormat, TiledFormat, WeightFormat
+
+__all__ = [
+    "AUTO",
+    "BF16",
+    "FORMATS",
+    "GROUP",
+    "LADDER",
+    "PRECISIONS",
+    "TILE_ROWS",
+    "PlainFormat",
+    "TiledFormat",
+    "WeightFormat",
+    "as_stored",
+    "careful",
+    "format_of",
+    "head_format",
+    "is_precision",
+    "measured_as",
+    "next_smaller",
+    "tiled_format",
+]
+
+_ALL: tuple[WeightFormat, ...] = (FP32, BF16, INT8, INT4, LUT4, AWQ4, HQQ4)
+
+FORMATS: Mapping[str, WeightFormat] = {each.name: each for each in _ALL}
+"""By name, best quality first."""
+LADDER: tuple[str, ...] = tuple(each.name for each in _ALL if each.worth)
+"""Names of those that `auto` chooses from, best quality first."""
+AUTO = "auto"
+PRECISIONS: tuple[str, ...] = (AUTO, *(each.name for each in _ALL if each.native is not None or each is FP32))
+"""What a user may ask for."""
+
+SMALL_MODEL = 10**9
+"""Weights, all experts counted: below it a coarse format keeps more of a model in a finer one."""
+
+
+def format_of(name: str) -> WeightFormat:
+    """The format of that name.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return FORMATS[name]
+
+
+def tiled_format(name: str) -> TiledFormat | None:
+    """The format of that name if it is one in tiles."""
+    found = FORMATS.get(name)
+    return found if isinstance(found, TiledFormat) else None
+
+
+def as_stored(name: str) -> PlainFormat:
+    """The plain format that goes with a precision: that of activations, of biases and of what is not quantised."""
+    found = FORMATS.get(name)
+    return found if isinstance(found, PlainFormat) else BF16
+
+
+def is_precision(name: str) -> bool:
+    """Whether weights can be run in it (`auto` is none of them)."""
+    return name in PRECISIONS and name != AUTO
+
+
+def measured_as(name: str) -> str:
+    """The format of `LADDER` whose measured speeds hold for `name`: the nearest in bits (`auto`: the first)."""
+    if name in LADDER or name not in FORMATS:
+        return name if name in LADDER else LADDER[0]
+    bits = FORMATS[name].bits
+    return min(LADDER, key=lambda each: abs(FORMATS[each].bits - bits))
+
+
+def next_smaller(name: str) -> str | None:
+    """The next format of fewer bits that `auto` would choose; `None` if there is none."""
+    bits = FORMATS[name].bits
+    return next((each for each in LADDER if FORMATS[each].bits < bits), None)
+
+
+def careful(name: str, weights: int) -> str:
+    """The format of the experts' down_proj and of all dense layers, in a model of so many weights.
+
+    Fewer weights average fewer errors out: four bits for everything cost the starter (0.13e9 weights) a fifth of its
+    perplexity, four bits for gate and up alone a twentieth (`bench quality`).  A small model's bytes hardly matter.
+    """
+    found = FORMATS[name]
+    return found.small_models if found.small_models and weights < SMALL_MODEL else name
+
+
+def head_format(dense: str) -> str:
+    """That of a model's output layer on the CPU, whose other dense layers are in `dense`."""
+    return FORMATS[dense].head or dense

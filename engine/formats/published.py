@@ -1,0 +1,19 @@
+"""Formats of published systems, by their size alone: the planner's comparisons with the papers need no more."""
+
+from __future__ import annotations
+
+from engine.formats.weight_format import WeightFormat
+
+
+class SizedFormat(WeightFormat):
+    """A format that nothing here reads or writes."""
+
+    def part_bytes(self, rows: int, columns: int) -> tuple[int, ...]:
+        """See `WeightFormat.part_bytes`."""
+        return (round(rows * columns * self.bytes_per_weight),)
+
+
+AWQ4 = SizedFormat(name="awq4", words="AWQ, 4-bit", bits=4.0 + 20 / 128)
+"""Groups of 128 with a 16-bit scale and a 4-bit zero point."""
+HQQ4 = SizedFormat(name="hqq4", words="HQQ, 4-bit", bits=4.0 + 16 / 64 + 16 / 128)
+"""Groups of 64 with 8-bit scale and zero point, themselves in groups of 128."""

@@ -1,0 +1,192 @@
+"""Tiles: how quantised weights lie, the same bytes on disk, in RAM and on a device, whatever their format.
+
+A tile is 32 rows x 32 columns.  Its upper and lower half (16 rows each) are vectors of 64 bytes, 4 bytes for each row,
+so that a vector of dot products needs no shuffling.  Codes of 8 bits: 8 vectors, the j-th with columns 4j..4j+3.  Codes
+of 4 bits: 4 vectors, the j-th with columns 4j..4j+3 in the low nibbles and 16+4j..16+4j+3 in the high ones.  Each row
+of a tile, 32 weights, has a scale in bf16 (which has fp32's range, so that no weight is too small for it); what else
+there is, and what a code means, is the format's (`engine.formats.weight_format.TiledFormat`).
+
+Matrices are padded with zeros to whole tiles.  native/src/switchyard_kernels.h says the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from engine.formats.weight_format import GROUP, TILE_ROWS, TiledFormat
+
+ROUNDS = 16
+"""Of the optimisation of formats that have one, over all its starts together."""
+_PIECE = 1 << 22
+"""Weights quantised at once: bounds the memory for intermediate results."""
+
+
+class Pairing(IntEnum):
+    """What the two halves of a tile are.
+
+    `PLAIN`: the matrix's rows in order.  Else 16 gate rows above the 16 up rows that belong to them, of a matrix in
+    which all gate rows come first (`HALVES`) or the two alternate (`ALTERNATING`).
+    """
+
+    PLAIN = 0
+    HALVES = 1
+    ALTERNATING = 2
+
+
+@dataclass(frozen=True)
+class TiledShape:
+    """The shape of a matrix in tiles.
+
+    Attributes:
+        rows, columns: of the matrix; rows are even where they are paired.
+    """
+
+    rows: int
+    columns: int
+    format: TiledFormat
+    pairing: Pairing = Pairing.PLAIN
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of 32 rows."""
+        return -(-self.rows // TILE_ROWS)
+
+    @property
+    def groups(self) -> int:
+        """Groups of 32 columns."""
+        return -(-self.columns // GROUP)
+
+    @property
+    def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Suffix of a part's name -> shape and dtype: what a matrix in tiles is made of."""
+        parts = self.format.parts(self.rows, self.columns)
+        return {suffix: (shape, getattr(torch, dtype)) for suffix, (shape, dtype) in parts.items()}
+
+
+@dataclass(frozen=True)
+class TiledMatrix:
+    """A matrix in tiles.
+
+    Attributes:
+        weights: uint8 [blocks, groups, bytes of a tile].
+        scales: bf16 [blocks, groups, 32].
+        zeros: uint8 [blocks, groups, 32] where the format has them.
+        table: int8 [16] where the format has one.
+    """
+
+    shape: TiledShape
+    weights: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+    table: torch.Tensor | None = None
+
+    @classmethod
+    def empty(cls, shape: TiledShape, device: torch.device | None = None) -> TiledMatrix:
+        """Memory for one: its table is the format's, nothing else is initialised."""
+        made = {name: torch.empty(size, dtype=dtype, device=device) for name, (size, dtype) in shape.parts.items()}
+        matrix = cls(shape, *(made.get(suffix) for suffix in ("", "_scales", "_zeros", "_table")))  # type: ignore[arg-type]
+        matrix.set_table()
+        return matrix
+
+    def set_table(self) -> None:
+        """Gives it its format's table, if that has one."""
+        if self.table is not None:
+            self.table.copy_(torch.tensor(self.shape.format.table, dtype=torch.int8))
+
+    @property
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Its tensors, by the suffix of a part's name."""
+        named = {"": self.weights, "_scales": self.scales, "_zeros": self.zeros, "_table": self.table}
+        return {suffix: tensor for suffix, tensor in named.items() if tensor is not None}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its parts."""
+        return sum(tensor.nbytes for tensor in self.parts.values())
+
+
+def dequantise(matrix: TiledMatrix, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """[rows, columns], computed in fp32 and rounded once; on any device."""
+    shape, tiles = matrix.shape, matrix.weights
+    grid = (shape.blocks, shape.groups, 2)
+    if shape.format.code_bits == 8:
+        # block, group, half, vector, row, column -> block, half, row, group, vector, column
+        q = tiles.view(torch.int8).view(*grid, 8, 16, 4).permute(0, 2, 4, 1, 3, 5)
+    else:
+        pairs = tiles.view(*grid, 4, 16, 4)
+        nibbles = torch.stack((pairs & 15, pairs >> 4), dim=3)
+        # block, group, half, nibble, vector, row, column -> block, half, row, group, nibble, vector, column
+        q = nibbles.permute(0, 2, 5, 1, 3, 4, 6)
+    codes = q.reshape(shape.blocks, TILE_ROWS, shape.groups, GROUP)
+    values = codes.float() if matrix.table is None else matrix.table.float()[codes.long()]
+    if matrix.zeros is not None:
+        values -= matrix.zeros.mT[..., None].float() / 16
+    values *= matrix.scales.mT[..., None].float()
+    return _from_blocks(values.flatten(2), shape).to(dtype)
+
+
+def quantise_in_torch(weight: torch.Tensor, target: TiledMatrix, rounds: int = ROUNDS) -> None:
+    """Fills `target` from `weight` [rows, columns], of any floating type, by its format's `fit`."""
+    shape = target.shape
+    blocks = to_blocks(weight.detach(), shape)
+    step = max(1, _PIECE // max(1, blocks[0].numel()))
+    for begin in range(0, shape.blocks, step):
+        piece = slice(begin, begin + step)
+        of_piece = TiledMatrix(
+            TiledShape(blocks[piece].shape[0] * TILE_ROWS, shape.columns, shape.format),
+            target.weights[piece],
+            target.scales[piece],
+            target.zeros[piece] if target.zeros is not None else None,
+        )
+        pack(*shape.format.fit(blocks[piece], rounds), of_piece)
+
+
+def pack(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, target: TiledMatrix) -> None:
+    """Fills `target`.
+
+    Args:
+        codes: uint8 or int8 [blocks, 32, groups, 32], in blocks as `to_blocks` makes them.
+        scales, zeros: [blocks, 32, groups].
+    """
+    shape = target.shape
+    grid = (shape.blocks, 2, 16, shape.groups)
+    if shape.format.code_bits == 8:
+        target.weights.copy_(codes.view(torch.uint8).reshape(*grid, 8, 4).permute(0, 3, 1, 4, 2, 5).flatten(2))
+    else:
+        low, high = codes.view(torch.uint8).reshape(*grid, 2, 4, 4).unbind(4)
+        target.weights.copy_((low | high << 4).permute(0, 3, 1, 4, 2, 5).flatten(2))
+    target.scales.copy_(scales.mT)
+    if zeros is not None and target.zeros is not None:
+        target.zeros.copy_(zeros.mT)
+
+
+def to_blocks(weight: torch.Tensor, shape: TiledShape) -> torch.Tensor:
+    """[rows, columns] -> fp32 [blocks, 32, groups, 32], padded with zeros, its rows in the order of the tiles."""
+    padded = torch.zeros(shape.blocks * TILE_ROWS, shape.groups * GROUP, device=weight.device)
+    columns = shape.columns
+    if shape.pairing is Pairing.PLAIN:
+        padded[: shape.rows, :columns] = weight
+        return padded.view(shape.blocks, TILE_ROWS, shape.groups, GROUP)
+    pairs = shape.rows // 2
+    if shape.pairing is Pairing.HALVES:
+        paired = weight.reshape(2, pairs, columns)
+    else:
+        paired = weight.reshape(pairs, 2, columns).transpose(0, 1)
+    halves = padded.view(2, shape.blocks * TILE_ROWS // 2, -1)
+    halves[:, :pairs, :columns] = paired
+    return halves.view(2, shape.blocks, 16, -1).transpose(0, 1).reshape(shape.blocks, TILE_ROWS, shape.groups, GROUP)
+
+
+def _from_blocks(blocks: torch.Tensor, shape: TiledShape) -> torch.Tensor:
+    """[blocks, 32, padded columns] -> [rows, columns]."""
+    blocks = blocks[..., : shape.columns]
+    if shape.pairing is Pairing.PLAIN:
+        return blocks.flatten(0, 1)[: shape.rows]
+    halves = blocks.reshape(shape.blocks, 2, TILE_ROWS // 2, shape.columns)
+    pairs = shape.rows // 2
+    if shape.pairing is Pairing.ALTERNATING:
+        return halves.transpose(1, 2).flatten(0, 2)[: shape.rows]
+    return halves.transpose(0, 1).flatten(1, 2)[:, :pairs].flatten(0, 1)

@@ -1,0 +1,568 @@
+"""Where the parts of a model go: decided once, from sizes and budgets, for whoever plans and for whoever loads.
+
+A plan estimates the sizes from a model's shape, and loading counts them in the checkpoint's headers; what follows from
+them is the same function, so that a plan and the model as it is loaded cannot drift apart.  Nothing here allocates
+anything or asks the machine, and nothing that is given is changed.
+
+Decoder layers are cut into runs, one for each device.  A device holds its dense weights, room for a piece of a prompt
+and for a first context, and in what is left all experts or as many slots as fit.  What is not on a device is in RAM;
+experts that do not fit there are read from disk into slots in RAM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from engine.common import footprint
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.sizes import rounded_down, rounded_up
+from engine.planner.precision import Reach, best_in_reach
+
+_KEPT_FREE = 10
+"""One part in so many of the RAM that is free is left for what is not known yet, where the user set no budget and
+experts are read from disk."""
+
+
+# What a model takes
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of one layer.
+
+    Attributes:
+        record: bytes of one expert, padding counted.
+        count: how many there are.
+        layer: index of the decoder layer; None where they belong to none.
+        layout: equal for those whose records are laid out alike: these share slots.
+        is_on_demand: whether each can be brought as it is needed; else all of them are held.
+    """
+
+    record: int
+    count: int
+    layer: int | None = None
+    layout: int = 0
+    is_on_demand: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return self.record * self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A model's weights in one precision, in bytes.
+
+    Attributes:
+        precision: its name.
+        dense_layers: everything but the experts of each decoder layer, as a device holds it.
+        dense_elsewhere: likewise of everything that belongs to no decoder layer.
+        dense_in_ram: all of that as RAM holds it while the model is loaded.
+        experts: of each layer that has some.
+        working: RAM that is needed besides while experts are brought in.
+        working_for_devices: more of it where the dense weights go to devices.
+    """
+
+    precision: str
+    dense_layers: tuple[int, ...]
+    dense_elsewhere: int
+    dense_in_ram: int
+    experts: tuple[Experts, ...] = ()
+    working: int = 0
+    working_for_devices: int = 0
+
+    @property
+    def experts_nbytes(self) -> int:
+        """Of all layers."""
+        return sum(each.nbytes for each in self.experts)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a model takes.
+
+    Attributes:
+        name: for messages.
+        weights: in each precision that may be chosen, best quality first.
+        layers: bytes of each decoder layer as the checkpoint has it, experts included: devices share layers by them.
+        elsewhere: likewise of what belongs to no decoder layer.
+        kv_per_token: bytes of a token of context, all layers together.
+        activations_per_token: bytes of a token of a prompt while it is computed.
+        context_tokens: the longest context asked for.
+        experts_per_token: that one layer uses.
+    """
+
+    name: str
+    weights: tuple[Weights, ...]
+    layers: tuple[int, ...]
+    elsewhere: int
+    kv_per_token: int
+    activations_per_token: int
+    context_tokens: int
+    experts_per_token: int
+
+
+# What there is
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBudget:
+    """A device's memory in bytes.
+
+    Attributes:
+        name: for messages.
+        total: that may be used.
+        free: of these, what nobody has yet.
+    """
+
+    name: str
+    total: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """What memory there is, in bytes.
+
+    Attributes:
+        ram_free: that the machine and its control groups leave.
+        ram_allowed: of it, what the user allows; None for all.
+        devices: beside the CPU.
+    """
+
+    ram_free: int
+    ram_allowed: int | None = None
+    devices: tuple[DeviceBudget, ...] = ()
+
+    @property
+    def ram_usable(self) -> int:
+        """For weights, and for what loading them takes."""
+        usable = footprint.without_headroom(self.ram_free)
+        return usable if self.ram_allowed is None else min(usable, self.ram_allowed)
+
+
+class NotEnoughRamError(EngineError):
+    """`NOT_ENOUGH_MEMORY`, with the figures for people.
+
+    Attributes:
+        needed: bytes that would do.
+    """
+
+    def __init__(self, name: str, needed: int, budgets: Budgets, *, even: str = "") -> None:
+        usable = footprint.without_headroom(budgets.ram_free)
+        if needed > usable or budgets.ram_allowed is None:
+            in_all = needed + budgets.ram_free - usable
+            sentence = (
+                f"{name} needs {rounded_up(in_all)} of RAM{even}, but only {rounded_down(budgets.ram_free)} are free: "
+                "close other programs or choose a smaller model."
+            )
+        else:
+            sentence = (
+                f"{name} needs {rounded_up(needed)} of RAM{even}, more than the {rounded_down(budgets.ram_allowed)} "
+                "that the RAM budget allows: raise the budget or choose a smaller model."
+            )
+        super().__init__(ErrorCode.NOT_ENOUGH_MEMORY, sentence)
+        self.needed = needed
+
+
+def require_ram(name: str, needed: int, budgets: Budgets) -> None:
+    """Refuses what does not fit.
+
+    Args:
+        name: of the model, for the message.
+        needed: bytes of weights and of working memory.
+
+    Raises:
+        NotEnoughRamError: with both figures.
+    """
+    if needed > budgets.ram_usable:
+        raise NotEnoughRamError(name, needed, budgets)
+
+
+# What comes out
+
+
+class NoteCode(StrEnum):
+    """What was wished for and is not so."""
+
+    ON_CPU = "on_cpu"
+    """A device has no room for what it cannot do without: `needed` bytes, of which it has `room`."""
+    COARSER_FOR_RAM = "coarser_for_ram"
+    """`auto` is not `instead_of`, which needs `needed` bytes of RAM, of which `room` may be used."""
+    COARSER_FOR_DEVICE = "coarser_for_device"
+    """`auto` is not `instead_of`, which needs `needed` bytes of `device` even without experts: there is `room`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A finding in figures; whoever shows it has the words."""
+
+    code: NoteCode
+    needed: int
+    room: int
+    device: str = ""
+    precision: str = ""
+    instead_of: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """What one device holds, in bytes.
+
+    Attributes:
+        dense: weights other than experts.
+        experts: of slots, or all of them.
+        staging: slots that experts pass through, or two whole layers where these are fetched.
+        kv: of the context that there is room for from the start.
+        activations: room for a piece of a prompt.
+        slots: experts that stay.
+    """
+
+    dense: int
+    experts: int
+    staging: int
+    kv: int
+    activations: int
+    slots: int
+
+    @property
+    def held(self) -> int:
+        """All of it."""
+        return self.dense + self.experts + self.staging + self.kv + self.activations
+
+
+@dataclass(frozen=True, slots=True)
+class InRam:
+    """What RAM holds, in bytes.
+
+    Attributes:
+        dense: weights other than experts, while the model is loaded.
+        experts: that are all held, and slots.
+        slots: of these, bytes of slots for experts that are read from disk; 0 if none are.
+        working: while the model is loaded.
+        at_least: experts of one layer that there is a slot for.
+    """
+
+    dense: int
+    experts: int
+    slots: int
+    working: int
+    at_least: int = 1
+
+    @property
+    def held(self) -> int:
+        """All of it."""
+        return self.dense + self.experts + self.working
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the parts of a model go.
+
+    Attributes:
+        precision: of its weights, `auto` resolved.
+        devices: what each holds; none where the CPU computes everything.
+        of_layer: index of the device of each decoder layer; empty if nothing is split.
+        all_experts: whether all experts are held on the device, and none in RAM.
+        piece_tokens: how much of a prompt the devices have room to compute at once.
+        context_tokens: there is room for on the devices if experts give way, at most what was asked for.
+        ram: what is held there.
+        on_disk: bytes of experts that are read from disk as they are needed.
+        notes: what is not as it was wished.
+    """
+
+    precision: str
+    devices: tuple[OnDevice, ...]
+    of_layer: tuple[int, ...]
+    all_experts: bool
+    piece_tokens: int
+    context_tokens: int
+    ram: InRam
+    on_disk: int = 0
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def slots(self) -> int:
+        """Experts that stay on devices."""
+        return sum(device.slots for device in self.devices)
+
+    @property
+    def reach(self) -> Reach:
+        """The farthest that a token may have to wait for."""
+        if self.on_disk:
+            return Reach.DISK
+        return Reach.DEVICE if self.devices else Reach.RAM
+
+
+# How
+
+
+def decide(sizes: Sizes, budgets: Budgets, config: EngineConfig) -> Placement:
+    """Puts a model's parts where they fit.
+
+    Args:
+        sizes: with one precision, or with those that `auto` chooses from.
+        config: how the experts' cache on the devices is to be, and whether a context was asked for.
+
+    Raises:
+        NotEnoughRamError: it fits in none of the precisions; the message is about the last.
+    """
+    found, refused = _in_each_precision(sizes, budgets, config)
+    if not found:
+        raise refused[-1]
+    chosen = best_in_reach({each.precision: each.reach for each in found}) if len(sizes.weights) > 1 else None
+    taken = next((each for each in found if each.precision == chosen), found[0])
+    best = sizes.weights[0]
+    if taken.precision == best.precision:
+        return taken
+    return replace(taken, notes=(_why_coarser(best, taken, sizes, budgets), *taken.notes))
+
+
+def split_layers(layers: Sequence[int], elsewhere: int, capacities: Sequence[int]) -> tuple[int, ...]:
+    """Cuts the decoder layers into consecutive runs, in proportion to what the devices hold.
+
+    Args:
+        layers: bytes of each, experts included: they want to be near their layer.
+        elsewhere: bytes of all else, which is on the first device.
+        capacities: bytes of each device.
+
+    Returns:
+        Each layer's device; empty if there is nothing to split.
+    """
+    if len(capacities) < 2 or not layers:
+        return ()
+    total, room = sum(layers) + elsewhere, sum(capacities)
+    of_layer, device, before, limit = [], 0, elsewhere, capacities[0] / room * total
+    for nbytes in layers:
+        # A layer goes where most of it lies.
+        while before + nbytes / 2 > limit and device < len(capacities) - 1:
+            device += 1
+            limit += capacities[device] / room * total
+        of_layer.append(device)
+        before += nbytes
+    return tuple(of_layer)
+
+
+def least_ram(sizes: Sizes) -> int:
+    """RAM without which the model cannot be run on the CPU in its last precision, its experts read from disk."""
+    weights = sizes.weights[-1]
+    on_demand = [each for each in weights.experts if each.is_on_demand]
+    kept = weights.experts_nbytes - sum(each.nbytes for each in on_demand)
+    fixed = weights.dense_in_ram + (kept + weights.working if kept or not on_demand else 0)
+    return fixed + _fewest_slot_bytes(on_demand, max(sizes.experts_per_token, 1))
+
+
+def cache_slots(budget: int, record: int, every: int, share: float, config: EngineConfig) -> tuple[int, int, int]:
+    """(slots of an expert cache, slots that experts pass through, slots that were wished for).
+
+    Args:
+        budget: bytes for both.
+        record: bytes of a slot.
+        every: experts that there could be slots for.
+        share: of the slots asked for in `config` that this cache is to have.
+    """
+    staging = footprint.staging_slots(budget, record, config.misses, config.cache_slots)
+    most = max(0, budget // record - staging) if config.misses != "layer" else 0
+    wanted = every if config.cache_slots is None else min(round(config.cache_slots * share), every)
+    return min(wanted, most), staging, wanted
+
+
+def _in_each_precision(
+    sizes: Sizes, budgets: Budgets, config: EngineConfig
+) -> tuple[list[Placement], list[NotEnoughRamError]]:
+    found, refused = [], []
+    for weights in sizes.weights:
+        try:
+            found.append(_place(sizes, weights, budgets, config))
+        except NotEnoughRamError as error:
+            refused.append(error)
+    return found, refused
+
+
+def _place(sizes: Sizes, weights: Weights, budgets: Budgets, config: EngineConfig) -> Placement:
+    """In one precision."""
+    of_layer = split_layers(sizes.layers, sizes.elsewhere, [device.total for device in budgets.devices])
+    needs = [_need(sizes, weights, of_layer, index, device) for index, device in enumerate(budgets.devices)]
+    short = next((need for need in needs if need.least > need.device.free), None)
+    if short is not None or not needs:
+        notes = (Note(NoteCode.ON_CPU, short.least, short.device.free, short.device.name),) if short else ()
+        ram, on_disk = _in_ram(sizes, weights, budgets, dense=weights.dense_in_ram, experts=weights.experts)
+        return Placement(
+            weights.precision, (), (), False, footprint.SHORT_TOKENS, sizes.context_tokens, ram, on_disk, notes
+        )
+    room = min(need.activations for need in needs)  # for the same piece on all of them
+    needs = [replace(need, activations=room) for need in needs]
+    all_experts = not weights.experts or (_is_plain(config, needs) and _fits_whole(sizes, weights, needs[0], config))
+    experts = () if all_experts else weights.experts
+    ram, on_disk = _in_ram(sizes, weights, budgets, dense=0, experts=experts, more=weights.working_for_devices)
+    return Placement(
+        precision=weights.precision,
+        devices=tuple(
+            _on_device(weights, of_layer, index, need, config, all_experts=all_experts)
+            for index, need in enumerate(needs)
+        ),
+        of_layer=of_layer,
+        all_experts=all_experts,
+        piece_tokens=min(need.piece for need in needs),
+        context_tokens=min(need.context_room(sizes.context_tokens) for need in needs),
+        ram=ram,
+        on_disk=on_disk,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """Of one device: what it cannot do without."""
+
+    device: DeviceBudget
+    dense: int
+    piece: int
+    activations: int
+    kv_per_token: int
+    first_context: int
+    fewest_context: int
+
+    @property
+    def least(self) -> int:
+        return self.dense + self.activations + self.fewest_context * self.kv_per_token
+
+    def context_room(self, wanted: int) -> int:
+        if not self.kv_per_token:
+            return wanted
+        return min(wanted, (self.device.free - self.dense - self.activations) // self.kv_per_token)
+
+
+def _need(sizes: Sizes, weights: Weights, of_layer: Sequence[int], index: int, device: DeviceBudget) -> _Need:
+    if of_layer:
+        mine = [layer for layer, at in enumerate(of_layer) if at == index]
+        dense = sum(weights.dense_layers[layer] for layer in mine) + (weights.dense_elsewhere if index == 0 else 0)
+        kv = -(-sizes.kv_per_token * len(mine) // len(of_layer))
+    else:
+        dense = sum(weights.dense_layers) + weights.dense_elsewhere if index == 0 else 0
+        kv = sizes.kv_per_token if index == 0 else 0
+    each, context = sizes.activations_per_token, sizes.context_tokens
+    room = device.free - dense
+    return _Need(
+        device,
+        dense,
+        footprint.piece_tokens(room, each, context),
+        footprint.piece_room(room, each, context),
+        kv,
+        min(context, footprint.KV_TOKENS),
+        min(context, footprint.FEWEST_KV_TOKENS),
+    )
+
+
+def _is_plain(config: EngineConfig, needs: Sequence[_Need]) -> bool:
+    """Whether nobody asked for a cache."""
+    return config.cache_slots is None and config.misses == "mixed" and len(needs) == 1
+
+
+def _fits_whole(sizes: Sizes, weights: Weights, need: _Need, config: EngineConfig) -> bool:
+    """With all experts, and with room for a context that they cannot give way to."""
+    longest = sizes.context_tokens
+    context = longest if config.context_tokens else min(longest, footprint.ROOMY_KV_TOKENS)
+    held = need.dense + weights.experts_nbytes + need.activations + context * need.kv_per_token
+    return held <= need.device.free
+
+
+def _on_device(
+    weights: Weights, of_layer: Sequence[int], index: int, need: _Need, config: EngineConfig, *, all_experts: bool
+) -> OnDevice:
+    kv = need.first_context * need.kv_per_token
+    if all_experts:
+        experts = sum(each.nbytes for each in weights.experts) if index == 0 else 0
+        count = sum(each.count for each in weights.experts) if index == 0 else 0
+        return OnDevice(need.dense, experts, 0, kv, need.activations, count)
+    mine = [each for each in weights.experts if each.is_on_demand and (_device_of(each.layer, of_layer) == index)]
+    budget = max(0, need.device.free - need.dense - kv - need.activations)
+    held, staged, slots = 0, 0, 0
+    total = sum(each.nbytes for each in mine)
+    for layout in dict.fromkeys(each.layout for each in mine):
+        group = [each for each in mine if each.layout == layout]
+        share = sum(each.nbytes for each in group) / total
+        count, staging = _slots_of(group, int(budget * share), share, config)
+        slots += count
+        held += count * group[0].record
+        staged += staging * group[0].record
+    return OnDevice(need.dense, held, staged, kv, need.activations, slots)
+
+
+def _slots_of(group: Sequence[Experts], budget: int, share: float, config: EngineConfig) -> tuple[int, int]:
+    """(slots that stay, slots that are passed through) for layers that share them, in whole pieces of the pool."""
+    record, most, layers = group[0].record, max(each.count for each in group), len(group)
+    every = layers * most
+    wanted, staging, _ = cache_slots(budget, record, every, share, config)
+    piece = footprint.pool_segment_slots(wanted, every, config.cache_ways)
+    slots = piece * footprint.pool_segments(wanted, piece, layers, every, config.cache_ways)
+    return slots, min(2 * most, budget // record) if config.misses == "layer" else staging
+
+
+def _device_of(layer: int | None, of_layer: Sequence[int]) -> int:
+    return of_layer[layer] if layer is not None and of_layer else 0
+
+
+def _in_ram(
+    sizes: Sizes, weights: Weights, budgets: Budgets, *, dense: int, experts: Sequence[Experts], more: int = 0
+) -> tuple[InRam, int]:
+    """(what is held there, bytes of experts that are read from disk).
+
+    Args:
+        experts: that are not on a device.
+        more: working memory beside the usual.
+
+    Raises:
+        NotEnoughRamError: with the least that would do.
+    """
+    working = weights.working + more
+    everything = sum(each.nbytes for each in experts)
+    on_demand = [each for each in experts if each.is_on_demand]
+    usable, needed = budgets.ram_usable, dense + everything + working
+    if needed <= usable:
+        return InRam(dense, everything, 0, working), 0
+    if not on_demand:
+        raise NotEnoughRamError(sizes.name, needed, budgets)
+    kept = everything - sum(each.nbytes for each in on_demand)
+    if not kept:  # what comes from disk is brought in beforehand, layer by layer
+        working = 0
+    at_least = max(sizes.experts_per_token, 1)
+    least = _fewest_slot_bytes(on_demand, at_least)
+    fixed = dense + kept + working
+    if fixed + least > usable:
+        raise NotEnoughRamError(sizes.name, fixed + least, budgets, even=" even with its experts read from disk")
+    spare = usable // _KEPT_FREE if budgets.ram_allowed is None else 0
+    on_disk = everything - kept
+    slots = min(on_disk, max(least, usable - fixed - spare))
+    return InRam(dense, kept + slots, slots, working, at_least), on_disk
+
+
+def _fewest_slot_bytes(experts: Iterable[Experts], at_least: int) -> int:
+    """Of the slots of each layout without which no layer can be computed."""
+    fewest: dict[int, int] = {}
+    for each in experts:
+        fewest[each.layout] = max(fewest.get(each.layout, 0), min(at_least, each.count) * each.record)
+    return sum(fewest.values())
+
+
+def _why_coarser(best: Weights, taken: Placement, sizes: Sizes, budgets: Budgets) -> Note:
+    """What spoke against the best quality: the device where it would have been left, else the RAM."""
+    of_layer = split_layers(sizes.layers, sizes.elsewhere, [device.total for device in budgets.devices])
+    for index, device in enumerate(budgets.devices if taken.devices else ()):
+        least = _need(sizes, best, of_layer, index, device).least
+        if least > device.free:
+            return Note(NoteCode.COARSER_FOR_DEVICE, least, device.free, device.name, taken.precision, best.precision)
+    on_device = bool(taken.devices)
+    dense = 0 if on_device else best.dense_in_ram
+    experts = 0 if taken.all_experts else best.experts_nbytes
+    working = best.working + (best.working_for_devices if on_device else 0)
+    return Note(
+        NoteCode.COARSER_FOR_RAM,
+        dense + experts + working,
+        max(budgets.ram_usable, 0),
+        precision=taken.precision,
+        instead_of=best.precision,
+    )

@@ -1,0 +1,134 @@
+#!/usr/bin/env python3
+"""Writes the lists of packages that set-up installs, each with its version and the hashes of its files.
+
+    python3 installers/lock.py          resolve pyproject.toml again, with the newest versions that it allows
+
+`locked-runtime.txt` is what Switchyard needs; `locked-tests.txt` is what the tests need besides.  Both hold for every
+system and Python that Switchyard runs on, and pip installs from them as they are.  They are resolved by uv, which is
+fetched into a temporary environment; set-up itself needs no uv.
+
+PyTorch is not in them: each machine needs another build of it, from another place.  What its CPU build needs is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from steps_environment import LOCKED_RUNTIME, LOCKED_TESTS, TORCH
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+OLDEST_PYTHON = "3.11"
+PYTHONS = ("3.11", "3.12", "3.13")
+PLATFORMS = ("x86_64-manylinux_2_34", "aarch64-manylinux_2_39", "aarch64-apple-darwin", "x86_64-pc-windows-msvc")
+OLDEST_MACOS = "14.0"
+TORCH_NEEDS = (
+    "filelock",
+    "typing-extensions>=4.10.0",
+    "setuptools>=77.0.3",
+    "sympy>=1.13.3",
+    "networkx>=2.5.1",
+    "jinja2",
+    "fsspec>=0.8.5",
+)
+"""Of its CPU build; the CUDA build's own libraries come with it."""
+HEADER = """\
+# Made by `python3 installers/lock.py` from pyproject.toml: do not edit.
+# {what}
+"""
+
+
+def main() -> int:
+    """Writes both lists; the exit code."""
+    with tempfile.TemporaryDirectory(prefix="switchyard-lock-") as name:
+        folder = Path(name)
+        uv = _uv(folder)
+        project = (CHECKOUT / "pyproject.toml").read_text(encoding="utf-8")
+        (folder / "pyproject.toml").write_text(project + _torch_for_cpus(), encoding="utf-8")
+        (folder / "build.in").write_text("\n".join(build_requirements(project)), encoding="utf-8")
+        runtime, tests = folder / LOCKED_RUNTIME, folder / LOCKED_TESTS
+        compile_ = [
+            *(uv, "pip", "compile", "--quiet", "--universal", "--python-version", OLDEST_PYTHON),
+            *("--generate-hashes", "--only-binary", ":all:", "--no-annotate", "--no-header"),
+            *("--no-emit-index-url", "--no-emit-find-links", "--no-emit-package", "torch"),
+        ]
+        _run([*compile_, "pyproject.toml", "build.in", "--output-file", runtime.name], folder)
+        _run(
+            [*compile_, "--group", "pyproject.toml:test", "--constraint", runtime.name, "--output-file", tests.name],
+            folder,
+        )
+        texts = {
+            LOCKED_RUNTIME: _for_real_systems(runtime.read_text(encoding="utf-8")),
+            LOCKED_TESTS: _for_real_systems(tests.read_text(encoding="utf-8")),
+        }
+        for file, text in texts.items():
+            (folder / file).write_text(text, encoding="utf-8")
+        for platform in PLATFORMS:
+            for python in PYTHONS:
+                for file in texts:
+                    _need_wheels(uv, folder, file, platform, python)
+    whats = {LOCKED_RUNTIME: "What Switchyard needs.", LOCKED_TESTS: "What the tests need besides."}
+    for file, text in texts.items():
+        (CHECKOUT / "installers" / file).write_text(HEADER.format(what=whats[file]) + text, encoding="utf-8")
+        print("{}: {} packages".format(file, len(re.findall(r"^\S+==", text, re.MULTILINE))))
+    return 0
+
+
+def build_requirements(project: str) -> list[str]:
+    """What builds the checkout itself, for its editable installation."""
+    import tomllib
+
+    return [str(each) for each in tomllib.loads(project)["build-system"]["requires"]]
+
+
+def _uv(folder: Path) -> str:
+    import venv
+
+    venv.create(folder / "uv", with_pip=True)
+    scripts = folder / "uv" / ("Scripts" if os.name == "nt" else "bin")
+    _run([str(scripts / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "uv"], folder)
+    return str(scripts / "uv")
+
+
+def _torch_for_cpus() -> str:
+    needs = ", ".join(f'"{each}"' for each in TORCH_NEEDS)
+    return f"""
+[tool.uv]
+override-dependencies = ["torch=={TORCH}"]
+
+[[tool.uv.dependency-metadata]]
+name = "torch"
+version = "{TORCH}"
+requires-dist = [{needs}]
+"""
+
+
+def _for_real_systems(locked: str) -> str:
+    """Without what only a browser's Python needs, and without saying so of everything else."""
+    entries = re.split(r"^(?=\S)", locked, flags=re.MULTILINE)
+    kept = [entry for entry in entries if "sys_platform == 'emscripten'" not in entry]
+    return "".join(kept).replace(" ; sys_platform != 'emscripten'", "")
+
+
+def _need_wheels(uv: str, folder: Path, file: str, platform: str, python: str) -> None:
+    """Stops if a package of the list has no wheel for that system: set-up builds nothing from source."""
+    target = ["--target", str(folder / "nothing"), "--python-platform", platform, "--python-version", python]
+    check = ["--dry-run", "--quiet", "--require-hashes", "--only-binary", ":all:", "--no-deps", "--requirement", file]
+    _run([uv, "pip", "install", *target, *check], folder)
+
+
+def _run(command: list[str], folder: Path) -> None:
+    # The user's own indices are not asked: what is locked is what PyPI holds.
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("UV_")}
+    variables["MACOSX_DEPLOYMENT_TARGET"] = OLDEST_MACOS
+    done = subprocess.run(command, cwd=folder, env=variables, check=False)
+    if done.returncode != 0:
+        sys.exit("lock.py stopped: {} failed (see above); nothing was changed.".format(" ".join(command[:3])))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,446 @@
+"""The whole window on a stage: its engine is scripted, and `SCENES` puts it into each of its states.
+
+What looks at every page (`test_layout`, `screenshots`) walks through the same scenes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+from PySide6.QtCore import QEventLoop, QSize, QTimer, Signal
+from PySide6.QtWidgets import QApplication, QWidget
+
+import app.services.planning as planning
+import app.services.tuning as tuning
+from app.services.chat_store import AnswerStats, ChatStore, Conversation, Message, MessageState, new_id
+from app.services.device_monitor import RamSample
+from app.services.planning import PlanAnswer, PlanQuestion
+from app.services.settings import Settings
+from app.services.telemetry_hub import TelemetryHub
+from app.theme import ThemeController
+from app.views.batch import BatchPage
+from app.views.batch.dialogs import ask
+from app.views.chat.chat_view import ChatView
+from app.views.main_window import BATCH, CHAT, MONITOR, SETTINGS, TUNE, MainWindow
+from app.views.monitor import MonitorPage
+from app.views.settings import SettingsPage
+from app.views.settings.about import LicencesDialog
+from app.views.shortcuts_dialog import ShortcutsDialog
+from app.views.tune.page import TunePage
+from app.views.tune.step_bar import TIMED
+from app.widgets.markdown_view import MarkdownView
+from engine.common.errors import ErrorCode
+from engine.telemetry.messages import Telemetry, TelemetryCounters, TelemetrySpans
+from engine.telemetry.records import pack
+from engine.tuning.messages import TuningFinished
+from tests.app import tuning_results as made
+from tests.app.cache_reports import report
+from tests.app.recorded import STEP_NS, decoded, expert_map
+from tests.app.scripted_batches import ScriptedBatches, row
+
+PATIENCE_S = 30.0
+GIB = 2**30
+QUESTION = "Explain how a mixture of experts chooses which expert answers, and show it in a few lines of Python."
+ANSWER = f"""A **router** scores every expert for every token and keeps the best few. {QUESTION}
+
+```python
+def choose(scores: list[float], k: int) -> list[int]:
+    return sorted(range(len(scores)), key=lambda expert: -scores[expert])[:k]  # the best first, as the papers have it
+```
+
+1. The chosen experts compute.
+2. Their outputs are summed, weighted by the router's probabilities.
+
+| expert | score |
+|---|---|
+| 3 | 0.61 |
+| 7 | 0.22 |
+"""
+
+
+class StagedEngine(ScriptedBatches):
+    """Chats, jobs, tunings and what is recorded, all moved by the scene."""
+
+    recorded = Signal(object)
+
+    def watch_telemetry(self, *, on: bool, expert_map: bool = False) -> None:
+        """Nothing is recorded but what the scene says."""
+
+    def resize_cache(self, tier: str, slots: int) -> None:
+        """Nothing is resized here."""
+
+
+class Stage:
+    """The window and what it hangs on; `folder` is for files."""
+
+    def __init__(self, settings: Settings, theme: ThemeController, folder: Path) -> None:
+        self.settings, self.theme, self.folder = settings, theme, folder
+        self.engine = StagedEngine()
+        self.store = ChatStore()
+        self._hub = TelemetryHub(self.engine, settings)  # type: ignore[arg-type]
+        self.dialog: QWidget | None = None
+        """What lies over the window, if the scene opened something."""
+
+        def make_chat() -> QWidget:
+            chat = ChatView(self.engine, self.store, theme, settings)  # type: ignore[arg-type]
+            chat.restart_wanted.connect(lambda: self.window.restart_engine())
+            return chat
+
+        self.window = MainWindow(self.engine, settings, theme, make_chat, telemetry=self._hub)  # type: ignore[arg-type]
+
+    # --- the pages ---
+
+    @property
+    def chat(self) -> ChatView:
+        page = self.window.page(CHAT)
+        assert isinstance(page, ChatView)
+        return page
+
+    @property
+    def batch(self) -> BatchPage:
+        page = self.window.page(BATCH)
+        assert isinstance(page, BatchPage)
+        return page
+
+    @property
+    def monitor(self) -> MonitorPage:
+        page = self.window.page(MONITOR)
+        assert isinstance(page, MonitorPage)
+        return page
+
+    @property
+    def tune(self) -> TunePage:
+        page = self.window.page(TUNE)
+        assert isinstance(page, TunePage)
+        return page
+
+    # --- what happens ---
+
+    def show(self, size: QSize) -> None:
+        """Opens the window, with what the sidebar says about the machine."""
+        self.window.resize(size)
+        self.window.show()
+        self.window.resize(size)
+        devices = self.window.devices
+        devices.ram_sampled.emit(RamSample(32 * GIB, 11 * GIB, 250 * 2**20))
+        devices.hardware_found.emit(made.probe(made.gpu("NVIDIA GeForce RTX 4060 Laptop GPU")))
+        self.engine.telemetry.emit(Telemetry(900 * 2**20, 110 * 2**20, 160 * 2**20, 20 * 2**20, 900, 0.0))
+        self.until(lambda: self.chat.presenter is not None)
+
+    def until(self, reached: Callable[[], object]) -> None:
+        """Lets the window work until something is so."""
+        end = time.monotonic() + PATIENCE_S
+        while not reached():
+            assert time.monotonic() < end, "the scene was not reached"
+            self.breathe(5)
+
+    def breathe(self, ms: int = 0) -> None:
+        """Lets the window work for so long, and then until it has nothing to do."""
+        loop = QEventLoop()
+        QTimer.singleShot(ms, loop.quit)
+        loop.exec()
+        QApplication.sendPostedEvents()
+        QApplication.processEvents()
+
+    def settle(self) -> None:
+        """Lets the window come to rest after a change of size, theme or text."""
+        self.breathe(30)
+        for answer in self.window.findChildren(MarkdownView):
+            answer.flush()  # long ones are drawn piece by piece
+        self.breathe(30)
+
+    def close(self) -> None:
+        if self.dialog is not None:
+            self.dialog.close()
+            self.dialog.deleteLater()
+        self.window.close()
+        self.chat.close_down()
+        self.store.close()
+        self.window.deleteLater()
+        self._hub.close()
+        self._hub.deleteLater()
+        self.engine.deleteLater()
+        self.store.deleteLater()
+        self.breathe()
+
+    # --- chats ---
+
+    def open_conversation(self, answer: str = ANSWER, *, failed: bool = False) -> None:
+        """A chat of two turns that was held before."""
+        conversation = Conversation(new_id(), QUESTION, created_at=1.0, updated_at=1.0)
+        user = Message(new_id(), conversation.id, None, "user", QUESTION, created_at=1.0)
+        stats = AnswerStats("length", prompt_tokens=20, generated_tokens=1072, ttft_s=9.3, tokens_per_s=12.5)
+        message = Message(new_id(), conversation.id, user.id, "assistant", answer, created_at=2.0, stats=stats)
+        if failed:
+            reason = "The engine was killed (signal 9), perhaps because memory ran out."
+            message = Message(
+                new_id(),
+                conversation.id,
+                user.id,
+                "assistant",
+                answer,
+                MessageState.PARTIAL,
+                reason=reason,
+                reason_code=ErrorCode.ENGINE_DIED.value,
+                created_at=2.0,
+            )
+        with self.signalled(self.store.listed):
+            pass
+        self.store.create(conversation, [user, message])
+        self.chat.presenter.list_model.put(conversation)
+        self.chat.presenter.open(conversation.id)
+        self.until(lambda: len(self.chat.transcript.turns) == 2)
+
+    @contextlib.contextmanager
+    def signalled(self, signal: object) -> Iterator[None]:
+        """Waits for a signal that what is inside brings about, or that has come already: a moment at most."""
+        yield
+        self.breathe(20)
+
+    # --- jobs ---
+
+    def table(self, rows: int = 40) -> Path:
+        file = self.folder / "complaints-about-late-deliveries.csv"
+        text = "The parcel came three weeks late and nobody answered the telephone"
+        lines = "".join(f"{text},{n},Portsmouth\n" for n in range(rows))
+        file.write_text("text,number,city\n" + lines, encoding="utf-8")
+        return file
+
+    def fill_form(self) -> None:
+        self.window.show_page(BATCH)
+        self.batch.open_files([self.table()])
+        self.until(self.batch.form.foot.start.isEnabled)
+        self.until(lambda: "40 rows" in self.batch.form.input.aside.text())
+
+    def start_job(self) -> None:
+        self.fill_form()
+        self.batch.form.foot.start.click()
+        self.until(lambda: self.batch.pages.currentWidget() is self.batch.job_view)
+        self.engine.tell(12, 40, failed=1, rate=184.2, left=95.0)
+        self.engine.answer(*(row(number) for number in range(11)), row(11, problem="is empty"))
+        self.breathe(50)
+
+    # --- the machine ---
+
+    def decode(self) -> None:
+        """The engine has decoded until now."""
+        now = time.perf_counter_ns()
+        spans, steps = decoded(60, now - 60 * STEP_NS, on_device=True)
+        self.engine.recorded.emit(TelemetrySpans(now, time.time(), len(spans), pack(spans), 0))
+        self.engine.recorded.emit(TelemetryCounters(len(steps), pack(steps), 0))
+        self.engine.recorded.emit(report())
+        self.engine.recorded.emit(expert_map(12, 64))
+        self.until(lambda: self._hub.waiting is not None and self._hub.report is not None)
+        self.monitor._refresh()
+        self.monitor._refresh()
+
+    def tuned(self) -> None:
+        page = self.tune
+        self.window.show_page(TUNE)
+        self.until(lambda: page._plan is not None)
+        page.cards.run.start.click()
+        request = self.engine.tunings[-1].request_id
+        self.engine.state = self.engine.state.READY
+        self.engine.finished.emit(TuningFinished(request, True, made.result(), True, None))
+
+
+@contextlib.contextmanager
+def staged(settings: Settings, theme: ThemeController, folder: Path) -> Iterator[Stage]:
+    """A stage on a made-up machine, closed at the end."""
+    look = made.look(made.gpu())
+
+    def planned(question: PlanQuestion) -> PlanAnswer:
+        return PlanAnswer(question, made.plan(question.look))
+
+    with (
+        patch.object(tuning, "look_at_machine", lambda *_: look),
+        patch.object(planning, "answer", planned),
+    ):
+        stage = Stage(settings, theme, folder)
+        try:
+            yield stage
+        finally:
+            stage.close()
+
+
+# --- the scenes -------------------------------------------------------------------------------------
+
+
+def _chat_error(stage: Stage) -> None:
+    stage.open_conversation(ANSWER, failed=True)
+    stage.engine.die()
+
+
+def _chat_toast(stage: Stage) -> None:
+    """The error card with a toast: one lay over the other."""
+    _chat_error(stage)
+    other = Conversation(new_id(), "A chat that is deleted, and its long title", created_at=1.0, updated_at=1.0)
+    stage.store.create(other, [])
+    stage.chat.presenter.list_model.put(other)
+    stage.chat.presenter.delete(other.id)
+
+
+def _chat_editing(stage: Stage) -> None:
+    stage.open_conversation()
+    stage.chat.transcript.verticalScrollBar().setValue(0)
+    stage.chat.transcript.turns[0].start_editing()  # type: ignore[union-attr]
+
+
+def _chat_answering(stage: Stage) -> None:
+    stage.chat.composer.box.setPlainText("Go on\nwith two lines")
+    stage.chat.composer.box.entered.emit()
+    stage.engine.write("Here:\n\n```python\nprint(1)  # " + "a long line " * 12 + "\n```\n")
+    stage.until(lambda: "a long line" in stage.chat.transcript.turns[-1].body.plain_text())  # type: ignore[union-attr]
+
+
+def _chat_code_only(stage: Stage) -> None:
+    stage.open_conversation("```python\nprint('" + "wide " * 40 + "')\n```")
+
+
+def _chat_list(stage: Stage) -> None:
+    """The list of chats, over the chat where there is no room beside it."""
+    stage.open_conversation()
+    stage.chat.search()
+
+
+def _shortcuts(stage: Stage) -> None:
+    stage.window.show_shortcuts()
+    stage.dialog = stage.window.findChild(ShortcutsDialog)
+
+
+def _chat_system_prompt(stage: Stage) -> None:
+    stage.chat.composer.edit_system_prompt()
+
+
+def _chat_sampling(stage: Stage) -> None:
+    stage.chat.composer.edit_sampling()
+
+
+def _batch_list(stage: Stage) -> None:
+    stage.start_job()
+    stage.engine.end(40, 1)
+
+
+def _batch_failed(stage: Stage) -> None:
+    stage.start_job()
+    stage.engine.fail_job(ErrorCode.INVALID_REQUEST, "The input was changed since the job began: begin it again.")
+
+
+def _batch_schema(stage: Stage) -> None:
+    stage.fill_form()
+    stage.batch.form.answers.kinds.button(2).click()
+
+
+def _batch_tried(stage: Stage) -> None:
+    stage.fill_form()
+    stage.batch.form.sample.button.click()
+    stage.engine.answer(row(0), row(1), row(2), sample=True)
+    stage.engine.end_sample()
+    stage.breathe(150)
+
+
+def _monitor(stage: Stage) -> None:
+    stage.window.show_page(MONITOR)
+    stage.decode()
+
+
+def _tune_start(stage: Stage) -> None:
+    stage.window.show_page(TUNE)
+    stage.until(lambda: stage.tune._plan is not None)
+
+
+def _tune_plan(stage: Stage) -> None:
+    _tune_start(stage)
+    stage.tune.show_step(2)
+
+
+def _tune_what_if(stage: Stage) -> None:
+    _tune_start(stage)
+    stage.tune.what_if_button.click()
+
+
+def _tune_results(stage: Stage) -> None:
+    stage.tuned()
+    stage.tune.show_step(TIMED)
+
+
+def _settings(stage: Stage) -> None:
+    stage.window.show_page(SETTINGS)
+
+
+def _settings_end(stage: Stage) -> None:
+    stage.window.show_page(SETTINGS)
+    page = stage.window.page(SETTINGS)
+    assert isinstance(page, SettingsPage)
+    stage.breathe()
+
+
+def _licences(stage: Stage) -> None:
+    stage.window.show_page(SETTINGS)
+    stage.dialog = LicencesDialog(stage.window)
+    stage.dialog.show()
+
+
+def _question(stage: Stage) -> None:
+    _batch_list(stage)
+    stage.dialog = ask(
+        stage.window,
+        "complaints-about-late-deliveries.answers.csv already exists.",
+        "Replacing it discards the answers in it. To keep them, go back and choose another name.",
+        [("Replace it", "destroy", lambda: None)],
+        "Back",
+    )
+
+
+def _banners(stage: Stage) -> None:
+    window = stage.window
+    window.engine_banner.tell("The engine was killed (signal 9), perhaps because memory ran out. Your text is kept.")
+    window.problem_banner.tell("The settings could not be written to /home/somebody/.config/switchyard: no space left.")
+    window.tune_banner.tell("Your hardware has changed since it was last tuned. The RAM was 16 GiB and is 32 GiB.")
+
+
+def _starter(stage: Stage) -> None:
+    stage.window.starter_panel.offer()
+
+
+def _models(stage: Stage) -> None:
+    stage.window.show_page(4)
+
+
+SCENES: dict[str, Callable[[Stage], None]] = {
+    "chat-empty": lambda stage: None,
+    "chat-conversation": lambda stage: stage.open_conversation(),
+    "chat-code": _chat_code_only,
+    "chat-answering": _chat_answering,
+    "chat-editing": _chat_editing,
+    "chat-error": _chat_error,
+    "chat-toast": _chat_toast,
+    "chat-list": _chat_list,
+    "chat-system-prompt": _chat_system_prompt,
+    "chat-sampling": _chat_sampling,
+    "chat-banners": _banners,
+    "chat-no-starter": _starter,
+    "batch-empty": lambda stage: stage.window.show_page(BATCH),
+    "batch-new": lambda stage: stage.fill_form(),
+    "batch-schema": _batch_schema,
+    "batch-tried": _batch_tried,
+    "batch-running": lambda stage: stage.start_job(),
+    "batch-finished": _batch_list,
+    "batch-failed": _batch_failed,
+    "batch-question": _question,
+    "monitor-empty": lambda stage: stage.window.show_page(MONITOR),
+    "monitor": _monitor,
+    "tune-start": _tune_start,
+    "tune-plan": _tune_plan,
+    "tune-what-if": _tune_what_if,
+    "tune-results": _tune_results,
+    "models": _models,
+    "settings": _settings,
+    "licences": _licences,
+    "shortcuts": _shortcuts,
+}
+"""Each begins with the window just opened, on an empty chat."""

@@ -1,0 +1,157 @@
+"""Work in the background: the latest question is the one that is answered, and what must happen happens in order."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from PySide6.QtCore import QObject
+from PySide6.QtWidgets import QApplication
+from pytestqt.qtbot import QtBot
+
+from app.services.background import LatestTask, TaskQueue
+
+
+class Gate:
+    """A function that waits until it is let through."""
+
+    def __init__(self, result: object = None) -> None:
+        self.result = result
+        self.begun, self.open = threading.Event(), threading.Event()
+
+    def __call__(self) -> object:
+        self.begun.set()
+        self.open.wait(60)
+        return self.result
+
+
+@pytest.fixture
+def owner(qapp: QApplication) -> Iterator[QObject]:
+    result = QObject()
+    yield result
+    result.deleteLater()
+
+
+def test_a_result_comes_back_on_the_thread_that_asked(owner: QObject, qtbot: QtBot) -> None:
+    task, told = LatestTask(owner), list[tuple[int, bool]]()
+    task.ask(lambda: 42, lambda result: told.append((result, threading.current_thread() is threading.main_thread())))
+    assert task.is_busy
+    assert told == []
+    qtbot.waitUntil(lambda: told == [(42, True)])
+    assert not task.is_busy
+
+
+def test_an_error_is_told_or_logged_by_its_kind(owner: QObject, qtbot: QtBot, caplog: pytest.LogCaptureFixture) -> None:
+    task, told = LatestTask(owner), list[Exception]()
+    task.ask(lambda: {}["what was written"], failed=told.append)
+    qtbot.waitUntil(lambda: bool(told))
+    assert isinstance(told[0], KeyError)
+    with caplog.at_level(logging.WARNING, "switchyard.background"):
+        task.ask(lambda: {}["what was written"])
+        qtbot.waitUntil(lambda: bool(caplog.records))
+    assert "KeyError" in caplog.text
+    assert "what was written" not in caplog.text
+
+
+def test_only_the_latest_question_is_answered(owner: QObject, qtbot: QtBot) -> None:
+    task, told, first = LatestTask(owner), list[object](), Gate("first")
+    ran: list[str] = []
+
+    def question(name: str) -> Callable[[], str]:
+        def ask() -> str:
+            ran.append(name)
+            return name
+
+        return ask
+
+    task.ask(first, told.append)
+    assert first.begun.wait(60)
+    for name in ("second", "third"):
+        task.ask(question(name), told.append)
+    first.open.set()
+    qtbot.waitUntil(lambda: not task.is_busy)
+    assert told == ["third"]
+    assert ran == ["third"]  # the second never ran
+
+
+def test_what_is_forgotten_is_not_told_and_the_next_question_is(owner: QObject, qtbot: QtBot) -> None:
+    task, told, gate = LatestTask(owner), list[object](), Gate("old")
+    task.ask(gate, told.append)
+    assert gate.begun.wait(60)
+    task.forget()
+    assert not task.is_busy
+    task.ask(lambda: "new", told.append)
+    gate.open.set()
+    qtbot.waitUntil(lambda: bool(told))
+    assert told == ["new"]
+
+
+def test_who_types_asks_once(owner: QObject, qtbot: QtBot) -> None:
+    task, told, ran = LatestTask(owner, after_ms=20), list[int](), list[int]()
+    for number in range(3):
+        task.ask(lambda number=number: ran.append(number), lambda _: told.append(0))  # type: ignore[misc]
+    assert task.is_busy
+    assert ran == []
+    qtbot.waitUntil(lambda: told == [0])
+    assert ran == [2]
+
+
+def test_who_is_told_may_ask_again(owner: QObject, qtbot: QtBot) -> None:
+    task, told = LatestTask(owner), list[int]()
+
+    def on_told(result: int) -> None:
+        told.append(result)
+        if result < 3:
+            task.ask(lambda: result + 1, on_told)
+
+    task.ask(lambda: 1, on_told)
+    qtbot.waitUntil(lambda: told == [1, 2, 3])
+
+
+def test_closing_waits_for_what_runs_and_begins_nothing(owner: QObject, qtbot: QtBot) -> None:
+    task, told, ran = LatestTask(owner), list[object](), list[int]()
+    gate = Gate()
+    task.ask(gate, told.append)
+    assert gate.begun.wait(60)
+    task.ask(lambda: ran.append(1), told.append)
+    gate.open.set()
+    task.close()
+    qtbot.wait(1)
+    assert (told, ran) == ([], [])
+
+
+def test_a_queue_runs_everything_in_order_and_closing_waits_for_all_of_it(owner: QObject, qtbot: QtBot) -> None:
+    queue, told, ran = TaskQueue(owner), list[object](), list[int]()
+    gate = Gate(0)
+    queue.add(gate, told.append)
+    for number in (1, 2, 3):
+        queue.add(lambda number=number: ran.append(number) or number, told.append)  # type: ignore[misc]
+    gate.open.set()
+    queue.close()
+    assert ran == [1, 2, 3]
+    qtbot.waitUntil(lambda: told == [0, 1, 2, 3])
+    assert not queue.is_busy
+
+
+def test_one_failure_in_a_queue_stops_nothing(owner: QObject, qtbot: QtBot) -> None:
+    queue, told = TaskQueue(owner), list[object]()
+    queue.add(lambda: 1 // 0, told.append, lambda error: told.append(type(error)))
+    queue.add(lambda: "next", told.append)
+    qtbot.waitUntil(lambda: told == [ZeroDivisionError, "next"])
+
+
+def test_nobody_is_told_once_the_owner_is_gone(qapp: QApplication, qtbot: QtBot) -> None:
+    owner, told, gate = QObject(), list[object](), Gate()
+    task = LatestTask(owner)
+    task.ask(gate, told.append)
+    assert gate.begun.wait(60)
+    thread = task._thread
+    assert thread is not None
+    with qtbot.waitSignal(owner.destroyed):
+        owner.deleteLater()
+    gate.open.set()
+    thread.join()
+    qtbot.wait(1)
+    assert told == []

@@ -1,0 +1,50 @@
+"""Combinations of parameters: few that bring any two values together by default, the others with `-m exhaustive`."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+
+def pairwise(values: Mapping[str, Sequence[Any]], seed: int = 1) -> list[dict[str, Any]]:
+    """Combinations such that any two values of different names meet in one of them; not many, always the same."""
+    rng = random.Random(seed)
+    missing = {((a, x), (b, y)) for a, b in itertools.combinations(values, 2) for x in values[a] for y in values[b]}
+    order = list(values)
+    chosen = []
+    while missing:
+        pair = min(missing, key=repr)
+        best: dict[str, Any] = {}
+        covered: set[Any] = set()
+        for _ in range(40):
+            attempt = {name: rng.choice(list(values[name])) for name in order} | dict(pair)
+            pairs = set(itertools.combinations([(name, attempt[name]) for name in order], 2)) & missing
+            if len(pairs) > len(covered):
+                best, covered = attempt, pairs
+        chosen.append(best)
+        missing -= covered
+    return chosen
+
+
+def any_two(values: Mapping[str, Sequence[Any]], indirect: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """Parametrises a test with every combination of the values, all but a `pairwise` few marked as exhaustive."""
+    places = {name: range(len(found)) for name, found in values.items()}
+    few = {tuple(chosen.values()) for chosen in pairwise(places)} if len(values) > 1 else set()
+    combinations = [
+        pytest.param(
+            *(found[place] for found, place in zip(values.values(), chosen, strict=True)),
+            marks=[] if chosen in few else [pytest.mark.exhaustive],
+        )
+        for chosen in itertools.product(*places.values())
+    ]
+    return pytest.mark.parametrize(list(values), combinations, indirect=list(indirect), ids=_name)
+
+
+def _name(value: object) -> str | None:
+    """Of an enumeration's value its name; pytest knows a name for the rest."""
+    name = getattr(value, "name", None)
+    return name if isinstance(name, str) else None

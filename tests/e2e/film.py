@@ -1,0 +1,128 @@
+"""The moving picture of the README: `python -m tests.e2e.film resources/screenshots/monitor.webp`.
+
+Starts the real window with the starter model on a private screen, asks it something that it answers well, asks for a
+long text, opens the Monitor, and keeps a picture of the window several times a second.  Needs Xvfb, xdotool and
+dbus-daemon, and Pillow (`pip install pillow`) to put the pictures together.  Run it while nothing else runs, since the
+Monitor shows that too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.e2e.screen import Screen, missing_programs, private_screen
+from tests.e2e.waiting import eventually
+from tests.e2e.window_process import real_window
+from tests.starter import starter_for_tests
+
+ANSWERED_WELL = "What is the capital of France? Answer in one sentence."
+LONG = "Write a long story about a lighthouse keeper and the sea, with many chapters."
+_SHUTTER = """
+import sys, time
+from PySide6.QtGui import QGuiApplication
+app = QGuiApplication([])
+width, height = map(int, sys.argv[2:4])
+for line in sys.stdin:
+    app.primaryScreen().grabWindow(0, 0, 0, width, height).save(f"{sys.argv[1]}/{line.strip()}.png")
+    print(line.strip(), flush=True)
+"""
+"""A process that keeps a picture of the screen for every line that it is given: only a client of the X server can."""
+
+
+def main(argv: list[str]) -> int:
+    """Films; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.e2e.film", description=__doc__)
+    parser.add_argument("output", type=Path, help="an animated .webp")
+    parser.add_argument("--theme", choices=("light", "dark"), default="dark")
+    parser.add_argument("--size", default="1280x800")
+    parser.add_argument("--seconds", type=float, default=9.0, help="of the Monitor")
+    parser.add_argument("--rate", type=float, default=4.0, help="pictures a second")
+    args = parser.parse_args(argv)
+    if missing := missing_programs():
+        sys.stderr.write(f"{', '.join(missing)} not found: sudo apt-get install xvfb xdotool dbus\n")
+        return 2
+    with tempfile.TemporaryDirectory(prefix="f-") as folder, private_screen(Path(folder)) as screen:
+        frames = Path(folder) / "frames"
+        frames.mkdir()
+        names = _film(args, screen, Path(folder) / "home", frames)
+        _put_together([frames / f"{name}.png" for name in names], args.output, round(1000 / args.rate))
+    sys.stdout.write(f"{args.output}: {len(names)} pictures, {args.output.stat().st_size / 1e6:.1f} MB\n")
+    return 0
+
+
+def _film(args: argparse.Namespace, screen: Screen, home: Path, frames: Path) -> list[str]:
+    """Names of the pictures, in order."""
+    starter = starter_for_tests()
+    settings = home / "config" / "settings.json"
+    settings.parent.mkdir(parents=True)
+    settings.write_text(json.dumps({"default_model": str(starter), "theme": args.theme}), encoding="utf-8")
+    width, height = args.size.split("x")
+    shutter = subprocess.Popen(
+        [sys.executable, "-c", _SHUTTER, str(frames), width, height],
+        env=screen.variables,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    names: list[str] = []
+
+    def shoot(seconds: float) -> None:
+        assert shutter.stdin is not None
+        assert shutter.stdout is not None
+        end, due = time.monotonic() + seconds, time.monotonic()
+        while time.monotonic() < end:
+            names.append(f"{len(names):04}")
+            shutter.stdin.write(names[-1] + "\n")
+            shutter.stdin.flush()
+            shutter.stdout.readline()
+            due += 1 / args.rate
+            time.sleep(max(0.0, due - time.monotonic()))
+
+    try:
+        with real_window(screen, home, starter) as window:
+            window.click("Message")
+            screen.type(ANSWERED_WELL)
+            screen.press("Return")
+            window.wait_for_answer(1, "complete")
+            eventually(lambda: "Paris" in window.transcript(), "the answer showed")
+            shoot(1.5)
+            window.click("Message")
+            screen.type(LONG)
+            screen.press("Return")
+            window.wait_for_text(2)
+            window.click("Monitor")
+            window.click("Show 10 seconds")
+            time.sleep(1.0)  # until there is something to show
+            shoot(args.seconds)
+    finally:
+        assert shutter.stdin is not None
+        shutter.stdin.close()
+        shutter.wait(timeout=30)
+    return names
+
+
+def _put_together(pictures: list[Path], output: Path, each_ms: int) -> None:
+    from PIL import Image
+
+    frames = [Image.open(path).convert("RGB") for path in pictures]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    frames[0].save(
+        output,
+        save_all=True,
+        append_images=frames[1:],
+        duration=each_ms,
+        loop=0,
+        quality=70,
+        method=4,
+        minimize_size=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

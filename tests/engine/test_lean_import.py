@@ -1,0 +1,108 @@
+"""The engine starts without torch's compiler, its distributed tensors and sympy, and all works as with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.runtime import library_models
+from engine.runtime.adapters import adapter_for
+from engine.runtime.lean_import import _LaterExpressions
+from engine.runtime.library_models import build_skeleton, model_class_for
+from tests.engine.tiny_configs import ADAPTED, FAMILIES
+from tests.engine.tiny_families import tiny_checkpoint, tiny_config
+
+_HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "pandas")
+_PROGRAM = """
+import json, sys
+from engine.common.chat import ChatMessage
+from engine.common.config import EngineConfig, SamplingParams
+from engine.runtime.engine import Engine
+
+engine = Engine()
+engine.load(EngineConfig(sys.argv[1], precision="bf16"), on_progress=lambda *_: None, cancelled=lambda: False)
+answer = engine.generate(
+    [ChatMessage("user", "Hello")], SamplingParams(max_tokens=3),
+    on_progress=lambda *_: None, on_text=lambda *_: None, cancelled=lambda: False,
+)
+engine.unload()
+heavy = [name for name in sys.argv[2:] if name in sys.modules]
+
+# And what was left out is there for whoever asks for it.
+import torch
+from transformers import masking_utils, models
+
+mask = masking_utils.sdpa_mask(
+    1, 3, 3, mask_function=masking_utils.causal_mask_function, allow_is_causal_skip=False, use_vmap=True, device="cpu"
+)
+print(json.dumps({
+    "heavy": heavy,
+    "tokens": answer.generated_tokens,
+    "mask": mask[0, 0].int().tolist(),
+    "compiler": torch._dynamo.__name__,
+    "mark": torch.compiler.disable.__module__,
+    "llama": models.llama.LlamaConfig.__name__,
+}))
+"""
+
+
+def test_the_first_token_needs_no_compiler(tmp_path: Path) -> None:
+    folder = tiny_checkpoint("mixtral", tmp_path, dtype=torch.bfloat16)
+    told = json.loads(
+        subprocess.run(
+            [sys.executable, "-c", _PROGRAM, str(folder), *_HEAVY],
+            env={**os.environ, "SWITCHYARD_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            check=True,
+            timeout=300,
+        ).stdout
+    )
+    assert told == {
+        "heavy": [],
+        "tokens": 3,
+        "mask": [[1, 0, 0], [1, 1, 0], [1, 1, 1]],
+        "compiler": "torch._dynamo",
+        "mark": "torch.compiler",
+        "llama": "LlamaConfig",
+    }
+
+
+@pytest.mark.parametrize("family", sorted({*FAMILIES, *ADAPTED}))
+def test_a_skeleton_is_the_one_that_the_library_builds(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = adapter_for(family)
+    model_class, part = model_class_for(tiny_config(family), adapter)
+    ours = build_skeleton(model_class, deepcopy(part), torch.bfloat16, adapter)
+    monkeypatch.setattr(library_models, "_without_compiler", lambda *_: None)
+    theirs = build_skeleton(model_class, deepcopy(part), torch.bfloat16, adapter)
+    assert _described(ours) == _described(theirs)
+
+
+def _described(model: Any) -> dict[str, object]:
+    told: dict[str, object] = {}
+    for name, module in model.named_modules():
+        told[name] = (type(module), sorted(module._non_persistent_buffers_set), module.training)
+        for own in (module._parameters, module._buffers, module.__dict__):
+            for key, value in own.items():
+                if isinstance(value, torch.Tensor):
+                    told[f"{name}.{key}"] = (type(value), value.shape, value.dtype, value.device, value.stride())
+    return told
+
+
+def test_an_expression_that_is_compiled_later_finds_the_same() -> None:
+    later = _LaterExpressions(re).compile(r"(?P<g0>a.c)|(?P<g1>x)", re.IGNORECASE)
+    assert later.pattern == r"(?P<g0>a.c)|(?P<g1>x)"
+    found = deepcopy(later).search("..ABC")
+    assert found is not None
+    assert found.lastgroup == "g0"
+    assert later.sub("-", "abcxx") == "---"
+    with pytest.raises(re.error):
+        _LaterExpressions(re).compile("(").match("")

@@ -1,0 +1,90 @@
+"""Every MoE model type that the installed transformers knows is right, as a tiny model shows, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
+
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError, ErrorCode
+from engine.runtime.loading.opened import open_checkpoint
+from tests.engine.test_family_parity import greedy, loaded, logits
+from tests.engine.tiny_configs import ADAPTED, FAMILIES
+from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
+
+RIGHT = {*FAMILIES, *ADAPTED, "qwen3_omni_moe"}
+"""Whose answers the tests compare with the library's: here, in test_family_parity and in test_*adapter_parity."""
+
+_SOURCES = Path(transformers.__file__).parent / "models"
+_HAS_EXPERTS = re.compile(
+    r"@use_experts_implementation|^class \w*(Experts?|MoE|MOE|Moe|SparseMLP)\w*\(nn\.", re.MULTILINE
+)
+_COUNTS_EXPERTS = re.compile(r"^    (num_(local_|routed_)?experts|n_routed_experts|moe_num_experts)\b.*:", re.MULTILINE)
+
+
+def moe_types() -> list[str]:
+    """Model types whose folder has experts, or whose configuration names such a type as its text part."""
+    folders = {file.parent.name for file in _SOURCES.glob("*/modeling_*.py") if _HAS_EXPERTS.search(_text(file))}
+    for file in _SOURCES.glob("*/configuration_*.py"):
+        if _COUNTS_EXPERTS.search(_text(file)):
+            folders.add(file.parent.name)
+    kinds = {kind for kind in CONFIG_MAPPING_NAMES if model_type_to_module_name(kind) in folders}
+    part_of_it = re.compile(rf'model_type="({"|".join(sorted(kinds))})"')
+    for file in _SOURCES.glob("*/configuration_*.py"):
+        if part_of_it.search(_text(file)):
+            folders.add(file.parent.name)
+    return sorted(kind for kind in CONFIG_MAPPING_NAMES if model_type_to_module_name(kind) in folders)
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
+
+
+def test_every_moe_type_is_right_or_refused_by_name(tmp_path: Path) -> None:
+    kinds = moe_types()
+    assert len(kinds) > 100
+    assert {"mixtral", "dbrx", "kimi_k25", "gemma4_assistant", "vitpose_backbone"} <= set(kinds)
+    neither = [kind for kind in kinds if kind not in RIGHT and not _is_refused(kind, tmp_path / kind)]
+    assert neither == []
+
+
+def _is_refused(kind: str, folder: Path) -> bool:
+    """Whether loading ends in one sentence with the type's name, before weights or a tokenizer are looked for."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(EngineError) as refusal:  # there are no weights: those that are not refused get as far
+        open_checkpoint(EngineConfig(str(folder), device="cpu"))
+    error = refusal.value
+    return error.code is ErrorCode.MODEL_UNSUPPORTED and repr(kind) in error.message and error.message.count(". ") == 0
+
+
+def test_the_text_part_of_qwen3_omni_is_found_in_the_whole_model(tmp_path: Path) -> None:
+    """The library can save the whole model, but only its thinker generates text alone: the folder is put together."""
+    folder = tiny_checkpoint("qwen3_omni_moe_thinker", tmp_path)
+    reference = model_class(tiny_config("qwen3_omni_moe_thinker")).from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected, tokens = logits(reference), greedy(reference).tolist()
+    file, config = folder / "model.safetensors", folder / "config.json"
+    tensors = {f"thinker.{name}": tensor for name, tensor in load_file(file).items()}
+    tensors["talker.model.layers.0.mlp.experts.gate_up_proj"] = torch.zeros(8, 48, 32)
+    tensors["code2wav.decoder.0.conv.bias"] = torch.zeros(4)
+    save_file(tensors, file, {"format": "pt"})
+    thinker = json.loads(config.read_text())
+    config.write_text(json.dumps({"model_type": "qwen3_omni_moe", "thinker_config": thinker}))
+    with loaded(folder, "fp32") as ours, torch.no_grad():
+        torch.testing.assert_close(logits(ours.model), expected, rtol=0, atol=1e-5)
+        assert greedy(ours.model).tolist() == tokens
+        assert "images or sound" in ours.info.device_note
+
+
+@pytest.mark.parametrize(("family", "sees"), [("qwen3_vl_moe", True), ("qwen3_moe", False)])
+def test_a_model_that_could_see_says_that_it_does_not(family: str, sees: bool, tmp_path: Path) -> None:
+    with loaded(tiny_checkpoint(family, tmp_path), "fp32") as ours:
+        assert ("images" in ours.info.device_note) == sees

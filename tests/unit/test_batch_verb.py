@@ -1,0 +1,134 @@
+"""`switchyard batch` before and around a run: what it refuses, what it goes on with, what it says; without a model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import cli
+from engine.batch_files.answer import Answer
+from engine.batch_files.job_watcher import JobEnding, JobWatcher
+from engine.batch_files.pace import Pace
+from engine.batch_files.prepared_job import PreparedJob, prepare
+from engine.common.config import BatchJob
+from engine.common.errors import EngineError, ErrorCode
+from engine.verbs import batch
+
+_PACE = Pace(2, 0, 3, 0.0, None, None)
+
+
+class Engine:
+    """Ends as it is told."""
+
+    def __init__(self, ending: JobEnding | EngineError) -> None:
+        self._ending = ending
+        self.watcher: JobWatcher | None = None
+        self.precision = ""
+
+    def load(self, args: Any) -> tuple[Engine, None]:
+        self.precision = args.precision
+        return self, None
+
+    def run_batch(self, _prepared: PreparedJob, watcher: JobWatcher) -> JobEnding:
+        self.watcher = watcher
+        for blocked in ("", "Waiting: The disk of x is full.", "Waiting: The disk of x is full.", ""):
+            watcher.on_pace(_PACE, blocked)
+        if isinstance(self._ending, EngineError):
+            raise self._ending
+        return self._ending
+
+    def unload(self) -> None:
+        pass
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"text": "a"}\n{"text": "b"}\n{"text": "c"}\n')
+    return path
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, rows: Path, *options: str, ending: JobEnding | EngineError | None = None
+) -> tuple[int, Engine]:
+    engine = Engine(ending or JobEnding(True, _PACE, 3, tokens=30, computing_s=2.0))
+    monkeypatch.setattr(batch, "load_engine", engine.load)
+    return cli.main(["batch", str(rows), "-o", str(rows.with_name("out.csv")), *options]), engine
+
+
+def begun(rows: Path, precision: str, answers: int) -> None:
+    """A job of which so many rows are answered."""
+    prepared = prepare(BatchJob(str(rows), str(rows.with_name("out.csv"))))
+    journal = prepared.open_journal(prepared.manifest("model", precision), "/models/m")
+    journal.record([Answer(row, "x", "stop") for row in range(answers)])
+    journal.close()
+
+
+@pytest.mark.parametrize(
+    ("answers", "options", "loaded"),
+    [
+        (1, ("--resume",), "bf16"),
+        (1, ("--retry-failed",), "bf16"),
+        (1, ("--restart",), "auto"),
+        (1, ("--resume", "--precision", "int8"), "int8"),
+        (0, ("--resume",), "auto"),
+    ],
+)
+def test_a_job_goes_on_with_the_weights_that_it_was_begun_with(
+    monkeypatch: pytest.MonkeyPatch, rows: Path, answers: int, options: tuple[str, ...], loaded: str
+) -> None:
+    begun(rows, "bf16", answers)
+    code, engine = run(monkeypatch, rows, *options)
+    assert (code, engine.precision) == (0, loaded)
+
+
+def test_a_result_in_the_way_is_refused_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun(rows, "bf16", 1)
+    rows.with_name("out.csv").write_text("mine")
+    code, engine = run(monkeypatch, rows, "--resume", "--json")
+    assert (code, engine.watcher) == (2, None)
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "invalid_request"
+
+
+def test_a_full_disk_is_told_once_and_ends_in_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = EngineError(ErrorCode.DISK_FULL, "The disk of x stayed full for 120 s.")
+    code, engine = run(monkeypatch, rows, "--json", ending=full)
+    said = capsys.readouterr()
+    assert code == 2
+    assert engine.watcher is not None
+    assert engine.watcher.patience_s == batch.PATIENCE_S
+    assert said.err.count("Waiting") == 1
+    document = json.loads(said.out)
+    assert document["error"]["code"] == "disk_full"
+    assert "--resume" in document["error"]["message"]
+
+
+@pytest.mark.parametrize("unkept", [0, 2])
+def test_a_stopped_job_says_whether_all_answers_are_kept(
+    monkeypatch: pytest.MonkeyPatch, rows: Path, capsys: pytest.CaptureFixture[str], unkept: int
+) -> None:
+    ending = JobEnding(False, _PACE, 1, unkept=unkept)
+    assert run(monkeypatch, rows, "--json", ending=ending)[0] not in (0, 2)
+    said = capsys.readouterr()
+    assert ("all answers kept" in said.err) == (unkept == 0)
+    assert json.loads(said.out)["unkept"] == unkept
+
+
+def test_rates_are_of_computing_and_the_document_says_where_the_result_is(
+    monkeypatch: pytest.MonkeyPatch, rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = rows.with_name("out-2.csv")
+    ending = JobEnding(True, _PACE, 3, tokens=30, computing_s=2.0, note="It is beside it.", output=there)
+    assert run(monkeypatch, rows, "--json", ending=ending)[0] == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["tokens_per_s"], document["output"]) == (15.0, str(there))
+    assert run(monkeypatch, rows, ending=replace(ending, output=None))[0] == 0
+    assert "It is beside it." in capsys.readouterr().out

@@ -1,0 +1,251 @@
+"""Chat templates and tokenizers run where they can be stopped, within limits of time and memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tokenizers import Tokenizer
+
+from engine.common.cancellation import RequestCancelled
+from engine.foreign_text import process
+from engine.foreign_text.process import ForeignText, ForeignTextError, Limits
+from engine.foreign_text.templates import TemplateRefusedError, render
+from tests.foreign_tokenizers import (
+    PANIC_TEXT,
+    SLOW_TEXT,
+    split_by,
+    write_multiplying_tokenizer,
+    write_panicking_tokenizer,
+    write_slow_tokenizer,
+    write_tokenizer,
+)
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+SHORT = Limits(seconds=0.3, characters_per_s=10**9)
+SMALL = Limits(memory_bytes=200 * 2**20)
+
+
+def never() -> bool:
+    return False
+
+
+class Held:
+    """As much of transformers' tokenizer as is asked for here."""
+
+    split_special_tokens = False
+
+    def __init__(self, folder: Path) -> None:
+        self.backend_tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture
+def text() -> Iterator[ForeignText]:
+    text = ForeignText()
+    yield text
+    pid = text.pid
+    text.close()
+    assert pid is None or not psutil.pid_exists(pid)
+
+
+def test_one_process_for_many_requests(text: ForeignText, tmp_path: Path) -> None:
+    assert text.pid is None
+    assert text.render("{{ a }}", {"a": "ä\ud800"}, never) == "ä\ud800"
+    pid = text.pid
+    write_tokenizer(tmp_path)
+    text.check(tmp_path, never)
+    held, other = Held(tmp_path), Held(tmp_path)
+    for tokenizer in (held, other, held):
+        assert text.encode(tokenizer, "a b a", special=False, cancelled=never) == [1, 0, 1]
+    text.drop(held)
+    assert text.encode(held, "a", special=False, cancelled=never) == [1]
+    assert text.pid == pid
+
+
+def test_a_process_that_died_is_started_again(text: ForeignText, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    held = Held(tmp_path)
+    assert text.encode(held, "a", special=False, cancelled=never) == [1]
+    assert text.pid is not None
+    psutil.Process(text.pid).kill()
+    psutil.wait_procs([psutil.Process(text.pid)], timeout=10)
+    assert text.encode(held, "a", special=False, cancelled=never) == [1]
+
+
+def test_a_template_that_never_ends_is_stopped(text: ForeignText) -> None:
+    text.limits = SHORT
+    with pytest.raises(ForeignTextError, match="had not ended"):
+        text.render(ENDLESS, {}, never)
+    text.limits = Limits()
+    assert text.render("x", {}, never) == "x"
+
+
+def test_what_was_stopped_thrice_is_not_tried_again(text: ForeignText, monkeypatch: pytest.MonkeyPatch) -> None:
+    text.limits = SHORT
+    for _ in range(3):
+        with pytest.raises(ForeignTextError, match="had not ended"):
+            text.render(ENDLESS, {}, never)
+    monkeypatch.setattr(process, "_started", None)  # nothing is started for it
+    with pytest.raises(ForeignTextError, match="3 times"):
+        text.render(ENDLESS, {}, never)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'a' * 20000000000 }}",
+        "{% set n = namespace(s='a') %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s }}",
+        "{{ 'a'.ljust(20000000000) }}",
+        "{{ '%20000000000d' % 1 }}",
+        "{{ messages | tojson(indent=20000000000) }}",
+    ],
+)
+def test_a_template_that_fills_memory_is_stopped(text: ForeignText, template: str) -> None:
+    text.limits = SMALL
+    with pytest.raises((ForeignTextError, TemplateRefusedError)):
+        text.render(template, {"messages": [{"role": "user"}]}, never)
+    assert text.pid is None or psutil.Process(text.pid).memory_info().rss < 2 * 2**30
+    assert text.render("x", {}, never) == "x"
+
+
+def test_memory_is_watched_where_no_system_limits_it(text: ForeignText) -> None:
+    text.limits = Limits(memory_bytes=1)
+    with pytest.raises(ForeignTextError, match="of memory"):
+        text.render(ENDLESS, {}, never)
+
+
+def test_a_template_that_writes_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.foreign_text.templates.MOST_CHARACTERS", 1000)
+    with pytest.raises(TemplateRefusedError, match="more than 1,000"):
+        render("{% for i in range(1001) %}a{% endfor %}", {})
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for",
+        "{{ 1 / 0 }}",
+        "{{ raise_exception('No.') }}",
+        "{{ messages.__class__.__mro__ }}",
+        "{{" + "(" * 9000,
+        "{{ namespace(_a=1) }}",
+    ],
+)
+def test_a_broken_template_says_why(text: ForeignText, template: str) -> None:
+    with pytest.raises((TemplateRefusedError, ForeignTextError)) as refused:
+        text.render(template, {"messages": []}, never)
+    assert str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_words_of_a_template_steer_no_terminal(text: ForeignText) -> None:
+    with pytest.raises(TemplateRefusedError) as refused:
+        text.render("{{ raise_exception('\x1b[2J') }}", {}, never)
+    assert "\x1b" not in str(refused.value)
+
+
+def rendering(text: ForeignText, _folder: Path, cancelled: Callable[[], bool]) -> None:
+    text.render(ENDLESS, {}, cancelled)
+
+
+def encoding(text: ForeignText, folder: Path, cancelled: Callable[[], bool]) -> None:
+    write_slow_tokenizer(folder)
+    text.encode(Held(folder), SLOW_TEXT, special=False, cancelled=cancelled)
+
+
+@pytest.mark.parametrize("work", [rendering, encoding])
+def test_stop_works_meanwhile(text: ForeignText, tmp_path: Path, work: Any) -> None:
+    asked = 0
+
+    def cancelled() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > 3
+
+    with pytest.raises(RequestCancelled):
+        work(text, tmp_path, cancelled)
+    assert text.pid is None
+    assert text.render("x", {}, never) == "x"
+
+
+def test_stop_works_while_another_thread_has_the_process(text: ForeignText) -> None:
+    stop = threading.Event()
+
+    def first() -> None:
+        with pytest.raises(RequestCancelled):
+            text.render(ENDLESS, {}, stop.is_set)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    try:
+        while text.pid is None:
+            stop.wait(0.01)
+        with pytest.raises(RequestCancelled):
+            text.render("x", {}, lambda: True)
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Ctrl-C is no signal there")
+def test_ctrl_c_ends_the_work(text: ForeignText) -> None:
+    asked = 0
+
+    def press() -> bool:
+        nonlocal asked
+        asked += 1
+        if asked == 3:
+            signal.raise_signal(signal.SIGINT)
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        text.render(ENDLESS, {}, press)
+    assert text.pid is None
+
+
+# --- tokenizers ---
+
+
+def test_a_tokenizer_that_never_ends_is_stopped(text: ForeignText, tmp_path: Path) -> None:
+    write_slow_tokenizer(tmp_path)
+    text.limits = SHORT
+    slow = Held(tmp_path)
+    for why in ("had not ended", "had not ended", "had not ended", "3 times"):
+        with pytest.raises(ForeignTextError, match=why):
+            text.encode(slow, SLOW_TEXT, special=False, cancelled=never)
+    with pytest.raises(ForeignTextError, match="had not ended"):  # another one is another's
+        text.encode(Held(tmp_path), SLOW_TEXT, special=False, cancelled=never)
+
+
+def test_a_tokenizer_that_multiplies_is_refused(text: ForeignText, tmp_path: Path) -> None:
+    text.limits = SMALL
+    write_multiplying_tokenizer(tmp_path)
+    with pytest.raises(ForeignTextError):
+        text.check(tmp_path, never)
+    with pytest.raises(ForeignTextError):
+        text.encode(Held(tmp_path), "e" * 1000, special=False, cancelled=never)
+
+
+def test_a_tokenizer_that_panics_says_why(text: ForeignText, tmp_path: Path) -> None:
+    write_panicking_tokenizer(tmp_path)
+    with pytest.raises(ForeignTextError, match="fails"):
+        text.encode(Held(tmp_path), PANIC_TEXT, special=False, cancelled=never)
+
+
+@pytest.mark.parametrize("parts", [{"pre_tokenizer": split_by("(")}, {"model": {"type": "BPE"}}, {"normalizer": 3}])
+def test_a_tokenizer_that_cannot_be_read(text: ForeignText, tmp_path: Path, parts: dict[str, Any]) -> None:
+    write_tokenizer(tmp_path, **parts)
+    with pytest.raises(ForeignTextError, match="fails"):
+        text.check(tmp_path, never)
+
+
+def test_a_tokenizer_nested_beyond_reading(text: ForeignText, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"normalizer":' * 100_000)
+    with pytest.raises(ForeignTextError):
+        text.check(tmp_path, never)
