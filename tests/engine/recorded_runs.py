@@ -29,16 +29,14 @@ def recorded(model: Any, run: Callable[[], object]) -> tuple[Collection, list[Co
     """
     heard: list[CopyRecord] = []
     devices = model.devices.devices if model.devices is not None else ()
+    rest(model)  # loading leaves the caches' first copies under way
     telemetry = ModelTelemetry(model)
     telemetry.start()
     stops = [device.copy_log.listen(heard.append) for device in devices]
     try:
         with collected() as collection:
             run()
-            for cache in caches_of(model):
-                cache.wait()
-            for device in devices:
-                device.synchronize()
+            rest(model)
             RECORDER.phase(DECODE, 0)
     finally:
         telemetry.stop()
@@ -46,6 +44,14 @@ def recorded(model: Any, run: Callable[[], object]) -> tuple[Collection, list[Co
             stop()
     assert collection.dropped == 0
     return collection, heard
+
+
+def rest(model: Any) -> None:
+    """Returns when nothing is on its way to or from a device."""
+    for cache in caches_of(model):
+        cache.wait()
+    for device in model.devices.devices if model.devices is not None else ():
+        device.synchronize()
 
 
 def recorded_chat(
