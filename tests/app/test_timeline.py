@@ -12,15 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from PySide6.QtCore import QPointF, Qt
-from PySide6.QtGui import QFontMetricsF, QPolygonF
+from PySide6.QtGui import QFontMetricsF, QGuiApplication, QPolygonF
 from pytestqt.qtbot import QtBot
 
 from app.services.history.history import History
 from app.theme import ThemeController
+from app.widgets.help_mark import MARK_PX
 from app.widgets.timeline.blocks import MOST_ROWS, rows_of
 from app.widgets.timeline.lanes import lanes_of, nice, read_lane, reading
 from app.widgets.timeline.navigator import BEHIND_NS, WHOLE, Navigator
-from app.widgets.timeline.picture import title_font
+from app.widgets.timeline.picture import GUTTER_GAP_PX, caption_font, sizes_for, title_font
 from app.widgets.timeline.plots import polygon
 from app.widgets.timeline.readout import averages_text, token_at
 from app.widgets.timeline.table import LaneTable
@@ -296,3 +297,11 @@ def test_a_long_reading_ends_in_an_ellipsis_and_the_tooltip_says_it(view: Timeli
     (label,) = [label for label in view.labels() if label.whole == row.lane.title]
     assert label.shown.endswith("…")
     assert view.tip_at(label.area.center()) == row.lane.title
+
+
+@pytest.mark.parametrize("font_px", [12, 14, 20])
+def test_readings_of_both_directions_end_before_the_help_mark(theme: ThemeController, font_px: int) -> None:
+    font = QGuiApplication.font()
+    font.setPixelSize(font_px)
+    read = QFontMetricsF(caption_font(font)).horizontalAdvance("↓ 880.6 ↑ 80.0 MB/s")
+    assert read <= sizes_for(font).gutter - GUTTER_GAP_PX - MARK_PX

@@ -121,7 +121,7 @@ class RaceDelegate(QStyledItemDelegate):
 
     def _heights(self, font: QFont, row: PlanRow, width: float) -> tuple[float, float]:
         small = small_font(font, 12)
-        metrics, smaller = QFontMetricsF(font), QFontMetricsF(small)
+        metrics, smaller = QFontMetricsF(_name_font(font, row)), QFontMetricsF(small)
         room = QRectF(0, 0, max(width, 60), 400)
         flags = int(Qt.TextFlag.TextWordWrap)
         first = metrics.boundingRect(room, flags, row.contestant.name).height()
@@ -134,9 +134,7 @@ class RaceDelegate(QStyledItemDelegate):
         first, second = self._heights(font, row, inner.width())
         top = area.center().y() - (first + second) / 2
         flags = int(Qt.TextFlag.TextWordWrap)
-        bold = QFont(font)
-        bold.setWeight(QFont.Weight.DemiBold if row.is_winner else QFont.Weight.Normal)
-        painter.setFont(bold)
+        painter.setFont(_name_font(font, row))
         painter.setPen(QColor(theme.text))
         painter.drawText(QRectF(inner.left(), top, inner.width(), first), flags, row.contestant.name)
         painter.setFont(small_font(font, 12))
@@ -169,3 +167,10 @@ class RaceDelegate(QStyledItemDelegate):
             at = bar.left() + per * one.predicted_tokens_per_s
             painter.setPen(QPen(QColor(theme.text), 2.2))
             painter.drawLine(QPointF(at, bar.top() - 3), QPointF(at, bar.bottom() + 3))
+
+
+def _name_font(font: QFont, row: PlanRow) -> QFont:
+    """The winner's name is bold, and so wider: it is measured as it is painted."""
+    found = QFont(font)
+    found.setWeight(QFont.Weight.DemiBold if row.is_winner else QFont.Weight.Normal)
+    return found

@@ -28,6 +28,7 @@ LANE_GAP_PX = 9
 GUTTER_GAP_PX = 10
 _NAME_GAP_PX = 6
 _LEAST_GUTTER_PX = 118
+_WIDEST_READING = "↓ 888.8 ↑ 88.8 MB/s"
 _LEAST_AXIS_PX = 24
 _LEAST_LANE_PX = 27
 _LEAST_PHASE_PX = 32
@@ -77,9 +78,11 @@ def _sizes(described: str) -> Sizes:
     font.fromString(described)
     title, caption, axis = (QFontMetrics(one) for one in (title_font(font), caption_font(font), axis_font(font)))
     longest = max(map(title.horizontalAdvance, lane_titles()))
+    # In small fonts the mark reaches down to what a lane reads.
+    longest = max(longest + _NAME_GAP_PX, caption.horizontalAdvance(_WIDEST_READING) + 1)
     beside = title.height() + caption.height() - _NAME_MARGIN_PX
     return Sizes(
-        gutter=max(_LEAST_GUTTER_PX, longest + _NAME_GAP_PX + MARK_PX + GUTTER_GAP_PX),
+        gutter=max(_LEAST_GUTTER_PX, longest + MARK_PX + GUTTER_GAP_PX),
         lane=max(_LEAST_LANE_PX, beside),
         phase=max(_LEAST_PHASE_PX, beside),
         axis=max(_LEAST_AXIS_PX, axis.height() + 6),
