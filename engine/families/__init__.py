@@ -10,7 +10,7 @@ from functools import cache
 from importlib import import_module
 from typing import Literal, cast
 
-from engine.families.family import Family, ShortWay
+from engine.families.family import Family, FastPath
 
 FILES: dict[str, tuple[str, ...]] = {
     "afmoe": ("afmoe",),
@@ -98,15 +98,15 @@ def family_at(module: str) -> Family:
     return _read(place[2])
 
 
-def short_way_of(module: object, part: Literal["model", "layer", "attention", "block"]) -> ShortWay | None:
+def fast_path_of(module: object, part: Literal["model", "layer", "attention", "block"]) -> FastPath | None:
     """What the kernels know of a family of which `module` is this part: an instance of that very class of the library.
 
     Returns:
         `None` if it is none of those that are known.
     """
     kind = type(module)
-    way = family_at(kind.__module__).short_way
-    return way if way is not None and kind.__name__ == getattr(way, part) else None
+    path = family_at(kind.__module__).fast_path
+    return path if path is not None and kind.__name__ == getattr(path, part) else None
 
 
 @cache

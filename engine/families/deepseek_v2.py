@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from engine.families.family import Family, Router, ShortWay
+from engine.families.family import Family, FastPath, Router
 
 FAMILY = Family(
     packs_rows=True,
-    short_way=ShortWay(
+    fast_path=FastPath(
         model="DeepseekV2ForCausalLM",
         layer="DeepseekV2DecoderLayer",
         attention="DeepseekV2Attention",

@@ -67,7 +67,7 @@ class Router:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShortWay:
+class FastPath:
     """The library's classes whose mathematics the native kernels compute, a layer's single token in two calls.
 
     Attributes:
@@ -114,7 +114,7 @@ class Family:
         exact_tokens: configuration -> the longest context within which an answer does not depend on which of its
             tokens are computed together, for a reason of this family alone; `None` if there is no such limit.
         gate: of its experts, if that is their own.
-        short_way: for single tokens, if the native kernels know one.
+        fast_path: for single tokens, if the native kernels know one.
     """
 
     refused: str = ""
@@ -126,4 +126,4 @@ class Family:
     rotates_again: bool = False
     exact_tokens: Callable[[Mapping[str, Any]], int | None] | None = None
     gate: ClampedGate | None = None
-    short_way: ShortWay | None = None
+    fast_path: FastPath | None = None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from engine.families.family import Family, ShortWay
+from engine.families.family import Family, FastPath
 
 FAMILY = Family(
     packs_rows=True,
-    short_way=ShortWay(
+    fast_path=FastPath(
         model="LlamaForCausalLM",
         layer="LlamaDecoderLayer",
         attention="LlamaAttention",

@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
-from engine.families import short_way_of
+from engine.families import fast_path_of
 from engine.kernels.native.library import NativeKernels
-from engine.runtime.short_way.grouped_attention import GroupedAttention
-from engine.runtime.short_way.latent_attention import LatentAttention
-from engine.runtime.short_way.sparse_block import SparseBlock
+from engine.runtime.fast_path.grouped_attention import GroupedAttention
+from engine.runtime.fast_path.latent_attention import LatentAttention
+from engine.runtime.fast_path.sparse_block import SparseBlock
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 
 
 def knows_layer(layer: Any) -> bool:
     """Whether this is a decoder layer of the common kind: two norms, attention and an MLP, each added to its input."""
-    return short_way_of(layer, "layer") is not None
+    return fast_path_of(layer, "layer") is not None
 
 
 def speed_up_decoder_layers(model: Any, kernels: NativeKernels) -> int:
@@ -42,9 +42,9 @@ def speed_up_decoder_layers(model: Any, kernels: NativeKernels) -> int:
 def route_in_library(model: Any) -> None:
     """Lets the library's own routers choose the experts again, in all layers, for somebody who listens to them."""
     for layer in model.modules():
-        short_way = layer.__dict__.get("forward")
-        if isinstance(short_way, SingleTokenLayer):
-            short_way.leave_routing()
+        fast_path = layer.__dict__.get("forward")
+        if isinstance(fast_path, SingleTokenLayer):
+            fast_path.leave_routing()
 
 
 def _attention_of(layer: Any) -> type[GroupedAttention] | type[LatentAttention] | None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from engine.runtime.fast_path.token_step import TokenStep
 from engine.runtime.rotary import kinds_by_length
-from engine.runtime.short_way.token_step import TokenStep
 
 
 class StepModel:

@@ -11,7 +11,7 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 
 import engine.families
-from engine.families import FILES, family_at, family_of, short_way_of
+from engine.families import FILES, family_at, family_of, fast_path_of
 from engine.families.family import Family
 from engine.runtime.adapters import adapter_for
 
@@ -41,16 +41,16 @@ def test_each_family_is_named_like_the_package_that_has_its_model_types() -> Non
     assert len(packages) == sum(map(len, FILES.values()))
 
 
-@pytest.mark.parametrize("file", [file for file, types in FILES.items() if family_of(types[0]).short_way is not None])
+@pytest.mark.parametrize("file", [file for file, types in FILES.items() if family_of(types[0]).fast_path is not None])
 def test_the_library_has_the_classes_that_the_kernels_know(file: str) -> None:
     module = import_module(f"transformers.models.{file}.modeling_{file}")
-    way = family_at(module.__name__).short_way
-    assert way is not None
-    for part in ("model", "layer", "attention", *(["block"] if way.block else [])):
-        kind = getattr(module, getattr(way, part))
-        assert short_way_of(kind.__new__(kind), part) is way  # type: ignore[arg-type]
+    path = family_at(module.__name__).fast_path
+    assert path is not None
+    for part in ("model", "layer", "attention", *(["block"] if path.block else [])):
+        kind = getattr(module, getattr(path, part))
+        assert fast_path_of(kind.__new__(kind), part) is path  # type: ignore[arg-type]
         heir = type(kind.__name__, (kind,), {})  # may compute something else
-        assert short_way_of(heir.__new__(heir), part) is None  # type: ignore[arg-type]
+        assert fast_path_of(heir.__new__(heir), part) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("file", [file for file, types in FILES.items() if family_of(types[0]).gate is not None])

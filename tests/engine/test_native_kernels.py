@@ -135,14 +135,14 @@ def test_quantised_linear_is_near_what_its_weights_mean(
     model = torch.nn.Sequential(torch.nn.Linear(columns, rows, bias=bias, dtype=torch.bfloat16))
     model.requires_grad_(False)
     assert quantise_linears(model, precision, kernels) == 1
-    short_way = model[0].forward
-    assert isinstance(short_way, QuantisedLinear)
+    fast_path = model[0].forward
+    assert isinstance(fast_path, QuantisedLinear)
     x = torch.randn(1, tokens, columns).bfloat16()
     offset = model[0].bias.float() if bias else None
-    wanted = torch.nn.functional.linear(x.float(), dequantise(short_way.matrix, torch.float32), offset)
+    wanted = torch.nn.functional.linear(x.float(), dequantise(fast_path.matrix, torch.float32), offset)
     torch.testing.assert_close(model(x).float(), wanted, atol=2e-2, rtol=2e-2)
     assert model[0].weight.numel() == 0
-    assert sum(buffer.nbytes for buffer in model.buffers()) == short_way.matrix.nbytes
+    assert sum(buffer.nbytes for buffer in model.buffers()) == fast_path.matrix.nbytes
 
 
 def test_routers_and_small_layers_are_not_quantised(kernels: NativeKernels) -> None:

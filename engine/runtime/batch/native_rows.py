@@ -16,9 +16,9 @@ from engine.kernels.native.rows import RowsLinear, attention_rows, route_rows
 from engine.kernels.native.structs import SparseBlockStruct
 from engine.runtime.batch.layers import DecoderLayers, Recording
 from engine.runtime.batch.packed_attention import PagedStates
+from engine.runtime.fast_path.grouped_attention import GroupedAttention, attention_struct
+from engine.runtime.fast_path.sparse_block import SparseBlock
 from engine.runtime.native_decoder import knows_layer
-from engine.runtime.short_way.grouped_attention import GroupedAttention, attention_struct
-from engine.runtime.short_way.sparse_block import SparseBlock
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from engine.experts.dispatch import BANK_LAYER
-from engine.families import short_way_of
+from engine.families import fast_path_of
 from engine.families.family import Router
 from engine.kernels.native.experts import NativeExperts
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import linear_struct
 from engine.kernels.native.structs import MatrixStruct, RouterStruct, SparseBlockStruct
-from engine.runtime.short_way.weights import address_of, is_plain, is_readable, out_of_memory
+from engine.runtime.fast_path.weights import address_of, is_plain, is_readable, out_of_memory
 
 _SCORING = {"softmax": 0, "sigmoid": 1}
 """As switchyard_kernels.h numbers them."""
@@ -41,8 +41,8 @@ class SparseBlock:
     def of(cls, layer: Any, kernels: NativeKernels) -> SparseBlock | None:
         """That of `layer`, or `None` if it is dense, of no known kind, or its experts are not computed natively."""
         block, norm = layer.mlp, layer.post_attention_layernorm
-        way = short_way_of(block, "block")
-        if way is None:
+        path = fast_path_of(block, "block")
+        if path is None:
             return None
         router = block.router if hasattr(block, "router") else block.gate
         correction = getattr(router, "e_score_correction_bias", None)
@@ -62,12 +62,12 @@ class SparseBlock:
         parts = (shared.gate_proj, shared.up_proj, shared.down_proj) if shared is not None else ()
         struct = SparseBlockStruct(
             norm.weight.data_ptr(),
-            _router(router, way.router),
+            _router(router, path.router),
             bound[1].struct,
             *((linear_struct(part) for part in parts) if parts else (MatrixStruct(),) * 3),
             gate.weight.data_ptr() if gate is not None else None,
             norm.variance_epsilon,
-            way.norms_round_once,
+            path.norms_round_once,
         )
         return cls(struct, kernels)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from engine.families import short_way_of
+from engine.families import fast_path_of
 from engine.runtime.native_decoder import SingleTokenLayer
 
 _FIXED_ANGLES = ("default", "linear", "llama3", "yarn")
@@ -35,7 +35,7 @@ class TokenStep:
     @classmethod
     def of(cls, model: Any) -> TokenStep | None:
         """That of a model, or `None` if it is of no known kind or some of its layers have no fast path."""
-        if short_way_of(model, "model") is None or model.model.embed_tokens.weight.dtype != torch.bfloat16:
+        if fast_path_of(model, "model") is None or model.model.embed_tokens.weight.dtype != torch.bfloat16:
             return None
         layers = model.model.layers
         if not all(isinstance(layer.__dict__.get("forward"), SingleTokenLayer) for layer in layers):

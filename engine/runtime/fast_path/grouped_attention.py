@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from engine.families import short_way_of
-from engine.families.family import ShortWay
+from engine.families import fast_path_of
+from engine.families.family import FastPath
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import linear_struct
 from engine.kernels.native.structs import AttentionStruct
+from engine.runtime.fast_path.weights import address_of, is_plain, is_readable, out_of_memory
 from engine.runtime.growing_cache import GrowingLayer
 from engine.runtime.growing_window import GrowingWindowLayer
-from engine.runtime.short_way.weights import address_of, is_plain, is_readable, out_of_memory
 
 
 class GroupedAttention:
@@ -22,20 +22,20 @@ class GroupedAttention:
 
     def __init__(self, layer: Any, kernels: NativeKernels) -> None:
         attention = layer.self_attn
-        way = _way(attention)
+        path = _fast_path(attention)
         self._struct = attention_struct(layer)
         self._address = ctypes.addressof(self._struct)
         self._kernels = kernels
         self._index: int = attention.layer_idx
         self._head_dim: int = attention.head_dim
-        self._angles = self._head_dim // 2 if way.angles == "once" else self._head_dim
+        self._angles = self._head_dim // 2 if path.angles == "once" else self._head_dim
 
     @staticmethod
     def can_step(layer: Any) -> bool:
         """Whether the attention of this decoder layer is of a kind that this computes."""
         attention = layer.self_attn
-        way = short_way_of(attention, "attention")
-        if way is None or way.is_latent or getattr(attention.config, "clip_qkv", None) is not None:
+        path = fast_path_of(attention, "attention")
+        if path is None or path.is_latent or getattr(attention.config, "clip_qkv", None) is not None:
             return False
         norms = [norm for norm in _head_norms(attention) if norm is not None]
         inputs = [linear_struct(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
@@ -84,10 +84,10 @@ class GroupedAttention:
         return out
 
 
-def _way(attention: Any) -> ShortWay:
-    way = short_way_of(attention, "attention")
-    assert way is not None
-    return way
+def _fast_path(attention: Any) -> FastPath:
+    path = fast_path_of(attention, "attention")
+    assert path is not None
+    return path
 
 
 def _head_norms(attention: Any) -> tuple[Any, Any]:
@@ -97,7 +97,7 @@ def _head_norms(attention: Any) -> tuple[Any, Any]:
 def attention_struct(layer: Any) -> AttentionStruct:
     """The weights of a decoder layer's attention, of a kind that `GroupedAttention` knows; it points into them."""
     attention = layer.self_attn
-    way = _way(attention)
+    path = _fast_path(attention)
     projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     return AttentionStruct(
         layer.input_layernorm.weight.data_ptr(),
@@ -111,6 +111,6 @@ def attention_struct(layer: Any) -> AttentionStruct:
         attention.q_proj.out_features // attention.head_dim,
         attention.k_proj.out_features // attention.head_dim,
         attention.head_dim,
-        way.norms_all_heads,
-        way.norms_round_once,
+        path.norms_all_heads,
+        path.norms_round_once,
     )

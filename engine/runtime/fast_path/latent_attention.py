@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from engine.families import short_way_of
+from engine.families import fast_path_of
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import linear_struct
 from engine.kernels.native.structs import LatentAttentionStruct, MatrixStruct
+from engine.runtime.fast_path.weights import address_of, is_plain, is_readable, out_of_memory
 from engine.runtime.growing_cache import GrowingLayer
 from engine.runtime.growing_window import GrowingWindowLayer
-from engine.runtime.short_way.weights import address_of, is_plain, is_readable, out_of_memory
 
 _HALVES, _PAIRS_TO_HALVES, _PAIRS = 0, 1, 2
 
@@ -38,8 +38,8 @@ class LatentAttention:
     def can_step(layer: Any) -> bool:
         """Whether the attention of this decoder layer is of a kind that this computes."""
         attention = layer.self_attn
-        way = short_way_of(attention, "attention")
-        if way is None or not way.is_latent:
+        path = fast_path_of(attention, "attention")
+        if path is None or not path.is_latent:
             return False
         structs = [linear_struct(p) for p in (_first_of_query(attention), attention.kv_a_proj_with_mqa)]
         return (
@@ -122,10 +122,10 @@ def _struct(layer: Any) -> LatentAttentionStruct:
     attention = layer.self_attn
     q_a, _, kv_a, _, o = projections = _projections(attention)
     norms = _norms(layer)
-    way = short_way_of(attention, "attention")
-    assert way is not None
+    path = fast_path_of(attention, "attention")
+    assert path is not None
     rotation = _PAIRS
-    if way.angles == "twice":
+    if path.angles == "twice":
         rotation = _PAIRS_TO_HALVES if attention.config.rope_interleave else _HALVES
     return LatentAttentionStruct(
         *(address_of(norm.weight) if norm is not None else None for norm in norms),
