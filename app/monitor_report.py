@@ -41,7 +41,6 @@ class MonitorReport(QObject):
         self._ticking.setTimerType(Qt.TimerType.PreciseTimer)
         self._ticking.timeout.connect(self._note_wait)
         client.model_loaded.connect(self._begin)
-        client.finished.connect(self._on_finished)
 
     def _begin(self, _model: ModelInfo) -> None:
         self._window.show_page(MONITOR)
@@ -50,7 +49,8 @@ class MonitorReport(QObject):
 
     def _ask(self) -> None:
         sampling = SamplingParams(temperature=0.7, repetition_penalty=1.1, seed=7, max_tokens=_TOKENS)
-        self._client.generate([ChatMessage("user", _QUESTION)], sampling)
+        answer = self._client.generate([ChatMessage("user", _QUESTION)], sampling)
+        answer.finished.connect(self._on_finished)
 
     def _begin_share(self) -> None:
         self._began_s, self._spent_s = perf_counter(), process_time()
@@ -68,10 +68,10 @@ class MonitorReport(QObject):
         self._works_s.append(worked_s - self._worked_s)
         self._due_s, self._worked_s = now_s + _EVERY_MS / 1000, worked_s
 
-    def _on_finished(self, event: object) -> None:
+    def _on_finished(self, event: Finished | Failed) -> None:
         if isinstance(event, Failed):
             self._write(event.message)
-        elif isinstance(event, Finished):
+        else:
             QTimer.singleShot(0, self, self._ask)
 
     def _write(self, error: str) -> None:

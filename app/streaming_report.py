@@ -13,12 +13,12 @@ from time import perf_counter
 from PySide6.QtCore import QObject, Qt, QTimer
 from PySide6.QtWidgets import QApplication
 
+from app.services.chat_store import Message
 from app.services.engine_client import EngineClient
 from app.views.chat.chat_view import ChatView
 from engine.common.config import SamplingParams
 from engine.common.files import write_whole
 from engine.common.model_info import ModelInfo
-from engine.protocol import Failed, Finished, Token
 
 TOKENS = 512
 """Streamed in all; short answers are followed by further questions."""
@@ -34,14 +34,13 @@ class StreamingReport(QObject):
         self._presenter = chat.presenter
         self._path = path
         self._waits_ms: list[float] = []
-        self._tokens_before = self._tokens = 0
+        self._tokens = 0
         self._due = 0.0
         self._timer = QTimer(self)
         self._timer.setTimerType(Qt.TimerType.PreciseTimer)
         self._timer.timeout.connect(self._note_wait)
         client.model_loaded.connect(self._begin)
-        client.token.connect(self._on_token)
-        client.finished.connect(self._on_finished)
+        self._presenter.queue.changed.connect(self._on_answer)
 
     def _begin(self, _model: ModelInfo) -> None:
         sampling = SamplingParams(temperature=0.7, repetition_penalty=1.1, seed=7, max_tokens=TOKENS)
@@ -55,19 +54,15 @@ class StreamingReport(QObject):
         self._waits_ms.append(max(now - self._due, 0.0) * 1000)
         self._due = now + _EVERY_MS / 1000
 
-    def _on_token(self, token: Token) -> None:
-        self._tokens = self._tokens_before + token.generated_tokens
-
-    def _on_finished(self, event: object) -> None:
-        if isinstance(event, Failed):
-            self._write(event.message)
-        elif isinstance(event, Finished):
-            self._tokens_before = self._tokens
-            if self._tokens < TOKENS:
-                # Not from within the signal: the page has yet to hear that the answer has ended.
-                QTimer.singleShot(0, self, lambda: self._presenter.send(_QUESTION))
-            else:
-                self._write("")
+    def _on_answer(self, answer: Message) -> None:
+        self._tokens += answer.stats.generated_tokens if answer.stats is not None else 0
+        if answer.stats is None:
+            self._write(answer.reason)
+        elif self._tokens < TOKENS:
+            # Not from within the signal: the page has yet to hear that the answer has ended.
+            QTimer.singleShot(0, self, lambda: self._presenter.send(_QUESTION))
+        else:
+            self._write("")
 
     def _write(self, error: str) -> None:
         self._timer.stop()

@@ -12,6 +12,7 @@ from PySide6.QtCore import QObject, QTimer, Signal
 
 from app.services.chat_store import AnswerStats, ChatStore, Message, MessageState
 from app.services.engine_client import EngineClient, EngineState
+from app.services.engine_request import Answer
 from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
 from engine.protocol import ChatMessage, Failed, Finished, Progress, Token
@@ -50,7 +51,7 @@ class _Turn:
     answer: Message
     messages: tuple[ChatMessage, ...]
     sampling: SamplingParams
-    request_id: str = ""
+    request: Answer | None = None
     unshown: list[str] = field(default_factory=list)
     unsaved: bool = False
     cancelling: bool = False
@@ -101,17 +102,14 @@ class AnswerQueue(QObject):
         self._clock = clock
         self._waiting: deque[_Turn] = deque()
         self._running: _Turn | None = None
-        self._loading: float | None = None
         self._phases: dict[str, Phase] = {}
         self._show = QTimer(self, singleShot=True, interval=SHOW_MS)
         self._show.timeout.connect(self._show_text)
         self._save = QTimer(self, singleShot=True, interval=SAVE_MS)
         self._save.timeout.connect(self._save_step)
-        client.token.connect(self._on_token)
-        client.progress.connect(self._on_progress)
-        client.finished.connect(self._on_finished)
-        client.state_changed.connect(self._on_state)
+        client.state_changed.connect(self._start_next)
         client.model_loaded.connect(self._start_next)
+        client.loading_changed.connect(self._tell_waiting)
 
     def ask(self, answer: Message, messages: tuple[ChatMessage, ...], sampling: SamplingParams) -> None:
         """Answer `messages`.  `answer` is the empty message to fill; it is in the store already."""
@@ -123,7 +121,8 @@ class AnswerQueue(QObject):
         running = self._running
         if running is not None and running.answer.id == message_id:
             running.cancelling = True
-            self._client.cancel(running.request_id)
+            if running.request is not None:
+                running.request.cancel()
             return
         for turn in self._waiting:
             if turn.answer.id == message_id:
@@ -160,7 +159,10 @@ class AnswerQueue(QObject):
         if model is not None and self._running is None and self._waiting:
             turn = self._running = self._waiting.popleft()
             turn.answer = replace(turn.answer, model=model.name)
-            turn.request_id = self._client.generate(turn.messages, turn.sampling)
+            turn.request = request = self._client.generate(turn.messages, turn.sampling)
+            request.progress.connect(self._on_reading)
+            request.token.connect(self._on_token)
+            request.finished.connect(self._on_finished)
             self._set_phase(turn, Phase(Stage.READING))
         self._tell_waiting()
 
@@ -174,7 +176,7 @@ class AnswerQueue(QObject):
         if state in (EngineState.DIED, EngineState.STOPPED):
             return Phase(Stage.NO_ENGINE)
         if state in (EngineState.STARTING, EngineState.LOADING):
-            return Phase(Stage.LOADING, self._loading)
+            return Phase(Stage.LOADING, self._client.loading)
         return Phase(Stage.NO_MODEL) if self._client.model is None else Phase(Stage.QUEUED)
 
     def _set_phase(self, turn: _Turn, phase: Phase) -> None:
@@ -184,26 +186,14 @@ class AnswerQueue(QObject):
 
     # --- while it is written ---
 
-    def _on_state(self, state: EngineState) -> None:
-        if state is not EngineState.LOADING:
-            self._loading = None
-        self._start_next()
-
-    def _on_progress(self, progress: Progress) -> None:
-        fraction = min(progress.done / progress.total, 1.0) if progress.total > 0 else None
-        if progress.phase == "loading":
-            self._loading = fraction
-            self._tell_waiting()
-        elif self._is_running(progress.request_id) and progress.phase == "prefill":
-            assert self._running is not None
+    def _on_reading(self, progress: Progress) -> None:
+        if self._running is not None:
+            fraction = min(progress.done / progress.total, 1.0) if progress.total > 0 else None
             self._set_phase(self._running, Phase(Stage.READING, fraction))
-
-    def _is_running(self, request_id: str) -> bool:
-        return self._running is not None and self._running.request_id == request_id
 
     def _on_token(self, token: Token) -> None:
         turn = self._running
-        if turn is None or turn.request_id != token.request_id:
+        if turn is None:
             return
         if not turn.first_at:
             turn.first_at, turn.first_tokens = self._clock(), token.generated_tokens
@@ -241,10 +231,9 @@ class AnswerQueue(QObject):
 
     # --- its end ---
 
-    def _on_finished(self, event: object) -> None:
+    def _on_finished(self, event: Finished | Failed) -> None:
         turn = self._running
-        if turn is None or not isinstance(event, (Finished, Failed)) or event.request_id != turn.request_id:
-            self._start_next()
+        if turn is None:
             return
         self._running = None
         self._show.stop()

@@ -14,6 +14,7 @@ from app.services.background import LatestTask, TaskQueue
 from app.services.batch_job import RESUMABLE, UNDER_WAY, JobEntry, JobState, key_of
 from app.services.batch_job_file import load_jobs, save_jobs
 from app.services.engine_client import EngineClient, EngineState
+from app.services.engine_request import BatchRun
 from engine.batch_files.journal import discard
 from engine.batch_files.messages import BatchFinished, BatchPlanned, BatchProgress, BatchRows
 from engine.common.config import BatchJob, BatchStart, EngineConfig
@@ -52,15 +53,13 @@ class BatchJobs(QObject):
         self._entries: dict[str, JobEntry] = {}
         self._turns: list[str] = []
         self._running = ""
-        self._request = ""
+        self._run: BatchRun | None = None
         self._wish = JobState.PAUSED
         self._held = False
         self._bin: dict[str, JobEntry] = {}
         self._listing, self._saving, self._discarding = LatestTask(self), LatestTask(self), TaskQueue(self)
         self._watch = QTimer(self, interval=WATCH_MS)
         self._watch.timeout.connect(self.list_again)
-        client.batch_told.connect(self._on_told)
-        client.finished.connect(self._on_finished)
         client.state_changed.connect(self._on_state)
         client.model_loaded.connect(self._start_next)
 
@@ -177,7 +176,7 @@ class BatchJobs(QObject):
         self._held = True
         if self._running and self._entries[self._running].state is JobState.RUNNING:
             self._wish = JobState.QUEUED
-            self._client.cancel(self._request)
+            self._cancel()
 
     def go_on(self) -> None:
         """Ends `hold`."""
@@ -214,14 +213,22 @@ class BatchJobs(QObject):
         if info is not None and not (entry.done and job.start in ("resume", "retry_failed")):
             entry = replace(entry, begun_model=info.path, begun_precision=info.precision)
         self._put(replace(entry, job=resumed, state=JobState.RUNNING, model=model, gives_way=gives_way))
-        self._request = self._client.start_batch(job)
+        self._run = run = self._client.start_batch(job)
+        run.planned.connect(self._on_planned)
+        run.progressed.connect(self._on_progressed)
+        run.answered.connect(self._on_answered)
+        run.finished.connect(self._on_finished)
+
+    def _cancel(self) -> None:
+        if self._run is not None:
+            self._run.cancel()
 
     def _end_by_wish(self, key: str, state: JobState) -> None:
         entry = self._entries[key]
         if key == self._running:
             self._wish = state
             self._put(replace(entry, state=JobState.STOPPING))
-            self._client.cancel(self._request)
+            self._cancel()
         elif entry.state is JobState.QUEUED:
             self._turns.remove(key)
             self._put(replace(entry, state=state))
@@ -238,19 +245,14 @@ class BatchJobs(QObject):
             self._put(replace(entry, gives_way=gives_way), to_file=False)
         self._start_next()
 
-    def _on_told(self, event: object) -> None:
-        entry = self.running
-        if entry is None or not isinstance(event, BatchPlanned | BatchProgress | BatchRows):
-            return
-        if event.request_id != self._request:
-            return
-        if isinstance(event, BatchPlanned):
-            self._put(replace(entry, plan=event), to_file=False)
-            return
-        if isinstance(event, BatchRows):
-            self.answered.emit(entry.key, event.rows)
-            return
-        now = self._clock()
+    def _on_planned(self, plan: BatchPlanned) -> None:
+        self._put(replace(self._entries[self._running], plan=plan), to_file=False)
+
+    def _on_answered(self, event: BatchRows) -> None:
+        self.answered.emit(self._running, event.rows)
+
+    def _on_progressed(self, event: BatchProgress) -> None:
+        entry, now = self._entries[self._running], self._clock()
         total = event.total if event.total >= 0 else entry.total
         new = replace(
             entry,
@@ -265,11 +267,9 @@ class BatchJobs(QObject):
         )
         self._put(new, to_file=total != entry.total)
 
-    def _on_finished(self, event: object) -> None:
-        entry = self.running
-        if entry is None or not isinstance(event, BatchFinished | Failed) or event.request_id != self._request:
-            return
-        self._running, self._request = "", ""
+    def _on_finished(self, event: BatchFinished | Failed) -> None:
+        entry = self._entries[self._running]
+        self._running, self._run = "", None
         entry = replace(entry, blocked="", gives_way=False, under_way=0, ends_low_s=None, ends_high_s=None)
         if isinstance(event, BatchFinished):
             entry = self._ended(entry, event)

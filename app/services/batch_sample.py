@@ -8,7 +8,8 @@ from PySide6.QtCore import QObject, Signal
 
 from app.services.batch_jobs import BatchJobs
 from app.services.engine_client import EngineClient
-from engine.batch_files.messages import BatchFinished, BatchPlanned, BatchRows
+from app.services.engine_request import BatchRun
+from engine.batch_files.messages import BatchFinished, BatchRows
 from engine.common.config import BatchJob
 from engine.common.errors import ErrorCode
 from engine.protocol import Failed
@@ -43,35 +44,31 @@ class BatchSample(QObject):
     def __init__(self, client: EngineClient, jobs: BatchJobs, parent: QObject | None = None) -> None:
         super().__init__(parent)
         self._client, self._jobs = client, jobs
-        self._request = ""
-        client.batch_told.connect(self._on_told)
-        client.finished.connect(self._on_finished)
+        self._run: BatchRun | None = None
 
     @property
     def is_running(self) -> bool:
-        return bool(self._request)
+        return self._run is not None
 
     def start(self, job: BatchJob) -> None:
         """Answers the first rows of this job; without effect while a sample is under way."""
-        if not self._request:
+        if self._run is None:
             self._jobs.hold()
-            self._request = self._client.sample_batch(job, SAMPLE_ROWS)
+            self._run = run = self._client.sample_batch(job, SAMPLE_ROWS)
+            run.answered.connect(self._on_answered)
+            run.planned.connect(self.planned)
+            run.finished.connect(self._on_finished)
 
     def stop(self) -> None:
         """Ends the sample; what was answered of it stays shown."""
-        if self._request:
-            self._client.cancel(self._request)
+        if self._run is not None:
+            self._run.cancel()
 
-    def _on_told(self, event: object) -> None:
-        if isinstance(event, BatchRows) and event.request_id == self._request:
-            self.answered.emit(event.rows)
-        elif isinstance(event, BatchPlanned) and event.request_id == self._request:
-            self.planned.emit(event)
+    def _on_answered(self, event: BatchRows) -> None:
+        self.answered.emit(event.rows)
 
-    def _on_finished(self, event: object) -> None:
-        if not self._request or not isinstance(event, BatchFinished | Failed) or event.request_id != self._request:
-            return
-        self._request = ""
+    def _on_finished(self, event: BatchFinished | Failed) -> None:
+        self._run = None
         if isinstance(event, BatchFinished):
             complete = event.finished and event.tokens > 0 and event.seconds > 0
             self.ended.emit(SampleRate(event.done, event.tokens, event.seconds) if complete else None)

@@ -1,9 +1,8 @@
 """The engine process as a Qt object: requests in, signals out, and never a wait on the GUI thread.
 
-The client owns one worker (`python -m engine.worker`) at a time.  Whatever happens to that process, every request
-id that `load`, `unload` or `generate` returned gets exactly one terminal event through `finished`: if the worker
-dies, the client makes it up as `Failed(ENGINE_DIED)`.  A dead worker is never restarted by itself, so nothing can
-spin: the window offers `restart()`.
+The client owns one worker (`python -m engine.worker`) at a time.  Whatever happens to that process, every `Request`
+that the client returned emits `finished` exactly once: if the worker dies, the client makes the event up as
+`Failed(ENGINE_DIED)`.  A dead worker is never restarted by itself, so nothing can spin: the window offers `restart()`.
 """
 
 from __future__ import annotations
@@ -12,17 +11,13 @@ import uuid
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum
+from typing import TypeVar
 
 from PySide6.QtCore import QCoreApplication, QObject, QTimer, Signal
 
+from app.services.engine_request import Answer, BatchRun, Request, TuningRun
 from app.services.worker_process import WorkerProcess
-from engine.batch_files.messages import (
-    BatchPlanned,
-    BatchProgress,
-    BatchRows,
-    SampleBatch,
-    StartBatch,
-)
+from engine.batch_files.messages import SampleBatch, StartBatch
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import ErrorCode
 from engine.common.model_info import ModelInfo
@@ -34,6 +29,7 @@ from engine.protocol import (
     ChatMessage,
     Command,
     Failed,
+    Finished,
     Generate,
     LoadModel,
     Message,
@@ -41,7 +37,6 @@ from engine.protocol import (
     Progress,
     Ready,
     TerminalEvent,
-    Token,
     UnloadModel,
 )
 from engine.telemetry.messages import (
@@ -55,18 +50,12 @@ from engine.telemetry.messages import (
     TelemetrySpans,
     WatchTelemetry,
 )
-from engine.tuning.messages import (
-    StartTuning,
-    TuningFinished,
-    TuningMeasured,
-    TuningPlans,
-    TuningProgress,
-    TuningTimed,
-    Until,
-)
+from engine.tuning.messages import StartTuning, TuningFinished, Until
 from engine.tuning.result import TuningKind
 
 NOT_RESPONDING_S = 10.0
+
+_R = TypeVar("_R", bound=Request)
 
 
 class EngineState(Enum):
@@ -81,28 +70,25 @@ class EngineState(Enum):
 
 
 class EngineClient(QObject):
-    """Starts the engine process, sends it requests and reports what it says.
+    """Starts the engine process and sends it requests.  Its signals tell of the engine; a `Request` tells of itself.
 
     Signals:
-        state_changed(EngineState), responding_changed(bool), model_loaded(ModelInfo),
-        progress(Progress), token(Token), telemetry(Telemetry),
-        recorded(TelemetrySpans | TelemetryCounters | TelemetryRequest | ExpertMap | CacheReport): while watched,
-        batch_told(BatchPlanned | BatchProgress | BatchRows): while a job runs,
-        tuning_told(TuningProgress | TuningMeasured | TuningPlans | TuningTimed): while a tuning run goes on,
-        finished(ModelLoaded | ModelUnloaded | Finished | BatchFinished | TuningFinished | Cancelled | Failed): one for
-            every request.
+        state_changed(EngineState), responding_changed(bool), telemetry(Telemetry).
+        loading_changed: `loading` is another.
+        model_loaded(ModelInfo): by whichever request.
+        answered(Finished): an answer is complete, whoever asked for it.
+        batch_began(BatchRun): a job or a sample was asked for.
+        recorded(TelemetrySpans | TelemetryCounters | TelemetryRequest | ExpertMap | CacheReport): while watched.
     """
 
     state_changed = Signal(object)
     responding_changed = Signal(bool)
+    loading_changed = Signal()
     model_loaded = Signal(object)
-    progress = Signal(object)
-    token = Signal(object)
+    answered = Signal(object)
+    batch_began = Signal(object)
     telemetry = Signal(object)
     recorded = Signal(object)
-    batch_told = Signal(object)
-    tuning_told = Signal(object)
-    finished = Signal(object)
 
     def __init__(
         self,
@@ -120,9 +106,10 @@ class EngineClient(QObject):
         self._ready = False
         self._responding = True
         self._state = EngineState.STOPPED
-        self._open: dict[str, Command] = {}
+        self._open: dict[str, Request] = {}
         self._outbox: deque[Command] = deque()
         self._model: ModelInfo | None = None
+        self._loading: float | None = None
         self._last_config: EngineConfig | None = None
         self._last_error = ""
         self._watched = WatchTelemetry(on=False)
@@ -147,6 +134,11 @@ class EngineClient(QObject):
         return self._last_config
 
     @property
+    def loading(self) -> float | None:
+        """How much of the model that is loading has been read, 0 to 1; None if none is, or nobody knows."""
+        return self._loading
+
+    @property
     def last_error(self) -> str:
         """One sentence on why the engine died or does not respond; empty if it does neither."""
         return self._last_error
@@ -157,9 +149,9 @@ class EngineClient(QObject):
         return self._responding
 
     @property
-    def answering(self) -> tuple[str, ...]:
-        """Request ids of the answers that are being written or wait for it."""
-        return tuple(request_id for request_id, command in self._open.items() if isinstance(command, Generate))
+    def answering(self) -> tuple[Answer, ...]:
+        """The answers that are being written or wait for it."""
+        return tuple(request for request in self._open.values() if isinstance(request, Answer))
 
     @property
     def worker_pid(self) -> int:
@@ -181,12 +173,8 @@ class EngineClient(QObject):
         self._update_state()
         worker.start()
 
-    def restart(self) -> str | None:
-        """End the worker at once, start another and load the last model again.
-
-        Returns:
-            The request id of that load, or None if there was no model.
-        """
+    def restart(self) -> Request | None:
+        """End the worker at once, start another and load the last model again; returns that load, if there is one."""
         config = self._last_config
         self._drop_worker("", self.tr("The engine was restarted before this request was done."))
         self.start()
@@ -205,27 +193,29 @@ class EngineClient(QObject):
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def load(self, config: EngineConfig) -> str:
-        """Load a model in place of the one loaded; returns the request id."""
+    def load(self, config: EngineConfig) -> Request:
+        """Load a model in place of the one loaded."""
         self._last_config = config
-        return self._request(LoadModel(_new_id(), config))
+        request = Request(LoadModel(_new_id(), config), self._cancel, self)
+        request.progress.connect(self._on_loading)
+        return self._accept(request)
 
-    def unload(self) -> str:
-        """Free the model's memory; returns the request id."""
+    def unload(self) -> Request:
+        """Free the model's memory."""
         self._last_config = None
-        return self._request(UnloadModel(_new_id()))
+        return self._accept(Request(UnloadModel(_new_id()), self._cancel, self))
 
-    def generate(self, messages: Sequence[ChatMessage], sampling: SamplingParams) -> str:
-        """Answer the last of `messages`; returns the request id that its events will carry."""
-        return self._request(Generate(_new_id(), tuple(messages), sampling))
+    def generate(self, messages: Sequence[ChatMessage], sampling: SamplingParams) -> Answer:
+        """Answer the last of `messages`."""
+        return self._accept(Answer(Generate(_new_id(), tuple(messages), sampling), self._cancel, self))
 
-    def start_batch(self, job: BatchJob) -> str:
-        """Answer a file of rows with the loaded model; returns the request id.  Chats come before it at any time."""
-        return self._request(StartBatch(_new_id(), job))
+    def start_batch(self, job: BatchJob) -> BatchRun:
+        """Answer a file of rows with the loaded model.  Chats come before it at any time."""
+        return self._begin_batch(StartBatch(_new_id(), job))
 
-    def sample_batch(self, job: BatchJob, rows: int) -> str:
-        """Answer the first rows of a job and keep nothing; returns the request id."""
-        return self._request(SampleBatch(_new_id(), job, rows))
+    def sample_batch(self, job: BatchJob, rows: int) -> BatchRun:
+        """Answer the first rows of a job and keep nothing."""
+        return self._begin_batch(SampleBatch(_new_id(), job, rows))
 
     def start_tuning(
         self,
@@ -234,14 +224,9 @@ class EngineClient(QObject):
         until: Until = "timed",
         *,
         measure_again: bool = False,
-    ) -> str:
-        """Measure, plan and time; returns the request id.  Whatever is loaded is loaded again at the end."""
-        return self._request(StartTuning(_new_id(), config, kind, until, measure_again))
-
-    def cancel(self, request_id: str) -> None:
-        """Stop a request, running or waiting; its terminal event still comes.  Without effect once it has ended."""
-        if request_id in self._open:
-            self._send(Cancel(request_id))
+    ) -> TuningRun:
+        """Measure, plan and time.  Whatever is loaded is loaded again at the end."""
+        return self._accept(TuningRun(StartTuning(_new_id(), config, kind, until, measure_again), self._cancel, self))
 
     # --- telemetry --------------------------------------------------------------------------------
 
@@ -256,16 +241,27 @@ class EngineClient(QObject):
         if self._ready:
             self._send(ResizeCache(tier, slots))
 
-    def _request(self, command: LoadModel | UnloadModel | Generate | StartBatch | SampleBatch | StartTuning) -> str:
-        self._open[command.request_id] = command
+    # --- what a request does ----------------------------------------------------------------------
+
+    def _begin_batch(self, command: StartBatch | SampleBatch) -> BatchRun:
+        run = self._accept(BatchRun(command, self._cancel, self))
+        self.batch_began.emit(run)
+        return run
+
+    def _accept(self, request: _R) -> _R:
+        self._open[request.id] = request
         if self._worker is None or self._worker.is_stopping:
             reason = self._last_error or self.tr("The engine is not running; start it first.")
-            # Told on a later turn: the caller does not know the id yet.
-            QTimer.singleShot(0, self, lambda: self._fail(command.request_id, reason))
+            # Told on a later turn: nobody listens to the request yet.
+            QTimer.singleShot(0, self, lambda: self._fail(request, reason))
         else:
-            self._send(command)
+            self._send(request.command)
             self._update_state()
-        return command.request_id
+        return request
+
+    def _cancel(self, request: Request) -> None:
+        if request.id in self._open:
+            self._send(Cancel(request.id))
 
     def _send(self, command: Command) -> None:
         if self._worker is not None and self._ready:
@@ -276,26 +272,22 @@ class EngineClient(QObject):
     # --- what the worker says ---------------------------------------------------------------------
 
     def _on_message(self, message: Message) -> None:
-        if isinstance(message, Token):
-            if message.request_id in self._open:
-                self.token.emit(message)
-        elif isinstance(message, Progress):
-            if message.request_id in self._open:
-                self.progress.emit(message)
-        elif isinstance(message, TerminalEvent):
-            self._finish(message)
-        elif isinstance(message, TuningProgress | TuningMeasured | TuningPlans | TuningTimed):
-            if message.request_id in self._open:
-                self.tuning_told.emit(message)
-        elif isinstance(message, BatchPlanned | BatchProgress | BatchRows):
-            if message.request_id in self._open:
-                self.batch_told.emit(message)
+        request = self._open.get(getattr(message, "request_id", ""))
+        if request is not None:
+            if isinstance(message, TerminalEvent):
+                self._finish(request, message)
+            else:
+                request.hear(message)
         elif isinstance(message, Telemetry):
             self.telemetry.emit(message)
         elif isinstance(message, TelemetrySpans | TelemetryCounters | TelemetryRequest | ExpertMap | CacheReport):
             self.recorded.emit(message)
         elif isinstance(message, Ready):
             self._on_ready(message)
+
+    def _on_loading(self, progress: Progress) -> None:
+        self._loading = min(progress.done / progress.total, 1.0) if progress.total > 0 else None
+        self.loading_changed.emit()
 
     def _on_ready(self, ready: Ready) -> None:
         if ready.protocol_version != PROTOCOL_VERSION:
@@ -312,26 +304,25 @@ class EngineClient(QObject):
             self._send(self._outbox.popleft())
         self._update_state()
 
-    def _finish(self, event: TerminalEvent) -> None:
-        command = self._open.pop(event.request_id, None)
-        if command is None:
-            return
+    def _finish(self, request: Request, event: TerminalEvent) -> None:
+        del self._open[request.id]
+        loaded: ModelInfo | None = None
         if isinstance(event, ModelLoaded):
-            self._model = event.info
-        elif isinstance(command, LoadModel | UnloadModel):
+            loaded = self._model = event.info
+        elif isinstance(request.command, LoadModel | UnloadModel):
             self._model = None  # a load frees the model before it, however it ends
         elif isinstance(event, TuningFinished) and event.reloaded:
-            self._model = event.loaded
+            loaded = self._model = event.loaded
         self._update_state()
-        if isinstance(event, ModelLoaded):
-            self.model_loaded.emit(event.info)
-        elif isinstance(event, TuningFinished) and event.reloaded and event.loaded is not None:
-            self.model_loaded.emit(event.loaded)
-        self.finished.emit(event)
+        if loaded is not None:
+            self.model_loaded.emit(loaded)
+        if isinstance(event, Finished):
+            self.answered.emit(event)
+        request.end(event)
 
-    def _fail(self, request_id: str, reason: str) -> None:
-        if request_id in self._open:
-            self._finish(Failed(request_id, ErrorCode.ENGINE_DIED, reason))
+    def _fail(self, request: Request, reason: str) -> None:
+        if request.id in self._open:
+            self._finish(request, Failed(request.id, ErrorCode.ENGINE_DIED, reason))
 
     # --- the end of a worker ----------------------------------------------------------------------
 
@@ -351,11 +342,11 @@ class EngineClient(QObject):
         self._outbox.clear()
         self._model = None
         self._last_error = error
-        ended = list(self._open)
+        ended = list(self._open.values())
         self._update_state()
         self._set_responding(True)
-        for request_id in ended:
-            self._fail(request_id, reason)
+        for request in ended:
+            self._fail(request, reason)
 
     def _on_responding(self, responding: bool) -> None:
         self._last_error = (
@@ -376,6 +367,8 @@ class EngineClient(QObject):
         state = self._state_now()
         if state != self._state:
             self._state = state
+            if state is not EngineState.LOADING:
+                self._loading = None
             self.state_changed.emit(state)
 
     def _state_now(self) -> EngineState:
@@ -383,10 +376,10 @@ class EngineClient(QObject):
             return EngineState.DIED if self._last_error else EngineState.STOPPED
         if not self._ready:
             return EngineState.STARTING
-        if any(isinstance(command, LoadModel) for command in self._open.values()):
+        if any(isinstance(request.command, LoadModel) for request in self._open.values()):
             return EngineState.LOADING
         # A job leaves the engine to whoever asks: it gives way at the next layer.
-        waited_for = any(not isinstance(command, StartBatch) for command in self._open.values())
+        waited_for = any(not isinstance(request.command, StartBatch) for request in self._open.values())
         return EngineState.BUSY if waited_for else EngineState.READY
 
 

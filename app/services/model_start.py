@@ -11,27 +11,23 @@ from app.services.engine_client import EngineClient
 from app.services.settings import STARTER, Settings
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
-from engine.protocol import Failed, ModelLoaded
+from engine.protocol import Failed
 
 
 class ModelStart(QObject):
     """Signals:
     starter_missing: the model wanted is the starter, and it is not on this machine yet.
     problem(str): one sentence on why no model was loaded.
-    loaded: the model is there.
     """
 
     starter_missing = Signal()
     problem = Signal(str)
-    loaded = Signal()
 
     def __init__(self, client: EngineClient, settings: Settings, parent: QObject | None = None) -> None:
         super().__init__(parent)
         self._client = client
         self._settings = settings
         self._looking = LatestTask(self)
-        self._request = ""
-        client.finished.connect(self._on_finished)
 
     def begin(self) -> None:
         """Starts the engine and loads the default model; what was chosen last counts."""
@@ -41,9 +37,9 @@ class ModelStart(QObject):
 
     def restart(self) -> None:
         """Ends the engine at once and starts another, with the model that was wanted last, or else the default one."""
-        request = self._client.restart()
-        if request is not None:
-            self._request = request
+        load = self._client.restart()
+        if load is not None:
+            load.finished.connect(self._on_finished)
         else:  # it died before any model was asked for
             self.begin()
 
@@ -52,7 +48,8 @@ class ModelStart(QObject):
         self._looking.close()
 
     def _load(self, path: Path) -> None:
-        self._request = self._client.load(wanted_config(self._settings, str(path)))
+        load = self._client.load(wanted_config(self._settings, str(path)))
+        load.finished.connect(self._on_finished)
 
     def _on_not_found(self, model: str, error: Exception) -> None:
         if model == STARTER and isinstance(error, EngineError) and error.code is ErrorCode.MODEL_NOT_FOUND:
@@ -63,20 +60,14 @@ class ModelStart(QObject):
             raise error
 
     def _on_finished(self, event: object) -> None:
-        if isinstance(event, ModelLoaded):
-            self.loaded.emit()
-        elif isinstance(event, Failed) and event.request_id == self._request and not _is_death(event):
+        # The end of the engine process is told once, by the banner that offers to restart it.
+        if isinstance(event, Failed) and event.code is not ErrorCode.ENGINE_DIED:
             self.problem.emit(event.message)
 
 
 def wanted_config(settings: Settings, model: str) -> EngineConfig:
     """How the user wants a model to run: what the settings leave open, the engine or its tuning decides."""
     return EngineConfig(model=model, device=settings.device, threads=settings.threads)
-
-
-def _is_death(event: Failed) -> bool:
-    """The end of the engine process is told once, by the banner that offers to restart it."""
-    return event.code is ErrorCode.ENGINE_DIED
 
 
 def _resolve(model: str) -> Path:

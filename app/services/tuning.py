@@ -8,21 +8,14 @@ from PySide6.QtCore import QObject, Signal
 
 from app.services.background import LatestTask, TaskQueue
 from app.services.engine_client import EngineClient, EngineState
+from app.services.engine_request import TuningRun
 from app.services.machine_look import MachineLook, look_at_machine
 from app.services.model_start import wanted_config
 from app.services.settings import Settings
 from engine.hardware.measured import Measurements
 from engine.protocol import Failed
 from engine.tuning.keeping import keep_anyway, model_mark, results_of, save_result
-from engine.tuning.messages import (
-    Stage,
-    TuningFinished,
-    TuningMeasured,
-    TuningPlans,
-    TuningProgress,
-    TuningTimed,
-    Until,
-)
+from engine.tuning.messages import Stage, TuningFinished, TuningMeasured, TuningProgress, Until
 from engine.tuning.result import TuningKind, TuningResult
 
 
@@ -54,16 +47,14 @@ class Tuning(QObject):
         self._client, self._settings = client, settings
         self.machine: MachineLook | None = None
         self.stage: Stage | None = None
-        self._request = ""
+        self._run: TuningRun | None = None
         self._device: str | None = None
         self._cancelling = False
         self._looking, self._recalling, self._keeping = LatestTask(self), LatestTask(self), TaskQueue(self)
-        client.tuning_told.connect(self._on_told)
-        client.finished.connect(self._on_finished)
 
     @property
     def is_running(self) -> bool:
-        return bool(self._request)
+        return self._run is not None
 
     @property
     def is_cancelling(self) -> bool:
@@ -82,20 +73,25 @@ class Tuning(QObject):
 
     def start(self, model: str, kind: TuningKind, until: Until = "timed", *, measure_again: bool = False) -> None:
         """Begins a run; without effect while one goes on.  Starts the engine if it does not run."""
-        if self._request:
+        if self._run is not None:
             return
         if self._client.state in (EngineState.STOPPED, EngineState.DIED):
             self._client.start()
         self.stage, self._cancelling = None, False
         config = wanted_config(self._settings, model)
-        self._request = self._client.start_tuning(config, kind, until, measure_again=measure_again)
+        self._run = run = self._client.start_tuning(config, kind, until, measure_again=measure_again)
+        run.progressed.connect(self._on_progressed)
+        run.measured.connect(self._on_measured)
+        run.planned.connect(self.planned)
+        run.timed.connect(self.timed)
+        run.finished.connect(self._on_finished)
         self.began.emit()
 
     def cancel(self) -> None:
         """Stops the run at its next step; `ended` follows when what was loaded before is loaded again."""
-        if self._request and not self._cancelling:
+        if self._run is not None and not self._cancelling:
             self._cancelling = True
-            self._client.cancel(self._request)
+            self._run.cancel()
 
     def recall(self, model: str) -> None:
         """Looks for the latest result kept of a model; `recalled` tells."""
@@ -106,7 +102,7 @@ class Tuning(QObject):
         kept = replace(result, winner=name)
 
         def loaded(_path: object) -> None:
-            if not self._request:
+            if self._run is None:
                 self._client.load(wanted_config(self._settings, result.asked.model))
             self.chosen.emit(name)
 
@@ -119,7 +115,7 @@ class Tuning(QObject):
             self.look()
             if result is None or not result.winner:
                 return
-            if not self._request:
+            if self._run is None:
                 self._client.load(wanted_config(self._settings, result.asked.model))
             self.chosen.emit(result.winner)
 
@@ -132,25 +128,18 @@ class Tuning(QObject):
 
     # --- what the engine says ---------------------------------------------------------------------
 
-    def _on_told(self, event: object) -> None:
-        if getattr(event, "request_id", "") != self._request:
-            return
-        if isinstance(event, TuningProgress):
-            self.stage = event.stage
-            self.progressed.emit(event)
-        elif isinstance(event, TuningMeasured):
-            self._device = event.device
-            self.measured.emit(event)
-            self.look()
-        elif isinstance(event, TuningPlans):
-            self.planned.emit(event)
-        elif isinstance(event, TuningTimed):
-            self.timed.emit(event)
+    def _on_progressed(self, event: TuningProgress) -> None:
+        self.stage = event.stage
+        self.progressed.emit(event)
 
-    def _on_finished(self, event: object) -> None:
-        if isinstance(event, TuningFinished | Failed) and event.request_id == self._request:
-            self._request, self.stage, self._cancelling = "", None, False
-            self.ended.emit(event)
+    def _on_measured(self, event: TuningMeasured) -> None:
+        self._device = event.device
+        self.measured.emit(event)
+        self.look()
+
+    def _on_finished(self, event: TuningFinished | Failed) -> None:
+        self._run, self.stage, self._cancelling = None, None, False
+        self.ended.emit(event)
 
     def _on_looked(self, look: MachineLook) -> None:
         self.machine = look

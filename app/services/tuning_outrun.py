@@ -37,7 +37,7 @@ class TuningOutrun(QObject):
         self._fastest = 0.0
         self._checking = LatestTask(self)
         client.model_loaded.connect(self._forget)
-        client.finished.connect(self._on_finished)
+        client.answered.connect(self._on_answered)
 
     def close(self) -> None:
         """Waits for a comparison under way."""
@@ -46,9 +46,9 @@ class TuningOutrun(QObject):
     def _forget(self, _model: object) -> None:
         self._fastest = 0.0
 
-    def _on_finished(self, event: object) -> None:
+    def _on_answered(self, event: Finished) -> None:
         model, config = self._client.model, self._client.config
-        if not isinstance(event, Finished) or model is None or config is None or not model.is_tuned:
+        if model is None or config is None or not model.is_tuned:
             return
         rate = event.tokens_per_s
         # Only what is faster than all before can be news.

@@ -12,7 +12,6 @@ from app.widgets.memory_bar import MemoryPart
 from app.widgets.memory_gauge import MemoryGauge, MemoryLegend
 from engine.common.model_info import ModelInfo
 from engine.hardware.probe import GpuInfo, HardwareProfile
-from engine.protocol import Progress
 from engine.telemetry.messages import Telemetry
 
 SPACING_PX = 6
@@ -31,7 +30,6 @@ class MachineFooter(QWidget):
         self._ram: RamSample | None = None
         self._held = _NOTHING
         self._gpu: GpuInfo | None = None
-        self._loading = ""
         self._is_narrow = False
         self._ram_bar = MemoryGauge(self.tr("RAM"), self)
         self._vram_bar = MemoryGauge(self.tr("VRAM"), self)
@@ -62,7 +60,7 @@ class MachineFooter(QWidget):
         devices.ram_sampled.connect(self._on_ram)
         devices.hardware_found.connect(self._on_hardware)
         client.telemetry.connect(self._on_telemetry)
-        client.progress.connect(self._on_progress)
+        client.loading_changed.connect(self._say_where)
         client.state_changed.connect(self._on_state)
         client.model_loaded.connect(self._say_where)
         theme.changed.connect(self._show_memory)
@@ -180,14 +178,7 @@ class MachineFooter(QWidget):
         model = self._client.model
         return model is not None and model.device.startswith("cuda")
 
-    def _on_progress(self, progress: Progress) -> None:
-        if progress.phase == "loading" and progress.total > 0:
-            self._loading = self.tr("Loading the model, {0}%").format(round(100 * progress.done / progress.total))
-            self._say_where()
-
     def _on_state(self, state: EngineState) -> None:
-        if state is not EngineState.LOADING:
-            self._loading = ""
         if state in (EngineState.DIED, EngineState.STOPPED):
             self._held = _NOTHING
             self._show_memory()
@@ -202,7 +193,10 @@ class MachineFooter(QWidget):
             text = f"{model.name}\n{device}, {threads} · {model.precision}{tuned}"
             self._where.setToolTip(model.device_note or self.tr("Where the model runs, as reported by the engine."))
         elif self._client.state is EngineState.LOADING:
-            text = self._loading or self.tr("Loading the model")
+            read = self._client.loading
+            text = self.tr("Loading the model")
+            if read is not None:
+                text = self.tr("Loading the model, {0}%").format(round(100 * read))
         elif self._client.state is EngineState.STARTING:
             text = self.tr("Starting the engine")
         else:

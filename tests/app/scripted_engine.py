@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from PySide6.QtCore import QObject, Signal
 
 from app.services.engine_client import EngineState
+from app.services.engine_request import Answer, Request, TuningRun
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import ErrorCode
 from engine.common.model_info import ModelInfo
-from engine.protocol import ChatMessage, Failed, Finished, FinishReason, Progress, Token
+from engine.protocol import ChatMessage, Failed, Finished, FinishReason, Generate, LoadModel, Progress, Token
 from engine.tuning.messages import StartTuning, Until
 from engine.tuning.result import TuningKind
 
@@ -37,13 +38,11 @@ class ScriptedEngine(QObject):
 
     state_changed = Signal(object)
     responding_changed = Signal(bool)
+    loading_changed = Signal()
     model_loaded = Signal(object)
-    progress = Signal(object)
-    token = Signal(object)
+    answered = Signal(object)
+    batch_began = Signal(object)
     telemetry = Signal(object)
-    tuning_told = Signal(object)
-    batch_told = Signal(object)
-    finished = Signal(object)
 
     def __init__(self, model: ModelInfo | None = STARTER) -> None:
         super().__init__()
@@ -52,61 +51,64 @@ class ScriptedEngine(QObject):
         self.config: EngineConfig | None = None
         self.last_error = ""
         self.is_responding = True
-        self.requests: list[tuple[str, tuple[ChatMessage, ...], SamplingParams]] = []
+        self.loading: float | None = None
+        self.requests: list[Answer] = []
         self.cancelled: list[str] = []
         self.restarts = 0
-        self.loads: list[EngineConfig] = []
+        self.loads: list[Request] = []
         self.knows_a_model = True
-        self.tunings: list[StartTuning] = []
-        self.answering: tuple[str, ...] = ()
+        self.tunings: list[TuningRun] = []
+        self.answering: tuple[Answer, ...] = ()
         self._tokens = 0
 
     # --- what the page calls ---
 
-    def generate(self, messages: Sequence[ChatMessage], sampling: SamplingParams) -> str:
-        request_id = f"r{len(self.requests)}"
-        self.requests.append((request_id, tuple(messages), sampling))
+    def generate(self, messages: Sequence[ChatMessage], sampling: SamplingParams) -> Answer:
+        answer = Answer(Generate(f"r{len(self.requests)}", tuple(messages), sampling), self._cancel, self)
+        self.requests.append(answer)
         self._tokens = 0
         self.set_state(EngineState.BUSY)
-        return request_id
+        return answer
 
-    def cancel(self, request_id: str) -> None:
-        self.cancelled.append(request_id)
+    def _cancel(self, request: Request) -> None:
+        self.cancelled.append(request.id)
 
-    def restart(self) -> str | None:
+    def restart(self) -> Request | None:
         self.restarts += 1
         self.set_state(EngineState.STARTING)
-        return "load" if self.knows_a_model else None
+        return self.load(EngineConfig("")) if self.knows_a_model else None
 
     def start(self) -> None:
         self.set_state(EngineState.READY)
 
     def start_tuning(
         self, config: EngineConfig, kind: TuningKind = "quick", until: Until = "timed", *, measure_again: bool = False
-    ) -> str:
-        request = StartTuning(f"t{len(self.tunings)}", config, kind, until, measure_again)
-        self.tunings.append(request)
+    ) -> TuningRun:
+        command = StartTuning(f"t{len(self.tunings)}", config, kind, until, measure_again)
+        self.tunings.append(TuningRun(command, self._cancel, self))
         self.set_state(EngineState.BUSY)
-        return request.request_id
+        return self.tunings[-1]
 
-    def load(self, config: EngineConfig) -> str:
-        self.loads.append(config)
-        return "load"
+    def load(self, config: EngineConfig) -> Request:
+        self.loads.append(Request(LoadModel(f"l{len(self.loads)}", config), self._cancel, self))
+        return self.loads[-1]
 
     # --- what the test makes it do ---
 
     @property
     def request_id(self) -> str:
-        return self.requests[-1][0]
+        return self.requests[-1].id
 
     def set_state(self, state: EngineState) -> None:
         if state is not self.state:
             self.state = state
+            self.loading = None
             self.state_changed.emit(state)
 
-    def start_loading(self, done: int = 0, total: int = 100) -> None:
+    def start_loading(self, read: float = 0.0) -> None:
         self.set_state(EngineState.LOADING)
-        self.progress.emit(Progress("load", "loading", done, total))
+        self.loading = read
+        self.loading_changed.emit()
 
     def end_loading(self, model: ModelInfo = STARTER) -> None:
         self.model = model
@@ -114,22 +116,22 @@ class ScriptedEngine(QObject):
         self.model_loaded.emit(model)
 
     def read(self, done: int, total: int) -> None:
-        self.progress.emit(Progress(self.request_id, "prefill", done, total))
+        self.requests[-1].hear(Progress(self.request_id, "prefill", done, total))
 
     def write(self, *texts: str) -> None:
         for text in texts:
             self._tokens += 1
-            self.token.emit(Token(self.request_id, text, self._tokens))
+            self.requests[-1].hear(Token(self.request_id, text, self._tokens))
 
     def finish(self, reason: FinishReason = "stop", *, prompt_tokens: int = 40, rate: float = 24.6) -> None:
         event = Finished(self.request_id, reason, prompt_tokens, 0, self._tokens, 0.8, rate)
         self.set_state(EngineState.READY)
-        self.finished.emit(event)
+        self.answered.emit(event)
+        self.requests[-1].end(event)
 
     def fail(self, code: ErrorCode, message: str) -> None:
-        event = Failed(self.request_id, code, message)
         self.set_state(EngineState.READY)
-        self.finished.emit(event)
+        self.requests[-1].end(Failed(self.request_id, code, message))
 
     def die(self, sentence: str = "The engine was killed (signal 9), perhaps because memory ran out.") -> None:
         busy = self.state is EngineState.BUSY
@@ -137,4 +139,4 @@ class ScriptedEngine(QObject):
         self.last_error = sentence
         self.set_state(EngineState.DIED)
         if busy:
-            self.finished.emit(Failed(self.request_id, ErrorCode.ENGINE_DIED, sentence))
+            self.requests[-1].end(Failed(self.request_id, ErrorCode.ENGINE_DIED, sentence))

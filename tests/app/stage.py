@@ -243,9 +243,9 @@ class Stage:
         self.window.show_page(TUNE)
         self.until(lambda: page._plan is not None)
         page.cards.run.start.click()
-        request = self.engine.tunings[-1].request_id
+        run = self.engine.tunings[-1]
         self.engine.state = self.engine.state.READY
-        self.engine.finished.emit(TuningFinished(request, True, made.result(), True, None))
+        run.end(TuningFinished(run.id, True, made.result(), True, None))
 
 
 @contextlib.contextmanager

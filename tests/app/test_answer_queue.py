@@ -91,7 +91,7 @@ def test_answers_wait_for_the_model_and_for_one_another(bench: Bench, engine: Sc
     bench.ask("a")
     bench.ask("b")
     assert bench.phases[-1] == ("b", Phase(Stage.LOADING))
-    engine.start_loading(40, 100)
+    engine.start_loading(0.4)
     assert bench.queue.phase("a") == Phase(Stage.LOADING, 0.4)
     assert engine.requests == []
     engine.end_loading()
@@ -140,18 +140,6 @@ def test_a_request_that_fails_before_any_text_is_failed(bench: Bench, engine: Sc
     bench.ask("a")
     engine.fail(ErrorCode.PROMPT_TOO_LONG, "The prompt is too long.")
     assert (bench.ended[0].state, bench.ended[0].reason) == (MessageState.FAILED, "The prompt is too long.")
-
-
-def test_events_of_other_requests_are_none_of_ours(bench: Bench, engine: ScriptedEngine) -> None:
-    bench.ask("a")
-    mine = engine.requests
-    engine.requests = [*mine, ("other", ASKED, SamplingParams())]
-    engine.write("not ours")
-    engine.finish()
-    assert bench.ended == []
-    engine.requests = mine
-    engine.finish()
-    assert bench.ended[0].content == ""
 
 
 def test_prompts_leave_out_empty_answers_and_join_turns_of_one_role() -> None:

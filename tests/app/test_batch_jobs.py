@@ -108,7 +108,7 @@ def test_jobs_run_one_after_the_other(jobs: BatchJobs, engine: ScriptedBatches, 
     assert entry.share == 0.5
     engine.end(6, 1)
     assert (state(jobs, first), state(jobs, second)) == (JobState.FINISHED, JobState.RUNNING)
-    assert [job.input for _, job in engine.jobs] == [str(tmp_path / "one.csv"), str(tmp_path / "two.csv")]
+    assert [run.command.job.input for run in engine.jobs] == [str(tmp_path / "one.csv"), str(tmp_path / "two.csv")]
 
 
 def test_a_job_waits_for_a_model(engine: ScriptedBatches, switchyard_home: Path, tmp_path: Path) -> None:
@@ -132,16 +132,16 @@ def test_pause_and_resume_and_retry(jobs: BatchJobs, engine: ScriptedBatches, tm
     assert entry is not None
     assert (entry.state, entry.reason, entry.done) == (JobState.PAUSED, "", 2)
     jobs.resume(key)
-    assert [job.start for _, job in engine.jobs] == ["new", "resume"]
+    assert [run.command.job.start for run in engine.jobs] == ["new", "resume"]
     engine.end(6, 2)
     jobs.resume(key, "retry_failed")
     entry = jobs.entry(key)
     assert entry is not None
     assert (entry.done, entry.failed) == (4, 0)
-    assert engine.jobs[-1][1].start == "retry_failed"
+    assert engine.jobs[-1].command.job.start == "retry_failed"
     engine.end(6)
     jobs.resume(key, "restart")
-    assert engine.jobs[-1][1].start == "restart"
+    assert engine.jobs[-1].command.job.start == "restart"
 
 
 def test_stop_keeps_what_is_answered(jobs: BatchJobs, engine: ScriptedBatches, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_dead_engine_pauses_the_job_and_says_why(jobs: BatchJobs, engine: Scri
     engine.set_state(EngineState.READY)
     assert state(jobs, key) is JobState.PAUSED  # what may have killed it is not begun again by itself
     jobs.resume(key)
-    assert engine.jobs[-1][1].start == "resume"
+    assert engine.jobs[-1].command.job.start == "resume"
 
 
 def test_a_refused_job_says_why_and_the_next_one_runs(jobs: BatchJobs, engine: ScriptedBatches, tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_sample_goes_before_the_job_that_runs(jobs: BatchJobs, engine: Scripte
     engine.end_sample()
     assert seen == [row(0), SampleRate(3, 30, 2.0)]
     assert state(jobs, key) is JobState.RUNNING
-    assert engine.jobs[-1][1].start == "resume"
+    assert engine.jobs[-1].command.job.start == "resume"
     sample.deleteLater()
 
 

@@ -186,7 +186,7 @@ def test_three_rows_are_tried_and_the_plan_follows(
     fill(page, qtbot, table)
     qtbot.waitUntil(lambda: "6 rows" in words(page.form.input))
     page.form.sample.button.click()
-    assert engine.samples[-1][1].start == "resume"
+    assert engine.samples[-1].command.job.start == "resume"
     engine.answer(row(1), sample=True)
     engine.answer(row(0), row(2, problem="is empty"), sample=True)
     engine.plan(sample=True, measured=True)
@@ -211,7 +211,7 @@ def test_an_existing_result_is_asked_about(page: BatchPage, engine: ScriptedBatc
     page.form.foot.start.click()
     qtbot.waitUntil(lambda: any(isinstance(w, QMessageBox) for w in QApplication.topLevelWidgets() if w.isVisible()))
     answer_dialog("Replace it")
-    assert engine.jobs[-1][1].start == "restart"
+    assert engine.jobs[-1].command.job.start == "restart"
 
 
 def test_the_input_is_never_the_output(page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path) -> None:
@@ -316,7 +316,7 @@ def test_pause_resume_and_the_end(page: BatchPage, engine: ScriptedBatches, qtbo
     assert page.head.retry.isVisible()
     assert page.head.open.isVisible()
     page.head.retry.click()
-    assert engine.jobs[-1][1].start == "retry_failed"
+    assert engine.jobs[-1].command.job.start == "retry_failed"
 
 
 def test_a_dead_engine_is_told_and_resume_offered(
@@ -348,7 +348,7 @@ def test_rows_of_a_finished_job_are_read_from_its_journal(
     page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path
 ) -> None:
     start(page, qtbot, table)
-    prepared = prepare(engine.jobs[-1][1])
+    prepared = prepare(engine.jobs[-1].command.job)
     journal = prepared.open_journal(prepared.manifest("m", "fp32"), "M")
     journal.record([*(Answer(n, f"answer {n} " * 200, "stop", 1, 2) for n in range(5)), failed(5, "is empty")])
     journal.close()
@@ -456,7 +456,7 @@ def test_a_job_of_another_precision_asks_and_goes_on_with_its_own(
     page.head.resume.click()
     assert only_state(page) is JobState.PAUSED
     answer_dialog("Load it and resume")
-    assert engine.loads == [EngineConfig("starter", precision="bf16")]
+    assert [load.command.config for load in engine.loads] == [EngineConfig("starter", precision="bf16")]
     assert page._jobs.entry(key) is not None
     assert only_state(page) in (JobState.QUEUED, JobState.RUNNING)
 
@@ -468,7 +468,7 @@ def test_a_job_of_another_model_asks_for_it(
     engine.model = replace(STARTER, path="/models/other")
     page.head.resume.click()
     answer_dialog("Load it and resume")
-    assert engine.loads == [EngineConfig("/models/starter", precision="bf16")]
+    assert [load.command.config for load in engine.loads] == [EngineConfig("/models/starter", precision="bf16")]
 
 
 def test_a_job_without_answers_or_that_starts_over_asks_nothing_of_the_model(
@@ -493,9 +493,9 @@ def test_a_result_beside_its_place_is_said_and_opened(
     there = tmp_path / "complaints.answers-2.csv"
     there.touch()
     ending = BatchFinished(
-        engine.jobs[-1][0], True, ROWS, 0, ROWS, 60, 2.0, "It is in complaints.answers-2.csv.", str(there)
+        engine.jobs[-1].id, True, ROWS, 0, ROWS, 60, 2.0, "It is in complaints.answers-2.csv.", str(there)
     )
-    engine.finished.emit(ending)
+    engine.jobs[-1].end(ending)
     (entry,) = page._jobs.entries
     assert entry.result_file == there
     assert "complaints.answers-2.csv" in words(page.job_view)

@@ -48,7 +48,7 @@ def test_the_default_model_is_loaded(start: tuple[ModelStart, EngineClient], set
     service, client = start
     folder = _model("mine")
     settings.default_model = "mine"
-    with qtbot.waitSignal(service.loaded, timeout=20_000):
+    with qtbot.waitSignal(client.model_loaded, timeout=20_000):
         service.begin()
         assert client.state is EngineState.STARTING  # begin() did not wait
     assert client.model is not None
@@ -62,7 +62,7 @@ def test_a_choice_made_meanwhile_is_the_one_that_counts(
     _model("first")
     second = _model("second")
     settings.default_model = "first"
-    with qtbot.waitSignal(service.loaded, timeout=20_000):
+    with qtbot.waitSignal(client.model_loaded, timeout=20_000):
         service.begin()
         settings.default_model = "second"
         service.begin()
@@ -94,6 +94,6 @@ def test_a_model_that_cannot_be_loaded_after_a_restart_is_told(
     service.restart()
     assert engine.restarts == 1
     with qtbot.waitSignal(service.problem) as told:
-        engine.finished.emit(Failed("load", ErrorCode.MODEL_NOT_FOUND, "It is gone."))
+        engine.loads[-1].end(Failed(engine.loads[-1].id, ErrorCode.MODEL_NOT_FOUND, "It is gone."))
     assert told.args == ["It is gone."]
     service.deleteLater()

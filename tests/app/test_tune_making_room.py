@@ -13,7 +13,7 @@ from pytestqt.qtbot import QtBot
 from app.services.batch_job import JobState
 from app.services.batch_jobs import BatchJobs
 from app.views.tune.making_room import MakingRoom
-from engine.common.config import BatchJob
+from engine.common.config import BatchJob, SamplingParams
 from tests.app.scripted_batches import ScriptedBatches
 from tests.app.scripted_engine import STARTER
 
@@ -92,7 +92,7 @@ def test_a_paused_job_goes_on_by_itself(scene: Scene) -> None:
     assert len(scene.engine.jobs) == 1  # it is held, though the engine could
     assert scene.room.run_ended() == ""
     assert scene.state(key) is JobState.RUNNING
-    assert scene.engine.jobs[-1][1].start == "resume"
+    assert scene.engine.jobs[-1].command.job.start == "resume"
 
 
 def test_a_job_does_not_go_on_in_another_precision(scene: Scene) -> None:
@@ -120,7 +120,7 @@ def test_a_job_that_is_added_meanwhile_waits(scene: Scene) -> None:
 
 
 def test_an_answer_is_waited_for_or_stopped(scene: Scene) -> None:
-    scene.engine.answering = ("r0",)
+    scene.engine.answering = (scene.engine.generate([], SamplingParams()),)
     scene.with_jobs = False
     scene.room.before_run(scene.run)
     scene.answer("Cancel")

@@ -52,14 +52,14 @@ class Scene:
         self.page, self.engine, self.qtbot = page, engine, qtbot
 
     def tell(self, event: object) -> None:
-        self.engine.tuning_told.emit(event)
+        self.engine.tunings[-1].hear(event)
 
     def progress(self, stage: str, name: str = "", done: float = 0.5, number: TuningNumber | None = None) -> None:
         self.tell(TuningProgress(self.id, stage, name, done, number))  # type: ignore[arg-type]
 
     @property
     def id(self) -> str:
-        return self.engine.tunings[-1].request_id
+        return self.engine.tunings[-1].id
 
     def start(self) -> None:
         QTest.mouseClick(self.page.cards.run.start, Qt.MouseButton.LeftButton)
@@ -97,13 +97,12 @@ class Scene:
     def finish(self, result: TuningResult | None = None, **other: object) -> None:
         ending = TuningFinished(self.id, result is not None, result, True, None)
         self.engine.set_state(EngineState.READY)
-        self.engine.finished.emit(replace(ending, **other))  # type: ignore[arg-type]
+        self.engine.tunings[-1].end(replace(ending, **other))  # type: ignore[arg-type]
 
     def die(self) -> None:
-        request = self.id
         self.engine.state = EngineState.READY  # no answer was under way: what ends is told below
         self.engine.die()
-        self.engine.finished.emit(Failed(request, ErrorCode.ENGINE_DIED, "The engine was killed (signal 9)."))
+        self.engine.tunings[-1].end(Failed(self.id, ErrorCode.ENGINE_DIED, "The engine was killed (signal 9)."))
 
 
 @pytest.fixture
@@ -153,7 +152,7 @@ def test_where_there_is_room_the_buttons_stand_in_one_line(scene: Scene) -> None
 def test_a_run_to_its_end(scene: Scene) -> None:
     page = scene.page
     scene.start()
-    assert scene.engine.tunings[0].config.model == "starter"
+    assert scene.engine.tunings[0].command.config.model == "starter"
     assert page.cards.run.cancel.isVisible()
     scene.upto("measuring")
     assert page.step == MEASURE
@@ -326,16 +325,10 @@ def test_who_walks_on_is_not_called_back(scene: Scene) -> None:
 
 def test_only_measuring(scene: Scene) -> None:
     QTest.mouseClick(scene.page.cards.run.measure_only, Qt.MouseButton.LeftButton)
-    assert scene.engine.tunings[0].until == "measured"
+    assert scene.engine.tunings[0].command.until == "measured"
     scene.upto("measuring")
     scene.finish(finished=True)
     assert scene.page.step == PLAN
-
-
-def test_events_of_other_runs_are_not_ours(scene: Scene) -> None:
-    scene.start()
-    scene.tell(TuningProgress("another", "timing", "x", 0.9))
-    assert scene.page.step == MEASURE
 
 
 def test_a_result_of_earlier_is_in_use_once_its_model_is_loaded(scene: Scene) -> None:
@@ -369,7 +362,7 @@ def test_keeping_the_old_way(scene: Scene) -> None:
     assert not page.cards.race.use.isVisible()  # it is in use already
     QTest.mouseClick(page.cards.race.keep, Qt.MouseButton.LeftButton)
     scene.qtbot.waitUntil(lambda: bool(scene.engine.loads), timeout=PATIENCE_MS)
-    assert scene.engine.loads[0].model == "/models/m"
+    assert scene.engine.loads[0].command.config.model == "/models/m"
     assert results_of(result.model_mark)[0].winner == made.CONTESTANTS[2].name
     assert page.cards.race.use.isVisible()
     assert not page.cards.race.keep.isVisible()

@@ -54,7 +54,7 @@ def test_a_much_faster_answer_is_noticed(
     outrun, engine = watched
     checks.result = replace(made.result(), outrun=53.1)
     with qtbot.waitSignal(outrun.noticed, timeout=60_000) as told:
-        engine.finished.emit(answer(53.1))
+        engine.answered.emit(answer(53.1))
     assert told.args == [checks.result]
 
 
@@ -62,12 +62,12 @@ def test_only_what_is_news_is_compared(
     qtbot: QtBot, watched: tuple[TuningOutrun, ScriptedEngine], checks: Checks
 ) -> None:
     outrun, engine = watched
-    engine.finished.emit(answer(99.0, tokens=3))  # too short to say anything
+    engine.answered.emit(answer(99.0, tokens=3))  # too short to say anything
     engine.model = STARTER
-    engine.finished.emit(answer(99.0))  # was never tuned
+    engine.answered.emit(answer(99.0))  # was never tuned
     assert checks.rates == []
     engine.model = TUNED
     for rate in (20.0, 19.0, 21.0):
-        engine.finished.emit(answer(rate))
+        engine.answered.emit(answer(rate))
         qtbot.waitUntil(lambda: not outrun._checking.is_busy, timeout=60_000)
     assert checks.rates == [20.0, 21.0]

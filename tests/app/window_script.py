@@ -22,7 +22,6 @@ def on_token(_token: object) -> None:
         print(client.worker_pid, flush=True)  # noqa: T201
 
 
-client.token.connect(on_token)
 client.start()
-client.generate([ChatMessage("user", sys.argv[-1])], SamplingParams())
+client.generate([ChatMessage("user", sys.argv[-1])], SamplingParams()).token.connect(on_token)
 application.exec()

@@ -51,7 +51,6 @@ class BatchPage(QWidget):
         super().__init__(parent)
         self._client, self._jobs, self._theme = client, jobs, theme
         self._shown = ""
-        self._reload = ""
         self._more: list[Path] = []
         self.setAcceptDrops(True)
         self.setAccessibleName(self.tr("Batch"))
@@ -265,7 +264,7 @@ class BatchPage(QWidget):
             return
 
         def reload() -> None:
-            self._reload = self._client.load(config)
+            self._client.load(config).finished.connect(self._on_reloaded)
             self._jobs.resume(key, start)
 
         begun = f"{Path(entry.begun_model).name} {entry.begun_precision}"
@@ -284,8 +283,8 @@ class BatchPage(QWidget):
             ],
         )
 
-    def _on_finished(self, event: object) -> None:
-        if isinstance(event, Failed) and event.request_id == self._reload and event.code is not ErrorCode.ENGINE_DIED:
+    def _on_reloaded(self, event: object) -> None:
+        if isinstance(event, Failed) and event.code is not ErrorCode.ENGINE_DIED:
             self.trouble.tell(event.message)
 
     def _open_result(self, key: str, *, folder: bool) -> None:
@@ -308,7 +307,6 @@ class BatchPage(QWidget):
         jobs.answered.connect(self.job_view.add_rows)
         jobs.listed.connect(self._on_listed)
         jobs.trouble.connect(self.trouble.tell)
-        self._client.finished.connect(self._on_finished)
         self.strip.chosen.connect(self.show_job)
         self.strip.remove_wanted.connect(self._remove)
         for page in (self.empty, head):

@@ -6,6 +6,7 @@ from PySide6.QtCore import Signal
 from PySide6.QtWidgets import QHBoxLayout, QPushButton, QWidget
 
 from app.services.engine_client import EngineClient, EngineState
+from app.services.engine_request import BatchRun
 from app.theme import Theme, ThemeController
 from app.views.chat.chip import Dot, ElidedLabel
 from app.views.chat.phrases import percent
@@ -25,7 +26,7 @@ class BatchHint(QWidget):
     def __init__(self, client: EngineClient, theme: ThemeController, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._client = client
-        self._job = ""
+        self._is_running = False
         self._share: float | None = None
         self._is_left = False
         self._dot = Dot(self)
@@ -41,8 +42,7 @@ class BatchHint(QWidget):
         row.addWidget(self._dot)
         row.addWidget(self._words, 1)
         row.addWidget(self.button)
-        client.batch_told.connect(self._on_told)
-        client.finished.connect(self._on_finished)
+        client.batch_began.connect(self._follow)
         client.state_changed.connect(self._refresh)
         theme.changed.connect(self._apply)
         self._apply(theme.theme)
@@ -52,15 +52,18 @@ class BatchHint(QWidget):
     def text(self) -> str:
         return self._words.full_text
 
-    def _on_told(self, event: object) -> None:
-        if isinstance(event, BatchProgress):
-            self._job, self._is_left = event.request_id, False
-            self._share = min(1.0, event.done / event.total) if event.total > 0 else None
-            self._refresh()
+    def _follow(self, run: BatchRun) -> None:
+        run.progressed.connect(self._on_progressed)
+        run.finished.connect(self._on_finished)
 
-    def _on_finished(self, event: object) -> None:
-        if isinstance(event, BatchFinished | Failed) and event.request_id == self._job:
-            self._job = ""
+    def _on_progressed(self, event: BatchProgress) -> None:
+        self._is_running, self._is_left = True, False
+        self._share = min(1.0, event.done / event.total) if event.total > 0 else None
+        self._refresh()
+
+    def _on_finished(self, event: BatchFinished | Failed) -> None:
+        was_running, self._is_running = self._is_running, False
+        if was_running:
             self._is_left = isinstance(event, Failed) and event.code is ErrorCode.ENGINE_DIED
             self._refresh()
 
@@ -70,12 +73,12 @@ class BatchHint(QWidget):
         self.opened.emit()
 
     def _refresh(self, *_: object) -> None:
-        self.setVisible(bool(self._job) or self._is_left)
+        self.setVisible(self._is_running or self._is_left)
         if self._is_left:
             self._words.set_full_text(
                 self.tr("The batch job stopped with the engine and stays paused; no answered row is lost.")
             )
-        if not self._job:
+        if not self._is_running:
             return
         share = "" if self._share is None else f" ({percent(self._share)})"
         if self._client.state is EngineState.BUSY:

@@ -31,7 +31,6 @@ from app.widgets.banner import Banner
 from app.widgets.markdown_view import import_parser
 from app.widgets.shortcuts import add_shortcut, note_keys
 from engine.common.model_info import ModelInfo
-from engine.protocol import Progress
 
 PANEL_FROM_PX = 672
 """From this width of the page, at the standard font size, the list of chats has room beside the chat."""
@@ -60,7 +59,6 @@ class ChatView(QWidget):
         self._client = client
         self._store = store
         self._theme = theme
-        self._loading: float | None = None
         list_model = ConversationListModel(_group_title, translate("Chat", "New chat"))
         list_model.setParent(self)
         self.presenter = ChatPresenter(client, store, settings, list_model, self)
@@ -172,7 +170,7 @@ class ChatView(QWidget):
         client, store = self._client, self._store
         client.state_changed.connect(self._on_engine)
         client.model_loaded.connect(self._on_model)
-        client.progress.connect(self._on_progress)
+        client.loading_changed.connect(self._show_hint)
         store.found.connect(self._on_found)
         store.trouble.connect(self._on_trouble)
         store.notice.connect(self.notice_banner.tell)
@@ -372,8 +370,6 @@ class ChatView(QWidget):
     def _on_engine(self, state: EngineState) -> None:
         if state is EngineState.BUSY:
             self._show_strip()
-        if state is not EngineState.LOADING:
-            self._loading = None
         self.transcript.set_engine_down(state is EngineState.DIED)
         self._show_hint()
         self._count()
@@ -384,15 +380,10 @@ class ChatView(QWidget):
         self._show_hint()
         self._count()
 
-    def _on_progress(self, progress: Progress) -> None:
-        if progress.phase == "loading":
-            self._loading = progress.done / progress.total if progress.total > 0 else None
-            self._show_hint()
-
     def _show_hint(self) -> None:
         state, model = self._client.state, self._client.model
         if state in (EngineState.LOADING, EngineState.STARTING):
-            part = "" if self._loading is None else f" {percent(min(self._loading, 1.0))}"
+            part = "" if self._client.loading is None else f" {percent(self._client.loading)}"
             hint = self.tr("The model is loading{0}. You can write already; the answer follows.").format(part)
         elif model is None:
             hint = self.tr("No model is loaded yet. You can write already; the answer follows once there is one.")

@@ -11,7 +11,6 @@ from app.services.engine_client import EngineClient, EngineState
 from app.theme import Theme, ThemeController
 from app.views.chat.chip import Chip, ElidedLabel
 from app.views.chat.phrases import device_text, model_text, percent
-from engine.protocol import Progress
 
 HEIGHT = 56
 SPACING_PX = 12
@@ -33,7 +32,6 @@ class TitleBar(QFrame):
         super().__init__(parent)
         self._client = client
         self._theme = theme
-        self._loading: float | None = None
         self.setObjectName("chatTitleBar")
         self._title = ElidedLabel(self)
         self._title.setProperty("role", "title")
@@ -68,10 +66,8 @@ class TitleBar(QFrame):
         for widget in (self.model_chip, self.device_chip, self.new_button):
             row.addWidget(widget)
         self.setMinimumHeight(HEIGHT)
-        client.state_changed.connect(self._on_state)
-        client.model_loaded.connect(self._refresh)
-        client.progress.connect(self._on_progress)
-        client.responding_changed.connect(self._refresh)
+        for signal in (client.state_changed, client.loading_changed, client.model_loaded, client.responding_changed):
+            signal.connect(self._refresh)
         theme.changed.connect(self._refresh)
         self._refresh()
 
@@ -121,16 +117,6 @@ class TitleBar(QFrame):
         if self._title.underMouse():
             self.rename.emit()
 
-    def _on_state(self, state: EngineState) -> None:
-        if state is not EngineState.LOADING:
-            self._loading = None
-        self._refresh()
-
-    def _on_progress(self, progress: Progress) -> None:
-        if progress.phase == "loading":
-            self._loading = min(progress.done / progress.total, 1.0) if progress.total > 0 else None
-            self._refresh()
-
     def _refresh(self) -> None:
         theme: Theme = self._theme.theme
         state, model = self._client.state, self._client.model
@@ -140,7 +126,7 @@ class TitleBar(QFrame):
         elif not self._client.is_responding:
             show(self.tr("engine not responding"), theme, dot=theme.miss, tip=self._client.last_error)
         elif state is EngineState.LOADING:
-            part = "" if self._loading is None else f" {percent(self._loading)}"
+            part = "" if self._client.loading is None else f" {percent(self._client.loading)}"
             show(self.tr("loading the model") + part, theme, dot=theme.cpu)
         elif state is EngineState.STARTING:
             show(self.tr("starting the engine"), theme, dot=theme.cpu)

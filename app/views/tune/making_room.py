@@ -100,8 +100,8 @@ class MakingRoom(QObject):
         run()
 
     def _stop_answers(self, run: Callable[[], object]) -> None:
-        for request_id in self._client.answering:
-            self._client.cancel(request_id)
+        for answer in self._client.answering:
+            answer.cancel()
         self._begin(run)
 
     def _ask(self, question: str, details: str, choices: list[tuple[str, Callable[[], object]]]) -> None:

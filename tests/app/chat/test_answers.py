@@ -18,8 +18,8 @@ def test_a_question_and_its_answer(page: ChatView, engine: ScriptedEngine, qtbot
     type_and_send(qtbot, page, "What is the capital of France?")
     assert page.composer.text == ""
     assert page.title_bar.title == "What is the capital of France?"
-    assert [message.content for message in engine.requests[0][1]] == ["What is the capital of France?"]
-    assert engine.requests[0][2] == Preset.BALANCED.value
+    assert [message.content for message in engine.requests[0].command.messages] == ["What is the capital of France?"]
+    assert engine.requests[0].command.sampling == Preset.BALANCED.value
     engine.read(41, 100)
     assert last_answer(page).figures == "reading the prompt 41%"
     engine.write("It is ", "**Paris**.")
@@ -53,7 +53,7 @@ def test_the_box_grows_with_its_text_up_to_a_limit(page: ChatView, qtbot: QtBot)
 def test_an_example_is_asked_with_a_click(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
     button = page.empty.examples[0]
     qtbot.mouseClick(button, Qt.MouseButton.LeftButton)
-    assert engine.requests[0][1][0].content == button.text()
+    assert engine.requests[0].command.messages[0].content == button.text()
 
 
 def test_escape_stops_and_keeps_the_text(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
@@ -71,7 +71,7 @@ def test_escape_stops_and_keeps_the_text(page: ChatView, engine: ScriptedEngine,
 def test_regenerating_makes_a_version_to_leaf_through(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
     answered(qtbot, page, engine, "q", "first")
     last_answer(page).acted.emit("regenerate")
-    assert [m.content for m in engine.requests[1][1]] == ["q"]
+    assert [m.content for m in engine.requests[1].command.messages] == ["q"]
     engine.write("second")
     engine.finish()
     assert shown(page) == [("user", "q"), ("assistant", "second")]
@@ -107,7 +107,7 @@ def test_going_on_in_a_new_chat_copies_the_path(page: ChatView, engine: Scripted
     assert shown(page) == [("user", "one"), ("assistant", "1")]
     assert titles(page) == ["one (branch)", "one"]
     answered(qtbot, page, engine, "else", "3")
-    assert [m.content for m in engine.requests[-1][1]] == ["one", "1", "else"]
+    assert [m.content for m in engine.requests[-1].command.messages] == ["one", "1", "else"]
 
 
 def test_a_prompt_that_is_too_long_is_told_calmly_and_kept(

@@ -33,7 +33,7 @@ def test_sampling_and_system_prompt_belong_to_the_chat(page: ChatView, engine: S
     qtbot.mouseClick(page.transcript, Qt.MouseButton.LeftButton)
     assert page.composer.system_popover.isHidden()
     type_and_send(qtbot, page, "q")
-    _, messages, sampling = engine.requests[0]
+    messages, sampling = engine.requests[0].command.messages, engine.requests[0].command.sampling
     assert (messages[0].role, messages[0].content) == ("system", "You are brief.")
     assert (sampling.temperature, sampling.stop, sampling.seed) == (1.25, ("END", "\n\n"), 7)
     engine.finish()

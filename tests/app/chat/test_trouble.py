@@ -25,7 +25,7 @@ def test_a_message_sent_while_the_model_loads_waits_in_sight(
 ) -> None:
     engine.model, engine.state = None, EngineState.STARTING
     page = open_page()
-    engine.start_loading(40, 100)
+    engine.start_loading(0.4)
     assert page.title_bar.model_chip.text == "loading the model 40%"
     assert "40%" in page.empty.hint
     type_and_send(qtbot, page, "Hello?")
@@ -64,7 +64,7 @@ def test_the_engine_dies_is_restarted_and_the_chat_goes_on(
     engine.end_loading()
     assert answer._restart.isHidden()
     qtbot.mouseClick(answer._note_continue, Qt.MouseButton.LeftButton)
-    assert [m.role for m in engine.requests[-1][1]] == ["user", "assistant", "user"]
+    assert [m.role for m in engine.requests[-1].command.messages] == ["user", "assistant", "user"]
     engine.write("and the rest")
     engine.finish()
     assert shown(page)[-1] == ("assistant", "and the rest")
@@ -104,7 +104,7 @@ def test_a_restart_from_the_chat_loads_the_default_model_as_the_settings_say(
     type_and_send(qtbot, page, "Hello?")
     last_answer(page).acted.emit("restart")
     qtbot.waitUntil(lambda: bool(engine.loads))
-    assert engine.loads == [EngineConfig(model=str(model), device="cpu", threads=3)]
+    assert [load.command.config for load in engine.loads] == [EngineConfig(model=str(model), device="cpu", threads=3)]
 
 
 def test_a_store_in_trouble_is_told_and_taken_back(page: ChatView, store: ChatStore) -> None:

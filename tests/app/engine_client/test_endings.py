@@ -12,7 +12,7 @@ import pytest
 from pytestqt.qtbot import QtBot
 
 from app.services.engine_client import EngineClient, EngineState
-from engine.common.config import EngineConfig
+from app.services.engine_request import Request
 from engine.common.errors import ErrorCode
 from engine.common.paths import python_module
 from engine.protocol import (
@@ -22,15 +22,15 @@ from engine.protocol import (
     Ready,
     encode,
 )
-from tests.app.engine_client.watching import HERE, POSIX, READY, SCRIPTED, WAIT_MS, Make, Watch, ask, worker_saying
+from tests.app.engine_client.watching import HERE, POSIX, READY, SCRIPTED, WAIT_MS, Make, Watch, worker_saying
 
 
 @POSIX
 def test_kill_in_mid_answer_then_restart(running: tuple[EngineClient, Watch], qtbot: QtBot) -> None:
     client, watch = running
-    load = client.load(EngineConfig("anything"))
-    answer, waiting = ask(client, "count 100000"), ask(client, "count 1")
-    qtbot.waitUntil(lambda: answer in watch.text, timeout=WAIT_MS)
+    load = watch.load("anything")
+    answer, waiting = watch.ask("count 100000"), watch.ask("count 1")
+    qtbot.waitUntil(lambda: answer.id in watch.text, timeout=WAIT_MS)
     os.kill(client.worker_pid, signal.SIGKILL)
     qtbot.waitUntil(lambda: client.state == EngineState.DIED and watch.ended(answer, waiting), timeout=WAIT_MS)
     for request in (answer, waiting):
@@ -38,18 +38,19 @@ def test_kill_in_mid_answer_then_restart(running: tuple[EngineClient, Watch], qt
         assert "killed (signal 9)" in watch.end_of(request).message
     assert "memory" in client.last_error
     assert client.model is None
-    assert watch.text[answer].startswith("1 ")
-    refused = ask(client, "count 1")
+    assert watch.text[answer.id].startswith("1 ")
+    refused = watch.ask("count 1")
     qtbot.waitUntil(lambda: watch.ended(refused), timeout=WAIT_MS)
     assert watch.end_of(refused).code == ErrorCode.ENGINE_DIED
     assert client.state == EngineState.DIED  # nothing restarts by itself
 
     reload = client.restart()
     assert reload is not None
-    after = ask(client, "count 2")
+    watch.follow(reload)
+    after = watch.ask("count 2")
     qtbot.waitUntil(lambda: watch.ended(reload, after), timeout=WAIT_MS)
     assert watch.end_of(reload).info.name == "anything"
-    assert watch.text[after] == "1 2 "
+    assert watch.text[after.id] == "1 2 "
     assert client.last_error == ""
     assert isinstance(watch.end_of(load), ModelLoaded)
 
@@ -60,8 +61,8 @@ def test_a_hanging_worker_is_told_of_and_restarted_only_when_asked(make: Make, q
     said: list[bool] = []
     client.responding_changed.connect(said.append)
     client.start()
-    answer = ask(client, "count 100000")
-    qtbot.waitUntil(lambda: answer in watch.text, timeout=WAIT_MS)
+    answer = watch.ask("count 100000")
+    qtbot.waitUntil(lambda: answer.id in watch.text, timeout=WAIT_MS)
     stopped = client.worker_pid
     os.kill(stopped, signal.SIGSTOP)
     qtbot.waitUntil(lambda: not client.is_responding, timeout=WAIT_MS)
@@ -91,7 +92,7 @@ def test_a_worker_that_answers_again_is_well_again(make: Make, qtbot: QtBot) -> 
 def test_a_worker_that_exits_at_start_does_not_spin(make: Make, qtbot: QtBot) -> None:
     client, watch = make([sys.executable, "-c", "import sys; sys.exit(7)"])
     client.start()
-    request = ask(client, "count 1")
+    request = watch.ask("count 1")
     qtbot.waitUntil(lambda: watch.ended(request), timeout=WAIT_MS)
     assert client.state == EngineState.DIED
     assert "exit code 7" in client.last_error
@@ -103,7 +104,7 @@ def test_a_worker_that_exits_at_start_does_not_spin(make: Make, qtbot: QtBot) ->
 def test_a_program_that_is_not_there(make: Make, qtbot: QtBot) -> None:
     client, watch = make(["/nowhere/python"])
     client.start()
-    request = ask(client, "count 1")
+    request = watch.ask("count 1")
     qtbot.waitUntil(lambda: watch.ended(request), timeout=WAIT_MS)
     assert client.state == EngineState.DIED
     assert "could not be started" in client.last_error
@@ -129,7 +130,7 @@ def test_a_stream_that_makes_no_sense_ends_the_worker(
 ) -> None:
     client, watch = make(worker_saying(*lines))
     client.start()
-    request = ask(client, "count 1")
+    request = watch.ask("count 1")
     qtbot.waitUntil(lambda: watch.ended(request), timeout=WAIT_MS)
     assert client.state == EngineState.DIED
     assert sentence in client.last_error
@@ -148,23 +149,23 @@ def test_what_was_said_before_the_end_still_counts(make: Make, qtbot: QtBot) -> 
     )
     client, watch = make([sys.executable, "-c", script])
     client.start()
-    request = ask(client, "anything")
+    request = watch.ask("anything")
     qtbot.waitUntil(lambda: client.state == EngineState.DIED, timeout=WAIT_MS)
-    assert watch.text[request] == "x" * 5000
+    assert watch.text[request.id] == "x" * 5000
     assert isinstance(watch.end_of(request), Finished)
 
 
 def test_a_request_made_in_a_slot_of_a_dying_one_ends_too(make: Make, qtbot: QtBot) -> None:
     client, watch = make([sys.executable, "-c", "pass"])
-    again: list[str] = []
+    again: list[Request] = []
 
     def on_finished(_event: object) -> None:
         if len(again) < 3:
-            again.append(ask(client, "count 1"))
+            again.append(watch.ask("count 1"))
+            again[-1].finished.connect(on_finished)
 
-    client.finished.connect(on_finished)
     client.start()
-    ask(client, "count 1")
+    watch.ask("count 1").finished.connect(on_finished)
     qtbot.waitUntil(lambda: len(again) == 3 and watch.ended(*again), timeout=WAIT_MS)
     assert len(watch.events) == 4
 
@@ -172,10 +173,10 @@ def test_a_request_made_in_a_slot_of_a_dying_one_ends_too(make: Make, qtbot: QtB
 def test_shutdown_ends_the_worker_and_open_requests(running: tuple[EngineClient, Watch], qtbot: QtBot) -> None:
     client, watch = running
     pid = client.worker_pid
-    answer, waiting = ask(client, "count 100000"), ask(client, "count 1")
-    qtbot.waitUntil(lambda: answer in watch.text, timeout=WAIT_MS)
+    answer, waiting = watch.ask("count 100000"), watch.ask("count 1")
+    qtbot.waitUntil(lambda: answer.id in watch.text, timeout=WAIT_MS)
     client.shutdown()
-    late = ask(client, "count 1")
+    late = watch.ask("count 1")
     qtbot.waitUntil(lambda: client.state == EngineState.STOPPED, timeout=WAIT_MS)
     qtbot.waitUntil(lambda: watch.ended(answer, waiting, late), timeout=WAIT_MS)
     assert watch.end_of(answer).finish_reason == watch.end_of(waiting).finish_reason == "cancelled"

@@ -13,6 +13,7 @@ import pytest
 from pytestqt.qtbot import QtBot
 
 from app.services.engine_client import EngineClient, EngineState
+from app.services.engine_request import Answer, Request
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import ErrorCode
 from engine.protocol import ChatMessage, Failed, Finished, ModelLoaded, Token
@@ -38,10 +39,19 @@ def config(model: Path | str) -> EngineConfig:
 def test_load_ask_stop_kill_restart_ask(client: EngineClient, tiny: Path, qtbot: QtBot) -> None:
     ends: dict[str, object] = {}
     tokens: list[Token] = []
-    client.finished.connect(lambda event: ends.setdefault(event.request_id, event))
-    client.token.connect(tokens.append)
-    load = client.load(config(tiny))
-    first = client.generate([ChatMessage("user", "hello")], SamplingParams(max_tokens=3))
+
+    def follow(request: Request) -> str:
+        request.finished.connect(lambda event: ends.setdefault(event.request_id, event))
+        return request.id
+
+    def ask(sampling: SamplingParams) -> Answer:
+        answer = client.generate([ChatMessage("user", "hello")], sampling)
+        answer.token.connect(tokens.append)
+        follow(answer)
+        return answer
+
+    load = follow(client.load(config(tiny)))
+    first = ask(SamplingParams(max_tokens=3)).id
     qtbot.waitUntil(lambda: {load, first} <= ends.keys(), timeout=WAIT_MS)
     assert isinstance(ends[load], ModelLoaded)
     assert client.model is not None
@@ -49,9 +59,10 @@ def test_load_ask_stop_kill_restart_ask(client: EngineClient, tiny: Path, qtbot:
     assert isinstance(ends[first], Finished)
 
     tokens.clear()
-    stopped = client.generate([ChatMessage("user", "hello")], ENDLESS)
+    answer = ask(ENDLESS)
+    stopped = answer.id
     qtbot.waitUntil(lambda: len(tokens) > 3, timeout=WAIT_MS)
-    client.cancel(stopped)
+    answer.cancel()
     qtbot.waitUntil(lambda: stopped in ends, timeout=WAIT_MS)
     end = ends[stopped]
     assert isinstance(end, Finished)
@@ -60,7 +71,7 @@ def test_load_ask_stop_kill_restart_ask(client: EngineClient, tiny: Path, qtbot:
     if os.name == "nt":
         return
     tokens.clear()
-    killed = client.generate([ChatMessage("user", "hello")], ENDLESS)
+    killed = ask(ENDLESS).id
     qtbot.waitUntil(lambda: len(tokens) > 3, timeout=WAIT_MS)
     os.kill(client.worker_pid, signal.SIGKILL)
     qtbot.waitUntil(lambda: killed in ends and client.state == EngineState.DIED, timeout=WAIT_MS)
@@ -68,15 +79,17 @@ def test_load_ask_stop_kill_restart_ask(client: EngineClient, tiny: Path, qtbot:
     assert isinstance(end, Failed)
     assert end.code == ErrorCode.ENGINE_DIED
 
-    reload = client.restart()
-    after = client.generate([ChatMessage("user", "hello")], SamplingParams(max_tokens=3))
+    load_again = client.restart()
+    assert load_again is not None
+    reload = follow(load_again)
+    after = ask(SamplingParams(max_tokens=3)).id
     qtbot.waitUntil(lambda: {reload, after} <= ends.keys(), timeout=WAIT_MS)
     assert isinstance(ends[after], Finished)
 
 
 def test_a_model_that_is_not_there(client: EngineClient, qtbot: QtBot) -> None:
-    with qtbot.waitSignal(client.finished, timeout=WAIT_MS) as caught:
-        client.load(config("no-such-model"))
+    with qtbot.waitSignal(client.load(config("no-such-model")).finished, timeout=WAIT_MS) as caught:
+        pass
     (event,) = caught.args
     assert event.code == ErrorCode.MODEL_NOT_FOUND
     assert client.state == EngineState.READY

@@ -6,7 +6,6 @@ import pytest
 from pytestqt.qtbot import QtBot
 
 from app.services.engine_client import EngineClient, EngineState
-from engine.common.config import EngineConfig
 from engine.common.errors import ErrorCode
 from engine.common.paths import log_dir
 from engine.protocol import (
@@ -17,28 +16,28 @@ from engine.protocol import (
     ModelUnloaded,
     encode,
 )
-from tests.app.engine_client.watching import READY, WAIT_MS, Make, Watch, ask, worker_saying
+from tests.app.engine_client.watching import READY, WAIT_MS, Make, Watch, worker_saying
 
 
 def test_an_answer_streams_and_ends(running: tuple[EngineClient, Watch], qtbot: QtBot) -> None:
     client, watch = running
-    load = client.load(EngineConfig("anything"))
-    answer = ask(client, "count 5")
+    load = watch.load("anything")
+    answer = watch.ask("count 5")
     assert client.state == EngineState.LOADING
     qtbot.waitUntil(lambda: watch.ended(load, answer), timeout=WAIT_MS)
     assert isinstance(watch.end_of(load), ModelLoaded)
     assert client.model is not None
     assert client.model.name == "anything"
-    assert watch.text[answer] == "1 2 3 4 5 "
-    assert watch.end_of(answer) == Finished(answer, "stop", 1, 0, 5, 0.1, 10.0)
+    assert watch.text[answer.id] == "1 2 3 4 5 "
+    assert watch.end_of(answer) == Finished(answer.id, "stop", 1, 0, 5, 0.1, 10.0)
     assert {p.phase for p in watch.progress} == {"loading", "prefill"}
     assert watch.states == [EngineState.STARTING, EngineState.READY, *watch.states[2:]]
     assert watch.states[-3:] == [EngineState.LOADING, EngineState.BUSY, EngineState.READY]
     qtbot.waitUntil(lambda: bool(watch.telemetry), timeout=WAIT_MS)
     assert watch.telemetry[-1].kv_tokens == 7
-    unload = client.unload()
+    unload = watch.follow(client.unload())
     qtbot.waitUntil(lambda: watch.ended(unload), timeout=WAIT_MS)
-    assert watch.end_of(unload) == ModelUnloaded(unload)
+    assert watch.end_of(unload) == ModelUnloaded(unload.id)
     assert client.model is None
 
 
@@ -46,15 +45,15 @@ def test_requests_made_while_starting_wait_for_the_worker(make: Make, qtbot: QtB
     client, watch = make()
     client.start()
     assert client.state == EngineState.STARTING
-    first, second = ask(client, "count 2"), ask(client, "count 3")
+    first, second = watch.ask("count 2"), watch.ask("count 3")
     qtbot.waitUntil(lambda: watch.ended(first, second), timeout=WAIT_MS)
-    assert [event.request_id for event in watch.events] == [first, second]
-    assert watch.text == {first: "1 2 ", second: "1 2 3 "}
+    assert [event.request_id for event in watch.events] == [first.id, second.id]
+    assert watch.text == {first.id: "1 2 ", second.id: "1 2 3 "}
 
 
-def test_a_request_without_an_engine_fails_after_its_id_is_known(make: Make, qtbot: QtBot) -> None:
+def test_a_request_without_an_engine_fails_once_somebody_can_listen(make: Make, qtbot: QtBot) -> None:
     client, watch = make()
-    request = ask(client, "count 1")
+    request = watch.ask("count 1")
     assert watch.events == []
     qtbot.waitUntil(lambda: watch.ended(request), timeout=WAIT_MS)
     assert watch.end_of(request).code == ErrorCode.ENGINE_DIED
@@ -62,39 +61,38 @@ def test_a_request_without_an_engine_fails_after_its_id_is_known(make: Make, qtb
 
 
 def test_cancel_stops_the_running_and_the_waiting(running: tuple[EngineClient, Watch], qtbot: QtBot) -> None:
-    client, watch = running
-    first, second = ask(client, "count 100000"), ask(client, "count 100000")
-    qtbot.waitUntil(lambda: first in watch.text, timeout=WAIT_MS)
-    client.cancel(second)
+    _, watch = running
+    first, second = watch.ask("count 100000"), watch.ask("count 100000")
+    qtbot.waitUntil(lambda: first.id in watch.text, timeout=WAIT_MS)
+    second.cancel()
     qtbot.waitUntil(lambda: watch.ended(second), timeout=WAIT_MS)
     assert not watch.ended(first)
-    client.cancel(first)
+    first.cancel()
     qtbot.waitUntil(lambda: watch.ended(first), timeout=WAIT_MS)
     assert watch.end_of(first).finish_reason == watch.end_of(second).finish_reason == "cancelled"
-    assert second not in watch.text
-    client.cancel(first)  # has ended: without effect
-    client.cancel("never heard of")
-    third = ask(client, "count 1")
+    assert second.id not in watch.text
+    first.cancel()  # has ended: without effect
+    third = watch.ask("count 1")
     qtbot.waitUntil(lambda: watch.ended(third), timeout=WAIT_MS)
     assert watch.end_of(third).finish_reason == "stop"
 
 
 def test_stop_while_loading(running: tuple[EngineClient, Watch], qtbot: QtBot) -> None:
     client, watch = running
-    load = client.load(EngineConfig("slow"))
+    load = watch.load("slow")
     qtbot.waitUntil(lambda: bool(watch.progress), timeout=WAIT_MS)
-    client.cancel(load)
+    load.cancel()
     qtbot.waitUntil(lambda: watch.ended(load), timeout=WAIT_MS)
-    assert watch.end_of(load) == Cancelled(load)
+    assert watch.end_of(load) == Cancelled(load.id)
     assert client.state == EngineState.READY
     assert client.model is None
 
 
 def test_a_load_that_fails_leaves_no_model(running: tuple[EngineClient, Watch], qtbot: QtBot) -> None:
     client, watch = running
-    good, bad = client.load(EngineConfig("good")), client.load(EngineConfig("missing"))
+    good, bad = watch.load("good"), watch.load("missing")
     qtbot.waitUntil(lambda: watch.ended(good, bad), timeout=WAIT_MS)
-    assert watch.end_of(bad) == Failed(bad, ErrorCode.MODEL_NOT_FOUND, "There is no model 'missing'.")
+    assert watch.end_of(bad) == Failed(bad.id, ErrorCode.MODEL_NOT_FOUND, "There is no model 'missing'.")
     assert client.model is None
     assert client.state == EngineState.READY
 
@@ -110,8 +108,8 @@ def test_a_load_that_fails_leaves_no_model(running: tuple[EngineClient, Watch], 
 def test_what_the_engine_raises_ends_the_request_and_quotes_nothing(
     running: tuple[EngineClient, Watch], qtbot: QtBot, prompt: str, code: ErrorCode
 ) -> None:
-    client, watch = running
-    failing, next_one = ask(client, prompt), ask(client, "count 1")
+    _, watch = running
+    failing, next_one = watch.ask(prompt), watch.ask("count 1")
     qtbot.waitUntil(lambda: watch.ended(failing, next_one), timeout=WAIT_MS)
     assert watch.end_of(failing).code == code
     assert watch.end_of(next_one).finish_reason == "stop"
@@ -122,7 +120,7 @@ def test_what_the_engine_raises_ends_the_request_and_quotes_nothing(
 
 def test_stray_prints_reach_the_log_and_not_the_stream(running: tuple[EngineClient, Watch], qtbot: QtBot) -> None:
     client, watch = running
-    request = ask(client, "print")
+    request = watch.ask("print")
     qtbot.waitUntil(lambda: watch.ended(request), timeout=WAIT_MS)
     assert watch.end_of(request).finish_reason == "stop"
     client.close_now()
@@ -133,14 +131,14 @@ def test_stray_prints_reach_the_log_and_not_the_stream(running: tuple[EngineClie
 def test_a_flood_arrives_whole_and_the_event_loop_turns_meanwhile(
     running: tuple[EngineClient, Watch], qtbot: QtBot
 ) -> None:
-    client, watch = running
-    request = ask(client, "flood 20000")
+    _, watch = running
+    request = watch.ask("flood 20000")
     turns = 0
     while not watch.ended(request):
         qtbot.wait(1)
         turns += 1
-    assert watch.generated[request] == 20_000
-    assert watch.text[request].split() == [str(n) for n in range(1, 20_001)]
+    assert watch.generated[request.id] == 20_000
+    assert watch.text[request.id].split() == [str(n) for n in range(1, 20_001)]
     assert turns > 10
 
 
@@ -150,3 +148,49 @@ def test_events_of_unknown_requests_are_dropped(make: Make, qtbot: QtBot) -> Non
     qtbot.waitUntil(lambda: client.state == EngineState.READY, timeout=WAIT_MS)
     qtbot.wait(50)
     assert watch.events == []
+
+
+def test_each_request_hears_only_of_itself_and_is_gone_when_it_has_ended(
+    running: tuple[EngineClient, Watch], qtbot: QtBot
+) -> None:
+    client, watch = running
+    first, second = watch.ask("count 2"), watch.ask("count 3")
+    assert client.answering == (first, second)
+    heard: list[str] = []
+    first.token.connect(lambda token: heard.append(token.request_id))
+    ended: list[object] = []
+    first.finished.connect(ended.append)
+    gone: list[bool] = []
+    first.destroyed.connect(lambda: gone.append(True))
+    qtbot.waitUntil(lambda: watch.ended(first, second) and bool(gone), timeout=WAIT_MS)
+    assert heard == [first.id] * 2
+    assert ended == [watch.end_of(first)]
+    first.cancel()  # without effect, but allowed: whoever holds it need not know that it has ended
+    assert client.answering == ()
+
+
+def test_the_client_knows_of_an_end_before_whoever_asked(running: tuple[EngineClient, Watch], qtbot: QtBot) -> None:
+    client, watch = running
+    seen: list[object] = []
+    load = watch.load("anything")
+    load.finished.connect(lambda _event: seen.append((client.model is not None, client.state, client.loading)))
+    answer = watch.ask("count 2")
+    rates: list[Finished] = []
+    client.answered.connect(rates.append)
+    answer.finished.connect(lambda _event: seen.append((client.answering, client.state)))
+    qtbot.waitUntil(lambda: watch.ended(load, answer), timeout=WAIT_MS)
+    assert seen == [(True, EngineState.BUSY, None), ((), EngineState.READY)]
+    assert rates == [watch.end_of(answer)]
+
+
+def test_how_far_a_load_is_belongs_to_the_engine(running: tuple[EngineClient, Watch], qtbot: QtBot) -> None:
+    client, watch = running
+    told: list[float | None] = []
+    client.loading_changed.connect(lambda: told.append(client.loading))
+    load = watch.load("slow")
+    qtbot.waitUntil(lambda: bool(told), timeout=WAIT_MS)
+    assert told[0] is not None
+    assert 0 <= told[0] < 1
+    load.cancel()
+    qtbot.waitUntil(lambda: watch.ended(load), timeout=WAIT_MS)
+    assert client.loading is None

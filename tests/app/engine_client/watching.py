@@ -6,18 +6,21 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from app.services.engine_client import EngineClient, EngineState
-from engine.common.config import SamplingParams
+from app.services.engine_request import Answer, Request
+from engine.common.config import EngineConfig, SamplingParams
 from engine.protocol import (
     PROTOCOL_VERSION,
     ChatMessage,
     Ready,
     encode,
 )
+
+R = TypeVar("R", bound=Request)
 
 HERE = Path(__file__).parents[1]
 
@@ -32,9 +35,10 @@ WAIT_MS = 30_000
 
 
 class Watch:
-    """What a client said, in order."""
+    """What a client said, and every request that was made of it through here, in order; requests go by their id."""
 
     def __init__(self, client: EngineClient) -> None:
+        self.client = client
         self.states: list[EngineState] = []
         self.events: list[Any] = []
         self.text: dict[str, str] = {}
@@ -42,28 +46,34 @@ class Watch:
         self.progress: list[Any] = []
         self.telemetry: list[Any] = []
         client.state_changed.connect(self.states.append)
-        client.finished.connect(self.events.append)
-        client.token.connect(self._on_token)
-        client.progress.connect(self.progress.append)
         client.telemetry.connect(self.telemetry.append)
+
+    def ask(self, prompt: str) -> Answer:
+        answer = self.client.generate([ChatMessage("user", prompt)], SamplingParams())
+        answer.token.connect(self._on_token)
+        return self.follow(answer)
+
+    def load(self, model: str) -> Request:
+        return self.follow(self.client.load(EngineConfig(model)))
+
+    def follow(self, request: R) -> R:
+        request.progress.connect(self.progress.append)
+        request.finished.connect(self.events.append)
+        return request
 
     def _on_token(self, token: Any) -> None:
         self.text[token.request_id] = self.text.get(token.request_id, "") + token.text
         self.generated[token.request_id] = token.generated_tokens
 
-    def ended(self, *request_ids: str) -> bool:
-        return set(request_ids) <= {event.request_id for event in self.events}
+    def ended(self, *requests: Request) -> bool:
+        return {request.id for request in requests} <= {event.request_id for event in self.events}
 
-    def end_of(self, request_id: str) -> Any:
-        (event,) = [event for event in self.events if event.request_id == request_id]
+    def end_of(self, request: Request) -> Any:
+        (event,) = [event for event in self.events if event.request_id == request.id]
         return event
 
 
 Make = Callable[..., tuple[EngineClient, Watch]]
-
-
-def ask(client: EngineClient, prompt: str) -> str:
-    return client.generate([ChatMessage("user", prompt)], SamplingParams())
 
 
 def worker_saying(*lines: bytes, then: str = "sys.stdin.read()") -> list[str]:
