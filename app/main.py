@@ -15,6 +15,7 @@ from PySide6.QtWidgets import QApplication, QWidget
 from app.icons import logo
 from app.services.crash_reports import CrashReports
 from app.services.data_folder import holds_our_data, planned_change
+from app.services.device_monitor import DeviceMonitor
 from app.services.engine_client import EngineClient
 from app.services.settings import Settings
 from app.services.single_instance import Claim, SingleInstance
@@ -73,7 +74,7 @@ def _run(app: QApplication, reports: CrashReports) -> int:
 
     client = EngineClient()
     store = ChatStore()
-    telemetry = TelemetryHub(client, settings)
+    telemetry = TelemetryHub(client, settings, DeviceMonitor())
 
     def make_strip(parent: QWidget) -> QWidget:
         from app.widgets.timeline.strip import TimelineStrip
@@ -107,7 +108,7 @@ def _run(app: QApplication, reports: CrashReports) -> int:
         from app.monitor_report import MonitorReport
 
         MonitorReport(client, window, Path(path), float(os.environ.get("SWITCHYARD_MONITOR_SECONDS", "60")))
-    for ending in (signal.SIGINT, signal.SIGTERM):  # noticed at the next sample of the memory, a second at most
+    for ending in (signal.SIGINT, signal.SIGTERM):  # noticed at the next sample of the sensors, half a second at most
         signal.signal(ending, lambda *_: app.quit())
     window.show()
     QTimer.singleShot(0, window, window.begin)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.services.history.history import EXPERT_KINDS, History, experts_met
-from app.services.waiting import of_last_kind
+from app.services.history.history import EXPERT_KINDS, History, experts_met, of_last_kind
 from engine.telemetry.analysis import joules_per_token
 from engine.telemetry.lanes import BATCH_STEP, DECODE
 

@@ -1,74 +1,127 @@
-"""What the machine is and what fills its memory, as far as the operating system and drivers tell."""
+"""What the machine is and what it does now, as the operating system and drivers say: the only place that asks them.
+
+In a thread of its own: a driver that takes its time holds up nobody.
+"""
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
-import psutil
-from PySide6.QtCore import QObject, QTimer, Signal
+from PySide6.QtCore import QObject, Signal, SignalInstance
 
-from app.services.background import LatestTask
-from engine.hardware.cgroup import memory_limits
+from engine.common.paths import sessions_dir
+from engine.hardware.nvml import own_processes
 from engine.hardware.probe import HardwareProfile, probe
+from engine.hardware.sensors import DeviceSensors, SensorSample
 
-SAMPLE_MS = 1000
-PROBE_MS = 5000
+_log = logging.getLogger("switchyard.devices")
+
+EVERY_S = 0.5
+"""Between two samples."""
+_FAMILY_S = 2.0
+"""How often our processes are looked up: an engine is seen so much later."""
+_BUSY_PART = 0.1
+"""Where drivers are slow, samples are taken more rarely, so that the thread is busy for no more than this."""
 
 
-@dataclass(frozen=True, slots=True)
-class RamSample:
-    """Bytes of RAM: the machine's (or container's), what of it is taken, and what this window itself holds."""
+class OwnProcesses:
+    """This process and all that it has started, looked up now and then: that means looking at every process."""
 
-    total: int
-    used: int
-    window: int
+    def __init__(self, look: Callable[[], Iterable[int]] = own_processes) -> None:
+        self._look = look
+        self._due_s = 0.0
+        self._found: frozenset[int] = frozenset()
+
+    def __call__(self) -> frozenset[int]:
+        now_s = time.monotonic()
+        if now_s >= self._due_s:
+            self._due_s = now_s + _FAMILY_S
+            self._found = frozenset(self._look())
+        return self._found
+
+
+class Sensors(Protocol):
+    """What is sampled; `engine.hardware.sensors.DeviceSensors` is the real one."""
+
+    def sample(self) -> SensorSample: ...
+    def close(self) -> None: ...
+
+
+def _real_sensors() -> Sensors:
+    return DeviceSensors(sessions_dir(), pids=OwnProcesses())
 
 
 class DeviceMonitor(QObject):
-    """Samples while it runs; the slow look at the hardware happens off the GUI thread.
+    """Asks from `start` until `stop`; whoever wants to know connects.
 
     Signals:
-        ram_sampled(RamSample): every second.
-        hardware_found(HardwareProfile): once, and again every few seconds where there is a graphics card.
+        sampled(SensorSample): twice a second.
+        hardware_found(HardwareProfile): once, soon after the first sample.
     """
 
-    ram_sampled = Signal(object)
+    sampled = Signal(object)
     hardware_found = Signal(object)
 
-    def __init__(self, parent: QObject | None = None) -> None:
+    def __init__(
+        self,
+        parent: QObject | None = None,
+        *,
+        make_sensors: Callable[[], Sensors] = _real_sensors,
+        look: Callable[[], HardwareProfile] = probe,
+    ) -> None:
         super().__init__(parent)
-        self._window = psutil.Process(os.getpid())
-        self._probe = LatestTask(self)
-        self._sampling = QTimer(self, interval=SAMPLE_MS)
-        self._sampling.timeout.connect(self.sample)
-        self._probing = QTimer(self, interval=PROBE_MS)
-        self._probing.timeout.connect(self._look)
+        self._make_sensors, self._look = make_sensors, look
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self.sample()
-        self._sampling.start()
-        self._look()
+        """Begins; without effect if it has, or after `stop`."""
+        if self._thread is None and not self._stopping.is_set():
+            self._thread = threading.Thread(target=self._run, name="device-monitor", daemon=True)
+            self._thread.start()
 
     def stop(self) -> None:
-        """Stops sampling and waits for a look under way."""
-        self._sampling.stop()
-        self._probing.stop()
-        self._probe.close()
+        """Ends the thread; waits for a sample under way, but not for a driver that hangs."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join(5.0)
 
-    def sample(self) -> None:
-        """One sample of RAM; takes well under a millisecond."""
-        memory = psutil.virtual_memory()
-        limit, limited_free = memory_limits()
-        total = memory.total if limit is None else min(limit, memory.total)
-        free = memory.available if limited_free is None else min(limited_free, memory.available)
-        self.ram_sampled.emit(RamSample(total, max(0, total - free), self._window.memory_info().rss))
+    def _run(self) -> None:
+        sensors = self._sample(None)
+        profile = None if self._stopping.is_set() else self._probed()
+        if profile is not None:
+            self._emit(self.hardware_found, profile)
+        pause_s = EVERY_S
+        while not self._stopping.wait(pause_s):
+            began_s = time.thread_time()
+            sensors = self._sample(sensors)
+            pause_s = max(EVERY_S, min(time.thread_time() - began_s, 1.0) / _BUSY_PART)
+        if sensors is not None:
+            sensors.close()
 
-    def _look(self) -> None:
-        if not self._probe.is_busy:  # a look that takes long is not begun again and again
-            self._probe.ask(probe, self._on_probed)
+    def _sample(self, sensors: Sensors | None) -> Sensors | None:
+        """One sample; the sensors to ask next time."""
+        try:
+            sensors = sensors or self._make_sensors()
+            self._emit(self.sampled, sensors.sample())
+        except Exception:  # the next may work: drivers are reset, laptops' cards fall asleep
+            _log.exception("no sample of the machine")
+            return None
+        return sensors
 
-    def _on_probed(self, profile: HardwareProfile) -> None:
-        self.hardware_found.emit(profile)
-        if profile.gpus and self._sampling.isActive():
-            self._probing.start()
+    def _probed(self) -> HardwareProfile | None:
+        try:
+            return self._look()
+        except Exception:
+            _log.exception("the hardware could not be looked at")
+            return None
+
+    def _emit(self, signal: SignalInstance, value: object) -> None:
+        try:
+            signal.emit(value)
+        except RuntimeError:
+            _log.info("the window is gone")

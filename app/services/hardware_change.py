@@ -19,7 +19,6 @@ class HardwareChange(QObject):
 
     def __init__(self, devices: DeviceMonitor, parent: QObject | None = None) -> None:
         super().__init__(parent)
-        self._devices = devices
         self._comparing = LatestTask(self)
         devices.hardware_found.connect(self._compare)
 
@@ -28,7 +27,6 @@ class HardwareChange(QObject):
         self._comparing.close()
 
     def _compare(self, probe: HardwareProfile) -> None:
-        self._devices.hardware_found.disconnect(self._compare)
         self._comparing.ask(lambda: _changes(probe), self._on_compared)
 
     def _on_compared(self, changed: tuple[str, ...]) -> None:

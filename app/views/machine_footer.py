@@ -5,13 +5,14 @@ from __future__ import annotations
 from PySide6.QtCore import Qt
 from PySide6.QtWidgets import QFrame, QLabel, QVBoxLayout, QWidget
 
-from app.services.device_monitor import DeviceMonitor, RamSample
+from app.services.device_monitor import DeviceMonitor
 from app.services.engine_client import EngineClient, EngineState
 from app.theme import Theme, ThemeController
 from app.widgets.memory_bar import MemoryPart
 from app.widgets.memory_gauge import MemoryGauge, MemoryLegend
 from engine.common.model_info import ModelInfo
 from engine.hardware.probe import GpuInfo, HardwareProfile
+from engine.hardware.sensors import SensorSample
 from engine.telemetry.messages import Telemetry
 
 SPACING_PX = 6
@@ -27,7 +28,7 @@ class MachineFooter(QWidget):
         super().__init__(parent)
         self._client = client
         self._theme = theme
-        self._ram: RamSample | None = None
+        self._sample: SensorSample | None = None
         self._held = _NOTHING
         self._gpu: GpuInfo | None = None
         self._is_narrow = False
@@ -57,7 +58,7 @@ class MachineFooter(QWidget):
         self._vram_bar.hide()
         self._no_gpu.setText(self.tr("No GPU in use"))
 
-        devices.ram_sampled.connect(self._on_ram)
+        devices.sampled.connect(self._on_sample)
         devices.hardware_found.connect(self._on_hardware)
         client.telemetry.connect(self._on_telemetry)
         client.loading_changed.connect(self._say_where)
@@ -99,8 +100,8 @@ class MachineFooter(QWidget):
 
     # --- memory -----------------------------------------------------------------------------------
 
-    def _on_ram(self, sample: RamSample) -> None:
-        self._ram = sample
+    def _on_sample(self, sample: SensorSample) -> None:
+        self._sample = sample
         self._show_memory()
 
     def _on_telemetry(self, held: Telemetry) -> None:
@@ -108,29 +109,30 @@ class MachineFooter(QWidget):
         self._show_memory()
 
     def _show_memory(self) -> None:
-        if self._ram is None:
+        sample = self._sample
+        if sample is None or sample.ram_used is None or sample.ram_total is None:
             return
-        theme, held, ram = self._theme.theme, self._held, self._ram
+        theme, held = self._theme.theme, self._held
         on_gpu = self._on_gpu()
         in_ram = (0 if on_gpu else held.weights_bytes, held.experts_bytes, 0 if on_gpu else held.kv_bytes)
-        ours = held.rss_bytes + ram.window
-        parts = self._parts(theme, *in_ram, ours - sum(in_ram), ram.used - ours)
+        ours = sample.ram_ours or 0
+        parts = self._parts(theme, *in_ram, ours - sum(in_ram), sample.ram_used - max(ours, sum(in_ram)))
         tip = self.tr("RAM in use and total: from the operating system. Weights, experts, KV: from the engine.")
-        self._ram_bar.show_parts(parts, ram.used, ram.total, theme.border, source=tip)
+        self._ram_bar.show_parts(parts, sample.ram_used, sample.ram_total, theme.border, source=tip)
         self._legend.show_parts(parts, theme)
         self._legend.setToolTip(tip)
-        gpu = self._gpu
         if held.device_total_bytes and not on_gpu:
             self._show_emulated_memory()
             return
-        self._vram_bar.setVisible(gpu is not None and gpu.total_bytes is not None)
-        if gpu is not None and gpu.total_bytes is not None and gpu.free_bytes is not None:
-            used = gpu.total_bytes - gpu.free_bytes
+        card = sample.gpus[0] if sample.gpus else None
+        self._vram_bar.setVisible(card is not None and card.vram_total is not None)
+        if card is not None and card.vram_total is not None and card.vram_used is not None:
+            used = card.vram_used
             in_vram = (held.weights_bytes, held.device_experts_bytes, held.kv_bytes) if on_gpu else (0, 0, 0)
             ours = max(held.device_used_bytes, sum(in_vram)) if on_gpu else 0
             parts = self._parts(theme, *in_vram, ours - sum(in_vram), used - ours)
             source = self.tr("VRAM in use and total: from the driver.")
-            self._vram_bar.show_parts(parts, used, gpu.total_bytes, theme.border, source=source)
+            self._vram_bar.show_parts(parts, used, card.vram_total, theme.border, source=source)
 
     def _show_emulated_memory(self) -> None:
         """An emulated card has the memory that the engine counts; it lies in RAM, where it is shown as well."""
@@ -167,7 +169,6 @@ class MachineFooter(QWidget):
         self._gpu = profile.gpus[0] if profile.gpus else None
         self._no_gpu.setText(self._gpu_line())
         self._no_gpu.setToolTip(profile.gpu_note)
-        self._show_memory()
 
     def _gpu_line(self) -> str:
         if self._gpu is None:

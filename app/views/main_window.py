@@ -73,8 +73,8 @@ class MainWindow(QMainWindow):
         self.resize(SIZE.boundedTo(room).expandedTo(SMALLEST))
         self._placed = False
 
-        self.devices = DeviceMonitor(self)
-        self.telemetry = telemetry or TelemetryHub(client, settings, self)
+        self.telemetry = telemetry or TelemetryHub(client, settings, DeviceMonitor(self), self)
+        self.devices = self.telemetry.devices
         self.model_start = ModelStart(client, settings, self)
         self.download = StarterDownload(self)
         self.sidebar = Sidebar(theme, MachineFooter(client, self.devices, theme), self)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from app.services.device_monitor import DeviceMonitor
+from engine.hardware.probe import GpuInfo, HardwareProfile
 from engine.hardware.sensors import SensorSample
 from engine.telemetry.lanes import ATTENTION, CPU_ATTENTION, CPU_EXPERTS, DECODE, EXPERTS, FETCH, GPU, H2D
 from engine.telemetry.messages import IN_RAM, IN_VRAM, ON_DISK, ExpertMap
@@ -35,6 +37,33 @@ def decoded(steps: int, start_ns: int, *, layers: int = 4, on_device: bool = Fal
 def sample(at_s: float = 0.0, busy: float = 0.5) -> SensorSample:
     """A machine of two cores without a card."""
     return SensorSample(at_s, (), (busy, busy), 1.0, ram_used=2**32, ram_total=2**34, ram_ours=2**30, minor_faults=10.0)
+
+
+class SteadySensors:
+    """Sensors that always say the same."""
+
+    def __init__(self, says: SensorSample | None = None) -> None:
+        self._says = says or sample()
+
+    def sample(self) -> SensorSample:
+        return self._says
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def machine(*gpus: GpuInfo, gpu_note: str = "") -> HardwareProfile:
+    """A desktop of 8 cores and 32 GB."""
+    return HardwareProfile(
+        os="Linux", architecture="x86_64", cpu="AMD Ryzen(TM) 7 7700 8-Core Processor @ 3.8GHz", physical_cores=8,
+        logical_cores=16, usable_cpus=16, instructions=(), ram_bytes=2**35, ram_available_bytes=2**34,
+        gpus=gpus, gpu_note=gpu_note, models_disk_free_bytes=None,
+    )  # fmt: skip
+
+
+def steady_devices(says: SensorSample | None = None, found: HardwareProfile | None = None) -> DeviceMonitor:
+    """A machine whose sensors always say the same."""
+    return DeviceMonitor(make_sensors=lambda: SteadySensors(says), look=lambda: found or machine())
 
 
 def expert_map(rows: int = 3, columns: int = 8) -> ExpertMap:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -17,7 +18,6 @@ from PySide6.QtWidgets import QApplication, QWidget
 import app.services.planning as planning
 import app.services.tuning as tuning
 from app.services.chat_store import AnswerStats, ChatStore, Conversation, Message, MessageState, new_id
-from app.services.device_monitor import RamSample
 from app.services.planning import PlanAnswer, PlanQuestion
 from app.services.settings import Settings
 from app.services.telemetry_hub import TelemetryHub
@@ -34,12 +34,14 @@ from app.views.tune.page import TunePage
 from app.views.tune.step_bar import TIMED
 from app.widgets.markdown_view import MarkdownView
 from engine.common.errors import ErrorCode
+from engine.hardware.gpu_info import Vendor
+from engine.hardware.sensors import GpuSample
 from engine.telemetry.messages import Telemetry, TelemetryCounters, TelemetrySpans
 from engine.telemetry.records import pack
 from engine.tuning.messages import TuningFinished
 from tests.app import tuning_results as made
 from tests.app.cache_reports import report
-from tests.app.recorded import STEP_NS, decoded, expert_map
+from tests.app.recorded import STEP_NS, decoded, expert_map, sample, steady_devices
 from tests.app.scripted_batches import ScriptedBatches, row
 
 PATIENCE_S = 30.0
@@ -81,7 +83,11 @@ class Stage:
         self.settings, self.theme, self.folder = settings, theme, folder
         self.engine = StagedEngine()
         self.store = ChatStore()
-        self._hub = TelemetryHub(self.engine, settings)  # type: ignore[arg-type]
+        card = GpuSample("0000:01:00.0", Vendor.NVIDIA, vram_total=8 * GIB, vram_used=round(0.25 * GIB))
+        self._says = replace(sample(), gpus=(card,), ram_used=11 * GIB, ram_total=32 * GIB, ram_ours=1150 * 2**20)
+        self._found = made.probe(made.gpu("NVIDIA GeForce RTX 4060 Laptop GPU"))
+        devices = steady_devices(self._says, self._found)
+        self._hub = TelemetryHub(self.engine, settings, devices)  # type: ignore[arg-type]
         self.dialog: QWidget | None = None
         """What lies over the window, if the scene opened something."""
 
@@ -126,8 +132,8 @@ class Stage:
         self.window.show()
         self.window.resize(size)
         devices = self.window.devices
-        devices.ram_sampled.emit(RamSample(32 * GIB, 11 * GIB, 250 * 2**20))
-        devices.hardware_found.emit(made.probe(made.gpu("NVIDIA GeForce RTX 4060 Laptop GPU")))
+        devices.sampled.emit(self._says)
+        devices.hardware_found.emit(self._found)
         self.engine.telemetry.emit(Telemetry(900 * 2**20, 110 * 2**20, 160 * 2**20, 20 * 2**20, 900, 0.0))
         self.until(lambda: self.chat.presenter is not None)
 
@@ -234,7 +240,7 @@ class Stage:
         self.engine.recorded.emit(TelemetryCounters(len(steps), pack(steps), 0))
         self.engine.recorded.emit(report())
         self.engine.recorded.emit(expert_map(12, 64))
-        self.until(lambda: self._hub.waiting is not None and self._hub.report is not None)
+        self.until(lambda: self._hub.findings is not None and self._hub.report is not None)
         self.monitor._refresh()
         self.monitor._refresh()
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from app.models.token_figures import token_figures
+from app.services.analyser import waiting_for_last
 from app.services.history.history import History
-from app.services.waiting import waiting_for_last
 from engine.telemetry.lanes import BATCH_STEP, PREFILL
 from engine.telemetry.records import Records
 from tests.app.recorded import STEP_NS, decoded, sample

@@ -21,7 +21,7 @@ from engine.telemetry.messages import IN_RAM, IN_VRAM, ExpertMap
 from engine.telemetry.records import pack
 from engine.telemetry.session_file import RecordedSession
 from tests.app.cache_reports import report, tier, without_cache
-from tests.app.recorded import STEP_NS, decoded
+from tests.app.recorded import STEP_NS, decoded, steady_devices
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def client(qapp: QApplication) -> Iterator[EngineClient]:
 
 @pytest.fixture
 def hub(client: EngineClient, settings: Settings) -> Iterator[TelemetryHub]:
-    result = TelemetryHub(client, settings)
+    result = TelemetryHub(client, settings, steady_devices())
     yield result
     result.deleteLater()
 

@@ -22,7 +22,7 @@ from app.widgets.help_mark import HelpMark
 from app.widgets.timeline.lane_words import lane_explanation
 from app.widgets.timeline.lanes import lanes_of, machine_lanes
 from app.widgets.timeline.view import TimelineView
-from tests.app.recorded import STEP_NS, decoded, sample
+from tests.app.recorded import STEP_NS, decoded, sample, steady_devices
 
 
 def sentences(text: str) -> int:
@@ -48,7 +48,7 @@ def test_a_mark_opens_and_closes_by_key(qtbot: QtBot, key: Qt.Key) -> None:
 
 def test_every_card_of_the_monitor_explains_itself(qtbot: QtBot, settings: Settings, theme: ThemeController) -> None:
     client = EngineClient()
-    hub = TelemetryHub(client, settings)
+    hub = TelemetryHub(client, settings, steady_devices())
     whole = QWidget()
     qtbot.addWidget(whole)
     cards = EngineCards(client, hub, theme, ExpertCard(theme, whole), whole)

@@ -9,15 +9,18 @@ import pytest
 from PySide6.QtWidgets import QApplication, QLabel
 from pytestqt.qtbot import QtBot
 
-from app.services.device_monitor import DeviceMonitor, RamSample
+from app.services.device_monitor import DeviceMonitor
 from app.services.engine_client import EngineClient
 from app.theme import LIGHT, ThemeController
 from app.views.machine_footer import MachineFooter
 from app.widgets.memory_bar import MemoryBar, MemoryPart
 from app.widgets.quantities import memory, used_of
 from engine.common.model_info import ModelInfo
-from engine.hardware.probe import GpuInfo, HardwareProfile
+from engine.hardware.gpu_info import Vendor
+from engine.hardware.probe import GpuInfo
+from engine.hardware.sensors import GpuSample
 from engine.telemetry.messages import Telemetry
+from tests.app.recorded import machine, sample, steady_devices
 
 GIB = 2**30
 MODEL = ModelInfo(
@@ -27,12 +30,8 @@ MODEL = ModelInfo(
 GPU = GpuInfo("RTX 4060", 8 * GIB, 3 * GIB, "555", "8.9", 4)
 
 
-def _profile(*gpus: GpuInfo) -> HardwareProfile:
-    return HardwareProfile(
-        os="Linux", architecture="x86_64", cpu="AMD Ryzen(TM) 7 7700 8-Core Processor @ 3.8GHz", physical_cores=8,
-        logical_cores=16, usable_cpus=16, instructions=(), ram_bytes=32 * GIB, ram_available_bytes=16 * GIB,
-        gpus=gpus, gpu_note="" if gpus else "No NVIDIA driver was found.", models_disk_free_bytes=None,
-    )  # fmt: skip
+SAMPLE = replace(sample(), ram_total=32 * GIB, ram_used=10 * GIB, ram_ours=GIB)
+CARD = GpuSample("0000:01:00.0", Vendor.NVIDIA, vram_total=8 * GIB, vram_used=5 * GIB)
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ def client(qapp: QApplication) -> Iterator[EngineClient]:
 
 @pytest.fixture
 def devices(qapp: QApplication) -> Iterator[DeviceMonitor]:
-    result = DeviceMonitor()
+    result = steady_devices()
     yield result
     result.stop()
     result.deleteLater()
@@ -63,7 +62,7 @@ def _texts(footer: MachineFooter) -> list[str]:
 
 
 def test_ram_is_split_into_what_holds_it(footer: MachineFooter, client: EngineClient, devices: DeviceMonitor) -> None:
-    devices.ram_sampled.emit(RamSample(total=32 * GIB, used=10 * GIB, window=GIB // 2))
+    devices.sampled.emit(replace(SAMPLE, ram_ours=6 * GIB + GIB // 2))
     client.telemetry.emit(
         Telemetry(
             rss_bytes=6 * GIB, weights_bytes=GIB, experts_bytes=4 * GIB, kv_bytes=GIB // 2, kv_tokens=9, tokens_per_s=0
@@ -82,15 +81,15 @@ def test_ram_is_split_into_what_holds_it(footer: MachineFooter, client: EngineCl
 
 
 def test_without_a_gpu_it_says_so(footer: MachineFooter, devices: DeviceMonitor) -> None:
-    devices.hardware_found.emit(_profile())
+    devices.hardware_found.emit(machine())
     assert "No GPU in use" in _texts(footer)
     assert "VRAM" not in _texts(footer)
     assert "AMD Ryzen 7 7700 8-Core · 8 cores" in _texts(footer)
 
 
 def test_with_a_gpu_there_is_a_vram_bar(footer: MachineFooter, devices: DeviceMonitor) -> None:
-    devices.ram_sampled.emit(RamSample(32 * GIB, 10 * GIB, GIB))
-    devices.hardware_found.emit(_profile(GPU))
+    devices.sampled.emit(replace(SAMPLE, gpus=(CARD,)))
+    devices.hardware_found.emit(machine(GPU))
     assert "VRAM" in _texts(footer)
     assert used_of(5 * GIB, 8 * GIB) in _texts(footer)
     assert "RTX 4060, not in use" in _texts(footer)
@@ -99,7 +98,7 @@ def test_with_a_gpu_there_is_a_vram_bar(footer: MachineFooter, devices: DeviceMo
 def test_an_emulated_card_has_a_bar_of_its_own(
     footer: MachineFooter, client: EngineClient, devices: DeviceMonitor
 ) -> None:
-    devices.ram_sampled.emit(RamSample(32 * GIB, 10 * GIB, GIB))
+    devices.sampled.emit(SAMPLE)
     held = Telemetry(6 * GIB, GIB, 4 * GIB, GIB // 2, 9, 0.0, 8 * GIB, 5 * GIB, 3 * GIB)
     client.telemetry.emit(held)
     assert "VRAM" in _texts(footer)
@@ -126,20 +125,6 @@ def test_it_says_whether_the_model_runs_as_tuned(footer: MachineFooter, client: 
     assert "tuned" not in "\n".join(_texts(footer))
 
 
-def test_a_real_sample_is_of_this_machine(devices: DeviceMonitor, qtbot: QtBot) -> None:
-    with qtbot.waitSignal(devices.ram_sampled) as told:
-        devices.sample()
-    sample = told.args[0]
-    assert 0 < sample.window < sample.total
-    assert 0 < sample.used <= sample.total
-
-
-def test_the_hardware_is_found_off_the_gui_thread(devices: DeviceMonitor, qtbot: QtBot) -> None:
-    with qtbot.waitSignal(devices.hardware_found, timeout=20_000) as told:
-        devices.start()
-    assert told.args[0].usable_cpus >= 1
-
-
 def test_the_bar_shows_parts_in_proportion_and_never_overflows(qtbot: QtBot) -> None:
     bar = MemoryBar()
     qtbot.addWidget(bar)
@@ -156,6 +141,6 @@ def test_the_bar_shows_parts_in_proportion_and_never_overflows(qtbot: QtBot) -> 
 
 
 def test_the_amounts_are_said_too(footer: MachineFooter, devices: DeviceMonitor) -> None:
-    devices.ram_sampled.emit(RamSample(32 * GIB, 10 * GIB, GIB))
+    devices.sampled.emit(SAMPLE)
     spoken = [widget.accessibleName() for widget in footer.children() if hasattr(widget, "accessibleName")]
     assert any(name.startswith("RAM") and "Experts 0 MB" in name for name in spoken)

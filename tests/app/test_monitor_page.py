@@ -33,7 +33,7 @@ from engine.telemetry.advice import Advice
 from engine.telemetry.analysis import OTHER, Waiting
 from engine.telemetry.messages import TelemetryCounters, TelemetrySpans
 from engine.telemetry.records import Records, pack
-from tests.app.recorded import STEP_NS, decoded, expert_map
+from tests.app.recorded import STEP_NS, decoded, expert_map, steady_devices
 from tests.app.scripted_engine import STARTER
 from tests.app.scripted_engine import ScriptedEngine as ChatEngine
 
@@ -64,8 +64,8 @@ def engine(qapp: object) -> Iterator[WatchedEngine]:
 @pytest.fixture
 def hub(engine: WatchedEngine, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[TelemetryHub]:
     # What else this machine does is told by its real sensors, and changes what is said.
-    monkeypatch.setattr("app.services.waiting.others_between", lambda *_: 0.0)
-    result = TelemetryHub(engine, settings)  # type: ignore[arg-type]
+    monkeypatch.setattr("app.services.analyser.others_between", lambda *_: 0.0)
+    result = TelemetryHub(engine, settings, steady_devices())  # type: ignore[arg-type]
     yield result
     result.close()
     result.deleteLater()
@@ -144,7 +144,7 @@ def test_nonsense_harms_nothing(page: MonitorPage, engine: WatchedEngine, hub: T
     assert page.experts.view.data is None
     with qtbot.waitSignal(hub.analysed, timeout=20_000):
         tell(engine)
-    assert hub.dropped >= 2
+    assert hub.recorder.dropped >= 2
 
 
 def test_a_dead_engine_is_told_and_what_was_recorded_stays(

@@ -21,7 +21,7 @@ from app.views.monitor import MonitorPage
 from engine.telemetry.messages import TelemetryCounters, TelemetrySpans
 from engine.telemetry.records import pack
 from tests.app.cache_reports import report, tier
-from tests.app.recorded import STEP_NS, decoded, expert_map
+from tests.app.recorded import STEP_NS, decoded, expert_map, steady_devices
 from tests.app.test_monitor_page import WatchedEngine
 
 _log = logging.getLogger("switchyard.soak")
@@ -55,7 +55,7 @@ def page(
     qtbot: QtBot, qapp: QApplication, settings: Settings, theme: ThemeController, clock: FastClock
 ) -> Iterator[MonitorPage]:
     engine = WatchedEngine()
-    hub = TelemetryHub(engine, settings, clock_ns=clock)  # type: ignore[arg-type]
+    hub = TelemetryHub(engine, settings, steady_devices(), clock_ns=clock)  # type: ignore[arg-type]
     result = MonitorPage(engine, hub, settings, theme)  # type: ignore[arg-type]
     qtbot.addWidget(result)
     result.resize(1072, 800)
@@ -94,7 +94,7 @@ def soak(page: MonitorPage, clock: FastClock, minutes: float) -> list[tuple[floa
         if number % 4 == 0:
             engine.recorded.emit(cards)
             engine.recorded.emit(map_of_experts)
-            while hub._queue.qsize() > 8:
+            while hub.recorder.waiting > 8:
                 time.sleep(0.001)
             page._refresh()
             page.timeline.view.refresh()
@@ -105,7 +105,7 @@ def soak(page: MonitorPage, clock: FastClock, minutes: float) -> list[tuple[floa
             gc.collect()
             held.append((number * took_ns / 60e9, process.memory_info().rss / MIB))
             _log.info("%.1f minutes: %.1f MiB", *held[-1])
-    assert hub.dropped == 0
+    assert hub.recorder.dropped == 0
     return held
 
 

@@ -1,8 +1,7 @@
-"""All that the Monitor knows of the past.  One thread adds, another reads; times are nanoseconds of one clock."""
+"""All that the Monitor knows of the past; of one thread at a time.  Times are nanoseconds of one clock."""
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from dataclasses import dataclass
 
@@ -38,6 +37,12 @@ def experts_met(steps: Records, kind: str) -> Floats:
     return np.asarray(steps[name] + many, np.float64)
 
 
+def of_last_kind(steps: Records) -> Records:
+    """Of these steps those that made tokens: of a chat, or of a batch, whichever came last."""
+    made = steps[np.isin(steps["name"], (DECODE, BATCH_STEP)) & (steps["tokens"] > 0)]
+    return made[made["name"] == made["name"][-1]] if len(made) else made
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
     """Something that happened at a moment: the engine ended, a model was loaded."""
@@ -50,7 +55,6 @@ class History:
     """Spans while they are recent, sums over time, samples of the machine, phases and marks."""
 
     def __init__(self, most_spans: int = MOST_SPANS, most_steps: int = MOST_STEPS) -> None:
-        self._lock = threading.Lock()
         self._spans = RecordHistory(most_spans, no_spans())
         self._steps = RecordHistory(most_steps, no_steps())
         self._runs = RunHistory()
@@ -69,53 +73,48 @@ class History:
         """Spans that have ended, in any order; phases are taken from steps, not from here."""
         if not len(spans):
             return
-        with self._lock:
-            self._spans.add(spans)
-            for lane in np.unique(spans["lane"]).tolist():
-                if lane == PHASE:
+        self._spans.add(spans)
+        for lane in np.unique(spans["lane"]).tolist():
+            if lane == PHASE:
+                continue
+            mine = spans[spans["lane"] == lane]
+            for device in np.unique(mine["device"]).tolist() if lane in _PER_DEVICE else [0]:
+                if not 0 <= device < MOST_DEVICES:
                     continue
-                mine = spans[spans["lane"] == lane]
-                for device in np.unique(mine["device"]).tolist() if lane in _PER_DEVICE else [0]:
-                    if not 0 <= device < MOST_DEVICES:
-                        continue
-                    part = mine[mine["device"] == device] if lane in _PER_DEVICE else mine
-                    starts, ends = part["start_ns"].astype(np.int64), part["end_ns"].astype(np.int64)
-                    self._busy.setdefault((lane, device), BusyTime()).add(starts, ends)
-                if lane in _WITH_BYTES:
-                    self._add_sum(f"bytes {lane}", mine, mine["nbytes"].astype(np.float64))
-            self._reach(int(spans["start_ns"].min()), int(spans["end_ns"].max()))
+                part = mine[mine["device"] == device] if lane in _PER_DEVICE else mine
+                starts, ends = part["start_ns"].astype(np.int64), part["end_ns"].astype(np.int64)
+                self._busy.setdefault((lane, device), BusyTime()).add(starts, ends)
+            if lane in _WITH_BYTES:
+                self._add_sum(f"bytes {lane}", mine, mine["nbytes"].astype(np.float64))
+        self._reach(int(spans["start_ns"].min()), int(spans["end_ns"].max()))
 
     def add_steps(self, steps: Records) -> None:
         """Steps that have ended, in order."""
         if not len(steps):
             return
-        with self._lock:
-            self._steps.add(steps)
-            self._runs.add(steps)
-            decoded = steps[np.isin(steps["name"], (DECODE, BATCH_STEP)) & (steps["tokens"] > 0)]
-            self._add_sum("tokens", decoded, decoded["tokens"].astype(np.float64))
-            self._add_sum("decoding", decoded, (decoded["end_ns"] - decoded["start_ns"]).astype(np.float64))
-            for kind in EXPERT_KINDS:
-                self._add_sum(kind, steps, experts_met(steps, kind))
-            self._reach(int(steps["start_ns"].min()), int(steps["end_ns"].max()))
+        self._steps.add(steps)
+        self._runs.add(steps)
+        decoded = steps[np.isin(steps["name"], (DECODE, BATCH_STEP)) & (steps["tokens"] > 0)]
+        self._add_sum("tokens", decoded, decoded["tokens"].astype(np.float64))
+        self._add_sum("decoding", decoded, (decoded["end_ns"] - decoded["start_ns"]).astype(np.float64))
+        for kind in EXPERT_KINDS:
+            self._add_sum(kind, steps, experts_met(steps, kind))
+        self._reach(int(steps["start_ns"].min()), int(steps["end_ns"].max()))
 
     def add_sample(self, at_ns: int, sample: SensorSample) -> None:
         """A sample of the machine."""
-        with self._lock:
-            self._gauges.add(at_ns, gauges_of(sample))
-            self._reach(at_ns, at_ns)
+        self._gauges.add(at_ns, gauges_of(sample))
+        self._reach(at_ns, at_ns)
 
     def add_gauges(self, at_ns: int, values: dict[str, float | None]) -> None:
         """The same, as it was recorded."""
-        with self._lock:
-            self._gauges.add(at_ns, values)
-            self._reach(at_ns, at_ns)
+        self._gauges.add(at_ns, values)
+        self._reach(at_ns, at_ns)
 
     def add_mark(self, at_ns: int, text: str) -> None:
         """Something happened."""
-        with self._lock:
-            self._marks.append(Mark(at_ns, text))
-            self.revision += 1
+        self._marks.append(Mark(at_ns, text))
+        self.revision += 1
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -127,17 +126,16 @@ class History:
     @property
     def has_copies(self) -> bool:
         """Whether anything was ever copied to or from a device, or computed by one."""
-        return any(lane in _PER_DEVICE for lane, _ in list(self._busy))
+        return any(lane in _PER_DEVICE for lane, _ in self._busy)
 
     def devices(self, lane: int) -> list[int]:
         """Devices that have done something in this lane."""
-        return sorted(device for mine, device in list(self._busy) if mine == lane)
+        return sorted(device for mine, device in self._busy if mine == lane)
 
     def busy(self, lane: int, edges_ns: Floats) -> Floats:
         """Share of the time between neighbouring edges in which a lane was busy, [n] in 0..1; the mean over devices."""
-        with self._lock:
-            mine = [busy.series for (number, _), busy in self._busy.items() if number == lane]
-            total = sum((series.read(edges_ns) for series in mine), np.zeros(len(edges_ns) - 1))
+        mine = [busy.series for (number, _), busy in self._busy.items() if number == lane]
+        total = sum((series.read(edges_ns) for series in mine), np.zeros(len(edges_ns) - 1))
         return np.asarray(np.clip(total / np.diff(edges_ns) / max(len(mine), 1), 0.0, 1.0))
 
     def bytes_per_s(self, lane: int, edges_ns: Floats) -> Floats:
@@ -158,8 +156,7 @@ class History:
 
     def gauge(self, name: str, edges_ns: Floats) -> Floats:
         """A gauge between neighbouring edges, [n]; NaN where it is not known."""
-        with self._lock:
-            return self._gauges.read(name, edges_ns)
+        return self._gauges.read(name, edges_ns)
 
     def knows_gauge(self, name: str) -> bool:
         """Whether the machine has ever told it."""
@@ -167,61 +164,52 @@ class History:
 
     def power(self) -> tuple[list[int], list[float | None]]:
         """Moments and watts, of cards and processors together, of all samples; None where neither tells."""
-        with self._lock:
-            at, gpu = self._gauges.samples("gpu_power")
-            _, cpu = self._gauges.samples("cpu_power")
+        at, gpu = self._gauges.samples("gpu_power")
+        _, cpu = self._gauges.samples("cpu_power")
         known = np.isfinite(gpu) | np.isfinite(cpu)
         watts = np.nan_to_num(gpu) + np.nan_to_num(cpu)
         return at.tolist(), [float(value) if there else None for value, there in zip(watts, known, strict=True)]
 
     def spans_between(self, start_ns: int, end_ns: int) -> Records:
         """Spans that touch a stretch and are still kept singly."""
-        with self._lock:
-            return self._spans.between(start_ns, end_ns)
+        return self._spans.between(start_ns, end_ns)
 
     def steps_between(self, start_ns: int, end_ns: int) -> Records:
         """Steps that touch a stretch and are still kept singly."""
-        with self._lock:
-            return self._steps.between(start_ns, end_ns)
+        return self._steps.between(start_ns, end_ns)
 
     def last_steps(self, count: int) -> Records:
         """The last steps that ended."""
-        with self._lock:
-            return self._steps.last(count)
+        return self._steps.last(count)
 
     def runs_between(self, start_ns: float, end_ns: float) -> list[Run]:
         """Phases that touch a stretch."""
-        with self._lock:
-            return self._runs.between(start_ns, end_ns)
+        return self._runs.between(start_ns, end_ns)
 
     def last_request(self, before_ns: float) -> list[Run]:
         """Phases up to the last decode that began before a moment, of its request, in order; none if nothing did."""
-        with self._lock:
-            return self._runs.last_request(before_ns)
+        return self._runs.last_request(before_ns)
 
     def marks_between(self, start_ns: float, end_ns: float) -> list[Mark]:
         """What happened in a stretch."""
-        with self._lock:
-            return [mark for mark in self._marks if start_ns <= mark.at_ns < end_ns]
+        return [mark for mark in self._marks if start_ns <= mark.at_ns < end_ns]
 
     @property
     def spans_since_ns(self) -> int | None:
         """From when on spans are kept singly; None if there are none."""
-        with self._lock:
-            return self._spans.start_ns
+        return self._spans.start_ns
 
     def copy(self) -> History:
         """The past as it is now: what is added later does not change it."""
-        with self._lock:
-            other = History(self._spans.most, self._steps.most)
-            other._spans, other._steps = self._spans.copy(), self._steps.copy()
-            other._runs, other._gauges = self._runs.copy(), self._gauges.copy()
-            other._sums = {name: series.copy() for name, series in self._sums.items()}
-            for key, busy in self._busy.items():
-                other._busy[key] = BusyTime()
-                other._busy[key].series = busy.series.copy()
-            other._marks = self._marks.copy()
-            other.start_ns, other.end_ns, other.revision = self.start_ns, self.end_ns, self.revision
+        other = History(self._spans.most, self._steps.most)
+        other._spans, other._steps = self._spans.copy(), self._steps.copy()
+        other._runs, other._gauges = self._runs.copy(), self._gauges.copy()
+        other._sums = {name: series.copy() for name, series in self._sums.items()}
+        for key, busy in self._busy.items():
+            other._busy[key] = BusyTime()
+            other._busy[key].series = busy.series.copy()
+        other._marks = self._marks.copy()
+        other.start_ns, other.end_ns, other.revision = self.start_ns, self.end_ns, self.revision
         return other
 
     def _add_sum(self, name: str, records: Records, amounts: Floats) -> None:
@@ -230,9 +218,8 @@ class History:
             self._sums.setdefault(name, BucketSeries()).add(*spread(starts, ends, amounts))
 
     def _read_sum(self, name: str, edges_ns: Floats) -> Floats:
-        with self._lock:
-            series = self._sums.get(name)
-            return np.zeros(len(edges_ns) - 1) if series is None else series.read(edges_ns)
+        series = self._sums.get(name)
+        return np.zeros(len(edges_ns) - 1) if series is None else series.read(edges_ns)
 
     def _reach(self, start_ns: int, end_ns: int) -> None:
         self.start_ns = start_ns if self.start_ns is None else min(self.start_ns, start_ns)

@@ -6,14 +6,14 @@ from PySide6.QtCore import Qt, QTimer, Signal
 from PySide6.QtGui import QHideEvent, QResizeEvent, QShowEvent
 from PySide6.QtWidgets import QFrame, QScrollArea, QVBoxLayout, QWidget
 
+from app.services.analyser import WAITING_TOKENS, waiting_for_last
 from app.services.background import LatestTask
 from app.services.ceilings import measured_ceilings
 from app.services.engine_client import EngineClient, EngineState
 from app.services.predicted_timeline import Predicted
 from app.services.session_library import OpenedSession
 from app.services.settings import Settings
-from app.services.telemetry_hub import WAITING_TOKENS, TelemetryHub
-from app.services.waiting import waiting_for_last
+from app.services.telemetry_hub import TelemetryHub
 from app.theme import ThemeController
 from app.views.monitor.engine_cards import EngineCards
 from app.views.monitor.expert_card import ExpertCard
@@ -127,7 +127,7 @@ class MonitorPage(QWidget):
     def showEvent(self, event: QShowEvent) -> None:
         super().showEvent(event)
         self._hub.start()
-        self._hub.look(self, experts=True)
+        self._hub.subscribe(self, experts=True)
         self._refreshing.start()
         self._is_second = False
         self._refresh()
@@ -135,7 +135,7 @@ class MonitorPage(QWidget):
 
     def hideEvent(self, event: QHideEvent) -> None:
         super().hideEvent(event)
-        self._hub.look_away(self)
+        self._hub.unsubscribe(self)
         self._refreshing.stop()
 
     def _on_ready(self) -> None:
@@ -209,10 +209,10 @@ class MonitorPage(QWidget):
         if self._session is not None:
             self._say_of_session(self._session)
             return
-        waiting = self._hub.waiting
+        findings = self._hub.findings
         alive = self._client.state in (EngineState.READY, EngineState.BUSY)
-        if alive and waiting is not None and waiting.tokens:
-            self.summary.show_waiting(waiting, self._hub.advice)
+        if alive and findings is not None and findings.waiting.tokens:
+            self.summary.show_waiting(findings.waiting, findings.advice)
         else:
             self.summary.show_state(self._client.state, has_model=self._client.model is not None)
 

@@ -1,0 +1,198 @@
+"""What the last tokens waited for, and what would help: worked out in the background of what a history has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import psutil
+from PySide6.QtCore import QObject, Signal
+
+from app.services.background import LatestTask
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError
+from engine.common.model_info import ModelInfo
+from engine.telemetry.messages import CacheReport
+
+if TYPE_CHECKING:
+    from app.services.history.history import History
+    from engine.hardware.sensors import SensorSample
+    from engine.telemetry.advice import Advice
+    from engine.telemetry.analysis import Waiting
+    from engine.telemetry.planned_speed import PlannedSpeed
+    from engine.telemetry.records import Records
+
+WAITING_TOKENS = 200
+_EVERY_S, _FIRST_EVERY_S = 8.0, 1.0
+_CORES = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+
+_SAMPLED_NS, _SAMPLES = 2_000_000_000, 40
+"""Of at least so long a stretch some samples of the machine's sensors are known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What else advice depends on: the loaded model and how it was asked for, its caches, and the machine."""
+
+    model: ModelInfo | None = None
+    config: EngineConfig | None = None
+    report: CacheReport | None = None
+    sample: SensorSample | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What the last tokens waited for, and the change that would help most; None while no model is loaded."""
+
+    waiting: Waiting
+    advice: Advice | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stretch:
+    """The last steps and their spans, as they were: the history goes on without it.
+
+    Attributes:
+        others: share of the processor that other programs took, 0 to 1; 0 where no sensor told.
+    """
+
+    steps: Records
+    spans: Records
+    others: float
+    is_batch: bool
+
+
+class Analyser(QObject):
+    """Analyses again when there is news, but no more often than it is worth.  On the GUI thread, but for the work.
+
+    Signals: `analysed(Findings)`.
+    """
+
+    analysed = Signal(object)
+
+    def __init__(self, clock_ns: Callable[[], int], parent: QObject | None = None) -> None:
+        super().__init__(parent)
+        self._clock_ns = clock_ns
+        self._working = LatestTask(self)
+        self._is_news = self._is_hurried = False
+        self._due_s = 0.0
+
+    def close(self) -> None:
+        """Waits for an analysis under way."""
+        self._working.close()
+
+    def note_news(self) -> None:
+        """Tokens have been made since the last analysis."""
+        self._is_news = True
+
+    def hurry(self) -> None:
+        """Somebody has come to look: what there is, is analysed at once."""
+        self._is_news = self._is_hurried = True
+        self._due_s = 0.0
+
+    def analyse(self, history: History, machine: Machine) -> None:
+        """Begins if there is news and it is time; cheap otherwise.  Of nothing there are no findings."""
+        if not self._is_news or self._working.is_busy or self._clock_ns() / 1e9 < self._due_s:
+            return
+        self._is_news = False
+        stretch = last_stretch(history, WAITING_TOKENS)
+        if stretch is not None:
+            self._working.ask(lambda: _findings(stretch, machine), self._on_found)
+
+    def _on_found(self, findings: Findings) -> None:
+        if not self._is_hurried:  # else the next tokens are news all the same
+            is_full = findings.waiting.tokens >= WAITING_TOKENS  # few tokens take little time, and each is news
+            self._due_s = self._clock_ns() / 1e9 + (_EVERY_S if is_full else _FIRST_EVERY_S)
+        self._is_hurried = False
+        self.analysed.emit(findings)
+
+
+def waiting_for_last(history: History, tokens: int) -> Waiting:
+    """What the last steps waited for, of a chat or of a batch, as far as their spans are still there.
+
+    With it what other programs took of the processor meanwhile, as far as sensors have told.
+    """
+    from engine.telemetry.analysis import Waiting
+
+    stretch = last_stretch(history, tokens)
+    return Waiting(0, 0.0, {}) if stretch is None else _waiting_in(stretch)
+
+
+def last_stretch(history: History, tokens: int) -> Stretch | None:
+    """The last steps, of a chat or of a batch, that made so many tokens; None if there are none with spans."""
+    import numpy as np
+
+    from app.services.history.history import of_last_kind
+    from engine.telemetry.lanes import BATCH_STEP
+
+    steps = of_last_kind(history.last_steps(tokens + 50))[-tokens:]  # prefills lie between
+    if len(steps):  # a step of a batch makes many
+        enough = int(np.searchsorted(np.cumsum(steps["tokens"][::-1]), tokens)) + 1
+        steps = steps[-enough:]
+    since = history.spans_since_ns
+    if since is None:
+        return None
+    steps = steps[steps["start_ns"] >= since]
+    if not len(steps):
+        return None
+    start_ns, end_ns = int(steps["start_ns"].min()), int(steps["end_ns"].max())
+    spans, is_batch = history.spans_between(start_ns, end_ns), int(steps["name"][-1]) == BATCH_STEP
+    return Stretch(steps, spans, others_between(history, start_ns, end_ns), is_batch)
+
+
+def others_between(history: History, start_ns: int, end_ns: int) -> float:
+    """Share of the processor that other programs took, 0 to 1; 0 where no sensor told."""
+    import numpy as np
+
+    edges = np.linspace(min(start_ns, end_ns - _SAMPLED_NS), end_ns, _SAMPLES + 1)
+    taken = history.gauge("cpu_all", edges) - history.gauge("cpu_ours", edges)
+    known = taken[np.isfinite(taken)]
+    return float(np.clip(known.mean(), 0.0, 1.0)) if len(known) else 0.0
+
+
+def _findings(stretch: Stretch, machine: Machine) -> Findings:
+    waited = _waiting_in(stretch)
+    return Findings(waited, _advice(waited, machine))
+
+
+def _waiting_in(stretch: Stretch) -> Waiting:
+    from engine.telemetry.analysis import waiting
+
+    found = waiting(stretch.spans, stretch.steps)
+    return replace(found, steps=len(stretch.steps), is_batch=stretch.is_batch, others=stretch.others)
+
+
+def _advice(waited: Waiting, machine: Machine) -> Advice | None:
+    """The change that would help most; None while no model is loaded."""
+    from app.services.predicted_timeline import config_of
+    from engine.telemetry.advice import Running, advise
+
+    model, sample, asked = machine.model, machine.sample, machine.config
+    if model is None:
+        return None
+    vram = ram = 0
+    if sample is not None:
+        vram = sum(max(0, (gpu.vram_total or 0) - (gpu.vram_used or 0)) for gpu in sample.gpus)
+        ram = max(0, (sample.ram_total or 0) - (sample.ram_used or 0))
+    running = Running(model.precision, model.threads, max(_CORES, model.threads), vram, ram)
+    planned = _planned_speed(config_of(model, asked, None), model.name) if asked is not None else None
+    return advise(waited, machine.report, running, planned)
+
+
+@lru_cache(maxsize=4)
+def _planned_speed(config: EngineConfig, name: str) -> PlannedSpeed | None:
+    """The plan of a loaded model on this machine; None where the planner cannot tell.  Slow the first time.
+
+    Args:
+        name: of the model, for when its folder has been moved.
+    """
+    from app.services.predicted_timeline import machine_and_shape
+    from engine.telemetry.planned_speed import PlannedSpeed
+
+    try:
+        return PlannedSpeed(*machine_and_shape(config, name), config)
+    except EngineError:
+        return None
