@@ -95,5 +95,7 @@ class PageHeader(QWidget):
             side = NARROW_GAP_PX if below else 0
             self._below.setContentsMargins(SIDE_PX, 0, SIDE_PX, side)
             self.row.setContentsMargins(SIDE_PX, side, SIDE_PX, side)
-        self.row.setSpacing(NARROW_GAP_PX if tight else GAP_PX)
+        spacing = NARROW_GAP_PX if tight else GAP_PX
+        if self.row.spacing() != spacing:  # setting it asks for another layout, whatever it was before
+            self.row.setSpacing(spacing)
         self.title.setVisible(title + buttons - (GAP_PX - NARROW_GAP_PX) * len(others) <= room)
