@@ -50,7 +50,7 @@ def vram_cache_us(routing: RoutingTrace) -> float:
             begun_s = time.thread_time()
             lookup = cache.acquire(layer, experts)
             found_s = time.thread_time()
-            cache.arrivals.post_fetch(layer, lookup.misses, source.acquire(lookup.misses))
+            cache.post_fetch(layer, lookup.misses, source.acquire(lookup.misses))
             posted_s = time.thread_time()
             cache.release(lookup)
             if number >= len(steps) // 2:

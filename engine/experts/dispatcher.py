@@ -23,12 +23,11 @@ from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.activations import Activations
 from engine.experts.fetching import Fetching
 from engine.experts.latency import LatencyModel
-from engine.experts.lookup import Lookup
 from engine.experts.partial_sums import PartialSums, Work
 from engine.experts.record_source import Held, RecordSource
 from engine.experts.routing import Routing
 from engine.experts.slot_segments import KernelMaker
-from engine.experts.vram_cache import VramCache
+from engine.experts.vram_cache import Lookup, VramCache
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER, seconds_ns
 
@@ -259,7 +258,7 @@ class HybridExperts:
         held = self._source.acquire(routing.experts)
         step.held.append(held)
         if step.lookup.misses:
-            self.cache.arrivals.post_fetch(self._layer, step.lookup.misses, held, max(0, self._source.lendable))
+            self.cache.post_fetch(self._layer, step.lookup.misses, held, max(0, self._source.lendable))
         self._tell(step, routing)
         step.on_cpu, step.hits_on_cpu = len(step.lookup.misses), len(step.lookup.hits)
         self._compute_here(step, routing, sums, held, routing.experts)
@@ -326,7 +325,7 @@ class HybridExperts:
             self._fetching.fetch(sums, step.lookup, routing, fetched, held, keep=keeps)
         if keeps and on_cpu:
             # Behind what is needed now, and beside the CPU, which works from the same records.
-            self.cache.arrivals.post_fetch(self._layer, on_cpu, held, max(0, self._source.lendable))
+            self.cache.post_fetch(self._layer, on_cpu, held, max(0, self._source.lendable))
         self._tell(step, routing)
         step.fetched += len(fetched)
         step.on_cpu += len(on_cpu)

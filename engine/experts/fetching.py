@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 from engine.devices.device import Direction, Event
 from engine.experts.latency import LatencyModel
-from engine.experts.lookup import Lookup
 from engine.experts.partial_sums import PartialSums
 from engine.experts.record_source import Held
 from engine.experts.routing import Routing
 from engine.experts.slot_segments import KernelMaker, Segment
-from engine.experts.vram_cache import VramCache
+from engine.experts.vram_cache import Lookup, VramCache
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 
@@ -98,7 +97,7 @@ class Fetching:
         self._begun = []
 
     def _copy(self, lookup: Lookup, expert: int, tokens: int, held: Held, *, keep: bool) -> _Fetch:
-        taken_in = self._cache.arrivals.take_in(lookup, expert, held) if keep else None
+        taken_in = self._cache.take_in(lookup, expert, held) if keep else None
         if taken_in is not None:
             segment, row = self._cache.locate(taken_in[0])
             fetch = _Fetch(expert, tokens, segment, row, taken_in[1], is_staged=False)

@@ -6,24 +6,46 @@ import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.sizes import about, rounded_down, rounded_up
-from engine.experts.acquired import Acquired, RamCounters
 from engine.experts.bank import BankLayer
 from engine.experts.cache.policies import Key
 from engine.experts.cache.pool import Slot
-from engine.experts.cache.snapshot import CacheSnapshot
+from engine.experts.cache.tier import ADAPTIVE, CacheSnapshot, Purpose, TierCounters
 from engine.experts.disk_tier import DiskTier, Read
 from engine.experts.ram_pressure import RamPressure
 from engine.experts.record_memory import CAN_GIVE_BACK
-from engine.experts.slot_group import ADAPTIVE, SlotGroup, least_nbytes, make_groups, share_slots
-
-__all__ = ["Acquired", "RamCounters", "RamTier"]
+from engine.experts.slot_group import least_nbytes, make_groups, share_slots
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass
+class Acquired:
+    """Experts of one layer that stay in their slots until they are released.
+
+    Attributes:
+        slots: expert -> its slot.
+        arriving: the experts among them whose bytes are not there yet -> done when they are.
+        left: experts that got no slot because all are in use: release these, then acquire those.
+    """
+
+    layer: int
+    slots: dict[int, Slot] = field(default_factory=dict)
+    arriving: dict[int, Future[None]] = field(default_factory=dict)
+    left: list[int] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Returns when all of them are there.
+
+        Raises:
+            EngineError: one could not be read; the others are there or on their way all the same.
+        """
+        for arrival in self.arriving.values():
+            arrival.result()
 
 
 class RamTier:
@@ -58,17 +80,14 @@ class RamTier:
         self._stride = max((layer.num_experts for layer in disk.header.layers), default=1)
         self._refused: str | None = None
         self._lowered: str | None = None
-        self._groups, had = make_groups(disk.header, budget, at_least, policy, popularity, seed)
+        self._counters = TierCounters()
+        self._groups, had = make_groups(disk.header, budget, at_least, self._counters, policy, popularity, seed)
         if had != budget:
             self._refused = f"Only {about(had)} of RAM was available for experts: more are read from disk."
         self._distinct = list(dict.fromkeys(self._groups))
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._arrivals: dict[Key, Future[None]] = {}
-        self._reads: dict[Key, Read] = {}
-        self._prefetched: set[Key] = set()
-        self._counters = RamCounters()
-        self._backlog = 0
         self._closed = False
 
     def __enter__(self) -> RamTier:
@@ -90,15 +109,15 @@ class RamTier:
         return self._lowered or self._refused
 
     @property
-    def counters(self) -> RamCounters:
-        """A copy of what was counted so far."""
+    def counters(self) -> TierCounters:
+        """A copy of what was counted so far: hits + late + misses is the number of experts that were given out."""
         with self._lock:
             return replace(self._counters)
 
     @property
     def backlog_bytes(self) -> int:
         """Bytes that are on their way."""
-        return self._backlog
+        return sum(group.tier.backlog_bytes for group in self._distinct)
 
     def capacity(self, layer: int) -> int:
         """How many slots there are now for this layer and those that share them with it."""
@@ -118,14 +137,8 @@ class RamTier:
 
     def resident(self, layer: int) -> dict[int, Slot]:
         """The layer's experts that are in RAM now; they may leave at any time unless they are acquired."""
-        first = self.key_of(layer, 0)
         with self._lock:
-            residents = self._groups[layer].pool.residents
-            return {
-                expert: residents[first + expert]
-                for expert in range(self._disk.header.layers[layer].num_experts)
-                if first + expert in residents
-            }
+            return self._groups[layer].tier.residents(layer)
 
     @property
     def filled_nbytes(self) -> int:
@@ -136,16 +149,13 @@ class RamTier:
     def snapshots(self) -> list[CacheSnapshot]:
         """Everything in the slots of each layout, at one moment."""
         with self._lock:
-            return [group.snapshot() for group in self._distinct]
+            return [group.tier.snapshot() for group in self._distinct]
 
     def absent(self, layer: int, experts: Iterable[int]) -> list[int]:
         """Those that are neither there nor on their way, in the same order.  Counts as no use."""
-        first = self.key_of(layer, 0)
         with self._lock:
             self._check_open()
-            pool = self._groups[layer].pool
-            residents, arriving = pool.residents, pool.arriving
-            return [e for e in experts if first + e not in residents and first + e not in arriving]
+            return self._groups[layer].tier.absent(layer, experts)
 
     def acquire(self, layer: int, experts: Sequence[int]) -> Acquired:
         """Gives each of these (distinct) experts a slot, where it stays until `release`.
@@ -161,7 +171,7 @@ class RamTier:
         with self._changed:
             self._check_open()
             group, first = self._groups[layer], self.key_of(layer, 0)
-            group.observe(layer, [first + expert for expert in experts])
+            group.tier.observe(layer, [first + expert for expert in experts])
             acquired, reads = self._grant(layer, experts)
             while not acquired.slots and acquired.left and group.pool.arriving:
                 self._changed.wait()
@@ -171,17 +181,9 @@ class RamTier:
 
     def hold(self, layer: int, experts: Iterable[int]) -> Acquired:
         """Keeps those of these experts that are in RAM now there until `release`.  This is no use of them."""
-        acquired = Acquired(layer)
         with self._lock:
             self._check_open()
-            pool = self._groups[layer].pool
-            for expert in experts:
-                key = self.key_of(layer, expert)
-                slot = pool.residents.get(key)
-                if slot is not None:
-                    pool.pin(key)
-                    acquired.slots[expert] = slot
-        return acquired
+            return Acquired(layer, self._groups[layer].tier.hold(layer, experts))
 
     def acquire_ahead(self, layer: int, experts: Sequence[int]) -> Acquired:
         """As `acquire`, for somebody who has others to compute meanwhile: it never waits, and may give none."""
@@ -195,10 +197,7 @@ class RamTier:
         with self._changed:
             if self._closed:
                 return
-            pool = self._groups[acquired.layer].pool
-            first = acquired.layer * self._stride
-            for expert in acquired.slots:
-                pool.unpin(first + expert)
+            self._groups[acquired.layer].tier.release(acquired.layer, acquired.slots)
             acquired.slots = {}
             self._changed.notify_all()
 
@@ -214,23 +213,18 @@ class RamTier:
         reads: list[Read] = []
         with self._lock:
             self._check_open()
-            group, dying = self._groups[layer], iter(dead)
+            tier, dying = self._groups[layer].tier, iter(dead)
             for expert in experts:
-                key = self.key_of(layer, expert)
-                if key in group.pool.residents or key in group.pool.arriving:
+                if not tier.absent(layer, [expert]):
                     continue
-                if not group.pool.free and not self._evict_one(group, dying):
+                copy = tier.prefetch(layer, expert, self._disk, dying)
+                if copy is None:
                     break
-                placement = group.pool.reserve(key, only_if_admitted=False)
-                if placement is None:
-                    break
-                started, _ = self._start(layer, expert, placement.slot, urgent=False)
-                if started:
-                    self._prefetched.add(key)
-                    self._counters.prefetched += 1
-                reads += started
+                self._arrivals[copy.key] = Future()
+                reads.append(copy.handle)
+        failed = sum(read.done() and read.exception() is not None for read in reads)
         self._follow(reads)
-        return len(reads)
+        return len(reads) - failed
 
     def resize(self, budget: int) -> int:
         """Takes another budget: less gives memory back to the system at once, and who is worth most stays.
@@ -247,12 +241,7 @@ class RamTier:
             budget = max(budget, least_nbytes(header, self._at_least))
             for layout, count in share_slots(header, budget, self._at_least).items():
                 group = next(group for group in self._distinct if group.slots.layout == layout)
-                before = len(group.pool.residents)
                 group.resize(count)
-                self._counters.evictions += before - len(group.pool.residents)
-            gone = {key for key in self._prefetched if not self._is_known(key)}
-            self._prefetched -= gone
-            self._counters.prefetches_wasted += len(gone)
             self._changed.notify_all()
             return self.nbytes
 
@@ -286,57 +275,35 @@ class RamTier:
     def _grant(self, layer: int, experts: Sequence[int]) -> tuple[Acquired, list[Read]]:
         """Slots for those that can have one now.  Residents are pinned first, so that none leaves for a missing one."""
         self._check_open()
-        pool, counters, acquired = self._groups[layer].pool, self._counters, Acquired(layer)
-        first, prefetched = layer * self._stride, self._prefetched
+        tier, counters, acquired = self._groups[layer].tier, self._counters, Acquired(layer)
+        first, pool = layer * self._stride, tier.pool_of[layer]
         missing = []
-        for expert in experts:
+        for expert, slot in zip(experts, tier.look_up(layer, [first + one for one in experts]), strict=True):
             key = first + expert
-            slot = pool.use(key)
             if slot is not None:
                 counters.hits += 1
             elif (slot := pool.arriving.get(key)) is not None:
                 counters.late += 1
                 acquired.arriving[expert] = self._arrivals[key]
-                if (read := self._reads.get(key)) is not None:
-                    self._disk.hurry(read)
+                self._disk.hurry(tier.copies[key].handle)
+                pool.pin(key)
+                tier.count_needed(key)
             else:
                 missing.append(expert)
                 continue
-            pool.pin(key)
             acquired.slots[expert] = slot
-            if key in prefetched:
-                prefetched.discard(key)
-                counters.prefetches_used += 1
         reads: list[Read] = []
         for expert in missing:
-            key = first + expert
-            placement = pool.reserve(key, only_if_admitted=False)
-            if placement is None:
+            copy = tier.bring(layer, expert, self._disk, Purpose.FETCH, only_if_admitted=False)
+            if copy is None:
                 acquired.left.append(expert)
                 continue
-            if placement.evicted is not None:
-                self._count_eviction(placement.evicted)
-            pool.pin(key)
+            pool.pin(copy.key)
             counters.misses += 1
-            acquired.slots[expert] = placement.slot
-            started, acquired.arriving[expert] = self._start(layer, expert, placement.slot, urgent=True)
-            reads += started
+            acquired.slots[expert] = copy.slot
+            acquired.arriving[expert] = self._arrivals[copy.key] = Future()
+            reads.append(copy.handle)
         return acquired, reads
-
-    def _start(self, layer: int, expert: int, slot: Slot, *, urgent: bool) -> tuple[list[Read], Future[None]]:
-        """Starts the read of an expert whose slot is reserved; if that fails, so does its arrival."""
-        key, group = self.key_of(layer, expert), self._groups[layer]
-        arrival: Future[None] = Future()
-        self._arrivals[key] = arrival
-        self._backlog += group.slots.layout.nbytes
-        try:
-            read = self._disk.read(layer, expert, group.slots.records[slot], urgent=urgent)
-        except EngineError as error:
-            self._end(key, group, error)
-            arrival.set_exception(error)
-            return [], arrival
-        self._reads[key] = read
-        return [read], arrival
 
     def _follow(self, reads: list[Read]) -> None:
         """Not under the lock: what has been read already is reported at once, by this very thread."""
@@ -345,50 +312,17 @@ class RamTier:
 
     def _arrived(self, read: Future[None]) -> None:
         assert isinstance(read, Read)
-        key, error = self.key_of(read.layer, read.expert), read.exception()
+        error = read.exception()
         with self._changed:
-            arrival = self._end(key, self._groups[read.layer], error)
+            tier = self._groups[read.layer].tier
+            copy = tier.copies[tier.key_of(read.layer, read.expert)]
+            tier.end(copy, well=error is None)
+            arrival = self._arrivals.pop(copy.key)
             self._changed.notify_all()
         if error is None:
             arrival.set_result(None)
         else:
             arrival.set_exception(error)
-
-    def _end(self, key: Key, group: SlotGroup, error: BaseException | None) -> Future[None]:
-        """The copy into a reserved slot has ended: only now is it a resident, or the slot free again."""
-        if error is None:
-            group.pool.arrived(key)
-            self._counters.bytes_read += group.slots.layout.nbytes
-        else:
-            group.pool.abandon(key)
-            self._prefetched.discard(key)
-            self._counters.failures += 1
-        self._backlog -= group.slots.layout.nbytes
-        self._reads.pop(key, None)
-        return self._arrivals.pop(key)
-
-    def _evict_one(self, group: SlotGroup, dying: Iterable[tuple[int, int]]) -> bool:
-        for layer, expert in dying:
-            key = self.key_of(layer, expert)
-            if self._groups[layer] is not group or key not in group.pool.residents:
-                continue
-            try:
-                group.pool.evict(key)
-            except ValueError:  # in use: whoever thought it dead was wrong
-                continue
-            self._count_eviction(key)
-            return True
-        return False
-
-    def _is_known(self, key: Key) -> bool:
-        pool = self._groups[key // self._stride].pool
-        return key in pool.residents or key in pool.arriving
-
-    def _count_eviction(self, key: Key) -> None:
-        self._counters.evictions += 1
-        if key in self._prefetched:
-            self._prefetched.discard(key)
-            self._counters.prefetches_wasted += 1
 
     def _check_open(self) -> None:
         if self._closed:

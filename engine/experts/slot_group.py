@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.sizes import rounded_down, rounded_up
 from engine.experts.bank import BankLayer
 from engine.experts.bank_header import BankHeader
-from engine.experts.cache.policies import Key, make_policy
-from engine.experts.cache.pool import Pool, Slot
-from engine.experts.cache.selection import CANDIDATES
-from engine.experts.cache.snapshot import CacheSnapshot
-from engine.experts.policy_sampling import PolicySampler
+from engine.experts.cache.policies import Key
+from engine.experts.cache.pool import Slot
+from engine.experts.cache.tier import ADAPTIVE, Purpose, Tier, TierCounters
+from engine.experts.direct_file import bytes_of
+from engine.experts.disk_tier import DiskTier, Read
 from engine.experts.record import RecordLayout
 from engine.experts.record_memory import CAN_GIVE_BACK, RecordMemory
 
 _log = logging.getLogger(__name__)
 
-ADAPTIVE = "auto"
-"""Name of the choice among the policies by what each would have hit."""
-
 
 class SlotGroup:
-    """The slots that the layers with records of one layout share.
+    """The slots that the layers with records of one layout share, and a `Copier` from the disk to them.
 
     Args:
+        layout: of the records; those layers of `header` that have it share the slots.
         count: slots at the start.
         most: slots at most.
-        layers: that share them, by their index in the tier.
+        counters: to count in.
 
     Attributes:
         slots: the memory, as kernels see it: a layer whose experts are the slots, used or not.
-        pool: who is in them.
+        tier: who is in them; pool: its only one.
 
     Raises:
         MemoryError: the system refuses so much.
@@ -41,10 +39,11 @@ class SlotGroup:
 
     def __init__(
         self,
+        header: BankHeader,
         layout: RecordLayout,
         count: int,
         most: int,
-        layers: Sequence[int],
+        counters: TierCounters,
         policy: str = ADAPTIVE,
         popularity: Mapping[Key, float] | None = None,
         seed: int = 0,
@@ -52,11 +51,11 @@ class SlotGroup:
         self._memory = RecordMemory(most, layout.nbytes)
         self.slots = BankLayer("slots", layout, self._memory.records)
         self._unused = list(range(most - 1, count - 1, -1))
-        self._place = {layer: place for place, layer in enumerate(layers)}
-        self._is_adaptive, self._popularity, self._seed = policy == ADAPTIVE, popularity, seed
-        self.policy = CANDIDATES[0] if self._is_adaptive else policy
-        self.pool = Pool(range(count), make_policy(self.policy, count, popularity, seed))
-        self._renew_sampler()
+        layers, experts = len(header.layers), max(layer.num_experts for layer in header.layers)
+        self.tier = Tier(self, layers, experts, layout.nbytes, policy, popularity, seed, counters)
+        sharing = [index for index, layer in enumerate(header.layers) if layer.layout == layout]
+        self.pool = self.tier.open_pool(sharing, range(count), count)
+        self.tier.renew_sampler()
 
     @property
     def nbytes(self) -> int:
@@ -66,24 +65,17 @@ class SlotGroup:
     @property
     def filled_nbytes(self) -> int:
         """Bytes of the slots with somebody in them or on the way to them: a slot takes no memory before that."""
-        return (len(self.pool.residents) + len(self.pool.arriving)) * self.slots.layout.nbytes
+        return self.tier.filled * self.slots.layout.nbytes
 
-    def snapshot(self) -> CacheSnapshot:
-        """Everything in it, at one moment."""
-        shadows = self._sampler.hit_rates() if self._sampler is not None else {}
-        pool = self.pool
-        return CacheSnapshot(
-            list(pool.residents), list(pool.arriving), pool.capacity, self.policy, self._is_adaptive, shadows
-        )
-
-    def observe(self, layer: int, keys: Sequence[Key]) -> None:
-        """One layer's experts of one step, for the choice of the policy."""
-        if self._sampler is None:
-            return
-        name = self._sampler.observe(self._place[layer], keys)
-        if name is not None:
-            self.policy = name
-            self.pool.adopt(make_policy(name, self.pool.capacity, self._popularity, self._seed))
+    def start(self, layer: int, expert: int, slot: Slot, source: DiskTier, purpose: Purpose) -> Read:
+        """See `engine.experts.cache.tier.Copier`; what cannot be begun is a read that has failed."""
+        target = self.slots.records[slot]
+        try:
+            return source.read(layer, expert, target, urgent=purpose is Purpose.FETCH)
+        except EngineError as error:
+            read = Read(layer, expert, 1, bytes_of(target))
+            read.set_exception(error)
+            return read
 
     def resize(self, count: int) -> int:
         """Takes slots in, or gives their memory back to the system; who the policy would keep stays.
@@ -101,7 +93,7 @@ class SlotGroup:
             self._unused.sort(reverse=True)  # the first are taken first, so that what is free lies together
             self._memory.give_back(given)
         if self.pool.capacity != before:
-            self._renew_sampler()
+            self.tier.renew_sampler()
         return self.pool.capacity
 
     def _move_down(self, given: list[Slot]) -> list[Slot]:
@@ -118,14 +110,6 @@ class SlotGroup:
             records[place].copy_(records[slot])
             given.append(self.pool.move(key, place))
         return given + low
-
-    def _renew_sampler(self) -> None:
-        """Shadows have the size of the cache."""
-        self._sampler: PolicySampler | None = None
-        if self._is_adaptive and self.pool.capacity:
-            self._sampler = PolicySampler(
-                len(self._place), self.pool.capacity, None, self._popularity, adopted=self.policy
-            )
 
 
 def fewest_slots(layers: Iterable[tuple[RecordLayout, int]], at_least: int) -> dict[RecordLayout, int]:
@@ -189,6 +173,7 @@ def make_groups(
     header: BankHeader,
     budget: int,
     at_least: int,
+    counters: TierCounters,
     policy: str = ADAPTIVE,
     popularity: Mapping[Key, float] | None = None,
     seed: int = 0,
@@ -198,15 +183,12 @@ def make_groups(
     Raises:
         EngineError: as `share_slots`.
     """
-    layers: dict[RecordLayout, list[int]] = {}
-    for index, layer in enumerate(header.layers):
-        layers.setdefault(layer.layout, []).append(index)
     most = experts_of_layout(header) if CAN_GIVE_BACK else {}
     while True:
         shares = share_slots(header, budget, at_least)
         try:
             groups = {
-                layout: SlotGroup(layout, count, most.get(layout, count), layers[layout], policy, popularity, seed)
+                layout: SlotGroup(header, layout, count, most.get(layout, count), counters, policy, popularity, seed)
                 for layout, count in shares.items()
             }
         except (MemoryError, RuntimeError) as error:

@@ -22,8 +22,7 @@ from engine.experts.record import RecordLayout
 from engine.experts.record_source import LentSlots, RamRecords, RecordSource, TierRecords
 from engine.experts.sites import ExpertsSite
 from engine.experts.slot_segments import KernelMaker
-from engine.experts.vram_cache import VramCache
-from engine.experts.vram_prefetch import Place
+from engine.experts.vram_cache import Place, VramCache
 from engine.experts.whole_layer import LayerBuffers, WholeLayerExperts
 from engine.kernels import choose_kernel
 from engine.kernels.gpu.proof import runs_kernels
@@ -183,9 +182,9 @@ def fill_caches(bound: Sequence[BoundLayer], popularity: Popularity) -> None:
             continue
         held = place.source.hold_present([expert])
         try:
-            if expert in held.rows and not cache.arrivals.post_fetch(place.layer, [expert], held):
+            if expert in held.rows and not cache.post_fetch(place.layer, [expert], held):
                 cache.wait()  # as many are on their way as may be
-                cache.arrivals.post_fetch(place.layer, [expert], held)
+                cache.post_fetch(place.layer, [expert], held)
         finally:
             held.release()
 

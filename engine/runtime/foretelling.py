@@ -12,7 +12,7 @@ from engine.experts.prediction.making import make_prefetcher
 from engine.experts.prediction.prefetcher import Prefetcher
 from engine.experts.prediction.times import over_disk, over_link
 from engine.experts.sites import ExpertsSite
-from engine.experts.vram_prefetch import VramPrefetch
+from engine.experts.vram_cache import VramPrefetch
 from engine.runtime.device_binding import BoundLayer
 from engine.runtime.gates import find_gates
 

@@ -83,7 +83,7 @@ class Layers:
         ]
 
         # What nothing was copied to must not matter.
-        for segment in [*self.cache._pools.segments, *([self.cache.staging.segment] if self.cache.staging else [])]:
+        for segment in [*self.cache._memory.segments, *([self.cache.staging.segment] if self.cache.staging else [])]:
             segment.records.records.fill_(0xFF)
 
     def kernel(self, records: LayerRecords) -> ExpertKernel:

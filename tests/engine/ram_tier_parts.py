@@ -8,10 +8,10 @@ import torch
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.cache.policies import POLICY_NAMES
+from engine.experts.cache.tier import ADAPTIVE
 from engine.experts.direct_file import bytes_of
 from engine.experts.disk_tier import Read
 from engine.experts.ram_tier import RamTier
-from engine.experts.slot_group import ADAPTIVE
 from tests.engine.made_up_bank import LARGE, SMALL, header_of, random_records
 
 HEADER = header_of([(6, SMALL), (3, LARGE), (6, SMALL)])

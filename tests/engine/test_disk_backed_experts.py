@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.common.errors import EngineError
-from engine.experts.disk_backed import DiskBackedBank, DiskBackedExperts
+from engine.experts.disk_backed import DiskBackedBank, DiskBackedExperts, ReadAhead
 from engine.experts.disk_tier import DiskTier
 from engine.experts.ram_tier import RamTier
-from engine.experts.read_ahead import ReadAhead
 from engine.kernels.native.experts import MAX_TOKENS
 from tests.engine.made_up_bank import LARGE, SMALL, flip, header_of, random_records, write_bank
 

@@ -151,14 +151,14 @@ def test_a_prefill_leaves_the_cache_alone(device: Device, mode: Misses) -> None:
                 layers.check(layer, routing(generator, count, 3))
             cache.wait()
         residents = [cache.residents(layer) for layer in range(LAYERS)]
-        order = list(cache._pools.of(0).policy.victims())
+        order = list(cache._tier.pool_of[0].policy.victims())
         before = replace(cache.counters)
         for layer in range(LAYERS):
             layers.check(layer, routing(generator, DECODE_TOKENS + 1, 3))
             layers.check(layer, routing(generator, 10 * DECODE_TOKENS, 3))
         cache.wait()
         assert [cache.residents(layer) for layer in range(LAYERS)] == residents
-        assert list(cache._pools.of(0).policy.victims()) == order
+        assert list(cache._tier.pool_of[0].policy.victims()) == order
         after = cache.counters
         assert after.prefill_lookups == (0 if mode is Misses.CACHE_OFF else 4 * EXPERTS)
         assert after.prefill_hits == sum(2 * len(there) for there in residents)

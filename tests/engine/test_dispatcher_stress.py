@@ -15,7 +15,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
 from engine.experts.dispatcher import DECODE_TOKENS, Misses
-from engine.experts.vram_prefetch import Place, VramPrefetch
+from engine.experts.vram_cache import Place, VramPrefetch
 from engine.hardware.profiles import DeviceProfile
 from engine.kernels.reference import reference_experts
 from tests.engine.hybrid_layers import EXPERTS, KINDS, LAYERS, Layers, routing

@@ -9,10 +9,10 @@ import torch
 
 from engine.experts.disk_tier import DiskTier
 from engine.experts.latency import LatencyModel
-from engine.experts.lookup import VramCounters
 from engine.experts.prediction.making import make_prefetcher
 from engine.experts.prediction.times import over_disk, over_link
 from engine.experts.ram_tier import RamTier
+from engine.experts.vram_cache import VramCounters
 from tests.engine.made_up_bank import LARGE, SMALL, header_of, random_records, write_bank
 from tests.engine.slots_in_time import PlantedRoutes
 

@@ -27,8 +27,7 @@ from engine.experts.dispatcher import DECODE_TOKENS, HybridExperts, Misses
 from engine.experts.latency import LatencyModel
 from engine.experts.ram_tier import RamTier
 from engine.experts.record_source import Held, LentSlots, TierRecords
-from engine.experts.vram_cache import VramCache
-from engine.experts.vram_prefetch import Place, VramPrefetch
+from engine.experts.vram_cache import Place, VramCache, VramPrefetch
 from engine.hardware.profiles import DeviceProfile
 from engine.kernels import choose_kernel
 from engine.kernels.interface import ExpertKernel, LayerRecords

@@ -10,10 +10,9 @@ import torch
 from engine.devices.device import Device
 from engine.devices.memory_budget import MemoryCategory
 from engine.experts.bank import BankLayer
-from engine.experts.policy_sampling import BUDGET_S, BURST_STEPS, PolicySampler
+from engine.experts.cache.selection import BUDGET_S, BURST_STEPS, PolicySampler
 from engine.experts.record_source import RamRecords
-from engine.experts.vram_cache import VramCache
-from engine.experts.vram_prefetch import Place, VramPrefetch
+from engine.experts.vram_cache import Place, VramCache, VramPrefetch
 from tests.engine.made_up_bank import SMALL, header_of, random_records
 from tests.engine.vram_cache_parts import (
     EXPERTS,
@@ -68,10 +67,10 @@ def test_a_policy_knows_how_big_its_pool_is(device: Device, bank: list[BankLayer
 def test_an_arriving_copy_is_not_a_hit(device: Device, bank: list[BankLayer]) -> None:
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=1)
     go_on = holding(device)
-    assert cache.arrivals.post_fetch(0, [0, 1], kept(bank[0], [0, 1])) == 1
+    assert cache.post_fetch(0, [0, 1], kept(bank[0], [0, 1])) == 1
     lookup = cache.acquire(0, [0, 1])
     assert (lookup.hits, lookup.misses, lookup.late) == ({}, [0, 1], {0})
-    assert cache.arrivals.post_fetch(0, [0], kept(bank[0], [0])) == 0
+    assert cache.post_fetch(0, [0], kept(bank[0], [0])) == 0
     assert cache.backlog_bytes == RECORD
     go_on()
     cache.wait()
@@ -102,7 +101,7 @@ def test_a_failed_copy_gives_its_slot_up_and_the_next_works(device: Device, bank
 
     go_on = holding(device)
     device.h2d_stream.submit(fail)
-    assert cache.arrivals.post_fetch(0, [0, 1], kept(bank[0], [0, 1])) == 2
+    assert cache.post_fetch(0, [0, 1], kept(bank[0], [0, 1])) == 2
     go_on()
     cache.wait()
     assert cache.residents(0) == {}
@@ -115,7 +114,7 @@ def test_a_failed_copy_gives_its_slot_up_and_the_next_works(device: Device, bank
 def test_cancelled_copies_give_their_slots_up(device: Device, bank: list[BankLayer]) -> None:
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=4)
     go_on = holding(device)
-    cache.arrivals.post_fetch(0, [0, 1, 2], kept(bank[0], [0, 1, 2]))
+    cache.post_fetch(0, [0, 1, 2], kept(bank[0], [0, 1, 2]))
     assert cache.cancel() == 3
     go_on()
     cache.wait()
@@ -129,7 +128,7 @@ def test_cancelled_copies_give_their_slots_up(device: Device, bank: list[BankLay
 def test_only_so_many_copies_are_in_flight(device: Device, bank: list[BankLayer]) -> None:
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=4, most_in_flight=2)
     go_on = holding(device)
-    assert cache.arrivals.post_fetch(0, [0, 1, 2, 3], kept(bank[0], [0, 1, 2, 3])) == 2
+    assert cache.post_fetch(0, [0, 1, 2, 3], kept(bank[0], [0, 1, 2, 3])) == 2
     go_on()
     cache.close()
 
@@ -248,7 +247,7 @@ def test_closing_after_the_device(bank: list[BankLayer]) -> None:
     device = tiny_device()
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=4)
     go_on = holding(device)
-    cache.arrivals.post_fetch(0, [0, 1], kept(bank[0], [0, 1]))
+    cache.post_fetch(0, [0, 1], kept(bank[0], [0, 1]))
     go_on()
     device.close()
     cache.close()
@@ -258,7 +257,7 @@ def test_closing_after_the_device(bank: list[BankLayer]) -> None:
 @pytest.mark.parametrize("ways", [None, 3])
 def test_the_best_policy_is_adopted_from_a_sample(device: Device, ways: int | None) -> None:
     """A loop one expert longer than the cache: the worst there is for LRU, which is where it starts."""
-    sampler = PolicySampler(8, 24, ways)
+    sampler = PolicySampler(range(8), 24, ways)
     names = set()
     for step in range(4 * BURST_STEPS):
         for layer in range(8):
@@ -275,7 +274,7 @@ def test_costly_shadows_are_watched_in_bursts_and_still_decide() -> None:
         now_s += 100e-6
         return now_s
 
-    sampler = PolicySampler(8, 24, 3, clock=clock)
+    sampler = PolicySampler(range(8), 24, 3, clock=clock)
     watched = 0
     steps = 60 * BURST_STEPS
     for step in range(steps):

@@ -11,10 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.devices.memory_budget import MemoryCategory
 from engine.experts.bank import BankLayer
-from engine.experts.lookup import Lookup
 from engine.experts.record_source import RamRecords
-from engine.experts.vram_cache import VramCache
-from engine.experts.vram_prefetch import Place, VramPrefetch
+from engine.experts.vram_cache import Lookup, Place, VramCache, VramPrefetch
 from tests.engine.made_up_bank import SMALL, header_of, random_records
 from tests.engine.vram_cache_parts import (
     EVERY_POLICY,
@@ -76,14 +74,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(layer=st.integers(0, LAYERS - 1), experts=st.sets(st.integers(0, EXPERTS - 1), max_size=3))
     def post_fetch(self, layer: int, experts: set[int]) -> None:
-        self.cache.arrivals.post_fetch(layer, sorted(experts), kept(self.bank[layer], sorted(experts)))
+        self.cache.post_fetch(layer, sorted(experts), kept(self.bank[layer], sorted(experts)))
 
     @precondition(lambda self: self.lookups)
     @rule(data=st.data())
     def take_in(self, data: st.DataObject) -> None:
         lookup = data.draw(st.sampled_from(self.lookups))
         for expert in lookup.misses[:1]:
-            self.cache.arrivals.take_in(lookup, expert, kept(self.bank[lookup.layer], [expert]))
+            self.cache.take_in(lookup, expert, kept(self.bank[lookup.layer], [expert]))
 
     @rule(layer=st.integers(0, LAYERS - 1), experts=st.lists(st.integers(0, EXPERTS - 1), max_size=3), data=st.data())
     def prefetch(self, layer: int, experts: list[int], data: st.DataObject) -> None:
@@ -153,7 +151,7 @@ class CacheMachine(RuleBasedStateMachine):
             go_on()
         self.cache.wait()
         counters = self.cache.counters
-        copied = counters.post_fetched_bytes + counters.prefetched_bytes + counters.kept * RECORD
+        copied = counters.post_fetched_bytes + counters.prefetched_bytes + counters.kept_bytes
         assert copied == self.link_bytes
         assert counters.prefetches_used + counters.prefetches_wasted <= counters.prefetched
         self.cache.close()

@@ -31,7 +31,7 @@ def kept(bank: BankLayer, experts: Iterable[int]) -> Held:
 
 def fill(cache: VramCache, bank: list[BankLayer], layer: int, experts: list[int]) -> None:
     cache.release(cache.acquire(layer, experts))
-    cache.arrivals.post_fetch(layer, experts, kept(bank[layer], experts))
+    cache.post_fetch(layer, experts, kept(bank[layer], experts))
     cache.wait()
 
 

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 from engine.experts.cache.policies import Key, Policy
 
 Slot = int
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a key may be copied to, and who had to leave for it."""
-
-    slot: Slot
-    evicted: Key | None
 
 
 class Pool:
@@ -26,38 +17,34 @@ class Pool:
 
     Args:
         slots: identifiers of the slots, unique across the pools of one tier.
+        on_evicted: called with every key that leaves.
+
+    Attributes:
+        residents: resident keys and their slots; not to be changed.
+        arriving: keys whose copy is in flight, and their slots; not to be changed.
     """
 
-    def __init__(self, slots: range, policy: Policy) -> None:
+    def __init__(self, slots: range, policy: Policy, on_evicted: Callable[[Key], None] | None = None) -> None:
         self.policy = policy
+        self.residents: dict[Key, Slot] = {}
+        self.arriving: dict[Key, Slot] = {}
         self._free: list[Slot] = list(reversed(slots))
-        self._slot_of: dict[Key, Slot] = {}
-        self._arriving: dict[Key, Slot] = {}
         self._pins: dict[Key, int] = {}
+        self._on_evicted = on_evicted
 
     @property
     def capacity(self) -> int:
         """Slots that the pool may use now."""
-        return len(self._free) + len(self._slot_of) + len(self._arriving)
+        return len(self._free) + len(self.residents) + len(self.arriving)
 
     @property
     def free(self) -> int:
         """Slots with nobody in them or on the way to them."""
         return len(self._free)
 
-    @property
-    def residents(self) -> dict[Key, Slot]:
-        """Resident keys and their slots; not to be changed."""
-        return self._slot_of
-
-    @property
-    def arriving(self) -> dict[Key, Slot]:
-        """Keys whose copy is in flight; not to be changed."""
-        return self._arriving
-
     def use(self, key: Key) -> Slot | None:
         """Counts a use of `key`: its slot if it is resident (a hit), else None (a miss)."""
-        slot = self._slot_of.get(key)
+        slot = self.residents.get(key)
         if slot is None:
             self.policy.missed(key)
         else:
@@ -66,10 +53,10 @@ class Pool:
 
     def use_all(self, keys: Sequence[Key]) -> list[Slot | None]:
         """`use` for the keys of one step, of which the residents are pinned: a step is nearly all of what is done."""
-        slot_of, pins, hit, missed = self._slot_of, self._pins, self.policy.hit, self.policy.missed
+        residents, pins, hit, missed = self.residents, self._pins, self.policy.hit, self.policy.missed
         slots: list[Slot | None] = []
         for key in keys:
-            slot = slot_of.get(key)
+            slot = residents.get(key)
             if slot is None:
                 missed(key)
             else:
@@ -94,7 +81,7 @@ class Pool:
         """Whether somebody has pinned `key`."""
         return key in self._pins
 
-    def reserve(self, key: Key, only_if_admitted: bool = True) -> Placement | None:
+    def reserve(self, key: Key, only_if_admitted: bool = True) -> Slot | None:
         """A slot for the absent `key`, which is arriving from now on, or None if no one should or can leave.
 
         Args:
@@ -103,28 +90,26 @@ class Pool:
         Raises:
             ValueError: if `key` is already resident or arriving: its bytes would be counted twice.
         """
-        if key in self._slot_of or key in self._arriving:
+        if key in self.residents or key in self.arriving:
             raise ValueError(f"expert {key} has a slot already")
-        evicted: Key | None = None
         if self._free:
             slot = self._free.pop()
         else:
-            evicted = self._victim()
-            if evicted is None or (only_if_admitted and not self.policy.admits(key, evicted)):
+            victim = self._victim()
+            if victim is None or (only_if_admitted and not self.policy.admits(key, victim)):
                 return None
-            self.policy.remove(evicted)
-            slot = self._slot_of.pop(evicted)
-        self._arriving[key] = slot
-        return Placement(slot, evicted)
+            slot = self._remove(victim)
+        self.arriving[key] = slot
+        return slot
 
     def arrived(self, key: Key) -> None:
         """The copy of `key` has ended: from now on it is resident."""
-        self._slot_of[key] = self._arriving.pop(key)
+        self.residents[key] = self.arriving.pop(key)
         self.policy.insert(key)
 
     def abandon(self, key: Key) -> None:
         """The copy of `key` failed or was cancelled: its slot is free again."""
-        self._free.append(self._arriving.pop(key))
+        self._free.append(self.arriving.pop(key))
 
     def evict(self, key: Key) -> Slot:
         """Takes the resident, unpinned `key` out.
@@ -134,8 +119,7 @@ class Pool:
         """
         if key in self._pins:
             raise ValueError(f"expert {key} is in use")
-        self.policy.remove(key)
-        slot = self._slot_of.pop(key)
+        slot = self._remove(key)
         self._free.append(slot)
         return slot
 
@@ -153,8 +137,8 @@ class Pool:
 
     def withdraw(self, slots: range) -> bool:
         """Takes these very slots out, evicting who is in them; False, and nothing changed, if one of them is in use."""
-        leaving = [key for key, slot in self._slot_of.items() if slot in slots]
-        if any(key in self._pins for key in leaving) or any(slot in slots for slot in self._arriving.values()):
+        leaving = [key for key, slot in self.residents.items() if slot in slots]
+        if any(key in self._pins for key in leaving) or any(slot in slots for slot in self.arriving.values()):
             return False
         for key in leaving:
             self.evict(key)
@@ -169,7 +153,7 @@ class Pool:
         """
         if key in self._pins:
             raise ValueError(f"expert {key} is in use")
-        left, self._slot_of[key] = self._slot_of[key], slot
+        left, self.residents[key] = self.residents[key], slot
         return left
 
     def grow(self, slots: list[Slot]) -> None:
@@ -181,6 +165,13 @@ class Pool:
         for key in list(self.policy.victims()):
             policy.insert(key)
         self.policy = policy
+
+    def _remove(self, key: Key) -> Slot:
+        self.policy.remove(key)
+        slot = self.residents.pop(key)
+        if self._on_evicted is not None:
+            self._on_evicted(key)
+        return slot
 
     def _victim(self) -> Key | None:
         pins = self._pins

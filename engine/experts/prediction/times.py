@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from engine.experts.disk_tier import DiskTier
 from engine.experts.latency import LatencyModel
-from engine.experts.lookup import VramCounters
 from engine.experts.prediction.target import PrefetchTimes
+from engine.experts.vram_cache import VramCounters
 
 _MEASURED_RECORDS = 64
 """Records that must have been read before what a disk has done says what it can do."""

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from engine.checkpoint.bank_location import bank_path
 from engine.common.sizes import rounded_down, rounded_up
+from engine.experts.cache.tier import ADAPTIVE
 from engine.experts.disk_backed import DiskBackedBank
 from engine.experts.disk_tier import DiskTier
 from engine.experts.ram_pressure import RamPressure
 from engine.experts.ram_tier import RamTier
-from engine.experts.slot_group import ADAPTIVE
 from engine.planner.placement import InRam
 from engine.runtime.bank_source import BankSource
 from engine.runtime.prepare_bank import prepare_bank, rebuild_record

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.experts.cache.snapshot import CacheSnapshot
+from engine.experts.cache.tier import CacheSnapshot
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.latency import LatencyModel
 from engine.runtime.loaded_model import LoadedModel

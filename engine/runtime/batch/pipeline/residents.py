@@ -15,7 +15,7 @@ import torch
 from engine.common.errors import EngineError
 from engine.devices.device import Event
 from engine.experts.dispatcher import HybridExperts
-from engine.experts.lookup import Lookup
+from engine.experts.vram_cache import Lookup
 from engine.kernels.interface import ExpertKernel
 
 
@@ -98,5 +98,5 @@ class Residents:
             return
         likeliest = self._likeliest(number, min(share, experts.source.num_experts))
         for expert in cache.absent(layer, likeliest)[:room]:
-            if not cache.arrivals.prefetch(layer, expert, (), experts.source):
+            if not cache.prefetch(layer, expert, experts.source):
                 return
