@@ -1,7 +1,7 @@
 """The `switchyard` command: without a verb it opens the window, with one it does that and exits.
 
-Exit codes: 0 done; 2 a user's mistake or circumstance, said in one line; 1 a fault of ours; 130 stopped with Ctrl-C.
-A verb's module is imported when that verb is asked for, so that `--help` and `models list` never wait for torch.
+Exit codes: 0 done; 2 a user error, reported in one line; 1 an internal error; 130 stopped with Ctrl-C.
+A verb's module is imported when that verb is used, so that `--help` and `models list` never wait for torch.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ VERBS = {
     "bench": "measure this machine, with peers in the same run",
     "cache": "replay recorded routing: hit rates of expert caches, by policy and size",
     "tune": "measure this machine, time real tokens of the best plans, and keep what won",
-    "plan": "how a model would be run on a machine, what it would take and how fast it would be",
-    "simulate": "predicted timeline and speed of a model on a machine; the papers' figures beside the predictions",
-    "doctor": "what was detected, what is missing, what to do",
+    "plan": "how a model would run on a machine: memory, placement, speed",
+    "simulate": "predicted timeline and speed of a model on a machine; published figures against predictions",
+    "doctor": "what was detected, what is missing, how to fix it",
 }
-"""Each is a module of `engine.verbs` with `add_parser(subparsers)` and, unless that sets one, `run(args) -> int`."""
+"""Each is a module of `engine.verbs` with `add_parser(subparsers)` and, unless that sets it, `run(args) -> int`."""
 
 INTERRUPTED = 130
 PIPE_CLOSED = 141
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises instead of printing usage and exiting, so that every mistake is told the same way."""
+    """Raises instead of printing usage and exiting, so that every error is reported the same way."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
-        hint = f"`{self.prog} --help` lists what it takes"
+        hint = f"`{self.prog} --help` lists the options"
         raise EngineError(ErrorCode.INVALID_REQUEST, f"{message}; {hint}.")
 
 
@@ -70,27 +70,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader left (`| head`): nothing to say, and nothing to flush at exit either.
+        # The reader closed the pipe (`| head`): report nothing, and flush nothing at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return PIPE_CLOSED
     except SystemExit:
         raise
-    except BaseException as error:  # a library written in Rust raises what is no `Exception`
+    except BaseException as error:  # a library written in Rust raises a bare `BaseException`
         if _was_interrupted(error):
             return INTERRUPTED
         doing = "running this command"
         log_failure(error, doing)
-        told = as_engine_error(error, doing)
-        report_error(told, as_json="--json" in arguments)
-        return 2 if told.code.is_users else 1
+        failure = as_engine_error(error, doing)
+        report_error(failure, as_json="--json" in arguments)
+        return 2 if failure.code.is_users else 1
     finally:
         end_log()
 
 
 def _heed_interrupts() -> None:
-    """Ctrl-C and `kill -INT` end a command that a script started in the background, too.
+    """Makes Ctrl-C and `kill -INT` also end a command that a script started in the background.
 
-    A shell without job control starts those with the signal ignored, and Python then installs no handler of its own.
+    A shell without job control starts such commands with SIGINT ignored, and Python then installs no handler.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -119,7 +119,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _was_interrupted(error: BaseException) -> bool:
-    """Whether Ctrl-C is behind it: what it tore a computation out of may fail while it is taken down."""
+    """Whether Ctrl-C caused it: an interrupted computation may raise something else while it is torn down."""
     seen: set[int] = set()
     behind: BaseException | None = error
     while behind is not None and id(behind) not in seen:
@@ -140,12 +140,12 @@ def version() -> str:
 
 def _open_window() -> int:
     if not has_display():
-        note("switchyard: no display here (DISPLAY and WAYLAND_DISPLAY are not set): chatting in this terminal.")
+        note("switchyard: no display (DISPLAY and WAYLAND_DISPLAY are not set); chatting in this terminal.")
         return _run(["chat"])
     command, variables = python_module("app.main")
     os.environ.update(variables)
     if sys.platform == "win32":
-        # There, exec would return to the shell before the window has opened.
+        # On Windows, exec would return to the shell before the window opens.
         return subprocess.call(command)
     return os.execv(command[0], command)
 

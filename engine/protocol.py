@@ -2,10 +2,9 @@
 
 One message is one line of UTF-8 JSON: `{"type": "Generate", ...fields}`.  The window writes commands to the
 worker's stdin, the worker writes events to a private copy of its stdout.  Every command that carries a
-`request_id` is answered by exactly one terminal event (`TERMINAL`) with the same id; if the worker dies, the
-client makes that event up.  `Token`, `Progress` and terminal events are lossless and ordered; `Telemetry` is a
-latest-wins sample that may be dropped, and so are the others of `SAMPLES`; `DROPPABLE` ones are dropped, and counted,
-while the pipe is slow.
+`request_id` is answered by exactly one terminal event (`TERMINAL`) with the same id; if the worker dies, the client
+synthesises that event.  `Token`, `Progress` and terminal events are lossless and ordered; `Telemetry` and the other
+`SAMPLES` are latest-wins and may be dropped; `DROPPABLE` events are dropped, and counted, while the pipe is slow.
 """
 
 from __future__ import annotations
@@ -45,17 +44,17 @@ from engine.tuning.messages import StartTuning, TuningFinished, TuningMeasured, 
 
 PROTOCOL_VERSION = 2
 HEARTBEAT_S = 1.0
-"""The worker sends `Heartbeat` this often, also while it computes; silence for several of them means it hangs."""
+"""Interval of `Heartbeat`, also while the worker computes; several missing ones mean that it hangs."""
 
 MAX_LINE_BYTES = 64 * 2**20
-"""A longer line is nonsense, not a message: both sides refuse it rather than collect it."""
+"""Both sides reject a longer line instead of buffering it."""
 
 Phase = Literal["loading", "prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadModel:
-    """Load this model, in place of the one loaded.  Ends in `ModelLoaded`, `Failed` or `Cancelled`."""
+    """Load this model, replacing the current one.  Ends in `ModelLoaded`, `Failed` or `Cancelled`."""
 
     request_id: str
     config: EngineConfig
@@ -70,7 +69,7 @@ class UnloadModel:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Answer the last message.  Ends in `Finished` (also when cancelled in mid-answer) or `Failed`."""
+    """Answer the last message.  Ends in `Finished` (also when cancelled midway) or `Failed`."""
 
     request_id: str
     messages: tuple[ChatMessage, ...]
@@ -79,7 +78,7 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Stop that request within one token, or before it starts.  Has no answer of its own."""
+    """Stop that request within one token, or before it starts.  Has no terminal event."""
 
     request_id: str
 
@@ -108,7 +107,7 @@ Command = (
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """First event of a worker: it listens.  The client refuses another protocol version."""
+    """A worker's first event: it accepts commands.  The client refuses another protocol version."""
 
     protocol_version: int
     pid: int
@@ -123,7 +122,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a phase is: `done` of `total` (bytes while loading, prompt tokens in prefill)."""
+    """Progress of a phase: `done` of `total` (bytes while loading, prompt tokens in prefill)."""
 
     request_id: str
     phase: Phase
@@ -166,7 +165,7 @@ class Finished:
     """Terminal event of `Generate`.
 
     Attributes:
-        prompt_tokens: length of the whole prompt; `reused_tokens` of them were still in the KV.
+        prompt_tokens: length of the whole prompt; `reused_tokens` of them were still in the KV cache.
         ttft_s: seconds from the start of the request to its first token; 0 if there was none.
         tokens_per_s: decode rate after the first token; 0 if fewer than two tokens came.
     """
@@ -189,7 +188,7 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Terminal event of any request that could not be done: `message` is one sentence for a person."""
+    """Terminal event of any request that failed: `message` is one sentence for the user."""
 
     request_id: str
     code: ErrorCode
@@ -237,7 +236,7 @@ def encode(message: Message) -> bytes:
     """One message as one line of JSON, newline included."""
     fields = dataclasses.asdict(message)
     text = json.dumps({"type": type(message).__name__, **fields}, ensure_ascii=False, separators=(",", ":"))
-    # A lone surrogate (half an emoji, say) cannot be UTF-8: replace it rather than kill the stream.
+    # A lone surrogate (half an emoji, say) is not valid UTF-8: replace it instead of breaking the stream.
     return text.encode("utf-8", errors="replace") + b"\n"
 
 
@@ -254,13 +253,13 @@ def decode(line: bytes) -> Message:
     except EngineError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        # Neither the line nor the error's own text is quoted: both can hold what somebody typed.
+        # Neither the line nor the error's text is quoted: both can contain user text.
         message = f"A line of {len(line)} bytes is not a message of this version ({type(error).__name__})."
         raise EngineError(ErrorCode.PROTOCOL, message) from None
 
 
 def request_id_of(line: bytes) -> str | None:
-    """The `request_id` on a line that `decode` refused, if it has one: its sender is owed a terminal event."""
+    """The `request_id` on a line that `decode` rejected, if any: its sender needs a terminal event."""
     try:
         request_id = json.loads(line)["request_id"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -269,16 +268,16 @@ def request_id_of(line: bytes) -> str | None:
 
 
 class LineReader:
-    """Turns a stream of bytes, cut anywhere, into the lines of it that are not blank."""
+    """Splits a byte stream, received in arbitrary chunks, into its non-blank lines."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Every line completed by `data`, in order, without its newline.
+        """The lines completed by `data`, in order, without newlines.
 
         Raises:
-            EngineError: `PROTOCOL`, at a line that has no end in sight; the stream is of no use then.
+            EngineError: `PROTOCOL`, if a line exceeds `MAX_LINE_BYTES`; the stream is then unusable.
         """
         *ended, rest = data.split(b"\n")
         lines = []
@@ -288,5 +287,5 @@ class LineReader:
             self._rest.clear()
         self._rest += rest
         if len(self._rest) > MAX_LINE_BYTES:
-            raise EngineError(ErrorCode.PROTOCOL, f"A protocol line has no end after {MAX_LINE_BYTES} bytes.")
+            raise EngineError(ErrorCode.PROTOCOL, f"A protocol line is longer than {MAX_LINE_BYTES} bytes.")
         return [line for line in lines if line.strip()]

@@ -1,8 +1,8 @@
 """The engine process: `python -m engine.worker`, started by the window, commands on stdin, events on stdout.
 
-Three threads.  The reader takes commands and acts on `Cancel` itself; the engine (main) thread does one request at
-a time; the writer sends events.  `Ready` is sent before torch is imported.  When stdin ends the window is gone, and
-so is this process a moment later, whatever it is computing.
+Three threads.  The reader takes commands and handles `Cancel` itself; the engine (main) thread does one request at a
+time; the writer sends events.  `Ready` is sent before torch is imported.  When stdin ends, the window is gone, and this
+process exits a moment later, whatever it is computing.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ WINDOW_GONE_GRACE_S = 0.5
 SHUTDOWN_GRACE_S = 1.5
 TELEMETRY_S = 0.5
 PROGRESS_S = 0.05
-"""A model has thousands of tensors: more steps than anybody sees are not reported."""
+"""Least time between two progress reports: a model has thousands of tensors."""
 
 
 class GenerationOutcome(Protocol):
-    """What the worker reads of a generation's result."""
+    """The part of a generation's result that the worker reads."""
 
     @property
     def finish_reason(self) -> FinishReason: ...
@@ -80,7 +80,7 @@ class GenerationOutcome(Protocol):
 
 
 class WorkerEngine(Protocol):
-    """What the worker needs of an engine; `engine.runtime.engine.Engine` is the real one."""
+    """The engine as the worker uses it, implemented by `engine.runtime.engine.Engine`."""
 
     @property
     def info(self) -> ModelInfo | None: ...
@@ -151,14 +151,14 @@ class Worker:
             pass
 
     def _answer_next(self, engine: WorkerEngine) -> bool:
-        """Performs the request that waits first, or waits for one; whether there was one."""
+        """Performs the next request, waiting for one if necessary; returns false once the queue is closed."""
         request = self._requests.take()
         if request is None:
             return False
         self._requests.end(self._perform(engine, request))
         try:
             self._sample(engine, idle=True)
-        except Exception as error:  # a figure that cannot be had is no reason to end
+        except Exception as error:  # a missing figure is no reason to stop
             log_failure(error, "sampling")
         return True
 
@@ -180,10 +180,10 @@ class Worker:
             return ModelUnloaded(request.request_id)
         except RequestCancelled:
             return cancelled_event(request) or ModelUnloaded(request.request_id)
-        except BaseException as error:  # whatever it is, this request must end and the next one may work
+        except BaseException as error:  # whatever happened, end this request; the next one may work
             log_failure(error, doing)
-            told = as_engine_error(error, doing)
-            return Failed(request.request_id, told.code, told.message)
+            failure = as_engine_error(error, doing)
+            return Failed(request.request_id, failure.code, failure.message)
 
     def _load(self, engine: WorkerEngine, request: LoadModel) -> TerminalEvent:
         started = time.monotonic()
@@ -197,7 +197,7 @@ class Worker:
         return ModelLoaded(request.request_id, info, time.monotonic() - started)
 
     def _tune(self, engine: WorkerEngine, request: StartTuning) -> TerminalEvent:
-        from engine.process.tuning import run_tuning  # with the planner, which few sessions need
+        from engine.process.tuning import run_tuning  # imports the planner, which few sessions need
 
         self._telemetry.model_is(None)
         try:
@@ -263,7 +263,7 @@ class Worker:
 
 
 def read_commands(fd: int, requests: RequestQueue, writer: EventWriter, telemetry: TelemetryService) -> bool:
-    """Act on commands until the stream ends; whether it ended with a `Shutdown`."""
+    """Handles commands until the stream ends; returns whether it ended with a `Shutdown`."""
     lines = LineReader()
     while True:
         try:
@@ -294,7 +294,7 @@ def read_commands(fd: int, requests: RequestQueue, writer: EventWriter, telemetr
 
 
 def serve(make_engine: Callable[[], WorkerEngine]) -> None:
-    """Be the engine process; does not return."""
+    """Runs the engine process; does not return."""
     commands_fd, events_fd = claim_pipes()
     writer = EventWriter(events_fd, on_broken=lambda: end_process(0))
     writer.start()
@@ -305,7 +305,7 @@ def serve(make_engine: Callable[[], WorkerEngine]) -> None:
     def read() -> None:
         asked = read_commands(commands_fd, requests, writer, telemetry)
         requests.close()
-        # The engine thread ends us sooner if it can; if it computes, nobody waits for the result.
+        # The engine thread may end the process sooner; if it is computing, its result is no longer wanted.
         time.sleep(SHUTDOWN_GRACE_S if asked else WINDOW_GONE_GRACE_S)
         end_process(0)
 
@@ -320,7 +320,7 @@ def _real_engine() -> WorkerEngine:
     quiet_libraries()
     from engine.foreign_text.process import FOREIGN_TEXT
 
-    FOREIGN_TEXT.start()  # it is ready by the time that torch is imported
+    FOREIGN_TEXT.start()  # ready by the time torch is imported
     from engine.runtime.engine import Engine
 
     return Engine()

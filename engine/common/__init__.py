@@ -1,1 +1,1 @@
-"""What every other part may use: it knows neither torch nor any of them."""
+"""Shared by every other package; imports neither torch nor any of them."""

@@ -1,4 +1,4 @@
-"""What a conversation is made of, for whoever holds one."""
+"""The turns of a conversation."""
 
 from __future__ import annotations
 

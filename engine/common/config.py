@@ -1,4 +1,4 @@
-"""What a user may ask of the engine: where and how a model runs, and how its tokens are chosen.
+"""The engine's settings: where and how a model runs, and how its tokens are sampled.
 
 Plain frozen dataclasses: they travel over the protocol, so their fields are JSON-like values only.
 """
@@ -23,7 +23,7 @@ GRAPHS: tuple[Graphs, ...] = ("auto", "on", "off")
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """One model, and what it may use of the machine.  `None` means: let the engine decide.
+    """One model and the resources it may use.  `None` means: let the engine decide.
 
     Attributes:
         model: `starter`, a library name, or the path of a checkpoint directory.
@@ -34,13 +34,13 @@ class EngineConfig:
         context_tokens: longest context to allow; `None` is the model's own limit.
         cache_slots: experts kept in the memory of each device; `None` is as many as fit, 0 keeps none.
         cache_ways: slots of each layer (N indexes of M ways); `None` lets all layers share one pool.
-        cache_policy: who leaves when another expert comes; `auto` finds out while running.
-        misses: how experts that are not on the device are met: `mixed` on the CPU or fetched, whichever is done first;
-            the others are for measurements: `cpu`, `fetch`, `off` (as mixed, but nothing is kept) and `layer` (every
-            layer is fetched whole, one ahead).
-        prefetch: predictor of the experts of coming layers; `auto` is whoever gains, if any does.
-        graphs: whether decode steps are captured and repeated as graphs; `auto` is on graphics cards, not on emulated
-            ones, which gain nothing by it.
+        cache_policy: the eviction policy; `auto` picks one while running.
+        misses: how a miss (an expert that is not on the device) is served: `mixed` computes it on the CPU or fetches
+            it, whichever finishes first; the others are for measurements: `cpu`, `fetch`, `off` (as mixed, without a
+            cache) and `layer` (every layer is fetched whole, one ahead).
+        prefetch: predictor of the experts of coming layers; `auto` uses the best one, if any pays off.
+        graphs: whether decode steps are captured and replayed as graphs; `auto` captures on graphics cards, not on
+            emulated ones, where it gains nothing.
     """
 
     model: str
@@ -69,7 +69,7 @@ class SamplingParams:
         min_p: drop tokens less likely than min_p times the likeliest; 0 keeps all.
         repetition_penalty: divides (multiplies, if negative) logits of tokens already in the context; 1 is off.
         seed: same seed, same prompt, same machine: same tokens.  `None` draws a fresh one.
-        stop: strings that end the answer; they are not part of it.
+        stop: strings that end the answer, excluded from it.
         max_tokens: most tokens to generate.
         beams: width of beam search; 1 is none.  Beam search ignores temperature and its filters.
     """
@@ -108,21 +108,21 @@ BATCH_STARTS: tuple[BatchStart, ...] = ("new", "resume", "restart", "retry_faile
 
 @dataclass(frozen=True, slots=True)
 class BatchJob:
-    """A file of rows to be answered into another file.
+    """A file of rows, and the file that takes their answers.
 
     Attributes:
         input, output: paths; the input may be a folder.
-        template: the question with `{{column}}` in it; empty for the obvious column, or for OpenAI requests.
+        template: the prompt, with `{{column}}` placeholders; empty: the obvious column, or OpenAI requests.
         system: prompt of every conversation; none if empty.
-        sampling: of every answer; OpenAI requests may say otherwise.
-        schema: a JSON schema, as JSON text, that answers satisfy; `choices` are texts of which they are one.
-        tries: how often a row is asked whose sampled answer was cut before it satisfied the schema.
+        sampling: of every answer; OpenAI requests may override it.
+        schema: a JSON schema, as JSON text, that answers satisfy; `choices`: the texts an answer must be one of.
+        tries: attempts per row when a sampled answer is cut off before it satisfies the schema.
         kv_precision: how keys and values are held: `auto` is the model's own type, `int8` takes half of that.
-        attention_window: if not 0, tokens see the last so many and the first four (StreamingLLM): long rows take less
-            memory and time, and are answered a little differently.
+        attention_window: if not 0, tokens attend to the last so many and the first four (StreamingLLM): long rows take
+            less memory and time, and answers differ slightly.
         encoding, separator, whole_files: how text is read; see `engine.batch_files.opening.InputForm`.
-        start: `new` refuses what a job has already answered, `resume` goes on, `restart` discards, `retry_failed` goes
-            on and asks failed rows again.
+        start: `new` refuses rows that a job has already answered, `resume` continues, `restart` discards,
+            `retry_failed` continues and retries failed rows.
     """
 
     input: str
@@ -142,7 +142,7 @@ class BatchJob:
 
     def __post_init__(self) -> None:
         if self.schema and self.choices:
-            raise EngineError(ErrorCode.INVALID_REQUEST, "Give a schema or choices, not both.")
+            raise EngineError(ErrorCode.INVALID_REQUEST, "Give either a schema or choices, not both.")
         if not 1 <= self.tries <= 100:
             raise EngineError(ErrorCode.INVALID_REQUEST, f"tries is {self.tries}, but must be between 1 and 100.")
         if self.attention_window < 0:

@@ -1,4 +1,4 @@
-"""What a disk can do to us, said so that a person can fix it."""
+"""Disk errors, reported so that a user can fix them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from engine.common.sizes import rounded_down, rounded_up
 
 _FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 _SPARE_BYTES = 50 * 10**6
-"""Left free for everybody else."""
+"""Left free for other programs."""
 
 
 def is_full(error: OSError) -> bool:
-    """Whether it says that there is no room: on the disk, or in what its user may have of it."""
+    """Whether the disk is full or the user's quota is used up."""
     return error.errno in _FULL
 
 
 @contextlib.contextmanager
 def disk_errors_explained(folder: Path) -> Iterator[None]:
-    """Turns an OSError of the work inside into an EngineError about `folder`."""
+    """Turns an OSError raised inside the block into an EngineError about `folder`."""
     try:
         yield
     except OSError as error:
@@ -37,7 +37,7 @@ def disk_errors_explained(folder: Path) -> Iterator[None]:
 
 
 def require_space(folder: Path, needed_bytes: int) -> None:
-    """Refuse before writing what will not fit.
+    """Fails before a write that will not fit.
 
     Raises:
         EngineError: `DISK_FULL`.
@@ -46,6 +46,6 @@ def require_space(folder: Path, needed_bytes: int) -> None:
     if free < needed_bytes + _SPARE_BYTES:
         raise EngineError(
             ErrorCode.DISK_FULL,
-            f"{rounded_up(needed_bytes + _SPARE_BYTES)} are needed on the disk of {folder.parent}, where only "
-            f"{rounded_down(free)} are free: make room, or set SWITCHYARD_HOME to a folder on another disk.",
+            f"{rounded_up(needed_bytes + _SPARE_BYTES)} needed on the disk of {folder.parent}, but only "
+            f"{rounded_down(free)} free: make room, or set SWITCHYARD_HOME to a folder on another disk.",
         )

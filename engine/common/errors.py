@@ -1,7 +1,7 @@
 """The engine's one exception type, with codes that the window, the command line and tests can rely on.
 
-Every message is one sentence that says what is wrong, where, and what to do about it: it is shown to a
-person as it stands.  This module imports nothing heavy, so the window can use it.
+Every message is one sentence that says what is wrong, where, and what to do about it; it is shown to the user
+unchanged. This module imports nothing heavy, so the window can use it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import StrEnum
 class ErrorCode(StrEnum):
     """Stable identifiers of what went wrong.  Values are part of the protocol: never rename one."""
 
-    # A user's mistake or circumstance: exit code 2, a calm dialog.
+    # The user can fix it: exit code 2, a calm dialog.
     MODEL_NOT_FOUND = "model_not_found"
     CHECKPOINT_DAMAGED = "checkpoint_damaged"
     CHECKPOINT_UNSAFE = "checkpoint_unsafe"
@@ -24,14 +24,14 @@ class ErrorCode(StrEnum):
     DEVICE_UNAVAILABLE = "device_unavailable"
     DOWNLOAD_FAILED = "download_failed"
     BUSY = "busy"
-    # A fault of ours: exit code 1, an offer to restart and to report.
+    # Internal errors: exit code 1, an offer to restart and to report.
     ENGINE_DIED = "engine_died"
     PROTOCOL = "protocol"
     INTERNAL = "internal"
 
     @property
     def is_users(self) -> bool:
-        """Whether the user can fix it (exit code 2) rather than us (exit code 1)."""
+        """Whether the user can fix it (exit code 2) , or it is internal (exit code 1)."""
         return self not in _OURS
 
 
@@ -39,7 +39,7 @@ _OURS = frozenset({ErrorCode.ENGINE_DIED, ErrorCode.PROTOCOL, ErrorCode.INTERNAL
 
 
 class EngineError(Exception):
-    """Something the engine could not do, said in one sentence for a person.
+    """A failure, explained to the user in one sentence.
 
     Attributes:
         code: what kind of failure, stable across versions.

@@ -1,4 +1,4 @@
-"""Locks on open files that die with their process, so that a killed one blocks nobody."""
+"""Locks on open files that die with their process, so a killed process never blocks another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if sys.platform == "win32":
     import msvcrt
 
     def try_lock(descriptor: int) -> bool:
-        """Takes the lock if nobody has it; says whether it did."""
+        """Takes the lock if it is free; returns whether it did."""
         try:
             msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
         except OSError:
@@ -18,7 +18,7 @@ if sys.platform == "win32":
         return True
 
     def unlock(descriptor: int) -> None:
-        """Gives the lock back."""
+        """Releases the lock."""
         with contextlib.suppress(OSError):
             os.lseek(descriptor, 0, os.SEEK_SET)
             msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)
@@ -27,7 +27,7 @@ else:
     import fcntl
 
     def try_lock(descriptor: int) -> bool:
-        """Takes the lock if nobody has it; says whether it did."""
+        """Takes the lock if it is free; returns whether it did."""
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -35,5 +35,5 @@ else:
         return True
 
     def unlock(descriptor: int) -> None:
-        """Gives the lock back."""
+        """Releases the lock."""
         fcntl.flock(descriptor, fcntl.LOCK_UN)

@@ -1,8 +1,8 @@
-"""Whole files and private ones.
+"""Atomic writes and private files.
 
-A crash, a full disk or a power cut leaves the old file or the new one, never half of either.  What is the user's own
-(chats, settings, journals, logs) is for the user alone, whatever the umask: files 0600 in folders 0700.  On Windows the
-folders are the user's profile's, which other users cannot read anyway, and there are no such modes to set.
+A crash, a full disk or a power cut leaves the old file or the new one, never half of either. The user's own files
+(chats, settings, journals, logs) are readable by the user alone, whatever the umask: files 0600 in folders 0700. On
+Windows these modes do not exist; the folders are in the user's profile, which other users cannot read.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from engine.common.paths import chosen_data_dir
 
 _FILE_MODE, _FOLDER_MODE = 0o600, 0o700
 _SHORT = 40
-"""Characters of a name that a hidden file beside it repeats: the name may be as long as its disk allows."""
+"""Characters of the name that the hidden file repeats: the name itself may be as long as the disk allows."""
 
 
 class NewFile:
-    """A hidden file in the folder of `path`, to be written and then put in its place; without that it is removed.
+    """A hidden file beside `path`, written first and then renamed to it; removed if that does not happen.
 
-    While it is written nobody else may read it.  Then it takes the mode of the file that it replaces, or the one that
-    the umask gives to new files.
+    While it is written, other users cannot read it. Afterwards it takes the mode of the file that it replaces, or the
+    umask's default.
 
     Args:
-        private: it stays for the user alone.
+        private: keep it readable by the user alone.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -52,19 +52,19 @@ class NewFile:
         self.path.unlink(missing_ok=True)
 
     def take_place(self) -> None:
-        """Puts the file, which is complete and closed, in its place.
+        """Renames the file, complete and closed, to `path`.
 
         Raises:
-            OSError: what was there is still there.
+            OSError: the old file is unchanged.
         """
         self.finish()
         self.path.replace(self._target)
 
     def finish(self) -> None:
-        """Puts what is in the file, which is complete and closed, safely on the disk, and gives it its mode.
+        """Flushes the file, complete and closed, to the disk, and sets its mode.
 
         Raises:
-            OSError: it could not be done.
+            OSError: it failed.
         """
         with open(self.path, "rb+") as file:
             os.fsync(file.fileno())
@@ -72,20 +72,20 @@ class NewFile:
             self.path.chmod(_FILE_MODE if self._private else self._usual_mode())
 
     def take_free_name(self, path: Path) -> None:
-        """Gives the finished file another name in its folder, if nobody has that.
+        """Renames the finished file within its folder, if that name is free.
 
         Raises:
-            FileExistsError: somebody has, if only since a moment ago.
-            OSError: it could not be done.
+            FileExistsError: the name is taken, even if only just now.
+            OSError: it failed.
         """
-        if os.name == "nt":  # where a rename replaces nothing
+        if os.name == "nt":  # where a rename never replaces a file
             self.path.rename(path)
             return
         try:
             os.link(self.path, path)
         except FileExistsError:
             raise
-        except OSError:  # no links on this file system
+        except OSError:  # no hard links on this file system
             if os.path.lexists(path):
                 raise FileExistsError(path) from None
             self.path.replace(path)
@@ -93,7 +93,7 @@ class NewFile:
     def _usual_mode(self) -> int:
         with contextlib.suppress(FileNotFoundError):
             return stat.S_IMODE(self._target.stat().st_mode)
-        # The umask cannot be asked for without changing it for every thread; an empty file tells it as well.
+        # Reading the umask changes it for every thread; an empty file shows it too.
         probe = self.path.with_suffix(".mode")
         descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -104,7 +104,7 @@ class NewFile:
 
 
 def remove_left_over(path: Path) -> None:
-    """Removes what a process that was killed left of a `NewFile` for `path`; only for whoever alone may write to it."""
+    """Removes the `NewFile` that a killed process left for `path`.  The caller must be the only writer of `path`."""
     name = re.compile(re.escape(f".{path.name[:_SHORT]}.") + r"[0-9a-f]{12}\.(part|mode)")
     with contextlib.suppress(OSError):
         for file in path.parent.iterdir():
@@ -113,12 +113,12 @@ def remove_left_over(path: Path) -> None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file where a user wants it, in place of what was there, making its folder if need be.
+    """Writes a file where the user wants it, replacing any old one and making its folder if necessary.
 
-    Text is written as UTF-8 with the line ends that it has.
+    Text is written as UTF-8, with its line endings unchanged.
 
     Raises:
-        OSError: what was there is still there.
+        OSError: the old file is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with NewFile(path) as new:
@@ -126,10 +126,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def write_private(path: Path, content: str | bytes) -> None:
-    """As `write_whole`, for a file of ours: it and its folder are for the user alone.
+    """Like `write_whole`, for a file of Switchyard's: it and its folder are readable by the user alone.
 
     Raises:
-        OSError: what was there is still there.
+        OSError: the old file is unchanged.
     """
     private_folder(path.parent)
     with NewFile(path, private=True) as new:
@@ -142,13 +142,13 @@ def _fill(new: NewFile, content: str | bytes) -> None:
 
 
 def private_folder(folder: Path) -> None:
-    """As `new_folder`, for a folder of ours: one that is there becomes private, too.
+    """Like `new_folder`, for a folder of Switchyard's: an existing one becomes private too.
 
-    A data folder that the user chose may hold other things as well, so that it keeps its mode; what lies in it is
-    private all the same.
+    A data folder that the user chose may hold other things as well, so it keeps its mode; the files in it are private
+    all the same.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     new_folder(folder)
     if folder != chosen_data_dir():
@@ -156,25 +156,25 @@ def private_folder(folder: Path) -> None:
 
 
 def new_folder(folder: Path) -> None:
-    """Makes a folder, and those above it that are missing, for the user alone; one that is there is left as it is.
+    """Creates a folder and its missing parents for the user alone; an existing folder is left unchanged.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     if folder.is_dir():
         return
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
-    for each in reversed(missing or [folder]):  # where a file is in the way, this says so
+    for each in reversed(missing or [folder]):  # raises if a file is in the way
         with contextlib.suppress(FileExistsError) if missing else contextlib.nullcontext():
             each.mkdir(mode=_FOLDER_MODE)
             _restrict(each, _FOLDER_MODE)
 
 
 def private_file(path: Path) -> None:
-    """Makes an empty file for the user alone, if there is none, for a library that would make a public one.
+    """Creates an empty file for the user alone, if there is none, before a library would create a public one.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     with contextlib.suppress(FileExistsError):
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _FILE_MODE))
@@ -182,7 +182,7 @@ def private_file(path: Path) -> None:
 
 
 def make_private(folders: Iterable[Path]) -> None:
-    """Takes from other users what an earlier version let them read: the folders, if they exist, and files in them."""
+    """Makes the folders, if they exist, and the files in them private: an earlier version did not."""
     for folder in folders:
         with contextlib.suppress(OSError):
             if folder.is_dir():
@@ -192,13 +192,13 @@ def make_private(folders: Iterable[Path]) -> None:
 
 
 def restrict_files(paths: Iterable[Path]) -> None:
-    """Makes those that are files private, as far as they are ours."""
+    """Makes these files private if they belong to the user; skips anything that is not a file."""
     for path in paths:
         _restrict(path, _FILE_MODE)
 
 
 def _restrict(path: Path, mode: int) -> None:
-    """Takes every right from others; a file of somebody else stays as it is, and so does what a link points to."""
+    """Removes other users' rights; another user's file and the target of a link are left alone."""
     if os.name == "nt":
         return
     with contextlib.suppress(OSError):
@@ -211,7 +211,7 @@ def _restrict(path: Path, mode: int) -> None:
 
 
 class PrivateLog(RotatingFileHandler):
-    """A log for the user alone, made with its first entry; its folder must be there."""
+    """A log for the user alone, created with its first entry; its folder must exist."""
 
     def __init__(self, path: Path, *, max_bytes: int, older: int) -> None:
         super().__init__(path, maxBytes=max_bytes, backupCount=older, encoding="utf-8", delay=True)

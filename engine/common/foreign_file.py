@@ -1,7 +1,7 @@
-"""Opening a file that somebody else made: a regular file, no more of it than was asked for, and never a wait.
+"""Opens untrusted files: regular files only, up to a size limit, without ever blocking.
 
-A model's folder, a file of rows or an exported chat may hold a pipe, a device such as `/dev/zero`, a link to one, or a
-file of many gigabytes where a few kilobytes belong.  Everything that reads such a file opens it here.
+A model's folder, a file of rows or an exported chat may contain a pipe, a device such as `/dev/zero`, a link to one, or
+a file of many gigabytes where a few kilobytes belong. Everything that reads such a file opens it here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-# A pipe that nobody writes to would hold `open` up for ever; a terminal must not become ours.
+# `open` would block forever on a pipe without a writer; a terminal must not become our controlling terminal.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
 
 
@@ -23,12 +23,12 @@ def open_foreign(path: Path, *, buffering: int = -1) -> BinaryIO:
         buffering: as for `open`; 0 gives the file without a buffer.
 
     Raises:
-        OSError: it cannot be opened, or is a pipe, a socket, a device or a folder; `strerror` is the end of a sentence.
+        OSError: it cannot be opened, or is a pipe, a socket, a device or a folder; `strerror` completes a sentence.
     """
     try:
         descriptor = os.open(path, _FLAGS | getattr(os, "O_CLOEXEC", 0))
-    except ValueError:  # a zero byte, or half a surrogate pair
-        raise OSError(errno.EINVAL, "no file can have this name", repr(str(path))) from None
+    except ValueError:  # a NUL byte or a lone surrogate
+        raise OSError(errno.EINVAL, "this is not a valid file name", repr(str(path))) from None
     except OSError as error:
         if error.errno == errno.ENXIO:  # a socket
             raise _not_regular(path) from None
@@ -51,23 +51,23 @@ def read_foreign(path: Path, most_bytes: int) -> bytes:
     with open_foreign(path) as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
-        raise OSError(errno.EFBIG, f"it holds more than {_size(most_bytes)}", str(path))
+        raise OSError(errno.EFBIG, f"it is larger than {_size(most_bytes)}", str(path))
     return content
 
 
 def check_foreign(path: Path, most_bytes: int) -> None:
-    """For a file that a library is about to open by its name.
+    """Checks a file that a library is about to open by name.
 
     Raises:
         OSError: as `read_foreign`.
     """
     with open_foreign(path, buffering=0) as file:
         if os.fstat(file.fileno()).st_size > most_bytes:
-            raise OSError(errno.EFBIG, f"it holds more than {_size(most_bytes)}", str(path))
+            raise OSError(errno.EFBIG, f"it is larger than {_size(most_bytes)}", str(path))
 
 
 def reason(error: Exception) -> str:
-    """Why a file could not be read, as the end of a sentence."""
+    """Why a file could not be read, phrased to complete a sentence."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 

@@ -1,4 +1,4 @@
-"""JSON that somebody else wrote: what is wrong with it is one kind of error, and nothing in it is nested beyond use."""
+"""Parses untrusted JSON: every defect is a ValueError, and nesting is limited."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 DEEPEST = 100
-"""What we write again, walk through or hand to a library is not nested deeper; no schema or row of use is."""
+"""Limit for values that are written again, walked or passed to a library; no useful schema or row is deeper."""
 
 
 def parse_json(
@@ -19,10 +19,10 @@ def parse_json(
     """The value of a JSON document.
 
     Args:
-        deepest: refuse lists and objects nested deeper than this; None leaves it at what Python can read at all.
+        deepest: refuse lists and objects nested deeper than this; None allows what Python's parser can read.
 
     Raises:
-        ValueError: it is not JSON (or no UTF-8, or a number of thousands of digits), or nested too deeply.
+        ValueError: it is not JSON (or not UTF-8, or has a number of thousands of digits), or is nested too deeply.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")

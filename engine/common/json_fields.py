@@ -1,4 +1,4 @@
-"""Dataclasses from what JSON kept of them, each field of its declared type: messages, and files that hold results."""
+"""Dataclasses from their JSON form, each field checked against its declared type: messages and result files."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ def _field_types(cls: type) -> dict[str, Any]:
 
 
 def from_fields(cls: type, raw: dict[str, Any]) -> Any:
-    """The dataclass that `dataclasses.asdict` and JSON made these fields of.
+    """The dataclass from which `dataclasses.asdict` and JSON made these fields.
 
     Raises:
-        EngineError, LookupError, TypeError, ValueError: they are not its fields.
+        EngineError, LookupError, TypeError, ValueError: the fields do not match.
     """
     hints = _field_types(cls)
     unknown = raw.keys() - hints.keys()
     if unknown:
         raise TypeError(f"{cls.__name__} has no field {sorted(unknown)[0]!r}")
-    # A token is read hundreds of times a second: what is of its plain type already is not looked at further.
+    # Tokens arrive hundreds of times a second: skip values that already have the plain type.
     return cls(
         **{name: value if type(value) is hints[name] else _convert(hints[name], value) for name, value in raw.items()}
     )
 
 
 def _convert(hint: Any, value: Any) -> Any:
-    """`value` from JSON as the type that the field declares, or TypeError."""
+    """`value` from JSON as the field's declared type; raises TypeError."""
     origin = get_origin(hint)
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in get_args(hint):
@@ -50,7 +50,7 @@ def _convert(hint: Any, value: Any) -> Any:
         return {str(key): _convert(get_args(hint)[1], item) for key, item in value.items()}
     if origin is Literal:
         if value not in get_args(hint):
-            raise TypeError(f"{value!r} is none of {get_args(hint)}")
+            raise TypeError(f"{value!r} is not one of {get_args(hint)}")
         return value
     if dataclasses.is_dataclass(hint):
         return from_fields(typing.cast(type, hint), value)

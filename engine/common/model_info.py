@@ -1,4 +1,4 @@
-"""What a loaded model is: part of the messages that tell of one."""
+"""Describes a loaded model, in messages to the window."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is loaded and where it really runs: what the window keeps in sight.
+    """What is loaded and where it actually runs.
 
     Attributes:
         name: the name to show; `path` is the checkpoint directory.
         family: transformers' `model_type`.
-        device: `cpu`, `cuda:0`, ...; `device_note` says why it is not what was asked for, if so.
+        device: `cpu`, `cuda:0`, ...; `device_note` says why it is not the requested one, if so.
         precision: of the weights in memory.
         experts, experts_per_token: 0 for dense models.
         weights_bytes, experts_bytes: bytes held by non-expert and expert weights.
@@ -39,5 +39,5 @@ class ModelInfo:
 
     @property
     def is_tuned(self) -> bool:
-        """Whether it runs as a tuning run found best: `device_note` then says when, and how fast that was."""
+        """Whether it runs with tuned settings: `device_note` then says when they were found, and the speed."""
         return self.device_note.startswith("Tuned")

@@ -18,7 +18,7 @@ def _base(platform_folder: str, name: str) -> Path:
 
 
 def config_dir() -> Path:
-    """Settings.  Not created here: whoever writes first makes it."""
+    """Settings.  Not created here but by the first write."""
     return _base(platformdirs.user_config_dir(_APP, appauthor=False), "config")
 
 
@@ -72,7 +72,7 @@ def log_dir() -> Path:
 
 
 def own_dirs() -> tuple[Path, ...]:
-    """Folders of which nothing is anybody else's business; they need not be there."""
+    """Folders that must stay private; they need not exist."""
     return config_dir(), data_dir(), jobs_dir(), sessions_dir(), cache_dir(), log_dir()
 
 
@@ -82,11 +82,11 @@ def resources_dir() -> Path:
 
 
 def python_module(module: str) -> tuple[list[str], dict[str, str]]:
-    """The command that runs one of our modules in a new process, and the environment variables it needs besides ours.
+    """The command that runs one of our modules in a new process, and the extra environment variables it needs.
 
-    From a checkout the new process must be told where `engine` and `app` are; once installed it must not be, or
+    From a checkout the new process needs the path of `engine` and `app`; once installed it must not have it, or
     everything in site-packages would come before the standard library.  `-P` keeps the working folder off the
-    import path: a `torch.py` lying there is nobody's torch.
+    import path: a `torch.py` there must not be imported.
     """
     root = str(Path(__file__).resolve().parents[2])
     extra: dict[str, str] = {}

@@ -1,6 +1,6 @@
-"""Profiles: JSON files of machines and models that come with the program, or are somebody's own.
+"""Profiles: JSON files of machines and models, shipped with the program or written by the user.
 
-What a file says is checked: a number that cannot be is refused with a sentence, not computed with.
+Values are checked: an impossible number is an error with a message, and never used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_NEAR, _NEAR_ENOUGH = 4, 0.5
 
 
 def near_names(name: str, names: Sequence[str]) -> list[str]:
-    """Those that may have been meant, likeliest first; capitals do not matter."""
+    """Likely intended names, best match first; case is ignored."""
     plain = {each.casefold(): each for each in names}
     wanted = name.casefold().rpartition("/")[2]
     holding = [each for each in plain if wanted and wanted in each]
@@ -30,26 +30,26 @@ def near_names(name: str, names: Sequence[str]) -> list[str]:
 
 
 def find_profile(name: str, folder: Path, names: list[str], kind: str) -> Path:
-    """The file of the profile of that name in a folder with these, or the JSON file `name` itself.
+    """The file of the profile called `name` in `folder`, or the JSON file `name` itself.
 
     Raises:
-        EngineError: `INVALID_REQUEST`, with what may have been meant.
+        EngineError: `INVALID_REQUEST`, with suggestions.
     """
     if name.endswith(".json"):
         return Path(name)
     exact = {each.casefold(): each for each in names}.get(name.casefold())
     if exact is None:
         near = near_names(name, names)
-        known = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names) or '(none)'}."
+        known = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names) or '(none)'}."
         raise EngineError(
             ErrorCode.INVALID_REQUEST,
-            f"There is no profile of a {kind} called {name!r}: {known} Your own JSON file works too.",
+            f"There is no {kind} profile called {name!r}: {known} A JSON file of your own works too.",
         )
     return folder / f"{exact}.json"
 
 
 class ProfileFile:
-    """A JSON object whose fields are checked as they are read; `prefix` names it inside its file."""
+    """A JSON object whose fields are checked as they are read; `prefix` is its path inside the file."""
 
     def __init__(self, path: Path, content: Mapping[str, Any] | None = None, prefix: str = "") -> None:
         self.path, self.prefix = path, prefix
@@ -57,11 +57,11 @@ class ProfileFile:
             try:
                 content = parse_json(read_foreign(path, _MAX_BYTES))
             except FileNotFoundError:
-                raise EngineError(ErrorCode.INVALID_REQUEST, f"There is no profile {path}: name another.") from None
+                raise EngineError(ErrorCode.INVALID_REQUEST, f"There is no profile {path}: choose another.") from None
             except (OSError, ValueError) as error:
                 raise refused(path, f"cannot be read ({reason(error)})") from None
             if not isinstance(content, dict):
-                raise refused(path, "is not one JSON object")
+                raise refused(path, "is not a JSON object")
         self.content: Mapping[str, Any] = content
 
     def part(self, key: str, *, optional: bool = False) -> Any:
@@ -109,5 +109,5 @@ class ProfileFile:
 
 
 def refused(path: Path, what: str) -> EngineError:
-    """The error of a profile that cannot be; `what` is the rest of a sentence about it."""
+    """The error for a broken profile; `what` completes a sentence about it."""
     return EngineError(ErrorCode.INVALID_REQUEST, f"The profile {path} {what}: fix it or use another profile.")

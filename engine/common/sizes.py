@@ -1,7 +1,7 @@
-"""Sizes for people: `12.3 GB`, `85 MB`, in decimal units.
+"""Formats sizes for display: `12.3 GB`, `85 MB`, in decimal units.
 
-Where a sentence compares two sizes, what is needed is rounded up and what there is is rounded down: then its figures
-never say that something does not fit into as much as it takes, and to allow what is said to be needed is enough.
+Where a sentence compares two sizes, the required one is rounded up and the available one down, so the message never
+says that 5.0 GB do not fit into 5.0 GB, and allowing what is said to be needed is enough.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 _STEPS = ((10**9, 10**8, "GB"), (10**7, 10**6, "MB"), (10**6, 10**5, "MB"), (10**3, 10**3, "kB"))
-"""From how many bytes on a size is told in steps of how many bytes, and the unit."""
+"""(from this many bytes, rounding step in bytes, unit)."""
 _UNITS = {"GB": 10**9, "MB": 10**6, "kB": 10**3}
 
 
 def about(nbytes: int) -> str:
-    """The nearest figure."""
+    """Rounded to the nearest figure."""
     return _in_words(nbytes, lambda step: (2 * nbytes + step) // (2 * step))
 
 

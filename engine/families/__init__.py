@@ -1,7 +1,7 @@
-"""Families of models, one file each, named like the package of transformers that has their classes.
+"""Model families, one file each, named after the transformers package with their classes.
 
-A family that needs nothing has no file: its models run as the library and their configuration say.  One that needs
-something is a file here, with a `FAMILY`, and its line in `FILES`.
+A family without special needs has no file: the library and the configuration say how to run it. Any other has a file
+here with a `FAMILY`, and its line in `FILES`.
 """
 
 from __future__ import annotations
@@ -75,22 +75,22 @@ FILES: dict[str, tuple[str, ...]] = {
     "switch_transformers": ("switch_transformers",),
     "unlimited_ocr": ("unlimited_ocr",),
 }
-"""File -> the `model_type`s that it is about.  A file is imported when somebody asks for one of them."""
+"""File -> its `model_type`s.  A file is imported when one of them is first looked up."""
 
 _FILE_OF = {model_type: file for file, model_types in FILES.items() for model_type in model_types}
 _NEEDS_NOTHING = Family()
 
 
 def family_of(model_type: str) -> Family:
-    """The family with this `model_type` of transformers; one that needs nothing if it is not listed."""
+    """The family of this transformers `model_type`; the default family if it is not listed."""
     file = _FILE_OF.get(model_type)
     return _NEEDS_NOTHING if file is None else _read(file)
 
 
 def family_at(module: str) -> Family:
-    """The family whose classes the library has in the module of this name (`transformers.models.llama.modeling_llama`).
+    """The family whose classes are in the library's module of this name (`transformers.models.llama.modeling_llama`).
 
-    One that needs nothing if it is not listed, or the module is somebody else's.
+    The default family if it is not listed, or the module is not transformers'.
     """
     place = module.split(".")
     if place[:2] != ["transformers", "models"] or len(place) < 3 or place[2] not in FILES:
@@ -99,10 +99,10 @@ def family_at(module: str) -> Family:
 
 
 def fast_path_of(module: object, part: Literal["model", "layer", "attention", "block"]) -> FastPath | None:
-    """What the kernels know of a family of which `module` is this part: an instance of that very class of the library.
+    """The fast path of the family in which `module` is this part: an instance of exactly that library class.
 
     Returns:
-        `None` if it is none of those that are known.
+        `None` if the class is not known.
     """
     kind = type(module)
     path = family_at(kind.__module__).fast_path

@@ -1,4 +1,4 @@
-"""What can be said of a family of models beyond what its config.json and the library say: data, and no torch."""
+"""What a model family needs beyond its config.json and the library: data only, no torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ READS_PICTURES = "reads text out of pictures, and Switchyard gives models text o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvNumbers:
-    """What a configuration does not say of the cache.
+    """Properties of the KV cache that the configuration does not give.
 
     Attributes:
-        attentions: attention blocks of each layer.
-        keys_are_values: one head, whose keys are its values too.
-        window_heads: how many times as many key-value heads as others a layer with a window has.
+        attentions: attention blocks per layer.
+        keys_are_values: a single head whose keys are also its values.
+        window_heads: factor of key-value heads in sliding-window layers over the others.
     """
 
     attentions: int = 1
@@ -26,11 +26,11 @@ class KvNumbers:
 
 @dataclass(frozen=True, slots=True)
 class ClampedGate:
-    """Experts with a gate of their own, `_apply_gate`, that clamps gate and up.
+    """Experts with a custom gate, `_apply_gate`, that clamps gate and up.
 
     Attributes:
-        pairing: where gate and up lie in the first matrix: one half each, or rows by turns.
-        limit: attribute of the experts module: gate is clamped to at most this, up to +-this.
+        pairing: layout of gate and up in the first matrix: one half each, or alternating rows.
+        limit: attribute of the experts module: the gate is clamped to at most this, up to +-this.
         alpha: attribute with the steepness of (up + 1) * gate * sigmoid(alpha * gate); empty for silu(gate) * up.
     """
 
@@ -41,18 +41,18 @@ class ClampedGate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """How a sparse block chooses experts.  Strings name attributes of the library's router; empty ones are not there.
+    """How a sparse block chooses experts.  Strings name attributes of the library's router; empty: it has none.
 
     Attributes:
-        scoring: what logits go through.
+        scoring: function applied to the logits.
         bias: of the logits.
-        correction: what is added to scores for the choice alone.
-        groups: how many groups of experts there are, and how many of them are chosen first.
-        groups_if: attribute and value that says that `groups` count; `None`: they always do.
+        correction: added to the scores for the choice of experts only.
+        groups: number of expert groups, and how many of them are selected first.
+        groups_if: attribute and value that enable `groups`; `None`: always enabled.
         bf16_logits: whether the logits are rounded before the choice.
-        normalise: whether the chosen experts' shares are made to sum to 1, or the attribute that says so.
-        bf16_shares: whether shares are rounded.
-        scale: what the shares are multiplied by.
+        normalise: whether the selected experts' weights are normalised to sum to 1, or the attribute that says so.
+        bf16_shares: whether routing weights are rounded to bf16.
+        scale: attribute with the factor of the routing weights.
     """
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"
@@ -68,20 +68,20 @@ class Router:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastPath:
-    """The library's classes whose mathematics the native kernels compute, a layer's single token in two calls.
+    """The library's classes that the native kernels implement: a single token through a layer in two calls.
 
     Attributes:
-        model: an embedding, the layers, a norm and a head, one after the other, and one kind of angles for all layers.
+        model: an embedding, the layers, a norm and a head, in this order, with the same rotary angles for all layers.
         layer: two norms, attention and an MLP, each added to its input.
-        attention: of each layer; grouped-query attention, unless `is_latent` (multi-head latent attention, DeepSeek-AI
+        attention: grouped-query attention, unless `is_latent` (multi-head latent attention, DeepSeek-AI
             2024, "DeepSeek-V2", section 2.1).
-        block: the sparse block that stands for the MLP; empty for dense families.
-        router: of that block.
-        angles: how the model gives them to its layers: cosines and sines, each twice, for either half of a head; each
-            once; or complex numbers that turn pairs of neighbours.
-        norms_all_heads: whether queries' and keys' norms are of all heads together (OLMoE, Muennighoff et al. 2024,
+        block: the sparse block in place of the MLP; empty for dense families.
+        router: of the sparse block.
+        angles: how the model passes rotary angles to its layers: cosines and sines, each repeated for both halves of a
+            head ("twice") or not ("once"), or complex numbers that rotate adjacent pairs.
+        norms_all_heads: whether queries' and keys' norms are over all heads together (OLMoE, Muennighoff et al. 2024,
             section 2).
-        norms_round_once: whether a norm multiplies by its weight before it rounds, not after.
+        norms_round_once: whether a norm multiplies by its weight before rounding, not after.
     """
 
     model: str
@@ -97,24 +97,25 @@ class FastPath:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A family; the defaults are what holds for those that need nothing.
+    """A model family; the defaults hold for families without special needs.
 
     Attributes:
-        refused: why its models are not run, after "it"; empty if they are.
+        refused: why its models cannot run, completing "it ..."; empty if they can.
         adapter: module of `engine.runtime.adapters`, for experts that do not go through the library's interface.
-        experts_per_token: where the configuration does not say.
-        kv: what its configuration does not say of the cache.
-        packs_rows: whether the layers take the tokens of many rows as one sequence: they compute each token by itself
-            but for attention, which goes through the library's attention interface with nothing hidden in a mask but
-            what a window says.  Others keep a state besides (Mamba, delta rules, convolutions), choose tokens by an
-            index, attend in chunks, or pass things on from layer to layer.  A test holds each to the library's answers.
-        continues: whether a forward over several tokens is exact on top of an earlier state; if not, a prompt is read
-            in one piece.
-        rotates_again: whether the library computes the whole context again once an answer crosses LongRoPE's boundary.
-        exact_tokens: configuration -> the longest context within which an answer does not depend on which of its
-            tokens are computed together, for a reason of this family alone; `None` if there is no such limit.
-        gate: of its experts, if that is their own.
-        fast_path: for single tokens, if the native kernels know one.
+        experts_per_token: where the configuration does not give it.
+        kv: properties of its KV cache.
+        packs_rows: whether layers can take the tokens of many rows as one sequence: they compute each token
+            independently except in attention, which uses the library's attention interface with no mask but the causal
+            one and sliding windows. Other layers keep extra state (Mamba, delta rules, convolutions), select tokens by
+            an index, attend in chunks, or pass values from layer to layer. A test compares each family with the
+            library.
+        continues: whether a forward over several tokens is exact on top of an earlier state; if not, a prompt is
+            processed in one chunk.
+        rotates_again: whether the library recomputes the whole context when an answer crosses LongRoPE's boundary.
+        exact_tokens: configuration -> the longest context within which an answer does not depend on which of its tokens
+            are computed together, for a reason specific to this family; `None` if there is no limit.
+        gate: the experts' custom gate, if any.
+        fast_path: for single tokens, if the native kernels implement it.
     """
 
     refused: str = ""

@@ -39,45 +39,45 @@ __all__ = [
 _ALL: tuple[WeightFormat, ...] = (FP32, BF16, INT8, INT4, LUT4, AWQ4, HQQ4)
 
 FORMATS: Mapping[str, WeightFormat] = {each.name: each for each in _ALL}
-"""By name, best quality first."""
+"""All formats by name, best quality first."""
 LADDER: tuple[str, ...] = tuple(each.name for each in _ALL if each.worth)
-"""Names of those that `auto` chooses from, best quality first."""
+"""Names of the formats that `auto` chooses from, best quality first."""
 AUTO = "auto"
 PRECISIONS: tuple[str, ...] = (AUTO, *(each.name for each in _ALL if each.native is not None or each is FP32))
-"""What a user may ask for."""
+"""Precisions that a user may choose."""
 
 SMALL_MODEL = 10**9
-"""Weights, all experts counted: below it a coarse format keeps more of a model in a finer one."""
+"""Weights including all experts: smaller models keep their sensitive matrices in a finer format."""
 
 
 def format_of(name: str) -> WeightFormat:
     """The format of that name.
 
     Raises:
-        KeyError: there is none.
+        KeyError: there is no such format.
     """
     return FORMATS[name]
 
 
 def tiled_format(name: str) -> TiledFormat | None:
-    """The format of that name if it is one in tiles."""
+    """The format of that name if it is tiled."""
     found = FORMATS.get(name)
     return found if isinstance(found, TiledFormat) else None
 
 
 def as_stored(name: str) -> PlainFormat:
-    """The plain format that goes with a precision: that of activations, of biases and of what is not quantised."""
+    """The plain format that goes with a precision: for activations, biases and everything not quantised."""
     found = FORMATS.get(name)
     return found if isinstance(found, PlainFormat) else BF16
 
 
 def is_precision(name: str) -> bool:
-    """Whether weights can be run in it (`auto` is none of them)."""
+    """Whether weights can be run in it (not so `auto`)."""
     return name in PRECISIONS and name != AUTO
 
 
 def measured_as(name: str) -> str:
-    """The format of `LADDER` whose measured speeds hold for `name`: the nearest in bits (`auto`: the first)."""
+    """The format of `LADDER` whose measured speeds hold for `name`: the nearest in bits (for `auto`: the first)."""
     if name in LADDER or name not in FORMATS:
         return name if name in LADDER else LADDER[0]
     bits = FORMATS[name].bits
@@ -85,15 +85,15 @@ def measured_as(name: str) -> str:
 
 
 def next_smaller(name: str) -> str | None:
-    """The next format of fewer bits that `auto` would choose; `None` if there is none."""
+    """The next coarser format that `auto` may choose; `None` if there is none."""
     bits = FORMATS[name].bits
     return next((each for each in LADDER if FORMATS[each].bits < bits), None)
 
 
 def careful(name: str, weights: int) -> str:
-    """The format of the experts' down_proj and of all dense layers, in a model of so many weights.
+    """The format of the experts' down_proj and of all dense layers, in a model with this many weights.
 
-    Fewer weights average fewer errors out: four bits for everything cost the starter (0.13e9 weights) a fifth of its
+    Fewer weights average out fewer errors: 4 bits for everything cost the starter (0.13e9 weights) a fifth of its
     perplexity, four bits for gate and up alone a twentieth (`bench quality`).  A small model's bytes hardly matter.
     """
     found = FORMATS[name]
@@ -101,5 +101,5 @@ def careful(name: str, weights: int) -> str:
 
 
 def head_format(dense: str) -> str:
-    """That of a model's output layer on the CPU, whose other dense layers are in `dense`."""
+    """The format of a model's output layer on the CPU, if the other dense layers are in `dense`."""
     return FORMATS[dense].head or dense

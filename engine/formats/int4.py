@@ -1,10 +1,10 @@
-"""int4: whole numbers from 0 to 15, a scale and a zero point for each 32 weights of a row.  4.75 bits.
+"""int4: integers from 0 to 15, a scale and a zero point per 32 weights of a row.  4.75 bits.
 
 Scales and zero points are found by half-quadratic splitting (Badri and Shaji, "Half-Quadratic Quantization of Large
-Machine Learning Models", 2023, which Klotski uses) with the l_1/2 norm: what the shrinkage operator takes for outliers
-is set aside, scale and zero are fitted to the rest by least squares, in turns.  It starts from several ranges, and of
-all that is tried, stored as it would be, the one with the least squared error is kept; min-max is the first of them, so
-it is never worse.
+Machine Learning Models", 2023, which Klotski uses) with the l_1/2 norm: the shrinkage operator removes outliers, scale
+and zero are fitted to the rest by least squares, alternately. It starts from several ranges, and of all candidates, as
+they would be stored, the one with the least squared error is kept; min-max is the first of them, so the result is never
+worse than that.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Int4(TiledFormat):
     """w = scale * (code - zero / 16), 0 <= code <= 15.  format_int4.h is the same."""
 
     def fit(self, groups: torch.Tensor, rounds: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """See `TiledFormat.fit`; with no rounds it is plain min-max."""
+        """See `TiledFormat.fit`; with 0 rounds it is plain min-max."""
         import torch
 
         low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
         best_error = torch.full_like(low, torch.inf)
-        best_scale, best_zero = torch.full_like(low, torch.nan), torch.zeros_like(low)  # NaN where nothing is better
+        best_scale, best_zero = torch.full_like(low, torch.nan), torch.zeros_like(low)  # NaN where none was better
         for share in _RANGES if rounds else _RANGES[:1]:
             scale = share * (high - low) / 15
             zero = (-share * low / scale).where(scale > 1e-30, torch.zeros_like(scale))
@@ -51,7 +51,7 @@ class Int4(TiledFormat):
 def _refit(
     x: torch.Tensor, q: torch.Tensor, error: torch.Tensor, threshold: float, scale: torch.Tensor, zero: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Least squares over the weights without their outliers; `threshold` is 1 / beta in units of the scale."""
+    """Least squares over the weights except outliers; `threshold` is 1 / beta in units of the scale."""
     import torch
 
     size = error.abs()

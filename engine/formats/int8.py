@@ -1,4 +1,4 @@
-"""int8: whole numbers from -127 to 127, a scale for each 32 weights of a row.  8.5 bits."""
+"""int8: integers from -127 to 127, a scale per 32 weights of a row.  8.5 bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 _SCALES = 16
-"""Tried for each group: neighbours in bf16."""
+"""Scales tried for each group: adjacent bf16 values."""
 
 
 class Int8(TiledFormat):
@@ -23,8 +23,8 @@ class Int8(TiledFormat):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """See `TiledFormat.fit`.
 
-        Of the scales from the least one that clips nothing upwards, that with the least squared error: some of them
-        happen to meet a group's values much better than others.
+        Tries bf16 scales from the smallest that clips nothing upwards and keeps the one with the least squared error:
+        some fit a group's values much better than others.
         """
         import torch
 
@@ -45,7 +45,7 @@ class Int8(TiledFormat):
 
 
 def _bf16_above(value: torch.Tensor) -> torch.Tensor:
-    """The least bf16 that is not smaller: a scale rounded down would clip the largest weight."""
+    """The smallest bf16 not below `value`: a scale rounded down would clip the largest weight."""
     import torch
 
     nearest = value.bfloat16()

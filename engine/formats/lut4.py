@@ -1,7 +1,7 @@
-"""lut4: codes into a table of 16 values, a scale for each 32 weights of a row.  4.5 bits.
+"""lut4: codes into a table of 16 values, a scale per 32 weights of a row.  4.5 bits.
 
-What MXFP4 and IQ4_NL store is this with a table of theirs, so that their codes are kept as they are.  New weights are
-fitted to IQ4_NL's table, whose values lie closer together where weights are frequent.
+MXFP4 and IQ4_NL are this format with tables of their own, so their codes are kept unchanged. New weights are fitted to
+IQ4_NL's table, whose values are denser where weights are frequent.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     import torch
 
 IQ4_NL_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""Of llama.cpp's format of that name (ggml-common.h, `kvalues_iq4nl`)."""
+"""The table of llama.cpp's IQ4_NL (ggml-common.h, `kvalues_iq4nl`)."""
 MXFP4_TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the values of E2M1 (OCP Microscaling Formats, version 1.0, section 5.3.3)."""
 
 _SHARES = tuple(1.1 - 0.05 * step for step in range(8))
-"""Tried for each group: where its largest weight lies within the table."""
+"""Tried for each group: the table position of its largest weight."""
 
 
 class Lut4(TiledFormat):
@@ -32,8 +32,8 @@ class Lut4(TiledFormat):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """See `TiledFormat.fit`.
 
-        Scales around those at which the largest weight meets either end of the table, each refitted once by least
-        squares; of all of them, as they would be stored, the one with the least squared error.
+        Tries scales around those that map the largest weight to either end of the table, each refitted once by least
+        squares, and keeps the one with the least squared error, as it would be stored.
         """
         import torch
 
@@ -58,7 +58,7 @@ class Lut4(TiledFormat):
 
 
 def _nearest(groups: torch.Tensor, scale: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Codes [..., 32] of the values that are nearest to `groups` [..., 32] once scaled; the first of equals."""
+    """Codes [..., 32] of the values nearest to the scaled `groups` [..., 32]; the first of equals."""
     distances = (groups[..., None] - scale[..., None, None] * values).abs_()
     return distances.argmin(-1)
 

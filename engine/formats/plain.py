@@ -1,4 +1,4 @@
-"""Formats without tiles: what checkpoints are in, and what everything is measured against."""
+"""Formats without tiles: those of checkpoints, and the reference for everything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formats of published systems, by their size alone: the planner's comparisons with the papers need no more."""
+"""Formats of published systems, as sizes only: all that the planner's comparisons with the papers need."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from engine.formats.weight_format import WeightFormat
 
 
 class SizedFormat(WeightFormat):
-    """A format that nothing here reads or writes."""
+    """A format known only by its size; nothing here reads or writes it."""
 
     def part_bytes(self, rows: int, columns: int) -> tuple[int, ...]:
         """See `WeightFormat.part_bytes`."""
@@ -14,6 +14,6 @@ class SizedFormat(WeightFormat):
 
 
 AWQ4 = SizedFormat(name="awq4", words="AWQ, 4-bit", bits=4.0 + 20 / 128)
-"""Groups of 128 with a 16-bit scale and a 4-bit zero point."""
+"""Groups of 128 weights with a 16-bit scale and a 4-bit zero point."""
 HQQ4 = SizedFormat(name="hqq4", words="HQQ, 4-bit", bits=4.0 + 16 / 64 + 16 / 128)
-"""Groups of 64 with 8-bit scale and zero point, themselves in groups of 128."""
+"""Groups of 64 weights with 8-bit scale and zero point, themselves in groups of 128."""

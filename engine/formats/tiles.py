@@ -1,12 +1,12 @@
-"""Tiles: how quantised weights lie, the same bytes on disk, in RAM and on a device, whatever their format.
+"""Tiles: the memory layout of quantised weights, identical on disk, in RAM and on a device, for every format.
 
-A tile is 32 rows x 32 columns.  Its upper and lower half (16 rows each) are vectors of 64 bytes, 4 bytes for each row,
-so that a vector of dot products needs no shuffling.  Codes of 8 bits: 8 vectors, the j-th with columns 4j..4j+3.  Codes
-of 4 bits: 4 vectors, the j-th with columns 4j..4j+3 in the low nibbles and 16+4j..16+4j+3 in the high ones.  Each row
-of a tile, 32 weights, has a scale in bf16 (which has fp32's range, so that no weight is too small for it); what else
-there is, and what a code means, is the format's (`engine.formats.weight_format.TiledFormat`).
+A tile is 32 rows x 32 columns. Its upper and lower halves (16 rows each) are vectors of 64 bytes, 4 bytes per row, so a
+dot-product instruction needs no shuffling. 8-bit codes: 8 vectors, the j-th with columns 4j..4j+3. 4-bit codes: 4
+vectors, the j-th with columns 4j..4j+3 in the low nibbles and 16+4j..16+4j+3 in the high ones. Each row of a tile, 32
+weights, has a scale in bf16 (which has fp32's range, so no weight is too small for it); anything else, and the meaning
+of a code, is up to the format (`engine.formats.weight_format.TiledFormat`).
 
-Matrices are padded with zeros to whole tiles.  native/src/switchyard_kernels.h says the same.
+Matrices are zero-padded to whole tiles.  native/src/switchyard_kernels.h defines the same layout.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import torch
 from engine.formats.weight_format import GROUP, TILE_ROWS, TiledFormat
 
 ROUNDS = 16
-"""Of the optimisation of formats that have one, over all its starts together."""
+"""Optimisation rounds over all starts, for formats that optimise."""
 _PIECE = 1 << 22
-"""Weights quantised at once: bounds the memory for intermediate results."""
+"""Weights quantised per step: bounds the memory for intermediate results."""
 
 
 class Pairing(IntEnum):
-    """What the two halves of a tile are.
+    """Which rows the two halves of a tile hold.
 
-    `PLAIN`: the matrix's rows in order.  Else 16 gate rows above the 16 up rows that belong to them, of a matrix in
-    which all gate rows come first (`HALVES`) or the two alternate (`ALTERNATING`).
+    `PLAIN`: the matrix's rows in order. Otherwise 16 gate rows above the matching 16 up rows, of a matrix in which all
+    gate rows come first (`HALVES`) or the two alternate (`ALTERNATING`).
     """
 
     PLAIN = 0
@@ -41,7 +41,7 @@ class TiledShape:
     """The shape of a matrix in tiles.
 
     Attributes:
-        rows, columns: of the matrix; rows are even where they are paired.
+        rows, columns: of the matrix; `rows` is even if they are paired.
     """
 
     rows: int
@@ -61,14 +61,14 @@ class TiledShape:
 
     @property
     def parts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Suffix of a part's name -> shape and dtype: what a matrix in tiles is made of."""
+        """Suffix of a part's name -> shape and dtype: the parts of a tiled matrix."""
         parts = self.format.parts(self.rows, self.columns)
         return {suffix: (shape, getattr(torch, dtype)) for suffix, (shape, dtype) in parts.items()}
 
 
 @dataclass(frozen=True)
 class TiledMatrix:
-    """A matrix in tiles.
+    """A tiled matrix.
 
     Attributes:
         weights: uint8 [blocks, groups, bytes of a tile].
@@ -85,20 +85,20 @@ class TiledMatrix:
 
     @classmethod
     def empty(cls, shape: TiledShape, device: torch.device | None = None) -> TiledMatrix:
-        """Memory for one: its table is the format's, nothing else is initialised."""
+        """Allocates one: the table is set to the format's, nothing else is initialised."""
         made = {name: torch.empty(size, dtype=dtype, device=device) for name, (size, dtype) in shape.parts.items()}
         matrix = cls(shape, *(made.get(suffix) for suffix in ("", "_scales", "_zeros", "_table")))  # type: ignore[arg-type]
         matrix.set_table()
         return matrix
 
     def set_table(self) -> None:
-        """Gives it its format's table, if that has one."""
+        """Sets its format's table, if the format has one."""
         if self.table is not None:
             self.table.copy_(torch.tensor(self.shape.format.table, dtype=torch.int8))
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:
-        """Its tensors, by the suffix of a part's name."""
+        """Its tensors by the suffix of their names."""
         named = {"": self.weights, "_scales": self.scales, "_zeros": self.zeros, "_table": self.table}
         return {suffix: tensor for suffix, tensor in named.items() if tensor is not None}
 
@@ -148,7 +148,7 @@ def pack(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, 
     """Fills `target`.
 
     Args:
-        codes: uint8 or int8 [blocks, 32, groups, 32], in blocks as `to_blocks` makes them.
+        codes: uint8 or int8 [blocks, 32, groups, 32], in the layout of `to_blocks`.
         scales, zeros: [blocks, 32, groups].
     """
     shape = target.shape
@@ -164,7 +164,7 @@ def pack(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, 
 
 
 def to_blocks(weight: torch.Tensor, shape: TiledShape) -> torch.Tensor:
-    """[rows, columns] -> fp32 [blocks, 32, groups, 32], padded with zeros, its rows in the order of the tiles."""
+    """[rows, columns] -> fp32 [blocks, 32, groups, 32], padded with zeros, rows in tile order."""
     padded = torch.zeros(shape.blocks * TILE_ROWS, shape.groups * GROUP, device=weight.device)
     columns = shape.columns
     if shape.pairing is Pairing.PLAIN:

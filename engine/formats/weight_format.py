@@ -1,7 +1,7 @@
-"""What a weight format is: how its bytes lie, what they cost, and how people call it.
+"""The definition of a weight format: its memory layout, its cost and its display name.
 
-Nothing here or in a format's file imports torch before something is quantised: the planner and the window ask formats
-for sizes and words.
+Nothing here or in a format's file imports torch until something is quantised: the planner and the window use sizes and
+names only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 TILE_ROWS = 32
 """Rows of a tile."""
 GROUP = 32
-"""Weights of a row that share a scale: tiles are 32 x 32."""
+"""Weights of a row that share a scale; tiles are 32 x 32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +25,14 @@ class WeightFormat(ABC):
     """How the weights of a matrix are stored.
 
     Attributes:
-        name: as in settings, records and measurements.
-        words: what people read: `8-bit`.
-        bits: of one weight, scales and zero points counted.
-        worth: how many times as fast as the format before it it has to be for `auto` to take it; 0: never.
+        name: identifier in settings, records and measurements.
+        words: display name, such as `8-bit`.
+        bits: per weight, including scales and zero points.
+        worth: speedup over the previous format required for `auto` to choose it; 0: never chosen.
         native: its number in `switchyard_kernels.h`; `None` where the native kernels do not read it.
-        on_card: whether the graphics card's own kernels read it; else PyTorch's operators do, after unpacking it.
-        small_models: name of the format of the most sensitive matrices of a small model whose others are in this one.
-        head: name of the format of a model's output layer on the CPU, where an error comes through to the text at once.
+        on_card: whether our GPU kernels read it; otherwise it is unpacked for PyTorch's operators.
+        small_models: format of the most sensitive matrices of a small model, if the others are in this one.
+        head: format of the output layer on the CPU, where errors reach the logits directly.
     """
 
     name: str
@@ -46,22 +46,22 @@ class WeightFormat(ABC):
 
     @property
     def bytes_per_weight(self) -> float:
-        """Bytes of one weight, scales and zero points counted."""
+        """Bytes per weight, including scales and zero points."""
         return self.bits / 8
 
     @property
     def is_tiled(self) -> bool:
-        """Whether matrices are in tiles, so that they have to be quantised and only some kernels read them."""
+        """Whether matrices are tiled: they have to be quantised, and only some kernels read them."""
         return False
 
     @abstractmethod
     def part_bytes(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Bytes of each part that a matrix [rows, columns] is stored as."""
+        """Bytes of each stored part of a matrix [rows, columns]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlainFormat(WeightFormat):
-    """Numbers of one floating type, row by row.
+    """Floating-point numbers in row-major order.
 
     Attributes:
         dtype: torch's name of the type.
@@ -71,7 +71,7 @@ class PlainFormat(WeightFormat):
 
     @property
     def width(self) -> int:
-        """Bytes of a number."""
+        """Bytes per number."""
         return int(self.bits) // 8
 
     def part_bytes(self, rows: int, columns: int) -> tuple[int, ...]:
@@ -81,15 +81,15 @@ class PlainFormat(WeightFormat):
 
 @dataclass(frozen=True, kw_only=True)
 class TiledFormat(WeightFormat):
-    """Codes in tiles of 32 x 32, with a scale in bf16 for each 32 weights of a row (`engine.formats.tiles`).
+    """Codes in tiles of 32 x 32, with a bf16 scale per 32 weights of a row (`engine.formats.tiles`).
 
-    A weight is scale * value; the value is the code itself, the code less a zero point, or what a table has for it.
+    A weight is scale * value; the value is the code itself, the code minus a zero point, or a table entry.
 
     Attributes:
         code_bits: 8 (signed) or 4 (unsigned).
-        has_zeros: whether each scale has a zero point, in sixteenths, beside it.
-        table: the values of 16 codes, from -127 to 127, where codes are looked up: what new matrices are fitted to.  A
-            stored matrix has its own.
+        has_zeros: whether each scale has a zero point, in sixteenths.
+        table: the 16 values, from -127 to 127, to which new matrices are fitted, if codes index a table. A stored
+            matrix has its own.
     """
 
     code_bits: int
@@ -102,7 +102,7 @@ class TiledFormat(WeightFormat):
         return True
 
     def parts(self, rows: int, columns: int) -> Mapping[str, tuple[tuple[int, ...], str]]:
-        """Suffix of a part's name -> its shape and torch's name of its type: what a matrix is made of."""
+        """Suffix of a part's name -> its shape and torch dtype name: the parts of a matrix."""
         grid = (-(-rows // TILE_ROWS), -(-columns // GROUP))
         parts: dict[str, tuple[tuple[int, ...], str]] = {
             "": ((*grid, TILE_ROWS * GROUP * self.code_bits // 8), "uint8"),
@@ -126,13 +126,13 @@ class TiledFormat(WeightFormat):
 
     @abstractmethod
     def fit(self, groups: torch.Tensor, rounds: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The best codes for groups of weights, in torch, on any device: what the native kernels do, for reference.
+        """The best codes for groups of weights, in torch, on any device: the reference for the native kernels.
 
         Args:
             groups: fp32 [..., 32].
-            rounds: of the optimisation, where there is one; 0 is the plain way.
+            rounds: of the optimisation, if there is one; 0 skips it.
 
         Returns:
-            uint8 codes [..., 32] (int8 where they have a sign), bf16 scales [...], NaN for a group with an infinity
-            or a NaN, and uint8 zeros [...] in sixteenths or `None`.
+            uint8 codes [..., 32] (int8 if signed), bf16 scales [...], NaN for a group with an infinity or a NaN, and
+            uint8 zeros [...] in sixteenths or `None`.
         """

@@ -1,5 +1,5 @@
-"""Times this machine: RAM, processor, device, link and disk, each by itself, in seconds.
+"""Benchmarks this machine: RAM, CPU, device, link and disk, each on its own.
 
-`sets.QUICK` and `sets.THOROUGH` say what is measured; `measuring.measure_machine` does it and gives
+`sets.QUICK` and `sets.THOROUGH` define what is measured; `measuring.measure_machine` measures and returns
 `engine.hardware.measured.Measurements`.
 """

@@ -1,4 +1,4 @@
-"""What large matrix products and large reads reach, on the CPU and on the device."""
+"""Throughput of large matrix products and large reads, on the CPU and on the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.measure.run import NotMeasuredError, Run
 _CPU = torch.device("cpu")
 _WIDTHS = (512, 1024, 2048, 4096, 8192)
 _LONG_ENOUGH_S = 0.03
-"""A product that takes so long keeps every core busy, and its launch no longer counts."""
+"""A product that takes this long keeps every core busy and hides its launch overhead."""
 _READ_BYTES = (2**24, 2**29)
 
 
@@ -38,7 +38,7 @@ class CpuArithmetic:
 
 @dataclass(frozen=True)
 class DeviceArithmetic:
-    """16-bit matrix products on the device, and how fast it reads its own memory."""
+    """16-bit matrix products on the device, and the bandwidth of its own memory."""
 
     repeats: int
     estimated_s: float
@@ -58,7 +58,7 @@ class DeviceArithmetic:
             raise NotMeasuredError(f"{device.name} has too little free memory")
         memory = device.memory.allocate(nbytes, MemoryCategory.STAGING)
         try:
-            memory.fill_(1)  # memory that nobody has written to is not there yet
+            memory.fill_(1)  # untouched memory is not mapped yet
             block = memory[: nbytes // 8 * 8].view(torch.int64)
             read = run.steady("memory of the graphics card", lambda: timed(block.sum), self.repeats)
             run.found(Arithmetic(device.name.partition("#")[0], 0, flops, block.nbytes / read))
@@ -69,7 +69,7 @@ class DeviceArithmetic:
 def matrix_rate(
     run: Run, name: str, place: torch.device, timed: Callable[[Callable[[], object]], float], repeats: int
 ) -> float:
-    """16-bit operations per second of square products, as wide as it takes to keep the device busy."""
+    """16-bit operations per second of square products, wide enough to keep the device busy."""
     width, seconds = 0, 0.0
     for width in _WIDTHS:
         run.check()
@@ -88,7 +88,7 @@ def matrix_rate(
 
 
 def seconds_on(device: Device, work: Callable[[], object]) -> float:
-    """How long the device is busy with `work`.
+    """Seconds that the device is busy with `work`.
 
     Raises:
         EngineError: the device failed.

@@ -1,4 +1,4 @@
-"""Reading the disk that models are on: a file of our own, past the page cache, with several reads under way."""
+"""Read speed of the models' disk: a scratch file, bypassing the page cache, with several reads in flight."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from engine.measure.run import NotMeasuredError, Run
 _PREFIX = ".switchyard-measuring-"
 _STALE_S = 3600.0
 _ROOM = 4
-"""Times the file's size that must be free: measuring may not be what fills a disk."""
+"""Free space required, in sizes of the file: measuring must not fill the disk."""
 
 
 @dataclass(frozen=True)
 class DiskReads:
-    """At every queue depth with every size of read, of `disk_rates.read_rate`'s at most."""
+    """Every queue depth with every read size, up to the largest of `disk_rates.read_rate`."""
 
     file_bytes: int
     depths: tuple[int, ...]
@@ -43,12 +43,12 @@ class DiskReads:
             free = shutil.disk_usage(path.parent).free
             if free < _ROOM * self.file_bytes:
                 raise NotMeasuredError(f"the disk of {run.folder} is nearly full")
-            # A disk that takes minutes to write what others write in seconds is not filled to the end.
+            # On a very slow disk, write less of the file.
             write_rate(path, self.file_bytes, run.check)
             file = DirectFile(path)
             is_direct = file.is_direct
             file.close()
-            # Large reads come first: it is how experts are read.
+            # Large reads come first: experts are read that way.
             for size, depth in sorted(itertools.product(self.sizes, self.depths), key=lambda each: -each[0]):
                 rates = [read_rate(path, depth, size, run.check)]
                 while len(rates) < self.repeats and not run.is_late:
@@ -58,10 +58,10 @@ class DiskReads:
 
 @contextmanager
 def scratch_file(folder: Path) -> Iterator[Path]:
-    """An empty file in the folder, which is made if need be; what a killed process left there goes too.
+    """An empty file in the folder, which is created if missing; leftovers of a killed process are removed.
 
     Raises:
-        OSError: the disk's.
+        OSError: the disk failed.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     new_folder(folder)

@@ -1,4 +1,4 @@
-"""What the disk can do: bytes per second past the page cache, in large pieces, several at a time."""
+"""Disk throughput: bytes per second, bypassing the page cache, in large blocks, several at a time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from engine.experts.record import RecordLayout, allocate_records
 
 
 def write_rate(path: Path, nbytes: int, check: Callable[[], None] = lambda: None) -> float:
-    """Bytes per second of writing a file of about `nbytes`, until it has reached the disk.
+    """Bytes per second of writing a file of about `nbytes`, including the final sync.
 
     Args:
-        check: called before each write; what it raises ends the writing.
+        check: called before each write; an exception from it stops writing.
 
     Raises:
-        OSError: the disk's.
+        OSError: the disk failed.
     """
     piece = _piece()
     piece.random_()
@@ -49,15 +49,15 @@ def read_rate(
     piece_bytes: int = PIECE_BYTES,
     check: Callable[[], None] = lambda: None,
 ) -> float:
-    """Bytes per second of reading a file that is not empty.
+    """Bytes per second of reading a non-empty file.
 
     Args:
-        depth: reads under way at a time.
-        piece_bytes: of one read; at most `PIECE_BYTES`.
-        check: called before each read; what it raises ends the reading.
+        depth: reads in flight.
+        piece_bytes: of one read, at most `PIECE_BYTES`.
+        check: called before each read; an exception from it stops reading.
 
     Raises:
-        OSError: the disk's.
+        OSError: the disk failed.
     """
     forget_cached([path])
     size = path.stat().st_size
@@ -81,7 +81,7 @@ def read_rate(
 
 
 def forget_cached(files: Iterable[Path]) -> None:
-    """Lets the system drop what it keeps of these files, where it can be told to: what follows comes from the disk."""
+    """Drops these files from the page cache, where the system allows it: later reads go to the disk."""
     if not hasattr(os, "posix_fadvise"):
         return
     for file in files:

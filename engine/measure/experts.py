@@ -1,4 +1,4 @@
-"""Expert times with the kernels that a model would run with, on weights that are in no cache."""
+"""Expert times with the kernels that models use, on weights that are in no cache."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from engine.measure.ram import torch_threads
 from engine.measure.run import NotMeasuredError, Run, counted
 
 _AT_ONCE = 8
-"""Experts of one call: most models route a token to about so many."""
+"""Experts per call: about as many as most models route a token to."""
 _MOST_EXPERTS = 2048
 _FEWEST = 2
-"""Experts that have to lie side by side, or one would be read again while it is still in a cache."""
+"""Experts in memory at least, so that none is read again while still cached."""
 _NARROWEST = 256
-"""Inner width: what is narrower is another expert, and no part of it."""
+"""Smallest inner width that still stands for the expert."""
 _TILE = 32
 """Widths are multiples of this in quantised records."""
 _DEVICE_BYTES = 2**29
-"""Of weights on a device: more than its caches hold."""
+"""Bytes of weights on a device: more than its caches hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class CpuExperts:
-    """On the CPU: every number of tokens with all threads, one token by threads."""
+    """On the CPU: every token count with all threads, and one token with every thread count."""
 
     shapes: tuple[ExpertShape, ...]
     precisions: tuple[str, ...]
@@ -61,7 +61,7 @@ class CpuExperts:
     def __call__(self, run: Run) -> None:
         """See `Measurement`."""
         room = allocate_records(max(1, run.cold_bytes // 4096), RecordLayout((), 4096), torch.device("cpu")).view(-1)
-        room.fill_(60)  # as weights and as scales: small numbers
+        room.fill_(60)  # small numbers, both as weights and as scales
         for threads in self.threads_of(run.threads):
             native = load_kernels(threads)
             try:
@@ -80,7 +80,7 @@ class CpuExperts:
             for part in (_fitting(shape, precision, room.nbytes),)
         ]
         kernels = [choose_kernel(_module(shape), layer, native) for shape, _, layer in kinds]
-        # One token of everything first: it is what plans need most, if the time does not suffice for more.
+        # Single tokens first: plans need them most, should the time run out.
         for tokens, ((shape, precision, layer), kernel) in itertools.product(
             all_tokens, list(zip(kinds, kernels, strict=True))
         ):
@@ -96,7 +96,7 @@ class CpuExperts:
 
 @dataclass(frozen=True)
 class DeviceExperts:
-    """On the device, once they are there."""
+    """On the device, with weights already there."""
 
     shapes: tuple[ExpertShape, ...]
     precisions: tuple[str, ...]
@@ -139,7 +139,7 @@ class DeviceExperts:
 
 
 class _Calls:
-    """Calls a kernel with ever other experts, each wanted by all tokens."""
+    """Calls a kernel with different experts each time, each routed all tokens."""
 
     def __init__(self, kernel: ExpertKernel, shape: ExpertShape, held: int, tokens: int, place: torch.device) -> None:
         self.experts = min(_AT_ONCE, held)
@@ -166,24 +166,24 @@ def _timed(calls: _Calls) -> float:
 
 
 def _fitting(shape: ExpertShape, precision: str, room_bytes: int) -> ExpertShape:
-    """The expert, or as much of its inner width as lets several of them lie side by side.
+    """The expert, its inner width reduced until several of them fit into memory.
 
-    A narrower part reads the same rows of gate and up and as long pieces of down, and what is found is told of the
+    A narrower part reads the same rows of gate and up and equally long blocks of down; the result is reported for the
     part: its widths, its bytes, its seconds.
 
     Raises:
-        NotMeasuredError: there is no room for anything like it.
+        NotMeasuredError: not even a reduced one fits.
     """
     part = shape
     while _FEWEST * _layout(part, precision).nbytes > room_bytes:
         part = ExpertShape(shape.hidden, part.inner // 2 // _TILE * _TILE)
         if part.inner < _NARROWEST:
-            raise NotMeasuredError("there is too little free RAM for one expert")
+            raise NotMeasuredError("too little free RAM for one expert")
     return part
 
 
 def _module(shape: ExpertShape) -> StandardExperts:
-    """Only to say what the mathematics are: it holds no weights."""
+    """A module that only defines the computation: it has no weights."""
     with torch.device("meta"):
         return StandardExperts(1, shape.hidden, shape.inner, torch.nn.SiLU())
 
@@ -196,7 +196,7 @@ def _layout(shape: ExpertShape, precision: str) -> RecordLayout:
 
 
 def _layer(shape: ExpertShape, precision: str, room: torch.Tensor) -> BankLayer:
-    """As many experts as the room holds, if that is not thousands."""
+    """As many experts as fit into the memory, up to a limit."""
     layout = _layout(shape, precision)
     count = min(room.nbytes // layout.nbytes, _MOST_EXPERTS)
     return BankLayer("measured", layout, room[: count * layout.nbytes].view(count, layout.nbytes))

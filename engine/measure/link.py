@@ -1,4 +1,4 @@
-"""The link between host and device: both ways, pinned and pageable, at several sizes, one way and both at once."""
+"""The link between host and device: pinned and pageable memory, several sizes, one direction and both at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.measure.run import NotMeasuredError, Run
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies of these sizes; what does not fit on the device is left out."""
+    """Copies of these sizes, skipping those that do not fit on the device."""
 
     sizes: tuple[int, ...]
     repeats: int
@@ -55,7 +55,7 @@ class Copies:
                 event = _copy(device, direction, there[:size], host[:size])
                 event.wait()
                 spans.append(event.ended_s - event.started_s)
-            # The first copy makes what is made once; of the others the quickest was disturbed least.
+            # The first copy includes one-time setup; of the others, the fastest was disturbed least.
             run.found(CopyTime(_name(device), direction, is_pinned, False, size, max(min(spans[1:]), 1e-9)))
 
     def _both_ways(self, run: Run, device: Device, there: torch.Tensor, host: torch.Tensor, size: int) -> None:
@@ -76,7 +76,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class PinnedLimit:
-    """How much of the host's memory can be pinned: tried in a process of its own."""
+    """How much host memory can be pinned: tried in a separate process."""
 
     wanted_bytes: int
     estimated_s: float
@@ -86,7 +86,7 @@ class PinnedLimit:
         """See `Measurement`."""
         device = run.needed_device()
         if device.torch_device.type != "cuda" or not cuda_count():
-            raise NotMeasuredError(f"{device.name} copies from ordinary memory as fast")
+            raise NotMeasuredError(f"{device.name} copies from pageable memory just as fast")
         run.check()
         wanted = min(self.wanted_bytes, available_ram())
         run.pinned_limit_bytes = measure_pinnable(

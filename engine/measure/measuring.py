@@ -1,4 +1,4 @@
-"""Makes the measurements of a set, one after the other, and says what was strange about them."""
+"""Takes the measurements of a set, one by one, and notes anything unusual."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine.measure.throttling import Throttling, WholeMachine
 _MOST_COLD = 2 * 2**30
 _RAM_SHARE = 4
 _OTHERS_BYTES = 256 * 2**20
-"""Of video memory: less than this comes and goes with every window."""
+"""Bytes of video memory: smaller changes come and go with every window."""
 
 
 def measure_machine(
@@ -36,14 +36,14 @@ def measure_machine(
     throttling: Throttling | None = None,
     others_bytes: Callable[[], int | None] | None = None,
 ) -> Measurements:
-    """Measures; what cannot be measured is skipped with a reason, whatever else happens.
+    """Takes the measurements; those that fail are skipped with a reason.
 
-    Nothing is kept: that is `save_measurements`'s, for measurements that were finished.
+    Nothing is saved: `save_measurements` does that, for finished measurements.
 
     Args:
-        device: beside the CPU; None or the CPU itself for the CPU alone.
-        folder: where models are kept.
-        throttling: notices a processor that slows down in the middle.
+        device: in addition to the CPU; None or the CPU itself: only the CPU.
+        folder: where models are stored.
+        throttling: detects a CPU that slows down meanwhile.
         others_bytes: video memory that other programs use.
 
     Raises:
@@ -60,7 +60,7 @@ def measure_machine(
     notes += _others_changed(others_before, others_bytes())
     if run.unsteady:
         names = ", ".join(sorted(run.unsteady)[:3])
-        notes.append(f"Some numbers changed however often they were repeated ({names}): close other programs.")
+        notes.append(f"Some numbers never settled ({names}): close other programs and measure again.")
     on_progress(Progress("", 1.0))
     return Measurements(
         kind=what.kind,
@@ -83,13 +83,13 @@ def measure_machine(
 def _measured_steadily(
     what: MeasurementSet, run: Run, state: _State, throttling: Throttling
 ) -> tuple[dict[str, str], list[str]]:
-    """(why what was skipped, sentences): the processor's part is made twice if it was faster at first."""
+    """(reasons of skipped measurements, notes); CPU measurements are repeated if the CPU slowed down."""
     notes: list[str] = []
     before = throttling.speed()
     skipped = _measured(what.measurements, run, state)
     after = throttling.speed()
     if abs(changed := drift_of([before, after])) > DRIFT:
-        # What was measured while the processor was faster is not how it goes on.
+        # Numbers taken before the slowdown do not represent sustained speed.
         notes.append(_slower(changed, "was measured again"))
         again = tuple(each for each in what.measurements if each.name not in skipped and _is_processors(each))
         run.rows = [row for row in run.rows if not _of_cpu(row)]
@@ -104,18 +104,18 @@ def _others_changed(before: int | None, after: int | None) -> list[str]:
     if before is None or after is None or abs(after - before) <= _OTHERS_BYTES:
         return []
     used = f"{before / 2**30:.1f} GiB of video memory before and {after / 2**30:.1f} GiB after"
-    return [f"Other programs used {used} the measurements: close them, or plan with less."]
+    return [f"Other programs used {used} the measurements: close them, or plan with less video memory."]
 
 
 def cold_bytes(probe: Probe, least: int) -> int:
-    """Memory that no cache of this processor holds, as far as there is so much to spare."""
+    """Bytes that exceed every cache of this CPU, limited by free RAM."""
     caches = (probe.processor.l3_bytes or 0) if probe.processor else 0
     wanted = min(max(least, 2 * caches), _MOST_COLD)
     return min(wanted, available_ram() // _RAM_SHARE)
 
 
 class _State:
-    """How far measuring is, for whoever is told."""
+    """Progress of a run of measurements."""
 
     def __init__(self, what: MeasurementSet, on_progress: Callable[[Progress], None]) -> None:
         self._total_s = sum(each.estimated_s for each in what.measurements)
@@ -139,7 +139,7 @@ class _State:
 
 
 def _measured(measurements: tuple[Measurement, ...], run: Run, state: _State) -> dict[str, str]:
-    """Makes the measurements; why some were not made, by name."""
+    """Takes the measurements; returns the reasons of skipped ones by name."""
     skipped: dict[str, str] = {}
     for measurement in measurements:
         run.allow(measurement.estimated_s)
@@ -156,7 +156,7 @@ def _measured(measurements: tuple[Measurement, ...], run: Run, state: _State) ->
                     run.device.recover()
         except OSError as error:
             skipped[measurement.name] = error.strerror or type(error).__name__
-        except (MemoryError, RuntimeError) as error:  # torch says it in either way that memory is short
+        except (MemoryError, RuntimeError) as error:  # torch raises either when memory runs out
             skipped[measurement.name] = (str(error).strip().splitlines() or [type(error).__name__])[0]
         state.end(measurement)
     run.allow(math.inf)
@@ -164,10 +164,10 @@ def _measured(measurements: tuple[Measurement, ...], run: Run, state: _State) ->
 
 
 def _slower(changed: float, consequence: str) -> str:
-    """What it is to take `changed` more of the time than before: -0.5 is twice the speed."""
+    """A note for a relative change of time: -0.5 is twice the speed."""
     speed = 1 / (1 + changed) - 1
     how = f"{-speed:.0%} slower" if changed > 0 else f"{speed:.0%} faster"
-    return f"The processor became {how} while it was measured (heat, battery or other programs), and {consequence}."
+    return f"The CPU became {how} during the measurement (heat, battery or other programs), and {consequence}."
 
 
 def _is_processors(measurement: Measurement) -> bool:

@@ -1,4 +1,4 @@
-"""Read bandwidth of RAM: the physical limit that decoding on the CPU runs against."""
+"""Read bandwidth of RAM: the physical limit of decoding on the CPU."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from engine.hardware.measured import RamRead
 from engine.measure.run import Run, counted
 
 _BYTES = 768 * 2**20
-"""Far more than any cache that a PC has, so that the sum below reads RAM."""
+"""Far more than any PC's caches, so that the sum below reads RAM."""
 
 
 @dataclass(frozen=True)
 class RamBandwidth:
-    """By threads, as `threads_of` chooses from the number there are."""
+    """By thread count, chosen by `threads_of` from the number of cores."""
 
     threads_of: Callable[[int], tuple[int, ...]]
     repeats: int
@@ -45,7 +45,7 @@ def read_bandwidth(repeats: int = 7) -> float:
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Lets torch compute with so many threads meanwhile."""
+    """Makes torch use `count` threads inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

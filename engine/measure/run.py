@@ -1,4 +1,4 @@
-"""What every measurement is given: the machine, how to stop, whom to tell, and repeats that notice a drift."""
+"""The context of a measurement: machine, cancellation, progress, and repeats that detect drift."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from engine.hardware.measured import Arithmetic, CopyTime, DiskRead, ExpertTime,
 Row = RamRead | ExpertTime | CopyTime | DiskRead | Arithmetic
 
 DRIFT = 0.15
-"""A part by which the last repeats may differ from the first: beyond, something has slowed down or sped up."""
+"""Relative difference allowed between the last repeats and the first: beyond it, the speed has changed."""
 _ROUNDS = 3
 _PATIENCE, _GRACE_S = 2.0, 2.0
 
 
 class MeasurementCancelledError(Exception):
-    """Whoever asked for the measurements no longer wants them; nothing of them is kept."""
+    """The measurements were cancelled; nothing is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far measuring has come.
+    """Progress of measuring.
 
     Attributes:
-        name: of what is being measured.
-        done: 0 to 1, of all measurements by their estimated time.
-        found: what was just found, if something was.
+        name: of the current measurement.
+        done: 0 to 1, of the estimated time of all measurements.
+        found: the latest result, if any.
     """
 
     name: str
@@ -41,41 +41,41 @@ class Progress:
 
 
 class Measurement(Protocol):
-    """One thing to measure; its parameters are its own."""
+    """One measurement, with its own parameters."""
 
     @property
     def name(self) -> str:
-        """For people, and to say that it was skipped."""
+        """Display name; also names it when skipped."""
 
     @property
     def estimated_s(self) -> float:
-        """About how long it takes."""
+        """Estimated seconds."""
 
     def __call__(self, run: Run) -> None:
-        """Measures, telling `run.found` of each number.
+        """Measures, passing each number to `run.found`.
 
         Raises:
             MeasurementCancelledError: see `Run.check`.
-            NotMeasuredError: it has no sense here.
-            EngineError, OSError, MemoryError: it could not be done.
+            NotMeasuredError: it does not apply here.
+            EngineError, OSError, MemoryError: it failed.
         """
 
 
 class NotMeasuredError(Exception):
-    """The message says why something is not measured on this machine."""
+    """Why something is not measured on this machine."""
 
 
 @dataclass
 class Run:
-    """One go at measuring.
+    """One run of measurements.
 
     Attributes:
-        device: beside the CPU; None without one.
-        folder: on the disk to be measured; its files are removed again.
+        device: in addition to the CPU; None without one.
+        folder: on the disk to be measured; scratch files are removed.
         threads: physical cores that this process may use.
-        cold_bytes: of memory that no cache holds.
-        cancelled: asked often.
-        tell: called with what was found.
+        cold_bytes: a size that exceeds every cache.
+        cancelled: polled often.
+        tell: called with each result.
     """
 
     device: Device | None
@@ -93,21 +93,21 @@ class Run:
     _over_s: float = math.inf
 
     def allow(self, seconds: float) -> None:
-        """What begins now is estimated to take so long: beyond, it is repeated no more; far beyond, it ends."""
+        """Sets the time budget of the next measurement: past it, no more repeats; far past it, it is aborted."""
         self._due_s = self.clock() + seconds
         self._over_s = self.clock() + _PATIENCE * seconds + _GRACE_S
 
     @property
     def is_late(self) -> bool:
-        """Whether the time that was estimated is over, so that nothing more is to be repeated."""
+        """Whether the time budget is used up, so that nothing is repeated any more."""
         return self.clock() > self._due_s
 
     def check(self) -> None:
-        """Called between any two steps of some milliseconds.
+        """Must be called every few milliseconds.
 
         Raises:
-            MeasurementCancelledError: nobody wants the result any more.
-            NotMeasuredError: it takes far longer than was estimated; what was found is kept.
+            MeasurementCancelledError: the run was cancelled.
+            NotMeasuredError: it far exceeds its time budget; earlier results are kept.
         """
         if self.cancelled():
             raise MeasurementCancelledError
@@ -115,22 +115,22 @@ class Run:
             raise NotMeasuredError("it took far too long: other programs keep this machine busy")
 
     def found(self, row: Row) -> None:
-        """Keeps a number and tells of it."""
+        """Stores a result and reports it."""
         self.rows.append(row)
         self.tell(row)
 
     def needed_device(self) -> Device:
         """The device.  Raises `NotMeasuredError` without one."""
         if self.device is None:
-            raise NotMeasuredError("there is no graphics card in use")
+            raise NotMeasuredError("no graphics card is in use")
         return self.device
 
     def steady(self, name: str, once: Callable[[], float], repeats: int = 5) -> float:
         """The median of `once`, repeated as a whole while its first and last repeats differ by more than `DRIFT`.
 
-        A processor that has just become too hot is measured as it goes on; one that never settles is noted.
+        A CPU that has just become too hot is measured at its sustained speed; one that never settles is noted.
         """
-        once()  # warms up: caches of code, clocks, pages
+        once()  # warm-up: instruction caches, clocks, pages
         drift = 0.0
         values: list[float] = []
         for _ in range(_ROUNDS):
@@ -150,7 +150,7 @@ class Run:
 
 
 def drift_of(values: list[float]) -> float:
-    """By what part the last third (median) is above the first."""
+    """Relative difference of the last third (median) over the first."""
     size = max(1, len(values) // 3)
     first, last = statistics.median(values[:size]), statistics.median(values[-size:])
     return last / first - 1 if first > 0 else 0.0

@@ -18,20 +18,20 @@ _FINE = ExpertShape(2048, 768)
 _SQUARE = ExpertShape(2880, 2880)
 """gpt-oss."""
 _COARSE = ExpertShape(4096, 14336)
-"""Mixtral 8x7B: few large ones."""
+"""Mixtral 8x7B: few large experts."""
 _WIDE = ExpertShape(7168, 2048)
 """DeepSeek-V3."""
 THOROUGH_SHAPES = (_FINE, _SQUARE, _WIDE)
-"""Of experts in a thorough measurement, beside the coarse ones."""
+"""Formats of experts in a thorough measurement, in addition to the coarse ones."""
 
 
 @dataclass(frozen=True)
 class MeasurementSet:
-    """Measurements in the order in which they are made.
+    """Measurements in order of execution.
 
     Attributes:
-        kind: kept with the results.
-        cold_bytes: least memory that is gone through; see `measuring.cold_bytes`.
+        kind: stored with the results.
+        cold_bytes: least bytes read in a pass; see `measuring.cold_bytes`.
     """
 
     kind: str

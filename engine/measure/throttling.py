@@ -1,4 +1,4 @@
-"""The same small piece of work at the beginning and at the end: a laptop that became too hot takes longer for it."""
+"""Detects throttling: runs the same small task before and after; a hot laptop takes longer for it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _REPEATS = 9
 
 
 class Throttling(Protocol):
-    """Something that takes longer when the machine slows down."""
+    """A task that takes longer when the machine slows down."""
 
     def speed(self) -> float:
-        """Seconds that it takes now."""
+        """Seconds that the task takes now."""
 
 
 class WholeMachine:
-    """A matrix product on all cores, some milliseconds of it."""
+    """A matrix product on all cores, for some milliseconds."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
@@ -35,4 +35,4 @@ class WholeMachine:
                 started_s = time.perf_counter()
                 torch.mm(left, left)
                 seconds.append(time.perf_counter() - started_s)
-        return min(seconds[1:])  # the others were disturbed: that is no slower processor
+        return min(seconds[1:])  # slower runs were disturbed by something else

@@ -1,1 +1,1 @@
-"""Parts of the engine process: its streams, its requests, its end.  No torch here."""
+"""The engine process: its streams, requests and lifetime.  No torch here."""

@@ -1,4 +1,4 @@
-"""Batch jobs in the engine process: who is told of them, and how they give way to chats."""
+"""Batch jobs in the engine process: their events, and how they yield to chats."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class BatchService:
     """Runs jobs on the engine thread.
 
     Args:
-        answer_next: performs the request that waits first, a chat; called between two steps of a job.
+        answer_next: performs the next waiting request, a chat; called between two steps of a job.
     """
 
     def __init__(
@@ -53,29 +53,29 @@ class BatchService:
         self._answer_next = answer_next
 
     def run(self, engine: BatchEngine, request: StartBatch) -> BatchFinished:
-        """One job to its end, or until it is stopped.
+        """Runs one job until it is done or stopped.
 
         Raises:
             EngineError: see `Engine.run_batch`.
         """
-        told = _Told(request.request_id, self._send)
+        events = _JobEvents(request.request_id, self._send)
 
         def cancelled() -> bool:
-            # Another model is wanted, or none: the job can be gone on with, whoever waits for the model cannot.
+            # A request to load or unload a model: the job can be resumed later, so let the request go first.
             waiting = self._requests.waiting()
             return self._requests.is_cancelled(request.request_id) or not (
                 waiting is None or isinstance(waiting, Generate | StartBatch)
             )
 
-        watcher = JobWatcher(told.pace, told.answer, self._chat_waits, self._give_way, cancelled, told.plan)
+        watcher = JobWatcher(events.pace, events.answer, self._chat_waits, self._give_way, cancelled, events.plan)
         try:
-            # A book of a pdf, a folder of ten thousand files: no chat waits until they are opened.
+            # Opening a huge pdf or ten thousand files takes long: do not keep a chat waiting for it.
             prepared = aside(lambda _between: prepare(request.job), watcher, lambda _share: None)
             ending = engine.run_batch(prepared, watcher)
         except StoppedError:
             return BatchFinished(request.request_id, False, 0, 0, 0, 0, 0.0, "")
         finally:
-            told.rows_now()
+            events.rows_now()
         pace = ending.pace
         return BatchFinished(
             request_id=request.request_id,
@@ -91,21 +91,21 @@ class BatchService:
         )
 
     def sample(self, engine: BatchEngine, request: SampleBatch) -> BatchFinished:
-        """The first rows of a job; it gives way to chats as a job does.
+        """Answers the first rows of a job; yields to chats like a job.
 
         Raises:
             EngineError: see `Engine.sample_batch`.
         """
         clock = ComputingClock()
-        told = _Told(request.request_id, self._send)
+        events = _JobEvents(request.request_id, self._send)
         counts = [0, 0, 0]
 
         def answered(answer: Answer, question: str) -> None:
             counts[0] += 1
             counts[1] += answer.failed
             counts[2] += answer.generated_tokens
-            told.answer(answer, question)
-            told.rows_now()
+            events.answer(answer, question)
+            events.rows_now()
 
         def cancelled() -> bool:
             return self._requests.is_cancelled(request.request_id)
@@ -114,7 +114,7 @@ class BatchService:
             with clock.stopped():
                 self._give_way()
 
-        watcher = JobWatcher(told.pace, answered, self._chat_waits, give_way, cancelled, told.plan)
+        watcher = JobWatcher(events.pace, answered, self._chat_waits, give_way, cancelled, events.plan)
         with contextlib.suppress(StoppedError):
             with clock.stopped():
                 prepared = aside(lambda _between: prepare(request.job), watcher, lambda _share: None)
@@ -131,8 +131,8 @@ class BatchService:
             self._answer_next()
 
 
-class _Told:
-    """What the window hears of one job, not more often than it can show."""
+class _JobEvents:
+    """Sends one job's events to the window, no more often than it can show them."""
 
     def __init__(self, request_id: str, send: Callable[[Event], None]) -> None:
         self._request_id, self._send = request_id, send

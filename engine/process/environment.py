@@ -1,4 +1,4 @@
-"""What the libraries read from the environment when they are imported: call this before torch or transformers is."""
+"""Environment variables that libraries read on import: call this before importing torch or transformers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def quiet_libraries() -> None:
-    """No network, no telemetry, no advice meant for programmers, no forked tokenizer threads."""
+    """No network, no telemetry, no developer warnings, no forked tokenizer threads."""
     for name, value in {
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",

@@ -1,4 +1,4 @@
-"""Any exception as one sentence for a person and a log entry that holds nothing anybody typed."""
+"""Turns any exception into one sentence for the user and a log entry free of user text."""
 
 from __future__ import annotations
 
@@ -16,34 +16,33 @@ _MEMORY_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memo
 
 
 def as_engine_error(error: BaseException, doing: str) -> EngineError:
-    """What happened while `doing` (such as "loading the model"), said for a person."""
+    """The error that hit `doing` (such as "loading the model"), as a message for the user."""
     if isinstance(error, EngineError):
         return error
     if _is_out_of_memory(error):
         return EngineError(
             ErrorCode.NOT_ENOUGH_MEMORY,
-            f"The memory was used up while {doing}: close other programs, or choose a shorter context, "
+            f"Out of memory while {doing}: close other programs, or choose a shorter context, "
             "a smaller precision or a smaller model.",
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return EngineError(ErrorCode.DISK_FULL, f"The disk was full while {doing}: free some space and try again.")
+        return EngineError(ErrorCode.DISK_FULL, f"The disk became full while {doing}: free some space and try again.")
     if isinstance(error, ImportError):
         return EngineError(
             ErrorCode.INTERNAL,
-            f"A part of the installation is missing or broken ({error.name or type(error).__name__}): "
+            f"Part of the installation is missing or broken ({error.name or type(error).__name__}): "
             "reinstall Switchyard; `switchyard doctor` says more.",
         )
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     return EngineError(
         ErrorCode.INTERNAL,
-        f"Something went wrong inside the engine while {doing} ({type(error).__name__}{where}); "
-        "the log has the details for a bug report.",
+        f"Internal error while {doing} ({type(error).__name__}{where}); the log has the details for a bug report.",
     )
 
 
 def log_failure(error: BaseException, doing: str) -> None:
-    """Log where it failed.  The exception's own text is left out, as it can quote a prompt or an answer."""
+    """Logs where it failed, without the exception's text, which can quote a prompt or an answer."""
     if isinstance(error, EngineError):
         _log.warning("Failed while %s: %s", doing, error.code)
         return

@@ -1,4 +1,4 @@
-"""How the worker lives and dies: never longer than its window, never instead of it, and not without a log."""
+"""The worker's lifetime: it ends with its window, is killed before it when memory runs out, and keeps a log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def set_up_process() -> None:
-    """Do all of the below; nothing of it can fail the worker."""
+    """Does all of the below; a failure of any of it does not stop the worker."""
     # Ctrl-C in the terminal that started the window reaches us too, but the window decides when we end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _die_with_parent()
@@ -29,7 +29,7 @@ def set_up_process() -> None:
 
 
 def trim_stderr() -> None:
-    """Empty the file that stderr goes to, if it is one and has grown: a library may warn for weeks."""
+    """Empty the file that stderr goes to, if it is one and has grown: libraries may write warnings for weeks."""
     try:
         status = os.fstat(2)
         if stat.S_ISREG(status.st_mode) and status.st_size > STDERR_BYTES:
@@ -45,7 +45,7 @@ def end_process(code: int) -> None:
 
 
 def _die_with_parent() -> None:
-    """Be killed if the window is, even while a computation keeps us from seeing the end of its pipe (Linux)."""
+    """Die with the window, even while a computation keeps us from noticing its closed pipe (Linux)."""
     if sys.platform == "linux":
         try:
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -54,7 +54,7 @@ def _die_with_parent() -> None:
 
 
 def _be_killed_first() -> None:
-    """Should memory run out, the kernel is to take the engine and leave the window (Linux)."""
+    """If memory runs out, the kernel should kill the engine, not the window (Linux)."""
     try:
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
     except OSError:

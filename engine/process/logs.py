@@ -1,4 +1,4 @@
-"""Log files in the per-user folder: small, rotating, and without anything that anybody typed."""
+"""Log files in the per-user folder: small, rotating, and without user text."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ LOG_BYTES = 2**20
 
 
 class _Plain(logging.Formatter):
-    """Names of files and words of models in an entry cannot steer the terminal that somebody reads it on."""
+    """Strips terminal escapes from entries: file names and model output may contain them."""
 
     def format(self, record: logging.LogRecord) -> str:
         return plain(super().format(record))
 
 
 def log_to_file(name: str, *, also_stderr: bool) -> Callable[[], None]:
-    """Send this process's log to `name` in the log folder; where that cannot be written, it is not kept.
+    """Sends this process's log to `name` in the log folder; if that is not writable, there is no log.
 
     Returns:
-        A function that ends this and closes the file.
+        A function that stops logging and closes the file.
     """
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     handlers: list[logging.Handler] = [logging.StreamHandler()] if also_stderr else []
     try:
         private_folder(log_dir())
-        # Opened at its first entry: most commands never write one.
+        # Opened on the first entry: most commands never log.
         handlers.append(PrivateLog(log_dir() / name, max_bytes=LOG_BYTES, older=2))
     except OSError:
         handlers.append(logging.NullHandler())

@@ -1,4 +1,4 @@
-"""Requests that the worker has accepted and not yet answered: one queue, and one ending each."""
+"""Requests accepted but not yet answered: one queue, and exactly one terminal event each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Request = LoadModel | UnloadModel | Generate | StartBatch | SampleBatch | StartT
 
 
 def cancelled_event(request: Request) -> TerminalEvent | None:
-    """How this request ends if it is cancelled before it has done anything; None if it cannot be cancelled."""
+    """The terminal event if this request is cancelled before it starts; None if it cannot be cancelled."""
     reason: FinishReason = "cancelled"
     if isinstance(request, Generate):
         return Finished(request.request_id, reason, 0, 0, 0, 0.0, 0.0)
@@ -37,7 +37,7 @@ def cancelled_event(request: Request) -> TerminalEvent | None:
 
 
 class RequestQueue:
-    """Hands requests to the engine thread one at a time, and sees to it that each ends exactly once."""
+    """Hands requests to the engine thread one at a time, and ensures that each ends exactly once."""
 
     def __init__(self, send: Callable[[TerminalEvent], None]) -> None:
         self._send = send
@@ -48,10 +48,10 @@ class RequestQueue:
         self._closed = False
 
     def accept(self, request: Request) -> None:
-        """Queue a request.  One whose id is still open is dropped: that id already has its ending coming."""
+        """Queue a request.  One whose id is still open is dropped: that id will get its terminal event."""
         with self._changed:
             if request.request_id in self._open:
-                _log.warning("A request with an id that is still open was dropped.")
+                _log.warning("Dropped a request whose id is still open.")
                 return
             self._open.add(request.request_id)
             self._waiting.append(request)
@@ -66,15 +66,15 @@ class RequestQueue:
             return self._waiting.popleft() if self._waiting else None
 
     def waiting(self) -> Request | None:
-        """The request that `take` would give at once; None if it would wait."""
-        # Asked for every layer of a batch: looking at the first of a deque needs no lock.
+        """The request that `take` would return immediately; None if it would wait."""
+        # Called for every layer of a batch; peeking at a deque needs no lock.
         try:
             return self._waiting[0]
         except IndexError:
             return None
 
     def cancel(self, request_id: str) -> None:
-        """End a waiting request now; make a running one see that it is cancelled.  Unknown ids are ignored."""
+        """End a waiting request now; flag a running one as cancelled.  Unknown ids are ignored."""
         with self._changed:
             if request_id not in self._open:
                 return
@@ -86,7 +86,7 @@ class RequestQueue:
                     return
 
     def is_cancelled(self, request_id: str) -> bool:
-        # Asked for every token: membership of a set needs no lock.
+        # Called for every token; set membership needs no lock.
         return request_id in self._cancelled
 
     def end(self, event: TerminalEvent) -> None:

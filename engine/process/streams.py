@@ -1,4 +1,4 @@
-"""The worker's two pipes: commands in, events out, and nobody else on either."""
+"""The worker's two pipes: commands in, events out, and nothing else on either."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from engine.protocol import DROPPABLE, HEARTBEAT_S, Droppable, Event, Heartbeat,
 
 _BATCH = 256
 MOST_OFFERED = 64
-"""Droppable events that wait at most: some seconds of recording, a megabyte or so."""
+"""Most droppable events in the queue: a few seconds of recording, about a megabyte."""
 
 
 def claim_pipes() -> tuple[int, int]:
     """Private copies of stdin and stdout; the public ones become the null device and stderr.
 
-    A print in some library then lands in the log instead of the stream, and nobody else can read a command.
+    A library's `print` then goes to the log instead of the stream, and nothing else can read commands.
 
     Returns:
         The file descriptors of the commands and of the events, not inherited by child processes.
@@ -29,7 +29,7 @@ def claim_pipes() -> tuple[int, int]:
     os.dup2(nowhere, 0)
     try:
         os.dup2(2, 1)
-    except OSError:  # started without a stderr
+    except OSError:  # started without stderr
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
     os.close(nowhere)
@@ -42,15 +42,15 @@ def claim_pipes() -> tuple[int, int]:
 
 
 class EventWriter:
-    """Writes events from a thread of its own, so that a window slow to read never holds up a token.
+    """Writes events on its own thread, so that a window that reads slowly never delays a token.
 
-    Events wait in an unbounded queue and arrive in order, those that were only offered among them as long as not too
-    many wait; of each kind of sample only the latest is kept, and it is sent when nothing else waits.  A `Heartbeat`
-    goes out every `HEARTBEAT_S`.
+    Events wait in an unbounded queue and arrive in order. Offered events are queued too unless too many are waiting;
+    only the latest sample of each kind is kept, and is sent when nothing else waits. A `Heartbeat` goes out every
+    `HEARTBEAT_S`.
     """
 
     def __init__(self, fd: int, on_broken: Callable[[], None]) -> None:
-        """`on_broken` is called, on the writer's thread, when nobody reads any more."""
+        """`on_broken` is called, on the writer's thread, when the pipe is broken."""
         self._fd = fd
         self._on_broken = on_broken
         self._changed = threading.Condition()
@@ -71,7 +71,7 @@ class EventWriter:
             self._changed.notify_all()
 
     def offer(self, event: Droppable) -> bool:
-        """Queue an event unless too many such wait already; whether it was."""
+        """Queues an event unless too many are waiting; returns whether it did."""
         with self._changed:
             if self._offered >= MOST_OFFERED:
                 return False
@@ -81,13 +81,13 @@ class EventWriter:
             return True
 
     def publish(self, sample: Sample) -> None:
-        """Offer a sample, in place of one of its kind not yet sent."""
+        """Offers a sample, replacing an unsent one of its kind."""
         with self._changed:
             self._samples[type(sample)] = sample
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything queued has been written; false if it has not been in time."""
+        """Wait until everything queued has been written; false on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self._idle and not self._queue, timeout_s)
 

@@ -1,4 +1,4 @@
-"""Sends what is recorded to the window, from a thread of its own, while the window watches."""
+"""Sends recorded telemetry to the window, on its own thread, while the window watches."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ SPANS_S = 0.25
 MAP_S = 0.5
 REPORT_S = 1.0
 MOST_SPANS = 4096
-"""Of one message: some tens of kilobytes."""
+"""Records per message: some tens of kilobytes."""
 _REMEMBERED_SPANS = 2**15
-"""Between two cache reports, which read them; the rest has been sent all the same."""
+"""Records kept between two cache reports, which read them; the others have been sent already."""
 
 
 class TelemetrySource(Protocol):
-    """What is asked of a loaded model; `engine.runtime.telemetry.model_telemetry.ModelTelemetry` is the real one."""
+    """Telemetry of a loaded model, implemented by `engine.runtime.telemetry.model_telemetry.ModelTelemetry`."""
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
@@ -46,11 +46,11 @@ class TelemetrySource(Protocol):
 
 
 class TelemetryService:
-    """Starts and stops the recorder as the window asks, and passes on what it has.
+    """Starts and stops the recorder at the window's request, and forwards its records.
 
     Args:
-        offer: sends an event unless too many wait already; whether it was taken.
-        publish: sends a sample in place of one not yet sent.
+        offer: sends an event unless too many are waiting; returns whether it did.
+        publish: sends a sample, replacing an unsent one.
         send: sends an event that must arrive.
     """
 
@@ -64,7 +64,7 @@ class TelemetryService:
         self._offer, self._publish, self._send = offer, publish, send
         self._recorder = recorder
         self._changed = threading.Condition()
-        self._using = threading.Lock()  # held while the source is asked, so that no model is freed meanwhile
+        self._using = threading.Lock()  # held while the source is in use, so that its model is not freed
         self._wanted = WatchTelemetry(on=False)
         self._resizes: list[ResizeCache] = []
         self._source: TelemetrySource | None = None
@@ -77,7 +77,7 @@ class TelemetryService:
         self._report_is_asked = self._map_is_news = self._map_is_sent = False
 
     def watch(self, command: WatchTelemetry) -> None:
-        """From now on as `command` says."""
+        """Applies `command` from now on."""
         with self._changed:
             self._wanted = command
             if command.on and self._thread is None and not self._closed:
@@ -86,7 +86,7 @@ class TelemetryService:
             self._changed.notify_all()
 
     def resize(self, command: ResizeCache) -> None:
-        """Acts on it soon, whether anybody watches or not; without effect while no model is loaded."""
+        """Resizes soon, whether the window watches or not; no effect while no model is loaded."""
         with self._changed:
             self._resizes.append(command)
             if self._thread is None and not self._closed:
@@ -105,12 +105,12 @@ class TelemetryService:
                 source.start()
 
     def request_begins(self, request_id: str) -> None:
-        """By the engine's thread, before it performs a request that records."""
+        """Called by the engine thread before a request that records."""
         if self._recorder.on:
             self._send(TelemetryRequest(self._recorder.next_request, request_id, time.perf_counter_ns()))
 
     def close(self) -> None:
-        """Ends the thread; nothing is recorded any more."""
+        """Ends the thread and the recording."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -129,7 +129,7 @@ class TelemetryService:
                 self._resizes = []
             try:
                 self._do(wanted, resizes)
-            except Exception:  # what cannot be shown now may be the next time; the engine goes on
+            except Exception:  # it may work the next time; the engine must go on
                 _log.exception("telemetry failed")
                 time.sleep(SPANS_S)
 

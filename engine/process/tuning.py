@@ -1,4 +1,4 @@
-"""Tuning in the engine process: a run on the engine thread, and how often the window hears of it."""
+"""Tuning in the engine process: a run on the engine thread, and the rate of its events."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from engine.tuning.messages import StartTuning, TuningFinished, TuningProgress
 from engine.tuning.run import TunedEngine, TuningEvent, tune
 
 _PROGRESS_S = 0.05
-"""Numbers that were found are all told; how far something is, not more often than this."""
+"""Least time between two progress events; results are always sent."""
 
 
 def run_tuning(
     engine: TunedEngine, request: StartTuning, requests: RequestQueue, send: Callable[[Event], None]
 ) -> TuningFinished:
-    """One run to its end, or until it is cancelled.
+    """Runs until done or cancelled.
 
     Raises:
         EngineError: see `tune`.
     """
-    told_s = 0.0
+    sent_s = 0.0
     stage = ""
 
     def tell(event: TuningEvent) -> None:
-        nonlocal told_s, stage
+        nonlocal sent_s, stage
         if isinstance(event, TuningProgress):
             is_news = event.stage != stage or (event.number is not None and event.stage == "measuring")
-            if not is_news and time.monotonic() - told_s < _PROGRESS_S:
+            if not is_news and time.monotonic() - sent_s < _PROGRESS_S:
                 return
-            stage, told_s = event.stage, time.monotonic()
+            stage, sent_s = event.stage, time.monotonic()
         send(event)
 
     ending = tune(engine, request, tell, lambda: requests.is_cancelled(request.request_id))

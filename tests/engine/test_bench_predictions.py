@@ -41,14 +41,14 @@ def test_what_cannot_be_measured_loses_no_other_row(
 ) -> None:
     def measured(machine: HardwareProfile, config: EngineConfig, *_args: object) -> Measurements:
         if config.precision == "int8":
-            raise NotMeasuredError("there is too little free RAM for one expert")
+            raise NotMeasuredError("too little free RAM for one expert")
         return measurements(machine)
 
     monkeypatch.setattr(predicted_decode, "_measured", measured)
     document = bench(capsys, "--predict", "--device", "cpu", "--threads", "1")
     assert [row["name"].split(", ")[1] for row in document["rows"]] == ["bf16", "int4"]
     (missing,) = document["peers_not_run"]
-    assert missing == {"peer": "qwen3-moe-tiny, int8, cpu", "reason": "there is too little free RAM for one expert"}
+    assert missing == {"peer": "qwen3-moe-tiny, int8, cpu", "reason": "too little free RAM for one expert"}
 
 
 def test_of_several_rounds_the_best_counts() -> None:

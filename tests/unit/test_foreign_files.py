@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import zipfile
@@ -69,16 +70,17 @@ def test_no_more_is_read_than_belongs_there(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with path.open("wb") as file:
         file.truncate(2**40)  # sparse: nobody could read it whole
-    with pytest.raises(OSError, match="more than 1 MiB"):
+    with pytest.raises(OSError, match="1 MiB"):
         read_foreign(path, 2**20)
-    with pytest.raises(OSError, match="more than 1 MiB"):
+    with pytest.raises(OSError, match="1 MiB"):
         check_foreign(path, 2**20)
 
 
 @pytest.mark.parametrize("name", ["a\0b", "a\ud800b"])
 def test_a_name_that_no_file_can_have(tmp_path: Path, name: str) -> None:
-    with pytest.raises(OSError, match="no file can have this name"):
+    with pytest.raises(OSError, match="name") as raised:
         open_foreign(tmp_path / name)
+    assert raised.value.errno == errno.EINVAL
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 5_000 + "1" + "}" * 5_000, "9" * 10_000, "", b"\xff\xfe"])

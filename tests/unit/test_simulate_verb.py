@@ -87,8 +87,8 @@ def test_the_timeline_as_a_trace(workload: str, tmp_path: Path, capsys: pytest.C
     [
         (["simulate"], "--model"),
         (["simulate", "--model", "gpt-oss-20b"], "--hardware"),
-        ([*_CELL[:3], "--hardware", "toaster"], "no profile of a machine"),
-        (["simulate", "--model", "toaster", *_CELL[3:]], "no profile of a model"),
+        ([*_CELL[:3], "--hardware", "toaster"], "'toaster'"),
+        (["simulate", "--model", "toaster", *_CELL[3:]], "'toaster'"),
         ([*_CELL, "--workload", "much"], "not a workload"),
         ([*_CELL, "--policy", "magic"], "No policy is called 'magic'"),
         ([*_CELL, "--threads", "0"], "whole number"),
