@@ -13,7 +13,7 @@ from time import perf_counter
 from PySide6.QtCore import QObject, Qt, QTimer
 from PySide6.QtWidgets import QApplication
 
-from app.services.chat_store import Message
+from app.services.chat_store import Message, MessageState
 from app.services.engine_client import EngineClient
 from app.views.chat.chat_view import ChatView
 from engine.common.config import SamplingParams
@@ -55,6 +55,8 @@ class StreamingReport(QObject):
         self._due = now + _EVERY_MS / 1000
 
     def _on_answer(self, answer: Message) -> None:
+        if answer.state is MessageState.STREAMING:
+            return
         self._tokens += answer.stats.generated_tokens if answer.stats is not None else 0
         if answer.stats is None:
             self._write(answer.reason)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from PySide6.QtCore import QAbstractListModel, QModelIndex, QObject, QPersistentModelIndex, Qt
@@ -75,7 +75,10 @@ class ConversationModel(QAbstractListModel):
     def update(self, message: Message) -> None:
         """Take over a message's text, state and figures."""
         self._tree.update(message)
-        self._follow_tree()
+        number = self.row_of(message.id)
+        if number is not None:
+            self._rows[number] = replace(self._rows[number], message=self._tree[message.id])
+            self.dataChanged.emit(self.index(number), self.index(number))
 
     def choose(self, message_id: str) -> None:
         """Show this version, and what follows it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from PySide6.QtCore import QObject, QTimer, Signal
@@ -20,7 +20,7 @@ from engine.protocol import ChatMessage, Failed, Finished, Progress, Token
 SHOW_MS = 40
 """Text is handed to the window this often: faster than the eye reads, and far fewer events than tokens."""
 
-SAVE_MS = 400
+SAVE_S = 0.4
 """An answer that is being written is saved this often; a crash loses at most so much."""
 
 CANCELLED = "cancelled"
@@ -52,8 +52,9 @@ class _Turn:
     messages: tuple[ChatMessage, ...]
     sampling: SamplingParams
     request: Answer | None = None
-    unshown: list[str] = field(default_factory=list)
+    unshown: bool = False
     unsaved: bool = False
+    saved_at: float = 0.0
     cancelling: bool = False
     tokens: int = 0
     first_at: float = 0.0
@@ -79,12 +80,10 @@ class AnswerQueue(QObject):
     """Asks for answers in turn.  Every answer ends as complete, partial or failed, and is saved as such.
 
     Signals:
-        grew: id of an answer, and the text to append to it.
-        changed: the answer (a `Message`) after a change of state; the text in it is all there is.
+        changed: the answer (a `Message`) that has grown or ended; the text in it is all there is.
         phase_changed: id of an answer, and its `Phase`.
     """
 
-    grew = Signal(str, str)
     changed = Signal(object)
     phase_changed = Signal(str, object)
 
@@ -103,10 +102,8 @@ class AnswerQueue(QObject):
         self._waiting: deque[_Turn] = deque()
         self._running: _Turn | None = None
         self._phases: dict[str, Phase] = {}
-        self._show = QTimer(self, singleShot=True, interval=SHOW_MS)
-        self._show.timeout.connect(self._show_text)
-        self._save = QTimer(self, singleShot=True, interval=SAVE_MS)
-        self._save.timeout.connect(self._save_step)
+        self._pace = QTimer(self, interval=SHOW_MS)
+        self._pace.timeout.connect(self._hand_on)
         client.state_changed.connect(self._start_next)
         client.model_loaded.connect(self._start_next)
         client.loading_changed.connect(self._tell_waiting)
@@ -135,13 +132,6 @@ class AnswerQueue(QObject):
         """`stop` for several, such as all of a deleted conversation."""
         for message_id in list(message_ids):
             self.stop(message_id)
-
-    def current(self, message_id: str) -> Message | None:
-        """An answer that is waiting or being written, with its text so far."""
-        for turn in (self._running, *self._waiting):
-            if turn is not None and turn.answer.id == message_id:
-                return turn.answer
-        return None
 
     def phase(self, message_id: str) -> Phase | None:
         """What an answer that has not ended is doing."""
@@ -196,38 +186,30 @@ class AnswerQueue(QObject):
         if turn is None:
             return
         if not turn.first_at:
-            turn.first_at, turn.first_tokens = self._clock(), token.generated_tokens
-        turn.tokens = token.generated_tokens
+            turn.first_at = turn.saved_at = self._clock()
+            turn.first_tokens = token.generated_tokens
+        turn.tokens, turn.unshown = token.generated_tokens, True
         if token.text:
-            turn.unshown.append(token.text)
+            turn.answer = replace(turn.answer, content=turn.answer.content + token.text)
             turn.unsaved = True
-            if not self._save.isActive():
-                self._save.start()
-        if not self._show.isActive():
-            self._show.start()
+        if not self._pace.isActive():
+            self._pace.start()
+            self._hand_on()
 
-    def _show_text(self) -> None:
-        turn = self._running
-        if turn is None:
-            return
-        self._take_text(turn)
-        elapsed = self._clock() - turn.first_at
-        rate = (turn.tokens - turn.first_tokens) / elapsed if elapsed > 0.25 else 0.0
-        self._set_phase(turn, Phase(Stage.WRITING, tokens_per_s=round(rate, 1)))
-
-    def _take_text(self, turn: _Turn) -> None:
-        if turn.unshown:
-            text = "".join(turn.unshown)
-            turn.unshown.clear()
-            turn.answer = replace(turn.answer, content=turn.answer.content + text)
-            self.grew.emit(turn.answer.id, text)
-
-    def _save_step(self) -> None:
-        turn = self._running
-        if turn is not None and turn.unsaved:
-            self._take_text(turn)
-            turn.unsaved = False
+    def _hand_on(self) -> None:
+        """Shows what came since the last time, and now and then saves it; ends when nothing is left to do."""
+        turn, now = self._running, self._clock()
+        if turn is not None and turn.unshown:
+            turn.unshown = False
+            self.changed.emit(turn.answer)
+            elapsed = now - turn.first_at
+            rate = (turn.tokens - turn.first_tokens) / elapsed if elapsed > 0.25 else 0.0
+            self._set_phase(turn, Phase(Stage.WRITING, tokens_per_s=round(rate, 1)))
+        if turn is not None and turn.unsaved and now - turn.saved_at >= SAVE_S:
+            turn.unsaved, turn.saved_at = False, now
             self._store.save_step(turn.answer)
+        if turn is None or not turn.unsaved:
+            self._pace.stop()
 
     # --- its end ---
 
@@ -236,9 +218,7 @@ class AnswerQueue(QObject):
         if turn is None:
             return
         self._running = None
-        self._show.stop()
-        self._save.stop()
-        self._take_text(turn)
+        self._pace.stop()
         if isinstance(event, Finished):
             stats = AnswerStats(
                 finish_reason=event.finish_reason,

@@ -25,13 +25,18 @@ class Bench:
         self.engine = engine
         self.store = store
         self.queue = AnswerQueue(engine, store)  # type: ignore[arg-type]
-        self.text: dict[str, str] = {}
+        self.texts: list[tuple[str, str]] = []
         self.ended: list[Message] = []
         self.phases: list[tuple[str, Phase]] = []
-        self.queue.grew.connect(lambda id_, text: self.text.update({id_: self.text.get(id_, "") + text}))
-        self.queue.changed.connect(self.ended.append)
+        self.queue.changed.connect(self._on_changed)
         self.queue.phase_changed.connect(lambda id_, phase: self.phases.append((id_, phase)))
         store.create(Conversation("c"), [Message("q", "c", None, "user", "?")])
+
+    def _on_changed(self, answer: Message) -> None:
+        if answer.state is MessageState.STREAMING:
+            self.texts.append((answer.id, answer.content))
+        else:
+            self.ended.append(answer)
 
     def ask(self, id_: str) -> None:
         answer = Message(id_, "c", "q", "assistant", "", MessageState.STREAMING)
@@ -60,17 +65,17 @@ def test_an_answer_is_gathered_shown_and_saved(bench: Bench, qtbot: QtBot) -> No
     bench.ask("a")
     bench.engine.read(41, 100)
     assert bench.phases[-1] == ("a", Phase(Stage.READING, 0.41))
-    bench.engine.write("Hel", "", "lo")
-    assert bench.text == {}, "text is gathered for a moment, not shown token by token"
-    qtbot.waitUntil(lambda: bench.text == {"a": "Hello"})
+    bench.engine.write("He", "", "l", "lo")
+    assert bench.texts == [("a", "He")], "the first at once, the others gathered for a moment"
     assert bench.phases[-1][1].stage is Stage.WRITING
+    qtbot.waitUntil(lambda: len(bench.texts) == 2)
+    assert bench.texts[1] == ("a", "Hello")
     bench.engine.write(" there")
     bench.engine.finish(prompt_tokens=12)
-    assert bench.text == {"a": "Hello there"}
     (ended,) = bench.ended
     assert (ended.content, ended.state, ended.model) == ("Hello there", MessageState.COMPLETE, "Starter")
     assert ended.stats is not None
-    assert (ended.stats.prompt_tokens, ended.stats.generated_tokens) == (12, 4)
+    assert (ended.stats.prompt_tokens, ended.stats.generated_tokens) == (12, 5)
     assert bench.saved(qtbot, "a") == ended
     assert bench.queue.is_idle
 

@@ -114,11 +114,6 @@ class AnswerMessage(QWidget):
             self._phase = None
         self._refresh()
 
-    def append(self, text: str) -> None:
-        """Add text while it is being written."""
-        self.body.show()
-        self.body.append_markdown(text)
-
     def set_phase(self, phase: Phase | None) -> None:
         """Say what the answer is waiting for or doing."""
         self._phase = phase

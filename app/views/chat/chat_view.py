@@ -161,7 +161,6 @@ class ChatView(QWidget):
         do.shown.connect(self._on_shown)
         do.changed.connect(self._on_changed)
         do.deleted.connect(self._on_deleted)
-        do.queue.grew.connect(self.transcript.append_text)
         do.queue.phase_changed.connect(self.transcript.set_phase)
         for signal in (do.model.rowsInserted, do.model.rowsRemoved, do.model.dataChanged, do.model.modelReset):
             signal.connect(self._on_turns)

@@ -103,8 +103,9 @@ class Composer(QFrame):
 
     def set_answering(self, answering: bool) -> None:
         """Offer to stop rather than to send."""
-        self._answering = answering
-        self._show_button()
+        if answering != self._answering:
+            self._answering = answering
+            self._show_button()
 
     def set_context(self, used: int | None, limit: int | None, *, about: bool) -> None:
         """Say how much of the context is used; None if that is not known."""

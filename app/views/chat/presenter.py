@@ -276,9 +276,6 @@ class ChatPresenter(QObject):
         if stored:
             self._trees[conversation.id] = tree
             self._settings.set(LAST_CHAT, conversation.id)
-        for message in tree.messages():
-            if message.state is MessageState.STREAMING:
-                tree.update(self.queue.current(message.id) or message)
         self.model.show(conversation, tree)
         self.shown.emit(conversation)
         self._choose_wanted()

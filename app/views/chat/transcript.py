@@ -87,12 +87,6 @@ class Transcript(QScrollArea):
         """The widget of a message, if it is shown."""
         return next((turn for turn in reversed(self._turns) if turn.message_id == message_id), None)
 
-    def append_text(self, message_id: str, text: str) -> None:
-        """Add text to an answer that is being written."""
-        turn = self.turn(message_id)
-        if isinstance(turn, AnswerMessage):
-            turn.append(text)
-
     def set_phase(self, message_id: str, phase: Phase | None) -> None:
         """Say what an answer is waiting for or doing."""
         turn = self.turn(message_id)
@@ -156,9 +150,13 @@ class Transcript(QScrollArea):
         del self._turns[first : last + 1]
 
     def _on_changed(self, first: QModelIndex, last: QModelIndex) -> None:
-        self.build_all()
+        unbuilt = len(self._unbuilt)  # of the first turns
         for number in range(first.row(), last.row() + 1):
-            self._turns[number].set_row(self._model.rows[number])
+            row = self._model.rows[number]
+            if number < unbuilt:
+                self._unbuilt[number] = row
+            else:
+                self._turns[number - unbuilt].set_row(row)
 
     def _build_some(self) -> None:
         until = time.perf_counter() + SLICE_S

@@ -28,16 +28,16 @@ from app.widgets.markdown_view.stream_parser import StreamParser
 from app.widgets.markdown_view.style import MAX_VISIBLE_DEPTH, Style
 
 _SLICE_S = 0.012  # work done in one go before other events get their turn
-_PAUSE_S = 0.025  # between two updates while text streams in: 40 a second
-_IDLE_SHARE = 4  # at least this many times as long as an update took passes before the next one
+_IDLE_SHARE = 4  # while text streams in, at least this many times as long as an update took passes before the next one
+_LEAST_PAUSE_S = 0.025  # shorter ones are left out
 
 
 class MarkdownView(QWidget):
     """Shows an answer in Markdown; nothing in it is ever loaded, run or opened.
 
-    Text streams in through `append_markdown` until `finish`; `set_markdown` shows a complete text.  Updates are
-    gathered and drawn a few milliseconds at a time; `flush` draws all at once.  The height follows from the width, so
-    that the view stands in a scroll area without a scroll bar of its own.
+    Text streams in through `append_markdown` until `finish`, as often as its owner likes; `set_markdown` shows a
+    complete text.  It is drawn a few milliseconds at a time; `flush` draws all at once.  The height follows from the
+    width, so that the view stands in a scroll area without a scroll bar of its own.
 
     The mouse selects within a block and, dragged on, over all blocks between.  Ctrl+A selects the whole answer, Ctrl+C
     copies what is selected as plain text and, where nothing is, the whole answer as Markdown.  The Tab key stops at the
@@ -91,12 +91,13 @@ class MarkdownView(QWidget):
                 self._take(so_far)
             self._is_streaming = True
         self._take(text)
-        self._schedule(_PAUSE_S)
+        if not self._timer.isActive():
+            self._timer.start(0)
 
     def finish(self) -> None:
         """Declares the text complete and takes the cursor away; without effect on a finished text."""
         self._is_streaming = False
-        self._schedule(0)
+        self._timer.start(0)
 
     def flush(self) -> None:
         """Draws everything that is still to be drawn, now."""
@@ -184,18 +185,14 @@ class MarkdownView(QWidget):
         self._source.append(text)
         self._parser.append(text)
 
-    def _schedule(self, seconds: float) -> None:
-        if not self._timer.isActive() or self._timer.remainingTime() > seconds * 1000:
-            self._timer.start(round(seconds * 1000))
-
     def _update(self) -> None:
         started = time.perf_counter()
         is_complete = self._update_slice(started + _SLICE_S)
         took = time.perf_counter() - started
         if not is_complete:
             self._timer.start(1)
-        elif self._is_streaming and took * _IDLE_SHARE > _PAUSE_S:
-            # Appending during this pause does not shorten it: see `_schedule`.
+        elif self._is_streaming and took * _IDLE_SHARE > _LEAST_PAUSE_S:
+            # Appending during this pause does not shorten it, finishing does.
             self._timer.start(round(took * _IDLE_SHARE * 1000))
 
     def _update_slice(self, deadline: float) -> bool:
@@ -236,7 +233,7 @@ class MarkdownView(QWidget):
             self._style = style
             self._heights.clear()
             self._column.clear()
-            self._schedule(0)
+            self._timer.start(0)
             self._update()
 
     def _watch(self, browser: DocumentPane) -> None:

@@ -144,8 +144,8 @@ def test_tokens_are_gathered_and_not_drawn_one_by_one(page: ChatView, engine: Sc
     type_and_send(qtbot, page, "write a lot")
     answer = last_answer(page)
     appended: list[str] = []
-    original = answer.append
-    answer.append = lambda text: (appended.append(text), original(text))  # type: ignore[method-assign]
+    original = answer.body.append_markdown
+    answer.body.append_markdown = lambda text: (appended.append(text), original(text))  # type: ignore[method-assign]
     sent = 0
 
     def some() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from PySide6.QtCore import Qt
 from PySide6.QtGui import QGuiApplication
@@ -9,6 +11,7 @@ from pytestqt.qtbot import QtBot
 
 from app.models.conversation_defaults import Preset
 from app.services.chat_store import ChatStore, Conversation, Message
+from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.chat_view import ChatView
 from app.views.chat.user_message import UserMessage
 from tests.app.chat.chat_page import answered, last_answer, type_and_send
@@ -78,9 +81,17 @@ def test_a_long_conversation_is_built_a_little_at_a_time(page: ChatView, store: 
     store.create(Conversation("long", "Long", created_at=1.0, updated_at=1.0), messages)
     page.presenter.open("long")
     qtbot.waitUntil(lambda: len(page.presenter.model.rows) == 120)
-    assert len(page.transcript.turns) < 120
+    built = len(page.transcript.turns)
+    assert built < 120
+    for number in (1, 119):  # not built yet, and built
+        page.presenter.model.update(replace(messages[number], content="grown"))
+    assert len(page.transcript.turns) == built, "an answer that grows does not have everything built at once"
     qtbot.waitUntil(lambda: len(page.transcript.turns) == 120, timeout=60_000)
     assert [turn.message_id for turn in page.transcript.turns] == [message.id for message in messages]
+    for number in (1, 119):
+        turn = page.transcript.turns[number]
+        assert isinstance(turn, AnswerMessage)
+        assert turn.body.markdown() == "grown"
 
 
 def test_colours_follow_the_theme(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:

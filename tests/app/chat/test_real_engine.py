@@ -66,14 +66,13 @@ def test_ask_stop_kill_restart_and_go_on(page: ChatView, client: EngineClient, t
 
     page.presenter.set_sampling(SamplingParams(temperature=1.0, seed=1, max_tokens=100_000))
     ask(qtbot, page, "go on and on")
-    current = page.presenter.queue.current
-    qtbot.waitUntil(lambda: bool(getattr(current(last(page).id), "content", "")), timeout=WAIT_MS)
+    qtbot.waitUntil(lambda: bool(last(page).content), timeout=WAIT_MS)
     page.presenter.stop()
     qtbot.waitUntil(lambda: last(page).state is MessageState.PARTIAL, timeout=WAIT_MS)
     assert last(page).reason_code == "cancelled"
 
     ask(qtbot, page, "and on")
-    qtbot.waitUntil(lambda: bool(getattr(current(last(page).id), "content", "")), timeout=WAIT_MS)
+    qtbot.waitUntil(lambda: bool(last(page).content), timeout=WAIT_MS)
     os.kill(client.worker_pid, signal.SIGKILL)
     qtbot.waitUntil(lambda: last(page).state is MessageState.PARTIAL, timeout=WAIT_MS)
     assert last(page).content
