@@ -21,7 +21,7 @@ from engine.bench.report import Report, row
 from engine.common.config import EngineConfig, SamplingParams
 from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.request import BatchAnswer, BatchRequest
-from engine.runtime.chat_session import ChatSession
+from engine.runtime.decode.chat_session import ChatSession
 
 if TYPE_CHECKING:
     from engine.runtime.loaded_model import LoadedModel

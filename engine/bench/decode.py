@@ -17,8 +17,8 @@ from engine.bench.peers import OFFLOAD, TransformersPeer, accelerate_offload
 from engine.bench.report import Report, row
 from engine.common.config import EngineConfig
 from engine.measure.ram import read_bandwidth
-from engine.runtime.decode_timing import TIMED_PROMPT, time_decode
-from engine.runtime.loading import load_model
+from engine.runtime.decode.decode_timing import TIMED_PROMPT, time_decode
+from engine.runtime.load.model import load_model
 
 if TYPE_CHECKING:
     from engine.runtime.loaded_model import LoadedModel

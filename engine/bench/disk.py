@@ -28,8 +28,7 @@ from engine.experts.bank import ExpertBank
 from engine.experts.disk_tier import DiskTier
 from engine.experts.load_prepared import load_prepared
 from engine.measure.disk_rates import forget_cached, read_rate, write_rate
-from engine.runtime.bank_source import BankSource
-from engine.runtime.prepare_bank import prepare_bank
+from engine.runtime.load.prepare_bank import BankSource, prepare_bank
 
 if TYPE_CHECKING:
     from engine.common.config import EngineConfig

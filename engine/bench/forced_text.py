@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.runtime.kv_session import KvSession
+from engine.runtime.decode.kv_session import KvSession
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

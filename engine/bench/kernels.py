@@ -22,7 +22,7 @@ from engine.kernels.native.build import build
 from engine.kernels.native.experts import NativeExperts
 from engine.kernels.native.library import Isa, NativeKernels, load_kernels, proven
 from engine.kernels.torch_experts import TorchExperts
-from engine.runtime.compute_devices import set_threads
+from engine.runtime.load.model import set_threads
 
 PRECISIONS = tuple(each.name for each in FORMATS.values() if each.native is not None)
 _COLD_BYTES = 3 * 2**29

@@ -14,7 +14,7 @@ from engine.checkpoint.profile import read_profile
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.cuda import cuda_count
 from engine.hardware.profiles import profile_names
-from engine.runtime.loading import load_model
+from engine.runtime.load.model import load_model
 
 if TYPE_CHECKING:
     from engine.common.config import EngineConfig

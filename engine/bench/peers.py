@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.runtime.library_models import quiet_library
+from engine.runtime.load.library_models import quiet_library
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

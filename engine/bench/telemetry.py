@@ -14,9 +14,9 @@ from engine.bench.report import Report, row
 from engine.common.config import EngineConfig, SamplingParams
 from engine.process.streams import EventWriter
 from engine.process.telemetry import TelemetryService
-from engine.runtime.chat_session import ChatSession
+from engine.runtime.decode.chat_session import ChatSession
+from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.loading import load_model
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 from engine.telemetry.messages import WatchTelemetry
 from engine.telemetry.recorder import RECORDER

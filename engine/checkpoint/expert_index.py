@@ -1,6 +1,6 @@
 """Where the bytes of every expert are: (layer, part) or (layer, expert, part) -> file, key, slice.
 
-The index is made by `engine.runtime.library_conversion`, which knows how the library renames keys; it holds no
+The index is made by `engine.runtime.load.library_conversion`, which knows how the library renames keys; it holds no
 tensors and imports nothing heavy, so the planner and disk tier can use it too.
 """
 

@@ -70,8 +70,8 @@ class DiskTier:
         wanted: header that it must have; any if `None`.
         readers: requests in flight at most.
         direct: whether to try to read past the page cache.
-        repair: makes the damaged record (layer, expert) again, in the file (see `engine.runtime.prepare_bank`); it is
-            then read once more.  Called by one reader thread at a time.
+        repair: makes the damaged record (layer, expert) again, in the file (see
+            `engine.runtime.load.prepare_bank`); it is then read once more.  Called by one reader thread at a time.
 
     Raises:
         FileNotFoundError, UnusableBankError: as `BankFile`.

@@ -14,14 +14,14 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.model_info import ModelInfo
 from engine.runtime.batch.whole_job import run_sample, run_whole_job
-from engine.runtime.chat_session import ChatSession
-from engine.runtime.decode_timing import TIMED_PROMPT, time_decode
-from engine.runtime.generation import GenerationResult
+from engine.runtime.decode.chat_session import ChatSession
+from engine.runtime.decode.decode_timing import TIMED_PROMPT, time_decode
+from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.decode.prompt import encode
+from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.loading import load_model
-from engine.runtime.prompt import encode
-from engine.runtime.routing_recorder import RoutingRecorder
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
+from engine.runtime.telemetry.routing_recorder import RoutingRecorder
 from engine.tuning.applying import apply_tuning
 from engine.tuning.decode_rate import DecodeRate
 

@@ -1,27 +1,25 @@
-"""A model that is ready to run, and everything that was allocated for it."""
+"""A model that is ready to run, or on its way there, and everything that was allocated for it."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from engine.common.footprint import SHORT_TOKENS
 from engine.common.model_info import ModelInfo
+from engine.devices.device import Device
+from engine.experts.bank import ExpertBank
+from engine.experts.disk_backed import DiskBackedBank
 from engine.experts.sites import unbind
 from engine.foreign_text.process import FOREIGN_TEXT
-from engine.runtime.prefill_pieces import SHORT_TOKENS
-
-if TYPE_CHECKING:
-    from engine.devices.device import Device
-    from engine.experts.bank import ExpertBank
-    from engine.experts.disk_backed import DiskBackedBank
-    from engine.kernels.native.library import NativeKernels
-    from engine.runtime.foresight import Foresight
-    from engine.runtime.model_devices import ModelDevices
+from engine.kernels.native.library import NativeKernels
+from engine.runtime.load.devices import LayerDevices, ModelDevices
+from engine.runtime.load.foresight import Foresight
 
 
 @dataclass(kw_only=True)
@@ -105,3 +103,35 @@ class LoadedModel:
             self.kernels = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+@dataclass
+class LoadingParts:
+    """Belongs to the loading until all of it is handed over; filled phase by phase.
+
+    Attributes:
+        devices: that were opened, until it is decided whether the model runs on them and what is where.
+    """
+
+    devices: ModelDevices
+    foresight: Foresight
+    model: Any = None
+    bank: ExpertBank | None = None
+    disk_backed: DiskBackedBank | None = None
+    kernels: NativeKernels | None = None
+
+    def place(self, devices: Sequence[Device], layers: LayerDevices) -> None:
+        """The model is going to run on these devices, with its layers split so; if there are none, on the CPU."""
+        if not devices:
+            self.devices.close()
+        self.devices = ModelDevices(devices, layers)
+
+    def free(self) -> None:
+        """Frees everything."""
+        if self.model is not None:
+            unbind(self.model)
+        for held in (self.foresight, self.devices, self.disk_backed, self.bank, self.kernels):
+            if held is not None:
+                held.close()
+        self.model = None
+        gc.collect()

@@ -15,7 +15,7 @@ import time
 from engine.common.cancellation import RequestCancelled
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.model_info import ModelInfo
-from engine.runtime.generation import GenerationResult
+from engine.runtime.decode.generation import GenerationResult
 from engine.worker import serve
 
 

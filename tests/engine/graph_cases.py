@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine.runtime.chat_session import ChatSession
-from engine.runtime.graphs import GraphedSteps
-from engine.runtime.kv_session import KvSession
+from engine.runtime.decode.chat_session import ChatSession
+from engine.runtime.decode.graphs import GraphedSteps
+from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.on_devices import BEAMS, PROMPT, answer, chatting, opened, reference
 

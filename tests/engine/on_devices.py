@@ -17,9 +17,8 @@ from engine.devices.device import Device
 from engine.devices.memory_budget import MemoryUse
 from engine.experts.bank import BankLayer
 from engine.experts.latency import LatencyModel
-from engine.runtime import device_binding
-from engine.runtime.chat_session import ChatSession
-from engine.runtime.generation import (
+from engine.runtime.decode.chat_session import ChatSession
+from engine.runtime.decode.generation import (
     CancelCheck,
     GenerationResult,
     ProgressCallback,
@@ -28,8 +27,9 @@ from engine.runtime.generation import (
     ignore_text,
     never_cancelled,
 )
+from engine.runtime.load import binding as device_binding
+from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.loading import load_model
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
 

@@ -9,11 +9,10 @@ import torch
 from engine.experts.bank import ExpertBank
 from engine.experts.disk_tier import DiskTier
 from engine.experts.load_prepared import load_prepared
-from engine.runtime.bank_source import BankSource
-from engine.runtime.fill_bank import fill_bank
-from engine.runtime.library_models import quiet_library
-from engine.runtime.prepare_bank import Prepared, prepare_bank
-from engine.runtime.tensor_reader import TensorReader
+from engine.runtime.load.fill_bank import fill_bank
+from engine.runtime.load.library_models import quiet_library
+from engine.runtime.load.prepare_bank import BankSource, Prepared, prepare_bank
+from engine.runtime.load.tensor_reader import TensorReader
 
 CPU = torch.device("cpu")
 

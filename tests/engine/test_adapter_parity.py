@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.dispatch import BANK_LAYER
-from engine.runtime.chat_session import ChatSession
+from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.loaded_tiny import NO_END, library_tokens
 from tests.engine.test_family_parity import (

@@ -22,15 +22,14 @@ from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
 from engine.families import FILES, family_of
 from engine.protocol import ChatMessage
-from engine.runtime.batch.balance import balanced
 from engine.runtime.batch.continuous import ContinuousBatch
 from engine.runtime.batch.executor import BatchExecutor
-from engine.runtime.batch.packing import can_pack
-from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.batch.packed_sweep import balanced
+from engine.runtime.batch.policy import BatchPolicy, can_pack
 from engine.runtime.batch.request import BatchAnswer, BatchRequest, Outcome
-from engine.runtime.chat_session import ChatSession
+from engine.runtime.decode.chat_session import ChatSession
+from engine.runtime.kv.window_masks import window_of
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.window_masks import window_of
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded

@@ -17,8 +17,8 @@ from engine.batch_files.prepared_job import PreparedJob, prepare
 from engine.batch_files.request import RowRequest
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.runtime.batch import continuous
-from engine.runtime.batch.page_pool import PagePool
 from engine.runtime.batch.policy import BatchPolicy, policy_for
+from engine.runtime.batch.row import PagePool
 from engine.runtime.engine import Engine
 from tests.engine.tiny_families import tiny_checkpoint
 

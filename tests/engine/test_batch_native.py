@@ -15,9 +15,9 @@ from engine.runtime.batch.continuous import ContinuousBatch
 from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.request import BatchAnswer, BatchRequest
-from engine.runtime.chat_session import ChatSession
+from engine.runtime.decode.chat_session import ChatSession
+from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.loading import load_model
 from tests.engine.loaded_tiny import NO_END, random_prompt
 from tests.engine.tiny_families import tiny_checkpoint
 

@@ -26,7 +26,7 @@ from engine.runtime.batch.pipeline.layer_experts import sites_of
 from engine.runtime.batch.pipeline.schedules import Schedule
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.request import BatchAnswer, BatchRequest, Outcome
-from engine.runtime.chat_session import ChatSession
+from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine import on_devices
 from tests.engine.loaded_tiny import NO_END, random_prompt

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engine.common.config import SamplingParams
-from engine.runtime.beam_search import BeamResult, beam_search
-from engine.runtime.chat_session import ChatSession
+from engine.runtime.decode.beam_search import BeamResult, beam_search
+from engine.runtime.decode.chat_session import ChatSession
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
 
 PROMPT = random_prompt(24)

@@ -13,10 +13,10 @@ import torch
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.protocol import ChatMessage
-from engine.runtime.chat_session import ChatSession
-from engine.runtime.generation import ignore_progress, never_cancelled
+from engine.runtime.decode.chat_session import ChatSession
+from engine.runtime.decode.generation import ignore_progress, never_cancelled
+from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.loading import load_model
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
 from tests.engine.tiny_families import tiny_checkpoint, tiny_model
 

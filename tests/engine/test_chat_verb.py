@@ -16,7 +16,7 @@ import pytest
 from engine import cli
 from engine.common.config import SamplingParams
 from engine.common.model_info import ModelInfo
-from engine.runtime.generation import GenerationResult
+from engine.runtime.decode.generation import GenerationResult
 from engine.verbs import conversation
 from tests.engine.tiny_families import tiny_checkpoint
 

@@ -7,7 +7,7 @@ import torch
 
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
-from engine.runtime.compute_devices import open_compute_devices, set_threads
+from engine.runtime.load.model import open_compute_devices, set_threads
 
 
 def test_without_a_card_auto_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from engine.batch_files.request import Constraint
 from engine.common.errors import EngineError
-from engine.runtime.constrained import ConstrainedAnswers
+from engine.runtime.decode.constrained import ConstrainedAnswers
 from tests.engine.tiny_tokenizer import EOS, VOCABULARY, save_tiny_tokenizer
 
 _WIDTH = VOCABULARY + 8  # models often have more logits than tokens

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from engine.runtime.detokenizer import IncrementalDetokenizer, decode_text
+from engine.runtime.decode.detokenizer import IncrementalDetokenizer, decode_text
 from tests.engine.loaded_tiny import tiny_tokenizer
 
 

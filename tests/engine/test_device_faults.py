@@ -17,10 +17,10 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.devices.emulated import allocate_host
 from engine.devices.link import Link
 from engine.devices.memory_budget import MemoryBudget, MemoryCategory
-from engine.runtime import device_binding
-from engine.runtime.generation import GenerationResult
+from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.load import binding as device_binding
+from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.loading import load_model
 from tests.engine.loaded_tiny import library_tokens, random_prompt
 from tests.engine.on_devices import MIB, answer, chatting, memory_use, opened, share_misses, slots
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config

@@ -21,8 +21,10 @@ from engine.common.paths import data_dir
 from engine.experts.disk_backed import DiskBackedExperts
 from engine.experts.dispatch import BANK_LAYER
 from engine.planner.placement import Budgets, NotEnoughRamError, Placement, Sizes
+from engine.runtime.load import decision
+from engine.runtime.load import weights as from_disk
+from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.loading import decision, from_disk, load_model
 from tests.engine.test_family_parity import PROMPT, decoded_logits, greedy, logits
 from tests.engine.tiny_families import tiny_checkpoint
 

@@ -21,7 +21,7 @@ from engine.common.config import SamplingParams
 from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.request import BatchRequest
-from engine.runtime.chat_session import ChatSession
+from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine import on_devices
 from tests.engine.drawn_models import FIXED_SEED, SEED_VARIABLE, DrawnModel, drawn_family, drawn_model, nightly_seed

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.dispatch import BANK_LAYER
-from engine.runtime.chat_session import ChatSession
+from engine.runtime.decode.chat_session import ChatSession
 from tests.engine.loaded_tiny import NO_END
 from tests.engine.test_family_parity import (
     NEW_TOKENS,

@@ -17,7 +17,7 @@ from transformers import (
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.protocol import ChatMessage
-from engine.runtime.chat_session import ChatSession
+from engine.runtime.decode.chat_session import ChatSession
 from tests.engine.loaded_tiny import NO_END, as_loaded, random_prompt
 
 PROMPT = random_prompt(20)

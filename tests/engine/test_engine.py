@@ -13,8 +13,8 @@ from engine.common.cancellation import RequestCancelled
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.protocol import ChatMessage
+from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.engine import Engine
-from engine.runtime.generation import GenerationResult
 from tests.engine.tiny_families import tiny_checkpoint
 
 CPU = EngineConfig("", device="cpu", precision="fp32", threads=1)

@@ -12,12 +12,11 @@ from transformers import DogeConfig, DogeForCausalLM
 
 from engine.common.config import SamplingParams
 from engine.runtime.batch.executor import BatchExecutor
-from engine.runtime.batch.packing import can_pack, why_not_packed
-from engine.runtime.cache_reuse import exact_tokens
-from engine.runtime.chat_session import ChatSession
+from engine.runtime.batch.policy import can_pack, why_not_packed
+from engine.runtime.decode.chat_session import ChatSession
+from engine.runtime.decode.step_model import StepModel
+from engine.runtime.kv.reuse import exact_tokens, restart_angles
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.rotary import restart_angles
-from engine.runtime.step_model import StepModel
 from tests.engine.loaded_tiny import NO_END, as_loaded, library_tokens, random_prompt, tiny_loaded
 from tests.engine.test_family_parity import loaded
 from tests.engine.tiny_configs import OMNI

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from engine.common.config import EngineConfig
+from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.loading import load_model
 from tests.engine.tiny_configs import DENSE, FAMILIES
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.experts.sites import find_sites
-from engine.runtime.gates import find_gates
+from engine.runtime.load.foresight import find_gates
 from tests.engine.tiny_configs import ADAPTED, DENSE, FAMILIES
 from tests.engine.tiny_families import tiny_model
 

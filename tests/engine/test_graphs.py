@@ -16,8 +16,8 @@ from engine.devices.recorded_graphs import RecordedCapture
 from engine.experts.dispatch import BANK_LAYER, bound_kernel
 from engine.experts.dispatcher import HybridExperts
 from engine.kernels.torch_experts import TorchExperts
-from engine.runtime.graph_step import GraphStep
-from engine.runtime.routing_recorder import RoutingRecorder
+from engine.runtime.decode.graphs import GraphStep
+from engine.runtime.telemetry.routing_recorder import RoutingRecorder
 from tests.engine.graph_cases import FAMILIES, check_conversation, graphs_of
 from tests.engine.loaded_tiny import random_prompt
 from tests.engine.on_devices import PROMPT, answer, chatting, memory_use, opened, reference, share_misses
@@ -62,7 +62,7 @@ def test_families_that_cannot_are_left_alone_and_it_is_said_once(
 def test_long_answers_grow_out_of_their_rows_and_windows(
     family: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.runtime.fixed_cache.ROWS_STEP", 64)
+    monkeypatch.setattr("engine.runtime.kv.fixed.ROWS_STEP", 64)
     folder = reference(family, checkpoints).folder
     prompt = random_prompt(20, seed=4)
     with opened(folder, cache_slots=4) as model, chatting(model) as session:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.cache_utils import DynamicLayer
 
-from engine.runtime.growing_cache import GrowingLayer, cache_bytes, new_cache
+from engine.runtime.kv.growing import GrowingLayer, new_cache
+from engine.runtime.kv.memory import cache_bytes
 from tests.engine.loaded_tiny import tiny_loaded
 
 OPERATIONS = st.one_of(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from engine.runtime.growing_window import GrowingWindowLayer
+from engine.runtime.kv.growing import GrowingWindowLayer
 
 _WINDOW, _HEADS, _DIM = 5, 2, 3
 

@@ -11,9 +11,9 @@ import torch
 from engine.checkpoint.config_file import text_part
 from engine.checkpoint.kv_numbers import kv_elements_per_token
 from engine.common.config import SamplingParams
-from engine.runtime.chat_session import ChatSession
-from engine.runtime.growing_cache import cache_layer_bytes, new_cache
-from engine.runtime.warm_up import measure_kv
+from engine.runtime.decode.chat_session import ChatSession
+from engine.runtime.kv.growing import new_cache
+from engine.runtime.kv.memory import cache_layer_bytes, measure_kv
 from tests.engine.loaded_tiny import NO_END, random_prompt
 from tests.engine.test_family_parity import loaded
 from tests.engine.tiny_configs import ADAPTED, FAMILIES

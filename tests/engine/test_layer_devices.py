@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.planner.placement import split_layers
-from engine.runtime.layer_devices import LayerDevices, _moved, decoder_layers
+from engine.runtime.load.devices import LayerDevices, _moved, decoder_layers
 from tests.engine.tiny_families import tiny_model
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.runtime import library_models
 from engine.runtime.adapters import adapter_for
 from engine.runtime.lean_import import _LaterExpressions
-from engine.runtime.library_models import build_skeleton, model_class_for
+from engine.runtime.load import library_models
+from engine.runtime.load.library_models import build_skeleton, model_class_for
 from tests.engine.tiny_configs import ADAPTED, FAMILIES
 from tests.engine.tiny_families import tiny_checkpoint, tiny_config
 

@@ -19,8 +19,8 @@ from engine.bench.llama_cpp.models import files_beside
 from engine.bench.report import Report
 from engine.bench.synthetic import make_synthetic
 from engine.common.config import EngineConfig, SamplingParams
-from engine.runtime.chat_session import ChatSession
-from engine.runtime.loading import load_model
+from engine.runtime.decode.chat_session import ChatSession
+from engine.runtime.load.model import load_model
 from tests.starter import starter_for_tests
 
 PEER = peer_python()  # before a test's own SWITCHYARD_HOME hides the user's

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from engine.common.cancellation import RequestCancelled
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
+from engine.runtime.load import decision
+from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.loading import decision, load_model
 from tests.engine.tiny_families import tiny_checkpoint, tiny_model
 from tests.engine.tiny_tokenizer import save_tiny_tokenizer
 

@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, mo
 
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
-from engine.runtime.loading.opened import open_checkpoint
+from engine.runtime.load.checkpoint import open_checkpoint
 from tests.engine.test_family_parity import greedy, loaded, logits
 from tests.engine.tiny_configs import ADAPTED, FAMILIES
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config

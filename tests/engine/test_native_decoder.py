@@ -11,12 +11,11 @@ from transformers.cache_utils import DynamicCache
 
 from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native.build import library_path
-from engine.runtime.chat_session import ChatSession
-from engine.runtime.growing_cache import GrowingLayer, new_cache
-from engine.runtime.growing_window import GrowingWindowLayer
+from engine.runtime.decode.chat_session import ChatSession
+from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
+from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer, new_cache
+from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.loading import load_model
-from engine.runtime.native_decoder import SingleTokenLayer
 from tests.engine.tiny_families import tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")

@@ -16,7 +16,7 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native import build
 from engine.kernels.native.library import load_kernels
 from engine.kernels.native.linear import QuantisedLinear, quantise_linears
-from engine.runtime.chat_session import ChatSession
+from engine.runtime.decode.chat_session import ChatSession
 from tests.engine.native_isas import isas
 from tests.engine.native_programs import FOLDER, HEADERS, run_program
 

@@ -17,9 +17,9 @@ from engine.planner.plan import make_plan
 from engine.planner.plan_parts import Limits
 from engine.planner.planned import Plan
 from engine.planner.workload import CHAT
-from engine.runtime.chat_session import ChatSession
+from engine.runtime.decode.chat_session import ChatSession
+from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.loading import load_model
 from tests.engine.on_devices import memory_use
 
 MIB = 2**20

@@ -20,10 +20,10 @@ from engine.planner.engine_costs import engine_costs
 from engine.planner.engine_memory import dense_on_card, engine_memory, sizes_of
 from engine.planner.placement import Budgets, NotEnoughRamError, Placement, Sizes, decide
 from engine.planner.predict import limits_of
-from engine.runtime.compute_devices import open_compute_devices
-from engine.runtime.layer_devices import decoder_layers
-from engine.runtime.loading import decision, load_model
-from engine.runtime.loading.opened import open_checkpoint
+from engine.runtime.load import decision
+from engine.runtime.load.checkpoint import open_checkpoint
+from engine.runtime.load.devices import decoder_layers
+from engine.runtime.load.model import load_model, open_compute_devices
 from tests.engine.on_devices import memory_use
 
 MODEL = "synthetic:qwen3-moe-small?layers=2&experts=32&vocab=2048"

@@ -9,8 +9,8 @@ import pytest
 from engine.bench.synthetic import make_synthetic
 from engine.common.config import EngineConfig, SamplingParams
 from engine.planner.plan_search import ENGINE_SETTINGS
-from engine.runtime.chat_session import ChatSession
-from engine.runtime.loading import load_model
+from engine.runtime.decode.chat_session import ChatSession
+from engine.runtime.load.model import load_model
 
 MIB = 2**20
 CARD = "emulated:slow-link"

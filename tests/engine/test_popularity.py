@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.common.config import EngineConfig
-from engine.runtime import popularity
-from engine.runtime.loading import load_model
-from engine.runtime.popularity import Popularity, UseCounts, load_popularity, popularity_file, save_popularity
+from engine.runtime.load import foresight as popularity
+from engine.runtime.load.foresight import Popularity, UseCounts, load_popularity, popularity_file, save_popularity
+from engine.runtime.load.model import load_model
 from tests.engine.tiny_families import tiny_checkpoint
 
 EXPERTS = [4, 3]

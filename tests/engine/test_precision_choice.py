@@ -10,9 +10,9 @@ import pytest
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 from engine.planner.placement import Note, NoteCode
+from engine.runtime.load.hand_over import sentence
+from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.loading import load_model
-from engine.runtime.loading.placement_words import sentence
 from tests.engine.tiny_families import tiny_checkpoint
 
 PRECISIONS = ("bf16", "int8", "int4")

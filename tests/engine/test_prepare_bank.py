@@ -22,9 +22,8 @@ from engine.experts.bank_file import BankFile
 from engine.experts.bank_header import UnusableBankError
 from engine.experts.bank_writer import BankWriter, part_path
 from engine.experts.disk_tier import DiskTier
-from engine.runtime import prepare_bank as preparing_module
-from engine.runtime.bank_source import BankSource
-from engine.runtime.prepare_bank import Prepared, rebuild_layer, rebuild_record
+from engine.runtime.load import prepare_bank as preparing_module
+from engine.runtime.load.prepare_bank import BankSource, Prepared, rebuild_layer, rebuild_record
 from tests.engine.prepare_bank_parts import assert_holds, in_ram, prepare
 from tests.engine.test_checkpoint_layouts import _set_quantization, _to_fp8
 from tests.engine.tiny_families import tiny_checkpoint
@@ -93,8 +92,8 @@ _CHILD = """
 import os, signal, sys
 from pathlib import Path
 from engine.experts import bank_writer, direct_file
-from engine.runtime.bank_source import BankSource
-from engine.runtime.prepare_bank import prepare_bank
+from engine.runtime.load.prepare_bank import BankSource
+from engine.runtime.load.prepare_bank import prepare_bank
 left = int(sys.argv[3])
 def counted(real):
     def call(*arguments, **options):

@@ -14,7 +14,7 @@ import pytest
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.bank_writer import part_path
 from engine.experts.direct_file import DirectFile
-from engine.runtime.bank_source import BankSource
+from engine.runtime.load.prepare_bank import BankSource
 from tests.engine.prepare_bank_parts import assert_holds, prepare
 from tests.engine.tiny_families import tiny_checkpoint
 

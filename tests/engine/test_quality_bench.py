@@ -18,7 +18,7 @@ from engine.bench.next_tokens import Contestant, Reference, Window
 from engine.bench.opened import opened
 from engine.bench.synthetic import make_synthetic
 from engine.common.config import EngineConfig
-from engine.runtime.kv_session import KvSession
+from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.tiny_families import tiny_checkpoint
 

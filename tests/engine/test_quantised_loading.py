@@ -11,11 +11,11 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.record import allocate_records
 from engine.kernels.native.build import library_path
-from engine.runtime.bank_source import BankSource
-from engine.runtime.chat_session import ChatSession
+from engine.runtime.decode.chat_session import ChatSession
+from engine.runtime.load.model import load_model
+from engine.runtime.load.prepare_bank import BankSource
+from engine.runtime.load.tensor_reader import TensorReader
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.loading import load_model
-from engine.runtime.tensor_reader import TensorReader
 from tests.engine.tiny_families import tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")

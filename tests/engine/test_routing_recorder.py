@@ -12,10 +12,10 @@ from engine.cli import main
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError
 from engine.experts.replay.trace_file import read_trace
-from engine.runtime.chat_session import ChatSession
+from engine.runtime.decode.chat_session import ChatSession
+from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.loading import load_model
-from engine.runtime.routing_recorder import RoutingRecorder
+from engine.runtime.telemetry.routing_recorder import RoutingRecorder
 from tests.engine.tiny_families import tiny_checkpoint, tiny_model
 
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from engine.common.config import SamplingParams
-from engine.runtime.sampling import (
+from engine.runtime.decode.sampling import (
     candidates,
     draw,
     greedy_token,

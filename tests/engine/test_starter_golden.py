@@ -18,9 +18,9 @@ from engine.checkpoint.starter.package import extract_member
 from engine.checkpoint.starter.recipe import read_recipe
 from engine.common.config import EngineConfig, SamplingParams
 from engine.protocol import ChatMessage
-from engine.runtime.chat_session import ChatSession
+from engine.runtime.decode.chat_session import ChatSession
+from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.loading import load_model
 from tests.starter import lasting_wheel
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.runtime.stopping import StopStrings, end_token_ids
+from engine.runtime.decode.stopping import StopStrings, end_token_ids
 from tests.engine.loaded_tiny import tiny_tokenizer
 
 LETTERS = st.text("abc", max_size=30)

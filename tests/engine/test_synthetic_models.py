@@ -14,9 +14,9 @@ from engine.bench.synthetic.shapes import SHAPES, Shape
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import cache_dir
-from engine.runtime.kv_session import KvSession
-from engine.runtime.loading import load_model
-from engine.runtime.routing_recorder import RoutingRecorder
+from engine.runtime.decode.kv_session import KvSession
+from engine.runtime.load.model import load_model
+from engine.runtime.telemetry.routing_recorder import RoutingRecorder
 
 TINY = "synthetic:qwen3-moe-tiny"
 

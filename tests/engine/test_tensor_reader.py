@@ -13,8 +13,8 @@ from engine.checkpoint.expert_index import ExpertSource
 from engine.checkpoint.headers import TensorEntry, read_header
 from engine.common.cancellation import RequestCancelled
 from engine.common.errors import EngineError, ErrorCode
-from engine.runtime import tensor_reader
-from engine.runtime.tensor_reader import TensorReader
+from engine.runtime.load import tensor_reader
+from engine.runtime.load.tensor_reader import TensorReader
 
 SHAPES = [(3, 5), (1,), (100, 37), (0, 4), (2, 1000, 3)]
 

@@ -11,11 +11,10 @@ from transformers.cache_utils import DynamicCache
 
 from engine.common.config import EngineConfig
 from engine.kernels.native.build import library_path
-from engine.runtime.fast_path.token_step import TokenStep
-from engine.runtime.growing_cache import new_cache
+from engine.runtime.decode.step_model import StepModel, TokenStep
+from engine.runtime.kv.growing import new_cache
+from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.loading import load_model
-from engine.runtime.step_model import StepModel
 from tests.engine.tiny_families import tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.experts.replay.bounds import hit_ratio_curve, stack_distances
 from engine.experts.replay.trace_file import RoutingTrace
-from engine.runtime.telemetry.expert_uses import ExpertUses
+from engine.runtime.telemetry.experts import ExpertUses
 
 LAYERS, WIDTHS = (1, 2, 5), (4, 4, 3)
 USE = st.tuples(

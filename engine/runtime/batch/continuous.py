@@ -9,12 +9,10 @@ import torch
 from engine.common.errors import EngineError, ErrorCode
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel, Work
-from engine.runtime.batch.page_pool import PagePool
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.batch.preparation import Prepared
-from engine.runtime.batch.request import AnswerCallback, Check, Outcome
-from engine.runtime.batch.row import PagedRow
+from engine.runtime.batch.request import AnswerCallback, Check, Outcome, Prepared
+from engine.runtime.batch.row import PagedRow, PagePool
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 

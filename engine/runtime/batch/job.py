@@ -23,10 +23,9 @@ from engine.batch_files.result_formats import MOST_OF_A_SHEET
 from engine.batch_files.row_count import RowCount, counted_rows
 from engine.batch_files.safe_keeping import SafeKeeping
 from engine.common.errors import EngineError, ErrorCode
-from engine.runtime.batch.asking import Asking
+from engine.runtime.batch.feed import Asking, RowFeed
 from engine.runtime.batch.request import AnswerCallback, BatchAnswer, BatchRequest, Check, Outcome, never
-from engine.runtime.batch.row_feed import RowFeed
-from engine.runtime.constrained import ConstrainedAnswers
+from engine.runtime.decode.constrained import ConstrainedAnswers
 
 _WATCH_S = 5.0
 """How often the input is asked whether it has changed."""

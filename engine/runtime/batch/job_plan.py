@@ -1,9 +1,11 @@
-"""How a job is to be run with a loaded model, and how fast it will be: what its first rows say, and the planner."""
+"""How long sweeps take once they are warm: what a few rows can say of how fast many will be."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -31,12 +33,10 @@ from engine.planner.batch_prediction import (
 )
 from engine.planner.engine_costs import engine_costs
 from engine.planner.plan_parts import BatchPlan, Limits
-from engine.runtime.batch.packing import can_pack
-from engine.runtime.batch.policy import BatchPolicy, policy_for
+from engine.runtime.batch.policy import BatchPolicy, can_pack, policy_for
 from engine.runtime.batch.request import BatchAnswer
-from engine.runtime.batch.sweep_clock import SampleTime
+from engine.runtime.decode.prompt import chat_prompt
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.prompt import chat_prompt
 
 _SINKS = 4
 """First tokens that a window goes on seeing (Xiao et al. 2024, section 3.2)."""
@@ -46,6 +46,71 @@ _TIMED = 0.25
 """How far a prediction may be off, as a share, after answers were timed."""
 _MOST_FACTOR = 8.0
 """Rows that took so much longer or shorter than predicted say something else than how fast the machine is."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTime:
+    """What answering a few rows took.
+
+    Attributes:
+        seconds: all of it, the time of others who had priority left out.
+        sweep_rows, sweep_s: rows that shared a sweep, and the seconds of one that decodes; 0 if none was seen whole.
+    """
+
+    seconds: float
+    sweep_rows: int = 0
+    sweep_s: float = 0.0
+
+
+class SweepClock:
+    """Times sweeps by what is under way, which it is shown between layers.
+
+    The first sweeps read prompts, and weights that nobody has touched since they were loaded: no later one does, so
+    only those count in which the very same rows get one more token each.
+
+    Args:
+        under_way: (rows, tokens generated for them), as `BatchExecutor.under_way` has it.
+    """
+
+    def __init__(
+        self, under_way: Callable[[], tuple[int, int]], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._under_way, self._clock = under_way, clock
+        self._begun_s = clock()
+        self._away_s = 0.0
+        self._last = (0, 0)
+        self._last_s: float | None = None
+        self._sweeps: list[tuple[int, float]] = []
+
+    def look(self) -> None:
+        """To be called between layers."""
+        now = self._under_way()
+        if now == self._last:
+            return
+        at = self._clock()
+        rows, tokens = now
+        decoded = rows == self._last[0] and tokens == self._last[1] + rows
+        if decoded and self._last_s is not None:
+            self._sweeps.append((rows, at - self._last_s))
+        # Every row has its first token: from here on nobody reads a prompt.
+        self._last, self._last_s = now, at if tokens >= rows else None
+
+    def leave(self, others: Callable[[], None]) -> None:
+        """Calls `others`, whose time is nobody's here; the sweep under way is not timed."""
+        begun_s = self._clock()
+        try:
+            others()
+        finally:
+            self._away_s += self._clock() - begun_s
+            self._last_s = None
+
+    def time(self) -> SampleTime:
+        """What there was: of sweeps of as many rows as most had, the median."""
+        seconds = self._clock() - self._begun_s - self._away_s
+        if not self._sweeps:
+            return SampleTime(seconds)
+        (rows, _count), *_ = Counter(rows for rows, _ in self._sweeps).most_common(1)
+        return SampleTime(seconds, rows, statistics.median(took for shared, took in self._sweeps if shared == rows))
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from engine.kernels.native.paged_attention import (
     attend,
 )
 from engine.kernels.reference_paged import attend_in_torch
-from engine.runtime.window_masks import attending_by, window_of
+from engine.runtime.kv.window_masks import attending_by, window_of
 
 IMPLEMENTATION = "switchyard_paged"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -13,9 +13,7 @@ import torch
 
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.kernels.native.paged_attention import KvType, Pieces
-from engine.runtime.batch.balance import balanced
-from engine.runtime.batch.layers import DecoderLayers, Recording
-from engine.runtime.batch.native_rows import NativeRows
+from engine.runtime.batch.layers import DecoderLayers, NativeRows, Recording
 from engine.runtime.batch.packed_attention import PagedStates, paged
 from engine.runtime.batch.pipeline.choice import ScheduleChoice
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
@@ -23,8 +21,8 @@ from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.pipeline.schedules import Schedule
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.row import PagedRow
+from engine.runtime.kv.window_masks import configs_of
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.window_masks import configs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,3 +226,44 @@ class _Attending:
     def __exit__(self, *error: Any) -> None:
         for context in reversed(self._contexts):
             context.__exit__(*error)
+
+
+def balanced(
+    lengths: Sequence[int],
+    micro_batches: int,
+    *,
+    most_rows: int,
+    growth: int = 0,
+    most_tokens: int | None = None,
+) -> tuple[list[list[int]], list[int]]:
+    """Deals rows out to micro-batches, the longest first, each to the one with the fewest tokens.
+
+    Args:
+        lengths: tokens of each row.
+        micro_batches: n, how many to make.
+        most_rows: ubs, rows of one at most.
+        growth: gen_len, tokens that each row will have besides.
+        most_tokens: cache_size, tokens of one micro-batch at most, growth included; `None` is no limit.
+
+    Returns:
+        The rows of each micro-batch that has any, in the order of their indices, and the rows left for the next batch.
+    """
+    open_ones: list[tuple[list[int], int]] = [([], 0) for _ in range(micro_batches)]
+    closed: list[list[int]] = []
+    left: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        if not open_ones:
+            left.append(row)
+            continue
+        place = min(range(len(open_ones)), key=lambda place: open_ones[place][1])
+        rows, tokens = open_ones[place]
+        if most_tokens is not None and tokens + lengths[row] + (1 + len(rows)) * growth > most_tokens:
+            left.append(row)
+            continue
+        rows.append(row)
+        open_ones[place] = (rows, tokens + lengths[row])
+        if len(rows) == most_rows:
+            closed.append(rows)
+            del open_ones[place]
+    filled = [*closed, *(rows for rows, _ in open_ones if rows)]
+    return [sorted(rows) for rows in filled], sorted(left)

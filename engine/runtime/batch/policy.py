@@ -1,18 +1,22 @@
-"""How large a batch is made, and how its keys and values are held."""
+"""Whether rows go through a model together, how many, and how their keys and values are held."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
 
 from engine.common.footprint import activation_token_bytes
+from engine.families import family_of
 from engine.kernels.native.paged_attention import KvType
 from engine.planner.batch_prediction import ROWS_TOGETHER, SWEEP_TOKENS
 from engine.planner.plan_parts import BatchPlan
 from engine.planner.simulator.batch_policies import KLOTSKI
 from engine.runtime.batch.pipeline.schedules import Schedule
+from engine.runtime.kv.reuse import kinds_by_length
+from engine.runtime.kv.window_masks import window_of_cache_alone
 from engine.runtime.loaded_model import LoadedModel
 
 _MICRO_BATCHES = 8
@@ -20,6 +24,24 @@ _MICRO_BATCHES = 8
 _KV_SHARE = 0.5
 """Of the RAM that is free: the rest is for activations, for the page cache of an input file, and for others."""
 _LEAST_KV_BYTES = 64 * 2**20
+
+
+def why_not_packed(model: Any) -> str:
+    """Why rows cannot go through this model's layers without padding, as the end of a sentence; empty if they can."""
+    config = model.config.get_text_config(decoder=True)
+    if getattr(model.config, "is_encoder_decoder", False) or not family_of(config.model_type).packs_rows:
+        return f"layers of the {config.model_type} family do not take several at once"
+    kinds = sorted(kinds_by_length(model))
+    if kinds:
+        return f"this model's rotary embedding ({', '.join(kinds)}) depends on the length of each row"
+    if window_of_cache_alone(model) < sys.maxsize:
+        return "this model's sliding window is one of its cache, and not of its attention"
+    return ""
+
+
+def can_pack(model: Any) -> bool:
+    """Whether rows can go through this model's layers without padding."""
+    return not why_not_packed(model)
 
 
 @dataclass(frozen=True)

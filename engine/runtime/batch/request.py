@@ -1,16 +1,24 @@
-"""What a batch is asked, row by row, and what it answers."""
+"""What a batch is asked, row by row, and what it answers; a row becomes a prompt in tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
+
+import torch
 
 from engine.common.chat import ChatMessage, FinishReason
 from engine.common.config import SamplingParams
-from engine.common.errors import EngineError
-from engine.runtime.generation import Constraint
+from engine.common.errors import EngineError, ErrorCode
+from engine.runtime.decode.decoding import Limits
+from engine.runtime.decode.detokenizer import IncrementalDetokenizer
+from engine.runtime.decode.generation import CancelCheck, Constraint, never_cancelled
+from engine.runtime.decode.prompt import chat_prompt, implied_stops
+from engine.runtime.decode.sampling import greedy_token, make_chooser, penalise_repetition
+from engine.runtime.decode.stopping import StopStrings, end_token_ids
+from engine.runtime.loaded_model import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +82,128 @@ Check = Callable[[], bool]
 def never() -> bool:
     """For callers that let it run."""
     return False
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A row that can be answered."""
+
+    request: BatchRequest
+    prompt: list[int]
+    limits: Limits
+    tokenizer: Any
+
+    def text(self) -> RowText:
+        """Its answer, still empty."""
+        return RowText(self.request, self.prompt, self.limits, self.tokenizer)
+
+    def refused(self, error: EngineError) -> BatchAnswer:
+        """Its answer if there is no room for it."""
+        return BatchAnswer(self.request.row, "", "failed", len(self.prompt), error=error)
+
+
+class Preparation:
+    """Makes prompts of rows as they are asked for, none ahead."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._tokenizer, self._context_tokens = loaded.tokenizer, loaded.context_tokens
+        self._end_ids = end_token_ids(loaded.model, loaded.tokenizer)
+        self._implied_stops = implied_stops(loaded.tokenizer)
+
+    def prepared(
+        self, requests: Iterator[BatchRequest], on_row: AnswerCallback, cancelled: CancelCheck = never_cancelled
+    ) -> Iterator[Prepared]:
+        """Those that can be answered; the others are told to `on_row` at once.
+
+        Raises:
+            RequestCancelled: `cancelled()` came true while a row's prompt was made.
+        """
+        for request in requests:
+            try:
+                yield self._prepare(request, cancelled)
+            except EngineError as error:
+                on_row(BatchAnswer(request.row, "", "failed", error=error))
+
+    def _prepare(self, request: BatchRequest, cancelled: CancelCheck) -> Prepared:
+        sampling = request.sampling
+        if sampling.beams > 1:
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST, "Rows of a batch are not answered by beam search: ask for one beam."
+            )
+        if request.ids:
+            prompt, stop = list(request.ids), sampling.stop
+        else:
+            messages = [replace(m, content=m.content.encode("utf-8", "replace").decode()) for m in request.messages]
+            prompt = chat_prompt(self._tokenizer, messages, cancelled)
+            stop = (*sampling.stop, *self._implied_stops)
+        if not prompt:
+            raise EngineError(ErrorCode.INVALID_REQUEST, "The prompt is empty: write something first.")
+        room = self._context_tokens - len(prompt)
+        if room < 1:
+            raise EngineError(
+                ErrorCode.PROMPT_TOO_LONG,
+                f"The prompt is {len(prompt):,} tokens long, but this model holds {self._context_tokens:,} together "
+                f"with the answer: shorten the row by at least {1 - room:,} tokens.",
+            )
+        end_ids = self._end_ids if request.end_ids is None else request.end_ids
+        reached = "length" if sampling.max_tokens <= room else "context"
+        limits = Limits(end_ids, stop, min(sampling.max_tokens, room), reached)  # type: ignore[arg-type]
+        return Prepared(request, prompt, limits, self._tokenizer)
+
+
+class RowText:
+    """An answer, token by token: what ends it, and its text so far."""
+
+    def __init__(self, request: BatchRequest, prompt: Sequence[int], limits: Limits, tokenizer: Any) -> None:
+        self._request, self._limits = request, limits
+        self._prompt = prompt
+        sampling = request.sampling
+        self._choose = make_chooser(sampling, torch.device("cpu"))
+        self.is_plainly_greedy = (
+            self._choose is greedy_token and sampling.repetition_penalty == 1 and request.constraint is None
+        )
+        """Whether the likeliest token is all that counts."""
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._stops = StopStrings(limits.stop)
+        self._parts: list[str] = []
+        self.ids: list[int] = []
+
+    def choose(self, logits: torch.Tensor) -> int:
+        """The next token from logits [V]."""
+        request = self._request
+        logits = logits[None].float()
+        if request.sampling.repetition_penalty != 1:
+            seen = torch.tensor([[*self._prompt, *self.ids]])
+            logits = penalise_repetition(logits, seen, request.sampling.repetition_penalty)
+        if request.constraint is not None:
+            logits = request.constraint.restrict(logits[0])[None]
+        return int(self._choose(logits))
+
+    def take(self, token: int) -> FinishReason | None:
+        """Adds a token; why the answer is over with it, if it is."""
+        limits, constraint = self._limits, self._request.constraint
+        self.ids.append(token)
+        if token in limits.end_ids:
+            return self._flush("stop")
+        complete = constraint is not None and constraint.accept(token)
+        text, stopped = self._stops.feed(self._detokenizer.feed(token))
+        self._parts.append(text)
+        if stopped:
+            return "stop_string"
+        if complete:
+            return self._flush("stop")
+        if len(self.ids) >= limits.max_tokens:
+            return self._flush(limits.reached)
+        return None
+
+    def text(self) -> str:
+        """The answer so far."""
+        return "".join(self._parts)
+
+    def _flush(self, reason: FinishReason) -> FinishReason:
+        text, stopped = self._stops.feed(self._detokenizer.flush())
+        self._parts.append(text)
+        if stopped:
+            return "stop_string"
+        self._parts.append(self._stops.flush())
+        return reason

@@ -18,15 +18,14 @@ from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.stop_request import StopRequest
 from engine.checkpoint.fingerprint import fingerprint
 from engine.checkpoint.shards import read_tensors
-from engine.runtime.batch.asking import Asking, question_of
 from engine.runtime.batch.executor import BatchExecutor
+from engine.runtime.batch.feed import Asking, question_of
 from engine.runtime.batch.job import JobRun
-from engine.runtime.batch.job_plan import plan_job, predicted_after
+from engine.runtime.batch.job_plan import SweepClock, plan_job, predicted_after
 from engine.runtime.batch.request import BatchAnswer, BatchRequest, Outcome
-from engine.runtime.batch.sweep_clock import SweepClock
-from engine.runtime.constrained import ConstrainedAnswers
+from engine.runtime.decode.constrained import ConstrainedAnswers
+from engine.runtime.decode.stopping import end_token_ids
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.stopping import end_token_ids
 
 
 def run_whole_job(prepared: PreparedJob, loaded: LoadedModel, watcher: JobWatcher) -> JobEnding:

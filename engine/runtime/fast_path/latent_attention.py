@@ -16,8 +16,7 @@ from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import linear_struct
 from engine.kernels.native.structs import LatentAttentionStruct, MatrixStruct
 from engine.runtime.fast_path.weights import address_of, is_plain, is_readable, out_of_memory
-from engine.runtime.growing_cache import GrowingLayer
-from engine.runtime.growing_window import GrowingWindowLayer
+from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
 
 _HALVES, _PAIRS_TO_HALVES, _PAIRS = 0, 1, 2
 

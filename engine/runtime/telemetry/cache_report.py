@@ -6,20 +6,21 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+import psutil
 
 from engine.experts.cache.tier import CacheSnapshot
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.latency import LatencyModel
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.telemetry.expert_uses import ExpertUses
-from engine.runtime.telemetry.layers import ExpertLayer
-from engine.runtime.telemetry.memory_parts import memory_parts
+from engine.runtime.telemetry.experts import ExpertLayer, ExpertUses
 from engine.telemetry.lanes import CPU_EXPERTS, DECODE, DISK, READ
-from engine.telemetry.messages import CacheReport, PolicyRate, PredictorRate, TierReport
+from engine.telemetry.messages import CacheReport, MemoryPart, PolicyRate, PredictorRate, TierReport
 from engine.telemetry.records import Records
 
 _KEPT = 0.7
 """Of a figure of the seconds before, when there is a new one."""
+RAM = "ram"
+_PROCESS = psutil.Process()
 
 
 class CacheReporter:
@@ -177,3 +178,36 @@ def _followed(before_s: float, spans: Records) -> float:
         return before_s
     now_s = float(np.median((spans["end_ns"] - spans["start_ns"]) / np.maximum(spans["count"], 1))) / 1e9
     return now_s if before_s == 0 else _KEPT * before_s + (1 - _KEPT) * now_s
+
+
+def memory_parts(loaded: LoadedModel, kv_bytes: int) -> tuple[MemoryPart, ...]:
+    """Of this process's RAM, and of the budget of each device that the model runs on.
+
+    Args:
+        kv_bytes: that the held context takes.
+    """
+    parts: list[MemoryPart] = []
+    devices = loaded.devices.devices if loaded.devices is not None else ()
+    held = {"experts": 0, "weights": 0, "kv": 0}
+    if loaded.bank is not None:
+        held["experts"] += sum(layer.records.nbytes for layer in loaded.bank.layers.values() if _in_ram(layer.device))
+    if loaded.disk_backed is not None:
+        held["experts"] += loaded.disk_backed.ram.filled_nbytes
+    if not devices and loaded.device.type == "cpu":
+        held["weights"], held["kv"] = loaded.info.weights_bytes, kv_bytes
+    resident = _PROCESS.memory_info().rss
+    parts += [MemoryPart(RAM, purpose, nbytes) for purpose, nbytes in held.items()]
+    # Weights may be mapped from a file and not all in RAM yet: what is left over is then nothing, and not less.
+    other = max(0, resident - sum(held.values()))
+    parts += [MemoryPart(RAM, "other", other), MemoryPart(RAM, "total", other + sum(held.values()))]
+    for device in devices:
+        use = device.memory.use()
+        parts += [MemoryPart(device.name, str(kind), nbytes) for kind, nbytes in use.by_category.items()]
+        # After others have taken memory more may be used than the budget still allows.
+        free = max(0, use.total - use.used)
+        parts += [MemoryPart(device.name, "free", free), MemoryPart(device.name, "total", use.used + free)]
+    return tuple(parts)
+
+
+def _in_ram(device: object) -> bool:
+    return str(device) == "cpu"

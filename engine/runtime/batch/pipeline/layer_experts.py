@@ -18,7 +18,7 @@ from engine.experts.whole_layer import Half, LayerBuffers
 from engine.runtime.batch.layers import DecoderLayers
 from engine.runtime.batch.pipeline.layer_run import ExpertsCall
 from engine.runtime.batch.pipeline.residents import Residents
-from engine.runtime.device_experts import DeviceExperts
+from engine.runtime.load.devices import DeviceExperts
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 

@@ -1,0 +1,164 @@
+"""Rows on their way from the input to the executor and back: what each asks, and its ending or another try."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from engine.batch_files.answer import Answer, failed
+from engine.batch_files.journal import Journal
+from engine.batch_files.prepared_job import PreparedJob
+from engine.batch_files.request import RowRequest
+from engine.batch_files.row_count import RowCount
+from engine.common.errors import EngineError
+from engine.runtime.batch.request import BatchAnswer, BatchRequest, Check
+from engine.runtime.decode.constrained import ConstrainedAnswer, ConstrainedAnswers
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    asked: RowRequest
+    tries: int
+    constraint: ConstrainedAnswer | None
+
+
+class Asking:
+    """The rows that are under way.
+
+    Args:
+        tries: how often a row is asked whose sampled answer was cut before it was what it had to be.
+        make_constrained: what holds answers to schemas; called once, if a row needs it.
+    """
+
+    def __init__(self, tries: int, make_constrained: Callable[[], ConstrainedAnswers]) -> None:
+        self._tries = tries
+        self._make_constrained = make_constrained
+        self._constrained: ConstrainedAnswers | None = None
+        self._under_way: dict[int, _UnderWay] = {}
+        self._again: deque[_UnderWay] = deque()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are rows to be asked once more."""
+        return bool(self._again)
+
+    @property
+    def under_way(self) -> int:
+        """Rows that have been asked and have no ending yet."""
+        return len(self._under_way) + len(self._again)
+
+    def ask(self, asked: RowRequest) -> BatchRequest | Answer:
+        """What to run, or the row's ending if it cannot be asked."""
+        return self._ask(asked, tries=1)
+
+    def again(self) -> Iterator[BatchRequest | Answer]:
+        """The rows that are to be asked once more."""
+        while self._again:
+            last = self._again.popleft()
+            sampling = last.asked.sampling
+            # Another seed, or the same tokens would be drawn again.
+            seed = None if sampling.seed is None else sampling.seed + last.tries
+            yield self._ask(replace(last.asked, sampling=replace(sampling, seed=seed)), last.tries + 1)
+
+    def ended(self, answer: BatchAnswer) -> tuple[Answer, str] | None:
+        """A row's ending and the message that it answers; None if the row is asked once more, or was cancelled."""
+        if answer.finish_reason == "cancelled":
+            return None
+        row = self._under_way.pop(answer.row)
+        problem = ""
+        if answer.error is not None:
+            problem = f"could not be answered: {answer.error.message}"
+        elif row.constraint is not None and not row.constraint.complete:
+            if row.asked.sampling.temperature > 0 and row.tries < self._tries:
+                self._again.append(row)
+                return None
+            problem = f"has an answer that was cut after {answer.generated_tokens:,} tokens, before it fitted"
+        ending = Answer(
+            answer.row, answer.text, answer.finish_reason, answer.prompt_tokens, answer.generated_tokens, problem
+        )
+        return ending, question_of(row.asked)
+
+    def _ask(self, asked: RowRequest, tries: int) -> BatchRequest | Answer:
+        constraint = None
+        if asked.constraint is not None:
+            try:
+                if self._constrained is None:
+                    self._constrained = self._make_constrained()
+                constraint = self._constrained.begin(asked.constraint)
+            except EngineError as error:
+                return failed(asked.row, f"cannot be answered: {error.message}")
+        self._under_way[asked.row] = _UnderWay(asked, tries, constraint)
+        return BatchRequest(asked.row, asked.messages, sampling=asked.sampling, constraint=constraint)
+
+
+def question_of(asked: RowRequest) -> str:
+    """The message that is answered."""
+    return asked.messages[-1].content if asked.messages else ""
+
+
+class RowFeed:
+    """The rows of one run of a job.
+
+    Args:
+        count: told how far the input has been read.
+        keep: takes the endings of rows that are never asked, with the message that was to be answered.
+        must_pause: asked for every row that is read: of a resumed job there may be a million before the next that is
+            to be asked, and nobody shall wait for those.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedJob,
+        journal: Journal,
+        asking: Asking,
+        count: RowCount,
+        keep: Callable[[Answer, str], None],
+        must_pause: Check,
+    ) -> None:
+        self._asked = prepared.asked()
+        self._journal, self._asking, self._count = journal, asking, count
+        self._keep, self._must_pause = keep, must_pause
+        self._read = 0
+        self._is_read = False
+        self.paused = False
+        """Whether the last `rows` ended though there are more."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every row has been handed out or kept, and none is to be asked once more."""
+        return self._is_read and not self._asking.waiting
+
+    def rows(self) -> Iterator[BatchRequest]:
+        """The rows that are to be run next, from where the last such iterator was left."""
+        self.paused = False
+        while not self._is_read or self._asking.waiting:
+            for again in self._asking.again():
+                yield from self._runnable(again, "")
+            if self._must_pause():
+                self.paused = True
+                return
+            if not self._is_read:
+                yield from self._next()
+
+    def _next(self) -> Iterator[BatchRequest]:
+        entry = next(self._asked, None)
+        if entry is None:
+            self._is_read = True
+            self._count.ended(self._read)
+            return
+        share, asked = entry
+        self._read += 1
+        self._count.read(self._read, share)
+        if self._journal.has(asked.row):
+            return
+        if isinstance(asked, Answer):
+            self._keep(asked, "")
+        else:
+            yield from self._runnable(self._asking.ask(asked), question_of(asked))
+
+    def _runnable(self, request: BatchRequest | Answer, question: str) -> Iterator[BatchRequest]:
+        if isinstance(request, Answer):
+            self._keep(request, question)
+        else:
+            yield request

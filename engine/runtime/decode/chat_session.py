@@ -1,0 +1,194 @@
+"""A loaded model that answers conversations, one request at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from time import perf_counter
+
+import torch
+
+from engine.common.cancellation import RequestCancelled
+from engine.common.chat import ChatMessage, FinishReason
+from engine.common.config import SamplingParams
+from engine.common.errors import EngineError, ErrorCode
+from engine.runtime.decode.decoding import Limits, Session, decode, decode_beams
+from engine.runtime.decode.encoder_decoder_session import EncoderDecoderSession, source_prompt
+from engine.runtime.decode.generation import (
+    CancelCheck,
+    Constraint,
+    GenerationResult,
+    ProgressCallback,
+    TextCallback,
+    ignore_progress,
+    ignore_text,
+    never_cancelled,
+)
+from engine.runtime.decode.kv_session import KvSession
+from engine.runtime.decode.prompt import chat_prompt, check_length, implied_stops
+from engine.runtime.decode.stopping import end_token_ids
+from engine.runtime.loaded_model import LoadedModel
+from engine.telemetry.lanes import PROMPT
+from engine.telemetry.recorder import RECORDER, seconds_ns
+
+
+class ChatSession:
+    """Answers conversations with one model, and keeps the KV of what it has read for the next turn."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._tokenizer = loaded.tokenizer
+        self._encodes = bool(getattr(loaded.model.config, "is_encoder_decoder", False))
+        self._session: Session = EncoderDecoderSession(loaded) if self._encodes else KvSession(loaded)
+        self._end_ids = end_token_ids(loaded.model, loaded.tokenizer)
+        self._implied_stops = () if self._encodes else implied_stops(loaded.tokenizer)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens now held in the KV cache."""
+        return self._session.tokens
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes now held by the KV cache, spare capacity included."""
+        return self._session.bytes
+
+    def clear(self) -> None:
+        """Frees the KV cache; the next prompt is read from its beginning."""
+        self._session.clear()
+
+    def prompt_ids(self, messages: Sequence[ChatMessage], cancelled: CancelCheck = never_cancelled) -> list[int]:
+        """The tokens of a conversation, as `generate` reads them.
+
+        Raises:
+            EngineError: `INVALID_REQUEST`, or `MODEL_UNSUPPORTED` if the chat template or the tokenizer fails.
+            RequestCancelled: `cancelled()` came true meanwhile.
+        """
+        if self._encodes:
+            return source_prompt(self._tokenizer, messages, cancelled)
+        return chat_prompt(self._tokenizer, messages, cancelled)
+
+    def generate(
+        self,
+        messages: Sequence[ChatMessage],
+        sampling: SamplingParams,
+        *,
+        on_progress: ProgressCallback = ignore_progress,
+        on_text: TextCallback = ignore_text,
+        cancelled: CancelCheck = never_cancelled,
+        constraint: Constraint | None = None,
+    ) -> GenerationResult:
+        """Answers the conversation.  A cancelled request returns what it has, with finish reason `cancelled`.
+
+        Args:
+            constraint: what the answer must satisfy, unless it is searched for with beams; it knows of no token yet.
+
+        Raises:
+            EngineError: `PROMPT_TOO_LONG`, `INVALID_REQUEST`, `MODEL_UNSUPPORTED` (its template) or
+                `NOT_ENOUGH_MEMORY`.
+        """
+        begun = perf_counter()
+        try:
+            ids = self.prompt_ids(messages, cancelled)
+        except RequestCancelled:
+            return GenerationResult("", "cancelled", 0, 0, 0, 0.0, 0.0)
+        return self._run(
+            ids,
+            sampling,
+            (*sampling.stop, *self._implied_stops),
+            self._end_ids,
+            begun,
+            on_progress,
+            on_text,
+            cancelled,
+            constraint,
+        )
+
+    def generate_from_ids(
+        self,
+        ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        end_ids: frozenset[int] | None = None,
+        on_progress: ProgressCallback = ignore_progress,
+        on_text: TextCallback = ignore_text,
+        cancelled: CancelCheck = never_cancelled,
+        constraint: Constraint | None = None,
+    ) -> GenerationResult:
+        """Continues a prompt given as tokens.
+
+        Args:
+            end_ids: tokens that end the answer; `None` is the model's own, the empty set lets it run to its limit.
+            constraint: see `generate`.
+
+        Raises:
+            EngineError: as `generate`.
+        """
+        ends = self._end_ids if end_ids is None else end_ids
+        begun = perf_counter()
+        return self._run(list(ids), sampling, sampling.stop, ends, begun, on_progress, on_text, cancelled, constraint)
+
+    def _run(
+        self,
+        ids: list[int],
+        sampling: SamplingParams,
+        stop: tuple[str, ...],
+        end_ids: frozenset[int],
+        begun: float,
+        on_progress: ProgressCallback,
+        on_text: TextCallback,
+        cancelled: CancelCheck,
+        constraint: Constraint | None,
+    ) -> GenerationResult:
+        if not ids:
+            raise EngineError(ErrorCode.INVALID_REQUEST, "The prompt is empty: write something first.")
+        room = self._session.room(len(ids))
+        if room < 1:
+            check_length(len(ids), self._loaded.context_tokens)
+        reached: FinishReason = "length" if sampling.max_tokens <= room else "context"
+        limits = Limits(end_ids, stop, min(sampling.max_tokens, room), reached)
+        run = decode_beams if sampling.beams > 1 else partial(decode, constraint=constraint)
+        if RECORDER.on:
+            RECORDER.begin_request(seconds_ns(begun))
+            RECORDER.phase(PROMPT, 0)
+        try:
+            with torch.inference_mode():
+                logits, reused = self._session.prefill(ids, on_progress, cancelled)
+                prefix = self._session.answer_prefix(ids)
+                alone = self._loaded.token_by_token() if sampling.beams == 1 else nullcontext()
+                with alone:
+                    done = run(logits, self._session, prefix, sampling, limits, self._tokenizer, on_text, cancelled)
+        except RequestCancelled:
+            return GenerationResult("", "cancelled", len(ids), 0, 0, 0.0, 0.0)
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            self._session.clear()
+            raise EngineError(
+                ErrorCode.NOT_ENOUGH_MEMORY,
+                f"There is not enough memory for a context of {len(ids):,} prompt tokens: shorten the "
+                f"conversation, close other programs or choose a smaller model.",
+            ) from error
+        finally:
+            RECORDER.end_request()
+        if self._loaded.foresight is not None:
+            self._loaded.foresight.learn_while_idle()
+        decoding = done.last_s - done.first_s
+        return GenerationResult(
+            text=done.text,
+            finish_reason=done.reason,
+            prompt_tokens=len(ids),
+            reused_tokens=reused,
+            generated_tokens=len(done.ids),
+            ttft_s=done.first_s - begun,
+            tokens_per_s=(done.timed_tokens - 1) / decoding if done.timed_tokens > 1 and decoding > 0 else 0.0,
+            token_ids=tuple(done.ids),
+        )
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch or Python ran out of memory; on the CPU torch says so only in words."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return "not enough memory" in str(error) or "can't allocate memory" in str(error)

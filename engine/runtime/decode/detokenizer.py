@@ -1,0 +1,101 @@
+"""Single tokens of a vocabulary, without copying all of it: `get_vocab` takes tens of milliseconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_MOST_HELD = 16
+"""Tokens held back at most: longer runs of bytes that make no character are shown as they are."""
+
+
+def token_id(tokenizer: Any, token: str) -> int | None:
+    """The id of a token, written as in the vocabulary; `None` if there is no such token."""
+    index = tokenizer.convert_tokens_to_ids(token)
+    # Unknown tokens have the id of the unknown token, if the vocabulary has one.
+    if index is None or tokenizer.convert_ids_to_tokens(index) != token:
+        return None
+    return int(index)
+
+
+def decode_text(tokenizer: Any, ids: list[int]) -> str:
+    """The text of these tokens, special tokens left out, spaces as the model wrote them."""
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+class IncrementalDetokenizer:
+    """Text of a growing sequence of tokens; joined, its pieces are `decode_text` of the whole sequence.
+
+    A token's text depends on its neighbours: a character may be spread over several tokens, and SentencePiece drops the
+    first space.  So a window is decoded, from the tokens shown last (the context) to the newest, and what the
+    context accounts for is cut off.  Text that ends inside a character waits for the next token.
+
+    The one exception to equality: with byte-fallback vocabularies, a run of over 16 byte tokens that is not UTF-8
+    decodes as a whole to replacement characters, and by then its beginning has been shown.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = _special_ids(tokenizer)
+        self._byte_ids = _byte_ids(tokenizer)
+        self._window: list[int] = []
+        self._shown = 0
+        """How many tokens of the window are context; `_context` is their text."""
+        self._context = ""
+
+    def feed(self, token_id: int) -> str:
+        """Text that this token completes; empty if it completes none."""
+        if token_id in self._skipped:
+            return ""
+        self._window.append(token_id)
+        full = len(self._window) - self._shown >= _MOST_HELD
+        if token_id in self._byte_ids and not full:
+            return ""
+        text = decode_text(self._tokenizer, self._window)
+        if not text.endswith(_REPLACEMENT):
+            return self._show(text, len(self._window))
+        return self._show_whole_characters(text) if full else ""
+
+    def flush(self) -> str:
+        """What is held back: an incomplete character appears as a replacement character."""
+        if len(self._window) == self._shown:
+            return ""
+        return self._show(decode_text(self._tokenizer, self._window), len(self._window))
+
+    def _show_whole_characters(self, text: str) -> str:
+        """Shows a window that has grown too long, but for the bytes of a character that has just begun."""
+        for end in range(len(self._window) - 1, len(self._window) - 4, -1):
+            shorter = decode_text(self._tokenizer, self._window[:end])
+            if not shorter.endswith(_REPLACEMENT):
+                return self._show(shorter, end)
+        return self._show(text, len(self._window))
+
+    def _show(self, text: str, end: int) -> str:
+        """Makes the first `end` tokens of the window, whose text this is, its context; the text that is new."""
+        new = text[len(self._context) :]
+        fresh = self._window[self._shown : end]
+        context = decode_text(self._tokenizer, fresh)
+        if context:
+            self._window, self._context = self._window[self._shown :], context
+            self._shown = len(fresh)
+        else:
+            # Tokens without text (a lone leading space) cannot stand for what came before them.
+            self._context = text
+            self._shown = end
+        return new
+
+
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    """The ids that decoding leaves out: every special token of the vocabulary, declared or added."""
+    added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    if getattr(tokenizer, "is_fast", False):
+        return frozenset(added)
+    return frozenset(tokenizer.all_special_ids)
+
+
+def _byte_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids of byte-fallback tokens (`<0x00>`, ...), which become text only as a whole run."""
+    if token_id(tokenizer, "<0x00>") is None:
+        return frozenset()
+    ids = (token_id(tokenizer, f"<0x{byte:02X}>") for byte in range(256))
+    return frozenset(index for index in ids if index is not None)

@@ -1,0 +1,279 @@
+"""One live KV cache and the tokens it holds: the next prompt computes only what is new in it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+
+import torch
+from transformers.cache_utils import Cache
+
+from engine.common.cancellation import RequestCancelled
+from engine.common.errors import EngineError, ErrorCode
+from engine.runtime.decode.generation import CancelCheck, ProgressCallback
+from engine.runtime.decode.graphs import GraphedSteps
+from engine.runtime.decode.step_model import StepModel, watched_layers
+from engine.runtime.kv.growing import new_cache
+from engine.runtime.kv.memory import KvRoom, cache_bytes
+from engine.runtime.kv.reuse import (
+    CacheSnapshot,
+    can_continue,
+    can_take_back,
+    exact_tokens,
+    long_rope_boundary,
+    reorder_cache,
+    restart_angles,
+)
+from engine.runtime.loaded_model import LoadedModel
+from engine.telemetry.lanes import PREFILL
+from engine.telemetry.recorder import RECORDER
+
+SNAPSHOT_TOKENS = 16
+"""How far before the end of a prompt a snapshot is taken, for caches that cannot be cropped: behind the common
+prefix of a prompt asked again, or followed by another turn, lie but a few tokens that the chat template added."""
+
+
+class KvSession:
+    """The KV cache of a decoder-only model, across requests.
+
+    Tokens are the same with and without reuse: what cannot be taken back exactly is computed again.  A forward that
+    fails or is interrupted leaves a cache that is never used again.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._model = loaded.model
+        self._context_tokens = loaded.context_tokens
+        self._step = StepModel(loaded.model, loaded.context_tokens)
+        self._device = loaded.device
+        self._devices = loaded.devices
+        captures = loaded.graph_device
+        self.graphs = GraphedSteps(self._step, captures) if captures is not None else None
+        self._room = KvRoom(loaded.devices, loaded.context_tokens)
+        self._beam_room = KvRoom(loaded.devices, loaded.context_tokens)
+        self._piece_tokens = loaded.piece_tokens
+        self._in_pieces = can_continue(loaded.model)
+        self._long_rope = long_rope_boundary(loaded.model)
+        self._exact = exact_tokens(loaded.model)
+        self._cache: Cache | None = None
+        self._ids: list[int] = []
+        self._prompt_tokens = 0
+        self._snapshot: CacheSnapshot | None = None
+        self._whole = False
+        """Whether the cache holds exactly `_ids`: false while a forward runs, and for ever if it fails."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens now held."""
+        return len(self._ids)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes now held, spare capacity included."""
+        return cache_bytes(self._cache)
+
+    def clear(self) -> None:
+        """Frees the cache."""
+        if self.graphs is not None:
+            self.graphs.forget()
+        self._cache = None
+        self._ids = []
+        self._snapshot = None
+        self._whole = False
+        self._beam_room.release()
+        self._room.release()
+
+    def room(self, prompt_tokens: int) -> int:
+        """Tokens that may follow a prompt of this length: both share the context."""
+        return self._context_tokens - prompt_tokens
+
+    def answer_prefix(self, prompt: Sequence[int]) -> list[int]:
+        """The answer continues the prompt."""
+        return list(prompt)
+
+    def prefill(
+        self, prompt: Sequence[int], on_progress: ProgressCallback, cancelled: CancelCheck
+    ) -> tuple[torch.Tensor, int]:
+        """Makes the cache hold `prompt`, at least its last token freshly computed.
+
+        Returns:
+            logits [1, V] after the prompt, and how many of its tokens were reused.
+
+        Raises:
+            RequestCancelled: asked for between two pieces; what was computed so far serves the next prompt.
+        """
+        self._beam_room.release()
+        self._leave_graphs()
+        restart_angles(self._model)
+        reused = self._reuse(prompt)
+        total = self._prompt_tokens = len(prompt)
+        on_progress(reused, total)
+        if self._cache is None:
+            self._cache = new_cache(self._model, self._context_tokens)
+        logits: torch.Tensor | None = None
+        for start, end in self._pieces(reused, total):
+            if cancelled():
+                raise RequestCancelled
+            if end == total:
+                self._take_snapshot()
+            ids = prompt[start:end]
+            with watched_layers(self._model, start, end, total, on_progress, cancelled):
+                logits = self._forward(torch.tensor([ids], device=self._device), ids)
+            if RECORDER.on:
+                RECORDER.phase(PREFILL, end - start)
+            on_progress(end, total)
+        assert logits is not None  # the last token is never reused
+        return logits, reused
+
+    def step(self, token: torch.Tensor, token_id: int) -> torch.Tensor:
+        """Appends one token [1, 1] whose id is `token_id`; logits [1, V] after it."""
+        if self._long_rope is not None and len(self._ids) == self._long_rope:
+            # From here every position is rotated differently: compute the context again, as transformers does.
+            ids = [*self._ids, token_id]
+            self.clear()
+            self._cache = new_cache(self._model, self._context_tokens)
+            return self._forward(torch.tensor([ids], device=self._device), ids)
+        return self._forward(token, (token_id,))
+
+    def beams(self, width: int) -> BeamCache:
+        """A copy of the cache for `width` sequences that start with what is held; this one stays as it is."""
+        assert self._cache is not None
+        assert self._whole
+        self._leave_graphs()
+        return BeamCache(self._step, self._cache, len(self._ids), width, self._device, self._beam_room)
+
+    def _forward(self, tokens: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
+        self._whole = False
+        held = len(self._ids)
+        self._room.make(self._cache, held + len(ids))
+        if RECORDER.on:
+            RECORDER.forward()
+        try:
+            again = self.graphs.step(tokens, self._cache, held) if self.graphs is not None and len(ids) == 1 else None
+            if again is not None:
+                logits = again
+            else:
+                logits, self._cache = self._step(tokens, self._cache, held)
+        except (EngineError, torch.OutOfMemoryError) as error:
+            if isinstance(error, EngineError) and error.code != ErrorCode.NOT_ENOUGH_MEMORY:
+                raise
+            if self._devices is None or not self._devices.shrink():
+                raise
+        else:
+            self._room.count(self._cache)
+            self._ids.extend(ids)
+            self._whole = True
+            if RECORDER.on:
+                RECORDER.head()
+            return logits
+        # Not in the handler, which keeps the tensors of the forward alive.
+        return self._compute_again([*self._ids, *ids])
+
+    def _leave_graphs(self) -> None:
+        if self.graphs is not None:
+            self.graphs.leave()
+
+    def _compute_again(self, ids: list[int]) -> torch.Tensor:
+        """With the experts in less memory than before; logits after the last of `ids`."""
+        self.clear()
+        self._cache = new_cache(self._model, self._context_tokens)
+        logits: torch.Tensor | None = None
+        restart_angles(self._model)
+        # Of an answer that depends on what is computed together, tokens come one by one, as they came before.
+        read = min(self._prompt_tokens, len(ids)) if len(ids) > self._exact else len(ids)
+        singles = [(place, place + 1) for place in range(read, len(ids))]
+        for start, end in [*self._pieces(0, read), *singles]:
+            logits = self._forward(torch.tensor([ids[start:end]], device=self._device), ids[start:end])
+        assert logits is not None
+        return logits
+
+    def _pieces(self, begin: int, total: int) -> Iterator[tuple[int, int]]:
+        """From where to where each forward of a prompt goes."""
+        if not self._in_pieces or total > self._exact or self._crosses(0, total):
+            yield begin, total
+            return
+        last = total - SNAPSHOT_TOKENS
+        while begin < total:
+            end = min(begin + self._piece_tokens, total)
+            if begin < last < end and self._forgets():
+                end = last
+            yield begin, end
+            begin = end
+
+    def _forgets(self) -> bool:
+        return self._cache is not None and CacheSnapshot.worth_taking(self._cache)
+
+    def _take_snapshot(self) -> None:
+        if self._ids and self._in_pieces and self._cache is not None and self._forgets():
+            self._snapshot = CacheSnapshot(self._cache, len(self._ids))
+
+    def _reuse(self, prompt: Sequence[int]) -> int:
+        """Cuts the cache down to what it shares with `prompt` and says how many tokens that is."""
+        shared = _common_prefix(self._ids, prompt) if self._whole else 0
+        shared = min(shared, len(prompt) - 1)
+        held = len(self._ids)
+        if shared and self._cache is not None and not can_take_back(self._cache, held - shared):
+            shared = self._snapshot.length if self._snapshot is not None and self._snapshot.length <= shared else 0
+        keep = (
+            shared > 0
+            and (self._in_pieces or len(prompt) - shared == 1)
+            and max(held, len(prompt)) <= self._exact
+            and not self._crosses(shared, len(prompt))
+            and not self._crosses(shared, held)
+        )
+        if not keep:
+            self.clear()
+            return 0
+        assert self._cache is not None
+        self._whole = False
+        if can_take_back(self._cache, held - shared):
+            if held > shared:
+                self._cache.crop(shared - held)
+        else:
+            assert self._snapshot is not None
+            self._snapshot.restore(self._cache, held)
+        del self._ids[shared:]
+        self._whole = True
+        if self._snapshot is not None and self._snapshot.length > shared:
+            self._snapshot = None
+        return shared
+
+    def _crosses(self, before: int, after: int) -> bool:
+        """Whether LongRoPE's boundary lies between these two lengths."""
+        return self._long_rope is not None and before <= self._long_rope < after
+
+
+class BeamCache:
+    """The KV caches of several sequences with one common prompt."""
+
+    def __init__(
+        self, step: StepModel, prompt: Cache, length: int, width: int, device: torch.device, room: KvRoom
+    ) -> None:
+        self._step = step
+        self._room = room
+        room.make(None, length + 1, width)
+        self._cache: Cache = copy.deepcopy(prompt)
+        self._length = length
+        self.reorder(torch.zeros(width, dtype=torch.long, device=device))
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Appends one token to each sequence, tokens [B, 1]; logits [B, V]."""
+        self._room.make(self._cache, self._length + 1, tokens.shape[0])
+        if RECORDER.on:
+            RECORDER.forward()
+        logits, self._cache = self._step(tokens, self._cache, self._length)
+        self._room.count(self._cache)
+        self._length += 1
+        if RECORDER.on:
+            RECORDER.head()
+        return logits
+
+    def reorder(self, sources: torch.Tensor) -> None:
+        """Sequence i continues what sequence `sources[i]` was; [B] int64."""
+        reorder_cache(self._cache, sources)
+
+
+def _common_prefix(held: Sequence[int], prompt: Sequence[int]) -> int:
+    for index, (a, b) in enumerate(zip(held, prompt, strict=False)):
+        if a != b:
+            return index
+    return min(len(held), len(prompt))

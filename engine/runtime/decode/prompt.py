@@ -1,0 +1,236 @@
+"""A conversation as the tokens that its model was trained to read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from engine.common.chat import ChatMessage
+from engine.common.errors import EngineError, ErrorCode
+from engine.foreign_text.marks import encode_marked
+from engine.foreign_text.process import FOREIGN_TEXT, ForeignTextError
+from engine.foreign_text.templates import TemplateRefusedError
+from engine.runtime.decode.detokenizer import token_id
+from engine.runtime.decode.generation import CancelCheck, never_cancelled
+
+_CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{{ '<|im_start|>assistant\n' }}"  # in quotes: jinja drops a line break that ends a template
+)
+_PLAIN_NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
+
+
+def template_note(tokenizer: Any) -> str:
+    """What stands in for a missing chat template, in one sentence; empty if there is a template."""
+    if tokenizer.chat_template is not None:
+        return ""
+    if _knows_chatml(tokenizer):
+        return "The tokenizer has no chat template; ChatML is used, whose turn tokens are in its vocabulary."
+    return "The tokenizer has no chat template; turns are written as plain “User:” and “Assistant:” lines."
+
+
+def implied_stops(tokenizer: Any) -> tuple[str, ...]:
+    """Stop strings that the format of the prompt brings with it: plain text has no token that ends a turn."""
+    if tokenizer.chat_template is not None or _knows_chatml(tokenizer):
+        return ()
+    return ("\nUser:", "\nSystem:")
+
+
+def chat_prompt(tokenizer: Any, messages: Sequence[ChatMessage], cancelled: CancelCheck = never_cancelled) -> list[int]:
+    """Token ids of the conversation, ready for the assistant's answer.
+
+    The checkpoint's own template and tokenizer run in a process that can be stopped.  A system message that the
+    template refuses or leaves out becomes the beginning of the first user message.  Control tokens that a person typed
+    stay text.
+
+    Raises:
+        EngineError: `INVALID_REQUEST` if there is no message; `MODEL_UNSUPPORTED` if the template cannot be rendered,
+            or it or the tokenizer takes too much time or memory.
+        RequestCancelled: `cancelled()` came true meanwhile.
+    """
+    if not messages:
+        raise EngineError(ErrorCode.INVALID_REQUEST, "There is no message to answer: write one first.")
+    if tokenizer.chat_template is None and not _knows_chatml(tokenizer):
+        return _without_final_eos(tokenizer, encode(tokenizer, _plain(messages), special=True, cancelled=cancelled))
+
+    turns = [{"role": message.role, "content": message.content} for message in messages]
+    folded = _fold_system(turns)
+    try:
+        try:
+            text = _render(tokenizer, turns, cancelled)
+            accepted = folded is None or all(_is_in(turn, text) for turn in turns if turn["role"] == "system")
+        except TemplateRefusedError:
+            if folded is None:
+                raise
+            accepted = False
+        if not accepted:
+            assert folded is not None
+            turns = folded
+            text = _render(tokenizer, turns, cancelled)
+        if _types_control_tokens(tokenizer, messages):
+            return _encode_marked(tokenizer, _render(tokenizer, turns, cancelled, mark=True), cancelled)
+    except TemplateRefusedError as error:
+        raise _template_at_fault(f"cannot write this conversation ({str(error).rstrip('.')})") from error
+    return encode(tokenizer, text, special=False, cancelled=cancelled)
+
+
+def encode(tokenizer: Any, text: str, *, special: bool, cancelled: CancelCheck = never_cancelled) -> list[int]:
+    """Tokens of a text, with what the tokenizer adds at its ends if `special`.
+
+    Raises:
+        EngineError: `MODEL_UNSUPPORTED` if the tokenizer fails, or takes too much time or memory.
+        RequestCancelled: `cancelled()` came true meanwhile.
+    """
+    if not _can_be_sent(tokenizer):
+        # `verbose=False`: transformers' own warning about long texts says less than PROMPT_TOO_LONG does.
+        return _as_ids(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+    with _tokenizer_at_fault():
+        return FOREIGN_TEXT.encode(tokenizer, text, special=special, cancelled=cancelled)
+
+
+def check_length(prompt_tokens: int, context_tokens: int) -> None:
+    """Raises `PROMPT_TOO_LONG` unless at least one token of answer fits behind the prompt."""
+    if prompt_tokens >= context_tokens:
+        raise EngineError(
+            ErrorCode.PROMPT_TOO_LONG,
+            f"The conversation is {prompt_tokens:,} tokens long, but this model holds {context_tokens:,} together with "
+            f"its answer: shorten it by at least {prompt_tokens - context_tokens + 1:,} tokens or start a new chat.",
+        )
+
+
+def _render(tokenizer: Any, turns: list[dict[str, str]], cancelled: CancelCheck, *, mark: bool = False) -> str:
+    """What the template writes.
+
+    Args:
+        mark: control tokens in the turns, for `_encode_marked`.
+    """
+    values = {
+        "messages": turns,
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": True,
+        **{name: _as_text(token) for name, token in tokenizer.special_tokens_map.items()},
+    }
+    control, maybe = _control_tokens(tokenizer) if mark else (None, [])
+    try:
+        return FOREIGN_TEXT.render(_template(tokenizer), values, cancelled, control=control, maybe_control=maybe)
+    except ForeignTextError as error:
+        raise _template_at_fault(str(error)) from error
+
+
+def _template(tokenizer: Any) -> str:
+    template = tokenizer.chat_template
+    if template is None:
+        return _CHATML
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not isinstance(template, str):
+        raise _template_at_fault("is none of several that is called the default one")
+    return template
+
+
+def _template_at_fault(what: str) -> EngineError:
+    return EngineError(
+        ErrorCode.MODEL_UNSUPPORTED,
+        f"The model's chat template {what}: check its chat_template or tokenizer_config.json, or use another model.",
+    )
+
+
+@contextlib.contextmanager
+def _tokenizer_at_fault() -> Iterator[None]:
+    try:
+        yield
+    except ForeignTextError as error:
+        raise EngineError(
+            ErrorCode.MODEL_UNSUPPORTED,
+            f"The model's tokenizer {error}: download or copy its tokenizer files again, or use another model.",
+        ) from error
+
+
+def _control_tokens(tokenizer: Any) -> tuple[list[str], list[str]]:
+    """Tokens that control the model, and those that do if its template writes them."""
+    added = tokenizer.added_tokens_decoder.values()
+    named = getattr(tokenizer, "chat_control_tokens", None)
+    control = [token.content for token in added if token.special or token.content in (named or ())]
+    return control, [] if named is not None else [token.content for token in added if not token.special]
+
+
+def _encode_marked(tokenizer: Any, text: str, cancelled: CancelCheck) -> list[int]:
+    tokens = list(tokenizer.added_tokens_encoder)
+    with _tokenizer_at_fault():
+        if _can_be_sent(tokenizer):
+            return FOREIGN_TEXT.encode_marked(tokenizer, text, tokens, cancelled)
+        try:
+            return encode_marked(_LibraryEncoder(tokenizer), text, tokens)
+        except ValueError as error:
+            raise ForeignTextError(f"fails ({error})") from error
+
+
+def _can_be_sent(tokenizer: Any) -> bool:
+    """Whether it is one of the `tokenizers` library, which writes itself as JSON; the few others are transformers' own
+    programs, whose vocabulary alone is the checkpoint's."""
+    return isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer)
+
+
+class _LibraryEncoder:
+    """See `Encoder`."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        return _as_ids(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def encode_as_text(self, text: str) -> list[int]:
+        return _as_ids(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+    def token_id(self, token: str) -> int | None:
+        return token_id(self._tokenizer, token)
+
+
+def _as_text(token: Any) -> Any:
+    return [str(entry) for entry in token] if isinstance(token, list | tuple) else str(token)
+
+
+def _fold_system(turns: list[dict[str, str]]) -> list[dict[str, str]] | None:
+    """The turns with every system message at the head of the first user message; `None` if there is no such message."""
+    system = "\n\n".join(turn["content"] for turn in turns if turn["role"] == "system")
+    if not system.strip():
+        return None
+    rest = [dict(turn) for turn in turns if turn["role"] != "system"]
+    first = next((turn for turn in rest if turn["role"] == "user"), None)
+    if first is None:
+        return [{"role": "user", "content": system}, *rest]
+    first["content"] = f"{system}\n\n{first['content']}"
+    return rest
+
+
+def _is_in(turn: dict[str, str], text: str) -> bool:
+    """Whether the template wrote this turn; some drop a system message without a word."""
+    return turn["content"].strip() in text
+
+
+def _types_control_tokens(tokenizer: Any, messages: Sequence[ChatMessage]) -> bool:
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return any(token in message.content for message in messages if message.role != "assistant" for token in special)
+
+
+def _plain(messages: Sequence[ChatMessage]) -> str:
+    turns = [f"{_PLAIN_NAMES[message.role]}: {message.content.strip()}\n" for message in messages]
+    return "".join(turns) + "Assistant:"
+
+
+def _knows_chatml(tokenizer: Any) -> bool:
+    return all(token_id(tokenizer, token) is not None for token in ("<|im_start|>", "<|im_end|>"))
+
+
+def _without_final_eos(tokenizer: Any, ids: list[int]) -> list[int]:
+    """Some tokenizers close every text; a prompt must stay open."""
+    return ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
+
+
+def _as_ids(ids: Any) -> list[int]:
+    return [int(index) for index in ids]

@@ -1,0 +1,197 @@
+"""One forward pass of a decoder-only model over a cache: what to pass, decided once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from engine.common.cancellation import RequestCancelled
+from engine.common.footprint import SHORT_TOKENS
+from engine.families import fast_path_of
+from engine.runtime.decode.generation import CancelCheck, ProgressCallback
+from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
+from engine.runtime.kv.reuse import kinds_by_length
+from engine.runtime.kv.window_masks import decoder_layers
+
+_FIXED_ANGLES = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embeddings whose angles depend on the position alone, not on how long the context is."""
+
+_PAGE = 256
+"""Positions whose angles are computed together."""
+
+
+@contextmanager
+def watched_layers(
+    model: Any, begin: int, end: int, total: int, on_progress: ProgressCallback, cancelled: CancelCheck
+) -> Iterator[None]:
+    """While a long piece is computed, progress is told and a cancel heard at every layer.
+
+    Raises:
+        RequestCancelled: out of the forward, whose cache is then of no use.
+    """
+    layers = decoder_layers(model) if end - begin > SHORT_TOKENS else []
+    passed = 0
+
+    def enter(_module: Any, _args: Any) -> None:
+        nonlocal passed
+        if cancelled():
+            raise RequestCancelled
+        on_progress(begin + (end - begin) * passed // len(layers), total)
+        passed += 1
+
+    handles = [layer.register_forward_pre_hook(enter) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class StepModel:
+    """Calls a transformers model the way its own `generate` does, without what `generate` does around it.
+
+    Positions are slices of one tensor, no attention mask is passed (there is no padding), and only the last position's
+    logits are asked for.
+
+    Args:
+        model: a causal language model in eval mode.
+        context_tokens: longest context; positions are laid out for it, and for more if more is needed.
+    """
+
+    def __init__(self, model: Any, context_tokens: int) -> None:
+        parameters = inspect.signature(model.forward).parameters
+        self._model = model
+        self._device: torch.device = model.device
+        self._last_only: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._wants_positions = "position_ids" in parameters
+        self._positions = self._lay_out(context_tokens)
+        self._single = TokenStep.of(model)
+        trained = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", context_tokens)
+        self._angles_grow = "dynamic" in kinds_by_length(model) and context_tokens > trained
+
+    @property
+    def attends_in_chunks(self) -> bool:
+        """Whether some layers attend to the tokens since the last multiple of a length (Llama 4)."""
+        config = self._model.config.get_text_config(decoder=True)
+        return "chunked_attention" in (getattr(config, "layer_types", None) or ())
+
+    @property
+    def why_not_repeated(self) -> str:
+        """Why a step cannot be repeated as it was for the token before; empty if it can."""
+        return "rotary embeddings that follow the length of the context" if self._angles_grow else ""
+
+    def _lay_out(self, tokens: int) -> torch.Tensor:
+        return torch.arange(tokens, device=self._device).unsqueeze(0)
+
+    def __call__(self, tokens: torch.Tensor, cache: Cache | None, start: int) -> tuple[torch.Tensor, Cache]:
+        """Runs `tokens` [B, q] int64 at positions `start`, ..., `start + q - 1` and appends them to the cache.
+
+        Returns:
+            logits [B, V] of the last position in the model's precision, and the cache (the model's own, if `cache` was
+            `None`).
+        """
+        end = start + tokens.shape[1]
+        if end > self._positions.shape[1]:
+            self._positions = self._lay_out(2 * end)
+        positions = self._positions[:, start:end]
+        if self._single is not None and cache is not None and tokens.numel() == 1:
+            logits = self._single.step(tokens, positions, start, cache)
+            if logits is not None:
+                return logits, cache
+        if tokens.shape[0] > 1:
+            # One row per sequence, as `generate` passes them: some families keep them beside the cache.
+            positions = positions.expand(tokens.shape[0], -1)
+        return self.at(positions, tokens, cache)
+
+    def at(self, positions: torch.Tensor, tokens: torch.Tensor, cache: Cache | None) -> tuple[torch.Tensor, Cache]:
+        """The same at positions [B, q] that are in a tensor."""
+        extra = {**self._last_only, "position_ids": positions} if self._wants_positions else self._last_only
+        output = self._model(input_ids=tokens, past_key_values=cache, use_cache=True, return_dict=True, **extra)
+        return output.logits[:, -1], output.past_key_values
+
+
+class TokenStep:
+    """Steps of single tokens through one model."""
+
+    def __init__(self, model: Any) -> None:
+        inner = model.model
+        self._embed, self._norm, self._head = inner.embed_tokens, inner.norm, model.lm_head
+        self._layers: list[SingleTokenLayer] = [layer.__dict__["forward"] for layer in inner.layers]
+        self._hooks = [hooks for layer in inner.layers for hooks in (layer._forward_hooks, layer._forward_pre_hooks)]
+        self._angles = _Angles(inner.rotary_emb)
+
+    @classmethod
+    def of(cls, model: Any) -> TokenStep | None:
+        """That of a model, or `None` if it is of no known kind or some of its layers have no fast path."""
+        if fast_path_of(model, "model") is None or model.model.embed_tokens.weight.dtype != torch.bfloat16:
+            return None
+        layers = model.model.layers
+        if not all(isinstance(layer.__dict__.get("forward"), SingleTokenLayer) for layer in layers):
+            return None
+        return cls(model)
+
+    def step(self, token: torch.Tensor, position_ids: torch.Tensor, start: int, cache: Cache) -> torch.Tensor | None:
+        """Appends one token [1, 1], at position `start`, which is also in `position_ids` [1, 1].
+
+        Returns:
+            Its logits [1, V]; `None`, and nothing was done, if the library has to compute this step: the cache is not
+            one to write into, or somebody listens to the layers.
+
+        Raises:
+            EngineError: `NOT_ENOUGH_MEMORY`.
+        """
+        for hooks in self._hooks:
+            if hooks:
+                return None
+        hidden = self._embed(token)
+        angles = self._angles.at(start, hidden, position_ids)
+        first = True
+        for layer in self._layers:
+            out = layer.step(hidden, cache, angles)
+            if out is None:
+                if first:
+                    return None
+                # A layer with a cache of another kind; a single token has nothing hidden from it.
+                out = layer.in_library(
+                    hidden,
+                    attention_mask=None,
+                    position_ids=position_ids,
+                    past_key_values=cache,
+                    use_cache=True,
+                    position_embeddings=angles,
+                )
+            hidden, first = out, False
+        logits: torch.Tensor = self._head(self._norm(hidden))
+        return logits[:, -1]
+
+
+class _Angles:
+    """Cosines and sines of positions, as the model's rotary embedding gives them."""
+
+    def __init__(self, rotary: Any) -> None:
+        self._rotary = rotary
+        self._is_fixed = getattr(rotary, "rope_type", None) in _FIXED_ANGLES
+        self._page = -1
+        self._rows: Any = ()
+
+    def at(self, position: int, like: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        """Of one position: a tensor, or cosine and sine, [1, 1, angles]."""
+        if not self._is_fixed:
+            return self._rotary(like, position_ids)
+        page, row = divmod(position, _PAGE)
+        if page != self._page:
+            self._rows = self._of_page(page, like)
+            self._page = page
+        return self._rows[row]
+
+    def _of_page(self, page: int, like: torch.Tensor) -> list[Any]:
+        ids = torch.arange(page * _PAGE, (page + 1) * _PAGE, device=like.device).unsqueeze(0)
+        found = self._rotary(like, ids)
+        if isinstance(found, torch.Tensor):
+            return [found[:, row : row + 1] for row in range(_PAGE)]
+        return [tuple(part[:, row : row + 1] for part in found) for row in range(_PAGE)]

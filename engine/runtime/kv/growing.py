@@ -1,0 +1,293 @@
+"""KV cache layers that write in place: a token costs a row, not a copy of the whole context.
+
+transformers' `DynamicLayer` concatenates at every step, which moves the entire cache for each token.  `GrowingLayer`
+holds its keys and values in buffers of doubling capacity and hands out views of them; it is equal in every other way,
+so it stands in for plain full-attention layers, `GrowingWindowLayer` for sliding windows, and the library's own layers
+serve all others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+_FIRST_CAPACITY = 256
+
+
+def grown_capacity(held: int, tokens: int, most_tokens: int | None = None) -> int:
+    """Tokens that there is room for once a layer that was full with `held` has been made to hold `tokens`."""
+    capacity = max(_FIRST_CAPACITY, 2 * held, tokens)
+    return capacity if most_tokens is None else max(tokens, min(capacity, most_tokens))
+
+
+class GrowingWindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]  # transformers is untyped
+    """The library's layer, besides `claim_row`.
+
+    `keys` and `values` are views of a buffer with room behind them as long as nobody has put others in their place:
+    that is how the library's own methods, which all do so, need not know of it.
+    """
+
+    keys: Any
+    values: Any
+
+    def __init__(self, sliding_window: int) -> None:
+        super().__init__(sliding_window)
+        self._start = 0
+        self._key_buffer: torch.Tensor | None = None
+        self._value_buffer: torch.Tensor | None = None
+        self._shown: tuple[Any, Any] = (None, None)
+
+    def claim_row(self) -> tuple[torch.Tensor, torch.Tensor, int] | None:
+        """One more token whose states the caller writes itself, into row n of the tensors returned.
+
+        Returns:
+            Keys and values [1, H, n + 1 or more, D], dense but for dimension 1, and n, the tokens of the window before
+            this one; `None` if the layer is empty, holds several sequences or is to remember what slides out.
+        """
+        if not self.is_initialized or self.record_past or self.keys.dim() != 4 or self.keys.shape[0] != 1:
+            return None
+        held = self.keys.shape[-2]
+        keys, values = self._key_buffer, self._value_buffer
+        moved = self._shown[0] is not self.keys or self._shown[1] is not self.values
+        if keys is None or values is None or moved or self._start + held == keys.shape[-2]:
+            keys, values = self._move(held)
+        start = self._start
+        left = max(0, held + 1 - (self.sliding_window - 1))  # what slides out once this token is there
+        self.keys = keys.narrow(-2, start + left, held + 1 - left)
+        self.values = values.narrow(-2, start + left, held + 1 - left)
+        self._shown = (self.keys, self.values)
+        self._start = start + left
+        self.cumulative_length += 1
+        return keys.narrow(-2, start, held + 1), values.narrow(-2, start, held + 1), held
+
+    def allocated_bytes(self) -> int:
+        """Bytes of what is held, room for coming tokens included."""
+        if not self.is_initialized:
+            return 0
+        is_shown = self._shown[0] is self.keys and self._key_buffer is not None and self._value_buffer is not None
+        held = (self._key_buffer, self._value_buffer) if is_shown else (self.keys, self.values)
+        return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
+
+    def _move(self, held: int) -> tuple[torch.Tensor, torch.Tensor]:
+        # New buffers rather than the old ones' beginning: somebody may still hold a view of those.
+        capacity = grown_capacity(held, held + 1, 2 * self.sliding_window)
+        moved = []
+        for old in (self.keys, self.values):
+            buffer = old.new_empty((*old.shape[:-2], capacity, old.shape[-1]))
+            buffer.narrow(-2, 0, held).copy_(old)
+            moved.append(buffer)
+        self._key_buffer, self._value_buffer = moved
+        self._start = 0
+        return moved[0], moved[1]
+
+
+class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
+    """Keys and values [B, H, n, D] as views of buffers [B, H, capacity, D].
+
+    Args:
+        most_tokens: capacity never exceeds this unless more tokens do come.
+    """
+
+    _is_behind = False
+    """Whether rows were claimed since `keys` and `values` were last looked at: whoever claims does not look."""
+
+    def __init__(self, most_tokens: int | None = None) -> None:
+        super().__init__()
+        self._most_tokens = most_tokens
+        self._length = 0
+        self._key_buffer: torch.Tensor | None = None
+        self._value_buffer: torch.Tensor | None = None
+
+    @property
+    def keys(self) -> Any:
+        """What is held, [B, H, n, D]."""
+        self._catch_up()
+        return self._keys
+
+    @keys.setter
+    def keys(self, keys: Any) -> None:
+        self._catch_up()
+        self._keys = keys
+
+    @property
+    def values(self) -> Any:
+        """What is held, [B, H, n, D]."""
+        self._catch_up()
+        return self._values
+
+    @values.setter
+    def values(self, values: Any) -> None:
+        self._catch_up()
+        self._values = values
+
+    def _catch_up(self) -> None:
+        if self._is_behind:
+            self._is_behind = False
+            assert self._key_buffer is not None
+            assert self._value_buffer is not None
+            self._keys = self._key_buffer.narrow(-2, 0, self._length)
+            self._values = self._value_buffer.narrow(-2, 0, self._length)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self._length = 0
+        self._key_buffer = self._value_buffer = None
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *args: Any,  # noqa: ARG002 - the library's signature
+        **kwargs: Any,  # noqa: ARG002
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends states [B, H, q, D]; returns all keys and values so far, as views valid until the next call."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self._length
+        end = start + key_states.shape[-2]
+        keys, values = self._key_buffer, self._value_buffer
+        if keys is None or values is None or end > keys.shape[-2]:
+            keys, values = self._grow(key_states, value_states, end)
+        keys.narrow(-2, start, end - start).copy_(key_states)
+        values.narrow(-2, start, end - start).copy_(value_states)
+        self._length = end
+        self.keys = keys.narrow(-2, 0, end)
+        self.values = values.narrow(-2, 0, end)
+        return self.keys, self.values
+
+    def room_for(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Buffers [1, H, capacity, D] that hold at least so many tokens, and what they hold so far.
+
+        Returns:
+            `None` if the cache is empty or holds several sequences.
+        """
+        if self._key_buffer is None or self._value_buffer is None or self._key_buffer.shape[0] != 1:
+            return None
+        if tokens > self._key_buffer.shape[-2]:
+            return self._grow(self.keys, self.values, tokens)
+        return self._key_buffer, self._value_buffer
+
+    def wrote(self, tokens: int) -> None:
+        """Somebody has written rows into the buffers: they hold so many tokens now."""
+        assert self._key_buffer is not None
+        assert self._value_buffer is not None
+        self._length = tokens
+        self.keys = self._key_buffer.narrow(-2, 0, tokens)
+        self.values = self._value_buffer.narrow(-2, 0, tokens)
+
+    def claim_row(self) -> tuple[torch.Tensor, torch.Tensor, int] | None:
+        """One more token whose states the caller writes itself, into row n of the buffers returned.
+
+        Returns:
+            Key and value buffer [1, H, capacity, D] and n, the tokens held before; `None` if the cache is empty or
+            holds several sequences.
+        """
+        if self._key_buffer is None or self._value_buffer is None or self._key_buffer.shape[0] != 1:
+            return None
+        start = self._length
+        if start == self._key_buffer.shape[-2]:
+            self._grow(self.keys, self.values, start + 1)
+        keys, values = self._key_buffer, self._value_buffer
+        self._length = start + 1
+        self._is_behind = True
+        return keys, values, start
+
+    def _grow(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        capacity = grown_capacity(self._length, tokens, self._most_tokens)
+        grown = []
+        for old, new in ((self._key_buffer, key_states), (self._value_buffer, value_states)):
+            buffer = new.new_empty((*new.shape[:-2], capacity, new.shape[-1]))
+            if old is not None and self._length:
+                buffer.narrow(-2, 0, self._length).copy_(old.narrow(-2, 0, self._length))
+            grown.append(buffer)
+        self._key_buffer, self._value_buffer = grown
+        return grown[0], grown[1]
+
+    def _show(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Makes these the buffers, full to the brim."""
+        self._key_buffer = self.keys = keys
+        self._value_buffer = self.values = values
+        self._length = keys.shape[-2]
+
+    def get_seq_length(self) -> int:
+        """Tokens held."""
+        return self._length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last `-tokens_to_remove` tokens: nothing is copied."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove is {tokens_to_remove}, but must be 0 or negative.")
+        if self._key_buffer is None or self._value_buffer is None:
+            return
+        self._length = max(0, self._length + tokens_to_remove)
+        self.keys = self._key_buffer.narrow(-2, 0, self._length)
+        self.values = self._value_buffer.narrow(-2, 0, self._length)
+
+    def reset(self) -> None:
+        """Forgets everything and frees the buffers."""
+        super().reset()
+        self._is_behind = False
+        self._length = 0
+        self._key_buffer = self._value_buffer = None
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i becomes what row `beam_idx[i]` was; `beam_idx` may be longer than the batch, which widens it."""
+        if self._length == 0 or self._key_buffer is None or self._value_buffer is None:
+            return
+        beam_idx = beam_idx.to(self.keys.device)
+        if beam_idx.shape[0] != self.keys.shape[0]:
+            self._show(self.keys.index_select(0, beam_idx), self.values.index_select(0, beam_idx))
+            return
+        # Most beams continue themselves: only the rows that change hands are copied, and the spare capacity stays.
+        rows = (beam_idx != torch.arange(beam_idx.shape[0], device=beam_idx.device)).nonzero().squeeze(-1)
+        if rows.numel():
+            sources = beam_idx[rows]
+            self.keys[rows] = self.keys.index_select(0, sources)
+            self.values[rows] = self.values.index_select(0, sources)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times."""
+        if self._length:
+            self._show(self.keys.repeat_interleave(repeats, dim=0), self.values.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Only these rows."""
+        if self._length:
+            self._show(self.keys[indices, ...], self.values[indices, ...])
+
+    def offload(self) -> None:
+        """Not for this layer: its buffers stay where they were made."""
+        raise NotImplementedError("A growing layer is not offloaded.")
+
+    def prefetch(self) -> None:
+        """Nothing is ever offloaded."""
+
+    def allocated_bytes(self) -> int:
+        """Bytes of both buffers, spare capacity included."""
+        return sum(b.numel() * b.element_size() for b in (self._key_buffer, self._value_buffer) if b is not None)
+
+
+def new_cache(model: Any, most_tokens: int | None = None) -> Cache | None:
+    """An empty cache for this model; `None` if the model insists on making its own.
+
+    Args:
+        most_tokens: length of the context, which bounds what is allocated ahead.
+    """
+    if not model._supports_default_dynamic_cache():
+        return None
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache.layers = [_growing(layer, most_tokens) for layer in cache.layers]
+    return cache
+
+
+def _growing(layer: Any, most_tokens: int | None) -> Any:
+    """A new layer that does what the library's new `layer` does, in place where that is known."""
+    if type(layer) is DynamicLayer:
+        return GrowingLayer(most_tokens)
+    if type(layer) is DynamicSlidingWindowLayer:
+        return GrowingWindowLayer(layer.sliding_window)
+    return layer

@@ -1,0 +1,179 @@
+"""What a KV cache takes of memory: measured when a model is loaded, reserved on its devices before it is needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.sizes import rounded_down, rounded_up
+from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
+from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer, grown_capacity
+
+if TYPE_CHECKING:
+    from engine.runtime.load.devices import ModelDevices
+
+_BUFFERED_TOKENS = 128
+"""Layers that compress what lies behind keep the tokens of a group beside until it is full: DeepSeek-V4's longest."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvCost:
+    """Bytes of a model's cache: `fixed`, and `per_token` of context.
+
+    What is fixed is the state of recurrent layers, and what is kept of tokens that are still to be compressed.
+    """
+
+    per_token: int = 0
+    fixed: int = 0
+
+
+def measure_kv(model: Any, device: torch.device) -> KvCost:
+    """What the model's own cache takes for one token of context, and by how much it grows with the second.
+
+    Measured rather than derived, so that latent attention, shared KV and layers without any come out right.
+    """
+    token = torch.tensor([[_harmless_token(model)]], device=device)
+    inputs: dict[str, Any] = {"input_ids": token, "use_cache": True}
+    if model.config.is_encoder_decoder:  # some encoders refuse to be asked for a cache: theirs runs beforehand
+        source = model.get_encoder()(input_ids=token, return_dict=True)
+        inputs = {"encoder_outputs": source, "decoder_input_ids": token, "use_cache": True}
+    first = model(**inputs)
+    cache = getattr(first, "past_key_values", None)
+    if cache is None:
+        return KvCost()
+    kept, all_kept = _kept_bytes(cache), cache_bytes(_of_decoder(cache))
+    grown = model(**inputs, past_key_values=cache).past_key_values
+    per_token = max(0, _kept_bytes(grown) - kept)
+    growth = max(per_token, cache_bytes(_of_decoder(grown)) - all_kept)
+    return KvCost(per_token, max(0, all_kept - growth) + _BUFFERED_TOKENS * (growth - per_token))
+
+
+def _harmless_token(model: Any) -> int:
+    text = model.config.get_text_config()
+    for name in ("bos_token_id", "eos_token_id"):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and 0 <= value < text.vocab_size:
+            return value
+    return 0
+
+
+def _of_decoder(cache: Any) -> Any:
+    """What is kept of the encoder does not grow with the answer."""
+    return getattr(cache, "self_attention_cache", cache)
+
+
+def _kept_bytes(cache: Any) -> int:
+    """Bytes of keys, values and states, without what a layer keeps beside them for a while."""
+    total = 0
+    for layer in getattr(_of_decoder(cache), "layers", ()):
+        tensors = {id(value): value for value in vars(layer).values() if isinstance(value, torch.Tensor)}
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    return total
+
+
+def cache_bytes(cache: Cache | None) -> int:
+    """Bytes held by every tensor of a cache, whatever its layers call them.  May be asked while a forward runs."""
+    if cache is None:
+        return 0
+    beside = _tensor_bytes([value for name, value in list(vars(cache).items()) if name != "layers"])
+    return sum(cache_layer_bytes(cache)) + beside
+
+
+def cache_layer_bytes(cache: Cache | None) -> list[int]:
+    """Bytes held by each layer of a cache."""
+    return [
+        layer.allocated_bytes() if isinstance(layer, GrowingLayer | GrowingWindowLayer) else _tensor_bytes(vars(layer))
+        for layer in list(getattr(cache, "layers", ()))
+    ]
+
+
+def _tensor_bytes(holder: Any) -> int:
+    if isinstance(holder, torch.Tensor):
+        return holder.numel() * holder.element_size()
+    if isinstance(holder, dict):
+        return sum(_tensor_bytes(value) for value in list(holder.values()))
+    if isinstance(holder, list | tuple):
+        return sum(_tensor_bytes(value) for value in list(holder))
+    return 0
+
+
+class KvRoom:
+    """What one KV cache takes of each device; on the CPU alone there is nothing to count.
+
+    Args:
+        most_tokens: longest context.
+    """
+
+    def __init__(self, devices: ModelDevices | None, most_tokens: int) -> None:
+        self._devices = devices
+        self._most_tokens = most_tokens
+        opened = devices.devices if devices is not None else ()
+        self._reservations = [device.memory.reserve(0, MemoryCategory.KV) for device in opened]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes counted now, on all devices."""
+        return sum(reservation.nbytes for reservation in self._reservations)
+
+    def make(self, cache: Cache | None, tokens: int, rows: int = 1) -> None:
+        """Before a forward that lets each of `rows` sequences hold `tokens`.
+
+        Raises:
+            EngineError: `NOT_ENOUGH_MEMORY`: not even all slots of the expert caches would do.
+        """
+        if self._devices is None:
+            return
+        held = self._held(cache)
+        for index, kv in enumerate(self._devices.kv):
+            now = max(0, held[index] // rows - kv.fixed) // kv.per_token if kv.per_token else 0
+            capacity = now if tokens <= now else grown_capacity(now, tokens, self._most_tokens)
+            self._resize(index, max(held[index], rows * (kv.fixed + capacity * kv.per_token)), tokens)
+
+    def count(self, cache: Cache | None) -> None:
+        """After a forward: the bytes that are really held.
+
+        Raises:
+            EngineError: as `make`.
+        """
+        if self._devices is None:
+            return
+        for index, nbytes in enumerate(self._held(cache)):
+            if nbytes != self._reservations[index].nbytes:
+                self._resize(index, nbytes, cache.get_seq_length() if cache is not None else 0)
+
+    def release(self) -> None:
+        """The cache is gone: its memory is the experts' again."""
+        if self.nbytes:
+            for reservation in self._reservations:
+                reservation.release()
+            assert self._devices is not None
+            self._devices.experts.take_back()
+
+    def _held(self, cache: Cache | None) -> list[int]:
+        held = [0] * len(self._reservations)
+        assert self._devices is not None
+        for layer, nbytes in enumerate(cache_layer_bytes(cache)):
+            held[self._devices.layers.of_cache_layer(layer)] += nbytes
+        return held
+
+    def _resize(self, index: int, nbytes: int, tokens: int) -> None:
+        reservation = self._reservations[index]
+        assert self._devices is not None
+        try:
+            reservation.resize(nbytes)
+            return
+        except DeviceMemoryError as error:
+            self._devices.experts.give_back(index, error.asked - error.free)
+        try:
+            reservation.resize(nbytes)
+        except DeviceMemoryError as error:
+            raise EngineError(
+                ErrorCode.NOT_ENOUGH_MEMORY,
+                f"A context of {tokens:,} tokens needs another {rounded_up(error.asked)} of "
+                f"{self._devices.devices[index].name}, which has {rounded_down(error.free)} left: start a new chat, "
+                "allow it more with --vram, or use --device cpu.",
+            ) from None

@@ -1,0 +1,341 @@
+"""Binds experts to the devices that compute them, layers to kernels, and whoever predicts what is wanted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.common.config import EngineConfig
+from engine.common.footprint import KV_TOKENS
+from engine.devices.device import Device
+from engine.experts.activations import Activations
+from engine.experts.bank import BankLayer, ExpertBank
+from engine.experts.cache.policies import Key
+from engine.experts.disk_backed import DiskBackedBank, bind_disk_backed, can_be_disk_backed
+from engine.experts.dispatch import BANK_LAYER
+from engine.experts.dispatcher import HybridExperts, Misses, StepObserver
+from engine.experts.latency import LatencyModel, load_latency, save_latency
+from engine.experts.latency_measurement import measure
+from engine.experts.record import RecordLayout
+from engine.experts.record_source import LentSlots, RamRecords, RecordSource, TierRecords
+from engine.experts.sites import ExpertsSite
+from engine.experts.slot_segments import KernelMaker
+from engine.experts.vram_cache import Place, VramCache
+from engine.experts.whole_layer import LayerBuffers, WholeLayerExperts
+from engine.formats import careful, format_of
+from engine.kernels import choose_kernel
+from engine.kernels.gpu.proof import runs_kernels
+from engine.kernels.interface import ExpertKernel, LayerRecords
+from engine.kernels.native.library import NativeKernels, load_kernels
+from engine.kernels.native.linear import quantise_linears, speed_up_linears
+from engine.planner.placement import cache_slots
+from engine.runtime.fast_path.decoder_layer import speed_up_decoder_layers
+from engine.runtime.load.checkpoint import OpenedCheckpoint
+from engine.runtime.load.decision import Decision
+from engine.runtime.load.devices import DeviceExperts, LayerDevices
+from engine.runtime.load.foresight import Popularity, UseCounts, foretell_for_devices, foretell_for_ram, load_popularity
+from engine.runtime.loaded_model import LoadingParts
+
+_log = logging.getLogger(__name__)
+
+
+def bind_experts(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts, config: EngineConfig) -> None:
+    """Hands the experts over to who computes them, devices with all the memory that is left to them.
+
+    Raises:
+        EngineError: a device failed, or has no room for what no step can do without.
+    """
+    if decision.devices:
+        _bind_devices(opened, decision, parts, config)
+    elif parts.disk_backed is not None:
+        _bind_read_ahead(opened, decision, parts, config)
+
+
+def bind_dense(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts) -> None:
+    """Lets the native kernels compute what else is on the CPU."""
+    kernels = parts.kernels
+    if kernels is None:
+        return
+    if format_of(decision.precision).is_tiled:
+        quantise_linears(opened.model, careful(decision.precision, opened.weights), kernels)
+    speed_up_linears(opened.model, kernels)
+    speed_up_decoder_layers(opened.model, kernels)
+
+
+def _bind_devices(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts, config: EngineConfig) -> None:
+    devices, profile = parts.devices, opened.profile
+    able = [site for site in decision.sites if can_be_disk_backed(site)]
+    if decision.placement.all_experts or not able:
+        return
+    assert parts.bank is not None
+    context = min(opened.context_tokens(config), KV_TOKENS)
+    budgets = devices.expert_budgets(context, decision.activations)
+    held = devices.experts
+    if decision.dense.type == "cpu" and opened.dtype == torch.bfloat16:
+        held.kernels = load_kernels(1)  # the device's own: it computes beside the CPU
+    held.activations = [Activations(device) for device in decision.devices]
+    for activations in held.activations:  # what no step can do without: who is refused it runs on the CPU
+        activations.rows((max(profile.experts_per_token, 1), profile.hidden), opened.dtype)
+    records = RecordsInRam(parts.bank, parts.disk_backed, parts.kernels)
+    experts = [site.num_experts for site in able]
+    known = load_popularity(opened.key, experts)
+    bound = open_caches(held, able, records, decision.layers, config, budgets, known, parts.kernels, opened.dtype)
+    if config.misses == "layer":
+        bind_whole_layers(bound, held)
+        return
+    foresight, per_token = parts.foresight, profile.experts_per_token
+    foresight.prefetcher = foretell_for_devices(opened.model, bound, config, per_token, opened.key)
+    uses = UseCounts(experts, foresight.prefetcher)
+    foresight.keep_uses(opened.key, uses, known)
+    bind_to_devices(bound, held, config, uses)
+    if known is not None:
+        fill_caches(bound, known)
+
+
+def _bind_read_ahead(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts, config: EngineConfig) -> None:
+    """Lets the experts on disk be predicted, now that the routers can be asked."""
+    disk_backed = parts.disk_backed
+    assert disk_backed is not None
+    on_disk = [site for site in decision.sites if site.name in disk_backed.disk.header.index_of]
+    per_token = opened.profile.experts_per_token
+    prefetcher = foretell_for_ram(opened.model, on_disk, disk_backed, config, per_token, opened.key)
+    parts.foresight.prefetcher = prefetcher
+    bind_disk_backed(on_disk, disk_backed, parts.kernels, prefetcher)
+
+
+@dataclass(frozen=True)
+class ComputedOn:
+    """Stands where other experts have their records: hidden states are brought to this device."""
+
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class BoundLayer:
+    """A layer of experts on its device.
+
+    Attributes:
+        number: among all that are on devices.
+        latency: what is known of how long its experts take.
+    """
+
+    site: ExpertsSite
+    number: int
+    place: Place
+    make_kernel: KernelMaker
+    latency: LatencyModel
+
+
+class RecordsInRam:
+    """Where the records of each experts module are in RAM, all of them or as many as there are slots for."""
+
+    def __init__(self, bank: ExpertBank, disk_backed: DiskBackedBank | None, kernels: NativeKernels | None) -> None:
+        self._bank, self._disk_backed, self._kernels = bank, disk_backed, kernels
+        self._lent = LentSlots(disk_backed.ram) if disk_backed is not None else None
+
+    def of(self, site: ExpertsSite) -> tuple[BankLayer, ExpertKernel, RecordSource]:
+        """(what the CPU's kernel sees, that kernel, the source)."""
+        held = self._bank.layers.get(site.name)
+        if held is not None:
+            kernel = _kernel(site.module, held, self._kernels)
+            return held, kernel, RamRecords(held, kernel)
+        assert self._disk_backed is not None
+        assert self._lent is not None
+        layer = self._disk_backed.disk.header.index_of[site.name]
+        slots = self._disk_backed.ram.slots(layer)
+        kernel = _kernel(site.module, slots, self._kernels)
+        return slots, kernel, TierRecords(self._lent, layer, site.num_experts, kernel)
+
+
+def open_caches(
+    held: DeviceExperts,
+    sites: Sequence[ExpertsSite],
+    records: RecordsInRam,
+    layers: LayerDevices,
+    config: EngineConfig,
+    budgets: Sequence[int],
+    popularity: Popularity | None,
+    kernels: NativeKernels | None,
+    dtype: torch.dtype,
+) -> list[BoundLayer]:
+    """Makes the caches of all devices, and says for each experts module where it is kept.
+
+    Args:
+        held: of the devices; what is made here is added to it, and so is closed with it even if this fails.
+        budgets: bytes of each device for slots and staging.
+        popularity: of the experts, by the number of the layer, if it is known.
+        kernels: native ones for the CPU.
+
+    Raises:
+        EngineError: a device failed.
+    """
+    numbers = {site.name: number for number, site in enumerate(sites)}
+    bound: list[BoundLayer] = []
+    for index, device in enumerate(held.devices):
+        mine = [site for site in sites if layers.of(site.name) == index]
+        groups: dict[RecordLayout, list[ExpertsSite]] = {}
+        for site in mine:
+            groups.setdefault(site.layout, []).append(site)
+        total = sum(site.nbytes for site in mine)
+        for group in groups.values():
+            share = sum(site.nbytes for site in group) / total
+            uses = popularity.of([numbers[site.name] for site in group]) if popularity is not None else None
+            cache = _open_cache(held, device, group, config, int(budgets[index] * share), share, uses)
+            held.add(index, cache)
+            makers: dict[object, KernelMaker] = {}
+            latency: LatencyModel | None = None
+            for layer, site in enumerate(group):
+                seen, kernel, source = records.of(site)
+                make = makers.setdefault(_likeness(site.module), _maker(site.module, held.kernels))
+                if latency is None:
+                    latency = _latency(device, seen, kernel, make, kernels, dtype)
+                place = Place(cache, layer, source)
+                bound.append(BoundLayer(site, numbers[site.name], place, make, latency))
+    return sorted(bound, key=lambda layer: layer.number)
+
+
+def bind_to_devices(
+    bound: Sequence[BoundLayer],
+    held: DeviceExperts,
+    config: EngineConfig,
+    observer: StepObserver | None,
+) -> None:
+    """Lets every experts module be computed where `open_caches` has put it.
+
+    Args:
+        observer: is told of decode steps.
+    """
+    activations = {activations.device.name: activations for activations in held.activations}
+    for layer in bound:
+        place, device = layer.place, layer.place.cache.device
+        experts = HybridExperts(
+            place.cache,
+            place.layer,
+            place.source,
+            layer.make_kernel,
+            layer.latency,
+            activations[device.name],
+            mode=Misses(config.misses),
+            prefetcher=observer,
+            number=layer.number,
+        )
+        setattr(layer.site.module, BANK_LAYER, (ComputedOn(device.torch_device), experts))
+
+
+def bind_whole_layers(bound: Sequence[BoundLayer], held: DeviceExperts) -> None:
+    """In place of `bind_to_devices`, for comparison: all experts of a layer come while the one before computes.
+
+    Raises:
+        DeviceMemoryError: two layers do not fit a device.
+    """
+    groups: dict[int, list[BoundLayer]] = {}
+    for layer in bound:
+        groups.setdefault(id(layer.place.cache), []).append(layer)
+    for group in groups.values():
+        cache = group[0].place.cache
+        buffers = LayerBuffers(cache.device, cache.layout, [layer.place.source for layer in group])
+        held.layer_buffers.append(buffers)
+        for number, layer in enumerate(group):
+            experts = WholeLayerExperts(buffers, number, layer.make_kernel)
+            setattr(layer.site.module, BANK_LAYER, (ComputedOn(cache.device.torch_device), experts))
+
+
+def fill_caches(bound: Sequence[BoundLayer], popularity: Popularity) -> None:
+    """Brings the experts that were used most before, as many as there are slots for (Fiddler's placement)."""
+    for number, expert in popularity.ranked():
+        place = bound[number].place
+        cache = place.cache
+        if not cache.free_slots(place.layer):
+            continue
+        held = place.source.hold_present([expert])
+        try:
+            if expert in held.rows and not cache.post_fetch(place.layer, [expert], held):
+                cache.wait()  # as many are on their way as may be
+                cache.post_fetch(place.layer, [expert], held)
+        finally:
+            held.release()
+
+
+def _open_cache(
+    held: DeviceExperts,
+    device: Device,
+    group: list[ExpertsSite],
+    config: EngineConfig,
+    budget: int,
+    share: float,
+    uses: dict[Key, float] | None,
+) -> VramCache:
+    """As many slots as the budget allows, or as are wanted."""
+    layout, layers = group[0].layout, len(group)
+    experts = max(site.num_experts for site in group)
+    slots, staging, wanted = cache_slots(budget, layout.nbytes, layers * experts, share, config)
+    if config.cache_slots and slots < wanted and config.misses != "layer":
+        held.shortages.append(f"Only {slots} experts fit {device.name} beside the rest.")
+    policy = config.cache_policy
+    if policy == "static" and uses is None:
+        held.shortages.append(
+            "Which experts are used most is not known yet: the policy is found out until the next start."
+        )
+        policy = "auto"
+    return VramCache(
+        device,
+        layout,
+        layers=layers,
+        experts=experts,
+        slots=slots,
+        ways=config.cache_ways,
+        policy=policy,
+        popularity=uses,
+        staging=staging,
+    )
+
+
+def _kernel(module: Any, records: LayerRecords, kernels: NativeKernels | None) -> ExpertKernel:
+    kernel = choose_kernel(module, records, kernels)
+    assert kernel is not None  # modules that compute by themselves are not brought here
+    return kernel
+
+
+def _maker(module: Any, kernels: NativeKernels | None) -> KernelMaker:
+    return lambda records: _kernel(module, records, kernels)
+
+
+def _likeness(module: Any) -> object:
+    """Equal for modules whose experts compute the same from their weights: these share kernels and what those keep."""
+    if module.has_post_expert_norm:
+        return id(module)
+    plain = tuple(
+        sorted((name, value) for name, value in vars(module).items() if isinstance(value, bool | int | float | str))
+    )
+    numbered = tuple((name, value) for name, value in plain if "layer" not in name)
+    return type(module), numbered
+
+
+def _latency(
+    device: Device,
+    seen: BankLayer,
+    on_cpu: ExpertKernel,
+    make: KernelMaker,
+    kernels: NativeKernels | None,
+    dtype: torch.dtype,
+) -> LatencyModel:
+    """Measured at the first start with such experts on this machine, and kept."""
+    threads = torch.get_num_threads()
+    name = f"{device.name.partition('#')[0]} {threads} threads {kernels.isa.name if kernels is not None else 'torch'}"
+    if runs_kernels(device.torch_device):
+        name += " triton"
+    precision = str(dtype).removeprefix("torch.")
+    known = load_latency(name, precision, seen.layout.nbytes)
+    if known is not None:
+        return known
+    width = next(part.shape[0] for part in seen.layout.unquantised.parts if part.name == "down_proj")
+    found = measure(device, seen, on_cpu, make, width, dtype=dtype, precision=precision)
+    try:
+        save_latency(name, found)
+    except OSError as error:  # it is measured again at the next start
+        _log.warning("the measured latencies could not be kept: %s", error)
+    return found

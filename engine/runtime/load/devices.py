@@ -1,0 +1,330 @@
+"""The devices that a model runs on: which layers are where, and what weights, expert caches and KV take of each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from engine.common.errors import EngineError
+from engine.devices.device import Device
+from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory, Reservation
+from engine.experts.activations import Activations
+from engine.experts.vram_cache import VramCache
+from engine.experts.whole_layer import LayerBuffers
+from engine.kernels.native.library import NativeKernels
+from engine.runtime.kv.memory import KvCost
+
+
+@dataclass(frozen=True)
+class LayerDevices:
+    """Where the parts of a model are, by index of the device.
+
+    Attributes:
+        prefix: name of the list of decoder layers with a dot behind it; empty if nothing is split.
+        of_layer: device of each decoder layer.
+    """
+
+    prefix: str = ""
+    of_layer: tuple[int, ...] = ()
+
+    def of(self, name: str) -> int:
+        """The device of the module or tensor of this name."""
+        if not self.prefix or not name.startswith(self.prefix):
+            return 0
+        number = name[len(self.prefix) :].partition(".")[0]
+        return self.of_layer[int(number)] if number.isdecimal() else 0
+
+    def of_cache_layer(self, index: int) -> int:
+        """The device of the KV of a decoder layer."""
+        return self.of_layer[index] if index < len(self.of_layer) else 0
+
+    def device_map(self, places: Sequence[torch.device]) -> dict[str, torch.device]:
+        """Module name -> torch device, as transformers' loading takes it."""
+        split = {f"{self.prefix}{layer}": places[index] for layer, index in enumerate(self.of_layer) if index}
+        return {"": places[0], **split}
+
+
+@dataclass(frozen=True)
+class DecoderLayers:
+    """The list of decoder layers that a model has.
+
+    Attributes:
+        prefix: its name with a dot behind it; empty if there is none to be split.
+        count: of layers.
+    """
+
+    prefix: str = ""
+    count: int = 0
+
+    def index_of(self, name: str) -> int | None:
+        """The layer that the module or tensor of this name belongs to, if it does to one."""
+        number = name[len(self.prefix) :].partition(".")[0] if self.prefix and name.startswith(self.prefix) else ""
+        return int(number) if number.isdecimal() else None
+
+    def on(self, of_layer: tuple[int, ...]) -> LayerDevices:
+        """Each of them on the device of this index; nothing is split if there are none."""
+        return LayerDevices(self.prefix, of_layer) if of_layer else LayerDevices()
+
+    def sums(self, sizes: Mapping[str, int]) -> tuple[tuple[int, ...], int]:
+        """(bytes of each layer, bytes of all else) from those of each tensor by name."""
+        layers, elsewhere = [0] * self.count, 0
+        for name, nbytes in sizes.items():
+            index = self.index_of(name)
+            if index is None:
+                elsewhere += nbytes
+            else:
+                layers[index] += nbytes
+        return tuple(layers), elsewhere
+
+
+def decoder_layers(model: Any) -> DecoderLayers:
+    """Those of a decoder-only model; none of any other."""
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
+        return DecoderLayers()
+    count = getattr(config, "num_hidden_layers", 0)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count > 1:
+            return DecoderLayers(f"{name}.", count)
+    return DecoderLayers()
+
+
+def move_between(model: Any, layers: LayerDevices, places: Sequence[torch.device]) -> None:
+    """Lets hidden states and whatever else a layer is given travel to the device that the layer is on, and back.
+
+    Nothing is to be done where all devices share one memory, as emulated ones do.
+    """
+    if len({str(place) for place in places}) < 2 or not any(layers.of_layer):
+        return
+    modules = model.get_submodule(layers.prefix.removesuffix("."))
+    for index, module in zip(layers.of_layer, modules, strict=True):
+        if index:
+            module.register_forward_pre_hook(_Bring(places[index]), with_kwargs=True)
+    modules[-1].register_forward_hook(lambda _module, _args, output: _moved(output, places[0]))
+
+
+class _Bring:
+    """Moves the arguments of a module to its device."""
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
+
+    def __call__(self, _module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return _moved(args, self._place), _moved(kwargs, self._place)
+
+
+def _moved(value: Any, place: torch.device) -> Any:
+    """Tensors in tuples, lists and dictionaries; other objects, such as caches, are left alone."""
+    if isinstance(value, torch.Tensor):
+        return value if value.device == place else value.to(place, non_blocking=True)
+    if type(value) in (tuple, list):
+        return type(value)(_moved(item, place) for item in value)
+    if type(value) is dict:
+        return {key: _moved(item, place) for key, item in value.items()}
+    return value
+
+
+@dataclass
+class DeviceExperts:
+    """The expert caches of a model, and what else was opened for them.
+
+    Attributes:
+        caches: of each device, one for each layout of records.
+        activations: of each device, on their way.
+        layer_buffers: in place of caches, where whole layers are fetched.
+        kernels: the native ones that compute for emulated devices.
+        shortages: sentences for the user about what did not fit from the start.
+    """
+
+    devices: Sequence[Device]
+    caches: list[list[VramCache]] = field(init=False)
+    activations: list[Activations] = field(default_factory=list)
+    kernels: NativeKernels | None = None
+    layer_buffers: list[LayerBuffers] = field(default_factory=list)
+    shortages: list[str] = field(default_factory=list)
+    _wanted: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.caches = [[] for _ in self.devices]
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for the user about what could not be had, as of now."""
+        said = [cache.note for caches in self.caches for cache in caches]
+        return [*self.shortages, *(note for note in said if note is not None)]
+
+    @property
+    def slots(self) -> int:
+        """Experts that can be kept on the devices."""
+        return sum(cache.slots for caches in self.caches for cache in caches)
+
+    def add(self, index: int, cache: VramCache) -> None:
+        """A cache of the device of this index."""
+        self.caches[index].append(cache)
+        self._wanted[id(cache)] = cache.slots
+
+    def give_back(self, index: int, nbytes: int) -> int:
+        """Makes the caches of a device smaller by at least so many bytes, if they have them.
+
+        Returns:
+            Bytes that are free now and were not before.
+        """
+        freed = 0
+        for cache in sorted(self.caches[index], key=lambda cache: -cache.nbytes):
+            if freed >= nbytes:
+                break
+            before = cache.nbytes
+            fewer = -(-(nbytes - freed) // cache.layout.nbytes)
+            cache.resize(max(0, cache.slots - fewer))
+            freed += before - cache.nbytes
+        return freed
+
+    def resize(self, slots: int) -> int:
+        """So many slots on all devices from now on, shared as they are now, as far as there is memory; how many.
+
+        Raises:
+            EngineError: a device has failed.
+        """
+        caches = [cache for caches in self.caches for cache in caches] if not self.layer_buffers else []
+        shares = [cache.slots for cache in caches] if self.slots else [1] * len(caches)
+        for cache, share in zip(caches, shares, strict=True):
+            self._wanted[id(cache)] = cache.resize(round(slots * share / sum(shares)))
+        return self.slots
+
+    def take_back(self) -> None:
+        """Lets caches that had to give memory back have it again, as far as it is free."""
+        for device, caches in zip(self.devices, self.caches, strict=True):
+            for cache in caches:
+                missing = self._wanted[id(cache)] - cache.slots
+                fitting = device.memory.free // cache.layout.nbytes
+                if missing > 0 and fitting > 0:
+                    cache.resize(cache.slots + min(missing, fitting))
+
+    def settle_for_less(self) -> None:
+        """From now on caches are wanted as small as they have become."""
+        for caches in self.caches:
+            for cache in caches:
+                self._wanted[id(cache)] = cache.slots
+
+    def close(self) -> None:
+        """Frees all slots.  The devices are closed by whoever opened them.  Harmless if repeated."""
+        for buffers in self.layer_buffers:
+            buffers.close()
+        self.layer_buffers = []
+        for caches in self.caches:
+            for cache in caches:
+                cache.close()
+        for activations in self.activations:
+            with contextlib.suppress(EngineError):
+                activations.close()
+        self.caches, self.activations = [[] for _ in self.devices], []
+        if self.kernels is not None:
+            self.kernels.close()
+            self.kernels = None
+
+
+class ModelDevices:
+    """Owns the devices and all that was allocated on them; made empty, and filled while the model is loaded.
+
+    Args:
+        layers: what is where; by default all of it is on the first device.
+
+    Attributes:
+        experts: slots and whoever computes from them.
+        kv: what a cache takes on each device.
+    """
+
+    def __init__(self, devices: Sequence[Device], layers: LayerDevices | None = None) -> None:
+        self.devices = tuple(devices)
+        self.layers = layers or LayerDevices()
+        self.experts = DeviceExperts(self.devices)
+        self.kv: tuple[KvCost, ...] = (KvCost(),) * len(self.devices)
+        self._fixed: list[Reservation] = []
+
+    def memory(self) -> tuple[int, int, int]:
+        """Bytes of all devices: those that may be used, those that are, and the part of these that experts have."""
+        uses = [device.memory.use() for device in self.devices]
+        experts = sum(
+            use.by_category[kind] for use in uses for kind in (MemoryCategory.EXPERTS, MemoryCategory.STAGING)
+        )
+        return sum(use.total for use in uses), sum(use.used for use in uses), experts
+
+    def count(self, index: int, nbytes: int, category: MemoryCategory) -> None:
+        """Counts memory of a device that torch or the library allocates.
+
+        Raises:
+            DeviceMemoryError: beyond the device's budget.
+        """
+        self._fixed.append(self.devices[index].memory.reserve(nbytes, category))
+
+    def count_weights(self, sizes: Mapping[str, int]) -> None:
+        """Counts tensors of these names and bytes on the devices that they go to.
+
+        Raises:
+            DeviceMemoryError: beyond a device's budget.
+        """
+        dense = [0] * len(self.devices)
+        for name, nbytes in sizes.items() if dense else ():
+            dense[self.layers.of(name)] += nbytes
+        for index, nbytes in enumerate(dense):
+            self.count(index, nbytes, MemoryCategory.WEIGHTS)
+
+    def expert_budgets(self, context_tokens: int, activations: Sequence[int]) -> list[int]:
+        """Bytes of each device for experts, once there is room for a context and for a piece of a prompt."""
+        return [
+            max(0, device.memory.free - kv.fixed - context_tokens * kv.per_token - room)
+            for device, kv, room in zip(self.devices, self.kv, activations, strict=True)
+        ]
+
+    def expect_kv(self, cost: KvCost, cache_layers: int) -> None:
+        """How much a cache of all layers will take; they are taken to be alike."""
+        shares = [0] * len(self.devices)
+        for layer in range(cache_layers):
+            shares[self.layers.of_cache_layer(layer)] += 1
+        layers = max(cache_layers, 1)
+        self.kv = tuple(
+            KvCost(-(-cost.per_token * share // layers), -(-cost.fixed * share // layers)) for share in shares
+        )
+
+    def context_room(self, wanted: int, fewest: int, activations: Sequence[int]) -> int:
+        """The longest context, up to `wanted` tokens, that all devices can hold if their experts give way.
+
+        Raises:
+            DeviceMemoryError: one has not even room for `fewest` tokens.
+        """
+        room = wanted
+        for device, caches, kv, needed in zip(self.devices, self.experts.caches, self.kv, activations, strict=True):
+            counted = device.memory.use().by_category[MemoryCategory.ACTIVATIONS]
+            left = device.memory.free + sum(cache.nbytes for cache in caches) + counted - needed
+            least = kv.fixed + min(wanted, fewest) * kv.per_token
+            if left < least:
+                raise DeviceMemoryError(device.name, MemoryCategory.KV, least, max(left, 0))
+            room = min(room, (left - kv.fixed) // kv.per_token) if kv.per_token else room
+        return room
+
+    def shrink(self) -> bool:
+        """After a device has run out of memory: gives a quarter of the slots back for good.
+
+        Returns:
+            Whether there was anything to give.
+        """
+        freed = 0
+        for index, caches in enumerate(self.experts.caches):
+            held = sum(cache.nbytes for cache in caches)
+            if held:
+                freed += self.experts.give_back(index, max(held // 4, 1))
+        self.experts.settle_for_less()
+        return freed > 0
+
+    def close(self) -> None:
+        """Frees everything and closes the devices.  Harmless if repeated."""
+        self.experts.close()
+        for reservation in self._fixed:
+            reservation.release()
+        self._fixed = []
+        for device in self.devices:
+            device.close()

@@ -1,0 +1,169 @@
+"""Fills the expert bank from the checkpoint, an expert at a time wherever the checkpoint's layout allows it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from engine.checkpoint.expert_index import ExpertSource, PartSources
+from engine.common.errors import EngineError, ErrorCode
+from engine.experts.bank import BankLayer, ExpertBank
+from engine.experts.quantised_layout import QuantisedLayout, quantise_layer
+from engine.experts.record import PartSpec, RecordLayout, allocate_records
+from engine.experts.sites import ExpertsSite
+from engine.kernels.native.library import NativeKernels
+from engine.runtime.load.library_conversion import LoadingPlan, PartConverter
+from engine.runtime.load.tensor_reader import TensorReader, torch_dtype
+
+
+def fill_bank(
+    model: Any,
+    sites: list[ExpertsSite],
+    plan: LoadingPlan,
+    reader: TensorReader,
+    bank: ExpertBank,
+    kernels: NativeKernels | None = None,
+) -> None:
+    """Allocates and fills the records of every experts module, layer by layer.
+
+    Besides the bank it needs memory for the tensors of one expert, or of one layer where the library's conversion
+    mixes experts, and for one layer's records before they are quantised if they are (natively, with `kernels`).
+
+    Raises:
+        EngineError: `CHECKPOINT_DAMAGED` if expert weights are missing or do not fit.
+    """
+    by_name = {site.name: replace(site, layout=site.layout.unquantised) for site in sites}
+    filled: set[str] = set()
+    layers = {site.name: bank.add_layer(site.name, site.num_experts, site.layout) for site in sites}
+    room = _Room()
+    for name, parts in plan.index.modules.items():
+        quantises = name in layers and isinstance(layers[name].layout, QuantisedLayout)
+        if quantises:
+            room.add_layer(name, by_name[name].num_experts, by_name[name].layout)
+        for part in parts.values():
+            converter = PartConverter(model, by_name, plan.converters[part.target])
+            filled |= _fill_part(part, converter, reader, room if quantises else bank, by_name)
+        if quantises:
+            quantise_layer(room.layers.pop(name), layers[name], kernels)
+    wanted = {target for site in sites for target in site.targets}
+    if wanted - filled:
+        raise EngineError(
+            ErrorCode.CHECKPOINT_DAMAGED,
+            f"The checkpoint lacks the experts' {min(wanted - filled)}: download or copy the model again.",
+        )
+
+
+def working_bytes(plan: LoadingPlan, sites: list[ExpertsSite]) -> int:
+    """Most memory that `fill_bank` needs besides the bank."""
+    quantised = [site for site in sites if isinstance(site.layout, QuantisedLayout)]
+    room = max((site.num_experts * site.layout.unquantised.nbytes for site in quantised), default=0)
+    return room + _for_conversion(plan)
+
+
+class _Room(ExpertBank):
+    """Room for one layer at a time, the same memory for layers of the same size."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self._records: torch.Tensor | None = None
+
+    def add_layer(self, name: str, num_experts: int, layout: RecordLayout) -> BankLayer:
+        if self._records is None or self._records.shape != (num_experts, layout.nbytes):
+            self._records = None  # before the other is allocated
+            self._records = allocate_records(num_experts, layout, self.device)
+        layer = self.layers[name] = BankLayer(name, layout, self._records)
+        return layer
+
+
+def _for_conversion(plan: LoadingPlan) -> int:
+    most = 0
+    for parts in plan.index.modules.values():
+        for part in parts.values():
+            whole = not (part.is_fused or part.is_per_expert)
+            most = max(most, part.nbytes * 3 if whole else part.nbytes * 6 // max(part.experts, 1))
+    return most
+
+
+def _fill_part(
+    part: PartSources,
+    converter: PartConverter,
+    reader: TensorReader,
+    bank: ExpertBank,
+    sites: dict[str, ExpertsSite],
+) -> set[str]:
+    if _read_as_stored(part, converter, reader, bank, sites):
+        return {part.target}
+    made: set[str] = set()
+    if part.is_fused or part.is_per_expert:
+        for expert in range(part.experts):
+            tensors = {source.pattern: [reader.read(source)] for source in part.of_expert(expert)}
+            for target, value in converter.convert(part.target, 1, tensors).items():
+                _store(target, value, expert, bank, sites)
+                made.add(target)
+    else:
+        whole = {pattern: [reader.read(entry) for entry in entries] for pattern, entries in part.by_pattern.items()}
+        for target, value in converter.convert(part.target, part.experts, whole).items():
+            _store(target, value, None, bank, sites)
+            made.add(target)
+    return made
+
+
+def _read_as_stored(
+    part: PartSources,
+    converter: PartConverter,
+    reader: TensorReader,
+    bank: ExpertBank,
+    sites: dict[str, ExpertsSite],
+) -> bool:
+    """Reads straight into the records, if that is all there is to it: the most common case, and by far the fastest."""
+    name, _, part_name = part.target.rpartition(".")
+    spec = next(spec for spec in sites[name].layout.parts if spec.name == part_name)
+    order = converter.rows_in_order(part)
+    fused = part.is_fused
+    if order is None or spec.transposed or bank.device.type != "cpu" or not (fused or part.is_per_expert):
+        return False
+    shapes = [entry.shape[1:] if fused else entry.shape for entry in part.entries()]
+    if any(shape[1:] != spec.shape[1:] for shape in shapes):
+        return False
+    if any(torch_dtype(entry) != spec.dtype for entry in part.entries()):
+        return False
+    places: list[tuple[ExpertSource, torch.Tensor]] = []
+    for expert in range(part.experts):
+        place = bank.layers[name].part(part_name, expert).view(-1)
+        sources = {source.pattern: source for source in part.of_expert(expert)}
+        counts = [sources[pattern].nbytes // spec.dtype.itemsize for pattern in order]
+        if sum(counts) != place.numel():
+            return False
+        for pattern, rows in zip(order, torch.split(place, counts), strict=True):
+            places.append((sources[pattern], rows))
+    reader.read_into(places)
+    return True
+
+
+def _store(
+    target: str, value: torch.Tensor, expert: int | None, bank: ExpertBank, sites: dict[str, ExpertsSite]
+) -> None:
+    name, _, part_name = target.rpartition(".")
+    site = sites.get(name)
+    spec = next((spec for spec in site.layout.parts if spec.name == part_name), None) if site is not None else None
+    if spec is None:
+        raise EngineError(
+            ErrorCode.MODEL_UNSUPPORTED, f"The checkpoint's experts are stored in an unknown way (at {target})."
+        )
+    place = bank.layers[name].stacked[part_name]
+    place = place if expert is None else place[expert : expert + 1]
+    if spec.transposed:
+        value = value.transpose(-1, -2)
+    if value.shape != place.shape:
+        raise _misshapen(target, spec, value)
+    place.copy_(value)
+
+
+def _misshapen(target: str, spec: PartSpec, value: torch.Tensor) -> EngineError:
+    return EngineError(
+        ErrorCode.CHECKPOINT_DAMAGED,
+        f"The checkpoint does not fit its config.json: {target} has the shape {tuple(value.shape[1:])} for an expert "
+        f"instead of {spec.shape}.",
+    )

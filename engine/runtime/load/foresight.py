@@ -1,0 +1,293 @@
+"""Which experts will be wanted: how often each was used in earlier sessions, and who predicts the next.
+
+Only counts are kept, nothing of what was said.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.common.config import EngineConfig
+from engine.common.files import write_private
+from engine.common.paths import cache_dir
+from engine.experts.cache.policies import Key
+from engine.experts.disk_backed import DiskBackedBank
+from engine.experts.dispatcher import StepObserver
+from engine.experts.prediction.learning import Learning
+from engine.experts.prediction.making import make_prefetcher
+from engine.experts.prediction.predictor import Gate
+from engine.experts.prediction.prefetcher import Prefetcher
+from engine.experts.prediction.times import over_disk, over_link
+from engine.experts.sites import ExpertsSite
+from engine.experts.vram_cache import VramPrefetch
+
+if TYPE_CHECKING:
+    from engine.runtime.load.binding import BoundLayer
+
+_log = logging.getLogger(__name__)
+
+_VERSION = 1
+_FADING = 0.5
+"""What earlier sessions count beside the last one: what a model is used for changes."""
+_WORTH_KEEPING = 32
+"""Uses of a layer from which on a session says anything."""
+_NAMES = ("gate", "router")
+
+
+class Popularity:
+    """Counts by layer and expert.
+
+    Args:
+        counts: [layers][experts]; layers may differ in their number of experts.
+    """
+
+    def __init__(self, counts: list[list[float]]) -> None:
+        self.counts = counts
+
+    def of(self, numbers: Sequence[int]) -> dict[Key, float]:
+        """The counts of these layers as keys of a cache that knows them as 0, 1, ..."""
+        experts = max(len(self.counts[number]) for number in numbers)
+        return {
+            layer * experts + expert: count
+            for layer, number in enumerate(numbers)
+            for expert, count in enumerate(self.counts[number])
+        }
+
+    def ranked(self) -> Iterator[tuple[int, int]]:
+        """(layer, expert), most used first."""
+        everyone = [
+            (-count, number, expert)
+            for number, counts in enumerate(self.counts)
+            for expert, count in enumerate(counts)
+            if count
+        ]
+        return ((number, expert) for _, number, expert in sorted(everyone))
+
+
+class UseCounts:
+    """Counts the uses of a session's decode steps, and passes them on.
+
+    Args:
+        experts: of each layer.
+        following: hears the same.
+    """
+
+    def __init__(self, experts: Sequence[int], following: StepObserver | None = None) -> None:
+        self._counts = [[0] * count for count in experts]
+        self._following = following
+
+    def observe(self, layer: int, experts: Sequence[int], hidden: torch.Tensor | None) -> None:
+        """See `StepObserver.observe`."""
+        counts = self._counts[layer]
+        for expert in experts:
+            counts[expert] += 1
+        if self._following is not None:
+            self._following.observe(layer, experts, hidden)
+
+    def added_to(self, earlier: Popularity | None) -> Popularity | None:
+        """With the counts of earlier sessions; None if there is nothing new worth keeping."""
+        if not self._counts or min(map(sum, self._counts)) < _WORTH_KEEPING:
+            return None
+        if earlier is None:
+            return Popularity([[float(count) for count in counts] for counts in self._counts])
+        return Popularity(
+            [
+                [new + _FADING * old for new, old in zip(counts, before, strict=True)]
+                for counts, before in zip(self._counts, earlier.counts, strict=True)
+            ]
+        )
+
+
+def popularity_file(model_key: str) -> Path:
+    """Where a model's counts are kept."""
+    return cache_dir() / "popularity" / f"{sha256(model_key.encode()).hexdigest()[:32]}.json"
+
+
+def load_popularity(model_key: str, experts: Sequence[int]) -> Popularity | None:
+    """What is known of a model with so many experts in its layers; None if nothing is, or it cannot be understood."""
+    try:
+        content = json.loads(popularity_file(model_key).read_text(encoding="utf-8"))
+        counts = [[float(count) for count in layer] for layer in content["counts"]]
+        known = content["version"] == _VERSION and [len(layer) for layer in counts] == list(experts)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return Popularity(counts) if known and all(c >= 0 for layer in counts for c in layer) else None
+
+
+def save_popularity(model_key: str, popularity: Popularity) -> None:
+    """Keeps the counts; where that cannot be done they are counted again."""
+    try:
+        write_private(popularity_file(model_key), json.dumps({"version": _VERSION, "counts": popularity.counts}))
+    except OSError as error:
+        _log.warning("the uses of experts could not be kept: %s", error)
+
+
+class Foresight:
+    """Belongs to a loaded model.
+
+    Args:
+        learns_always: not only if predicting has proved to pay here.
+
+    Attributes:
+        prefetcher: brings experts before they are wanted, if anybody can predict them.
+    """
+
+    def __init__(self, *, learns_always: bool = False) -> None:
+        self._learns_always = learns_always
+        self.prefetcher: Prefetcher | None = None
+        self._uses: tuple[str, UseCounts, Popularity | None] | None = None
+
+    def keep_uses(self, model_key: str, uses: UseCounts, earlier: Popularity | None) -> None:
+        """Lets the counts of this session be kept when the model is closed."""
+        self._uses = model_key, uses, earlier
+
+    def learn_while_idle(self) -> None:
+        """After an answer: begins to train in the background, if predicting pays here and there is news to learn."""
+        prefetcher = self.prefetcher
+        if prefetcher is not None and (self._learns_always or prefetcher.adopted is not None):
+            prefetcher.learn_while_idle()
+
+    def close(self) -> None:
+        """Ends training, and keeps what has been counted.  Harmless if repeated."""
+        if self.prefetcher is not None:
+            self.prefetcher.close()
+            self.prefetcher = None
+        if self._uses is not None:
+            model_key, uses, earlier = self._uses
+            self._uses = None
+            merged = uses.added_to(earlier)
+            if merged is not None:
+                save_popularity(model_key, merged)
+
+
+def find_gates(model: Any, sites: Sequence[ExpertsSite]) -> list[Gate | None]:
+    """The router beside each experts module, once the model's weights are loaded.
+
+    Returns:
+        For each of them a function as `engine.experts.prediction.predictor.Gate` says, or None where the router wants
+        other things than the hidden states that enter the experts, or answers in another way than (logits, weights,
+        chosen experts).
+    """
+    return [_gate_beside(model, site) for site in sites]
+
+
+def _gate_beside(model: Any, site: ExpertsSite) -> Gate | None:
+    width = next((part.shape[0] for part in site.layout.unquantised.parts if part.name == "down_proj"), None)
+    parent = model.get_submodule(site.name.rpartition(".")[0])
+    for name in _NAMES:
+        router = getattr(parent, name, None)
+        if isinstance(router, torch.nn.Module) and _wants_hidden_states_only(router):
+            matrix = next((weight for weight in router.parameters() if weight.dim() == 2), None)
+            if matrix is None or matrix.is_meta or matrix.shape[-1] != width:
+                continue
+            gate = RouterGate(router, matrix)
+            if gate.answers():
+                return gate
+    return None
+
+
+def _wants_hidden_states_only(router: torch.nn.Module) -> bool:
+    parameters = list(inspect.signature(type(router).forward).parameters.values())[1:]
+    return sum(parameter.default is inspect.Parameter.empty for parameter in parameters) == 1
+
+
+class RouterGate:
+    """Asks a router of the library, unnoticed by whoever listens to it.
+
+    Args:
+        matrix: the parameter that says of which type and on which device its input is, [any, H].
+    """
+
+    def __init__(self, router: torch.nn.Module, matrix: torch.Tensor) -> None:
+        self._router = router
+        # The class's own: no hook is called, no recorder that has been put in its place.
+        self._forward = type(router).forward
+        self._matrix = matrix
+
+    @torch.no_grad()
+    def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden_states [T, H] -> (logits [T, E], chosen experts [T, k])."""
+        logits, _, index = self._forward(self._router, hidden_states.to(self._matrix))
+        return logits, index
+
+    def answers(self) -> bool:
+        """Whether it can be asked so."""
+        hidden = torch.linspace(-1, 1, self._matrix.shape[-1])[None]
+        try:
+            logits, index = self(hidden)
+            return (
+                logits.shape[0] == index.shape[0] == 1
+                and logits.dim() == index.dim() == 2
+                and logits.is_floating_point()
+                and not index.is_floating_point()
+                and 0 < index.shape[1] <= logits.shape[1]
+            )
+        except Exception:  # whatever a router makes of an input that it was not made for
+            return False
+
+
+def foretell_for_devices(
+    model: Any, bound: Sequence[BoundLayer], config: EngineConfig, per_token: int, model_key: str
+) -> Prefetcher | None:
+    """A prefetcher over the caches of all devices; None where nobody predicts or there is nowhere to bring experts."""
+    if config.misses in ("off", "layer") or not any(layer.place.cache.slots for layer in bound):
+        return None
+    latency = bound[0].latency
+    target = VramPrefetch([layer.place for layer in bound])
+    caches = {id(layer.place.cache): number for number, layer in enumerate(bound)}
+    own_ways = config.cache_ways is not None
+    pools = [number if own_ways else caches[id(layer.place.cache)] for number, layer in enumerate(bound)]
+    distinct = list({id(layer.place.cache): layer.place.cache for layer in bound}.values())
+    return make_prefetcher(
+        target,
+        lambda: over_link(latency, [cache.counters for cache in distinct]),
+        layers=len(bound),
+        experts=max(layer.site.num_experts for layer in bound),
+        per_token=per_token,
+        choice=config.prefetch,
+        gates=find_gates(model, [layer.site for layer in bound]),
+        learning=_learning(config, model_key, [layer.site for layer in bound], per_token),
+        pools=pools,
+    )
+
+
+def foretell_for_ram(
+    model: Any, sites: Sequence[ExpertsSite], bank: DiskBackedBank, config: EngineConfig, per_token: int, model_key: str
+) -> Prefetcher | None:
+    """A prefetcher over the slots in RAM of a bank on disk; its layers are the bank's."""
+    by_name = {site.name: site for site in sites}
+    in_order = [by_name[layer.name] for layer in bank.disk.header.layers]
+    layouts = [layer.layout for layer in bank.disk.header.layers]
+    nbytes = max(layout.nbytes for layout in layouts)
+    return make_prefetcher(
+        bank.ram,
+        lambda: over_disk(bank.disk, nbytes),
+        layers=len(in_order),
+        experts=max(site.num_experts for site in in_order),
+        per_token=per_token,
+        choice=config.prefetch,
+        gates=find_gates(model, in_order),
+        learning=_learning(config, model_key, in_order, per_token),
+        pools=[layouts.index(layout) for layout in layouts],  # slots are shared by layers of one layout
+    )
+
+
+def _learning(config: EngineConfig, model_key: str, sites: Sequence[ExpertsSite], per_token: int) -> Learning | None:
+    if config.prefetch not in ("auto", "mlp"):
+        return None
+    experts = max(site.num_experts for site in sites)
+    return Learning(
+        f"{model_key} {len(sites)}",
+        layers=len(sites),
+        experts=experts,
+        per_token=per_token,
+        limit=min(2 * per_token, experts),
+    )

@@ -1,0 +1,172 @@
+"""What is read: experts into the bank or onto disk, everything else through the library to where it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from engine.checkpoint.bank_location import bank_path
+from engine.checkpoint.expert_index import ExpertIndex
+from engine.common.sizes import rounded_down, rounded_up
+from engine.devices.memory_budget import MemoryCategory
+from engine.experts.bank import ExpertBank
+from engine.experts.cache.tier import ADAPTIVE
+from engine.experts.disk_backed import DiskBackedBank, bind_disk_backed
+from engine.experts.disk_tier import DiskTier
+from engine.experts.ram_pressure import RamPressure
+from engine.experts.ram_tier import RamTier
+from engine.experts.sites import bind, empty_modules
+from engine.kernels.dense import quantise_on_cards
+from engine.planner.placement import InRam
+from engine.runtime.load.checkpoint import OpenedCheckpoint
+from engine.runtime.load.decision import Decision, dense_on_cards
+from engine.runtime.load.fill_bank import fill_bank
+from engine.runtime.load.library_conversion import LoadingPlan, load_rest
+from engine.runtime.load.prepare_bank import BankSource, prepare_bank, rebuild_record
+from engine.runtime.load.tensor_reader import TensorReader
+from engine.runtime.loaded_model import LoadingParts
+
+OnProgress = Callable[[int, int], None]
+_POLICY = ADAPTIVE
+
+
+def read_weights(
+    opened: OpenedCheckpoint,
+    decision: Decision,
+    parts: LoadingParts,
+    on_progress: OnProgress,
+    cancelled: Callable[[], bool],
+) -> None:
+    """Fills the model and, with records, `parts`.
+
+    Raises:
+        EngineError, RequestCancelled: as `engine.runtime.load.model.load_model`.
+    """
+    model, plan, placement = opened.model, opened.plan, decision.placement
+    sites, devices, resident, on_disk = decision.sites, parts.devices, decision.resident, decision.on_disk
+    if sites:
+        from_host = decision.devices and not placement.all_experts
+        host_memory = decision.devices[0].host_memory if from_host else None
+        if host_memory is not None:
+            host_memory.expect(sum(site.nbytes for site in resident))
+        parts.bank = ExpertBank(decision.experts, host_memory)
+    devices.count_weights(decision.dense_sizes)
+    if decision.devices and placement.all_experts:
+        devices.count(0, sum(site.nbytes for site in sites), MemoryCategory.EXPERTS)
+    if on_disk:
+        source = BankSource(opened.directory, model, sites, plan, decision.precision, parts.kernels)
+        names = {site.name for site in on_disk}
+        plan = _without(plan, names)
+        progress = _TwoParts(on_progress, plan.nbytes)
+        parts.disk_backed = open_disk_backed(
+            source, names, placement.ram, on_progress=progress.first, cancelled=cancelled
+        )
+        on_progress = progress.second
+    with TensorReader(on_progress, cancelled, plan.nbytes) as reader:
+        if parts.bank is not None:
+            fill_bank(model, resident, plan, reader, parts.bank, parts.kernels)
+            empty_modules(model, sites)
+            bind(resident, parts.bank, parts.kernels)
+        if parts.disk_backed is not None:
+            bind_disk_backed(on_disk, parts.disk_backed, parts.kernels)
+        _read_rest(opened, plan, decision, parts, reader)
+
+
+def _read_rest(
+    opened: OpenedCheckpoint, plan: LoadingPlan, decision: Decision, parts: LoadingParts, reader: TensorReader
+) -> None:
+    """Everything but the experts; where cards hold it quantised, it comes by way of RAM."""
+    layers, model = decision.layers, opened.model
+    places = [device.torch_device for device in decision.devices] or [decision.dense]
+    precision = dense_on_cards(opened, places, decision.precision) if decision.devices else None
+    if precision is None:
+        load_rest(model, plan, reader, layers.device_map(places))
+        return
+    load_rest(model, plan, reader, {"": torch.device("cpu")})
+    quantise_on_cards(model, precision, lambda name: places[layers.of(name)], parts.kernels)
+    for name, module in model.named_modules():
+        place = places[layers.of(f"{name}.")]
+        for own in (module._parameters, module._buffers):
+            for key, tensor in own.items():
+                if tensor is not None and tensor.device != place:
+                    _move(own, key, place)
+
+
+def _move(own: Any, key: str, place: torch.device) -> None:
+    """A parameter stays the one that it is, for others may share it."""
+    if isinstance(own[key], torch.nn.Parameter):
+        own[key].data = own[key].data.to(place)
+    else:
+        own[key] = own[key].to(place)
+
+
+def _without(plan: LoadingPlan, names: set[str]) -> LoadingPlan:
+    """The plan without the experts modules of these names."""
+    left = {name: parts for name, parts in plan.index.modules.items() if name not in names}
+    return replace(plan, index=ExpertIndex(left))
+
+
+class _TwoParts:
+    """Progress of preparing and then of reading the rest, as one."""
+
+    def __init__(self, on_progress: OnProgress, rest: int) -> None:
+        self._on_progress = on_progress
+        self._rest = rest
+        self._prepared = 0
+
+    def first(self, done: int, total: int) -> None:
+        self._prepared = total
+        self._on_progress(done, total + self._rest)
+
+    def second(self, done: int, total: int) -> None:
+        self._on_progress(self._prepared + done, self._prepared + total)
+
+
+def open_disk_backed(
+    source: BankSource,
+    names: set[str],
+    placed: InRam,
+    *,
+    on_progress: Callable[[int, int], None],
+    cancelled: Callable[[], bool],
+) -> DiskBackedBank:
+    """Prepares the bank of the experts on disk unless it is there, and opens it with slots in RAM over it.
+
+    Args:
+        names: of the experts modules that are read from disk.
+        placed: how much RAM their slots have.
+
+    Raises:
+        EngineError, RequestCancelled: as `prepare_bank`.
+    """
+    source = source.only(names)
+    directory, precision, kernels = source.directory, source.precision, source.kernels
+    path = bank_path(directory, precision)
+    prepared = prepare_bank(source, path, on_progress=on_progress, cancelled=cancelled)
+
+    def repair(layer: int, expert: int) -> None:
+        # Read again: of the model as it was opened, the weights have been filled in since.
+        rebuild_record(BankSource.open(directory, precision, kernels).only(names), path, layer, expert)
+
+    disk = DiskTier(path, source.header(), repair=repair)
+    try:
+        budget = min(placed.slots, disk.header.records_nbytes)
+        pressure = RamPressure(budget)
+        ram = RamTier(disk, budget, at_least=placed.at_least, policy=_POLICY, pressure=pressure)
+        return DiskBackedBank(disk, ram, prepared.reason)
+    except BaseException:
+        disk.close()
+        raise
+
+
+def disk_note(bank: DiskBackedBank) -> str:
+    """One sentence for the user, with the figures."""
+    total = bank.disk.header.records_nbytes
+    note = (
+        f"Experts are read from disk as they are needed, which is slower: there is RAM for {rounded_down(bank.nbytes)} "
+        f"of their {rounded_up(total)}."
+    )
+    return " ".join([note, *bank.notes])
