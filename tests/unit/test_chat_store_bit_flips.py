@@ -168,6 +168,38 @@ def test_bits_where_they_hurt(store: Store, tmp_path: Path) -> None:
     assert check_flips(store, bits, tmp_path) == []
 
 
+def test_a_row_id_that_becomes_that_of_another_row(store: Store, tmp_path: Path) -> None:
+    first = next(page for page in store.pages("messages", "leaf") if _row_id_at(store, page, 0) is not None)
+    places = [_row_id_at(store, first, cell) for cell in range(3)]
+    assert (
+        check_flips(store, [place * 8 + bit for place in places if place is not None for bit in (0, 1, 3)], tmp_path)
+        == []
+    )
+
+
+def test_a_message_of_a_deleted_chat_stays_deleted_whatever_it_says_of_its_chat(store: Store, tmp_path: Path) -> None:
+    source = tmp_path / "sound.sqlite3"
+    source.write_bytes(store.data)
+    with closing(sqlite3.connect(source)) as connection:
+        asked = "SELECT id, conversation_id FROM messages WHERE content LIKE ?"
+        rows = connection.execute(asked, (f"%{SECRET}%",)).fetchall()
+    assert rows
+    # In a row of the table, unlike in one of an index, both ids stand beside each other.
+    places = [store.data.find(f"{id_}{conversation}".encode()) + len(id_) for id_, conversation in rows[:4]]
+    assert min(places) > 100
+    bits = [(place + at) * 8 + bit for place in places for at, bit in ((0, 0), (9, 1), (31, 6))]
+    assert check_flips(store, bits, tmp_path) == []
+
+
+def _row_id_at(store: Store, page: int, cell: int) -> int | None:
+    """Where a cell of a table's leaf says its row's id, if that takes one byte (SQLite's file format, 1.6)."""
+    start = (page - 1) * PAGE_BYTES
+    at = start + int.from_bytes(store.data[start + 8 + 2 * cell :][:2], "big")
+    while store.data[at] >= 0x80:  # the length of the payload comes before it
+        at += 1
+    return at + 1 if store.data[at + 1] < 0x80 else None
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 def test_five_thousand_bits(store: Store, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import shutil
 import sqlite3
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -146,22 +146,45 @@ def _put_aside(path: Path) -> Path:
 def _salvage(path: Path) -> _Salvaged:
     """Read what can be read of the file at `path`, which is left as it is."""
     pages = Pages(path)
-    conversation_rows = {row.rowid: row for row in pages.rows(_is_conversation)}
-    message_rows: dict[int, Record] = {}
+    # A damaged row id may be that of another row: both are kept, told apart by their own ids.
+    conversation_rows = {(row.rowid, row.values[1]): row for row in pages.rows(_is_conversation)}
+    message_rows: dict[tuple[int, Value], Record] = {}
     for row in pages.rows(_is_message):
-        message_rows.setdefault(row.rowid, row)
+        message_rows.setdefault((row.rowid, row.values[1]), row)
     index = _Index(pages)
-    # What an index still knows was not deleted, wherever its row is found.
-    for row in pages.doubtful_rows(lambda rowid: rowid in index.conversations or rowid in index.messages):
-        if _is_conversation(row.values) and row.rowid in index.conversations:
-            conversation_rows.setdefault(row.rowid, row)
-        elif _is_message(row.values) and row.rowid in index.messages:
-            message_rows.setdefault(row.rowid, row)
+    # A row that an index still lists was not deleted, wherever it is found.
+    missing_conversations = index.conversations - {rowid for rowid, _ in conversation_rows}
+    missing_messages = index.messages.keys() - {rowid for rowid, _ in message_rows}
+    for row in pages.doubtful_rows(lambda rowid: rowid in missing_conversations or rowid in missing_messages):
+        if _is_conversation(row.values) and row.rowid in missing_conversations:
+            missing_conversations.discard(row.rowid)
+            conversation_rows[row.rowid, row.values[1]] = row
+        elif _is_message(row.values) and row.rowid in missing_messages:
+            missing_messages.discard(row.rowid)
+            message_rows[row.rowid, row.values[1]] = row
     deleted = {row.values[1] for row in conversation_rows.values() if row.values[-1] is not None} | index.deleted
-    conversations = [_conversation(row) for _, row in sorted(conversation_rows.items()) if row.values[1] not in deleted]
-    messages = [_message(row) for _, row in sorted(message_rows.items()) if row.values[2] not in deleted]
+    conversations = [_conversation(row) for _, row in _in_order(conversation_rows) if row.values[1] not in deleted]
+    kept = {conversation.id for conversation in conversations}
+    messages = [_message(row) for _, row in _in_order(message_rows) if not _was_deleted(row, kept, deleted, index)]
     known = sum(conversation not in deleted for conversation in index.messages.values())
     return _Salvaged(conversations, messages, known)
+
+
+def _in_order(rows: Mapping[tuple[int, Value], Record]) -> list[tuple[tuple[int, Value], Record]]:
+    """In the order in which they were written."""
+    return sorted(rows.items(), key=lambda item: item[0][0])
+
+
+def _was_deleted(row: Record, kept: Collection[str], deleted: Collection[Value], index: _Index) -> bool:
+    """Whether a message belongs to a deleted conversation, even if the id that says so is what was damaged."""
+    named = text_of(row.values[2])
+    if row.values[2] in deleted:
+        return True
+    if named in kept or any(_differ_in_one(id_, named) for id_ in kept):
+        return False
+    if index.messages.get(row.rowid) in deleted:
+        return True
+    return len(named) >= _SURE_CHARACTERS and any(_differ_in_one(text_of(id_), named) for id_ in deleted)
 
 
 @dataclass(frozen=True, slots=True)
