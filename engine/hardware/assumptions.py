@@ -1,4 +1,4 @@
-"""What a machine of its kind can do, where nobody has measured it."""
+"""Typical performance of a machine of its kind, for whatever has not been measured."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from engine.hardware.probe import HardwareProfile as Probe
 
 _LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 _COPY_SHARE = 0.8
-"""Of a link's rate, what a large copy reaches after the overhead of packets."""
+"""Fraction of a link's rate that a large copy reaches, after packet overhead."""
 _PAGEABLE_SHARE = 0.5
-"""Of that, what is left where the driver first copies into memory of its own ..."""
+"""Fraction of that for pageable memory, which the driver first copies into a buffer of its own ..."""
 _MOST_PAGEABLE = 20e9
-"""... which one core does."""
+"""... on a single core."""
 _DISK_BYTES_PER_S = {
     DiskKind.NVME: 3e9,
     DiskKind.SSD: 0.5e9,
@@ -31,26 +31,26 @@ _DISK_BYTES_PER_S = {
     DiskKind.UNKNOWN: 0.5e9,
 }
 _MATRIX_OVER_SHADER = ((9, 0, 14.8), (8, 6, 2.0), (8, 0, 16.0), (7, 0, 4.0), (0, 0, 1.0))
-"""Dense 16-bit matrix rate over the 32-bit rate of the ordinary cores, from this compute capability on."""
+"""Dense 16-bit matrix rate over the 32-bit rate of the ordinary cores, by minimum compute capability."""
 _CONSUMER_BLACKWELL = (12, 0)
 _BYTES_PER_S_OF_VRAM = 24.0
-"""Cards read all of their memory some 24 times a second at least; the smallest of each generation do."""
+"""Lower bound: even the slowest cards read all of their memory about 24 times per second."""
 _FLOPS_PER_BYTE = 100.0
-"""Rate of 16-bit products over memory bandwidth, of a card about which nothing is known."""
+"""Ratio of 16-bit matrix rate to memory bandwidth, for unknown cards."""
 
 
 @cache
 def known_cards() -> dict[str, tuple[float, float]]:
     """(matrix rate in 1 / s, memory bandwidth in bytes / s) of cards with data sheets, by `card_key`.
 
-    Those of `resources/cards.json` and of all machines that come with the program.
+    From `resources/cards.json` and the machine profiles shipped with the program.
     """
     found: dict[str, tuple[float, float]] = {}
     try:
         listed = json.loads((resources_dir() / "cards.json").read_text(encoding="utf-8"))["cards"]
         found |= {card_key(card["name"]): (card["tflops"] * 1e12, card["gbps"] * 1e9) for card in listed}
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # an installation that lacks its data still plans, from what the driver tells
+        pass  # without its data files, planning still works from the driver's numbers
     for name in machine_names():
         try:
             gpu = read_machine(name).gpu
@@ -62,7 +62,7 @@ def known_cards() -> dict[str, tuple[float, float]]:
 
 
 def card_key(name: str) -> str:
-    """A card's name without what drivers and makers write differently: vendors, `GPU`, sizes of memory."""
+    """A card's name without the parts that vary between drivers: vendor, `GPU`, memory size."""
     words = re.findall(r"[a-z0-9]+", name.lower())
     idle = {
         "nvidia",
@@ -82,9 +82,9 @@ def card_key(name: str) -> str:
 
 
 def assumed_card(gpu: GpuInfo) -> tuple[GpuProfile, dict[str, Origin]]:
-    """A card as its data sheet or its driver describes it, and how `flops` and `bytes_per_s` are known.
+    """A card from its data sheet or driver, with the origins of `flops` and `bytes_per_s`.
 
-    The driver's bandwidth comes first: two cards of one name differ in memory.
+    The driver's bandwidth takes precedence: cards of the same name can differ in memory.
     """
     assert gpu.total_bytes is not None
     flops, bandwidth = known_cards().get(card_key(gpu.name), (None, None))
@@ -99,16 +99,16 @@ def assumed_card(gpu: GpuInfo) -> tuple[GpuProfile, dict[str, Origin]]:
 
 
 def assumed_link(gpu: GpuInfo | None) -> LinkProfile:
-    """What copies reach over the fastest link that card and slot can make: an idle card has slowed its own down."""
+    """Copy rates of the fastest link that card and slot support: an idle card slows its link down."""
     generation, width = (gpu.pcie_generation or 4, gpu.pcie_width or 16) if gpu else (4, 16)
-    if gpu is not None and gpu.pcie_width_now:  # lanes do not rest: fewer are a slot's or a riser's
+    if gpu is not None and gpu.pcie_width_now:  # a lasting limit, set by slot or riser
         width = min(width, gpu.pcie_width_now)
     rate = _LANE_BYTES_PER_S[min(max(generation, 1), 6)] * width * _COPY_SHARE
     return LinkProfile(h2d=rate, d2h=rate, h2d_pageable=min(rate * _PAGEABLE_SHARE, _MOST_PAGEABLE))
 
 
 def assumed_cpu_flops(probe: Probe, cores: int) -> float:
-    """Two multiply-and-adds of the widest vector a cycle and core (32-bit), at what all cores together can hold."""
+    """Two 32-bit FMAs of the widest vector per cycle and core, at the sustained all-core clock."""
     has = set(probe.instructions)
     per_cycle = 64 if "avx512f" in has else 32 if has & {"avx2", "fma"} else 16
     fastest_hz = probe.processor.max_hz if probe.processor else None
@@ -116,7 +116,7 @@ def assumed_cpu_flops(probe: Probe, cores: int) -> float:
 
 
 def assumed_ram_bytes_per_s(probe: Probe) -> float:
-    """Two channels of DDR4 or DDR5, four and more where there are many cores; theoretical."""
+    """Two channels of DDR4 or DDR5, four or more with many cores; theoretical."""
     processor = probe.processor
     channels = 2 if (probe.physical_cores or 1) <= 16 else 4 if (probe.physical_cores or 1) <= 32 else 8
     nodes = max(1, (processor.numa_nodes or 1) if processor else 1)
@@ -125,7 +125,7 @@ def assumed_ram_bytes_per_s(probe: Probe) -> float:
 
 
 def assumed_disk_bytes_per_s(disk: DiskInfo | None) -> float:
-    """Reading large pieces."""
+    """Bytes per second of large reads."""
     return _DISK_BYTES_PER_S[disk.kind if disk else DiskKind.UNKNOWN]
 
 

@@ -1,4 +1,4 @@
-"""Calls into drivers and file systems that may never come back, given up after a while."""
+"""Calls with a timeout, for drivers and file systems that may hang."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ T = TypeVar("T")
 
 
 class BoundedCalls:
-    """Makes calls on threads of its own, one at a time.
+    """Runs calls on its own threads, one at a time.
 
-    A call that hangs cannot be ended, only left: its thread goes when the driver lets it, and until then every other
-    call is refused at once, so that a driver that hangs for an hour holds one thread and not thousands.
+    A hanging call cannot be ended, only abandoned: its thread ends when the driver returns. Until then all further
+    calls fail at once, so a driver that hangs for an hour blocks one thread and not thousands.
     """
 
     def __init__(self, name: str) -> None:
@@ -23,7 +23,7 @@ class BoundedCalls:
 
     @property
     def hangs(self) -> bool:
-        """Whether a call that was given up is still under way."""
+        """Whether an abandoned call is still running."""
         return self._left is not None and self._left.is_alive()
 
     def __call__(self, function: Callable[[], T], timeout_s: float) -> T:
@@ -51,7 +51,7 @@ class _Outcome(Generic[T]):
     def run(self, function: Callable[[], T]) -> None:
         try:
             self._values.append(function())
-        except BaseException as error:  # raised again where the call was made
+        except BaseException as error:  # re-raised in the calling thread
             self._error = error
 
     def result(self, name: str) -> T:

@@ -1,4 +1,4 @@
-"""Limits that a Linux container puts on us: `psutil` sees the whole machine, and allocating that gets us killed."""
+"""Limits of a Linux container: `psutil` reports the whole machine, and allocating that gets us killed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 def memory_limits(root: Path = _ROOT) -> tuple[int | None, int | None]:
-    """Bytes that the control groups above this process allow, and how many of them are left; None if unlimited."""
+    """(bytes that this process's control groups allow, bytes still available); None if unlimited."""
     limits: list[tuple[int, int]] = []
     for folder in _own_groups(root, "memory"):
         limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
         if limit is None or limit >= 2**60:  # version 1 writes "unlimited" as a number near 2^63
             continue
         used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
-        # File pages are counted as used, but are given back when somebody needs memory.
+        # Cached file pages count as used but are reclaimed on demand.
         reclaimable = _statistic(folder / "memory.stat", ("inactive_file", "total_inactive_file"))
         limits.append((limit, max(0, limit - used + min(used, reclaimable))))
     if not limits:
@@ -24,7 +24,7 @@ def memory_limits(root: Path = _ROOT) -> tuple[int | None, int | None]:
 
 
 def cpu_quota(root: Path = _ROOT) -> float | None:
-    """CPUs' worth of time that the control groups above this process allow; None if unlimited."""
+    """CPU time, in CPUs, that this process's control groups allow; None if unlimited."""
     quotas = []
     for folder in _own_groups(root, "cpu"):
         words = _read(folder / "cpu.max").split()
@@ -36,7 +36,7 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
 
 
 def _own_groups(root: Path, controller: str) -> list[Path]:
-    """Folders of our control group and all above it, in version 2's tree or in version 1's tree of `controller`."""
+    """Folders of our control group and its ancestors, in the v2 tree or in the v1 tree of `controller`."""
     folders = []
     for line in _read(Path("/proc/self/cgroup")).splitlines() or ["0::/"]:
         _, _, rest = line.partition(":")
@@ -46,7 +46,7 @@ def _own_groups(root: Path, controller: str) -> list[Path]:
         tree = root / controller if controllers else root
         path = tree / group.strip("/")
         folders += [path, *(parent for parent in path.parents if parent.is_relative_to(tree))]
-    # Inside a container the path may be the host's, of which only the root is visible here.
+    # Inside a container this may be the host's path, of which only the root is visible.
     return [folder for folder in dict.fromkeys([*folders, root, root / controller]) if folder.is_dir()]
 
 

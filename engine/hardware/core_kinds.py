@@ -1,9 +1,9 @@
-"""Which cores should compute: the fast ones of a processor with two kinds, one thread on each, no more than allowed.
+"""Chooses the cores that compute: the fast ones of a hybrid CPU, one thread each, within affinity and quota.
 
-Experts and linear layers wait for memory and share the execution units of a core: the second thread of a core brings
-nothing, and a slow core makes the fast ones wait at the end of every layer.  Threads are counted, not pinned: the
-system's scheduler moves busy threads to fast cores by itself, knows what else runs, and a pinned thread that has lost
-its core to another program stops the whole team.
+Experts and linear layers wait for memory and share a core's execution units: a core's second thread gains nothing, and
+a slow core makes the fast ones wait at the end of every layer. Threads are counted, not pinned: the scheduler moves
+busy threads to fast cores by itself and knows what else runs, and a pinned thread that loses its core to another
+program stalls the whole team.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from engine.hardware.system_files import cpus_of, number_of, output_of, text_of
 
 _DEVICES = Path("/sys/devices")
 _SLOW = 0.6
-"""A core of less than this part of the fastest one's capacity or clock is of the frugal kind.
+"""Below this fraction of the fastest core's capacity or clock, a core counts as an efficiency core.
 
-Cores of one kind differ by some per cent (favoured cores); the middle ones of three kinds are still fast."""
+Cores of one kind differ by a few per cent (favoured cores); the middle tier of three still counts as fast."""
 
 
 def compute_threads(allowed: frozenset[int] | None = None, quota: float | None = None) -> int:
-    """Threads that compute fastest here: one for each fast physical core that this process may use, at least one.
+    """The optimal number of compute threads: one per fast physical core that this process may use, at least one.
 
     Args:
         allowed: logical CPUs of this process' affinity; `None` asks the system.
-        quota: CPUs' worth of time that it is given; `None` asks the control groups.
+        quota: CPU time, in CPUs, that it may use; `None` asks the control groups.
     """
     if allowed is None:
         allowed = allowed_cpus()
@@ -45,30 +45,30 @@ def allowed_cpus() -> frozenset[int]:
         return frozenset(os.sched_getaffinity(0))
     try:
         return frozenset(psutil.Process().cpu_affinity() or ())
-    except (AttributeError, psutil.Error, OSError):  # macOS has none
+    except (AttributeError, psutil.Error, OSError):  # not supported on macOS
         return frozenset(range(os.cpu_count() or 1))
 
 
 def compute_cpus(allowed: frozenset[int], devices: Path = _DEVICES) -> tuple[int, ...]:
-    """One logical CPU for each fast physical core among those allowed, as Linux's kernel tells of them.
+    """One logical CPU for each allowed fast physical core, according to Linux.
 
-    Of frugal cores alone, where nothing else is allowed.
+    Efficiency cores only if nothing else is allowed.
     """
     fast = (fast_cpus(devices) or allowed) & allowed or allowed
     first: dict[tuple[str | int, ...], int] = {}
     for cpu in sorted(fast):
         topology = devices / "system" / "cpu" / f"cpu{cpu}" / "topology"
         package, core = text_of(topology / "physical_package_id"), text_of(topology / "core_id")
-        # A core's number is its own within a package only; and within a cluster, on some Arm processors.
+        # Core ids are unique only within a package and, on some Arm CPUs, within a cluster.
         cluster = text_of(topology / "cluster_id") or ""
         first.setdefault((cpu,) if package is None or core is None else (package, cluster, core), cpu)
     return tuple(first.values())
 
 
 def fast_cpus(devices: Path = _DEVICES) -> frozenset[int]:
-    """Logical CPUs of the fast kind; empty where all are alike or nothing tells.
+    """Logical CPUs of the fast kind; empty if all are alike or the kind is unknown.
 
-    Intel's hybrids are listed by kind; Arm's have a capacity; of others the highest clock tells.
+    Intel's hybrids are listed by kind; Arm's have a capacity; for others the maximum clock decides.
     """
     fast, frugal = (cpus_of(text_of(devices / kind / "cpus")) for kind in ("cpu_core", "cpu_atom"))
     if fast and frugal:
@@ -84,7 +84,7 @@ def fast_cpus(devices: Path = _DEVICES) -> frozenset[int]:
 
 
 def _cores_elsewhere(allowed: int) -> int:
-    """Fast physical cores of macOS and Windows, which give no numbers that affinity could be compared with."""
+    """Number of fast physical cores on macOS and Windows, where core ids cannot be matched with affinity."""
     fast = None
     if platform.system() == "Darwin":
         told = output_of("sysctl", "-n", "hw.perflevel0.physicalcpu") or ""

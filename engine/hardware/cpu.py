@@ -1,4 +1,4 @@
-"""The processor: its name, what its cores are like, its caches, its vector instructions."""
+"""The CPU: its name, cores, caches and vector instructions."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _APPLE_NAMES = {"FEAT_DotProd": "asimddp", "FEAT_I8MM": "i8mm", "FEAT_BF16": "bf
 
 @dataclass(frozen=True, slots=True)
 class CpuInfo:
-    """A processor; what is not known is None.
+    """A CPU; unknown values are None.
 
     Attributes:
-        name: as its maker calls it.
-        physical_cores, logical_cores: of all sockets together.
-        performance_cores, efficiency_cores: physical; both None where all cores are alike.
-        l2_bytes, l3_bytes: of all caches of that level together.
+        name: the manufacturer's name.
+        physical_cores, logical_cores: over all sockets.
+        performance_cores, efficiency_cores: physical; both None if all cores are alike.
+        l2_bytes, l3_bytes: total over all caches of that level.
         instructions: vector instruction sets that it advertises (`/proc/cpuinfo` names).
         max_hz: of its fastest core.
-        numa_nodes: memories of different nearness.
+        numa_nodes: number of NUMA nodes.
     """
 
     name: str | None
@@ -55,7 +55,7 @@ class CpuInfo:
 
 
 def cpu_info() -> CpuInfo:
-    """This machine's processor."""
+    """This machine's CPU."""
     system = platform.system()
     if system == "Windows":
         from engine.hardware.windows_cpu import windows_cpu
@@ -67,7 +67,7 @@ def cpu_info() -> CpuInfo:
 def linux_cpu(
     system: Path = _SYSTEM, hybrid: Path = _HYBRID, described: Path = Path("/proc/cpuinfo")
 ) -> CpuInfo:  # fmt: skip
-    """As Linux's kernel tells of it."""
+    """The CPU according to Linux."""
     fields: dict[str, str] = dict(re.findall(r"^([^:\n]+?)\s*: ?(.*)$", text_of(described) or "", re.MULTILINE))
     flags = frozenset(fields.get("flags", fields.get("Features", "")).split())
     cpus = sorted(cpus_of(text_of(system / "online"))) or list(range(psutil.cpu_count() or 1))
@@ -96,7 +96,7 @@ def linux_cpu(
 def _kinds_of_cores(
     system: Path, hybrid: Path, cores: dict[int, tuple[str | None, ...]]
 ) -> tuple[int | None, int | None]:
-    """(fast, frugal) physical cores: Intel's hybrids are listed apart, ARM's clusters differ in capacity."""
+    """(fast, frugal) physical cores: Intel lists hybrid cores by kind, Arm clusters differ in capacity."""
     fast, frugal = (cpus_of(text_of(hybrid / kind / "cpus")) for kind in ("cpu_core", "cpu_atom"))
     if not (fast and frugal):
         capacities = {cpu: number_of(system / f"cpu{cpu}" / "cpu_capacity") for cpu in cores}
@@ -109,7 +109,7 @@ def _kinds_of_cores(
 
 
 def _cache_bytes(system: Path, cpus: Iterable[int], level: int) -> int | None:
-    """Each cache counts once, however many cores share it."""
+    """Counts each cache once, however many cores share it."""
     found: dict[tuple[str, str | None], int] = {}
     for cpu in cpus:
         for cache in (system / f"cpu{cpu}" / "cache").glob("index*"):
@@ -131,7 +131,7 @@ def _apple_cpu() -> CpuInfo:
 
 
 def apple_cpu(told: dict[str, str]) -> CpuInfo:
-    """As macOS's `sysctl` tells of it."""
+    """The CPU according to macOS's `sysctl`."""
 
     def number(name: str) -> int | None:
         value = told.get(name, "")

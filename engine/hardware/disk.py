@@ -1,4 +1,4 @@
-"""The disk behind a folder: what kind it is, its name, how much of it is free."""
+"""The disk behind a folder: its kind, name and free space."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _NETWORK_SYSTEMS = frozenset(
 )
 _MEMORY_SYSTEMS = frozenset(("tmpfs", "ramfs"))
 _HOST_SYSTEMS = frozenset(("9p", "drvfs", "virtiofs"))
-"""Folders of the machine that this virtual one runs on; in WSL, of Windows."""
+"""File systems for folders of the host of a virtual machine; in WSL, of Windows."""
 _TIMEOUT_S = 3.0
 _bounded = BoundedCalls("disk")
 
 
 class DiskKind(StrEnum):
-    """How a disk reads."""
+    """Kinds of disks, by how they read."""
 
     NVME = "nvme"
     SSD = "ssd"
@@ -34,17 +34,17 @@ class DiskKind(StrEnum):
     NETWORK = "network"
     MEMORY = "memory"
     HOST = "host"
-    """The folder belongs to the machine around this virtual one: every read goes through both."""
+    """A folder of the virtual machine's host: every read goes through both systems."""
     UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class DiskInfo:
-    """The disk behind a folder; what is not known is None.
+    """The disk behind a folder; unknown values are None.
 
     Attributes:
-        folder: that was asked about, or the nearest above it that exists.
-        model: as its maker calls it.
+        folder: the requested folder, or its nearest existing ancestor.
+        model: the manufacturer's name.
         device: the system's name of the whole disk, such as `nvme0n1`.
         file_system: such as `ext4`.
     """
@@ -59,7 +59,7 @@ class DiskInfo:
 
 
 def disk_info(folder: Path) -> DiskInfo | None:
-    """The disk that holds `folder`, which need not exist yet; None if it does not answer (a share that is gone)."""
+    """The disk that holds `folder`, which need not exist yet; None if it does not respond (a lost network share)."""
     try:
         return _bounded(lambda: look(folder), _TIMEOUT_S)
     except (TimeoutError, OSError, ValueError):
@@ -79,10 +79,10 @@ def free_disk_bytes(folder: Path) -> int | None:
 
 
 def look(folder: Path, sys_root: Path = SYS) -> DiskInfo:
-    """`disk_info`, however long it takes.
+    """`disk_info` without a timeout.
 
     Raises:
-        OSError: the disk's.
+        OSError: the disk failed.
     """
     existing = next((path for path in (folder, *folder.parents) if path.exists()), Path(folder.anchor or "."))
     usage = shutil.disk_usage(existing)
@@ -96,10 +96,10 @@ def look(folder: Path, sys_root: Path = SYS) -> DiskInfo:
 
 
 def block_device(folder: Path, sys_root: Path = SYS, source: str | None = None) -> Path | None:
-    """`/sys/block/NAME` of the whole disk that holds an existing folder; through partitions, encryption and LVM.
+    """`/sys/block/NAME` of the whole disk that holds an existing folder, resolving partitions, encryption and LVM.
 
     Args:
-        source: the mounted device, where the folder's own number tells nothing (btrfs, overlays).
+        source: the mounted device, for file systems whose device number is no help (btrfs, overlays).
     """
     entry: Path | None = None
     if sys.platform != "win32":
@@ -112,7 +112,7 @@ def block_device(folder: Path, sys_root: Path = SYS, source: str | None = None) 
     device = entry.resolve()
     if (device / "partition").exists():
         device = device.parent
-    for _ in range(8):  # a mapped device stands on others: the first of them will do
+    for _ in range(8):  # a mapped device may have several below it: use the first
         below = sorted((device / "slaves").iterdir()) if (device / "slaves").is_dir() else []
         if not below:
             return device
@@ -135,7 +135,7 @@ def _kind(file_system: str | None, device: Path | None) -> tuple[DiskKind, str |
     if device.name.startswith("nvme"):
         return DiskKind.NVME, model
     if device.name.startswith(("vd", "xvd", "zram", "loop", "ram")):
-        return DiskKind.UNKNOWN, model  # what a virtual disk says of itself is not what lies behind it
+        return DiskKind.UNKNOWN, model  # a virtual disk does not reveal the real one
     rotates = number_of(device / "queue" / "rotational")
     if rotates is None:
         return DiskKind.UNKNOWN, model
@@ -143,9 +143,9 @@ def _kind(file_system: str | None, device: Path | None) -> tuple[DiskKind, str |
 
 
 def _mount(folder: Path) -> tuple[str, str] | None:
-    """(device, file system) of what is mounted where the folder is.
+    """(device, file system) of the mount that contains the folder.
 
-    In Windows a mapped share says `remote` among its options.
+    On Windows, a mapped share has `remote` among its options.
     """
     place = folder.resolve()
     best: tuple[int, str, str] | None = None

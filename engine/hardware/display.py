@@ -6,9 +6,9 @@ import os
 import sys
 
 DISPLAY_VARIABLES = ("DISPLAY", "WAYLAND_DISPLAY", "QT_QPA_PLATFORM")
-"""On Linux one of them is set where there is an X server, a Wayland compositor or another platform of Qt's."""
+"""On Linux one of these is set if there is an X server, a Wayland compositor or another Qt platform."""
 
 
 def has_display() -> bool:
-    """Outside Linux always; there, if one of `DISPLAY_VARIABLES` says so."""
+    """Whether there is a display: on Linux, if one of `DISPLAY_VARIABLES` is set; elsewhere always."""
     return sys.platform != "linux" or any(os.environ.get(name) for name in DISPLAY_VARIABLES)

@@ -1,4 +1,4 @@
-"""What is told of a graphics card, whoever made it."""
+"""A graphics card of any vendor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Vendor(StrEnum):
-    """Who made a card."""
+    """A card's manufacturer."""
 
     NVIDIA = "nvidia"
     AMD = "amd"
@@ -18,19 +18,19 @@ class Vendor(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GpuInfo:
-    """One graphics card, as its driver describes it; what the driver does not tell is None.
+    """One graphics card, as its driver describes it; unknown values are None.
 
     Attributes:
-        total_bytes, free_bytes: video memory; `free_bytes` already lacks what other programs hold.
+        total_bytes, free_bytes: video memory; `free_bytes` excludes what other programs hold.
         compute_capability: NVIDIA's, such as `9.0`.
-        pcie_generation, pcie_width: of the fastest link the card and slot can make.
-        used_by_others_bytes: video memory of every program but this one and those it has started.
-        pcie_generation_now, pcie_width_now: of the link as it is: an idle card slows it down, a riser may narrow it.
+        pcie_generation, pcie_width: of the fastest link that card and slot support.
+        used_by_others_bytes: video memory of all programs except this one and its children.
+        pcie_generation_now, pcie_width_now: the current link: an idle card slows it down, a riser may narrow it.
         power_limit_w: watts that the card may draw.
         is_integrated: whether it is part of the processor and shares its RAM.
-        memory_bytes_per_s: bandwidth of its memory, as width and clock give it.
-        shader_flops: 32-bit rate of its ordinary cores, as their number and highest clock give it.
-        bus: its place, such as `0000:01:00.0`.
+        memory_bytes_per_s: memory bandwidth, from bus width and clock.
+        shader_flops: 32-bit rate of its shader cores, from their number and maximum clock.
+        bus: its PCI address, such as `0000:01:00.0`.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What a graphics card is doing now, as its driver counts it."""
+"""Current activity of graphics cards, according to their drivers."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _SLOWED_BY = (
 
 @dataclass(frozen=True, slots=True)
 class GpuSample:
-    """One card at one moment; what its driver does not tell is None.
+    """One card at one moment; unknown values are None.
 
     Attributes:
-        busy: part of the driver's last sampling period in which some kernel ran, 0 to 1.
+        busy: fraction of the driver's last sampling period in which a kernel ran.
         memory_busy: the same for its memory.
-        vram_total, vram_used, vram_ours, vram_others: bytes; `vram_ours` is of this program and what it has started.
-        clock_hz, memory_clock_hz: now.
-        power_w, power_limit_w, temperature_c: now.
-        pcie_rx, pcie_tx: bytes per second to and from the card, everybody's, as the driver samples them over 20 ms.
-        slowed_by: why it runs below its clock, such as `heat`; empty if it does not, or that is not known.
+        vram_total, vram_used, vram_ours, vram_others: bytes; `vram_ours` is this program's and its children's.
+        clock_hz, memory_clock_hz: current.
+        power_w, power_limit_w, temperature_c: current.
+        pcie_rx, pcie_tx: bytes per second to and from the card, of all programs, sampled by the driver over 20 ms.
+        slowed_by: why it runs below its maximum clock, such as `heat`; empty if it does not, or if unknown.
     """
 
     bus: str
@@ -56,10 +56,10 @@ class GpuSample:
 
 
 class GpuSensors:
-    """Reads all cards.  A driver that goes away leaves fewer cards, and they are back when it is.
+    """Reads all cards.  Cards disappear with their driver and reappear with it.
 
     Args:
-        pids: the processes that are ours.
+        pids: our processes.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class GpuSensors:
         self._seen: tuple[GpuSample, ...] = ()
 
     def sample(self) -> tuple[GpuSample, ...]:
-        """NVIDIA's cards in the driver's order, then the others.
+        """NVIDIA's cards in driver order, then the others.
 
-        A card that was there and does not answer is still listed, with nothing known about it.
+        A card that no longer responds is still listed, with all values unknown.
         """
         ours = frozenset(self._pids())
         try:
@@ -87,7 +87,7 @@ class GpuSensors:
         return self._seen
 
     def close(self) -> None:
-        """Gives the driver's library back."""
+        """Releases the driver's library."""
         self._nvml.close()
 
 
@@ -96,7 +96,7 @@ def _nvidia(card: Card, ours: frozenset[int]) -> GpuSample:
     busy = card.read("nvmlDeviceGetUtilizationRates")
     place = getattr(card.read("nvmlDeviceGetPciInfo"), "busId", None)
     reasons = card.read("nvmlDeviceGetCurrentClocksEventReasons")
-    if reasons is None:  # as drivers before 2023 call it
+    if reasons is None:  # name in drivers before 2023
         reasons = card.read("nvmlDeviceGetCurrentClocksThrottleReasons")
     return GpuSample(
         bus=(place.decode("ascii", "replace") if isinstance(place, bytes) else str(place or card.index)).lower(),

@@ -14,9 +14,9 @@ _nvml = Nvml()
 
 
 def graphics_cards(nvml: Nvml = _nvml, drm: Path = DRM) -> tuple[tuple[GpuInfo, ...], str]:
-    """(the cards, why there is none or why NVIDIA's are missing).
+    """(the cards, a note on why there are none or NVIDIA's are missing).
 
-    The note is empty only if NVIDIA's driver has answered, or other cards were found and there is no such driver.
+    The note is empty only if NVIDIA's driver responded, or if there is none and other cards were found.
     """
     ours, note = nvidia_gpus(nvml)
     others = (*sysfs_gpus(drm), *other_gpus())

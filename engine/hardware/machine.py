@@ -1,4 +1,4 @@
-"""What a machine can do: memory, arithmetic and links, in numbers that can be looked up or measured."""
+"""A machine's memory sizes, compute rates and bandwidths, from data sheets or measurements."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from enum import StrEnum
 
 
 class Origin(StrEnum):
-    """How a number of a machine is known."""
+    """The origin of a machine's number."""
 
     MEASURED = "measured"
     DRIVER = "driver"
-    """Told by the driver or the operating system."""
+    """Reported by the driver or the operating system."""
     ASSUMED = "assumed"
-    """From data sheets, or what machines of its kind have."""
+    """From data sheets, or typical of such machines."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuProfile:
-    """Graphics cards of one kind, seen as one device when there are several (tensor parallelism).
+    """Identical graphics cards, treated as one device if there are several (tensor parallelism).
 
     Attributes:
-        name: as its maker calls it.
+        name: the manufacturer's name.
         memory_bytes: of one card.
         flops: dense 16-bit matrix rate of one card, 1 / s.
         bytes_per_s: memory bandwidth of one card.
-        count: cards.
+        count: number of cards.
     """
 
     name: str
@@ -38,12 +38,12 @@ class GpuProfile:
 
 @dataclass(frozen=True, slots=True)
 class LinkProfile:
-    """The way between RAM and the cards; bandwidths are what a large copy reaches, bytes / s, of one card's link.
+    """The link between RAM and a card; bandwidths in bytes / s, as reached by large copies.
 
     Attributes:
         h2d, d2h: from and to pinned memory.
         h2d_pageable: from memory that is not pinned.
-        latency_s: that each copy takes besides.
+        latency_s: fixed cost of each copy.
     """
 
     h2d: float
@@ -54,15 +54,15 @@ class LinkProfile:
 
 @dataclass(frozen=True, slots=True)
 class CpuProfile:
-    """Processor and RAM.
+    """CPU and RAM.
 
     Attributes:
-        name: as its maker calls it.
+        name: the manufacturer's name.
         cores: physical cores, all sockets.
-        flops: rate of 16-bit or 32-bit products on all cores, whichever its kernels use, 1 / s.
+        flops: compute rate of all cores in the width that the kernels use, 16 or 32 bits, 1 / s.
         ram_bytes_per_s: theoretical bandwidth of the RAM.
         ram_bytes: size.
-        weights_bytes_per_s: bandwidth at which experts were seen to be computed, by threads; empty if never measured.
+        weights_bytes_per_s: measured weight bandwidth of expert kernels, by threads; empty if never measured.
     """
 
     name: str
@@ -75,7 +75,7 @@ class CpuProfile:
 
 @dataclass(frozen=True, slots=True)
 class PowerProfile:
-    """Watts while generating: the processor's package without and per busy core, and the card."""
+    """Watts while generating: the CPU package when idle and per busy core, and the card."""
 
     cpu_base_w: float
     cpu_per_core_w: float
@@ -88,14 +88,14 @@ class HardwareProfile:
 
     Attributes:
         name: the profile's file name without `.json`.
-        description: for people.
-        source: where the numbers come from.
+        description: display text.
+        source: origin of the numbers.
         gpu: None for a machine without one.
         link: between RAM and the card.
-        cpu: processor and RAM.
-        disk_bytes_per_s: reading.
+        cpu: CPU and RAM.
+        disk_bytes_per_s: read rate.
         power: None if unknown.
-        origins: how each number is known, by its path such as `gpu.flops`; empty for profiles out of files.
+        origins: origin of each number, by path such as `gpu.flops`; empty for profiles read from files.
     """
 
     name: str
@@ -114,7 +114,7 @@ class HardwareProfile:
         return self.gpu.memory_bytes * self.gpu.count if self.gpu else 0
 
     def with_memory(self, *, vram_bytes: int | None = None, ram_bytes: int | None = None) -> HardwareProfile:
-        """The same machine with other sizes of memory: "what if"."""
+        """The same machine with different memory sizes, for "what if"."""
         changed = self
         if vram_bytes is not None and self.gpu is not None:
             changed = replace(changed, gpu=replace(self.gpu, memory_bytes=vram_bytes // self.gpu.count))

@@ -1,4 +1,4 @@
-"""Machines to plan for that come with the program: JSON in `resources/machines`."""
+"""Machine profiles shipped with the program: JSON in `resources/machines`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from engine.hardware.machine import CpuProfile, GpuProfile, HardwareProfile, Lin
 
 
 def machines_dir() -> Path:
-    """Whole machines to plan for, with processor, RAM, disk and card; `resources/hardware` beside it holds the cards
-    that an emulated device can be, no more than their memory and their link."""
+    """Complete machines to plan for, with CPU, RAM, disk and card. `resources/hardware` beside it has the cards that a
+    device can emulate, with only their memory and link."""
     return resources_dir() / "machines"
 
 
@@ -24,7 +24,7 @@ def read_machine(name: str, folder: Path | None = None) -> HardwareProfile:
     """The machine of this name, or in this JSON file.
 
     Raises:
-        EngineError: `INVALID_REQUEST` if there is none, or if what its file says cannot be.
+        EngineError: `INVALID_REQUEST` if there is none, or its file has invalid values.
     """
     path = find_profile(name, folder or machines_dir(), machine_names(folder), "machine")
     file = ProfileFile(path)

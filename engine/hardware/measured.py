@@ -1,4 +1,4 @@
-"""What was measured on this machine, and the planner's picture of the machine that comes of it."""
+"""Measurements of this machine, and the hardware profile that the planner derives from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Numbers = dict[str, Origin]
 
 @dataclass(frozen=True, slots=True)
 class RamRead:
-    """RAM read by so many threads, far more of it than any cache holds."""
+    """RAM read bandwidth with a number of threads, over far more memory than any cache holds."""
 
     threads: int
     bytes_per_s: float
@@ -30,7 +30,7 @@ class RamRead:
 
 @dataclass(frozen=True, slots=True)
 class ExpertTime:
-    """One expert whose weights were in no cache.
+    """Time of one expert with uncached weights.
 
     Attributes:
         device: `cpu`, or the device's name.
@@ -38,7 +38,7 @@ class ExpertTime:
         precision: `bf16`, `int8` or `int4`.
         threads: of the CPU; 0 on a device.
         nbytes: of its record.
-        seconds: for the expert, of all `tokens` together.
+        seconds: for the expert and all `tokens` together.
     """
 
     device: str
@@ -62,8 +62,8 @@ class CopyTime:
 
     Attributes:
         direction: `h2d` or `d2h`.
-        pinned: whether the host's memory is.
-        both_ways: whether as much went the other way at the same time.
+        pinned: whether the host memory is pinned.
+        both_ways: whether an equal copy ran in the other direction at the same time.
     """
 
     device: str
@@ -76,7 +76,7 @@ class CopyTime:
 
 @dataclass(frozen=True, slots=True)
 class DiskRead:
-    """Reading with `depth` requests of `nbytes` under way; `direct`: past the page cache."""
+    """Read rate with `depth` requests of `nbytes` in flight; `direct`: bypassing the page cache."""
 
     depth: int
     nbytes: int
@@ -86,7 +86,7 @@ class DiskRead:
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """What large matrix products and large reads reach; `threads` is 0 on a device.
+    """Throughput of large matrix products and large reads; `threads` is 0 on a device.
 
     Attributes:
         flops: 16-bit matrix products, 1 / s; 0 if not measured.
@@ -101,19 +101,19 @@ class Arithmetic:
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """Everything measured in one go.  What was not measured is empty, and `skipped` says why.
+    """Results of one run.  What was not measured is empty, and `skipped` says why.
 
     Attributes:
         kind: `quick` or `thorough`.
-        device: beside the CPU; empty without one.
-        device_bytes: memory of it that could be used.
-        machine: what it was measured on (see `measurement_files.described`).
+        device: in addition to the CPU; empty without one.
+        device_bytes: its usable memory.
+        machine: the measured machine (see `measurement_files.described`).
         taken_at: ISO 8601, UTC.
         pinned_limit_bytes: host memory that could be pinned; None if not measured.
-        skipped: why something was not measured, by its name.
-        unsteady: what went on changing however often it was repeated, by its name, and by how much.
-        notes: sentences for people, such as that a processor slowed down meanwhile.
-        others: share of the processor that other programs took meanwhile, 0 to 1.
+        skipped: reasons of skipped measurements, by name.
+        unsteady: measurements that never settled, by name, with the remaining relative difference.
+        notes: sentences for the user, such as that the CPU slowed down meanwhile.
+        others: share of the CPU that other programs used meanwhile, 0 to 1.
     """
 
     kind: str
@@ -133,9 +133,9 @@ class Measurements:
     others: float = 0.0
 
     def link(self, direction: str, *, pinned: bool) -> tuple[float, float] | None:
-        """(latency in s, bytes / s) of a line through the copies one way; None if there are none.
+        """(latency in s, bytes / s) of a linear fit of the copies in one direction; None if there are none.
 
-        The latency is that of the smallest copy but for its bytes; the rate is that of the largest.
+        The rate is the largest copy's; the latency is the smallest copy's time minus its transfer.
         """
         found = [c for c in self.copies if (c.direction, c.pinned, c.both_ways) == (direction, pinned, False)]
         if not found:
@@ -150,9 +150,8 @@ class Measurements:
         """Bandwidth at which the CPU computed one token's experts, by threads.
 
         Args:
-            expert_bytes: of an expert; bigger ones are read faster.  Between sizes that were measured the rate is a
-                line over the logarithm of the size, beyond them it is that of the last.  Without it: of the size that
-                reaches most.
+            expert_bytes: of an expert; bigger ones are read faster. Between measured sizes the rate is interpolated
+                over the logarithm of the size, beyond them it is constant. Without it: the rate of the best size.
         """
         found: dict[int, dict[int, float]] = {}
         for time in self.experts:
@@ -171,13 +170,13 @@ def machine_profile(
     precision: str = "bf16",
     expert_bytes: float | None = None,
 ) -> HardwareProfile:
-    """The machine as the planner sees it; `origins` says of every number how it is known.
+    """The hardware profile for the planner, with the origin of every number.
 
-    Measured numbers stand for whatever the machine does while everything else is idle.  A measured emulated device
-    is the machine's card, as far as plans go.
+    Measured numbers describe the machine when everything else is idle. A measured emulated device counts as the
+    machine's card.
 
     Args:
-        precision, expert_bytes: of the experts whose measured times are `cpu.weights_bytes_per_s`; see there.
+        precision, expert_bytes: of the experts for `cpu.weights_bytes_per_s`; see there.
     """
     origins: Numbers = {}
     by_threads = measurements.weights_bytes_per_s(precision, expert_bytes) if measurements else {}
@@ -210,7 +209,7 @@ def _at_size(by_size: dict[int, float], nbytes: float) -> float:
 def _cpu(probe: Probe, measured: Measurements | None, by_threads: dict[int, float], origins: Numbers) -> CpuProfile:
     cores = max(1, min(probe.physical_cores or probe.usable_cpus, probe.usable_cpus))
     flops = _best(entry.flops for entry in measured.arithmetic if entry.device == "cpu") if measured else 0.0
-    # Experts of one token are little but reading, and their kernels read better than a sum does.
+    # Single-token experts are bound by reading, and their kernels read faster than a plain sum does.
     ram = _best((*(entry.bytes_per_s for entry in measured.ram), *by_threads.values())) if measured else 0.0
     origins["cpu.cores"] = origins["cpu.ram_bytes"] = Origin.DRIVER
     origins["cpu.flops"] = Origin.MEASURED if flops else Origin.ASSUMED

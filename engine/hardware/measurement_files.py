@@ -28,16 +28,16 @@ Row = TypeVar("Row")
 
 
 def described(probe: Probe) -> dict[str, str]:
-    """What measurements depend on, in words: when one of them is another, they are to be taken again.
+    """What measurements depend on, in words: if any of it changes, they are outdated.
 
-    Memory that others use, free space and the like are not in it: these change by the minute.
+    Memory used by others, free space and the like are left out: they change by the minute.
     """
     gpu = probe.compute_gpu
     disk = probe.models_disk
     return {
         "system": f"{probe.os}, {probe.architecture}",
         "processor": f"{probe.cpu}, {probe.physical_cores} cores, {probe.usable_cpus} usable",
-        # To half a gibibyte: what the kernel keeps for itself differs between its versions.
+        # Rounded to half a GiB: the kernel's own share differs between its versions.
         "RAM": f"{round(probe.ram_bytes / 2**29) / 2:g} GiB",
         "graphics card": "none" if gpu is None else f"{gpu.name}, {(gpu.total_bytes or 0) / 2**30:.1f} GiB",
         "driver": (gpu.driver if gpu else None) or "none",
@@ -47,16 +47,16 @@ def described(probe: Probe) -> dict[str, str]:
 
 
 def measurements_file(machine: Mapping[str, str], device: str) -> Path:
-    """Where the measurements of a machine with a device are kept."""
+    """The file with the measurements of a machine with a device."""
     mark = hashlib.sha256(json.dumps(dict(machine), sort_keys=True).encode()).hexdigest()[:12]
     return _folder() / f"{re.sub('[^A-Za-z0-9_.-]', '-', device) or 'cpu'}-{mark}.json"
 
 
 def save_measurements(measurements: Measurements) -> Path:
-    """Keeps them, in place of earlier ones of the same machine and device.
+    """Saves them, replacing earlier ones of the same machine and device.
 
     Raises:
-        OSError: they could not be written; what was there is still there.
+        OSError: they could not be written; the old file is unchanged.
     """
     path = measurements_file(measurements.machine, measurements.device)
     write_private(path, json.dumps({"version": _VERSION, **asdict(measurements)}, indent=1))
@@ -64,7 +64,7 @@ def save_measurements(measurements: Measurements) -> Path:
 
 
 def load_measurements(probe: Probe, device: str = "") -> Measurements | None:
-    """What was measured on this very machine with this device; None if nothing was, or it cannot be understood.
+    """This machine's measurements with this device; None if there are none, or they are unreadable.
 
     Args:
         device: `cuda:0`, `emulated:NAME`; empty or `cpu` for the CPU alone.
@@ -73,23 +73,23 @@ def load_measurements(probe: Probe, device: str = "") -> Measurements | None:
 
 
 def changes(probe: Probe, device: str = "") -> tuple[str, ...]:
-    """What is another than when this device was last measured, in sentences; empty if nothing is, or never was."""
+    """What has changed since this device was last measured, in sentences; empty if nothing has."""
     if load_measurements(probe, device) is not None:
         return ()
-    # By their own clock: a copied folder has new dates of files.
+    # By their own timestamps: copying a folder changes file dates.
     earlier = max(_all_of("" if device == "cpu" else device), key=lambda one: one.taken_at, default=None)
     if earlier is None:
         return ()
     now = described(probe)
     return tuple(
-        f"The {name} was {was} and is {now[name]}."
+        f"The {name} was {was} and is now {now[name]}."
         for name, was in earlier.machine.items()
         if name in now and now[name] != was
     )
 
 
 def read_measurements(path: Path) -> Measurements | None:
-    """The measurements in a file; None if there is none, or it is not what we wrote."""
+    """The measurements in a file; None if there is none, or it is not one of ours."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content.pop("version") != _VERSION:
@@ -112,7 +112,7 @@ def read_measurements(path: Path) -> Measurements | None:
 
 
 def _row(kind: type[Row], content: Mapping[str, Any]) -> Row:
-    """Raises: ValueError, TypeError: these are not the row's fields, or a number is none that can be measured."""
+    """Raises: ValueError, TypeError: wrong fields, or an impossible number."""
     for entry in fields(kind):  # type: ignore[arg-type]  # rows are dataclasses
         value = content[entry.name]
         if entry.type in ("int", "float"):

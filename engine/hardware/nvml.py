@@ -1,7 +1,7 @@
-"""NVIDIA's management library: bounded in time, and never an error.
+"""NVIDIA's management library (NVML), with timeouts and with errors turned into sentences.
 
-A driver that is being updated answers with another version than its library; a card that has fallen off the bus is
-lost in the middle; a driver in trouble may not answer at all.  All of that comes out as a sentence.
+A driver that is being updated responds with a version different from its library's; a card that has fallen off the bus
+disappears midway; a broken driver may not respond at all. All of these become a message.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _REASONS = {
     pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: "No NVIDIA driver was found.",
     pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "The NVIDIA driver is installed but not loaded: restart the computer.",
     pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
-        "The NVIDIA driver was updated, and its library no longer matches what is loaded: restart the computer."
+        "The NVIDIA driver was updated and no longer matches the loaded one: restart the computer."
     ),
-    pynvml.NVML_ERROR_NO_PERMISSION: "The NVIDIA driver refuses to answer this user: check who may use /dev/nvidia*.",
+    pynvml.NVML_ERROR_NO_PERMISSION: "The NVIDIA driver denies this user access: check access to /dev/nvidia*.",
     pynvml.NVML_ERROR_GPU_IS_LOST: "An NVIDIA card has fallen off the bus: restart the computer.",
-    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: "The NVIDIA driver is too old to be asked: update it.",
+    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: "The NVIDIA driver is too old: update it.",
 }
-_HANGS = "The NVIDIA driver does not answer: restart the computer, or update the driver."
+_HANGS = "The NVIDIA driver does not respond: restart the computer, or update the driver."
 _NO_CARDS = "The NVIDIA driver lists no graphics card."
 _SESSION_LOST = frozenset(
     (
@@ -44,15 +44,15 @@ _SESSION_LOST = frozenset(
         pynvml.NVML_ERROR_UNKNOWN,
     )
 )
-"""After these the library is opened again: the driver may have been reloaded meanwhile."""
+"""Errors after which the library is reopened: the driver may have been reloaded."""
 
 
 class NvmlUnavailableError(Exception):
-    """The message is one sentence that says why there is nothing to read."""
+    """The message says in one sentence why there is nothing to read."""
 
 
 class Card:
-    """One card while it is being looked at: `read` gives a value, or None where the driver has none."""
+    """A card inside a `look`: `read` returns a value, or None if the driver has none."""
 
     def __init__(self, library: Any, handle: Any, index: int) -> None:
         self.index = index
@@ -67,15 +67,15 @@ class Card:
         except self._library.NVMLError as error:
             self.lost |= error.value in _SESSION_LOST
         except (AttributeError, OSError, ValueError, UnicodeDecodeError):
-            pass  # a driver older than the binding, or one that writes what is no text
+            pass  # a driver older than the binding, or one that returns invalid text
         return None
 
 
 class Nvml:
-    """The library, opened when it is first asked and again after it was lost.
+    """The library, opened on first use and reopened after it was lost.
 
     Args:
-        library: the `pynvml` module, or what looks like it.
+        library: the `pynvml` module or a stand-in.
     """
 
     def __init__(self, library: Any = pynvml) -> None:
@@ -84,10 +84,10 @@ class Nvml:
         self._is_open = False
 
     def look(self, at: Callable[[Card], T], *, timeout_s: float = _TIMEOUT_S) -> list[T]:
-        """`at` of every card that can be seen, in the driver's order.
+        """`at` applied to every visible card, in driver order.
 
         Raises:
-            NvmlUnavailableError: there is none, or the driver does not work or answer.
+            NvmlUnavailableError: there is none, or the driver does not work or respond.
         """
         try:
             found = self._bounded(lambda: self._look(at), timeout_s)
@@ -95,21 +95,21 @@ class Nvml:
             raise NvmlUnavailableError(_HANGS) from None
         except self._library.NVMLError as error:
             raise NvmlUnavailableError(_reason(error)) from None
-        except (OSError, AttributeError) as error:  # a library that is there, and is not what it says it is
+        except (OSError, AttributeError) as error:  # a file of that name that is not the library
             raise NvmlUnavailableError(f"The NVIDIA driver's library cannot be used: {_first_line(error)}.") from None
         if not found:
             raise NvmlUnavailableError(_NO_CARDS)
         return found
 
     def driver(self) -> str | None:
-        """Version of the driver; only to be called by what `look` calls."""
+        """The driver's version; call only from inside `look`."""
         try:
             return str(self._library.nvmlSystemGetDriverVersion())
         except (self._library.NVMLError, AttributeError, OSError):
             return None
 
     def close(self) -> None:
-        """Gives the library back; the next `look` opens it again."""
+        """Releases the library; the next `look` reopens it."""
         with contextlib.suppress(TimeoutError):
             self._bounded(self._close, _TIMEOUT_S)
 
@@ -127,7 +127,7 @@ class Nvml:
                 except self._library.NVMLError as error:
                     if error.value in (pynvml.NVML_ERROR_UNINITIALIZED, pynvml.NVML_ERROR_DRIVER_NOT_LOADED):
                         raise
-                    lost = True  # this card has gone or may not be looked at; the others may
+                    lost = True  # this card is lost or not permitted; others may work
                     continue
                 found.append(at(card))
                 lost |= card.lost
@@ -146,7 +146,7 @@ class Nvml:
 
 
 def nvidia_gpus(nvml: Nvml) -> tuple[tuple[GpuInfo, ...], str]:
-    """(the cards, why there is none)."""
+    """(the cards, a note on why there are none)."""
     ours = own_processes()
     try:
         return tuple(nvml.look(lambda card: _described(card, nvml.driver(), ours))), ""
@@ -155,7 +155,7 @@ def nvidia_gpus(nvml: Nvml) -> tuple[tuple[GpuInfo, ...], str]:
 
 
 def own_processes() -> frozenset[int]:
-    """This process and all that it has started."""
+    """This process and its descendants."""
     try:
         family = psutil.Process().children(recursive=True)
     except psutil.Error:
@@ -166,7 +166,7 @@ def own_processes() -> frozenset[int]:
 def memory_of(card: Card, ours: frozenset[int]) -> tuple[int | None, int | None, int | None, int | None]:
     """(total, free, used by `ours`, used by others) in bytes.
 
-    In Windows the driver does not tell what each program has; then the last two are not known.
+    On Windows the driver does not report memory per program; the last two are then None.
     """
     memory = card.read("nvmlDeviceGetMemoryInfo")
     if memory is None:
@@ -177,7 +177,7 @@ def memory_of(card: Card, ours: frozenset[int]) -> tuple[int | None, int | None,
     ]  # fmt: skip
     if all(listing is None for listing in listings):
         return total, free, None, None
-    # A program that computes and draws is in both lists, with the same memory.
+    # A program that computes and draws is in both lists with the same memory.
     by_process = {process.pid: process.usedGpuMemory for listing in listings for process in listing or ()}
     held = [nbytes for pid, nbytes in by_process.items() if pid in ours]
     if any(nbytes is None for nbytes in held):
@@ -211,21 +211,21 @@ def _described(card: Card, driver: str | None, ours: frozenset[int]) -> GpuInfo:
 
 
 def _memory_bandwidth(card: Card) -> float | None:
-    """Both edges of the clock carry a bit on every line."""
+    """DDR: two bits per line and clock cycle."""
     lines = card.read("nvmlDeviceGetMemoryBusWidth")
     megahertz = card.read("nvmlDeviceGetMaxClockInfo", pynvml.NVML_CLOCK_MEM)
     return 2 * megahertz * 1e6 * lines / 8 if lines and megahertz else None
 
 
 def _shader_flops(card: Card) -> float | None:
-    """Each core multiplies and adds once a cycle."""
+    """One FMA per core and cycle."""
     cores = card.read("nvmlDeviceGetNumGpuCores")
     megahertz = card.read("nvmlDeviceGetMaxClockInfo", pynvml.NVML_CLOCK_SM)
     return 2 * cores * megahertz * 1e6 if cores and megahertz else None
 
 
 def _preload_for_wsl() -> None:
-    """In WSL the library lies where not every distribution's loader looks; loaded once, it is found by its name."""
+    """In WSL not every loader searches the library's folder; once loaded by path, it is found by name."""
     if _WSL_LIBRARY.exists():
         with contextlib.suppress(OSError):
             ctypes.CDLL(str(_WSL_LIBRARY))

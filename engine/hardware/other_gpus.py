@@ -1,4 +1,4 @@
-"""Cards that neither NVIDIA's library nor Linux's kernel tells of: Windows's registry, and Apple's chips."""
+"""Cards that neither NVML nor Linux reports: those in the Windows registry, and Apple's chips."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.hardware.gpu_info import GpuInfo, Vendor
 
 _DISPLAY_CLASS = r"SYSTEM\CurrentControlSet\Control\Class\{4d36e968-e325-11ce-bfc1-08002be10318}"
 _INTEGRATED = 2 * 2**30
-"""Windows's drivers of graphics inside a processor claim less memory than this for themselves."""
+"""On Windows, drivers of integrated graphics report less memory than this."""
 
 
 def other_gpus() -> tuple[GpuInfo, ...]:
@@ -24,7 +24,7 @@ def other_gpus() -> tuple[GpuInfo, ...]:
 
 
 def apple_gpu() -> GpuInfo:
-    """An Apple chip's graphics share all of its RAM."""
+    """An Apple chip's GPU shares all of its RAM."""
     memory = psutil.virtual_memory()
     return GpuInfo(
         name="Apple graphics",
@@ -39,7 +39,7 @@ def apple_gpu() -> GpuInfo:
 
 
 def registry_gpus(registry: Any) -> tuple[GpuInfo, ...]:
-    """Cards that Windows has drivers for, but NVIDIA's, as the module `winreg` reads them."""
+    """Cards with Windows drivers, except NVIDIA's, read with the module `winreg`."""
     found: list[GpuInfo] = []
     try:
         with registry.OpenKey(registry.HKEY_LOCAL_MACHINE, _DISPLAY_CLASS) as cards:
@@ -76,7 +76,7 @@ def _registry_gpu(registry: Any, cards: Any, number: str) -> GpuInfo | None:
                 name, total, None, str(driver) if driver else None, None, None, vendor=vendor,
                 is_integrated=is_integrated,
             )  # fmt: skip
-    except OSError:  # a driver's own key that only the system may read
+    except OSError:  # a driver's key that only the system may read
         return None
 
 

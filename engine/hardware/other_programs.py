@@ -1,4 +1,4 @@
-"""How much of the processor other programs take, over any stretch of time.  No torch; nothing here raises."""
+"""CPU share of other programs over any interval.  No torch; nothing here raises."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import psutil
 from engine.hardware.nvml import own_processes
 
 BUSY = 0.15
-"""Share of the processor that other programs may take before a timing says more about them than about us."""
+"""CPU share of other programs above which a timing is unreliable."""
 
 Share = Callable[[], float]
-"""What other programs have taken of the processor since it was made, 0 to 1."""
+"""Returns the CPU share of other programs since it was created, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """Seconds since the system started: of all CPUs that we may use, of those what was busy, and what was ours."""
+    """CPU seconds since boot, over the CPUs that we may use: in total, busy, and ours."""
 
     total_s: float
     busy_s: float
@@ -28,15 +28,15 @@ class _Counts:
 
 
 class OtherPrograms:
-    """Measures their share: all that is busy, less what our own processes take.
+    """Measures their share: all busy time minus our own processes'.
 
-    What a hypervisor gives to other machines counts as theirs: it is not there for us either.
+    Time that a hypervisor steals counts as theirs: it is not available to us either.
 
     Args:
-        pids: the processes that are ours.
-        cpu_times: of each logical CPU, as `psutil.cpu_times(percpu=True)` tells them.
-        process_s: seconds of processor time that a process has had; None if it has gone.
-        usable: numbers of the CPUs that we may use; None for all.
+        pids: our processes.
+        cpu_times: of each logical CPU, as from `psutil.cpu_times(percpu=True)`.
+        process_s: CPU seconds of a process; None if it has ended.
+        usable: ids of the CPUs that we may use; None for all.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class OtherPrograms:
         self._pids, self._cpu_times, self._process_s, self._usable = pids, cpu_times, process_s, usable
 
     def watch(self) -> Share:
-        """Begins a stretch; what is returned tells of it up to the moment at which it is called."""
+        """Starts an interval; calling the result gives the share up to that moment."""
         before = self._counts()
 
         def share() -> float:
@@ -70,7 +70,7 @@ class OtherPrograms:
         wanted = self._usable()
         allowed = None if wanted is None else set(wanted)
         mine = [cpu for place, cpu in enumerate(cpus) if allowed is None or place in allowed] or cpus
-        # A guest's time is part of its user's.
+        # Guest time is included in user time.
         totals = [sum(cpu) - getattr(cpu, "guest", 0.0) - getattr(cpu, "guest_nice", 0.0) for cpu in mine]
         idle = [cpu.idle + getattr(cpu, "iowait", 0.0) for cpu in mine]
         ours = [taken for pid in self._pids() if (taken := self._process_s(pid)) is not None]
@@ -78,12 +78,12 @@ class OtherPrograms:
 
 
 def is_busy(share: float) -> bool:
-    """Whether a timing that was taken meanwhile is not to be trusted."""
+    """Whether timings taken meanwhile are unreliable."""
     return share >= BUSY
 
 
 def _ours() -> frozenset[int]:
-    """This process, what it has started, and who has started it: a window that draws what we do, or a shell."""
+    """This process, its descendants and its ancestors, such as the window or a shell."""
     return own_processes() | {os.getppid()}
 
 

@@ -1,6 +1,6 @@
-"""What this machine has, found without torch: asked of the operating system and the drivers, never assumed.
+"""This machine's hardware, detected without torch, from the operating system and the drivers.
 
-What cannot be read is `None`: a missing sensor is an answer, and nothing here raises for it.
+Unreadable values are `None`; nothing here raises for a missing sensor.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class HardwareProfile:
     Attributes:
         usable_cpus: logical CPUs that affinity and the container's quota leave us.
         instructions: vector instruction sets that the CPU advertises (`/proc/cpuinfo` names).
-        ram_bytes, ram_available_bytes: the container's limit where there is one, else the machine's.
-        gpu_note: why no graphics card is listed, if none is, or why NVIDIA's are missing beside others.
-        models_disk_free_bytes: free space where models are kept.
-        processor: more about the CPU.
-        models_disk: the disk where models are kept; None if it does not answer.
-        where: limits that are not the machine's own; None if nobody looked.
-        pinned_limit_bytes: what may be pinned as far as is known without trying; None where only RAM limits it.
+        ram_bytes, ram_available_bytes: the container's limit if there is one, otherwise the machine's.
+        gpu_note: why no graphics card is listed, or why NVIDIA's are missing.
+        models_disk_free_bytes: free space on the models' disk.
+        processor: details of the CPU.
+        models_disk: the models' disk; None if it does not respond.
+        where: limits imposed by a container or virtual machine; None if unknown.
+        pinned_limit_bytes: known limit of pinned memory; None if only RAM limits it.
     """
 
     os: str
@@ -57,12 +57,12 @@ class HardwareProfile:
 
     @property
     def compute_gpu(self) -> GpuInfo | None:
-        """The card that models could run on: the first that is not part of the processor."""
+        """The card to run models on: the first discrete one."""
         return next((gpu for gpu in self.gpus if not gpu.is_integrated), None)
 
 
 def probe() -> HardwareProfile:
-    """Look at the machine.  Takes milliseconds, or some seconds where a driver or a disk does not answer."""
+    """Detects the hardware.  Takes milliseconds, or some seconds if a driver or disk does not respond."""
     processor = cpu_info()
     gpus, gpu_note = graphics_cards()
     memory = psutil.virtual_memory()
@@ -91,7 +91,7 @@ def probe() -> HardwareProfile:
 
 
 def usable_cpus() -> int:
-    """Logical CPUs that this process may use: its affinity, cut to the container's quota."""
+    """Number of logical CPUs that this process may use: its affinity, limited by the container's quota."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota()
     return max(1, count if quota is None else min(count, int(quota)))

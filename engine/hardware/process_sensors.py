@@ -1,4 +1,4 @@
-"""What our own processes take: processor time, memory, page faults."""
+"""Resources of our own processes: CPU time, memory, page faults."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MINOR, _MAJOR = 9, 11
 
 @dataclass(frozen=True, slots=True)
 class ProcessCounts:
-    """Since the processes began; what the system does not tell is None.
+    """Counts since the processes started; unknown values are None.
 
     Attributes:
-        cpu_s: seconds of processor time.
-        rss_bytes: RAM that they hold; what they share counts for each.
-        minor_faults: page faults that needed no disk; major_faults: that did.
+        cpu_s: CPU seconds.
+        rss_bytes: resident memory; shared pages count for each process.
+        minor_faults: page faults served without the disk; major_faults: with the disk.
     """
 
     cpu_s: float
@@ -35,7 +35,7 @@ class ProcessCounts:
 def counts_by_process(
     pids: Callable[[], Iterable[int]] = own_processes, proc: Path = _PROC
 ) -> dict[tuple[int, float], ProcessCounts]:
-    """Counts of each process, by its number and when it began: numbers are used again."""
+    """Counts by process id and start time, as ids are reused."""
     found = {}
     for pid in pids():
         try:
@@ -47,13 +47,13 @@ def counts_by_process(
             continue
         minor, major = _faults(proc / str(pid) / "stat")
         if minor is None:
-            minor = getattr(memory, "num_page_faults", None)  # Windows counts both kinds together
+            minor = getattr(memory, "num_page_faults", None)  # Windows does not separate the two kinds
         found[pid, began] = ProcessCounts(times.user + times.system, memory.rss, minor, major)
     return found
 
 
 def _faults(path: Path) -> tuple[int | None, int | None]:
-    # The name, in brackets, may have spaces and brackets of its own.
+    # The name, in parentheses, may itself contain spaces and parentheses.
     fields = (text_of(path) or "").rpartition(")")[2].split()
     try:
         return int(fields[_MINOR - 2]), int(fields[_MAJOR - 2])

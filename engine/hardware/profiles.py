@@ -1,4 +1,4 @@
-"""Profiles of graphics cards that an emulated device can be: JSON files in `resources/hardware`.
+"""Profiles of graphics cards for emulated devices: JSON files in `resources/hardware`.
 
 {"name": "slow-link", "description": "...", "vram_bytes": 4000000000, "link_h2d_gbps": 2.0,
  "link_d2h_gbps": 2.0, "link_latency_us": 20.0, "compute_slowdown": 1.0}
@@ -24,12 +24,12 @@ class DeviceProfile:
     """A card and its link to the host.
 
     Attributes:
-        name: the file's, without `.json`.
-        description: what it stands for, for people.
+        name: the file name without `.json`.
+        description: display text.
         vram_bytes: memory.
         link_h2d_gbps, link_d2h_gbps: bandwidth to the card and back, in 1e9 bytes per second.
-        link_latency_us: microseconds that every copy takes besides.
-        compute_slowdown: how many times as long as on this machine's CPU a kernel takes; 1 is no slower.
+        link_latency_us: fixed cost of each copy in microseconds.
+        compute_slowdown: factor of kernel times over this machine's CPU; 1 is no slower.
     """
 
     name: str
@@ -41,7 +41,7 @@ class DeviceProfile:
     compute_slowdown: float = 1.0
 
 
-# What any card will have for the next decade or two; beyond, somebody has mistaken the unit.
+# Plausible for any card of the next decades; a number outside is probably in the wrong unit.
 _RANGES: dict[str, tuple[float, float]] = {
     "vram_bytes": (2**20, 2**42),
     "link_h2d_gbps": (0.001, 2000),
@@ -54,7 +54,7 @@ _OPTIONAL = ("compute_slowdown",)
 
 
 def profiles_dir() -> Path:
-    """Where the profiles are that come with the program."""
+    """Folder of the profiles shipped with the program."""
     return resources_dir() / "hardware"
 
 
@@ -67,7 +67,7 @@ def read_profile(name: str, folder: Path | None = None) -> DeviceProfile:
     """The profile of this name.
 
     Raises:
-        EngineError: `INVALID_REQUEST` if there is none, or if what its file says cannot be.
+        EngineError: `INVALID_REQUEST` if there is none, or its file has invalid values.
     """
     folder = folder or profiles_dir()
     names = profile_names(folder)
@@ -82,14 +82,14 @@ def read_profile(name: str, folder: Path | None = None) -> DeviceProfile:
     except (OSError, ValueError) as error:
         raise _refused(path, f"cannot be read ({reason(error)})") from None
     if not isinstance(content, dict):
-        raise _refused(path, "is not one JSON object")
+        raise _refused(path, "is not a JSON object")
     return _checked(content, path)
 
 
 def _checked(content: dict[str, object], path: Path) -> DeviceProfile:
     known = [field.name for field in fields(DeviceProfile)]
     if unknown := sorted(content.keys() - set(known)):
-        raise _refused(path, f"has a field {unknown[0]!r} that no profile has; there are {', '.join(known)}")
+        raise _refused(path, f"has an unknown field {unknown[0]!r}; known fields are {', '.join(known)}")
     values: dict[str, object] = {}
     for field in known:
         if field not in content:
@@ -100,7 +100,7 @@ def _checked(content: dict[str, object], path: Path) -> DeviceProfile:
             _checked_text(content, field, path) if field in _TEXTS else _checked_number(content, field, path)
         )
     if values["name"] != path.stem:
-        raise _refused(path, f"says in 'name' that it is {values['name']!r}, not {path.stem!r} as the file is called")
+        raise _refused(path, f"has {values['name']!r} in 'name', but its file is called {path.stem!r}")
     return DeviceProfile(**values)  # type: ignore[arg-type]
 
 

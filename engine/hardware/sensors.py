@@ -1,6 +1,6 @@
-"""What the machine is doing now, as drivers and the operating system count it.  No torch; nothing here raises.
+"""Current activity of the machine, from drivers and the operating system.  No torch; nothing here raises.
 
-These are driver samples: payload bytes, which the engine counts itself, are something else.
+These are driver samples, unlike the payload bytes that the engine counts itself.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from engine.hardware.system_files import number_of, text_of
 __all__ = ["DeviceSensors", "GpuSample", "SensorSample"]
 
 _SECTOR = 512
-"""Bytes that `/sys/block/*/stat` counts in, whatever the disk's own sectors are."""
+"""Unit of `/sys/block/*/stat` in bytes, whatever the disk's sector size."""
 
 
 @dataclass(frozen=True, slots=True)
 class SensorSample:
-    """One moment; every rate is over the time since the sample before, and None in the first one.
+    """One sample; rates are averages since the previous sample, and None in the first one.
 
     Attributes:
-        at_s: on `time.perf_counter`'s clock, as the engine's spans are.
+        at_s: on `time.perf_counter`'s clock, like the engine's spans.
         gpus: the cards.
-        cpu_by_core: busy part of each logical CPU, 0 to 1.
-        cpu_ours: CPUs' worth of time that our processes take.
+        cpu_by_core: busy fraction of each logical CPU, 0 to 1.
+        cpu_ours: CPU time of our processes, in CPUs.
         cpu_clock_hz: mean over the cores.
-        cpu_power_w: of all processor packages, where their counters may be read.
-        cpu_temperature_c: the hottest that is told.
-        ram_used, ram_total: bytes; of the container where there is one.  ram_ours: that our processes hold.
+        cpu_power_w: of all CPU packages, if their counters are readable.
+        cpu_temperature_c: the hottest sensor.
+        ram_used, ram_total: bytes, of the container if there is one.  ram_ours: of our processes.
         minor_faults, major_faults: of our processes, per second; major ones wait for the disk.
-        disk_read, disk_write: bytes per second of the disk behind the folder, everybody's.
-        disk_busy: part of the time in which it had something to do, 0 to 1.
+        disk_read, disk_write: bytes per second of the folder's disk, by all programs.
+        disk_busy: busy fraction of the disk, 0 to 1.
     """
 
     at_s: float
@@ -62,11 +62,11 @@ class SensorSample:
 
 
 class DeviceSensors:
-    """Takes samples, each in milliseconds, and some 50 with an NVIDIA card; not on the thread of a window.
+    """Takes samples, each in milliseconds, or about 50 ms with an NVIDIA card: never call it on a GUI thread.
 
     Args:
-        folder: on the disk that matters, such as that of an expert bank; None for no disk.
-        pids: the processes that are ours.
+        folder: on the disk of interest, such as an expert bank's; None for no disk.
+        pids: our processes.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class DeviceSensors:
         self._before: _Counts | None = None
 
     def sample(self) -> SensorSample:
-        """What is going on now."""
+        """Takes a sample."""
         now = self._counts()
         before, self._before = self._before, now
         memory = psutil.virtual_memory()
@@ -113,7 +113,7 @@ class DeviceSensors:
         )
 
     def close(self) -> None:
-        """Gives the drivers back."""
+        """Releases the drivers."""
         self._gpus.close()
 
     def _counts(self) -> _Counts:
@@ -128,7 +128,7 @@ class DeviceSensors:
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """Counters that only rise, at one moment; `energy_uj`: by package, with the number at which it begins again."""
+    """Monotonic counters at one moment; `energy_uj`: per package, with the value at which it wraps around."""
 
     at_s: float
     cpu: tuple[tuple[float, float], ...]
@@ -153,7 +153,7 @@ class _Rates:
         return tuple(min(1.0, max(0.0, busy / total)) for busy, total in spans)
 
     def of_processes(self, name: str) -> float | None:
-        """Of the processes there are now; what one did before it was first seen began with it."""
+        """Rate over the current processes; a process first seen now counts from its start."""
         if self._before is None or self._span_s <= 0:
             return None
         total = 0.0
@@ -208,7 +208,7 @@ def _disk_counts(device: Path) -> tuple[float, float, float] | None:
 
 
 def _energy(sys_root: Path) -> dict[str, tuple[int, int]]:
-    """Microjoules of each processor package (RAPL), and the most its counter holds; only root may read it on many."""
+    """Microjoules of each CPU package (RAPL), and its counter's range; on many systems only root may read it."""
     found = {}
     for package in sorted((sys_root / "class" / "powercap").glob("intel-rapl:[0-9]*")):
         if package.name.count(":") > 1 or not (text_of(package / "name") or "").startswith("package"):

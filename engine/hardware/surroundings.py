@@ -1,4 +1,4 @@
-"""What this process runs inside of: a container, Windows's Linux, a virtual machine."""
+"""The environment of this process: a container, WSL, a virtual machine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _WSL_RELEASE = Path("/proc/sys/kernel/osrelease")
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Limits that are not the machine's own.
+    """Limits imposed by the environment.
 
     Attributes:
-        wsl: 1 or 2 inside Windows's Linux, which has half of the machine's RAM unless told otherwise; else None.
-        hypervisor: whether the processor says that it is a virtual one; None if that cannot be seen.
-        memory_limit_bytes, cpu_quota: of the control groups; None if they limit nothing.
+        wsl: 1 or 2 inside WSL, which by default has half of the machine's RAM; otherwise None.
+        hypervisor: whether the CPU reports a hypervisor; None if unknown.
+        memory_limit_bytes, cpu_quota: of the control groups; None if unlimited.
     """
 
     wsl: int | None
@@ -30,7 +30,7 @@ class Surroundings:
 
 
 def surroundings(release: Path = _WSL_RELEASE, described: Path = Path("/proc/cpuinfo")) -> Surroundings:
-    """Where this process runs."""
+    """The environment of this process."""
     kernel = (text_of(release) or "").lower()
     wsl = None if "microsoft" not in kernel else 2 if "wsl2" in kernel or "standard" in kernel else 1
     flags = text_of(described)
@@ -41,8 +41,8 @@ def surroundings(release: Path = _WSL_RELEASE, described: Path = Path("/proc/cpu
 
 
 def pinned_limit(ram_bytes: int, where: Surroundings) -> int | None:
-    """Bytes that may be pinned at most as far as is known without trying; None where nothing but RAM limits it.
+    """The known limit of pinned memory in bytes; None if only RAM limits it.
 
-    Windows's drivers, and so WSL's, pin about half of the RAM that they see.
+    Windows drivers, also under WSL, pin at most about half of the RAM.
     """
     return ram_bytes // 2 if sys.platform == "win32" or where.wsl else None

@@ -1,4 +1,4 @@
-"""AMD's and Intel's cards, as Linux's kernel tells of them in `/sys/class/drm`."""
+"""AMD's and Intel's cards, from Linux's `/sys/class/drm`."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ DRM = Path("/sys/class/drm")
 _VENDORS = {"0x1002": Vendor.AMD, "0x8086": Vendor.INTEL}
 _NAME_LISTS = (Path("/usr/share/hwdata/pci.ids"), Path("/usr/share/misc/pci.ids"))
 _GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
-"""Of PCIe, by billions of transfers per second."""
+"""PCIe generations by GT/s."""
 _SMALL_APERTURE = 4 * 2**30
-"""An AMD card without a `mem_busy_percent` file and with less memory than this is part of a processor."""
+"""An AMD card without a `mem_busy_percent` file and with less memory than this is integrated."""
 
 
 @dataclass(frozen=True, slots=True)
 class SysfsCard:
-    """Where the kernel tells of a card."""
+    """The kernel's folders of a card."""
 
     device: Path
     vendor: Vendor
 
     @property
     def bus(self) -> str:
-        """Its place, such as `0000:03:00.0`."""
+        """Its PCI address, such as `0000:03:00.0`."""
         return self.device.resolve().name
 
 
 def sysfs_cards(root: Path = DRM) -> list[SysfsCard]:
-    """AMD's and Intel's cards in the order of their numbers.  NVIDIA's are asked through their own library."""
+    """AMD's and Intel's cards in the order of their numbers.  NVIDIA's are read through NVML."""
     found = []
     try:
         entries = sorted(root.iterdir(), key=lambda path: (len(path.name), path.name))
@@ -48,7 +48,7 @@ def sysfs_cards(root: Path = DRM) -> list[SysfsCard]:
 
 
 def sysfs_gpus(root: Path = DRM) -> tuple[GpuInfo, ...]:
-    """What the kernel says of AMD's and Intel's cards."""
+    """AMD's and Intel's cards."""
     return tuple(_described(card) for card in sysfs_cards(root))
 
 
@@ -75,7 +75,7 @@ def _described(card: SysfsCard) -> GpuInfo:
 
 def _is_integrated(card: SysfsCard, total: int | None) -> bool:
     if card.vendor is Vendor.INTEL:
-        # Arc cards sit behind bridges of their own; the processor's graphics are on the root bus, at 02.0.
+        # Arc cards are behind their own bridges; integrated graphics are on the root bus, at 02.0.
         return re.fullmatch(r"0000:00:02\.\d", card.bus) is not None
     return not (card.device / "mem_busy_percent").exists() and (total or 0) < _SMALL_APERTURE
 
@@ -94,19 +94,19 @@ def _name(card: SysfsCard) -> str:
 
 
 def _listed_name(vendor: str, device: str) -> str | None:
-    """From the list of PCI devices that most distributions have: a vendor's line, then its devices' after a tab."""
+    """The name in the distribution's list of PCI ids: a vendor's line, then its devices, indented by a tab."""
     for path in _NAME_LISTS:
         block = re.search(rf"^{vendor}  .*\n((?:[\t#].*\n?)*)", text_of(path) or "", re.MULTILINE)
         line = re.search(rf"^\t{device}  (.+)$", block[1], re.MULTILINE) if block else None
         if line:
-            # `Navi 31 [Radeon RX 7900 XTX]`: people know the name in brackets.
+            # `Navi 31 [Radeon RX 7900 XTX]`: the name in brackets is the well-known one.
             known = re.search(r"\[(.+)\]", line[1])
             return known[1] if known else line[1]
     return None
 
 
 def _rocm_name(bus: str) -> str | None:
-    """What AMD's own tool calls the card, where it is installed."""
+    """The card's name according to AMD's tool, if installed."""
     if shutil.which("rocm-smi") is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Small files that the kernel writes (`/sys`, `/proc`), and what programs print: None where there is nothing."""
+"""Small kernel files (`/sys`, `/proc`) and the output of programs; None if unavailable."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def text_of(path: Path) -> str | None:
-    """What the file says, without the space around it; None if it cannot be read or says nothing."""
+    """The file's stripped text; None if it cannot be read or is empty."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip() or None
     except (OSError, ValueError):
@@ -15,7 +15,7 @@ def text_of(path: Path) -> str | None:
 
 
 def number_of(path: Path) -> int | None:
-    """The whole number in the file."""
+    """The integer in the file."""
     try:
         return int(text_of(path) or "", 0)
     except ValueError:
@@ -23,7 +23,7 @@ def number_of(path: Path) -> int | None:
 
 
 def cpus_of(text: str | None) -> frozenset[int]:
-    """CPU numbers of a list as the kernel writes it: `0-3,8`."""
+    """CPU ids of a list in the kernel's format: `0-3,8`."""
     numbers: set[int] = set()
     for part in (text or "").split(","):
         first, _, last = part.strip().partition("-")
@@ -33,7 +33,7 @@ def cpus_of(text: str | None) -> frozenset[int]:
 
 
 def output_of(*command: str, timeout_s: float = 5.0) -> str | None:
-    """What a program prints, or None if it fails, hangs or is not there."""
+    """A program's output; None if it fails, hangs or is missing."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=timeout_s, stdin=subprocess.DEVNULL

@@ -1,4 +1,4 @@
-"""The processor as Windows tells of it: `GetLogicalProcessorInformationEx`, read byte by byte."""
+"""The CPU according to Windows: parses `GetLogicalProcessorInformationEx`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _FEATURES = {38: "sse4_2", 39: "avx", 40: "avx2", 41: "avx512f", 19: "asimd", 43
 
 
 def windows_cpu() -> CpuInfo:
-    """This machine's processor."""
+    """This machine's CPU."""
     return described(_topology(), _features(), _name())
 
 
 def described(topology: bytes, features: frozenset[str], name: str | None) -> CpuInfo:
-    """The processor that `SYSTEM_LOGICAL_PROCESSOR_INFORMATION_EX` structures describe, one after the other."""
+    """The CPU described by consecutive `SYSTEM_LOGICAL_PROCESSOR_INFORMATION_EX` structures."""
     classes: list[int] = []
     caches = {2: 0, 3: 0}
     offset = 0

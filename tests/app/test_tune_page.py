@@ -401,7 +401,7 @@ def test_the_report_is_copied(scene: Scene) -> None:
 
 
 def test_other_hardware_is_said(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    look = replace(LOOK, changed=("The RAM was 16 GiB and is 32 GiB.",))
+    look = replace(LOOK, changed=("The RAM was 16 GiB and is now 32 GiB.",))
     monkeypatch.setattr(tuning, "look_at_machine", lambda *_: look)
     scene.page.tuning.look()
     scene.qtbot.waitUntil(scene.page.changed.isVisible, timeout=PATIENCE_MS)
@@ -419,7 +419,7 @@ def test_other_hardware_is_said(scene: Scene, monkeypatch: pytest.MonkeyPatch) -
 def test_what_is_wrong_with_a_driver_is_said(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     page, card = scene.page, made.look()
     assert not page.cards.machine_note.isVisibleTo(page)
-    broken = "The NVIDIA driver was updated, and its library no longer matches what is loaded: restart the computer."
+    broken = "The NVIDIA driver was updated and no longer matches the loaded one: restart the computer."
     monkeypatch.setattr(tuning, "look_at_machine", lambda *_: replace(card, probe=replace(card.probe, gpu_note=broken)))
     page.tuning.look()
     scene.qtbot.waitUntil(lambda: page.cards.machine_note.isVisibleTo(page), timeout=PATIENCE_MS)
