@@ -11,7 +11,7 @@ from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel, Work
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.batch.request import AnswerCallback, Check, Outcome, Prepared
+from engine.runtime.batch.request import AnswerCallback, Check, Outcome, PreparedRow
 from engine.runtime.batch.row import PagedRow, PagePool
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
@@ -30,14 +30,14 @@ class ContinuousBatch:
         model.allocate(pages)
         self.pool = PagePool(pages)
         self.rows: list[PagedRow] = []
-        self._waiting: Prepared | None = None
+        self._waiting: PreparedRow | None = None
         self._sweep: Generator[None, None, torch.Tensor] | None = None
         self._work: list[Work] = []
         self.most_rows = 0
         """Rows that have been under way together at most."""
 
     def run(
-        self, prepared: Iterator[Prepared], on_row: AnswerCallback, should_yield: Check, cancelled: Check
+        self, prepared: Iterator[PreparedRow], on_row: AnswerCallback, should_yield: Check, cancelled: Check
     ) -> Outcome:
         """Answers rows until there are no more; see `BatchExecutor.run`."""
         if RECORDER.on:
@@ -50,7 +50,7 @@ class ContinuousBatch:
                 RECORDER.end_request()
 
     def _run(
-        self, prepared: Iterator[Prepared], on_row: AnswerCallback, should_yield: Check, cancelled: Check
+        self, prepared: Iterator[PreparedRow], on_row: AnswerCallback, should_yield: Check, cancelled: Check
     ) -> Outcome:
         while True:
             if self._sweep is None:
@@ -66,7 +66,7 @@ class ContinuousBatch:
     @property
     def under_way(self) -> tuple[int, int]:
         """Rows that share each sweep now, and the tokens that have been generated for them."""
-        return len(self.rows), sum(len(row.text.ids) for row in self.rows)
+        return len(self.rows), sum(len(row.sequence.ids) for row in self.rows)
 
     def time_parts(self) -> PartsTimer | None:
         """See `BatchExecutor.time_parts`."""
@@ -107,7 +107,7 @@ class ContinuousBatch:
                 self._sweep = None
                 raise
 
-    def _admit(self, prepared: Iterator[Prepared], on_row: AnswerCallback) -> None:
+    def _admit(self, prepared: Iterator[PreparedRow], on_row: AnswerCallback) -> None:
         """New rows, in order, while there are pages for all that they may need."""
         while len(self.rows) < self._policy.rows:
             new = self._waiting or next(prepared, None)
@@ -118,7 +118,7 @@ class ContinuousBatch:
             if needed > self.pool.capacity:
                 on_row(new.refused(_too_long(new, self.pool.capacity)))
             elif self.pool.reserve(needed):
-                row = PagedRow(new.request, new.prompt, new.text(), new.limits.max_tokens, self.pool)
+                row = PagedRow(new.request, new.prompt, new.begin(), new.limits.max_tokens, self.pool)
                 self.rows.append(row)
                 self.most_rows = max(self.most_rows, len(self.rows))
             else:
@@ -153,7 +153,7 @@ class ContinuousBatch:
         if RECORDER.on:
             RECORDER.phase(lanes.BATCH_STEP, sum(each.tokens for each in work))
         for row, token in zip(choosing, tokens, strict=True):
-            reason = row.text.take(token)
+            _text, reason = row.sequence.take(token)
             if reason is not None:
                 self.rows.remove(row)
                 row.close()
@@ -165,12 +165,12 @@ def _choose(rows: list[PagedRow], logits: torch.Tensor) -> list[int]:
     # Numpy's argmax is vectorised, torch's is not.
     likeliest = logits.float().numpy().argmax(axis=-1).tolist() if rows else []
     return [
-        token if row.text.is_plainly_greedy else row.text.choose(row_logits)
+        token if row.sequence.is_greedy else int(row.sequence.choose(row_logits[None]))
         for row, row_logits, token in zip(rows, logits, likeliest, strict=True)
     ]
 
 
-def _too_long(new: Prepared, pages: int) -> EngineError:
+def _too_long(new: PreparedRow, pages: int) -> EngineError:
     return EngineError(
         ErrorCode.PROMPT_TOO_LONG,
         f"The row needs room for {len(new.prompt) + new.limits.max_tokens:,} tokens, but the batch has memory for "

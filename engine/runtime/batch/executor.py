@@ -17,7 +17,7 @@ from engine.runtime.batch.request import (
     Check,
     Outcome,
     Preparation,
-    Prepared,
+    PreparedRow,
     never,
 )
 from engine.runtime.decode.chat_session import ChatSession
@@ -29,10 +29,10 @@ class OneByOne:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._session = ChatSession(loaded)
-        self._interrupted: Prepared | None = None
+        self._interrupted: PreparedRow | None = None
 
     def run(
-        self, prepared: Iterator[Prepared], on_row: AnswerCallback, should_yield: Check, cancelled: Check
+        self, prepared: Iterator[PreparedRow], on_row: AnswerCallback, should_yield: Check, cancelled: Check
     ) -> Outcome:
         """See `BatchExecutor.run`."""
         while True:
@@ -64,7 +64,7 @@ class OneByOne:
         self._session.clear()
         self._interrupted = None
 
-    def _answer(self, new: Prepared, interrupted: Check) -> BatchAnswer:
+    def _answer(self, new: PreparedRow, interrupted: Check) -> BatchAnswer:
         request = new.request
         sampling, constraint = request.sampling, request.constraint
         if constraint is not None:

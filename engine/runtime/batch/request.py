@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
-import torch
-
 from engine.common.chat import ChatMessage, FinishReason
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
-from engine.runtime.decode.decoding import Limits
-from engine.runtime.decode.detokenizer import IncrementalDetokenizer
-from engine.runtime.decode.generation import CancelCheck, Constraint, never_cancelled
+from engine.runtime.decode.generation import CancelCheck, TokenConstraint, never_cancelled
 from engine.runtime.decode.prompt import chat_prompt, implied_stops
-from engine.runtime.decode.sampling import greedy_token, make_chooser, penalise_repetition
-from engine.runtime.decode.stopping import StopStrings, end_token_ids
+from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence, end_token_ids
 from engine.runtime.loaded_model import LoadedModel
 
 
@@ -38,7 +33,7 @@ class BatchRequest:
     messages: tuple[ChatMessage, ...] = ()
     ids: tuple[int, ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    constraint: Constraint | None = None
+    constraint: TokenConstraint | None = None
     end_ids: frozenset[int] | None = None
 
 
@@ -85,17 +80,18 @@ def never() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedRow:
     """A row that can be answered."""
 
     request: BatchRequest
     prompt: list[int]
-    limits: Limits
+    limits: AnswerLimits
     tokenizer: Any
 
-    def text(self) -> RowText:
+    def begin(self) -> AnswerSequence:
         """Its answer, still empty."""
-        return RowText(self.request, self.prompt, self.limits, self.tokenizer)
+        request = self.request
+        return AnswerSequence(self.prompt, request.sampling, self.limits, self.tokenizer, request.constraint)
 
     def refused(self, error: EngineError) -> BatchAnswer:
         """Its answer if there is no room for it."""
@@ -112,7 +108,7 @@ class Preparation:
 
     def prepared(
         self, requests: Iterator[BatchRequest], on_row: AnswerCallback, cancelled: CancelCheck = never_cancelled
-    ) -> Iterator[Prepared]:
+    ) -> Iterator[PreparedRow]:
         """Those that can be answered; the others are told to `on_row` at once.
 
         Raises:
@@ -124,7 +120,7 @@ class Preparation:
             except EngineError as error:
                 on_row(BatchAnswer(request.row, "", "failed", error=error))
 
-    def _prepare(self, request: BatchRequest, cancelled: CancelCheck) -> Prepared:
+    def _prepare(self, request: BatchRequest, cancelled: CancelCheck) -> PreparedRow:
         sampling = request.sampling
         if sampling.beams > 1:
             raise EngineError(
@@ -146,64 +142,5 @@ class Preparation:
                 f"with the answer: shorten the row by at least {1 - room:,} tokens.",
             )
         end_ids = self._end_ids if request.end_ids is None else request.end_ids
-        reached = "length" if sampling.max_tokens <= room else "context"
-        limits = Limits(end_ids, stop, min(sampling.max_tokens, room), reached)  # type: ignore[arg-type]
-        return Prepared(request, prompt, limits, self._tokenizer)
-
-
-class RowText:
-    """An answer, token by token: what ends it, and its text so far."""
-
-    def __init__(self, request: BatchRequest, prompt: Sequence[int], limits: Limits, tokenizer: Any) -> None:
-        self._request, self._limits = request, limits
-        self._prompt = prompt
-        sampling = request.sampling
-        self._choose = make_chooser(sampling, torch.device("cpu"))
-        self.is_plainly_greedy = (
-            self._choose is greedy_token and sampling.repetition_penalty == 1 and request.constraint is None
-        )
-        """Whether the likeliest token is all that counts."""
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
-        self._stops = StopStrings(limits.stop)
-        self._parts: list[str] = []
-        self.ids: list[int] = []
-
-    def choose(self, logits: torch.Tensor) -> int:
-        """The next token from logits [V]."""
-        request = self._request
-        logits = logits[None].float()
-        if request.sampling.repetition_penalty != 1:
-            seen = torch.tensor([[*self._prompt, *self.ids]])
-            logits = penalise_repetition(logits, seen, request.sampling.repetition_penalty)
-        if request.constraint is not None:
-            logits = request.constraint.restrict(logits[0])[None]
-        return int(self._choose(logits))
-
-    def take(self, token: int) -> FinishReason | None:
-        """Adds a token; why the answer is over with it, if it is."""
-        limits, constraint = self._limits, self._request.constraint
-        self.ids.append(token)
-        if token in limits.end_ids:
-            return self._flush("stop")
-        complete = constraint is not None and constraint.accept(token)
-        text, stopped = self._stops.feed(self._detokenizer.feed(token))
-        self._parts.append(text)
-        if stopped:
-            return "stop_string"
-        if complete:
-            return self._flush("stop")
-        if len(self.ids) >= limits.max_tokens:
-            return self._flush(limits.reached)
-        return None
-
-    def text(self) -> str:
-        """The answer so far."""
-        return "".join(self._parts)
-
-    def _flush(self, reason: FinishReason) -> FinishReason:
-        text, stopped = self._stops.feed(self._detokenizer.flush())
-        self._parts.append(text)
-        if stopped:
-            return "stop_string"
-        self._parts.append(self._stops.flush())
-        return reason
+        limits = AnswerLimits.within(room, sampling, end_ids, stop)
+        return PreparedRow(request, prompt, limits, self._tokenizer)

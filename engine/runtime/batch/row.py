@@ -13,7 +13,8 @@ import torch
 from engine.common.chat import FinishReason
 from engine.common.errors import EngineError
 from engine.kernels.native.paged_attention import PAGE_TOKENS, Piece
-from engine.runtime.batch.request import BatchAnswer, BatchRequest, RowText
+from engine.runtime.batch.request import BatchAnswer, BatchRequest
+from engine.runtime.decode.sequence import AnswerSequence
 
 Prefix = bytes
 """Stands for the tokens of a prompt up to the end of a page."""
@@ -128,9 +129,9 @@ class PagedRow:
     """
 
     def __init__(
-        self, request: BatchRequest, prompt: list[int], text: RowText, most_tokens: int, pool: PagePool
+        self, request: BatchRequest, prompt: list[int], sequence: AnswerSequence, most_tokens: int, pool: PagePool
     ) -> None:
-        self.request, self.prompt, self.text = request, prompt, text
+        self.request, self.prompt, self.sequence = request, prompt, sequence
         self._pool = pool
         # The last token of an answer is never fed.
         self._table = torch.zeros(pages_for(len(prompt) + most_tokens), dtype=torch.int32)
@@ -176,7 +177,7 @@ class PagedRow:
 
     def next_ids(self, tokens: int) -> list[int]:
         """The tokens of that piece."""
-        return self.prompt[self.held : self.held + tokens] if self.is_reading else self.text.ids[-1:]
+        return self.prompt[self.held : self.held + tokens] if self.is_reading else self.sequence.ids[-1:]
 
     def has_read(self, tokens: int) -> None:
         """The tokens of that piece are in their pages; whole pages of the prompt are there for others."""
@@ -188,9 +189,9 @@ class PagedRow:
 
     def answer(self, reason: FinishReason | Literal["failed"], error: EngineError | None = None) -> BatchAnswer:
         """What came of it."""
-        ids = self.text.ids
+        ids = self.sequence.ids
         return BatchAnswer(
-            self.request.row, self.text.text(), reason, len(self.prompt), len(ids), tuple(ids), self.shared, error
+            self.request.row, self.sequence.text, reason, len(self.prompt), len(ids), tuple(ids), self.shared, error
         )
 
     def close(self) -> None:

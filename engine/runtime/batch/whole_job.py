@@ -24,7 +24,7 @@ from engine.runtime.batch.job import JobRun
 from engine.runtime.batch.job_plan import SweepClock, plan_job, predicted_after
 from engine.runtime.batch.request import BatchAnswer, BatchRequest, Outcome
 from engine.runtime.decode.constrained import ConstrainedAnswers
-from engine.runtime.decode.stopping import end_token_ids
+from engine.runtime.decode.sequence import end_token_ids
 from engine.runtime.loaded_model import LoadedModel
 
 

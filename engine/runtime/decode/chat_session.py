@@ -10,24 +10,24 @@ from time import perf_counter
 import torch
 
 from engine.common.cancellation import RequestCancelled
-from engine.common.chat import ChatMessage, FinishReason
+from engine.common.chat import ChatMessage
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
-from engine.runtime.decode.decoding import Limits, Session, decode, decode_beams
+from engine.runtime.decode.decoding import Session, decode, decode_beams
 from engine.runtime.decode.encoder_decoder_session import EncoderDecoderSession, source_prompt
 from engine.runtime.decode.generation import (
     CancelCheck,
-    Constraint,
     GenerationResult,
     ProgressCallback,
     TextCallback,
+    TokenConstraint,
     ignore_progress,
     ignore_text,
     never_cancelled,
 )
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.decode.prompt import chat_prompt, check_length, implied_stops
-from engine.runtime.decode.stopping import end_token_ids
+from engine.runtime.decode.sequence import AnswerLimits, end_token_ids
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry.lanes import PROMPT
 from engine.telemetry.recorder import RECORDER, seconds_ns
@@ -77,7 +77,7 @@ class ChatSession:
         on_progress: ProgressCallback = ignore_progress,
         on_text: TextCallback = ignore_text,
         cancelled: CancelCheck = never_cancelled,
-        constraint: Constraint | None = None,
+        constraint: TokenConstraint | None = None,
     ) -> GenerationResult:
         """Answers the conversation.  A cancelled request returns what it has, with finish reason `cancelled`.
 
@@ -114,7 +114,7 @@ class ChatSession:
         on_progress: ProgressCallback = ignore_progress,
         on_text: TextCallback = ignore_text,
         cancelled: CancelCheck = never_cancelled,
-        constraint: Constraint | None = None,
+        constraint: TokenConstraint | None = None,
     ) -> GenerationResult:
         """Continues a prompt given as tokens.
 
@@ -139,15 +139,14 @@ class ChatSession:
         on_progress: ProgressCallback,
         on_text: TextCallback,
         cancelled: CancelCheck,
-        constraint: Constraint | None,
+        constraint: TokenConstraint | None,
     ) -> GenerationResult:
         if not ids:
             raise EngineError(ErrorCode.INVALID_REQUEST, "The prompt is empty: write something first.")
         room = self._session.room(len(ids))
         if room < 1:
             check_length(len(ids), self._loaded.context_tokens)
-        reached: FinishReason = "length" if sampling.max_tokens <= room else "context"
-        limits = Limits(end_ids, stop, min(sampling.max_tokens, room), reached)
+        limits = AnswerLimits.within(room, sampling, end_ids, stop)
         run = decode_beams if sampling.beams > 1 else partial(decode, constraint=constraint)
         if RECORDER.on:
             RECORDER.begin_request(seconds_ns(begun))
@@ -158,7 +157,7 @@ class ChatSession:
                 prefix = self._session.answer_prefix(ids)
                 alone = self._loaded.token_by_token() if sampling.beams == 1 else nullcontext()
                 with alone:
-                    done = run(logits, self._session, prefix, sampling, limits, self._tokenizer, on_text, cancelled)
+                    done = run(logits, self._session, sampling, limits, prefix, self._tokenizer, on_text, cancelled)
         except RequestCancelled:
             return GenerationResult("", "cancelled", len(ids), 0, 0, 0.0, 0.0)
         except (MemoryError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""What the decoding loop needs of a model with its caches, whatever its architecture."""
+"""The decode loops: one token after another, or several beams, until something ends the answer."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from engine.common.chat import FinishReason
 from engine.common.config import SamplingParams
 from engine.runtime.decode.beam_search import BeamModel, beam_search
-from engine.runtime.decode.detokenizer import IncrementalDetokenizer, decode_text
-from engine.runtime.decode.generation import CancelCheck, Constraint, ProgressCallback, TextCallback
-from engine.runtime.decode.sampling import make_chooser, penalise_repetition
-from engine.runtime.decode.stopping import StopStrings
+from engine.runtime.decode.detokenizer import decode_text
+from engine.runtime.decode.generation import CancelCheck, ProgressCallback, TextCallback, TokenConstraint
+from engine.runtime.decode.sampling import penalise_repetition
+from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence, StopStrings
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER, seconds_ns
 
 
 class Session(Protocol):
-    """A model that reads a prompt and then takes one token at a time."""
+    """A model with its caches, whatever its architecture, that reads a prompt and then takes one token at a time."""
 
     @property
     def tokens(self) -> int:
@@ -53,22 +53,6 @@ class Session(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What ends an answer.
-
-    Attributes:
-        end_ids: tokens that end it.
-        stop: strings that end it.
-        max_tokens: most tokens to generate, and `reached` is what to call it when they have been.
-    """
-
-    end_ids: frozenset[int]
-    stop: tuple[str, ...]
-    max_tokens: int
-    reached: FinishReason
-
-
-@dataclass(frozen=True, slots=True)
 class Decoded:
     """An answer and when its tokens came: seconds of `perf_counter`, 0 if there was no token."""
 
@@ -83,80 +67,46 @@ class Decoded:
 def decode(
     logits: torch.Tensor,
     session: Session,
-    answer_prefix: Sequence[int],
     sampling: SamplingParams,
-    limits: Limits,
+    limits: AnswerLimits,
+    prefix: Sequence[int],
     tokenizer: Any,
     on_text: TextCallback,
     cancelled: CancelCheck,
-    constraint: Constraint | None = None,
+    constraint: TokenConstraint | None = None,
 ) -> Decoded:
     """One token at a time, starting from the logits [1, V] after the prompt.
 
     Args:
-        constraint: what the answer must satisfy; it knows of no token yet.
+        prefix, constraint: see `AnswerSequence`.
     """
-    choose = make_chooser(sampling, logits.device)
-    seen = _Seen(answer_prefix, limits.max_tokens, logits.device) if sampling.repetition_penalty != 1 else None
-    detokenizer = IncrementalDetokenizer(tokenizer)
-    stops = StopStrings(limits.stop)
-    end_ids, max_tokens, penalty = limits.end_ids, limits.max_tokens, sampling.repetition_penalty
-    ids: list[int] = []
-    parts: list[str] = []
+    answer = AnswerSequence(prefix, sampling, limits, tokenizer, constraint, logits.device)
     first_s = last_s = 0.0
-
-    while True:
-        if seen is not None:
-            logits = penalise_repetition(logits.float(), seen.ids(), penalty)
-        if constraint is not None:
-            logits = constraint.restrict(logits[0].float())[None]
-        token = choose(logits)
+    reason: FinishReason | None = None
+    while reason is None:
+        token = answer.choose(logits)
         token_id = int(token)
         last_s = perf_counter()
-        if not ids:
-            first_s = last_s
         if RECORDER.on:
-            RECORDER.phase(lanes.DECODE if ids else lanes.SAMPLE, 1, seconds_ns(last_s))
-        ids.append(token_id)
-        if token_id in end_ids:
-            reason: FinishReason = "stop"
-            break
-        complete = constraint is not None and constraint.accept(token_id)
-        text, stopped = stops.feed(detokenizer.feed(token_id))
-        parts.append(text)
-        on_text(text, len(ids))
-        if stopped:
-            return Decoded(ids, "".join(parts), "stop_string", first_s, last_s, len(ids))
-        if complete:
-            reason = "stop"
-            break
-        if len(ids) >= max_tokens:
-            reason = limits.reached
-            break
-        if cancelled():
-            reason = "cancelled"
-            break
-        if seen is not None:
-            seen.append(token)
-        logits = session.step(token, token_id)
-
-    # A stop string cannot hide in what is flushed but for a character that was still incomplete.
-    text, stopped = stops.feed(detokenizer.flush())
-    if stopped:
-        reason = "stop_string"
-    else:
-        text += stops.flush()
-    parts.append(text)
-    on_text(text, len(ids))
-    return Decoded(ids, "".join(parts), reason, first_s, last_s, len(ids))
+            RECORDER.phase(lanes.DECODE if answer.ids else lanes.SAMPLE, 1, seconds_ns(last_s))
+        if not answer.ids:
+            first_s = last_s
+        text, reason = answer.take(token_id)
+        on_text(text, len(answer.ids))
+        if reason is None and cancelled():
+            text, reason = answer.end("cancelled")
+            on_text(text, len(answer.ids))
+        if reason is None:
+            logits = session.step(token, token_id)
+    return Decoded(answer.ids, answer.text, reason, first_s, last_s, len(answer.ids))
 
 
 def decode_beams(
     logits: torch.Tensor,
     session: Session,
-    answer_prefix: Sequence[int],
     sampling: SamplingParams,
-    limits: Limits,
+    limits: AnswerLimits,
+    prefix: Sequence[int],
     tokenizer: Any,
     on_text: TextCallback,
     cancelled: CancelCheck,
@@ -178,7 +128,7 @@ def decode_beams(
         width=sampling.beams,
         max_tokens=limits.max_tokens,
         end_ids=limits.end_ids,
-        adjust=_beam_penalty(answer_prefix, sampling.repetition_penalty),
+        adjust=_beam_penalty(prefix, sampling.repetition_penalty),
         ends_in_stop=_stop_check(tokenizer, limits.stop),
         after_step=after_step,
     )
@@ -197,22 +147,6 @@ def decode_beams(
         reason = "stop" if result.finished else limits.reached
     on_text(text, len(result.ids))
     return Decoded(result.ids, text, reason, moments[0], moments[-1], len(moments))
-
-
-class _Seen:
-    """Token ids of the context so far, [1, n], grown in place."""
-
-    def __init__(self, prefix: Sequence[int], max_tokens: int, device: torch.device) -> None:
-        self._buffer = torch.zeros((1, len(prefix) + max_tokens), dtype=torch.long, device=device)
-        self._buffer[0, : len(prefix)] = torch.tensor(prefix, dtype=torch.long, device=device)
-        self._length = len(prefix)
-
-    def ids(self) -> torch.Tensor:
-        return self._buffer[:, : self._length]
-
-    def append(self, token: torch.Tensor) -> None:
-        self._buffer[:, self._length : self._length + 1] = token
-        self._length += 1
 
 
 def _beam_penalty(

@@ -21,7 +21,7 @@ CancelCheck = Callable[[], bool]
 """Whether to stop now; asked once per token and once per piece of a prompt."""
 
 
-class Constraint(Protocol):
+class TokenConstraint(Protocol):
     """What an answer must satisfy, token by token; one object for each answer."""
 
     def restrict(self, logits: torch.Tensor) -> torch.Tensor:

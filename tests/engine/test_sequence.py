@@ -5,10 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.runtime.decode.stopping import StopStrings, end_token_ids
+from engine.common.config import SamplingParams
+from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence, StopStrings, end_token_ids
 from tests.engine.loaded_tiny import tiny_tokenizer
 
 LETTERS = st.text("abc", max_size=30)
@@ -87,3 +89,52 @@ def test_gpt_oss_messages_do_not_end_the_answer() -> None:
         chat_template="<|end|><|return|>",
     )
     assert end_token_ids(_model(None), tokenizer) == {6}
+
+
+def _sequence(
+    words: str, *, stop: tuple[str, ...] = (), room: int = 99, **sampling: Any
+) -> tuple[AnswerSequence, list[int]]:
+    tokenizer: Any = tiny_tokenizer()
+    ids = tokenizer.encode(words, add_special_tokens=False)
+    asked = SamplingParams(**sampling)
+    return AnswerSequence([5], asked, AnswerLimits.within(room, asked, frozenset({0}), stop), tokenizer), ids
+
+
+def test_the_pieces_of_an_answer_are_its_text_and_an_end_token_is_not_shown() -> None:
+    sequence, ids = _sequence("one two three")
+    pieces = [sequence.take(token) for token in [*ids, 0]]
+    assert [reason for _, reason in pieces] == [None] * len(ids) + ["stop"]
+    assert "".join(text for text, _ in pieces) == sequence.text
+    assert sequence.text.strip() == "one two three"
+    assert sequence.ids == [*ids, 0]
+
+
+def test_what_is_held_back_for_a_stop_string_is_shown_when_the_limit_comes_first() -> None:
+    whole, ids = _sequence("one two three")
+    for token in ids:
+        whole.take(token)
+    stop = whole.text[-2:] + "!"
+    for room, limit, expected in ((99, len(ids), "length"), (len(ids), 99, "context")):
+        sequence, _ = _sequence("one two three", stop=(stop,), room=room, max_tokens=limit)
+        for token in ids[:-1]:
+            assert sequence.take(token)[1] is None
+        assert sequence.take(ids[-1])[1] == expected
+        assert sequence.text == whole.text
+
+
+def test_cancelled_it_shows_what_it_held_back() -> None:
+    sequence, ids = _sequence("one two", stop=("two three",))
+    for token in ids:
+        sequence.take(token)
+    assert "two" not in sequence.text
+    assert sequence.end("cancelled")[1] == "cancelled"
+    assert "two" in sequence.text
+
+
+def test_a_penalty_counts_what_is_continued_and_what_was_generated() -> None:
+    sequence, _ = _sequence("one", repetition_penalty=2.0)
+    logits = torch.tensor([[0.0, 0.9, 0.0, 0.0, 0.8, 1.0]])
+    assert not sequence.is_greedy
+    assert int(sequence.choose(logits)) == 1  # 5 was in the prompt
+    sequence.take(1)
+    assert int(sequence.choose(logits)) == 4

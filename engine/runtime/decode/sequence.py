@@ -1,0 +1,222 @@
+"""One answer, token by token: how each token is chosen, what ends it, and the text that may be shown of it.
+
+Chats and rows of a batch generate through the same `AnswerSequence`; beams share its limits and stop strings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.common.chat import FinishReason
+from engine.common.config import SamplingParams
+from engine.runtime.decode.detokenizer import IncrementalDetokenizer, token_id
+from engine.runtime.decode.generation import TokenConstraint
+from engine.runtime.decode.sampling import greedy_token, make_chooser, penalise_repetition
+
+END_OF_TURN_TOKENS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|eot|>",
+    "<|end_of_turn|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<|end|>",
+)
+"""Tokens that close an assistant's turn in the chat formats in use."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerLimits:
+    """What ends an answer.
+
+    Attributes:
+        end_ids: tokens that end it.
+        stop: strings that end it.
+        max_tokens: most tokens to generate, and `reached` is the finish reason when they have been.
+    """
+
+    end_ids: frozenset[int]
+    stop: tuple[str, ...]
+    max_tokens: int
+    reached: FinishReason
+
+    @classmethod
+    def within(
+        cls, room: int, sampling: SamplingParams, end_ids: frozenset[int], stop: tuple[str, ...]
+    ) -> AnswerLimits:
+        """As many tokens as were asked for, where the context has room for so many."""
+        reached: FinishReason = "length" if sampling.max_tokens <= room else "context"
+        return cls(end_ids, stop, min(sampling.max_tokens, room), reached)
+
+
+class AnswerSequence:
+    """An answer while it is generated.
+
+    Args:
+        prefix: tokens that it continues, which a repetition penalty counts from the start.
+        device: of the logits.
+        constraint: what it must satisfy; it knows of no token yet.
+
+    Attributes:
+        ids: its tokens so far, an end token included.
+        is_greedy: whether the next token is simply the most likely one.
+    """
+
+    def __init__(
+        self,
+        prefix: Sequence[int],
+        sampling: SamplingParams,
+        limits: AnswerLimits,
+        tokenizer: Any,
+        constraint: TokenConstraint | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        device = device or torch.device("cpu")
+        self._limits, self._constraint = limits, constraint
+        self._penalty = sampling.repetition_penalty
+        self._seen = _Seen(prefix, limits.max_tokens, device) if self._penalty != 1 else None
+        self._choose = make_chooser(sampling, device)
+        self.is_greedy = self._choose is greedy_token and self._seen is None and constraint is None
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._stops = StopStrings(limits.stop)
+        self._parts: list[str] = []
+        self.ids: list[int] = []
+
+    @property
+    def text(self) -> str:
+        """What may be shown of it so far."""
+        return "".join(self._parts)
+
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        """The next token [1, 1] int64 from logits [1, V]."""
+        if self._seen is not None:
+            logits = penalise_repetition(logits.float(), self._seen.ids(), self._penalty)
+        if self._constraint is not None:
+            logits = self._constraint.restrict(logits[0].float())[None]
+        return self._choose(logits)
+
+    def take(self, token_id: int) -> tuple[str, FinishReason | None]:
+        """Adds a token; the text that has become certain with it, and why the answer ends here if it does."""
+        limits = self._limits
+        self.ids.append(token_id)
+        if token_id in limits.end_ids:
+            return self.end("stop")
+        if self._seen is not None:
+            self._seen.append(token_id)
+        complete = self._constraint is not None and self._constraint.accept(token_id)
+        text, stopped = self._stops.feed(self._detokenizer.feed(token_id))
+        self._parts.append(text)
+        if stopped:
+            return text, "stop_string"
+        if not complete and len(self.ids) < limits.max_tokens:
+            return text, None
+        rest, reason = self.end("stop" if complete else limits.reached)
+        return text + rest, reason
+
+    def end(self, reason: FinishReason) -> tuple[str, FinishReason]:
+        """Ends it: the text that was held back, and the reason, unless that text completes a stop string."""
+        # It can do so only with a character that was still incomplete.
+        text, stopped = self._stops.feed(self._detokenizer.flush())
+        if not stopped:
+            text += self._stops.flush()
+        self._parts.append(text)
+        return text, "stop_string" if stopped else reason
+
+
+class _Seen:
+    """Token ids of the context so far, [1, n], grown in place."""
+
+    def __init__(self, prefix: Sequence[int], max_tokens: int, device: torch.device) -> None:
+        self._buffer = torch.zeros((1, len(prefix) + max_tokens), dtype=torch.long, device=device)
+        self._buffer[0, : len(prefix)] = torch.tensor(prefix, dtype=torch.long, device=device)
+        self._length = len(prefix)
+
+    def ids(self) -> torch.Tensor:
+        return self._buffer[:, : self._length]
+
+    def append(self, token_id: int) -> None:
+        self._buffer[0, self._length] = token_id
+        self._length += 1
+
+
+class StopStrings:
+    """Holds back text that may turn out to be the beginning of a stop string.
+
+    The first stop string to be completed ends the text; text before its beginning is final.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = tuple(text for text in stop if text)
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """Adds text; returns what is now certain to belong to the answer, and whether a stop string ended it."""
+        if not self._stop or not text:
+            return text, False
+        self._held += text
+        begin = self._first_match()
+        if begin is not None:
+            answer, self._held = self._held[:begin], ""
+            return answer, True
+        keep = self._possible_beginning()
+        certain = self._held[: len(self._held) - keep]
+        self._held = self._held[len(certain) :]
+        return certain, False
+
+    def flush(self) -> str:
+        """What was held back, now that no more text comes."""
+        text, self._held = self._held, ""
+        return text
+
+    def _first_match(self) -> int | None:
+        """Where the stop string that is completed first begins; of those completed at once, the longest."""
+        found = [(begin + len(stop), begin) for stop in self._stop if (begin := self._held.find(stop)) >= 0]
+        return min(found)[1] if found else None
+
+    def _possible_beginning(self) -> int:
+        """Length of the longest end of the held text with which a stop string begins."""
+        longest = max(len(stop) for stop in self._stop) - 1
+        for length in range(min(longest, len(self._held)), 0, -1):
+            tail = self._held[-length:]
+            if any(stop.startswith(tail) for stop in self._stop):
+                return length
+        return 0
+
+
+def end_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Every token id that ends an answer: what the model, its configs and its tokenizer name, and the chat format's.
+
+    Base checkpoints often name only the end of a document although their chat template closes turns with a token of
+    its own, so that one counts too if the template (or the fallback) uses it.
+    """
+    ids: set[int] = set()
+    for holder in (
+        getattr(model, "generation_config", None),
+        model.config,
+        model.config.get_text_config(decoder=True),
+        tokenizer,
+    ):
+        ids.update(_as_ids(getattr(holder, "eos_token_id", None)))
+    template = tokenizer.chat_template
+    written = " ".join(template.values()) if isinstance(template, dict) else template
+    for token in END_OF_TURN_TOKENS:
+        # In gpt-oss's format `<|end|>` ends a message, after which the same answer goes on in another channel.
+        if token == "<|end|>" and token_id(tokenizer, "<|return|>") is not None:
+            continue
+        index = token_id(tokenizer, token)
+        if index is not None and (written is None or token in written):
+            ids.add(index)
+    return frozenset(ids)
+
+
+def _as_ids(value: Any) -> list[int]:
+    if value is None:
+        return []
+    if isinstance(value, int):
+        return [value]
+    return [int(item) for item in value]
