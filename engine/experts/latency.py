@@ -1,8 +1,8 @@
 """How long an expert takes on the CPU, on the device, and on its way there: Fiddler's Algorithm 1, measured.
 
 Fiddler (section 3.3) compares cpu_lat(s), linear in the tokens s, with a constant gpu_lat plus trans_lat, expert by
-expert.  That takes both sides to be idle; here the CPU and the copy engine work at once, so `split` chooses for all
-misses of a layer together such that the later of the two is done as early as possible.
+expert.  That takes both sides to be idle; here the CPU and the copy engine work at once, so `split_among` chooses for
+all misses of a layer together such that the last of them is done as early as possible.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -42,6 +42,62 @@ class Correction:
             return
         off = observed_s / (predicted_s * self.factor)
         self.factor *= min(max(off, 1 / _FURTHEST), _FURTHEST) ** _PULL
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """How long experts take in one way to meet them: two stages, each of which does one after the other.
+
+    Attributes:
+        seconds: of an expert in the second stage, by its tokens.
+        bring_s: of an expert in the first.
+        backlog_s, busy_s: until the first and the second stage are free.
+        keeps_caller: the second stage is the calling thread, which all ways share that keep it.
+    """
+
+    seconds: Callable[[int], float]
+    bring_s: float = 0.0
+    backlog_s: float = 0.0
+    busy_s: float = 0.0
+    keeps_caller: bool = False
+
+
+def split_among(misses: Sequence[tuple[Key, int]], ways: Sequence[Estimate]) -> list[list[Key]]:
+    """Who is met in which way, so that the last of them ends as early as possible.
+
+    Max tokens first: whoever makes the end earlier goes another way, the others stay with the first.  For the CPU and
+    one link this is the best choice there is while none has more tokens than the knee, since fetching any takes equally
+    long.  Beyond, where many tokens keep the device busier than the link, it is the usual rule for two machines
+    (longest first, Graham 1969), and the order in which copies and kernels overlap best: equal times on the first of
+    two machines, falling ones on the second (Johnson 1954).
+
+    Args:
+        misses: (key, tokens), any order.
+        ways: the first keeps the caller.
+
+    Returns:
+        Keys of each way, each with most tokens first; of equal choices the one that leaves most with the first.
+    """
+    order = sorted(misses, key=lambda miss: (-miss[1], miss[0]))
+    sizes = {tokens for _, tokens in order}
+    took_s = [{tokens: way.seconds(tokens) for tokens in sizes} for way in ways]
+    met: list[list[Key]] = [[] for _ in ways]
+    arrived_s, ended_s = [way.backlog_s for way in ways], [way.busy_s for way in ways]
+    ended_s[0] += sum(took_s[0][tokens] for _, tokens in order)
+    for key, tokens in order:
+        chosen, now_s, best_s = 0, ended_s, (max(ended_s) * (1 - 1e-9), 0.0)
+        for number in range(1, len(ways)):
+            way, then_s = ways[number], ended_s.copy()
+            then_s[0] -= took_s[0][tokens]
+            place = 0 if way.keeps_caller else number
+            then_s[place] = max(then_s[place], arrived_s[number] + way.bring_s) + took_s[number][tokens]
+            end_s = max(then_s), sum(then_s)  # of ways that end the layer alike, the one that takes least
+            if end_s < best_s:
+                chosen, now_s, best_s = number, then_s, end_s
+        met[chosen].append(key)
+        arrived_s[chosen] += ways[chosen].bring_s
+        ended_s = now_s
+    return met
 
 
 @dataclass
@@ -108,36 +164,9 @@ class LatencyModel:
     def split(
         self, misses: Sequence[tuple[Key, int]], backlog_s: float = 0.0, busy_s: float = 0.0
     ) -> tuple[list[Key], list[Key]]:
-        """Who is computed on the CPU and who is fetched, so that the later of both ends as early as possible.
-
-        Max tokens first: whoever makes the end earlier is fetched, the others stay.  While none has more tokens than
-        the knee, fetching any takes equally long, and that is the best choice there is.  Beyond, where many tokens
-        keep the device busier than the link, it is the usual rule for two machines (longest first, Graham 1969), and
-        the order in which copies and kernels overlap best: equal times on the first of two machines, falling ones on
-        the second (Johnson 1954).
-
-        Args:
-            misses: (key, tokens), any order.
-            backlog_s: how long the copy engine is still busy with earlier copies.
-            busy_s: how long the device still computes what it has been given.
-
-        Returns:
-            Keys (on the CPU, fetched), each with most tokens first; of equal choices the one that fetches fewest.
-        """
-        order = sorted(misses, key=lambda miss: (-miss[1], miss[0]))
-        transfer_s = self.transfer_s
-        here_s = {tokens: self.cpu_s(tokens) for _, tokens in order}
-        there_s = {tokens: self.gpu_s(tokens) for tokens in here_s}
-        on_cpu: list[Key] = []
-        fetched: list[Key] = []
-        cpu_s, arrived_s, ended_s = sum(here_s[tokens] for _, tokens in order), backlog_s, busy_s
-        for key, tokens in order:
-            later_s = max(ended_s, arrived_s + transfer_s) + there_s[tokens]
-            if max(cpu_s - here_s[tokens], later_s) < max(cpu_s, ended_s) * (1 - 1e-9):
-                fetched.append(key)
-                cpu_s, arrived_s, ended_s = cpu_s - here_s[tokens], arrived_s + transfer_s, later_s
-            else:
-                on_cpu.append(key)
+        """Keys (on the CPU, fetched): `split_among` these two."""
+        here = Estimate(self.cpu_s, keeps_caller=True)
+        on_cpu, fetched = split_among(misses, [here, Estimate(self.gpu_s, self.transfer_s, backlog_s, busy_s)])
         return on_cpu, fetched
 
     def observe_both(self, hits: Sequence[int], misses: Sequence[int], took_s: float) -> None:

@@ -10,8 +10,9 @@ from engine.devices.device import Device
 from engine.experts.activations import Activations
 from engine.experts.bank import BankLayer
 from engine.experts.cache.policies import POLICY_NAMES
-from engine.experts.dispatcher import HybridExperts, Misses, StepObserver
+from engine.experts.dispatcher import HybridExperts, StepObserver
 from engine.experts.latency import LatencyModel
+from engine.experts.misses import MIXED
 from engine.experts.record_source import RamRecords
 from engine.experts.vram_cache import VramCache
 from engine.kernels import choose_kernel
@@ -43,7 +44,7 @@ class Layers:
     slots: int = 4
     ways: int | None = None
     policy: str = "auto"
-    mode: Misses = Misses.MIXED
+    mode: str = MIXED
     staging: int = 2
     seed: int = 0
     prefetcher: StepObserver | None = None

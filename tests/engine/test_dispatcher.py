@@ -15,8 +15,9 @@ from engine.devices.cpu import open_cpu
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
 from engine.experts import dispatcher, partial_sums
-from engine.experts.dispatcher import DECODE_TOKENS, Misses
+from engine.experts.dispatcher import DECODE_TOKENS
 from engine.experts.latency import LatencyModel
+from engine.experts.misses import CACHE_OFF, MIXED, modes
 from engine.hardware.profiles import DeviceProfile
 from tests.engine.hybrid_layers import EVERY_POLICY, EXPERTS, HIDDEN, KINDS, LAYERS, Layers, routing
 
@@ -33,7 +34,7 @@ def device() -> Iterator[Device]:
     slots=st.sampled_from([0, 1, 4, LAYERS * EXPERTS]),
     ways=st.sampled_from([None, 2]),
     policy=st.sampled_from(EVERY_POLICY),
-    mode=st.sampled_from(Misses),
+    mode=st.sampled_from(modes()),
     staging=st.sampled_from([0, 1, 3]),
     tokens=st.lists(st.sampled_from([0, 1, 1, 1, 3, 17, DECODE_TOKENS + 1]), min_size=1, max_size=6),
     width=st.integers(1, EXPERTS),
@@ -47,7 +48,7 @@ def test_equals_the_reference(
     slots: int,
     ways: int | None,
     policy: str,
-    mode: Misses,
+    mode: str,
     staging: int,
     tokens: list[int],
     width: int,
@@ -69,8 +70,8 @@ def test_equals_the_reference(
         assert counters.prefill_lookups == prefilled
 
 
-@pytest.mark.parametrize("mode", list(Misses))
-def test_long_steps_are_cut(device: Device, monkeypatch: pytest.MonkeyPatch, mode: Misses) -> None:
+@pytest.mark.parametrize("mode", modes())
+def test_long_steps_are_cut(device: Device, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     monkeypatch.setattr(dispatcher, "STEP_ELEMENTS", 7 * 3 * HIDDEN)
     monkeypatch.setattr(partial_sums, "CALL_ROWS", 4)
     generator = torch.Generator().manual_seed(3)
@@ -85,7 +86,7 @@ def test_long_steps_are_cut(device: Device, monkeypatch: pytest.MonkeyPatch, mod
 def test_the_answer_does_not_depend_on_what_is_where(device: Device, kind: str) -> None:
     """To the bit: on one machine the same seed gives the same text, however full the cache and however timed."""
     answers = []
-    for mode, slots in [(mode, slots) for mode in Misses for slots in (0, 4, 16)]:
+    for mode, slots in [(mode, slots) for mode in modes() for slots in (0, 4, 16)]:
         generator = torch.Generator().manual_seed(11)
         with Layers(device, kind, torch.bfloat16, slots=slots, mode=mode) as layers:
             results = [
@@ -100,7 +101,7 @@ def test_the_answer_does_not_depend_on_what_is_where(device: Device, kind: str) 
 def test_the_processor_as_the_device() -> None:
     generator = torch.Generator().manual_seed(1)
     with open_cpu(total=2**24) as device:
-        for mode in Misses:
+        for mode in modes():
             with Layers(device, "like gpt_oss", mode=mode) as layers:
                 for count in (1, 1, 7):
                     layers.check(0, routing(generator, count, 2))
@@ -111,19 +112,19 @@ def test_misses_are_met_as_the_mode_says(device: Device) -> None:
     hidden, _, _ = routing(one, 1, 1)
     index, weights = torch.tensor([[0, 1, 2, 3]]), torch.ones(1, 4)
     met = {}
-    for mode in Misses:
+    for mode in modes():
         with Layers(device, slots=12, policy="lru", mode=mode) as layers:
             layers.check(0, (hidden, index, weights))
             layers.cache.wait()
             first = layers.cache.counters
             met[mode] = (first.on_cpu, first.fetched)
             layers.check(0, (hidden, index, weights))
-            hits = 0 if mode is Misses.CACHE_OFF else 4
+            hits = 0 if mode == CACHE_OFF else 4
             assert (layers.cache.counters.hits, len(layers.cache.residents(0))) == (hits, hits)
-    assert met[Misses.CPU_ONLY] == (4, 0)
-    assert met[Misses.FETCH_ONLY] == (0, 4)
-    assert met[Misses.CACHE_OFF] == (0, 0)
-    assert sum(met[Misses.MIXED]) == 4
+    assert met["cpu"] == (4, 0)
+    assert met["fetch"] == (0, 4)
+    assert met[CACHE_OFF] == (0, 0)
+    assert sum(met[MIXED]) == 4
 
 
 def test_hits_are_computed_by_the_cpu_where_that_is_done_sooner(
@@ -141,8 +142,8 @@ def test_hits_are_computed_by_the_cpu_where_that_is_done_sooner(
         assert len(layers.cache.residents(0)) >= 4  # what misses is sent for all the same
 
 
-@pytest.mark.parametrize("mode", list(Misses))
-def test_a_prefill_leaves_the_cache_alone(device: Device, mode: Misses) -> None:
+@pytest.mark.parametrize("mode", modes())
+def test_a_prefill_leaves_the_cache_alone(device: Device, mode: str) -> None:
     generator = torch.Generator().manual_seed(2)
     with Layers(device, slots=6, policy="lru", mode=mode) as layers:
         cache = layers.cache
@@ -160,7 +161,7 @@ def test_a_prefill_leaves_the_cache_alone(device: Device, mode: Misses) -> None:
         assert [cache.residents(layer) for layer in range(LAYERS)] == residents
         assert list(cache._tier.pool_of[0].policy.victims()) == order
         after = cache.counters
-        assert after.prefill_lookups == (0 if mode is Misses.CACHE_OFF else 4 * EXPERTS)
+        assert after.prefill_lookups == (0 if mode == CACHE_OFF else 4 * EXPERTS)
         assert after.prefill_hits == sum(2 * len(there) for there in residents)
         changed = {name for name, value in asdict(after).items() if value != getattr(before, name)}
         assert changed <= {"prefill_lookups", "prefill_hits", "prefill_on_cpu", "prefill_fetched", "fetched_bytes"}
@@ -170,14 +171,14 @@ def test_a_prefill_goes_through_the_staging_slots_one_computing_while_the_next_a
     """Residents first; no copy into a staging slot begins before what was in it has been computed."""
     generator = torch.Generator().manual_seed(2)
     log: list[tuple[str, float, float]] = []
-    with Layers(device, slots=2, staging=2, mode=Misses.FETCH_ONLY) as layers:
+    with Layers(device, slots=2, staging=2, mode="fetch") as layers:
         slots = layers.cache.staging
         assert slots is not None
         stop = device.copy_log.listen(lambda copy: log.append((copy.stream, copy.started_s, copy.ended_s)))
         layers.check(0, routing(generator, DECODE_TOKENS + 1, 3))
         stop()
         copies = [(start, end) for stream, start, end in log if stream.endswith(" h2d")]
-        fetches = layers.layers[0]._fetching._begun
+        fetches = layers.layers[0]._ways[0]._begun
         assert [fetch.row for fetch in fetches] == [number % 2 for number in range(EXPERTS)]
         assert len(copies) == EXPERTS
         for one, later in zip(fetches, fetches[2:], strict=False):
@@ -214,7 +215,7 @@ def test_a_slow_link_holds_nobody_up(device: Device) -> None:
     """While the copy engine is stuck, the CPU computes what is missing, step after step."""
     generator = torch.Generator().manual_seed(6)
     gate = threading.Event()
-    with Layers(device, slots=6, mode=Misses.CPU_ONLY) as layers:
+    with Layers(device, slots=6, mode="cpu") as layers:
         event = device.h2d_stream.submit(gate.wait)
         for _ in range(4):
             for layer in range(LAYERS):

@@ -10,7 +10,8 @@ import torch
 from engine.common.errors import EngineError
 from engine.devices.device import Device, Stream
 from engine.devices.emulated import open_emulated
-from engine.experts.dispatcher import DECODE_TOKENS, Misses
+from engine.experts.dispatcher import DECODE_TOKENS
+from engine.experts.misses import CACHE_OFF, MIXED, modes
 from engine.hardware.profiles import DeviceProfile
 from tests.engine.hybrid_layers import Layers, routing
 
@@ -25,9 +26,9 @@ def _fail() -> None:
     raise RuntimeError("injected")
 
 
-@pytest.mark.parametrize("mode", list(Misses))
+@pytest.mark.parametrize("mode", modes())
 @pytest.mark.parametrize("which", ["compute", "h2d", "small"])
-def test_a_failed_stream_is_one_error_and_the_next_step_works(device: Device, mode: Misses, which: str) -> None:
+def test_a_failed_stream_is_one_error_and_the_next_step_works(device: Device, mode: str, which: str) -> None:
     streams: dict[str, Stream] = {
         "compute": device.compute_stream,
         "h2d": device.h2d_stream,
@@ -51,7 +52,7 @@ def test_a_failed_stream_is_one_error_and_the_next_step_works(device: Device, mo
 @pytest.mark.parametrize("tokens", [1, 3, DECODE_TOKENS + 1])
 def test_what_a_failed_copy_should_have_brought_is_computed_on_the_cpu(device: Device, tokens: int) -> None:
     generator = torch.Generator().manual_seed(4)
-    for mode in (Misses.FETCH_ONLY, Misses.MIXED, Misses.CACHE_OFF):
+    for mode in ("fetch", MIXED, CACHE_OFF):
         with Layers(device, slots=4, mode=mode) as layers:
             for _ in range(4):
                 layers.check(0, routing(generator, tokens, 3))
@@ -64,7 +65,7 @@ def test_what_a_failed_copy_should_have_brought_is_computed_on_the_cpu(device: D
             assert counters.prefill_lookups == (
                 counters.prefill_hits + counters.prefill_on_cpu + counters.prefill_fetched
             )
-            assert counters.recomputed or mode is not Misses.FETCH_ONLY
+            assert counters.recomputed or mode != "fetch"
             assert layers.cache.resize(0) == 0
 
 
@@ -103,7 +104,7 @@ def test_a_failed_kernel_is_one_error_and_the_next_step_works(
     device: Device, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(4)
-    with Layers(device, slots=12, mode=Misses.CPU_ONLY) as layers:
+    with Layers(device, slots=12, mode="cpu") as layers:
         hidden, _, weights = routing(generator, 1, 2)
         layers.check(0, (hidden, torch.tensor([[0, 1]]), weights))
         layers.cache.wait()
@@ -113,9 +114,9 @@ def test_a_failed_kernel_is_one_error_and_the_next_step_works(
 
         with monkeypatch.context() as patch:
             if where == "cpu":
-                patch.setattr(layers.layers[0]._source, "kernel", broken)
+                patch.setattr(layers.layers[0].source, "kernel", broken)
             else:
-                patch.setattr(layers.layers[0], "_make_kernel", lambda _: broken)  # hits; nothing is fetched
+                patch.setattr(layers.layers[0], "make_kernel", lambda _: broken)  # hits; nothing is fetched
             with pytest.raises(EngineError, match="injected"):
                 layers.layers[0](hidden, torch.tensor([[0, 2]]), weights)
         layers.check(0, (hidden, torch.tensor([[0, 2]]), weights))
@@ -124,7 +125,7 @@ def test_a_failed_kernel_is_one_error_and_the_next_step_works(
 
 def test_no_room_for_activations_is_an_error_of_memory(device: Device) -> None:
     generator = torch.Generator().manual_seed(4)
-    with Layers(device, slots=2, mode=Misses.CPU_ONLY) as layers:
+    with Layers(device, slots=2, mode="cpu") as layers:
         total = device.memory.total
         device.memory.limit(0)
         try:

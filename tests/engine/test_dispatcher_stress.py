@@ -14,7 +14,8 @@ import torch
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
-from engine.experts.dispatcher import DECODE_TOKENS, Misses
+from engine.experts.dispatcher import DECODE_TOKENS
+from engine.experts.misses import MIXED, modes
 from engine.experts.vram_cache import Place, VramPrefetch
 from engine.hardware.profiles import DeviceProfile
 from engine.kernels.reference import reference_experts
@@ -37,7 +38,7 @@ def _tiers(device: Device, folder: Path, part: int, dice: random.Random) -> Iter
             yield layers
         return
     folder.mkdir(parents=True)
-    on_disk = OnDisk(device, folder, kind, dice.choice([2, 4, 8]), slots, Misses.MIXED, part)
+    on_disk = OnDisk(device, folder, kind, dice.choice([2, 4, 8]), slots, MIXED, part)
     read: Any = on_disk.disk.read
     faults = random.Random(part)
 
@@ -61,7 +62,7 @@ def _disturbances(device: Device, tiers: Layers | OnDisk, dice: random.Random) -
     """(how often, what) may happen between two steps."""
     cache, memory = tiers.cache, device.memory
     total = memory.total
-    sources = [layer._source for layer in tiers.layers]
+    sources = [layer.source for layer in tiers.layers]
     target = VramPrefetch([Place(cache, layer, source) for layer, source in enumerate(sources)])
 
     def pair() -> tuple[int, int]:
@@ -102,7 +103,7 @@ def _stress(device: Device, folder: Path, steps: int, seed: int) -> Answers:
                         what()
                 number = dice.randrange(LAYERS)
                 layer = tiers.layers[number]
-                layer.mode = dice.choice(list(Misses))
+                layer.meet_by(dice.choice(modes()))
                 tokens = DECODE_TOKENS + 1 if dice.random() < 0.02 else dice.choice([1, 1, 1, 2, 6])
                 inputs = routing(generator, tokens, 2)
                 try:

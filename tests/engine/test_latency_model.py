@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from engine.devices.opening import open_devices
 from engine.experts.bank import BankLayer
-from engine.experts.latency import LatencyModel, latency_file, load_latency, save_latency
+from engine.experts.latency import Estimate, LatencyModel, latency_file, load_latency, save_latency, split_among
 from engine.experts.latency_measurement import fit_knee, fit_line, measure
 from engine.kernels.interface import ExpertMath, LayerRecords
 from engine.kernels.torch_experts import TorchExperts
@@ -67,6 +67,35 @@ def test_no_other_split_ends_earlier(
         for choice in itertools.product((False, True), repeat=len(tokens))
     )
     assert _chosen(model, misses, backlog) <= best * (1 + 1e-6)
+
+
+@given(
+    misses=_misses,
+    host=_seconds,
+    others=st.lists(st.tuples(_seconds, _seconds, _seconds, _seconds, st.booleans()), max_size=3),
+)
+def test_more_ways_never_end_later(
+    misses: list[tuple[int, int]], host: float, others: list[tuple[float, float, float, float, bool]]
+) -> None:
+    """Each miss is met once; what any way but the first gets ends before the first would have done it all."""
+    ways = [
+        Estimate(lambda tokens, each=host: each * tokens, keeps_caller=True),  # type: ignore[misc]
+        *(
+            Estimate(lambda tokens, each=each: each * tokens, bring_s, backlog_s, busy_s, keeps_caller)  # type: ignore[misc]
+            for each, bring_s, backlog_s, busy_s, keeps_caller in others
+        ),
+    ]
+    met = split_among(misses, ways)
+    assert sorted(key for keys in met for key in keys) == [key for key, _ in misses]
+    tokens = dict(misses)
+    alone_s = sum(host * count for count in tokens.values())
+    for way, keys in zip(ways[1:], met[1:], strict=True):
+        if keys and not way.keeps_caller:
+            arrived_s, ended_s = way.backlog_s, way.busy_s
+            for key in keys:
+                arrived_s += way.bring_s
+                ended_s = max(ended_s, arrived_s) + way.seconds(tokens[key])
+            assert ended_s <= max(alone_s, *(each.busy_s for each in ways))
 
 
 @given(misses=_misses, base=_seconds, each=_seconds, flat=_seconds, slope=_seconds, knee=st.integers(1, 64))

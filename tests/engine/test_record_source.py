@@ -23,8 +23,9 @@ from engine.experts.bank_header import BankHeader, BankLayerSpec
 from engine.experts.bank_writer import BankWriter
 from engine.experts.checksums import BEST_CHECKSUM
 from engine.experts.disk_tier import DiskTier
-from engine.experts.dispatcher import DECODE_TOKENS, HybridExperts, Misses
+from engine.experts.dispatcher import DECODE_TOKENS, HybridExperts
 from engine.experts.latency import LatencyModel
+from engine.experts.misses import MIXED, modes
 from engine.experts.ram_tier import RamTier
 from engine.experts.record_source import Held, LentSlots, TierRecords
 from engine.experts.vram_cache import Place, VramCache, VramPrefetch
@@ -197,7 +198,7 @@ TestSourceMachine = SourceMachine.TestCase
 class OnDisk:
     """A model's experts on disk, through so many RAM slots and VRAM slots."""
 
-    def __init__(self, device: Device, folder: Path, kind: str, ram: int, slots: int, mode: Misses, seed: int) -> None:
+    def __init__(self, device: Device, folder: Path, kind: str, ram: int, slots: int, mode: str, seed: int) -> None:
         torch.manual_seed(seed)
         self.module = KINDS[kind]
         self.weights = [self.module.weights(torch.float32) for _ in range(LAYERS)]
@@ -244,7 +245,7 @@ class OnDisk:
     kind=st.sampled_from(sorted(KINDS)),
     ram=st.integers(1, 7),
     slots=st.sampled_from([0, 2, 6]),
-    mode=st.sampled_from(Misses),
+    mode=st.sampled_from(modes()),
     tokens=st.lists(st.sampled_from([1, 1, 1, 3, DECODE_TOKENS + 1]), min_size=1, max_size=6),
     width=st.integers(1, EXPERTS),
     seed=st.integers(0, 10**6),
@@ -258,7 +259,7 @@ def test_three_tiers_equal_the_reference(
     kind: str,
     ram: int,
     slots: int,
-    mode: Misses,
+    mode: str,
     tokens: list[int],
     width: int,
     seed: int,
@@ -281,7 +282,7 @@ def test_three_tiers_equal_the_reference(
 
 
 def test_copies_for_later_do_not_hold_up_a_step_that_needs_their_slots(device: Device, tmp_path: Path) -> None:
-    tiers = OnDisk(device, tmp_path, "gated", 4, 8, Misses.CPU_ONLY, 1)
+    tiers = OnDisk(device, tmp_path, "gated", 4, 8, "cpu", 1)
     gate = threading.Event()
     try:
         generator = torch.Generator().manual_seed(1)
@@ -296,7 +297,7 @@ def test_copies_for_later_do_not_hold_up_a_step_that_needs_their_slots(device: D
 
 
 def test_a_damaged_record_is_one_error_and_nothing_stays_held(device: Device, tmp_path: Path) -> None:
-    tiers = OnDisk(device, tmp_path, "gated", 4, 8, Misses.MIXED, 1)
+    tiers = OnDisk(device, tmp_path, "gated", 4, 8, MIXED, 1)
     try:
         generator = torch.Generator().manual_seed(1)
         read: Any = tiers.disk.read

@@ -17,7 +17,7 @@ from engine.experts.bank import BankLayer, ExpertBank
 from engine.experts.cache.policies import Key
 from engine.experts.disk_backed import DiskBackedBank, bind_disk_backed, can_be_disk_backed
 from engine.experts.dispatch import BANK_LAYER
-from engine.experts.dispatcher import HybridExperts, Misses, StepObserver
+from engine.experts.dispatcher import HybridExperts, StepObserver
 from engine.experts.latency import LatencyModel, load_latency, save_latency
 from engine.experts.latency_measurement import measure
 from engine.experts.record import RecordLayout
@@ -219,7 +219,7 @@ def bind_to_devices(
             layer.make_kernel,
             layer.latency,
             activations[device.name],
-            mode=Misses(config.misses),
+            mode=config.misses,
             prefetcher=observer,
             number=layer.number,
         )

@@ -10,7 +10,8 @@ import torch
 from engine.devices.device import Device, Event
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.dispatch import BANK_LAYER, compute_experts
-from engine.experts.dispatcher import HybridExperts, Misses
+from engine.experts.dispatcher import HybridExperts
+from engine.experts.misses import MIXED
 from engine.experts.partial_sums import PartialSums
 from engine.experts.prediction.batch_correlation import BatchCorrelation
 from engine.experts.routing import Routing
@@ -54,7 +55,7 @@ class LayerExperts:
         self.sites, self._first_of = sites_of(layers)
         modules = [site.experts for site in self.sites.values()]
         layouts = {experts.cache.layout for experts in modules}
-        if len(layouts) != 1 or any(experts.mode is not Misses.MIXED for experts in modules):
+        if len(layouts) != 1 or any(experts.mode != MIXED for experts in modules):
             raise LookupError("its layers' experts are not alike")
         layout, self.most = layouts.pop(), max(experts.source.num_experts for experts in modules)
         missing = 2 * self.most * layout.nbytes - device.memory.free

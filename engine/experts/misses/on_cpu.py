@@ -1,0 +1,50 @@
+"""A miss computed by the CPU, from its record in RAM: only activations travel (Fiddler, section 3.2)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from engine.experts.latency import Estimate
+from engine.experts.misses.way import ExpertLayer, Step, Way
+from engine.experts.record_source import Held
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER, seconds_ns
+
+
+class OnCpu(Way):
+    """Computes with the source's kernel, and sends what comes out to the device."""
+
+    name = "cpu"
+    keeps_caller = True
+    is_possible = True
+
+    def __init__(self, layer: ExpertLayer) -> None:
+        super().__init__(layer)
+        self._estimate = Estimate(layer.latency.cpu_s, keeps_caller=True)
+
+    def estimate(self, busy_s: float) -> Estimate:  # noqa: ARG002
+        """See `Way.estimate`: the caller is free whatever the device does."""
+        return self._estimate
+
+    def meet(self, step: Step, experts: Sequence[int], held: Held) -> None:
+        """See `Way.meet`."""
+        layer, activations = self._layer, self._layer.activations
+        if step.host_hidden is None:
+            step.host_hidden = activations.to_host(step.hidden, "hidden")
+        tokens = [step.routing.tokens(expert) for expert in experts]
+        out = activations.outgoing((sum(tokens), step.hidden.shape[1]), step.hidden.dtype)
+        begun_s = time.perf_counter()
+        rows = {expert: held.rows[expert] for expert in experts}
+        step.sums.on_host(layer.source.kernel, step.host_hidden, rows, out)
+        ended_s = time.perf_counter()
+        layer.latency.observe_cpu(tokens, ended_s - begun_s)
+        if RECORDER.on:
+            begun_ns, ended_ns = seconds_ns(begun_s), seconds_ns(ended_s)
+            RECORDER.span(lanes.CPU_EXPERTS, lanes.EXPERTS, begun_ns, ended_ns, count=len(experts))
+        added = layer.submit(step)
+        if added is not None:
+            activations.read_until(added)
+        landed, event = activations.to_device(out)
+        step.pending.append(step.sums.add(landed, experts))
+        layer.device.compute_stream.wait(event)

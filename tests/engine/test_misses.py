@@ -1,0 +1,84 @@
+"""A way to meet a miss that is registered is used where it is the fastest, and the answers stay what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from engine.devices.device import Device
+from engine.devices.emulated import open_emulated
+from engine.experts import misses
+from engine.experts.latency import Estimate, LatencyModel
+from engine.experts.misses import CACHE_OFF, MIXED, WAYS, modes
+from engine.experts.misses.fetched import Fetched
+from engine.experts.misses.on_cpu import OnCpu
+from engine.experts.misses.way import Step, Way
+from engine.experts.record_source import Held
+from engine.hardware.profiles import DeviceProfile
+from tests.engine.hybrid_layers import Layers, routing
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[Device]:
+    with open_emulated(DeviceProfile("tiny", "for tests", 2**24, 20.0, 20.0, 1.0)) as device:
+        yield device
+
+
+def toy(base: type[Way], seconds: float) -> tuple[type[Way], list[int]]:
+    """A way that meets one expert after the other and says that each takes so long; what it has met."""
+    met: list[int] = []
+
+    class OneByOne(base):  # type: ignore[misc, valid-type]
+        name = "one by one"
+
+        def estimate(self, busy_s: float) -> Estimate:
+            del busy_s
+            return Estimate(lambda _tokens: seconds, keeps_caller=self.keeps_caller)
+
+        def meet(self, step: Step, experts: Sequence[int], held: Held) -> None:
+            met.extend(experts)
+            for expert in experts:
+                super().meet(step, [expert], held)
+
+    return OneByOne, met
+
+
+@pytest.mark.parametrize("base", [OnCpu, Fetched])
+@pytest.mark.parametrize("seconds", [0.0, 1e3])
+def test_a_new_way_is_used_where_it_is_the_fastest(
+    device: Device, monkeypatch: pytest.MonkeyPatch, base: type[Way], seconds: float
+) -> None:
+    # How long anything took here and now must not decide.
+    for name in ("observe_both", "observe_cpu", "observe_gpu", "observe_transfer"):
+        monkeypatch.setattr(LatencyModel, name, lambda *_: None)
+    monkeypatch.setattr(LatencyModel, "prefers_cpu_alone", lambda *_: False)
+    way, met = toy(base, seconds)
+    monkeypatch.setattr(misses, "WAYS", [*WAYS, way])
+    assert modes() == [MIXED, "cpu", "fetch", "one by one", CACHE_OFF]
+    answers = []
+    for mode in modes():
+        generator = torch.Generator().manual_seed(7)
+        met.clear()
+        with Layers(device, slots=4, mode=mode, policy="lru") as layers:
+            results = []
+            for count in (1, 1, 4, 1, 70):
+                results.append(layers.check(0, routing(generator, count, 3)))
+                layers.cache.wait()
+            answers.append(torch.cat(results))
+            counters = layers.cache.counters
+            missed = counters.misses + counters.prefill_lookups - counters.prefill_hits
+            if mode == "one by one" or (mode == MIXED and not seconds):
+                assert len(met) == missed > 0
+                counted = counters.on_cpu + counters.prefill_on_cpu
+                assert counted == (missed if base.keeps_caller else 0)
+            elif mode != CACHE_OFF or seconds:
+                assert met == []
+            assert layers.cache.resize(0) == 0
+    assert all(torch.equal(answer, answers[0]) for answer in answers)
+
+
+def test_an_unknown_way_is_an_error(device: Device) -> None:
+    with Layers(device) as layers, pytest.raises(ValueError, match="by magic"):
+        layers.layers[0].meet_by("by magic")
