@@ -1,4 +1,4 @@
-"""Where the prepared experts of a checkpoint lie, so that they can be found again, and go when it goes."""
+"""Where the prepared experts of a checkpoint are stored, so that they are found again and removed with it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from engine.common.paths import data_dir
 
 
 def bank_path(directory: Path, precision: str) -> Path:
-    """Where the bank of a checkpoint directory lies: in the data folder, because it is as large as the model."""
+    """The bank file of a checkpoint directory: in the data folder, as it is as large as the model."""
     return _banks_dir() / f"{directory.name}-{precision}-{_where(directory)}.bank"
 
 
 def banks_of(directory: Path) -> list[Path]:
-    """The bank files of a checkpoint directory that are there, finished or not, in all precisions."""
+    """The existing bank files of a checkpoint directory, finished or not, in all precisions."""
     middle = f"-{_where(directory)}.bank"
     try:
         return [file for file in _banks_dir().iterdir() if middle in file.name and file.is_file()]
@@ -24,7 +24,7 @@ def banks_of(directory: Path) -> list[Path]:
 
 
 def remove_banks(files: list[Path]) -> int:
-    """Delete them; the bytes they took.  One that is in use, on systems that lock open files, stays."""
+    """Deletes them and returns the bytes freed.  A file in use stays, on systems that lock open files."""
     freed = 0
     for file in files:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Reads `config.json` of a checkpoint directory: what the model is, before anything of it is loaded."""
+"""Reads `config.json` of a checkpoint directory: what the model is, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.families import family_of
 CONFIG_NAME = "config.json"
 MAX_CONFIG_BYTES = 16 * 2**20
 _MOST = ((re.compile(r"(^|_)(layers|n_layer|num_layer)$"), 4096), (re.compile("experts"), 2**20))
-"""Of numbers with such names."""
+"""Names of numbers that are checked."""
 _TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
 _INPUTS = {"vision_config": "images", "audio_config": "sound", "sound_config": "sound"}
 
@@ -24,7 +24,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
     Raises:
         EngineError: `MODEL_NOT_FOUND` if there is no such directory, `CHECKPOINT_DAMAGED` if the file is absent or
-            broken, `MODEL_UNSUPPORTED` if it does not say what kind of model this is, or it is one that is refused.
+            broken, `MODEL_UNSUPPORTED` if it does not say what kind of model this is, or if its kind is refused.
     """
     if not directory.exists():
         raise EngineError(ErrorCode.MODEL_NOT_FOUND, f"There is no model at {directory}: check the path.")
@@ -40,20 +40,20 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(config.get("model_type"), str) or not config["model_type"]:
         raise EngineError(
             ErrorCode.MODEL_UNSUPPORTED,
-            f"{file} does not name a model_type, so Switchyard cannot tell how to run this model.",
+            f"{file} does not name a model_type, so Switchyard does not know how to run this model.",
         )
     _check_counts(file, config)
     why = family_of(config["model_type"]).refused
     if why:
         raise EngineError(
             ErrorCode.MODEL_UNSUPPORTED,
-            f"{directory.name} is of the kind {config['model_type']!r}, which Switchyard does not run: it {why}.",
+            f"{directory.name} is a {config['model_type']!r} model, which Switchyard does not run: it {why}.",
         )
     return config
 
 
 def _check_counts(file: Path, config: dict[str, Any]) -> None:
-    """What we and the library go through one by one is not more than can be gone through."""
+    """Rejects absurd counts, which we and the library would loop over."""
     holders = [config]
     while holders:
         holder = holders.pop()
@@ -64,7 +64,7 @@ def _check_counts(file: Path, config: dict[str, Any]) -> None:
             if most is not None and isinstance(value, int | float) and abs(value) > most:
                 raise EngineError(
                     ErrorCode.CHECKPOINT_DAMAGED,
-                    f"{file} gives {key} as {value:,}, which no model has: download or copy the model again.",
+                    f"{file} gives {key} as {value:,}, which is not plausible: download or copy the model again.",
                 )
 
 
@@ -72,7 +72,7 @@ def read_json(file: Path, max_bytes: int) -> dict[str, Any]:
     """A JSON object from a file of a checkpoint.
 
     Raises:
-        EngineError: `CHECKPOINT_DAMAGED` if it cannot be read or is no JSON object.
+        EngineError: `CHECKPOINT_DAMAGED` if it cannot be read or is not a JSON object.
     """
     try:
         content = parse_json(read_foreign(file, max_bytes))
@@ -83,7 +83,7 @@ def read_json(file: Path, max_bytes: int) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict):
         raise EngineError(
-            ErrorCode.CHECKPOINT_DAMAGED, f"{file} holds no JSON object: download or copy the model again."
+            ErrorCode.CHECKPOINT_DAMAGED, f"{file} is not a JSON object: download or copy the model again."
         )
     return content
 
@@ -98,7 +98,7 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def unread_inputs(config: dict[str, Any]) -> str:
-    """What the model could take besides text, for people (`images and sound`); empty if there is nothing."""
+    """Inputs other than text that the model accepts, as display text (`images and sound`); empty if none."""
     found = [_INPUTS[key] for key in _INPUTS if isinstance(config.get(key), dict)]
     nested = config.get("thinker_config")
     if isinstance(nested, dict):
@@ -108,7 +108,5 @@ def unread_inputs(config: dict[str, Any]) -> str:
 
 def _why_no_file(file: Path) -> str:
     if file.suffix.lower() == ".gguf":
-        return (
-            f"{file.name} is a GGUF file, which Switchyard cannot run yet: use the model's safetensors folder instead."
-        )
-    return f"{file} is a file: give the folder that holds the model's config.json and safetensors files."
+        return f"{file.name} is a GGUF file, which Switchyard cannot run yet: use the model's safetensors folder."
+    return f"{file} is a file: give the folder with the model's config.json and safetensors files."

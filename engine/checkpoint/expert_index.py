@@ -1,6 +1,6 @@
-"""Where the bytes of every expert are: (layer, part) or (layer, expert, part) -> file, key, slice.
+"""Locates the bytes of every expert: (layer, part) or (layer, expert, part) -> file, key, slice.
 
-The index is made by `engine.runtime.load.library_conversion`, which knows how the library renames keys; it holds no
+The index is built by `engine.runtime.load.library_conversion`, which knows how the library renames keys; it holds no
 tensors and imports nothing heavy, so the planner and disk tier can use it too.
 """
 
@@ -14,12 +14,12 @@ from engine.checkpoint.headers import TensorEntry
 
 @dataclass(frozen=True, slots=True)
 class ExpertSource:
-    """One tensor of the checkpoint from which a part of an expert is made.
+    """A checkpoint tensor that is a source of a part of an expert.
 
     Attributes:
         entry: the tensor.
-        pattern: the library's source pattern that its name matched (its own name if it is only renamed).
-        row: row of the tensor's first dimension that belongs to the expert, if the tensor holds all experts.
+        pattern: the library's source pattern that matched its name (the name itself if it is only renamed).
+        row: the expert's row in the tensor's first dimension, if the tensor holds all experts.
     """
 
     entry: TensorEntry
@@ -37,9 +37,9 @@ class PartSources:
     """Sources of one part (`gate_up_proj`, say) of all experts of one layer.
 
     Attributes:
-        target: name of the parameter that the library would have made of them.
-        by_pattern: the source tensors, in the library's order, by the pattern that their names matched.
-        experts: how many experts they make.
+        target: name of the parameter that the library would make of them.
+        by_pattern: the source tensors, in the library's order, by the pattern that matched their names.
+        experts: number of experts.
     """
 
     target: str
@@ -48,19 +48,19 @@ class PartSources:
 
     @property
     def is_per_expert(self) -> bool:
-        """Whether the checkpoint has one tensor for each expert, in order."""
+        """Whether the checkpoint has one tensor per expert, in order."""
         return all(len(entries) == self.experts for entries in self.by_pattern.values()) and not self.is_fused
 
     @property
     def is_fused(self) -> bool:
-        """Whether every source tensor holds all experts, one in each row of its first dimension."""
+        """Whether every source tensor holds all experts, one per row of its first dimension."""
         return all(
             len(entries) == 1 and len(entries[0].shape) > 1 and entries[0].shape[0] == self.experts
             for entries in self.by_pattern.values()
         )
 
     def of_expert(self, expert: int) -> list[ExpertSource]:
-        """What to read for one expert; only if `is_per_expert` or `is_fused`."""
+        """The sources of one expert; only if `is_per_expert` or `is_fused`."""
         fused = self.is_fused
         return [
             ExpertSource(entries[0 if fused else expert], pattern, expert if fused else None)

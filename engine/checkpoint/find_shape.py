@@ -1,4 +1,4 @@
-"""The shape of whatever a user calls a model: a profile that comes with the program, a folder, or a name on the hub."""
+"""Finds a model's shape by what the user names: a shipped profile, a folder, or a hub id."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def find_shape(model: str) -> ModelShape:
 
     Args:
         model: `starter`, a library name, a checkpoint directory, a profile's name or file (`.json`), or a hub id
-            (`ORG/NAME`), of which the configuration and the headers are read over the network unless a profile has it.
+            (`ORG/NAME`). Without a profile, a hub model's configuration and headers are read over the network.
 
     Raises:
-        EngineError: there is none, or it cannot be understood; the message says why, and what may have been meant.
+        EngineError: there is none, or it is not understood; the message says why, with suggestions.
     """
     if model.endswith(".json") or (model.casefold() in model_names() and in_library(model) is None):
         return read_model(model)
@@ -43,12 +43,12 @@ def find_shape(model: str) -> ModelShape:
 
 def _unknown(model: str) -> EngineError:
     names = model_names()
-    with contextlib.suppress(OSError):  # nothing is in the library yet
+    with contextlib.suppress(OSError):  # no library yet
         names += [entry.name for entry in models_dir().iterdir() if entry.is_dir()]
     near = near_names(model, names)
-    meant = f"did you mean {' or '.join(near)}?" if near else f"known by name are {', '.join(model_names())}."
+    meant = f"did you mean {' or '.join(near)}?" if near else f"known names are {', '.join(model_names())}."
     return EngineError(
         ErrorCode.MODEL_NOT_FOUND,
-        f"There is no model called {model!r}, in the library or among those known by name: {meant} "
+        f"There is no model called {model!r} in the library or among the known models: {meant} "
         "A model's folder works too, or its hub id, such as Qwen/Qwen3-30B-A3B.",
     )

@@ -1,4 +1,4 @@
-"""What a checkpoint was when something was made of it, so that a change is noticed."""
+"""The state of a checkpoint when something was derived from it, to detect changes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from engine.common.foreign_file import open_foreign, reason
 
 
 def fingerprint(directory: Path, tensors: Iterable[TensorEntry]) -> dict[str, Any]:
-    """Names, sizes and times of the files with these tensors, and a digest of their headers and of config.json.
+    """Names, sizes and times of these tensors' files, and a digest of their headers and of config.json.
 
-    Weights themselves are not read: that would take as long as what the fingerprint is to save.
+    Weights are not read: that would take as long as the work that the fingerprint saves.
 
     Raises:
         EngineError: `CHECKPOINT_DAMAGED`, naming the file that cannot be read.

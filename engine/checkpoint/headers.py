@@ -1,4 +1,4 @@
-"""Reads the headers of safetensors files, trusting nothing in them.
+"""Reads and validates the headers of safetensors files.
 
 Format (https://github.com/huggingface/safetensors): 8 bytes little-endian header length N, N bytes of JSON
 `{name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {...}}`, then the data, to which the offsets
@@ -24,7 +24,7 @@ DTYPE_BITS = {
     "C64": 64,
 }  # fmt: skip
 MAX_HEADER = 32 * 2**20
-"""Bytes.  The format allows three times as many, which made to fill memory take gigabytes when they are read; the
+"""Most bytes.  The format allows three times as many, which a malicious file turns into gigabytes of objects; the
 header of a file with all 90,000 tensors of the biggest models is a third of this."""
 
 
@@ -33,11 +33,11 @@ class TensorEntry:
     """One tensor of a safetensors file.
 
     Attributes:
-        file: where it is.
-        key: its name there.
-        dtype: the format's name of its type (`BF16`, ...).
+        file: the file that contains it.
+        key: its name in the file.
+        dtype: the type's name in the format (`BF16`, ...).
         shape: its shape.
-        offset, nbytes: where its bytes lie, counted from the start of the file.
+        offset, nbytes: position of its bytes from the start of the file, and their number.
     """
 
     file: Path
@@ -49,7 +49,7 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -72,7 +72,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         if not isinstance(content, dict):
             raise ValueError("no JSON object")
         for key in content:
-            key.encode("utf-8")  # half a surrogate pair, which JSON can write and nothing else takes
+            key.encode("utf-8")  # a lone surrogate: valid in JSON, rejected everywhere else
     except ValueError as error:
         raise _damaged(file, f"has a broken header ({error})") from error
     start = 8 + len(raw)
@@ -113,21 +113,21 @@ def _entry(file: Path, key: str, value: Any, start: int, size: int) -> TensorEnt
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(file, f"has a broken header (at tensor {key!r})") from error
     if (end - begin) * 8 != bits:
-        raise _damaged(file, f"has a broken header (tensor {key!r} does not have the size that its shape needs)")
+        raise _damaged(file, f"has a broken header (tensor {key!r} has a size that does not match its shape)")
     if start + end > size:
         raise _damaged(file, f"is cut short: tensor {key!r} ends at byte {start + end} of {size}")
     return TensorEntry(file, key, dtype, tuple(shape), start + begin, end - begin)
 
 
 def _check_layout(file: Path, entries: list[TensorEntry], start: int, size: int) -> None:
-    """The format demands data without holes or overlaps: a header that is off by a bit shows here."""
+    """Checks that data has no gaps or overlaps, as the format demands: this detects flipped bits in a header."""
     position = start
     for entry in entries:
         if entry.offset != position:
-            raise _damaged(file, f"has a broken header (tensor {entry.key!r} overlaps another or leaves a hole)")
+            raise _damaged(file, f"has a broken header (tensor {entry.key!r} overlaps another or leaves a gap)")
         position += entry.nbytes
     if position != size:
-        raise _damaged(file, f"has {size - position} bytes more than its header accounts for")
+        raise _damaged(file, f"is {size - position} bytes longer than its header says")
 
 
 def _damaged(file: Path, what: str) -> EngineError:

@@ -1,4 +1,4 @@
-"""What a model on a hub is made of, from its configuration and the headers of its files: no weight is downloaded."""
+"""The shape of a model on a hub, from its configuration and file headers, without downloading weights."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from engine.common.foreign_json import parse_json
 
 _TIMEOUT_S = 15.0
 ANSWER_S = 120.0
-"""For one file's header or configuration, however slowly it comes."""
+"""Time limit for one file's header or configuration."""
 _LOOK_S = 0.05
 _AT_ONCE = 8
 _MAX_LIST_BYTES = 16 * 2**20
 _FIRST_BYTES = 100_000
-"""Of a weight file: the whole header of most, and little to fetch for nothing."""
+"""Bytes fetched first of a weight file: enough for most headers."""
 
 _Result = TypeVar("_Result")
 
@@ -59,11 +59,11 @@ def read_hub_model(
     except GatedRepoError:
         raise EngineError(
             ErrorCode.DOWNLOAD_FAILED,
-            f"{hub_id} wants its licence to be accepted: do so on the hub's page, then log in with `hf auth login`.",
+            f"{hub_id} requires its licence to be accepted: do so on its hub page, then log in with `hf auth login`.",
         ) from None
     except (RepositoryNotFoundError, RevisionNotFoundError):
         raise EngineError(
-            ErrorCode.MODEL_NOT_FOUND, f"The hub has no model {hub_id}: check how it is written, capitals too."
+            ErrorCode.MODEL_NOT_FOUND, f"The hub has no model {hub_id}: check its spelling, including capitals."
         ) from None
     except LocalEntryNotFoundError as error:
         raise _unreachable(hub_id, error) from None
@@ -75,7 +75,7 @@ def read_hub_model(
     except (OfflineModeIsEnabled, HfHubHTTPError, OSError, ValueError) as error:
         raise _unreachable(hub_id, error) from None
     except Exception as error:
-        # The HTTP library's own errors, which the hub's package does not wrap; the library has changed before.
+        # Errors of the HTTP library, which the hub's package does not wrap and has replaced before.
         if type(error).__module__.partition(".")[0] in ("httpx2", "httpx", "httpcore", "requests"):
             raise _unreachable(hub_id, error) from None
         raise
@@ -134,9 +134,9 @@ def _about(endpoint: str, hub_id: str, revision: str | None) -> str:
 
 
 def _fetch(url: str, most_bytes: int, until: int | None = None) -> bytes:
-    """What the hub answers, or its first `until` bytes.
+    """The hub's response, or its first `until` bytes.
 
-    The library's own functions would take however much a server sends.
+    The hub library's functions would accept any amount of data.
     """
     from huggingface_hub.utils import (  # type: ignore[attr-defined]
         build_hf_headers,
@@ -144,28 +144,28 @@ def _fetch(url: str, most_bytes: int, until: int | None = None) -> bytes:
         hf_raise_for_status,
     )
 
-    headers = {**build_hf_headers(), "Accept-Encoding": "identity"}  # nothing that could unpack to more
+    headers = {**build_hf_headers(), "Accept-Encoding": "identity"}  # no compression: it could unpack to more
     if until is not None:
         headers["Range"] = f"bytes=0-{until - 1}"
     got = bytearray()
     with get_session().stream("GET", url, headers=headers, timeout=_TIMEOUT_S) as response:
-        if response.status_code >= 400:  # of an error only the header is of use, and the body may be endless
+        if response.status_code >= 400:  # skip an error's body: it may be endless
             bare = [(name, value) for name, value in response.headers.items() if not name.startswith("content-")]
             hf_raise_for_status(type(response)(response.status_code, headers=bare, json={}, request=response.request))
         for chunk in response.iter_raw():
             got += chunk
-            if until is not None and len(got) >= until:  # some servers do not know ranges
+            if until is not None and len(got) >= until:  # some servers ignore ranges
                 return bytes(got[:until])
             if len(got) > most_bytes:
-                raise ValueError(f"{url.rpartition('/')[2]} holds more than {most_bytes // 2**20} MiB")
+                raise ValueError(f"{url.rpartition('/')[2]} is larger than {most_bytes // 2**20} MiB")
     return bytes(got)
 
 
 def _all_in_time(jobs: Sequence[Callable[[], _Result]], cancelled: Callable[[], bool]) -> list[_Result]:
-    """What the jobs return, some at once.
+    """The results of the jobs, some of which run at the same time.
 
-    A server can send a byte now and then for ever, which no time limit of a connection notices: whoever waits here
-    waits no longer than `ANSWER_S` for one job, and leaves the thread to the end of its connection.
+    A server can send a byte now and then forever, which a connection's timeout does not notice. So this waits at most
+    `ANSWER_S` for one job, and then abandons its thread.
 
     Raises:
         EngineError: `DOWNLOAD_FAILED`, if it was cancelled.
@@ -188,7 +188,7 @@ def _all_in_time(jobs: Sequence[Callable[[], _Result]], cancelled: Callable[[], 
                 begun[number] = time.monotonic()
             try:
                 result = jobs[number]()
-            except Exception as error:  # raised again where somebody waits for it
+            except Exception as error:  # re-raised in the waiting thread
                 with changed:
                     errors.append(error)
                     changed.notify_all()
@@ -207,9 +207,9 @@ def _all_in_time(jobs: Sequence[Callable[[], _Result]], cancelled: Callable[[], 
                 if errors:
                     raise errors[0]
                 if cancelled():
-                    raise EngineError(ErrorCode.DOWNLOAD_FAILED, "Looking at the hub was stopped.")
+                    raise EngineError(ErrorCode.DOWNLOAD_FAILED, "Reading from the hub was cancelled.")
                 if any(time.monotonic() - begun[number] > ANSWER_S for number in begun.keys() - results.keys()):
-                    raise TimeoutError(f"no whole answer within {ANSWER_S:.0f} seconds")
+                    raise TimeoutError(f"no complete response within {ANSWER_S:.0f} seconds")
         finally:
             given_up = True
     return [results[number] for number in range(len(jobs))]
@@ -218,13 +218,13 @@ def _all_in_time(jobs: Sequence[Callable[[], _Result]], cancelled: Callable[[], 
 def _entry(file: str, key: str, tensor: Any) -> TensorEntry:
     dtype, shape, (begin, end) = tensor["dtype"], tensor["shape"], tensor["data_offsets"]
     if dtype not in DTYPE_BITS or any(type(number) is not int or number < 0 for number in (*shape, begin, end - begin)):
-        raise ValueError(f"tensor {key!r} of {file} is of an unknown kind")
+        raise ValueError(f"tensor {key!r} of {file} has an unknown type")
     return TensorEntry(Path(file), key, dtype, tuple(shape), begin, end - begin)
 
 
 def _damaged(hub_id: str) -> EngineError:
     return EngineError(
-        ErrorCode.CHECKPOINT_DAMAGED, f"The hub's files of {hub_id} have broken headers: choose another version."
+        ErrorCode.CHECKPOINT_DAMAGED, f"{hub_id}'s files on the hub have broken headers: choose another version."
     )
 
 
@@ -232,5 +232,5 @@ def _unreachable(hub_id: str, error: Exception) -> EngineError:
     why = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
     return EngineError(
         ErrorCode.DOWNLOAD_FAILED,
-        f"What {hub_id} is made of could not be read from the hub ({why}): check the network, or give a folder.",
+        f"Could not read {hub_id} from the hub ({why}): check the network, or give a folder.",
     )

@@ -1,4 +1,4 @@
-"""Bringing a checkpoint directory into the library: checked first, then whole or not at all."""
+"""Imports a checkpoint directory into the library: validated first, then atomically."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def import_model(
     on_progress: Callable[[int, int], None] = lambda *_: None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> LibraryEntry:
-    """Add the checkpoint at `path` to the library under `name` (its folder's name by default).
+    """Adds the checkpoint at `path` to the library as `name` (by default its folder's name).
 
-    Weights are hard-linked where the file system allows it, so that they take no second room; everything else is
-    copied.  Only what a model needs is taken: no program code, no pickles, no hidden files.
+    Weights are hard-linked where the file system allows it, so they take no extra space; everything else is copied.
+    Only what a model needs is imported: no program code, no pickles, no hidden files.
 
     Args:
-        on_progress: hears `done` of `total` bytes.
+        on_progress: called with `done` and `total` bytes.
 
     Raises:
         EngineError: what is wrong with the checkpoint (`CHECKPOINT_DAMAGED`, `CHECKPOINT_UNSAFE`,
             `MODEL_UNSUPPORTED`, `MODEL_NOT_FOUND`), the name (`INVALID_REQUEST`) or the disk (`DISK_FULL`).
-        RequestCancelled: if `cancelled()` came true; nothing is left behind.
+        RequestCancelled: `cancelled()` returned true; nothing is left behind.
     """
     source = resolve(str(path))
     if source.parent == models_dir():
@@ -68,7 +68,7 @@ def import_model(
 
         records = [_take(file, source, staging, advance, may_link=False) for file in side_files]
         records += [_take(file, source, staging, advance, may_link=True) for file in weights]
-        # The source may have changed while it was copied: what counts is what the library now holds.
+        # The source may have changed during the copy: check what the library now holds.
         read_tensors(staging)
         files = tuple(sorted(records, key=lambda record: record.path))
         write_manifest(staging, Manifest(f"imported from {source}", files))
@@ -88,12 +88,12 @@ def _side_files(source: Path) -> Iterable[Path]:
 
 
 def _is_left_out(name: str) -> bool:
-    """Our own manifest, which is written again, and indexes of weights that are not taken."""
+    """Our own manifest, which is rewritten, and indexes of weights that are not imported."""
     return name == MANIFEST_NAME or (name.endswith(".index.json") and name != INDEX_NAME)
 
 
 def _take(file: Path, source: Path, target: Path, advance: Callable[[int], None], *, may_link: bool) -> FileRecord:
-    """Link or copy one file; its record.  Follows links: a hub cache keeps the bytes elsewhere."""
+    """Links or copies one file and returns its record.  Follows links: a hub cache keeps the bytes elsewhere."""
     relative = file.relative_to(source)
     copy = target / relative
     copy.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""How much one more token of context adds to a model's cache, layer by layer, from its configuration alone."""
+"""KV cache size per token of context, layer by layer, from a model's configuration alone."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ HIDDEN = ("hidden_size", "d_model", "n_embd")
 _HEADS = ("num_attention_heads", "n_heads", "n_head", "decoder_attention_heads", "num_heads")
 _KV_HEADS = ("num_key_value_heads", "kv_n_heads")
 _HEAD_DIM = ("head_dim", "kv_channels", "d_kv")
-_NESTED = ("ffn_config", "moe_config", "attn_config")  # dbrx keeps its experts and heads there
+_NESTED = ("ffn_config", "moe_config", "attn_config")  # dbrx has its experts and heads there
 _POSITIONS = 6
-"""An indexed layer keeps three 64-bit positions of each token: six numbers of 32 bits."""
+"""An indexed layer stores three 64-bit positions per token: six 32-bit numbers."""
 
 
 def kv_elements_per_token(text: dict[str, Any]) -> int:
-    """Numbers of KV cache per token, all layers together, as transformers keeps them.
+    """KV cache elements per token over all layers, as transformers stores them.
 
-    Multi-head latent attention is cached as latents with the rotary part of the keys, and with the keys of the index of
-    important tokens where there is one.  Layers of linear attention and state-space layers keep no growing cache.
-    Layers with a window count in full: their cache grows until the window is full.
+    Multi-head latent attention caches latents, the rotary part of the keys, and the keys of the token index if there is
+    one. Linear attention and state-space layers have no growing cache. Sliding-window layers count in full: their cache
+    grows until the window is full.
     """
     layers = number_of(text, (*DECODER_LAYERS, *LAYERS))
     kinds = _kinds(text, layers)
@@ -38,12 +38,12 @@ def kv_elements_per_token(text: dict[str, Any]) -> int:
 
 
 def number_of(config: dict[str, Any], names: Iterable[str]) -> int:
-    """The first positive number under one of these names, at the top or in a part; 0 if there is none."""
+    """The first positive number under one of these names, at the top level or nested; 0 if there is none."""
     places = [config, *(nested for key in _NESTED if isinstance(nested := config.get(key), dict))]
     for place in places:
         for name in names:
             value = place.get(name)
-            if isinstance(value, list) and value:  # a number per layer
+            if isinstance(value, list) and value:  # one number per layer
                 value = max((item for item in value if isinstance(item, int)), default=0)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
@@ -51,12 +51,12 @@ def number_of(config: dict[str, Any], names: Iterable[str]) -> int:
 
 
 def _kinds(text: dict[str, Any], layers: int) -> list[str]:
-    """What each layer is."""
+    """The type of each layer."""
     types = text.get("layer_types") or text.get("layers_block_type")
     if isinstance(types, list) and types:
         return [str(kind) for kind in types]
     period = number_of(text, ("attn_layer_period",))
-    if period:  # state-space layers with an attention layer now and then
+    if period:  # state-space layers with an attention layer every `period`
         offset = number_of(text, ("attn_layer_offset",))
         return ["attention" if layer % period == offset else "state" for layer in range(layers)]
     return ["attention"] * layers
@@ -73,7 +73,7 @@ def _of_layer(text: dict[str, Any], kind: str, family: KvNumbers) -> int:
             number_of(text, ("index_head_dim",)) if number_of(text, ("index_topk",)) and "sliding" not in kind else 0
         )
         if index and number_of(text, ("index_kpool",)):
-            index = 2 * index + 1  # keys, what they are pooled with, and the sum of that
+            index = 2 * index + 1  # keys, pooling weights, and their sum
         return latent + number_of(text, ("qk_rope_head_dim",)) + index
     heads = number_of(text, _HEADS)
     kv_heads = number_of(text, _KV_HEADS) or heads

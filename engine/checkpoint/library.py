@@ -1,4 +1,4 @@
-"""The model library: one folder per model in the models folder, and what `M` on a command line means."""
+"""The model library: one folder per model in the models folder, and the meaning of `M` on the command line."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ __all__ = ["LibraryEntry", "Verification", "list_models", "remove", "resolve", "
 
 @dataclass(frozen=True, slots=True)
 class LibraryEntry:
-    """One model, as a list shows it.
+    """One model in a list.
 
     Attributes:
         name: what to call it; for a directory outside the library, its path.
         family: transformers' `model_type`; empty if unreadable.
-        parameters: of the whole model, not only of those that take part in one token.
+        parameters: of the whole model, not only the active ones.
         bytes_on_disk: of all its files.
         dtype: how the weights are stored (`bfloat16`, `fp8`, ...), as the configuration says.
-        experts, experts_per_token: 0 for dense models, or where the configuration does not say in a known way.
-        context_tokens: the model's own limit; 0 if it does not say.
-        source: where it was made or imported from; empty if it has no manifest.
-        problem: one sentence if it cannot be used, else empty.
+        experts, experts_per_token: 0 for dense models, or if the configuration does not give them.
+        context_tokens: the model's own limit; 0 if unknown.
+        source: where it was built or imported from; empty if it has no manifest.
+        problem: one sentence if it is unusable, otherwise empty.
     """
 
     name: str
@@ -58,11 +58,11 @@ class LibraryEntry:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes:
         checked: `sha256` (every byte against the manifest) or `headers` (no manifest: structure and sizes only).
-        damaged: file -> what is wrong with it; empty if all is well.
+        damaged: file -> its defect; empty if all is well.
     """
 
     name: str
@@ -73,13 +73,13 @@ class Verification:
 
 
 def starter_is_built() -> bool:
-    """Whether the starter is there; whether it is whole is for `verify` to say."""
+    """Whether the starter exists; `verify` checks whether it is intact."""
     folder = starter_folder()
     return (folder / MANIFEST_NAME).is_file() and (folder / CONFIG_NAME).is_file()
 
 
 def list_models() -> list[LibraryEntry]:
-    """Every model in the library, the starter first, then by name; a damaged one with its problem said."""
+    """All models in the library, the starter first, then by name; damaged ones with their problem."""
     try:
         folders = [folder for folder in models_dir().iterdir() if folder.is_dir() and not folder.name.startswith(".")]
     except FileNotFoundError:
@@ -133,11 +133,11 @@ def verify(
     """Compare every byte with the manifest; without one (a directory elsewhere) check structure and sizes.
 
     Args:
-        on_progress: hears `done` of `total` bytes.
+        on_progress: called with `done` and `total` bytes.
 
     Raises:
         EngineError: as `resolve`.
-        RequestCancelled: if `cancelled()` came true.
+        RequestCancelled: `cancelled()` returned true.
     """
     path = resolve(model)
     name = path.name if path.parent == models_dir() else str(path)
@@ -154,9 +154,9 @@ def verify(
 
 
 def remove(name: str) -> int:
-    """Delete a model from the library, with its prepared experts; the bytes it took.
+    """Deletes a model from the library with its prepared experts; returns the bytes freed.
 
-    Anything outside the library is refused.  A model that is a link is unlinked; what it points to stays.
+    Anything outside the library is refused.  A model that is a symbolic link is unlinked; its target stays.
 
     Raises:
         EngineError: `MODEL_NOT_FOUND`; `BUSY` (in use, on systems that lock open files).
@@ -166,11 +166,11 @@ def remove(name: str) -> int:
         if is_path_like(name) and Path(name).expanduser().exists():
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,
-                f"{name} is not a name in the model library, and nothing outside the library is ever removed.",
+                f"{name} is not a model in the library; nothing outside the library is ever removed.",
             )
         raise not_in_library(name)
     size = 0 if folder.is_symlink() else _bytes_on_disk(folder)
-    banks = [] if folder.is_symlink() else banks_of(folder)  # named by a path that is about to be gone
+    banks = [] if folder.is_symlink() else banks_of(folder)  # look them up before the path is gone
     try:
         discard(folder)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The library's record of a model's files: names, sizes and SHA-256, written when the model is put there."""
+"""The library's record of a model's files: names, sizes and SHA-256, written when the model is added."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a model consists of; `source` says where it came from (a recipe's identity, or a path)."""
+    """A model's files; `source` is its origin (a recipe's identity, or a path)."""
 
     source: str
     files: tuple[FileRecord, ...]
 
     @property
     def total_bytes(self) -> int:
-        """Size of all files together."""
+        """Total size of all files."""
         return sum(record.bytes for record in self.files)
 
 
@@ -49,7 +49,7 @@ def sha256_of(
 
     Raises:
         OSError: if it cannot be read.
-        RequestCancelled: if `cancelled()` came true.
+        RequestCancelled: `cancelled()` returned true.
     """
     digest = hashlib.sha256()
     with open_foreign(path) as file:
@@ -62,7 +62,7 @@ def sha256_of(
 
 
 def describe_files(folder: Path, cancelled: Callable[[], bool] = lambda: False) -> tuple[FileRecord, ...]:
-    """Records of every file under `folder`, sorted by path; the manifest itself is left out."""
+    """Records of all files under `folder`, sorted by path, without the manifest itself."""
     return tuple(
         FileRecord(path.relative_to(folder).as_posix(), path.stat().st_size, sha256_of(path, cancelled=cancelled))
         for path in sorted(folder.rglob("*"))
@@ -77,7 +77,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a model, or None if it has none that can be read."""
+    """The manifest of a model, or None if it has no readable one."""
     try:
         raw = parse_json(read_foreign(folder / MANIFEST_NAME, _MAX_BYTES))
         files = tuple(FileRecord(str(item["path"]), int(item["bytes"]), str(item["sha256"])) for item in raw["files"])
@@ -93,10 +93,10 @@ def damaged_files(
     on_progress: Callable[[int, int], None] = lambda *_: None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> dict[str, str]:
-    """What differs from the manifest: path -> `missing`, `N bytes instead of M`, `contents changed` or `unreadable`.
+    """Differences from the manifest: path -> `missing`, `N bytes instead of M`, `contents changed` or `unreadable`.
 
     Raises:
-        RequestCancelled: if `cancelled()` came true.
+        RequestCancelled: `cancelled()` returned true.
     """
     done = 0
     total = manifest.total_bytes

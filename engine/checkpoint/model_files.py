@@ -1,4 +1,4 @@
-"""Models to plan with that come with the program: JSON in `resources/models`."""
+"""Model profiles shipped with the program: JSON in `resources/models`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_model(name: str, folder: Path | None = None) -> ModelShape:
     """The model of this name, or in this JSON file.
 
     Raises:
-        EngineError: `INVALID_REQUEST` if there is none, or if what its file says cannot be.
+        EngineError: `INVALID_REQUEST` if there is none, or its file has invalid values.
     """
     path = find_profile(name, folder or models_dir(), model_names(folder), "model")
     file = ProfileFile(path)
@@ -39,7 +39,7 @@ def read_model(name: str, folder: Path | None = None) -> ModelShape:
     }
     values |= {name: file.whole(name, 0, 10**13, default=usual) for name, usual in _WITH_DEFAULT.items()}
     if values["experts_per_token"] > values["experts"] or values["dense_layers"] >= values["layers"]:
-        raise refused(path, "uses more experts per token, or has more dense layers, than there are")
+        raise refused(path, "uses more experts per token, or has more dense layers, than the model has")
     return ModelShape(
         name=path.stem,
         hub_id=file.text("hub_id"),

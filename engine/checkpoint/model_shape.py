@@ -1,4 +1,4 @@
-"""What a Mixture-of-Experts model is made of: everything that its speed and its size follow from."""
+"""The shape of a Mixture-of-Experts model: everything that determines its speed and size."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ class Attention:
     """One layer's attention.
 
     Attributes:
-        heads, head_dim: of the queries.
-        kv_heads: of keys and values; unused when latent.
-        latent: width of the compressed keys and values of multi-head latent attention, its rotary part counted; else 0.
-        query_latent: width of the compressed queries there; 0 if they are not compressed.
+        heads, head_dim: of queries.
+        kv_heads: of keys and values; unused by latent attention.
+        latent: width of the compressed keys and values of multi-head latent attention, including the rotary part;
+            otherwise 0.
+        query_latent: width of its compressed queries; 0 if they are not compressed.
     """
 
     heads: int
@@ -36,7 +37,7 @@ class Attention:
 
     @property
     def kv_elements(self) -> int:
-        """Numbers that one token adds to one layer's cache."""
+        """Elements that a token adds to a layer's cache."""
         return self.latent or 2 * self.kv_heads * self.head_dim
 
 
@@ -46,23 +47,23 @@ class ModelShape:
 
     Attributes:
         name: the profile's file name without `.json`.
-        hub_id, licence, source: where it comes.
-        layers: all of them; the first `dense_layers` have no experts.
-        full_attention_layers: layers whose cache grows with the context; the others keep a window or a state.
+        hub_id, licence, source: its origin.
+        layers: number of layers; the first `dense_layers` have no experts.
+        full_attention_layers: layers whose cache grows with the context; the others have a window or a state.
         hidden, vocabulary: widths.
         experts, experts_per_token: of each MoE layer.
         expert_width: intermediate width of a routed expert.
         shared_width, dense_width: of all shared experts together, and of a dense layer's feed-forward block.
         attention: of every layer.
-        context_tokens: longest context it was made for.
-        parameters: as published, to be held against `total_weights`.
+        context_tokens: longest supported context.
+        parameters: as published, to be compared with `total_weights`.
         tied_embeddings: whether the head shares the embedding's weights.
         expert_matrices: of a routed expert: gate, up and down, or up and down alone.
         expert_biases: whether these have biases.
-        other_weights: parameters that are not routed experts', counted in the files' headers; 0 to derive them.
-        kv_numbers: that one token adds to the cache, all layers together, counted; 0 to derive them.
-        left_out_weights: among `parameters`, but never run here: what serves pictures or sound, or predicts several
-            tokens at once.
+        other_weights: parameters outside the routed experts, counted from the files' headers; 0 to derive them.
+        kv_numbers: cache elements per token over all layers, counted; 0 to derive them.
+        left_out_weights: the part of `parameters` that is never run here: for images or sound, or for multi-token
+            prediction.
     """
 
     name: str
@@ -115,7 +116,7 @@ class ModelShape:
 
     @property
     def _mean_layer_weights(self) -> int:
-        """Where only the sum was counted, all layers are taken to be alike."""
+        """If only the total was counted, all layers are assumed equal."""
         return max(self.other_weights - self.embedding_weights, 0) // self.layers
 
     @property
@@ -146,9 +147,9 @@ class ModelShape:
         return self.moe_layers * self.experts * self.expert_bytes(precision)
 
     def non_expert_bytes(self) -> float:
-        """Bytes of what is not a routed expert, kept in 16 bits."""
+        """Bytes of everything but the routed experts, in 16 bits."""
         return 2.0 * self.non_expert_weights
 
     def kv_bytes_per_token(self) -> float:
-        """Bytes of 16-bit cache of one token, all layers."""
+        """Bytes of 16-bit cache per token, all layers."""
         return 2.0 * (self.kv_numbers or self.full_attention_layers * self.attention.kv_elements)

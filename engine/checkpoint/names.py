@@ -1,4 +1,4 @@
-"""What `M` means: `starter`, a library name or a path; and which names a model may have."""
+"""Resolves `M` (`starter`, a library name or a path), and checks names of new models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WINDOWS_DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com
 
 
 def starter_folder() -> Path:
-    """Where the starter lies in the model library, built or not."""
+    """The starter's folder in the model library, built or not."""
     return models_dir() / STARTER_NAME
 
 
@@ -44,7 +44,7 @@ def resolve(model: str) -> Path:
 
 
 def check_new_name(name: str) -> None:
-    """Whether a model may be called `name`: a plain file name on every platform, not taken, not a reserved word.
+    """Checks that a model may be called `name`: a valid file name on every platform, neither taken nor reserved.
 
     Raises:
         EngineError: `INVALID_REQUEST`.
@@ -52,7 +52,7 @@ def check_new_name(name: str) -> None:
     if not _NAME.fullmatch(name) or name.split(".")[0].casefold() in _WINDOWS_DEVICES:
         raise EngineError(
             ErrorCode.INVALID_REQUEST,
-            f"{name!r} cannot be a model's name: use up to 100 letters, digits, dots, dashes and underscores.",
+            f"{name!r} is not a valid model name: use up to 100 letters, digits, dots, dashes and underscores.",
         )
     if name.casefold() == STARTER_NAME:
         raise EngineError(ErrorCode.INVALID_REQUEST, f"The name {STARTER_NAME!r} is reserved: choose another (--name).")
@@ -68,7 +68,7 @@ def in_library(name: str) -> Path | None:
     if not _NAME.fullmatch(name):
         return None
     folder = models_dir() / name
-    # A file system that ignores case must not make two names of one model.
+    # On a file system that ignores case, one model must not have two names.
     try:
         return folder if folder.is_dir() and name in {entry.name for entry in models_dir().iterdir()} else None
     except OSError:
@@ -76,7 +76,7 @@ def in_library(name: str) -> Path | None:
 
 
 def not_in_library(name: str) -> EngineError:
-    """The error about a name that no model has."""
+    """The error for an unknown name."""
     return EngineError(
         ErrorCode.MODEL_NOT_FOUND,
         f"There is no model called {name!r} in the library: `switchyard models list` shows what there is, "
@@ -85,7 +85,7 @@ def not_in_library(name: str) -> EngineError:
 
 
 def is_path_like(model: str) -> bool:
-    """Whether somebody who wrote this meant a path."""
+    """Whether this is meant as a path."""
     return any(character in model for character in "/\\~") or model in (".", "..") or Path(model).exists()
 
 
@@ -100,7 +100,7 @@ def _resolve_path(model: str) -> Path:
         if not (path / CONFIG_NAME).is_file():
             raise EngineError(
                 ErrorCode.MODEL_NOT_FOUND,
-                f"{path} holds no {CONFIG_NAME}, so it is not a model: name the folder that holds "
+                f"{path} has no {CONFIG_NAME}, so it is not a model: give the folder with "
                 f"{CONFIG_NAME} and the safetensors files.",
             )
         return path.resolve()
@@ -112,17 +112,17 @@ def _resolve_path(model: str) -> Path:
     if is_file and suffix in _PICKLES:
         raise EngineError(
             ErrorCode.CHECKPOINT_UNSAFE,
-            f"{model} is a pickle file, which can run any program when it is opened, so Switchyard never loads one: "
+            f"{model} is a pickle file, which can run code when opened, so Switchyard never loads one: "
             "use the model's safetensors version.",
         )
     if is_file:
         raise EngineError(
-            ErrorCode.MODEL_NOT_FOUND, f"{model} is a file: name the folder that holds it and its {CONFIG_NAME}."
+            ErrorCode.MODEL_NOT_FOUND, f"{model} is a file: give the folder with it and its {CONFIG_NAME}."
         )
     if _HUB_ID.fullmatch(model):
         raise EngineError(
             ErrorCode.MODEL_UNSUPPORTED,
-            f"There is no folder {model}, and Switchyard cannot download models from the Hugging Face hub yet: "
+            f"There is no folder {model}. Switchyard cannot download from the Hugging Face hub yet: "
             f"fetch it with `hf download {model} --local-dir FOLDER`, then run `switchyard models import FOLDER`.",
         )
     if is_path_like(model):

@@ -1,4 +1,4 @@
-"""What a model is and what it will need, from its config.json and safetensors headers alone."""
+"""A model's properties and memory needs, from its config.json and safetensors headers alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.checkpoint.kv_numbers import DECODER_LAYERS, HIDDEN, LAYERS, kv_elem
 from engine.checkpoint.shards import read_tensors
 from engine.families import family_of
 
-# What the families call the same thing; the first one that is a positive number counts.
+# The families' names for the same value; the first positive number counts.
 _EXPERTS = (
     "num_local_experts",
     "num_experts",
@@ -42,12 +42,12 @@ class ModelProfile:
         family: transformers' `model_type`.
         layers, hidden: depth and width of the language model.
         experts, experts_per_token: per MoE layer; 0 for a dense model.
-        parameters, expert_parameters: counted in elements, quantisation unpacked, scales not counted.
+        parameters, expert_parameters: in elements, unpacked, without scales.
         bytes, expert_bytes: of the tensors in the files.
-        context_tokens: longest context that the model was made for; 0 if the config does not say.
-        trained_tokens: the part of it that it was trained with, where its rotary embedding stretches that.
-        kv_elements_per_token: numbers that one more token of context adds to the cache.
-        dtype: as config.json says, e.g. `bfloat16`; empty if it does not.
+        context_tokens: longest supported context; 0 if unknown.
+        trained_tokens: context length of the training, if the rotary embedding extends it.
+        kv_elements_per_token: cache elements per token of context.
+        dtype: from config.json, e.g. `bfloat16`; empty if unknown.
         quantization: `fp8`, `mxfp4`, ...; empty for plain weights.
     """
 
@@ -106,12 +106,12 @@ def profile_of(config: dict[str, Any], tensors: Iterable[TensorEntry]) -> ModelP
 
 
 def stretched_context(text: dict[str, Any], trained: int) -> int:
-    """The longest context of a model trained with `trained` tokens, as far as its rotary embedding stretches them.
+    """The longest context of a model trained on `trained` tokens, as extended by its rotary embedding.
 
-    A dynamic one (NTK) is made to grow with the context, up to `factor` times the length of training.  YaRN and
-    LongRoPE name the length that they start from, of which a configuration may allow more than
-    `max_position_embeddings` says (Qwen's do).  `linear` and `llama3` also have a factor, but theirs are as often in
-    that number already: nothing is added.  Where types of layers differ, those without a window decide.
+    A dynamic one (NTK) grows with the context, up to `factor` times the training length. YaRN and LongRoPE give their
+    original length, and may allow more than `max_position_embeddings` (Qwen's do). `linear` and `llama3` also have a
+    factor, but it is often already included in that number: nothing is added. If layer types differ, those without a
+    window decide.
     """
     ropes = text.get("rope_parameters") or text.get("rope_scaling")
     if not isinstance(ropes, dict) or not trained:
@@ -126,18 +126,18 @@ def _stretched(rope: dict[str, Any], trained: int, own: object) -> int:
     if not isinstance(factor, int | float) or isinstance(factor, bool):
         return trained
     if kind == "dynamic":
-        start: object = None if rope.get("alpha") else trained  # HunYuan's has a fixed base, and its length is told
+        start: object = None if rope.get("alpha") else trained  # HunYuan's has a fixed base and gives its length
     elif kind in ("yarn", "longrope"):
         start = own or rope.get("original_max_position_embeddings") or trained
     else:
         return trained
-    if not isinstance(start, int) or not 0 < start <= trained:  # it contradicts itself
+    if not isinstance(start, int) or not 0 < start <= trained:  # inconsistent
         return trained
     return max(trained, int(start * factor))
 
 
 def _layers(text: dict[str, Any]) -> int:
-    """All of them, those of the encoder too."""
+    """Number of layers, including an encoder's."""
     if text.get("is_encoder_decoder"):
         return number_of(text, ("encoder_layers", *LAYERS)) + number_of(text, DECODER_LAYERS)
     return number_of(text, LAYERS) or len(text.get("layers_block_type") or text.get("layer_types") or ())
@@ -149,7 +149,7 @@ def is_expert_key(key: str) -> bool:
 
 
 def parameters_of(entry: TensorEntry) -> int:
-    """Elements of a tensor, unpacked; none if it only holds the scales of another."""
+    """Unpacked elements of a tensor; 0 if it only holds another tensor's scales."""
     if _SCALE_KEY.search(entry.key):
         return 0
     packed = entry.dtype in ("U8", "I8") and entry.key.endswith("_blocks")

@@ -1,4 +1,4 @@
-"""Read and write safetensors files with numpy alone, bfloat16 included (as its bits in uint16).
+"""Read and write safetensors files with numpy alone, including bfloat16 (as bits in uint16).
 
 Format: https://github.com/huggingface/safetensors (8 bytes of header length, JSON header, then the tensors).
 """
@@ -45,9 +45,9 @@ def write_safetensors(
     tensors: Mapping[str, NDArray[Any]],
     on_bytes: Callable[[int], None] = lambda *_: None,
 ) -> None:
-    """Write uint16 arrays as bfloat16 and float32 arrays as such, flushed to disk.
+    """Writes uint16 arrays as bfloat16 and float32 arrays unchanged, flushed to disk.
 
-    `on_bytes` hears how many bytes each tensor added.  Writes in place: the caller moves the file where it belongs.
+    `on_bytes` is called with each tensor's bytes.  Not atomic: the caller moves the file to its place.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

@@ -1,4 +1,4 @@
-"""A model's shape from its configuration and the headers of its tensors, without a single weight."""
+"""A model's shape from its configuration and the headers of its tensors, without reading weights."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _UNKNOWN_CONTEXT = 32_768
 def shape_of(name: str, config: dict[str, Any], tensors: Iterable[TensorEntry], hub_id: str = "") -> ModelShape:
     """The shape of a model with this configuration and these tensors.
 
-    Sizes are counted in the headers rather than derived; what serves pictures, sound or the prediction of several
-    tokens at once is left out, as the engine leaves it out.  A dense model has one expert of next to no width.
+    Sizes are counted from the headers instead of derived. Parts for images, sound or multi-token prediction are left
+    out, as in the engine. A dense model gets one expert of minimal width.
     """
     text = text_part(config)
     found = profile_of(config, [])

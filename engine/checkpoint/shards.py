@@ -1,4 +1,4 @@
-"""Which files hold a checkpoint's tensors: one safetensors file, or shards with an index; all else is refused."""
+"""Finds a checkpoint's tensors: one safetensors file, or shards with an index; rejects anything else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PACKED = re.compile(r"\.(qweight|qzeros|weight_packed|g_idx)$")
 
 
 def read_tensors(directory: Path) -> dict[str, TensorEntry]:
-    """Every tensor of the checkpoint in `directory`, by its name there.  Reads headers only.
+    """Every tensor of the checkpoint in `directory`, by name.  Reads headers only.
 
     Raises:
         EngineError: `CHECKPOINT_DAMAGED` (a shard or tensor is missing, cut short or inconsistent), `CHECKPOINT_UNSAFE`
@@ -43,21 +43,21 @@ def read_tensors(directory: Path) -> dict[str, TensorEntry]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, sorted; what is missing is not reported here."""
+    """The safetensors files of a checkpoint, sorted; missing ones are not reported here."""
     return sorted(file for file in directory.glob("*.safetensors") if file.is_file() and not _ASIDE.match(file.name))
 
 
 def _from_index(directory: Path, index: Path) -> dict[str, TensorEntry]:
     weight_map = read_json(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise _damaged(f"{index} names no tensors")
+        raise _damaged(f"{index} lists no tensors")
     names = files_named(weight_map)
     if names is None:
-        raise _damaged(f"{index} names something that cannot be a file, or more than {MOST_FILES:,} files")
+        raise _damaged(f"{index} lists an invalid file name, or more than {MOST_FILES:,} files")
     headers: dict[str, dict[str, TensorEntry]] = {}
     for name in names:
         if Path(name).name != name:
-            raise _damaged(f"{index} names a file outside the model's folder ({name})")
+            raise _damaged(f"{index} lists a file outside the model's folder ({name})")
         if name.lower().endswith(_PICKLE_SUFFIXES):
             raise _unsafe(directory, name)
         headers[name] = read_header(directory / name)
@@ -65,13 +65,13 @@ def _from_index(directory: Path, index: Path) -> dict[str, TensorEntry]:
     for key, name in weight_map.items():
         entry = headers[name].get(key)
         if entry is None:
-            raise _damaged(f"{index.name} says that {directory / name} holds {key}, but it does not")
+            raise _damaged(f"{index.name} lists {key} in {directory / name}, which does not contain it")
         tensors[key] = entry
     return tensors
 
 
 def files_named(weight_map: dict[str, Any]) -> list[str] | None:
-    """The files that an index names, sorted; None if one of them cannot be a file's name, or there are too many."""
+    """The files in an index, sorted; None if one has an invalid name, or there are too many."""
     names = set()
     for name in weight_map.values():
         if not isinstance(name, str) or "\0" in name or plain(name) != name:
@@ -94,7 +94,7 @@ def _from_files(directory: Path) -> dict[str, TensorEntry]:
         header = read_header(file)
         twice = tensors.keys() & header.keys()
         if twice:
-            raise _damaged(f"{min(twice)} is both in {file} and in {tensors[min(twice)].file.name}")
+            raise _damaged(f"{min(twice)} is in both {file} and {tensors[min(twice)].file.name}")
         tensors.update(header)
     return tensors
 
@@ -104,10 +104,10 @@ def _check_complete(directory: Path, files: list[Path]) -> None:
     if not numbered:
         return
     have, total = {int(match[1]) for match in numbered}, int(numbered[0][2])
-    # No further than the first gap: what a file's name says of a total may be any number.
+    # Stop at the first gap: the total in a file name may be any number.
     absent = next(number for number in itertools.count(1) if number not in have)
     if absent <= total:
-        raise _damaged(f"{directory} holds {len(have)} of {total} shards: number {absent} is missing")
+        raise _damaged(f"{directory} has {len(have)} of {total} shards: number {absent} is missing")
 
 
 def _no_weights(directory: Path) -> EngineError:
@@ -120,15 +120,15 @@ def _no_weights(directory: Path) -> EngineError:
             return EngineError(
                 ErrorCode.MODEL_UNSUPPORTED,
                 f"{directory / name} is a GGUF file, which Switchyard cannot run yet: "
-                "use the model's safetensors folder instead.",
+                "use the model's safetensors folder.",
             )
-    return _damaged(f"{directory} holds no safetensors file")
+    return _damaged(f"{directory} has no safetensors file")
 
 
 def _unsafe(directory: Path, name: str) -> EngineError:
     return EngineError(
         ErrorCode.CHECKPOINT_UNSAFE,
-        f"{directory / name} is a pickle file, which can run any program when it is opened, so Switchyard never loads "
+        f"{directory / name} is a pickle file, which can run code when opened, so Switchyard never loads "
         "one: use the model's safetensors version.",
     )
 

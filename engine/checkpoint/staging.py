@@ -1,7 +1,7 @@
-"""Folders under construction: filled out of sight, renamed into place, swept up after a crash.
+"""Staging folders: filled under a hidden name, renamed into place, cleaned up after a crash.
 
-A folder under construction is `.staging-XXXX` beside a locked `.staging-XXXX.lock`.  The lock dies with its process,
-so an unlocked one marks what a killed process left behind: the next construction in the same place removes it.
+A staging folder is `.staging-XXXX` with a locked `.staging-XXXX.lock` beside it. The lock dies with its process, so an
+unlocked one marks a killed process's leftovers: the next staging in the same place removes them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOCK_SUFFIX = ".lock"
 
 @contextlib.contextmanager
 def staging_folder(parent: Path) -> Iterator[Path]:
-    """An empty folder inside `parent`, gone afterwards unless `put_in_place` moved it.
+    """An empty folder inside `parent`, removed afterwards unless `put_in_place` moved it.
 
     Raises:
         OSError: if `parent` cannot be written.
@@ -40,10 +40,10 @@ def staging_folder(parent: Path) -> Iterator[Path]:
 
 
 def put_in_place(folder: Path, target: Path) -> None:
-    """Rename a staged `folder` to `target`, replacing (through a trash folder) what was there.
+    """Renames a staged `folder` to `target`, replacing an old one (through a trash folder).
 
-    Another process may do the same at the same time: whichever renames last wins.  `target` is never half a folder;
-    while an old one is replaced it is absent for a moment.
+    Another process may do the same at the same time: the last rename wins. `target` is never incomplete, but absent for
+    a moment while an old one is replaced.
 
     Raises:
         OSError: if it cannot be renamed.
@@ -55,16 +55,16 @@ def put_in_place(folder: Path, target: Path) -> None:
         try:
             folder.rename(target)
         except OSError as error:
-            # Somebody else put theirs there between our two renames, and may have taken it away again since.
+            # Another process put its folder there between our two renames, and may have removed it since.
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) and not target.exists():
                 raise
         else:
             return
-    raise OSError(f"{target} is being replaced by other processes again and again")
+    raise OSError(f"{target} is being replaced by other processes over and over")
 
 
 def discard(path: Path) -> None:
-    """Move `path` aside in one step, then delete it, so that nobody ever meets half of it.
+    """Renames `path` in one step, then deletes it, so that a partly deleted one is never seen.
 
     Raises:
         OSError: if it cannot be moved.
@@ -78,7 +78,7 @@ def discard(path: Path) -> None:
 
 
 def sweep(parent: Path) -> None:
-    """Delete what killed processes left under construction in `parent`; others' live work is left alone."""
+    """Deletes staging folders that killed processes left in `parent`; those in use stay."""
     for lock_path in parent.glob(f"{_PREFIX}*{_LOCK_SUFFIX}"):
         with contextlib.suppress(OSError), lock_path.open("r+b") as lock:
             if not try_lock(lock.fileno()):
@@ -93,11 +93,11 @@ def sweep(parent: Path) -> None:
 
 @contextlib.contextmanager
 def _locked_name(parent: Path) -> Iterator[Path]:
-    """A fresh name in `parent` (nothing exists under it yet) whose lock file this process holds."""
+    """An unused name in `parent` whose lock file this process holds."""
     while True:
         descriptor, name = tempfile.mkstemp(prefix=_PREFIX, suffix=_LOCK_SUFFIX, dir=parent)
         lock_path = Path(name)
-        # A sweep may have locked or deleted the file before we could lock it: then take another.
+        # A sweep may have locked or deleted the file before we could lock it: try another.
         if try_lock(descriptor) and lock_path.exists():
             break
         os.close(descriptor)

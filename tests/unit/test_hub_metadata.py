@@ -156,7 +156,7 @@ def test_damaged_headers_are_said(hub: type[Hub]) -> None:
 
 
 def test_cancelled(hub: type[Hub]) -> None:
-    with pytest.raises(EngineError, match="was stopped"):
+    with pytest.raises(EngineError, match="cancelled"):
         read_hub_model("org/model", cancelled=lambda: True)
 
 
@@ -178,7 +178,7 @@ def test_a_known_model_needs_no_network(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_a_file_without_end_is_not_fetched_whole(hub: type[Hub]) -> None:
     hub.files["config.json"] = b" " * (hub_of.MAX_CONFIG_BYTES + 2**20)
-    with pytest.raises(EngineError, match="more than") as refused:
+    with pytest.raises(EngineError, match="16 MiB") as refused:
         read_hub_model("org/model")
     assert refused.value.code is ErrorCode.DOWNLOAD_FAILED
 
@@ -196,14 +196,14 @@ def test_a_server_that_knows_no_ranges_sends_no_weights(hub: type[Hub], monkeypa
 def test_a_server_that_drips_is_given_up(hub: type[Hub], monkeypatch: pytest.MonkeyPatch, dripped: str) -> None:
     monkeypatch.setattr(hub_of, "ANSWER_S", 0.2)
     monkeypatch.setattr(hub, "dripped", dripped)
-    with pytest.raises(EngineError, match="no whole answer") as refused:
+    with pytest.raises(EngineError, match="org/model") as refused:
         read_hub_model("org/model")
     assert refused.value.code is ErrorCode.DOWNLOAD_FAILED
 
 
 def test_a_server_that_drips_can_be_stopped(hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "dripped", "config.json")
-    with pytest.raises(EngineError, match="was stopped"):
+    with pytest.raises(EngineError, match="cancelled"):
         read_hub_model("org/model", cancelled=hub.dripping.is_set)
 
 

@@ -1,6 +1,6 @@
-"""The starter model: a small real Mixture of Experts, made on the user's machine from a pinned package.
+"""The starter model: a small real Mixture of Experts, built on the user's machine from a pinned package.
 
-resources/starter/CARD.md tells what it is and how good it is; `recipe.json` there pins everything it is made from.
+resources/starter/CARD.md describes it and its quality; `recipe.json` there pins everything it is built from.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Making the starter checkpoint, and its dense parent for comparisons, in the model library or any folder."""
+"""Builds the starter checkpoint, and its dense parent for comparisons, in the model library or any folder."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ OnProgress = Callable[[int, int], None]
 Cancelled = Callable[[], bool]
 Dtype = Literal["bfloat16", "float32"]
 
-# Shares of the whole work, in thousandths, by the time they take.
+# Shares of the total time, in thousandths.
 _FETCHED, _EXTRACTED, _CARVED, _TOTAL = 600, 650, 950, 1000
 _SHIPPED = ("CARD.md", "NOTICE")
 _DISK_BYTES = 375 * 10**6
-"""What must be free: the starter, and the parent's file while it is made."""
+"""Free space required: the starter, and the parent's file during the build."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Blueprint:
-    """One checkpoint that can be made from the parent; `final_norm` replaces the parent's."""
+    """A checkpoint to build from the parent; `final_norm` replaces the parent's."""
 
     config: dict[str, Any]
     layer_rule: carve.LayerRule
@@ -47,16 +47,16 @@ class _Blueprint:
 
 
 def build_starter(on_progress: OnProgress = lambda *_: None, cancelled: Cancelled = lambda: False) -> Path:
-    """Make the starter model unless it is there, whole and of this recipe; its folder.
+    """Builds the starter model unless an intact one of this recipe exists; returns its folder.
 
-    Safe to repeat, to kill and to run twice at once: the folder appears, or is replaced, as a whole.
+    Safe to repeat, to kill and to run concurrently: the folder appears, or is replaced, atomically.
 
     Args:
-        on_progress: hears how far the work is, `done` of `total` thousandths.
+        on_progress: called with progress, `done` of `total` thousandths.
 
     Raises:
         EngineError: `DOWNLOAD_FAILED`, `CHECKPOINT_DAMAGED`, `DISK_FULL`, `INVALID_REQUEST` (folder not writable).
-        RequestCancelled: if `cancelled()` came true; nothing is left behind.
+        RequestCancelled: `cancelled()` returned true; nothing is left behind.
     """
     recipe = read_recipe()
     target = starter_folder()
@@ -80,7 +80,7 @@ def build_dense_parent(
     on_progress: OnProgress = lambda *_: None,
     cancelled: Cancelled = lambda: False,
 ) -> Path:
-    """Make the starter's parent in `folder` (replaced if it exists): a plain `LlamaForCausalLM` checkpoint.
+    """Builds the starter's parent in `folder` (replaced if it exists): a plain `LlamaForCausalLM` checkpoint.
 
     Raises:
         EngineError, RequestCancelled: as `build_starter`.
@@ -99,9 +99,9 @@ def build_all_experts_active(
     on_progress: OnProgress = lambda *_: None,
     cancelled: Cancelled = lambda: False,
 ) -> Path:
-    """Make the parent cut into experts, all of them active and nothing else changed, as `MixtralForCausalLM`.
+    """Builds the parent split into experts, all active and otherwise unchanged, as `MixtralForCausalLM`.
 
-    It computes what the dense parent does, and so checks everything between the two.
+    It computes the same as the dense parent, and so tests every step between the two.
 
     Raises:
         EngineError, RequestCancelled: as `build_starter`.
@@ -126,7 +126,7 @@ def _sparse(recipe: Recipe) -> _Blueprint:
 def _made(
     recipe: Recipe, blueprint: _Blueprint, where: Path, dtype: Dtype, on_progress: OnProgress, cancelled: Cancelled
 ) -> Iterator[Path]:
-    """A folder with the whole checkpoint, under construction beside its place in `where`."""
+    """A staging folder in `where` with the complete checkpoint."""
     with disk_errors_explained(where), staging_folder(where) as staging:
         require_space(staging, _DISK_BYTES)
         made = staging / "model"
@@ -172,7 +172,7 @@ def _write_checkpoint(
 
 
 def _identity(recipe: Recipe) -> str:
-    """Changes whenever the recipe, its data or the card does."""
+    """An id that changes with the recipe, its data or the model card."""
     digest = hashlib.sha256()
     for name in ("recipe.json", *_SHIPPED):
         digest.update((recipe.folder / name).read_bytes())
@@ -180,7 +180,7 @@ def _identity(recipe: Recipe) -> str:
 
 
 def _flush(folder: Path) -> None:
-    """Everything on the disk before the folder takes its name."""
+    """Flushes everything to disk before the folder is renamed."""
     for path in folder.iterdir():
         with path.open("r+b") as file:
             os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""From the parent's weights to checkpoints: dense Llama, MoE with every expert active, and the sparse starter.
+"""Derives checkpoints from the parent's weights: dense Llama, MoE with all experts active, and the sparse starter.
 
 Tensor names are those of the published Mixtral layout (`block_sparse_moe.experts.E.w1/w2/w3`).
 """
@@ -20,7 +20,7 @@ _COLUMNS_PER_SCALE = 32
 
 LayerTensors = dict[str, Float32]
 LayerRule = Callable[[int, LayerTensors], LayerTensors]
-"""Turns the parent's layer of that index into the tensors to write for it."""
+"""Turns the parent's layer of that index into the tensors to write."""
 
 Encoder = Callable[[Float32], NDArray[Any]]
 
@@ -38,14 +38,14 @@ def assemble(
 
 
 def dense_layer(_index: int, parent: LayerTensors) -> LayerTensors:
-    """The parent's layer as it is."""
+    """The parent's layer, unchanged."""
     return parent
 
 
 def all_active_rule(dimensions: Dimensions) -> LayerRule:
     """Experts are slices of the parent's FFN, all of them active, each weighted 1/E by a zero router.
 
-    The down projection is scaled by E to make up for it, so the layer computes what the parent's does.
+    The down projection is scaled by E to compensate, so the layer computes the same as the parent's.
     """
 
     def rule(_index: int, parent: LayerTensors) -> LayerTensors:

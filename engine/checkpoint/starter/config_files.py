@@ -1,4 +1,4 @@
-"""`config.json` and `generation_config.json` of the checkpoints made from the parent."""
+"""`config.json` and `generation_config.json` of the checkpoints derived from the parent."""
 
 from __future__ import annotations
 

