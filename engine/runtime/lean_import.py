@@ -6,7 +6,8 @@ Four things, each put right while the module that it is about is imported, whoev
   few models use one class of it, which they get when they make one.
 * torch's distributed tensors, for models on many machines: the library is told that there is no `torch.distributed`,
   as is so with some builds of torch, and has its own way for that.
-* The list of all that the library exports, for which it reads its 2,500 files, and that twice: once is enough.
+* The list of all that the library exports, for which it reads its 2,500 files, and that twice: we keep the list of the
+  installed version in our cache folder, and read that.
 * A thousand regular expressions for the tensors' names of all its models: those of one model are compiled.
 
 What was imported before, by a test say, stays as it is: it works the same and took longer.
@@ -16,15 +17,20 @@ from __future__ import annotations
 
 import importlib
 import importlib.machinery
+import importlib.metadata
+import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 from typing import Any
+
+from engine.common.files import write_private
+from engine.common.paths import cache_dir
 
 _LIBRARY = "transformers."
 _COMPILER = "torch._dynamo"
@@ -132,10 +138,11 @@ def _index_tracing() -> Any:
 
 def _change_import_utils(module: Any) -> None:
     whole = module.create_import_structure_from_path
+    models = os.path.join(os.path.dirname(os.path.dirname(module.__file__)), "models")
 
     @lru_cache
     def of_folder(folder: str) -> Any:
-        return whole(folder)
+        return whole(folder) if folder != models else _kept_structure(folder, whole)
 
     def create_import_structure_from_path(module_path: str | os.PathLike[str]) -> Any:
         path = os.fspath(module_path)
@@ -143,6 +150,39 @@ def _change_import_utils(module: Any) -> None:
 
     module.create_import_structure_from_path = create_import_structure_from_path
     module.is_torch_distributed_available = lambda: False
+
+
+def _kept_structure(folder: str, build: Callable[[str], Any]) -> Any:
+    """What the library exports from this folder, from our cache; built and kept if it is not there."""
+    key = [importlib.metadata.version(_LIBRARY.rstrip(".")), folder, os.stat(folder).st_mtime_ns]
+    file = cache_dir() / "transformers-exports.json"
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        kept = json.loads(file.read_bytes())
+        if kept["key"] == key:
+            return _unpacked(kept["exports"])
+    structure = build(folder)
+    with suppress(OSError):
+        write_private(file, json.dumps({"key": key, "exports": _packed(structure)}, separators=(",", ":")))
+    return structure
+
+
+def _packed(structure: dict[Any, Any]) -> list[Any]:
+    """As JSON: of each folder its own folders by name, and for each set of backends the names in each module."""
+    folders = {name: _packed(inner) for name, inner in structure.items() if isinstance(name, str)}
+    exports = [
+        [sorted(backends), {name: sorted(names) for name, names in modules.items()}]
+        for backends, modules in structure.items()
+        if not isinstance(backends, str)
+    ]
+    return [folders, exports]
+
+
+def _unpacked(packed: list[Any]) -> dict[Any, Any]:
+    folders, exports = packed
+    found: dict[Any, Any] = {name: _unpacked(inner) for name, inner in folders.items()}
+    for backends, modules in exports:
+        found[frozenset(backends)] = {name: set(names) for name, names in modules.items()}
+    return found
 
 
 def _change_conversion_mapping(module: Any) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from engine.common.paths import cache_dir
 from engine.runtime.adapters import adapter_for
-from engine.runtime.lean_import import _LaterExpressions
+from engine.runtime.lean_import import _kept_structure, _LaterExpressions
 from engine.runtime.load import library_models
 from engine.runtime.load.library_models import build_skeleton, model_class_for
 from tests.engine.tiny_configs import ADAPTED, FAMILIES
@@ -106,3 +107,35 @@ def test_an_expression_that_is_compiled_later_finds_the_same() -> None:
     assert later.sub("-", "abcxx") == "---"
     with pytest.raises(re.error):
         _LaterExpressions(re).compile("(").match("")
+
+
+@pytest.mark.parametrize("content", [None, b"", b"[]", b"{", b'{"key": 1}', b'{"key": [], "exports": []}', b"\xff"])
+def test_the_list_of_exports_is_kept_and_built_again_if_it_cannot_be_read(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    exports = {
+        "llama": {
+            frozenset(): {"configuration_llama": {"LlamaConfig"}},
+            frozenset({"torch"}): {"modeling": {"A", "B"}},
+        },
+        frozenset({"torch", "vision"}): {"somewhere": {"C"}},
+    }
+    built: list[str] = []
+
+    def build(folder: str) -> Any:
+        built.append(folder)
+        return exports
+
+    library = tmp_path / "library"
+    library.mkdir()
+    assert _kept_structure(str(library), build) == exports
+    if content is not None:
+        (cache_dir() / "transformers-exports.json").write_bytes(content)
+    assert _kept_structure(str(library), build) == exports
+    assert len(built) == (1 if content is None else 2)
+
+
+def test_the_list_of_exports_need_not_be_kept(tmp_path: Path) -> None:
+    cache_dir().parent.mkdir(parents=True)
+    cache_dir().write_text("a file where the folder should be", encoding="utf-8")
+    assert _kept_structure(str(tmp_path), lambda _folder: {"a": {}}) == {"a": {}}
