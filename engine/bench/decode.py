@@ -17,7 +17,7 @@ from engine.bench.peers import OFFLOAD, TransformersPeer, accelerate_offload
 from engine.bench.report import Report, row
 from engine.common.config import EngineConfig
 from engine.measure.ram import read_bandwidth
-from engine.runtime.decode.decode_timing import TIMED_PROMPT, time_decode
+from engine.runtime.decode.chat_session import TIMED_PROMPT, time_decode
 from engine.runtime.load.model import load_model
 
 if TYPE_CHECKING:

@@ -95,7 +95,7 @@ class CpuExperts:
 
 
 @dataclass(frozen=True)
-class DeviceExperts:
+class CardExperts:
     """On the device, with weights already there."""
 
     shapes: tuple[ExpertShape, ...]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from engine.formats import LADDER
 from engine.measure.arithmetic import CpuArithmetic, DeviceArithmetic
 from engine.measure.disk import DiskReads
-from engine.measure.experts import CpuExperts, DeviceExperts, ExpertShape
+from engine.measure.experts import CardExperts, CpuExperts, ExpertShape
 from engine.measure.link import Copies, PinnedLimit
 from engine.measure.ram import RamBandwidth
 from engine.measure.run import Measurement, thread_counts
@@ -52,7 +52,7 @@ QUICK = MeasurementSet(
         CpuArithmetic(3, 0.5),
         CpuExperts((_FINE,), LADDER, (1, 16, 128), one_and_all, 3, 3.5),
         DeviceArithmetic(3, 0.6),
-        DeviceExperts((_FINE,), LADDER, (1, 128), 3, 1.0),
+        CardExperts((_FINE,), LADDER, (1, 128), 3, 1.0),
         Copies((64 * _KIB, 4 * _MIB, 32 * _MIB), 3, 1.5),
         DiskReads(256 * _MIB, (1, 4, 8), (2 * _MIB,), 3, 2.0),
     ),
@@ -68,7 +68,7 @@ THOROUGH = MeasurementSet(
         CpuExperts(THOROUGH_SHAPES, LADDER, (1, 2, 4, 8, 16, 64, 256), thread_counts, 5, 55.0),
         CpuExperts((_COARSE,), LADDER[1:], (1, 16), one_and_all, 3, 10.0, "large experts on the processor"),
         DeviceArithmetic(7, 2.0),
-        DeviceExperts(THOROUGH_SHAPES, LADDER, (1, 2, 4, 8, 16, 64, 256), 5, 20.0),
+        CardExperts(THOROUGH_SHAPES, LADDER, (1, 2, 4, 8, 16, 64, 256), 5, 20.0),
         Copies((4 * _KIB, 64 * _KIB, _MIB, 4 * _MIB, 32 * _MIB, 256 * _MIB), 5, 6.0),
         PinnedLimit(256 * _GIB, 10.0),
         DiskReads(_GIB, (1, 2, 4, 8, 16, 32), (256 * _KIB, 2 * _MIB), 3, 20.0),

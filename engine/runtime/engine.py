@@ -14,8 +14,7 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.model_info import ModelInfo
 from engine.runtime.batch.whole_job import run_sample, run_whole_job
-from engine.runtime.decode.chat_session import ChatSession
-from engine.runtime.decode.decode_timing import TIMED_PROMPT, time_decode
+from engine.runtime.decode.chat_session import TIMED_PROMPT, ChatSession, time_decode
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.prompt import encode
 from engine.runtime.load.model import load_model
@@ -111,7 +110,7 @@ class Engine:
     def time_decode(
         self, tokens: int, seconds: float, on_token: Callable[[int, float], None], cancelled: Callable[[], bool]
     ) -> DecodeRate:
-        """Times so many tokens of the loaded model, or fewer in so many seconds; see `decode_timing.time_decode`.
+        """Times so many tokens of the loaded model, or fewer in so many seconds; see `chat_session.time_decode`.
 
         The conversation that was held is given up.
 

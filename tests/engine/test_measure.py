@@ -23,7 +23,7 @@ from engine.hardware.probe import HardwareProfile, probe
 from engine.hardware.profiles import DeviceProfile, read_profile
 from engine.measure.arithmetic import CpuArithmetic, DeviceArithmetic
 from engine.measure.disk import DiskReads, scratch_file
-from engine.measure.experts import CpuExperts, DeviceExperts, ExpertShape
+from engine.measure.experts import CardExperts, CpuExperts, ExpertShape
 from engine.measure.link import Copies, PinnedLimit
 from engine.measure.measuring import cold_bytes, measure_machine
 from engine.measure.ram import RamBandwidth, torch_threads
@@ -158,7 +158,7 @@ def test_everything_is_measured_on_the_cpu_and_a_device(
         CpuArithmetic(2, 60.0),
         CpuExperts((SMALL,), PRECISIONS, (1, 4), lambda most: (most,), 2, 60.0),
         DeviceArithmetic(2, 60.0),
-        DeviceExperts((SMALL,), PRECISIONS, (1, 4), 2, 60.0),
+        CardExperts((SMALL,), PRECISIONS, (1, 4), 2, 60.0),
         DiskReads(4 * MIB, (1, 3), (MIB, 2 * MIB), 3, 60.0),
         PinnedLimit(2**30, 1.0),
         device=slow_link,
@@ -229,7 +229,7 @@ def test_cancelling_leaves_nothing(
             tmp_path / "models",
             DiskReads(8 * MIB, (1, 2), (MIB,), 2, 60.0),
             Copies((2**16, MIB), 2, 60.0),
-            DeviceExperts((SMALL,), ("bf16",), (1,), 2, 60.0),
+            CardExperts((SMALL,), ("bf16",), (1,), 2, 60.0),
             *(Made(str(number), lambda run: run.check()) for number in range(60)),
             device=slow_link,
             cancelled=lambda: next(asked) >= after,
@@ -352,7 +352,7 @@ def test_the_sets_measure_everything_in_the_time_that_is_said() -> None:
         names = [each.name for each in what.measurements]
         assert len(set(names)) == len(names)
         kinds = {type(each) for each in what.measurements}
-        assert {RamBandwidth, CpuExperts, DeviceExperts, Copies, DiskReads} <= kinds
+        assert {RamBandwidth, CpuExperts, CardExperts, Copies, DiskReads} <= kinds
 
 
 def test_of_an_expert_that_is_too_big_a_narrower_part_is_measured(tmp_path: Path) -> None:

@@ -7,24 +7,24 @@ instead of copied sequences, and caches are reordered only when beams change pla
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from time import perf_counter
+from typing import Any
 
 import torch
 
+from engine.common.chat import FinishReason
+from engine.common.config import SamplingParams
+from engine.runtime.decode.detokenizer import decode_text
+from engine.runtime.decode.generation import BeamModel, CancelCheck, Decoded, Session, TextCallback
+from engine.runtime.decode.sampling import penalise_repetition
+from engine.runtime.decode.sequence import AnswerLimits, StopStrings
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER, seconds_ns
+
 _NEVER = -1.0e9
 """Score of what must not be chosen, as in transformers."""
-
-
-class BeamModel(Protocol):
-    """Several sequences in lock-step."""
-
-    def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Appends one token to each sequence, tokens [B, 1] int64; logits [B, V]."""
-
-    def reorder(self, sources: torch.Tensor) -> None:
-        """Sequence i continues what sequence `sources[i]` was; [B] int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,54 @@ class BeamResult:
     score: float
     steps: int
     cancelled: bool
+
+
+def decode_beams(
+    logits: torch.Tensor,
+    session: Session,
+    sampling: SamplingParams,
+    limits: AnswerLimits,
+    prefix: Sequence[int],
+    tokenizer: Any,
+    on_text: TextCallback,
+    cancelled: CancelCheck,
+) -> Decoded:
+    """Beam search; the text comes at the end, since until then another beam may win."""
+    moments: list[float] = []
+
+    def after_step(length: int) -> bool:
+        moments.append(perf_counter())
+        if RECORDER.on:
+            first = len(moments) == 1
+            RECORDER.phase(lanes.SAMPLE if first else lanes.DECODE, 1, seconds_ns(moments[-1]))
+        on_text("", length)
+        return cancelled()
+
+    result = beam_search(
+        logits,
+        session.beams(sampling.beams),
+        width=sampling.beams,
+        max_tokens=limits.max_tokens,
+        end_ids=limits.end_ids,
+        adjust=_beam_penalty(prefix, sampling.repetition_penalty),
+        ends_in_stop=_stop_check(tokenizer, limits.stop),
+        after_step=after_step,
+    )
+    moments.append(perf_counter())
+    stops = StopStrings(limits.stop)
+    ids = [token for token in result.ids if token not in limits.end_ids]
+    text, stopped = stops.feed(decode_text(tokenizer, ids))
+    if not stopped:
+        text += stops.flush()
+    reason: FinishReason
+    if result.cancelled:
+        reason = "cancelled"
+    elif stopped:
+        reason = "stop_string"
+    else:
+        reason = "stop" if result.finished else limits.reached
+    on_text(text, len(result.ids))
+    return Decoded(result.ids, text, reason, moments[0], moments[-1], len(moments))
 
 
 def beam_search(
@@ -153,3 +201,29 @@ def _best(
         score, node, ended = finished[0]
         return BeamResult(node.ids(), ended, score, steps, cancelled)
     return BeamResult(live.ids() if live is not None else [], False, live_score, steps, cancelled)
+
+
+def _beam_penalty(
+    prefix: Sequence[int], penalty: float
+) -> Callable[[torch.Tensor, list[list[int]]], torch.Tensor] | None:
+    if penalty == 1:
+        return None
+
+    def adjust(log_probs: torch.Tensor, generated: list[list[int]]) -> torch.Tensor:
+        seen = torch.tensor([[*prefix, *ids] for ids in generated], device=log_probs.device)
+        return penalise_repetition(log_probs, seen, penalty)
+
+    return adjust
+
+
+def _stop_check(tokenizer: Any, stop: tuple[str, ...]) -> Callable[[list[int]], bool] | None:
+    if not stop:
+        return None
+    # A token is at least a byte, but for special ones: the end of the answer that can hold a new stop string.
+    tail = max(len(text.encode()) for text in stop) + 16
+
+    def ends_in_stop(ids: list[int]) -> bool:
+        text = decode_text(tokenizer, ids[-tail:])
+        return any(entry in text for entry in stop)
+
+    return ends_in_stop

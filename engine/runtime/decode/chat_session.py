@@ -1,24 +1,27 @@
-"""A loaded model that answers conversations, one request at a time."""
+"""A loaded model that answers conversations, one request at a time; how fast it does so is timed the same way."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import torch
 
 from engine.common.cancellation import RequestCancelled
-from engine.common.chat import ChatMessage
+from engine.common.chat import ChatMessage, FinishReason
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
-from engine.runtime.decode.decoding import Session, decode, decode_beams
+from engine.runtime.decode.beam_search import decode_beams
 from engine.runtime.decode.encoder_decoder_session import EncoderDecoderSession, source_prompt
 from engine.runtime.decode.generation import (
     CancelCheck,
+    Decoded,
     GenerationResult,
     ProgressCallback,
+    Session,
     TextCallback,
     TokenConstraint,
     ignore_progress,
@@ -27,10 +30,16 @@ from engine.runtime.decode.generation import (
 )
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.decode.prompt import chat_prompt, check_length, implied_stops
-from engine.runtime.decode.sequence import AnswerLimits, end_token_ids
+from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence, end_token_ids
 from engine.runtime.loaded_model import LoadedModel
-from engine.telemetry.lanes import PROMPT
+from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER, seconds_ns
+from engine.tuning.decode_rate import DecodeRate
+
+TIMED_PROMPT = (
+    "A railway switchyard sorts freight cars. Explain in plain words how the hump, the switches and the retarders work."
+)
+_FEWEST_TOKENS = 4
 
 
 class ChatSession:
@@ -150,7 +159,7 @@ class ChatSession:
         run = decode_beams if sampling.beams > 1 else partial(decode, constraint=constraint)
         if RECORDER.on:
             RECORDER.begin_request(seconds_ns(begun))
-            RECORDER.phase(PROMPT, 0)
+            RECORDER.phase(lanes.PROMPT, 0)
         try:
             with torch.inference_mode():
                 logits, reused = self._session.prefill(ids, on_progress, cancelled)
@@ -184,6 +193,92 @@ class ChatSession:
             tokens_per_s=(done.timed_tokens - 1) / decoding if done.timed_tokens > 1 and decoding > 0 else 0.0,
             token_ids=tuple(done.ids),
         )
+
+
+def decode(
+    logits: torch.Tensor,
+    session: Session,
+    sampling: SamplingParams,
+    limits: AnswerLimits,
+    prefix: Sequence[int],
+    tokenizer: Any,
+    on_text: TextCallback,
+    cancelled: CancelCheck,
+    constraint: TokenConstraint | None = None,
+) -> Decoded:
+    """One token at a time, starting from the logits [1, V] after the prompt.
+
+    Args:
+        prefix, constraint: see `AnswerSequence`.
+    """
+    answer = AnswerSequence(prefix, sampling, limits, tokenizer, constraint, logits.device)
+    first_s = last_s = 0.0
+    reason: FinishReason | None = None
+    while reason is None:
+        token = answer.choose(logits)
+        token_id = int(token)
+        last_s = perf_counter()
+        if RECORDER.on:
+            RECORDER.phase(lanes.DECODE if answer.ids else lanes.SAMPLE, 1, seconds_ns(last_s))
+        if not answer.ids:
+            first_s = last_s
+        text, reason = answer.take(token_id)
+        on_text(text, len(answer.ids))
+        if reason is None and cancelled():
+            text, reason = answer.end("cancelled")
+            on_text(text, len(answer.ids))
+        if reason is None:
+            logits = session.step(token, token_id)
+    return Decoded(answer.ids, answer.text, reason, first_s, last_s, len(answer.ids))
+
+
+def time_decode(
+    loaded: LoadedModel,
+    prompt: Sequence[int],
+    tokens: int,
+    *,
+    seconds: float = float("inf"),
+    on_token: Callable[[int, float], None] = lambda _count, _rate: None,
+    cancelled: CancelCheck = never_cancelled,
+) -> DecodeRate:
+    """Continues a prompt greedily by so many tokens after the first, whatever they are.
+
+    Args:
+        seconds: a slow model is stopped after so long, with the tokens that it has made, four at the least.
+        on_token: told how many there are, and the rate since the first.
+
+    Raises:
+        EngineError: as `ChatSession.generate`.
+    """
+    arrivals: list[tuple[int, float]] = []
+    begun = perf_counter()
+
+    def on_text(_text: str, count: int) -> None:
+        if arrivals and count == arrivals[-1][0]:
+            return  # what was held back of the text: no further token
+        arrivals.append((count, perf_counter()))
+        first, since = arrivals[0]
+        if count > first:
+            on_token(count - first, (count - first) / (arrivals[-1][1] - since))
+
+    def enough() -> bool:
+        if cancelled():
+            return True
+        return bool(arrivals) and arrivals[-1][0] > _FEWEST_TOKENS and perf_counter() - arrivals[0][1] > seconds
+
+    session = ChatSession(loaded)
+    try:
+        session.generate_from_ids(
+            list(prompt), SamplingParams(max_tokens=tokens + 1), on_text=on_text, cancelled=enough, end_ids=frozenset()
+        )
+    finally:
+        session.clear()
+    if not arrivals:
+        return DecodeRate(0.0, 0.0, 0)
+    # Not every token completes a text.
+    (first, first_s), (last, last_s) = arrivals[0], arrivals[-1]
+    rate = (last - first) / (last_s - first_s) if last > first else 0.0
+    return DecodeRate(rate, first_s - begun, last - first)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -1,8 +1,8 @@
-"""What a generation reports while it runs and when it is over."""
+"""What a generation needs of a model, and what it reports while it runs and when it is over."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -34,6 +34,48 @@ class TokenConstraint(Protocol):
         """The answer begins again."""
 
 
+class BeamModel(Protocol):
+    """Several sequences in lock-step."""
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Appends one token to each sequence, tokens [B, 1] int64; logits [B, V]."""
+
+    def reorder(self, sources: torch.Tensor) -> None:
+        """Sequence i continues what sequence `sources[i]` was; [B] int64."""
+
+
+class Session(Protocol):
+    """A model with its caches, whatever its architecture, that reads a prompt and then takes one token at a time."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens held in the KV cache."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes held by the KV cache."""
+
+    def clear(self) -> None:
+        """Frees the KV cache."""
+
+    def room(self, prompt_tokens: int) -> int:
+        """Tokens that may follow a prompt of this length; 0 or less if it is too long."""
+
+    def answer_prefix(self, prompt: Sequence[int]) -> list[int]:
+        """Tokens that the answer continues: what a repetition penalty counts before the first token."""
+
+    def prefill(
+        self, prompt: Sequence[int], on_progress: ProgressCallback, cancelled: CancelCheck
+    ) -> tuple[torch.Tensor, int]:
+        """Reads the prompt: logits [1, V] after it, and how many of its tokens were reused from the cache."""
+
+    def step(self, token: torch.Tensor, token_id: int) -> torch.Tensor:
+        """Appends one token [1, 1] int64, whose id is `token_id`; logits [1, V] after it."""
+
+    def beams(self, width: int) -> BeamModel:
+        """`width` sequences that all hold what this session holds; it takes no further `step` for this prompt."""
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
     """One answer.
@@ -56,6 +98,18 @@ class GenerationResult:
     ttft_s: float
     tokens_per_s: float
     token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """An answer and when its tokens came: seconds of `perf_counter`, 0 if there was no token."""
+
+    ids: list[int]
+    text: str
+    reason: FinishReason
+    first_s: float
+    last_s: float
+    timed_tokens: int
 
 
 def ignore_progress(done: int, total: int) -> None:
