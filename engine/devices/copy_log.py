@@ -1,4 +1,4 @@
-"""Tells whoever listens of every copy that has ended."""
+"""Reports finished copies to listeners."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CopyRecord:
-    """One copy that has ended well.
+    """One successful copy.
 
     Attributes:
-        stream: its name, the device's included.
+        stream: its name, including the device's.
         direction: `h2d`, `d2h` or `d2d`.
         nbytes: payload.
         started_s, ended_s: on `time.perf_counter`'s clock.
@@ -33,15 +33,15 @@ Listener = Callable[[CopyRecord], None]
 class CopyLog:
     """Listeners to a device's copies.
 
-    They are called before the copy's event is done, on whatever thread notices that the copy has ended, and so must
-    be quick.  Without listeners a copy costs one look at an empty tuple.
+    They are called before the copy's event is done, on whichever thread notices the end of the copy, so they must be
+    fast. Without listeners a copy costs one look at an empty tuple.
     """
 
     def __init__(self) -> None:
         self._listeners: tuple[Listener, ...] = ()
 
     def listen(self, listener: Listener) -> Callable[[], None]:
-        """Calls `listener` for every copy from now on; call what is returned to stop that."""
+        """Calls `listener` for every copy from now on; call the result to unsubscribe."""
         self._listeners = (*self._listeners, listener)
 
         def stop() -> None:
@@ -55,4 +55,4 @@ class CopyLog:
             try:
                 listener(CopyRecord(stream, direction, nbytes, started_s, ended_s))
             except Exception:
-                _log.exception("a listener to copies failed")
+                _log.exception("a copy listener failed")

@@ -1,4 +1,4 @@
-"""The processor as a device: its memory is the host's, its work is done at once."""
+"""The CPU as a device: its memory is the host's, and work runs immediately."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from engine.devices.memory_budget import MemoryBudget
 
 
 def open_cpu(total: int | None = None) -> Device:
-    """The processor.
+    """Opens the CPU.
 
     Args:
-        total: bytes of memory that may be used; None is what is available now.
+        total: memory budget in bytes; None: what is available now.
     """
     log = CopyLog()
     compute, h2d, d2h, small = (InlineStream(f"cpu {name}", log) for name in ("compute", "h2d", "d2h", "small copies"))

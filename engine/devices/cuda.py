@@ -15,22 +15,22 @@ from engine.devices.memory_budget import MemoryBudget
 from engine.devices.pinned_memory import PinnedMemory
 
 HEADROOM_BYTES = 2**30
-"""Left to the driver, to torch's own workspaces and to the desktop."""
+"""Bytes left to the driver, torch's workspaces and the desktop."""
 
 
 def cuda_count() -> int:
-    """How many cards torch can use."""
+    """Number of cards that torch can use."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def open_cuda(index: int = 0, vram_bytes: int | None = None) -> Device:
-    """A card.
+    """Opens a card.
 
     Args:
-        vram_bytes: most of its memory to use; None is what is free, but for `HEADROOM_BYTES`.
+        vram_bytes: memory budget; None: all free memory except `HEADROOM_BYTES`.
 
     Raises:
-        EngineError: `DEVICE_UNAVAILABLE` if there is no such card, or it does not answer.
+        EngineError: `DEVICE_UNAVAILABLE` if there is no such card, or it does not respond.
     """
     count = cuda_count()
     if index >= count:
@@ -43,7 +43,7 @@ def open_cuda(index: int = 0, vram_bytes: int | None = None) -> Device:
     try:
         free, _ = torch.cuda.mem_get_info(place)
         clock = CudaClock(place)
-        # Weights may take long; what waits for activations must get in between.
+        # Weight copies may take long; activations need a stream of higher priority.
         queues = (
             torch.cuda.default_stream(place),
             new_stream(place),
@@ -55,7 +55,7 @@ def open_cuda(index: int = 0, vram_bytes: int | None = None) -> Device:
         text = str(error).strip().splitlines()[0]
         raise EngineError(
             ErrorCode.DEVICE_UNAVAILABLE,
-            f"Graphics card {name} does not answer ({text}): restart the computer or use --device cpu.",
+            f"Graphics card {name} does not respond ({text}): restart the computer or use --device cpu.",
         ) from error
     usable = max(0, free - HEADROOM_BYTES)
     log = CopyLog()
@@ -67,7 +67,7 @@ def open_cuda(index: int = 0, vram_bytes: int | None = None) -> Device:
 
     def allocate(nbytes: int) -> torch.Tensor:
         memory = aligned(nbytes, place)
-        # torch may give what its current stream has still to be done with, and other streams are going to write to it.
+        # torch may return memory that its current stream still uses, while other streams will write to it.
         torch.cuda.current_stream(place).synchronize()
         return memory
 

@@ -1,4 +1,4 @@
-"""The card's events on the clock of the host."""
+"""Converts the card's event times to the host's clock."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from dataclasses import dataclass
 import torch
 
 _ANCHOR_AGE_S = 10.0
-"""CUDA gives times between events as 32-bit floats of milliseconds: over minutes they lose their microseconds."""
+"""CUDA reports elapsed times as float32 milliseconds, which lose microsecond precision after minutes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """An event of which it is known when it happened on the host's clock."""
+    """An event with a known time on the host's clock."""
 
     event: torch.cuda.Event
     at_s: float
 
     def host_s(self, event: torch.cuda.Event) -> float:
-        """When `event` happened, on `time.perf_counter`'s clock; it must be done, and younger than the anchor."""
+        """The time of `event` on `time.perf_counter`'s clock; it must be done, and later than the anchor."""
         return self.at_s + float(self.event.elapsed_time(event)) / 1e3
 
 
 class CudaClock:
-    """Gives anchors for one card, each a few microseconds off at most, on a stream where nothing else waits."""
+    """Anchors for one card, accurate to a few microseconds, on a stream without other work."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = new_stream(device, priority=-1)
@@ -33,7 +33,7 @@ class CudaClock:
         self._anchor = self._take()
 
     def anchor(self) -> Anchor:
-        """A fresh enough anchor for work that is submitted now.
+        """An anchor recent enough for work submitted now.
 
         Raises:
             RuntimeError: the card has failed.
@@ -54,10 +54,10 @@ class CudaClock:
 
 
 def new_event() -> torch.cuda.Event:
-    """An event that keeps the time."""
+    """An event with timing enabled."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
-    """A stream of the device; a lower number goes first."""
+    """A stream of the device; a lower number has precedence."""
     return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]

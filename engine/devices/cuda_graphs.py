@@ -1,4 +1,4 @@
-"""CUDA's graphs behind the common interface."""
+"""CUDA graphs behind the common interface."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from engine.devices.graphs import Graph
 
 
 def capture_stream(place: torch.device) -> torch.cuda.Stream:
-    """A stream to capture on.
+    """A stream for captures.
 
-    cuBLAS has got its workspace for it: what it allocates in a capture would stay for ever, in memory of the graph's.
+    Its cuBLAS workspace is allocated already: one allocated during a capture would stay in the graph's memory.
     """
     stream = new_stream(place)
     stream.wait_stream(torch.cuda.current_stream(place))
-    with torch.cuda.stream(stream), contextlib.suppress(RuntimeError):  # cards that do not know bf16
+    with torch.cuda.stream(stream), contextlib.suppress(RuntimeError):  # cards without bf16
         square = torch.ones(16, 16, dtype=torch.bfloat16, device=place)
         torch.nn.functional.linear(square, square, square[0])
         torch.mm(square.float(), square.float())
@@ -28,11 +28,11 @@ def capture_stream(place: torch.device) -> torch.cuda.Stream:
 class CudaCapture:
     """See `engine.devices.graphs.Capture`.
 
-    Capturing takes a stream of its own, for CUDA captures no default stream, and memory from a pool of its own, which
-    all pieces share: they run one after the other.
+    Captures use a stream of their own, as CUDA cannot capture the default stream, and memory from their own pool, which
+    all segments share: they run one after the other.
 
     Args:
-        stream: of `capture_stream`, the same for all captures of a card.
+        stream: from `capture_stream`, the same for all captures of a card.
     """
 
     def __init__(self, place: torch.device, stream: torch.cuda.Stream) -> None:
@@ -56,7 +56,7 @@ class CudaCapture:
         torch.cuda.set_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            # Threads that copy experts meanwhile may do what a capture would forbid them.
+            # Other threads, which copy experts, must not be restricted by the capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         except BaseException:
             self._resume()
@@ -64,7 +64,7 @@ class CudaCapture:
         self._under_way = graph
 
     def end(self) -> Graph:
-        """See `Capture.end`.  CUDA does not run what it captures: it is done now."""
+        """See `Capture.end`.  CUDA does not run what it captures, so it is run here."""
         graph, self._under_way = self._under_way, None
         assert graph is not None
         try:
@@ -80,7 +80,7 @@ class CudaCapture:
         graph, self._under_way = self._under_way, None
         if graph is None:
             return
-        with contextlib.suppress(RuntimeError):  # CUDA says once more that the capture has failed
+        with contextlib.suppress(RuntimeError):  # CUDA reports the failed capture again
             graph.capture_end()
         self._resume()
 

@@ -1,4 +1,4 @@
-"""CUDA's own streams and events behind the common interface."""
+"""CUDA streams and events behind the common interface."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from engine.devices.sleeping import sleep_until
 _POLL_S = 50e-6
 
 Copied = tuple[Direction, int, tuple[torch.Tensor, torch.Tensor]]
-"""Direction, bytes, and the tensors to keep alive until the copy has ended: the card reads them behind torch's back."""
+"""Direction, bytes, and the tensors to keep alive until the copy has ended: torch does not know that it uses them."""
 
 
 class CudaEvent:
-    """See `engine.devices.device.Event`.  Work that a card has been given cannot be taken back."""
+    """See `engine.devices.device.Event`.  Work submitted to a card cannot be cancelled."""
 
     def __init__(self, stream: str, copy_log: CopyLog, copied: Copied | None) -> None:
         self._stream = stream
@@ -36,18 +36,18 @@ class CudaEvent:
         self._failure: EngineError | None = None
 
     def recorded(self, anchor: Anchor, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        """For the stream: both ends of the work are in its queue."""
+        """Called by the stream: start and end of the work are in its queue."""
         self._marks = anchor, start, end
 
     def fail(self, error: EngineError) -> None:
-        """For the stream: the work failed, or is not going to be done."""
+        """Called by the stream: the work failed, or will not run."""
         with self._lock:
             now_s = time.perf_counter()
             self._failure, self._span, self._copied = error, (now_s, now_s), None
 
     @property
     def end(self) -> torch.cuda.Event | None:
-        """What other streams of CUDA wait for; None if the work failed before it was in the queue."""
+        """The event that other CUDA streams wait for; None if the work failed before it was queued."""
         return None if self._marks is None else self._marks[2]
 
     def done(self) -> bool:
@@ -107,7 +107,7 @@ class CudaEvent:
         return self._span
 
     def _settle(self) -> None:
-        """Reads the clock of an event that is done, once, and tells of the copy."""
+        """Reads the time of a finished event, once, and logs the copy."""
         with self._lock:
             if self._span is not None or self._marks is None:
                 return
@@ -122,7 +122,7 @@ class CudaEvent:
 
 
 class CudaStream:
-    """See `engine.devices.device.Stream`.  Work is called at once; what it launches goes to this stream."""
+    """See `engine.devices.device.Stream`.  Work is called immediately; its launches go to this stream."""
 
     def __init__(self, name: str, stream: torch.cuda.Stream, clock: CudaClock, copy_log: CopyLog) -> None:
         self.name = name
@@ -132,7 +132,7 @@ class CudaStream:
         self._turn = threading.RLock()
         self._failure: EngineError | None = None
         self._closed = False
-        # Copies that nobody may be waiting for: they keep their tensors alive, and are told of when seen to be done.
+        # Copies possibly without a waiter: they keep their tensors alive, and are logged once they are seen to be done.
         self._in_flight: deque[CudaEvent] = deque()
 
     @property
@@ -145,7 +145,7 @@ class CudaStream:
         return self._run(work, None)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, *, direction: Direction | None = None) -> Event:
-        """See `Stream.copy`.  Only from and to pinned memory does the host go on meanwhile."""
+        """See `Stream.copy`.  Asynchronous to the host only from and to pinned memory."""
         check_copy(destination, source)
         taken = direction or _direction(destination, source)
 
@@ -159,7 +159,7 @@ class CudaStream:
             return self._run(move, (taken, source.nbytes, (destination, source)))
 
     def wait(self, event: Event) -> None:
-        """See `Stream.wait`.  An event that is not CUDA's is waited for here and now."""
+        """See `Stream.wait`.  Blocks on events that are not CUDA's."""
         with self._turn:
             self._require_open()
             if self._failure is not None:
@@ -182,7 +182,7 @@ class CudaStream:
         self._forget_ended()
 
     def recover(self) -> None:
-        """See `Stream.recover`.  After a fault of the card itself only a new process helps."""
+        """See `Stream.recover`.  After a hardware fault only a new process helps."""
         with self._turn:
             self._require_open()
             try:
@@ -198,7 +198,7 @@ class CudaStream:
             if self._closed:
                 return
             self._closed = True
-            with contextlib.suppress(RuntimeError):  # the card is lost, and with it what was in flight
+            with contextlib.suppress(RuntimeError):  # the card is lost, including work in flight
                 self._queue.synchronize()
             self._forget_ended()
             self._in_flight.clear()

@@ -1,9 +1,8 @@
-"""What every device offers: streams that run work in order, events that say when it has ended, memory with a budget.
+"""The device interface: streams that run work in order, events that mark its end, memory with a budget.
 
-The rules are CUDA's.  Work of one stream runs in the order of submission; streams run beside each other unless one
-waits for an event of another.  Nothing is known about work until its event is done.  An error in submitted work
-surfaces where somebody waits, and the stream does nothing more until `recover`: what was queued behind the failure
-would compute on what is not there.
+The rules are CUDA's. Work of one stream runs in the order of submission; streams run concurrently unless one waits for
+another's event. Nothing is known about work until its event is done. An error in submitted work is raised to waiters,
+and the stream runs nothing more until `recover`: queued work would use results that do not exist.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from engine.devices.memory_budget import MemoryBudget
 
 
 class Direction(StrEnum):
-    """Which way a copy goes: over the link to the device, back, or not over the link at all."""
+    """Direction of a copy: over the link to the device, back, or within the device."""
 
     H2D = "h2d"
     D2H = "d2h"
@@ -33,10 +32,10 @@ class Direction(StrEnum):
 
 
 class Event(Protocol):
-    """The end of one piece of work.  Every method may be called from any thread."""
+    """The end of one unit of work.  Every method may be called from any thread."""
 
     def done(self) -> bool:
-        """Whether the work has ended, well or not; never blocks."""
+        """Whether the work has ended, successfully or not; never blocks."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Blocks until the work has ended.  False if that took longer than `timeout_s`.
@@ -46,18 +45,18 @@ class Event(Protocol):
         """
 
     def cancel(self) -> bool:
-        """Takes the work back if it has not begun; True if it never will.  (What CUDA has, it does not give back.)
+        """Cancels the work if it has not started; returns whether it did.  (CUDA work cannot be cancelled.)
 
-        Work queued behind it in the same stream runs; a stream that waits for the event fails.
+        Later work of the same stream still runs; a stream that waits for the event fails.
         """
 
     @property
     def failure(self) -> EngineError | None:
-        """What `wait` would raise, or None while the work is under way or if it ended well."""
+        """What `wait` would raise, or None while the work is running or if it succeeded."""
 
     @property
     def started_s(self) -> float:
-        """When the work began, on `time.perf_counter`'s clock.  RuntimeError unless done."""
+        """When the work started, on `time.perf_counter`'s clock.  RuntimeError unless done."""
 
     @property
     def ended_s(self) -> float:
@@ -65,21 +64,21 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """A queue of work that one device does in order.  Every method may be called from any thread.
+    """A queue of work that a device runs in order.  Every method may be called from any thread.
 
     Everything but `close` raises `EngineError` once the stream is closed.
     """
 
     @property
     def name(self) -> str:
-        """`DEVICE NAME`, for messages and lanes of a timeline."""
+        """`DEVICE NAME`, for messages and timeline lanes."""
 
     @property
     def failure(self) -> EngineError | None:
-        """The first failure since the last `recover`: later work is not run and fails with it too."""
+        """The first failure since the last `recover`: later work does not run and fails with it."""
 
     def submit(self, work: Callable[[], object]) -> Event:
-        """Runs `work` when everything before it has ended; what it returns is dropped, what it raises goes to waiters.
+        """Runs `work` after everything before it; its result is dropped, its exception is raised to waiters.
 
         `work` must not wait for later work of its own stream.
         """
@@ -88,43 +87,43 @@ class Stream(Protocol):
         """Copies bytes.  Both tensors stay alive until the event is done, and must not be written before.
 
         Args:
-            destination, source: of one shape and dtype; contiguous ones are copied in pieces, others in one.
-            direction: where it cannot be told from the stream and from who allocated the tensors.
+            destination, source: of one shape and dtype; contiguous ones are copied in chunks, others at once.
+            direction: if it does not follow from the stream and the tensors' allocators.
 
         Raises:
             ValueError: shapes or dtypes differ.
         """
 
     def wait(self, event: Event) -> None:
-        """Lets what is submitted from now on begin only after `event` (of any stream or device); returns at once."""
+        """Makes later submissions start after `event` (of any stream or device); returns immediately."""
 
     def record(self) -> Event:
-        """An event that is done when everything submitted so far is."""
+        """An event that is done when all earlier submissions are."""
 
     def synchronize(self) -> None:
-        """Waits for everything submitted so far; raises as `Event.wait` does."""
+        """Waits for all earlier submissions; raises like `Event.wait`."""
 
     def recover(self) -> None:
-        """Waits until nothing is in flight and forgets a failure.  Raises EngineError if the device is past help."""
+        """Waits until nothing is in flight and clears the failure.  Raises EngineError if the device cannot recover."""
 
     def close(self) -> None:
-        """Ends the stream: what has not begun fails, its waiters are told.  Waits for what cannot be interrupted."""
+        """Ends the stream: work that has not started fails.  Waits for work that cannot be interrupted."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device.
+    """A compute device.
 
     Attributes:
         name: `cpu`, `cuda:0`, `emulated:slow-link#0`.
-        torch_device: where its tensors live: `cpu` for an emulated one.
-        memory: its own memory.  host_memory: memory of the host that copies are quickest from.
-        compute_stream: kernels.  h2d_stream, d2h_stream: expert weights and other big copies, one at a time each way.
-        small_copy_stream: activations, either way: they never wait behind weights.
-        copy_log: tells its listeners of every copy that has ended.
-        compute_follows_caller: whether the caller's own torch operators are queued on `compute_stream`, in order with
-            what is submitted to it.  If not, they have ended when they return, and submitted work is to be waited for.
-        new_capture: begins to capture work that is to be repeated; None where that is not possible.
+        torch_device: the torch device of its tensors: `cpu` for an emulated one.
+        memory: its own memory.  host_memory: host memory with the fastest copies.
+        compute_stream: kernels.  h2d_stream, d2h_stream: expert weights and other large copies, one at a time each way.
+        small_copy_stream: activations, both directions: they never wait behind weights.
+        copy_log: reports finished copies to listeners.
+        compute_follows_caller: whether the caller's torch operators are queued on `compute_stream`, in order with
+            submitted work. If not, they have finished when they return, and submitted work must be waited for.
+        new_capture: starts capturing a graph; None if unsupported.
     """
 
     name: str
@@ -142,7 +141,7 @@ class Device:
 
     @cached_property
     def index(self) -> int:
-        """Which of several, for a timeline: the number that its name ends in."""
+        """Index among several devices, for timelines: the number at the end of its name."""
         digits = self.name[len(self.name.rstrip("0123456789")) :]
         return int(digits) if digits else 0
 
@@ -152,17 +151,17 @@ class Device:
         return self.compute_stream, self.h2d_stream, self.d2h_stream, self.small_copy_stream
 
     def synchronize(self) -> None:
-        """Waits for everything that was submitted to any stream; raises the first failure."""
+        """Waits for all work of all streams; raises the first failure."""
         for event in [stream.record() for stream in self.streams]:
             event.wait()
 
     def recover(self) -> None:
-        """`Stream.recover` of every stream: after a failed request, before the next."""
+        """Calls `Stream.recover` of every stream: between a failed request and the next."""
         for stream in self.streams:
             stream.recover()
 
     def close(self) -> None:
-        """Ends all streams and their threads, and frees what is pinned.  Does not wait for copies; idempotent."""
+        """Ends all streams and their threads, and unpins memory.  Does not wait for copies; idempotent."""
         self.on_close()
 
     def __enter__(self) -> Device:
@@ -175,7 +174,7 @@ class Device:
 
 
 def check_copy(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Raises ValueError unless the two have one shape and one dtype."""
+    """Raises ValueError unless the two have the same shape and dtype."""
     if destination.shape != source.shape or destination.dtype != source.dtype:
         raise ValueError(
             f"cannot copy {source.dtype} {tuple(source.shape)} to {destination.dtype} {tuple(destination.shape)}"

@@ -1,7 +1,7 @@
-"""A graphics card that is not there: memory with the card's budget, streams, and a link as slow as the card's.
+"""An emulated graphics card: memory with the card's budget, streams, and a link as slow as the card's.
 
-Everything is computed and kept by the CPU.  What holds for a card holds here: work is asynchronous, copies take as
-long as the profile's link does, memory ends where the profile says.
+The CPU computes and stores everything, with a card's semantics: work is asynchronous, copies take as long as on the
+profile's link, and memory ends where the profile says.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from engine.hardware.profiles import DeviceProfile
 
 
 def open_emulated(profile: DeviceProfile, index: int = 0, vram_bytes: int | None = None) -> Device:
-    """An emulated device with links of its own.
+    """Opens an emulated device with its own links.
 
     Args:
-        index: tells devices of one profile apart.
+        index: distinguishes devices of one profile.
         vram_bytes: a budget below the profile's.
     """
     name = f"emulated:{profile.name}#{index}"
@@ -61,7 +61,7 @@ def open_emulated(profile: DeviceProfile, index: int = 0, vram_bytes: int | None
         on_close=lambda: _close(closing, (compute, h2d, d2h, small)),
         new_capture=RecordedCapture,
     )
-    # For whoever forgets to close it: threads that compute while the interpreter ends would crash it.
+    # In case it is never closed: threads that compute during interpreter shutdown would crash it.
     weakref.finalize(device, _close, closing, (compute, h2d, d2h, small))
     return device
 
@@ -75,13 +75,13 @@ def _close(closing: threading.Event, streams: tuple[ThreadedStream, ...]) -> Non
 def _carrier(
     links: dict[Direction, Link], memory: MemoryBudget, usual: Direction | None, *, is_urgent: bool
 ) -> Carrier:
-    """What copies for a stream: over the link of the direction given, or usual, or told by who owns the tensors."""
+    """The copy function of a stream: by explicit direction, the stream's, or the tensors' owners."""
 
     def direction_of(destination: torch.Tensor, source: torch.Tensor) -> Direction:
         into_ours, out_of_ours = memory.holds(destination), memory.holds(source)
         if into_ours != out_of_ours:
             return Direction.H2D if into_ours else Direction.D2H
-        # Tensors that torch allocated could be anyone's.  Small copies are made to cross the link.
+        # Tensors allocated by torch have no known owner: assume that small copies cross the link.
         return Direction.H2D if is_urgent and not into_ours else Direction.D2D
 
     def carry(

@@ -1,4 +1,4 @@
-"""What went wrong on a device, as one sentence."""
+"""Device errors as one-sentence messages."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _log = logging.getLogger(__name__)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: torch says it in one way for the CPU and in another for the rest."""
+    """Whether an allocation failed: torch reports it differently for the CPU and for devices."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def as_engine_error(error: BaseException, stream: str) -> EngineError:
-    """The error to show for what submitted work raised.  It keeps no traceback: its frames would keep tensors alive."""
+    """The error for an exception of submitted work, without traceback: its frames would keep tensors alive."""
     if isinstance(error, EngineError):
         return fresh(error)
     if is_out_of_memory(error):
@@ -26,7 +26,7 @@ def as_engine_error(error: BaseException, stream: str) -> EngineError:
             ErrorCode.NOT_ENOUGH_MEMORY,
             f"{stream} ran out of memory: close other programs, or allow the model less memory or a shorter context.",
         )
-    # As text: whoever keeps log records would keep the frames too.
+    # Formatted here: a stored log record would keep the frames alive.
     _log.error("work on %s failed\n%s", stream, "".join(traceback.format_exception(error)))
     text = (str(error).strip().splitlines() or [""])[0]
     return EngineError(
@@ -36,17 +36,17 @@ def as_engine_error(error: BaseException, stream: str) -> EngineError:
 
 
 def fresh(error: EngineError) -> EngineError:
-    """An equal error for another one to raise: a shared one would keep the frames of whoever raised it last."""
+    """A copy of the error to raise: a shared instance would keep the frames of its last raise alive."""
     copy = type(error).__new__(type(error), *error.args)
     copy.__dict__.update(error.__dict__)
     return copy
 
 
 def closed_error(stream: str) -> EngineError:
-    """What waiters are told of work that a closing device did not do."""
+    """The error of work that a closing device did not run."""
     return EngineError(ErrorCode.DEVICE_UNAVAILABLE, f"{stream} was closed: load the model again.")
 
 
 def cancelled_error(stream: str) -> EngineError:
-    """What waiters are told of work that was taken back."""
-    return EngineError(ErrorCode.INTERNAL, f"Work on {stream} was cancelled, but its result was asked for: try again.")
+    """The error of cancelled work."""
+    return EngineError(ErrorCode.INTERNAL, f"Work on {stream} was cancelled before its result was used: try again.")

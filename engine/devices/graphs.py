@@ -1,7 +1,7 @@
-"""Work that a device is made to repeat: what is launched meanwhile is kept, and later launched again at one stroke.
+"""Graphs: launches of a device, captured once and replayed as a whole.
 
-The rules are CUDA's.  What is repeated reads and writes the very memory that it did at first; numbers that Python knew
-then are part of it; nothing may be waited for and nothing read back while it is captured.
+The rules are CUDA's. A replay reads and writes the same memory as the capture; Python numbers are baked in; during a
+capture nothing may be waited for or read back.
 """
 
 from __future__ import annotations
@@ -10,38 +10,38 @@ from typing import Protocol
 
 
 class CaptureError(Exception):
-    """What was done while work was captured cannot be repeated; says what it was."""
+    """An operation during a capture cannot be replayed; the message names it."""
 
 
 class Graph(Protocol):
-    """Work that can be repeated."""
+    """Captured work."""
 
     def replay(self) -> None:
-        """Does the work again, in order with what the caller has launched and will launch."""
+        """Runs the work again, in order with the caller's launches."""
 
 
 class Capture(Protocol):
-    """Captures pieces of one step, which share memory and are only repeated in the order in which they came.
+    """Captures segments of one step, which share memory and must be replayed in order.
 
-    Not for several threads; what other threads launch meanwhile is not captured.
+    Not thread-safe; launches of other threads are not captured.
     """
 
     @property
     def nbytes(self) -> int:
-        """Device memory that the pieces captured so far hold on to."""
+        """Device memory of the segments captured so far."""
 
     def begin(self) -> None:
-        """From now on what this thread launches is captured."""
+        """Starts capturing this thread's launches."""
 
     def end(self) -> Graph:
-        """Ends a piece, which has been done once by the time the caller's next work runs.
+        """Ends a segment, which will have run once before the caller's next work.
 
         Raises:
             CaptureError, RuntimeError: something in it cannot be captured.
         """
 
     def abandon(self) -> None:
-        """Drops the piece under way, if there is one: what is launched from now on runs as ever."""
+        """Drops the current segment, if any; later launches run normally."""
 
     def close(self) -> None:
-        """Frees the memory; the pieces are of no use afterwards.  Harmless if repeated."""
+        """Frees the memory; the segments are unusable afterwards.  Idempotent."""

@@ -1,4 +1,4 @@
-"""Events of work that threads of this process do."""
+"""Events of work done by threads of this process."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from engine.devices.failures import cancelled_error, fresh
 
 
 class Worker(Protocol):
-    """Whoever does the work of a stream."""
+    """Runs the work of a stream."""
 
     @property
     def performer(self) -> int | None:
-        """Identifier of the thread that does some of it at this moment."""
+        """Identifier of the thread currently running its work."""
 
     def help_until(self, event: HostEvent) -> None:
-        """Does work in the calling thread until `event` is done or somebody else is at it: a thread costs a wake."""
+        """Runs work on the calling thread until `event` is done or another thread runs it: saves waking a thread."""
 
 
 class HostEvent:
-    """The end of one piece of work (see `engine.devices.device.Event`).
+    """The end of one unit of work (see `engine.devices.device.Event`).
 
     Args:
         stream: its name.
-        worker: does the work, unless the caller has done it.
+        worker: runs the work, unless the caller did.
     """
 
     __slots__ = ("_claimed", "_ended_s", "_failure", "_finished", "_started_s", "_stream", "_worker")
@@ -34,7 +34,7 @@ class HostEvent:
     def __init__(self, stream: str, worker: Worker | None = None) -> None:
         self._stream = stream
         self._worker = worker
-        self._claimed = threading.Lock()  # whoever gets it decides: the stream runs the work, or a caller cancels it
+        self._claimed = threading.Lock()  # taken once: by the stream to run the work, or by a caller to cancel it
         self._finished = threading.Event()
         self._failure: EngineError | None = None
         self._started_s = self._ended_s = 0.0
@@ -44,7 +44,7 @@ class HostEvent:
         return self._finished.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """See `Event.wait`.  From work of the same stream it raises at once: that would be waiting for itself."""
+        """See `Event.wait`.  Raises if called by work of the same stream, which would wait for itself."""
         if not self._finished.is_set():
             worker = self._worker
             if worker is not None and worker.performer == threading.get_ident():
@@ -60,7 +60,7 @@ class HostEvent:
         return True
 
     def help(self) -> None:
-        """Does what stands before this event, if nobody is at it: for a thread that has to wait for it anyway."""
+        """Runs the work before this event, if no thread does: for a caller that has to wait anyway."""
         if self._worker is not None and not self._finished.is_set():
             self._worker.help_until(self)
 
@@ -89,16 +89,16 @@ class HostEvent:
         return self._ended_s
 
     def claim(self) -> bool:
-        """For the stream: whether the work is still to be done.  True once."""
+        """Called by the stream: claims the work; true exactly once."""
         return self._claimed.acquire(blocking=False)
 
     def finish(self, started_s: float, ended_s: float) -> None:
-        """For the stream: the work ended well."""
+        """Called by the stream: the work succeeded."""
         self._started_s, self._ended_s = started_s, ended_s
         self._finished.set()
 
     def fail(self, error: EngineError) -> None:
-        """For the stream: the work failed now, or will never be done."""
+        """Called by the stream: the work failed, or will never run."""
         self._failure = error
         self._started_s = self._ended_s = time.perf_counter()
         self._finished.set()

@@ -1,4 +1,4 @@
-"""Pins memory that exists already, through CUDA's (or ROCm's) runtime."""
+"""Pins existing memory through the CUDA (or ROCm) runtime."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every card of the process
 
 
 def register(address: int, nbytes: int, device: torch.device) -> bool:
-    """Pins [address, address + nbytes); whether that worked.  The address is page-aligned."""
+    """Pins [address, address + nbytes); returns whether that worked.  The address is page-aligned."""
     with torch.cuda.device(device):
         if _succeeded("cudaHostRegister", address, nbytes, _PORTABLE):
             return True
@@ -19,7 +19,7 @@ def register(address: int, nbytes: int, device: torch.device) -> bool:
 
 
 def unregister(address: int, device: torch.device) -> None:
-    """Unpins what begins at `address`."""
+    """Unpins the range at `address`."""
     with torch.cuda.device(device):
         if not _succeeded("cudaHostUnregister", address):
             _clear_last_error(device)
@@ -30,6 +30,6 @@ def _succeeded(function: str, *arguments: int) -> bool:
 
 
 def _clear_last_error(device: torch.device) -> None:
-    """The runtime keeps a refusal and hands it to the next kernel that is launched, which then seems to have failed."""
+    """Clears the runtime's sticky error, which would otherwise be reported by the next kernel launch."""
     with contextlib.suppress(RuntimeError):
-        torch.empty(1, device=device).fill_(1)  # a kernel, not a memset: only launches look
+        torch.empty(1, device=device).fill_(1)  # a kernel, not a memset: only launches check

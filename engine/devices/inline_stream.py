@@ -1,4 +1,4 @@
-"""A stream that does its work at once, on the thread that submits it: no hand-over to pay for."""
+"""A stream that runs work immediately on the submitting thread, without handover cost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class InlineStream:
     def __init__(self, name: str, copy_log: CopyLog) -> None:
         self.name = name
         self._copy_log = copy_log
-        self._turn = threading.RLock()  # in order, whichever threads submit
+        self._turn = threading.RLock()  # keeps the order among submitting threads
         self._failure: EngineError | None = None
         self._closed = False
 

@@ -1,9 +1,8 @@
-"""One direction of an emulated link: as slow as the profile says, one copy at a time.
+"""One direction of an emulated link: with the profile's bandwidth, one copy at a time.
 
-Time is kept on a schedule of its own, which real time follows: a copy takes the link from the moment when it was
-ready and the link was free, whenever its thread came to run.  Threads that wake late therefore do not make the link
-slower, and copies queued back to back get the whole bandwidth.  Bytes really move, late in their slot: whoever
-looks before the event is done sees old bytes, as on a real device.
+Time follows a schedule of its own: a copy occupies the link from the moment when it was ready and the link was free, no
+matter when its thread ran. So late wake-ups do not slow down the link, and queued copies get the whole bandwidth. Bytes
+move late in their slot: reading before the event is done gives old bytes, as on a real device.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ _WAKING_S = 250e-6
 
 
 class ClosingError(Exception):
-    """The device is closing: what was under way was given up."""
+    """The device is closing: the copy was abandoned."""
 
 
 @dataclass
 class _Passage:
-    """The big copy that has the link, and how long small ones have held it up."""
+    """The big copy on the link, and its delay by small ones."""
 
     started_s: float
     held_up_s: float = 0.0
@@ -39,11 +38,11 @@ class _Passage:
 class Link:
     """Carries copies.
 
-    A small, urgent copy passes a big one at once, and the big one ends that much later.
+    A small, urgent copy overtakes a big one immediately; the big one ends later by its duration.
 
     Args:
-        bytes_per_s: bandwidth.  latency_s: what every copy takes besides.
-        interrupted: whether copies are to be given up.
+        bytes_per_s: bandwidth.  latency_s: fixed cost of each copy.
+        interrupted: whether copies must be abandoned.
     """
 
     def __init__(self, bytes_per_s: float, latency_s: float, interrupted: Callable[[], bool]) -> None:
@@ -61,10 +60,10 @@ class Link:
     def carry(
         self, destination: torch.Tensor, source: torch.Tensor, ready_s: float, *, is_urgent: bool
     ) -> tuple[float, float]:
-        """Copies, and returns when the copy began and ended.
+        """Copies, and returns (start, end) of the copy.
 
         Args:
-            ready_s: the moment from which on only the link keeps the copy waiting.
+            ready_s: when the copy only waited for the link.
 
         Raises:
             ClosingError: see above.
@@ -83,8 +82,8 @@ class Link:
                 started_s = max(ready_s, self._free_at_s)
                 self._free_at_s = started_s + needed_s
             else:
-                # The schedule of the link does not end before that of the big copy does, so what is kept
-                # here is only when the next urgent copy may begin.
+                # The big copy's schedule already extends the link's, so this only records when the next urgent copy may
+                # start.
                 started_s = max(ready_s, passage.started_s, self._free_at_s)
                 self._free_at_s = started_s + needed_s
                 passage.held_up_s += needed_s
@@ -128,21 +127,21 @@ class Link:
 
 
 def _allowance(nbytes: int) -> float:
-    """Seconds before the end of its slot at which a chunk is moved, so that it is there in time."""
+    """Seconds before the end of its slot at which a chunk is moved, so that it arrives in time."""
     return _WAKING_S + nbytes / _MOVING_BYTES_PER_S
 
 
 def _pieces(destination: torch.Tensor, source: torch.Tensor, chunk: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     if source.nbytes <= chunk or not (destination.is_contiguous() and source.is_contiguous()):
         return [(destination, source)]
-    # Flattened first: a scalar or a matrix cannot be seen as bytes as it is.
+    # Flattened first: scalars cannot be viewed as bytes.
     into, out_of = (tensor.view(-1).view(torch.uint8) for tensor in (destination, source))
     starts = range(0, source.nbytes, chunk)
     return [(into[start : start + chunk], out_of[start : start + chunk]) for start in starts]
 
 
 def _move(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """One thread's copy without Python's lock: torch's own would start a pool of threads per stream."""
+    """Single-threaded copy without the GIL: torch's copy would start a thread pool per stream."""
     if destination.is_contiguous() and source.is_contiguous():
         ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.nbytes)
     else:

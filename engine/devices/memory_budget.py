@@ -1,4 +1,4 @@
-"""A device's memory: how much of it may be used, and who uses it, to the byte."""
+"""A device's memory budget and its use by category, to the byte."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.devices.failures import is_out_of_memory
 
 
 class MemoryCategory(StrEnum):
-    """What memory is used for."""
+    """Uses of memory."""
 
     WEIGHTS = "weights"
     EXPERTS = "experts"
@@ -25,16 +25,16 @@ class MemoryCategory(StrEnum):
 
 
 class DeviceMemoryError(EngineError):
-    """A device has not so much memory left.
+    """A device has too little memory left.
 
     Attributes:
-        asked: bytes.  free: bytes that its budget still allows; if they are enough, others have taken the memory.
+        asked: requested bytes.  free: bytes left in its budget; if they suffice, other programs use the memory.
     """
 
     def __init__(self, device: str, category: MemoryCategory, asked: int, free: int) -> None:
         if asked > free:
             left, more = rounded_down(free), rounded_up(asked)
-            why = f"{device} has {left} of its memory left, and {more} more are needed for {category}"
+            why = f"{device} has {left} of memory left and needs {more} more for {category}"
             remedy = "allow it more with --vram, or choose a shorter context or a smaller model"
         else:
             why = f"{device} refused {about(asked)} for {category} that its budget allows"
@@ -46,7 +46,7 @@ class DeviceMemoryError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """A budget at one moment, in bytes; `peak` is the most that was ever used at once."""
+    """A snapshot of a budget, in bytes; `peak` is the maximum use so far."""
 
     total: int
     by_category: Mapping[MemoryCategory, int]
@@ -54,12 +54,12 @@ class MemoryUse:
 
     @property
     def used(self) -> int:
-        """Bytes of all categories."""
+        """Total bytes of all categories."""
         return sum(self.by_category.values())
 
 
 class Reservation:
-    """Bytes counted for memory that others allocate, such as the library's KV cache."""
+    """Bytes counted for memory allocated elsewhere, such as the library's KV cache."""
 
     def __init__(self, budget: MemoryBudget, category: MemoryCategory) -> None:
         self._budget = budget
@@ -67,27 +67,27 @@ class Reservation:
         self.nbytes = 0
 
     def resize(self, nbytes: int) -> None:
-        """Counts `nbytes` from now on instead.
+        """Changes the reservation to `nbytes`.
 
         Raises:
-            DeviceMemoryError: that is more than there is; what was counted before stays counted.
+            DeviceMemoryError: it does not fit; the reservation is unchanged.
         """
         self._budget._resize(self, nbytes)
 
     def release(self) -> None:
-        """Counts nothing from now on."""
+        """Ends the reservation."""
         self.resize(0)
 
 
 class MemoryBudget:
-    """Counts what a device's memory is used for and refuses what goes beyond.  Thread-safe.
+    """Tracks a device's memory by category and enforces its budget.  Thread-safe.
 
-    What is counted is what was asked for; alignment and the allocator's own rounding come on top.
+    Counts requested bytes; alignment and the allocator's rounding come on top.
 
     Args:
         device: its name, for messages.
-        total: bytes that may be used.
-        allocator: gives page-aligned bytes on the device; raises MemoryError or torch.OutOfMemoryError.
+        total: the budget in bytes.
+        allocator: returns page-aligned bytes on the device; raises MemoryError or torch.OutOfMemoryError.
     """
 
     def __init__(self, device: str, total: int, allocator: Callable[[int], torch.Tensor]) -> None:
@@ -98,43 +98,43 @@ class MemoryBudget:
         self._used = dict.fromkeys(MemoryCategory, 0)
         self._sum = 0
         self._peak = 0
-        # By address.  Holding the tensor here is what keeps its address from being given to another.
+        # By address.  Holding the tensor keeps its address from being reused.
         self._allocated: dict[int, tuple[torch.Tensor, MemoryCategory]] = {}
 
     @property
     def total(self) -> int:
-        """Bytes that may be used."""
+        """The budget in bytes."""
         return self._total
 
     @property
     def free(self) -> int:
-        """Bytes that may still be allocated; 0 if more is used than the budget has meanwhile become."""
+        """Bytes that may still be allocated; 0 if the budget was lowered below its use."""
         with self._lock:
             return self._free()
 
     @property
     def excess(self) -> int:
-        """Bytes that have to be given back for the budget to hold again, after it was made smaller."""
+        """Bytes over budget, after it was lowered."""
         with self._lock:
             return max(0, self._sum - self._total)
 
     def use(self) -> MemoryUse:
-        """The budget as it is now; its figures belong together."""
+        """A consistent snapshot of the budget."""
         with self._lock:
             return MemoryUse(self._total, dict(self._used), self._peak)
 
     def limit(self, total: int) -> None:
-        """Changes the budget.  It may become less than what is used: see `excess`."""
+        """Changes the budget.  It may be below the current use: see `excess`."""
         if total < 0:
             raise ValueError(f"a budget of {total} bytes")
         with self._lock:
             self._total = total
 
     def allocate(self, nbytes: int, category: MemoryCategory) -> torch.Tensor:
-        """Page-aligned bytes [nbytes] on the device, not initialised, which stay until `release`.
+        """Page-aligned bytes [nbytes] on the device, not initialised, valid until `release`.
 
         Raises:
-            DeviceMemoryError: beyond the budget, or the device itself has no more; nothing is counted then.
+            DeviceMemoryError: over budget, or the device is out of memory; nothing is counted.
         """
         self._take(nbytes, category)
         try:
@@ -151,30 +151,30 @@ class MemoryBudget:
         return memory
 
     def release(self, memory: torch.Tensor) -> None:
-        """Gives back what `allocate` gave (or any view of it); it is freed when the last tensor that uses it is.
+        """Releases memory from `allocate` (or any view of it); it is freed with the last tensor that uses it.
 
         Raises:
-            ValueError: it is not from here, or was given back before.
+            ValueError: not allocated here, or already released.
         """
         with self._lock:
             found = self._allocated.pop(_address(memory), None)
             if found is None:
-                raise ValueError(f"memory that {self._device} has not allocated, or that was released before")
+                raise ValueError(f"memory not allocated by {self._device}, or already released")
             whole, category = found
             self._count(-whole.nbytes, category)
 
     def reserve(self, nbytes: int, category: MemoryCategory) -> Reservation:
-        """Counts memory that others allocate.
+        """Counts memory allocated elsewhere.
 
         Raises:
-            DeviceMemoryError: beyond the budget.
+            DeviceMemoryError: over budget.
         """
         reservation = Reservation(self, category)
         reservation.resize(nbytes)
         return reservation
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in memory that was allocated here."""
+        """Whether `tensor` is in memory allocated here."""
         return _address(tensor) in self._allocated
 
     def _take(self, nbytes: int, category: MemoryCategory) -> None:
@@ -205,5 +205,5 @@ class MemoryBudget:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Of the whole memory that `tensor` is a view of."""
+    """Address of the storage of `tensor`."""
     return tensor.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""From what a user writes after `--device` to devices."""
+"""Opens the devices named by `--device`."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from engine.devices.emulated import open_emulated
 from engine.hardware.profiles import profile_names, read_profile
 
 MOST_EMULATED = 8
-"""Each has four threads and takes its memory from the host's."""
+"""Most emulated devices: each has four threads and uses host memory."""
 
 
 def open_devices(spec: str, vram_bytes: int | None = None) -> list[Device]:
-    """The devices that `spec` names; whoever asks closes them.
+    """Opens the devices named by `spec`; the caller closes them.
 
     Args:
         spec: `cpu`, `cuda` (every card), `cuda:1`, `emulated:NAME`, or `emulated:NAMEx2` for two of them.
-        vram_bytes: most memory to use of each device; without meaning for `cpu`.
+        vram_bytes: memory budget of each device; ignored for `cpu`.
 
     Raises:
-        EngineError: `INVALID_REQUEST` if nothing is called so, `DEVICE_UNAVAILABLE` if this machine has no such device.
+        EngineError: `INVALID_REQUEST` if the name is unknown, `DEVICE_UNAVAILABLE` if this machine has no such device.
     """
     kind, colon, which = spec.partition(":")
     if spec == "cpu":
         return [open_cpu()]
     if kind == "cuda" and (not colon or (which.isascii() and which.isdecimal())):
-        # Without any card, number 0 says so.
+        # Without a card, opening number 0 raises the right error.
         indices = [int(which)] if colon else list(range(cuda_count())) or [0]
         return _open_all(lambda index: open_cuda(index, vram_bytes), indices)
     if kind == "emulated" and which:
@@ -46,7 +46,7 @@ def open_devices(spec: str, vram_bytes: int | None = None) -> list[Device]:
 
 
 def _open_all(open_one: Callable[[int], Device], indices: Iterable[int]) -> list[Device]:
-    """All or none."""
+    """Opens all or none."""
     with contextlib.ExitStack() as opened:
         devices = [opened.enter_context(open_one(index)) for index in indices]
         opened.pop_all()
@@ -54,7 +54,7 @@ def _open_all(open_one: Callable[[int], Device], indices: Iterable[int]) -> list
 
 
 def _profile_and_count(which: str) -> tuple[str, int]:
-    """`pcie3-x8` is a profile if there is one called so; otherwise it would be eight devices of `pcie3-`."""
+    """Splits `NAMExN`; `pcie3-x8` is a profile if one has that name, not eight devices of `pcie3-`."""
     several = re.fullmatch(r"(.+)x(\d+)", which, re.ASCII)
     if several is None or which in profile_names():
         return which, 1

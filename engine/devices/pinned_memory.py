@@ -1,4 +1,4 @@
-"""Pinned memory of the host: scarce, refused without warning, and different on every machine."""
+"""Pinned host memory: scarce, refused without warning, with a different limit on every machine."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 256 * 2**20
 UNMEASURED_BYTES = 2**30
-"""What is pinned at most before `measure_pinnable` has said how much can be: any machine gives so little."""
+"""Limit before `measure_pinnable` has run: any machine allows this much."""
 _KEEP_BACK = 0.9
-"""What is used of what could just be pinned if that was all: the rest of the system pins memory too."""
+"""Fraction of the measured limit to use: other programs pin memory too."""
 _RAM_SHARE = 0.8
 
 
 def measure_pinnable(
     wanted: int, device_index: int = 0, *, timeout_s: float = 60.0, command: Sequence[str] | None = None
 ) -> int:
-    """Finds out in a child process how much memory can be pinned, chunk by chunk.
+    """Measures in a child process how much memory can be pinned, chunk by chunk.
 
-    Pinning too much can fail slowly, upset the driver or end in a kill; none of that happens to this process.
+    Pinning too much can be slow, upset the driver or get the process killed; this process is safe from that.
 
     Args:
-        wanted: bytes to try at most.
-        timeout_s: what has been pinned by then counts.
-        command: in place of the probe: prints the bytes pinned so far, a line each time.
+        wanted: most bytes to try.
+        timeout_s: counts what has been pinned by then.
+        command: replaces the probe; prints the bytes pinned so far, one number per line.
 
     Returns:
-        bytes, 0 where nothing can be pinned; below `wanted` with a margin.
+        bytes, 0 if nothing can be pinned; with a safety margin if below `wanted`.
     """
     wanted = min(wanted, int(available_ram() * _RAM_SHARE))
     variables: dict[str, str] = {}
@@ -63,7 +63,7 @@ def measure_pinnable(
         except subprocess.TimeoutExpired:
             child.kill()
             printed, _ = child.communicate()
-    # A child that was killed while it wrote may have left half a line.
+    # A child killed while writing may leave half a line.
     complete = printed[: printed.rfind("\n") + 1].split()
     pinned = max((int(word) for word in complete if word.isdecimal()), default=0)
     return wanted if pinned >= wanted else int(pinned * _KEEP_BACK)
@@ -72,7 +72,7 @@ def measure_pinnable(
 class PinnedMemory:
     """Host memory for one card, pinned in chunks as far as `limit` and the driver allow (see `HostMemory`).
 
-    A chunk that the driver refuses stays ordinary memory; the next allocation is tried again.
+    A chunk that the driver refuses stays pageable; the next allocation tries again.
     """
 
     def __init__(self, device: torch.device, limit: int = UNMEASURED_BYTES) -> None:
@@ -88,7 +88,7 @@ class PinnedMemory:
         return self._pinned
 
     def expect(self, nbytes: int) -> None:
-        """See `HostMemory.expect`.  What can be pinned is measured once and kept for this machine and driver."""
+        """See `HostMemory.expect`.  The limit is measured once and saved for this machine and driver."""
         if nbytes <= self.limit:
             return
         path = _kept_limit(self._device)
@@ -96,12 +96,12 @@ class PinnedMemory:
             tried, pinnable = map(int, path.read_text().split())
         except (OSError, ValueError):
             tried = pinnable = 0
-        if tried < nbytes and pinnable == tried:  # never measured, or all that was tried could be pinned
+        if tried < nbytes and pinnable == tried:  # never measured, or everything tried could be pinned
             tried, pinnable = nbytes, measure_pinnable(nbytes, self._device.index or 0)
             try:
                 write_private(path, f"{tried} {pinnable}\n")
-            except OSError as error:  # it is measured again the next time
-                _log.warning("what can be pinned could not be kept: %s", error)
+            except OSError as error:  # measured again next time
+                _log.warning("could not save the pinning limit: %s", error)
         self.limit = max(self.limit, min(pinnable, nbytes))
 
     def allocate(self, nbytes: int, *, unit: int | None = None) -> torch.Tensor:
@@ -117,7 +117,7 @@ class PinnedMemory:
                     break
                 address = memory.data_ptr() + offset
                 if not register(address, size, self._device):
-                    _log.warning("%s: the driver refused to pin %d bytes; they stay pageable", self._device, size)
+                    _log.warning("%s: the driver refused to pin %d bytes, which stay pageable", self._device, size)
                     break
                 chunks.append((address, size))
                 self._pinned += size
@@ -144,7 +144,7 @@ class PinnedMemory:
 
 
 def _kept_limit(device: torch.device) -> Path:
-    """Where "bytes tried, bytes pinned" are kept for a card and its driver."""
+    """The file with "bytes tried, bytes pinned" for a card and its driver."""
     machine = f"{platform.node()} {torch.cuda.get_device_name(device)} {torch.version.cuda}"
     mark = hashlib.sha256(machine.encode()).hexdigest()[:12]
     return cache_dir() / "pinnable" / f"{mark}.txt"

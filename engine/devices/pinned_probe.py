@@ -1,4 +1,4 @@
-"""A process of its own for `pinned_memory.measure_pinnable`: pins memory until that fails, and says how far it got.
+"""The child process of `pinned_memory.measure_pinnable`: pins memory until that fails, and reports progress.
 
 python -m engine.devices.pinned_probe WANTED_BYTES CHUNK_BYTES DEVICE_INDEX
 """
@@ -14,7 +14,7 @@ from engine.devices.host_registration import register
 
 
 def main(arguments: list[str]) -> int:
-    """Prints the bytes pinned so far after every chunk.  The memory is given back by ending."""
+    """Prints the bytes pinned so far after every chunk.  The memory is released at exit."""
     wanted, chunk, index = (int(argument) for argument in arguments)
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         return 0

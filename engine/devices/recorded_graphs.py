@@ -1,7 +1,7 @@
-"""What CUDA's graphs do, on the processor: torch operators are written down with their tensors, and done again.
+"""CUDA graphs emulated on the CPU: records torch operators with their tensors, and replays them.
 
-Results go to where they went at first, as a card's would, so whoever forgets that numbers and addresses are part of a
-graph finds it out here.  Reading a number back is an error while work is captured, as it is on a card.
+Results go to the same memory as in the capture, as on a card, so code that forgets that numbers and addresses are baked
+into a graph fails here too. Reading a number back during a capture is an error, as on a card.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.devices.graphs import CaptureError, Graph
 _READS_BACK = frozenset(
     {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "unique_consecutive"}
 )
-"""Operators whose result, or its shape, the host would have to wait for."""
+"""Operators that would make the host wait for a result or its shape."""
 _READS_BACK_IN_PYTHON = frozenset({"tolist", "numpy", "item", "__bool__", "__int__", "__float__", "__index__"})
 
 _Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[torch.Tensor]]
@@ -35,7 +35,7 @@ class RecordedGraph:
         """See `Graph.replay`."""
         for operator, args, kwargs, outs in self._steps:
             for old, new in zip(outs, _tensors(operator(*args, **kwargs)), strict=True):
-                # A view of what was there before shows what is there now.
+                # Views of the memory need no replay.
                 if _address(new) != _address(old):
                     old.copy_(new)
 
@@ -56,7 +56,7 @@ class RecordedCapture:
         self._guard.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> Graph:
-        """See `Capture.end`.  The processor has done the work while it was written down."""
+        """See `Capture.end`.  The work has already run while it was recorded."""
         recorder = self._recorder
         assert recorder is not None
         self.abandon()
@@ -82,7 +82,7 @@ class RecordedCapture:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Does what is asked for, and writes it down."""
+    """Runs operators and records them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -109,7 +109,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Guard(TorchFunctionMode):
-    """Sees what never becomes an operator."""
+    """Catches calls that never reach the dispatcher."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -10,16 +10,16 @@ from collections.abc import Callable
 
 _PR_SET_TIMERSLACK = 29
 _LONGEST_S = 0.005
-"""How long a sleep may go without looking whether it should end early."""
+"""Interval at which a sleep checks for interruption."""
 _SPIN_S = 20e-6
-"""A sleep ends late rather than early; the last bit is spent giving the processor to others."""
+"""Sleeps overshoot, so the last stretch yields the CPU in a loop instead."""
 
 
 _sharpened = threading.local()
 
 
 def sharpen_timers() -> None:
-    """Lets sleeps of the calling thread end on time: Linux puts them off by 50 microseconds to save power."""
+    """Makes sleeps of the calling thread precise: Linux delays them by 50 microseconds to save power."""
     if getattr(_sharpened, "done", False):
         return
     _sharpened.done = True

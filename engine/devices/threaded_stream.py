@@ -1,7 +1,7 @@
-"""A stream with a thread of its own: in order within, beside all others, as on a graphics card.
+"""A stream with its own thread: in order within, concurrent with others, as on a graphics card.
 
-Whoever waits for an event whose work nobody has begun does it himself: on a real card nothing has to be woken up, and
-here that costs more than most of what is submitted.
+A waiter whose work has not started runs it itself: a real card needs no wake-ups, and here they cost more than most
+submitted work.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.devices.link import ClosingError
 from engine.devices.sleeping import sharpen_timers, sleep_until
 
 _LOOK_S = 0.05
-"""How often a stream that waits for another one's event looks whether it is being closed."""
+"""Interval at which a stream that waits for another's event checks whether it is being closed."""
 
 Span = tuple[float, float]
 Carrier = Callable[[torch.Tensor, torch.Tensor, Direction | None, float], tuple[Direction, Span]]
@@ -35,8 +35,8 @@ class _Item:
     """One entry of the queue.
 
     Attributes:
-        run: does the work, given the moment from which on nothing but the work itself takes time; returns its span.
-        recovers: whether this is where a failure is forgotten.
+        run: runs the work, given the time when it became ready; returns its span.
+        recovers: whether it clears a failure.
     """
 
     event: HostEvent
@@ -49,9 +49,9 @@ class ThreadedStream:
     """See `engine.devices.device.Stream`.
 
     Args:
-        name: also the thread's.
-        carrier: does the copies.
-        slowdown: a submitted piece of work takes this many times as long as it does here.
+        name: also the thread's name.
+        carrier: runs the copies.
+        slowdown: factor on the duration of submitted work.
         closing: set by the device when it closes: copies and waits end then.
     """
 
@@ -68,7 +68,7 @@ class ThreadedStream:
         self._closed = False
         self._free_s = 0.0
         self.performer: int | None = None
-        """The thread that does an item now: this stream's own, or one that waits for it."""
+        """The thread currently running an item: this stream's own, or a waiter."""
         self._failure: EngineError | None = None
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
@@ -79,7 +79,7 @@ class ThreadedStream:
         return self._failure
 
     def submit(self, work: Callable[[], object]) -> Event:
-        """See `Stream.submit`.  `work` runs with the caller's gradient and inference mode, as on its own thread."""
+        """See `Stream.submit`.  `work` runs with the caller's gradient and inference mode."""
         inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
         def run(_ready_s: float) -> Span:
@@ -141,7 +141,7 @@ class ThreadedStream:
         self._enqueue(lambda ready_s: (ready_s, ready_s), recovers=True).wait()
 
     def close(self) -> None:
-        """See `Stream.close`.  Set `closing` before, for what is under way to end early."""
+        """See `Stream.close`.  Set `closing` first, to interrupt running work."""
         with self._turn:
             self._closed = True
             self._turn.notify()
@@ -183,11 +183,11 @@ class ThreadedStream:
             item = self._next_item()
             if item is not None:
                 self._perform(item)
-            # While this thread waits for the next item it must not keep the tensors of the last one alive.
+            # While waiting for the next item, do not keep the last one's tensors alive.
             del item
 
     def _next_item(self) -> _Item | None:
-        """The first item, if there is one and nobody does another; it is the calling thread's to perform."""
+        """The first item, if there is one and no thread runs another; the calling thread must run it."""
         with self._turn:
             if self.performer is not None or not self._queue:
                 return None
@@ -205,7 +205,7 @@ class ThreadedStream:
                     self._turn.notify()
 
     def _do(self, item: _Item, free_s: float) -> float:
-        """Does one item, and returns when the stream was free again."""
+        """Runs one item; returns when the stream was free again."""
         if self._closed or self._closing.is_set():
             item.event.fail(closed_error(self.name))
             return free_s
@@ -216,7 +216,7 @@ class ThreadedStream:
                 started_s, ended_s = item.run(max(item.submitted_s, free_s))
             except ClosingError:
                 self._failure = closed_error(self.name)
-            except BaseException as error:  # whatever it is, waiters must hear of it
+            except BaseException as error:  # whatever it is, waiters must get it
                 self._failure = as_engine_error(error, self.name)
             else:
                 item.event.finish(started_s, ended_s)

@@ -1,4 +1,4 @@
-"""Small tensors from the host to a device, without waiting for what the device has still to do."""
+"""Uploads small tensors to a device without waiting for its queued work."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 def upload(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
-    """`tensor`, of the host and not used any more there, on a device; its stream has it in order with other work.
+    """Copies a host tensor, which must not change afterwards, to a device, in order with its stream's work.
 
-    From ordinary memory a card's copy would hold the caller up until all that was queued before is done, the wait for
-    an expert's weights among it.
+    From pageable memory, a card's copy would block the caller until all queued work is done, including the wait for an
+    expert's weights.
     """
     if place.type != "cuda":
         return tensor.to(place)

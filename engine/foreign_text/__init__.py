@@ -1,6 +1,6 @@
-"""What a model's makers wrote that runs as a program: chat templates and tokenizers, in a process that can be stopped.
+"""Runs untrusted code of model authors, chat templates and tokenizers, in a process that can be killed.
 
-A template can loop for ever or multiply a text until memory is full, and so can the normaliser or the regular
-expression of a tokenizer; none of that can be interrupted where it runs.  `child` is the process, `process` is how the
-engine uses it; the window has one of its own to count tokens.  No torch.
+A template can loop forever or multiply a text until memory is full, and so can a tokenizer's normaliser or regular
+expression; neither can be interrupted in-process. `child` is the process, `process` the engine's interface to it; the
+window has its own to count tokens. No torch.
 """

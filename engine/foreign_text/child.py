@@ -1,15 +1,15 @@
-"""The process: `python -m engine.foreign_text.child`, one line of JSON in, one out, until stdin ends.
+"""The child process: `python -m engine.foreign_text.child`, one line of JSON in, one out, until stdin ends.
 
-    {"do": "check", "folder": F}                          whether the tokenizer.json there can be read and used
-    {"do": "count", "folder": F, "texts": [...]}          tokens of each; null without a tokenizer.json of use
-    {"do": "hold", "bytes": N, "split_special": B}        takes the tokenizer in the N bytes of JSON behind the line
-    {"do": "drop"}                                        and lets go of it
-    {"do": "encode", "text": T, "special": B}             ids, by the tokenizer that is held
+    {"do": "check", "folder": F}                          whether its tokenizer.json is usable
+    {"do": "count", "folder": F, "texts": [...]}          token count of each; null without a usable tokenizer.json
+    {"do": "hold", "bytes": N, "split_special": B}        loads the tokenizer from the N bytes of JSON after the line
+    {"do": "drop"}                                        releases it
+    {"do": "encode", "text": T, "special": B}             ids, by the loaded tokenizer
     {"do": "encode_marked", "text": T, "tokens": [...]}   see `marks`
     {"do": "render", "template": T, "values": {...}}      the text; with "control" and "maybe_control" marks in it
 
-Every request has `seconds`: whoever takes longer is ended with the whole process, whatever it is doing.  An answer is
-{"result": ...} or {"problem": why, "kind": "refused" | "memory" | "broken"}.  Memory is limited where the system can.
+Every request has `seconds`: one that takes longer ends the whole process. An answer is {"result": ...} or {"problem":
+why, "kind": "refused" | "memory" | "broken"}. Memory is limited where the system allows it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SAMPLE = (
 
 
 class _BackendEncoder:
-    """The `tokenizers` library's own, used as transformers uses it."""
+    """The `tokenizers` library, used as transformers uses it."""
 
     def __init__(self, content: bytes, *, split_special: bool = False) -> None:
         from tokenizers import Tokenizer
@@ -73,14 +73,14 @@ class _Child:
         self._counting: tuple[str, _BackendEncoder | None] = ("", None)
 
     def answer(self, request: dict[str, Any], body: bytes) -> Any:
-        """What a request asks for; raises whatever goes wrong."""
+        """The result of a request; raises any error."""
         match request["do"]:
             case "check":
                 return self._check(request["folder"])
             case "count":
                 return self._count(request["folder"], request["texts"])
             case "hold":
-                self._held = None  # its memory first
+                self._held = None  # free its memory first
                 self._held = _BackendEncoder(body, split_special=request["split_special"])
                 return None
             case "drop":
@@ -100,16 +100,16 @@ class _Child:
         encoder = _read(folder)
         ids = encoder.encode(_SAMPLE)
         if len(ids) > 100 * len(_SAMPLE) or len(encoder.decode(ids)) > 100 * len(_SAMPLE):
-            raise ValueError("it makes a text many times longer")
+            raise ValueError("it makes text many times longer")
 
     def _count(self, folder: str, texts: list[str]) -> list[int] | None:
         if self._counting[0] != folder:
-            self._counting = (folder, None)  # one that fails is not tried for every text
+            self._counting = (folder, None)  # do not retry a failed one for every text
             try:
                 self._counting = (folder, _read(folder) if folder else None)
             except MemoryError:
                 raise
-            except BaseException:  # the library raises bare `Exception`, and what is none
+            except BaseException:  # the library raises bare `Exception` and `BaseException`
                 return None
         encoder = self._counting[1]
         return [len(encoder.encode(text)) for text in texts] if encoder is not None else None
@@ -130,7 +130,7 @@ def _rendered(request: dict[str, Any]) -> str:
 
 def _not_too_many(ids: list[int]) -> list[int]:
     if len(ids) > MOST_IDS:
-        raise ValueError(f"it makes {len(ids):,} tokens of the text")
+        raise ValueError(f"it turns the text into {len(ids):,} tokens")
     return ids
 
 
@@ -141,31 +141,31 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         while line := requests.readline():
             request = json.loads(line)
             body = requests.read(request.get("bytes", 0))
-            # A thread of the C library's: it needs no lock of Python's, which a library may hold for ever.
+            # A C thread: it does not need the GIL, which a library may hold forever.
             faulthandler.dump_traceback_later(request["seconds"], exit=True, file=nowhere)
             try:
-                told = _told(child, request, body)
+                reply = _reply(child, request, body)
             finally:
                 faulthandler.cancel_dump_traceback_later()
-            answers.write(told)
+            answers.write(reply)
             answers.flush()
 
 
-def _told(child: _Child, request: dict[str, Any], body: bytes) -> bytes:
+def _reply(child: _Child, request: dict[str, Any], body: bytes) -> bytes:
     try:
         answer = {"result": child.answer(request, body)}
     except TemplateRefusedError as error:
         answer = {"problem": str(error), "kind": "refused"}
     except MemoryError:
         answer = {"problem": "it takes too much memory", "kind": "memory"}
-    except BaseException as error:  # a library written in Rust raises what is no `Exception`
+    except BaseException as error:  # libraries written in Rust raise bare `BaseException`
         why = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         answer = {"problem": why, "kind": "broken"}
     return json.dumps(answer).encode("ascii") + b"\n"
 
 
 def limit_memory() -> None:
-    """No more than `MEMORY_BYTES` for this process, where the system can do that; others watch it besides."""
+    """Limits this process to `MEMORY_BYTES` where the system allows it; the parent watches it too."""
     if sys.platform != "win32":
         import contextlib
         import resource

@@ -1,6 +1,6 @@
-"""Control tokens that a person typed stay text: they are marked before a template is rendered, and found again after.
+"""Keeps control tokens in user text plain text: marks them before a template is rendered, and encodes them after.
 
-As transformers does it with `sanitize_control_tokens`; a test compares.
+Equivalent to transformers' `sanitize_control_tokens`; a test compares the two.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ class Encoder(Protocol):
     """A tokenizer."""
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, those that control the model among them, with nothing added at its ends."""
+        """Tokens of a text, including control tokens, with nothing added at its ends."""
 
     def encode_as_text(self, text: str) -> list[int]:
-        """The same with what looks like a control token spelt out."""
+        """The same with control tokens encoded as plain text."""
 
     def token_id(self, token: str) -> int | None:
-        """The number of a token."""
+        """The id of a token."""
 
 
 def marked(value: Any, tokens: Sequence[str]) -> Any:
     """A value for a template, with every control token in its texts between two marks."""
     if isinstance(value, str):
-        bare = value.replace(_BEGIN, "").replace(_END, "")  # nobody can forge them
+        bare = value.replace(_BEGIN, "").replace(_END, "")  # marks cannot be forged
         return _patterns(tuple(tokens))[0].sub(rf"{_BEGIN}\g<0>{_END}", bare)
     if isinstance(value, dict):
         return {key: marked(entry, tokens) for key, entry in value.items()}
@@ -39,15 +39,15 @@ def marked(value: Any, tokens: Sequence[str]) -> Any:
 
 
 def encode_marked(encoder: Encoder, text: str, tokens: Sequence[str]) -> list[int]:
-    """Tokens of a text with marks in it.
+    """Tokens of a marked text.
 
     Args:
-        tokens: all that the vocabulary has beside its ordinary ones.
+        tokens: all special tokens of the vocabulary.
 
     Raises:
-        ValueError: a control token cannot be spelt out.
+        ValueError: a control token cannot be encoded as text.
     """
-    # Text, token, text, token, ..., text; None for the token of a mark that has lost its other half.
+    # Text, token, text, token, ..., text; None for the token of an unpaired mark.
     pieces = _patterns(tuple(tokens))[1].split(text)
     line_break = encoder.encode("\n")
     ids = list(encoder.encode(pieces[0]))
@@ -56,7 +56,7 @@ def encode_marked(encoder: Encoder, text: str, tokens: Sequence[str]) -> list[in
             continue
         as_text = place % 2 == 1
         encode = encoder.encode_as_text if as_text else encoder.encode
-        # Behind a line break, which is taken away again: at the beginning of a text some tokenizers add a space.
+        # After a line break, which is removed again: some tokenizers add a space at the beginning of a text.
         found = encode("\n" + piece)
         found = found[len(line_break) :] if found[: len(line_break)] == line_break else encode(piece)
         if as_text and encoder.token_id(piece) in found:

@@ -1,4 +1,4 @@
-"""The engine's side of the process: requests with limits of time and memory, which whoever waits can stop."""
+"""The parent's side: cancellable requests with time and memory limits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from engine.foreign_text.templates import TemplateRefusedError
 
 _LOOK_S = 0.02
 _MOST_TRIES = 3
-"""A template that was stopped so often is not tried again: thousands of rows would wait for each its time."""
+"""Attempts after which a template that was stopped is not retried: thousands of rows would wait for each."""
 
 
 def _never() -> bool:
@@ -37,15 +37,15 @@ def _never() -> bool:
 
 
 class ForeignTextError(Exception):
-    """A template or a tokenizer did not do its work; the argument says why, as the end of a sentence about it."""
+    """A template or a tokenizer failed; the argument says why, completing a sentence about it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one request may take: hundreds of times what it does take.
+    """Limits of one request: hundreds of times its normal use.
 
     Attributes:
-        seconds: and one more for every `characters_per_s` characters of its text.
+        seconds: plus one for every `characters_per_s` characters of its text.
         memory_bytes: of the whole process.
     """
 
@@ -55,9 +55,9 @@ class Limits:
 
 
 class ForeignText:
-    """One process, started when it is first needed, and again after it had to be ended.  For several threads.
+    """One child process, started on first use and restarted after it was killed.  Thread-safe.
 
-    It holds one tokenizer at a time; the caller's own tells which.
+    It holds one tokenizer at a time, identified by the caller's object.
     """
 
     def __init__(self, limits: Limits | None = None) -> None:
@@ -72,41 +72,41 @@ class ForeignText:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs now, if one does."""
+        """The id of the running process, if any."""
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
-        """Starts the process, if it does not run, for whoever is going to need it in a moment."""
+        """Starts the process, if it is not running, before it is needed."""
         with self._locked(_never):
             if not self._is_alive():
                 self._end()
                 self._process = _started()
 
     def check(self, folder: Path, cancelled: Callable[[], bool]) -> None:
-        """Reads the tokenizer.json of a model and tries it.
+        """Loads a model's tokenizer.json and tries it.
 
         Raises:
-            ForeignTextError: it cannot be used.
-            RequestCancelled: `cancelled()` came true.
+            ForeignTextError: it is unusable.
+            RequestCancelled: `cancelled()` returned true.
         """
         with self._locked(cancelled):
             self._ask({"do": "check", "folder": str(folder)}, cancelled=cancelled)
 
     def hold(self, tokenizer: Any) -> None:
-        """Gives the process this tokenizer, of which `encode` is asked soon; returns before it has read it."""
+        """Sends the tokenizer to the process for later `encode` calls; does not wait for it to load."""
         with self._locked(_never):
             self._give(tokenizer)
 
     def drop(self, tokenizer: Any) -> None:
-        """Lets go of a tokenizer that nobody needs any more."""
+        """Releases a tokenizer that is no longer needed."""
         with self._locked(_never):
             if self._held is not None and self._held() is tokenizer:
                 self._held = None
-                with contextlib.suppress(ForeignTextError):  # of what it was asked before
+                with contextlib.suppress(ForeignTextError):  # from an earlier request
                     self._begin({"do": "drop"})
 
     def encode(self, tokenizer: Any, text: str, *, special: bool, cancelled: Callable[[], bool]) -> list[int]:
-        """Tokens of a text, with what the tokenizer adds at its ends if `special`.
+        """Tokens of a text, including the tokens that it adds at the ends if `special`.
 
         Raises:
             ForeignTextError, RequestCancelled: as `check`.
@@ -116,7 +116,7 @@ class ForeignText:
     def encode_marked(
         self, tokenizer: Any, text: str, tokens: Sequence[str], cancelled: Callable[[], bool]
     ) -> list[int]:
-        """Tokens of a text whose control tokens are marked where they are no more than text; see `marks`.
+        """Tokens of a text in which control tokens that are plain text are marked; see `marks`.
 
         Raises:
             ForeignTextError, RequestCancelled: as `check`.
@@ -132,14 +132,14 @@ class ForeignText:
         control: Sequence[str] | None = None,
         maybe_control: Sequence[str] = (),
     ) -> str:
-        """What a chat template writes.
+        """The output of a chat template.
 
         Args:
             control: tokens to mark in the values; None marks none.
-            maybe_control: tokens to mark besides if the template itself writes them.
+            maybe_control: tokens to mark as well if the template itself writes them.
 
         Raises:
-            TemplateRefusedError: the template is broken, or does not want these values.
+            TemplateRefusedError: the template is broken, or rejects these values.
             ForeignTextError, RequestCancelled: as `check`.
         """
         request = {"do": "render", "template": template, "values": values}
@@ -151,7 +151,7 @@ class ForeignText:
 
     def close(self) -> None:
         """Ends the process; a later request starts another."""
-        if self._lock.acquire(timeout=1.0):  # a thread that the end of the program has frozen may have it for ever
+        if self._lock.acquire(timeout=1.0):  # a thread frozen at exit may hold it forever
             try:
                 self._end()
             finally:
@@ -183,7 +183,7 @@ class ForeignText:
     def _ask(self, request: dict[str, Any], *, cancelled: Callable[[], bool], about: str = "") -> Any:
         """The result of a request, within its limits."""
         if self._stopped[about] >= _MOST_TRIES:
-            raise ForeignTextError(f"was stopped {_MOST_TRIES} times because it took too much time or memory")
+            raise ForeignTextError(f"was stopped {_MOST_TRIES} times for using too much time or memory")
         exchange = self._begin(request, cancelled=cancelled)
         try:
             self._wait(exchange, cancelled)
@@ -199,13 +199,13 @@ class ForeignText:
                 self._stopped[about] += 1
             if taken >= exchange.seconds:
                 raise _too_slow(exchange.seconds)
-            raise ForeignTextError("ended the process that it ran in")
+            raise ForeignTextError("crashed its process")
         if "problem" not in answer:
             return answer["result"]
         if answer["kind"] == "refused":
             raise TemplateRefusedError(plain_line(answer["problem"]))
         if answer["kind"] == "memory":
-            self._end()  # which may still hold most of it
+            self._end()  # it may still hold most of the memory
             if about:
                 self._stopped[about] += 1
             raise _too_big(self.limits.memory_bytes)
@@ -214,13 +214,13 @@ class ForeignText:
     def _begin(
         self, request: dict[str, Any], body: bytes = b"", *, cancelled: Callable[[], bool] = _never
     ) -> _Exchange:
-        """Sends a request behind one whose answer nobody has waited for yet."""
+        """Sends a request, after collecting an earlier request's pending answer."""
         before = self._exchange
         if before is not None:
             self._wait(before, cancelled)
             if before.answer is None or "problem" in before.answer:
                 self._end()
-                why = (before.answer or {}).get("problem", "it ended the process that it ran in")
+                why = (before.answer or {}).get("problem", "it crashed its process")
                 raise ForeignTextError(f"fails ({plain_line(why).rstrip('.')})")
         if not self._is_alive():
             self._end()
@@ -233,12 +233,12 @@ class ForeignText:
         return self._exchange
 
     def _wait(self, exchange: _Exchange, cancelled: Callable[[], bool]) -> None:
-        """Until the answer is there or the process has ended; ends it if it takes too much or is not wanted."""
+        """Waits for the answer or the end of the process; kills it if over its limits or cancelled."""
         try:
             while not exchange.done.wait(_LOOK_S):
                 if cancelled():
                     raise RequestCancelled
-                if time.monotonic() - exchange.begun_s > exchange.seconds + 1.0:  # it was to end itself before that
+                if time.monotonic() - exchange.begun_s > exchange.seconds + 1.0:  # it should have ended itself by now
                     raise _too_slow(exchange.seconds)
                 if _memory_of(exchange.process) > self.limits.memory_bytes:
                     raise _too_big(self.limits.memory_bytes)
@@ -267,14 +267,14 @@ class ForeignText:
 
 
 class _Exchange:
-    """One request on its way and its answer, in a thread: a pipe cannot be waited for with a limit everywhere."""
+    """A pending request and its answer, on a thread: pipes have no read timeout on every system."""
 
     def __init__(self, process: subprocess.Popen[bytes], request: bytes, seconds: float) -> None:
         self.process, self.seconds = process, seconds
         self.begun_s = time.monotonic()
         self.done = threading.Event()
         self.answer: dict[str, Any] | None = None
-        """None until it is there; for good if the process has ended."""
+        """None until it arrives; stays None if the process has ended."""
         self._request = request
         self.thread = threading.Thread(target=self._run, name="foreign-text", daemon=True)
         self.thread.start()
@@ -286,7 +286,7 @@ class _Exchange:
             self.process.stdin.write(self._request)
             self.process.stdin.flush()
             self.answer = json.loads(self.process.stdout.readline())
-        except (OSError, ValueError):  # it has ended, perhaps in the middle of an answer
+        except (OSError, ValueError):  # the process has ended, perhaps midway through an answer
             pass
         finally:
             self.done.set()
@@ -294,7 +294,7 @@ class _Exchange:
 
 def _started() -> subprocess.Popen[bytes]:
     command, variables = python_module("engine.foreign_text.child")
-    # Ctrl-C in a terminal is for whoever waits here, who ends the process.
+    # Ctrl-C in a terminal is for the parent, which ends the child.
     apart: dict[str, Any] = {"start_new_session": True}
     if sys.platform == "win32":
         apart = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW}
@@ -311,16 +311,16 @@ def _started() -> subprocess.Popen[bytes]:
 def _memory_of(process: subprocess.Popen[bytes]) -> int:
     try:
         return int(psutil.Process(process.pid).memory_info().rss)
-    except psutil.Error:  # it has ended, which is seen elsewhere
+    except psutil.Error:  # it has ended, which is handled elsewhere
         return 0
 
 
 def _too_slow(seconds: float) -> ForeignTextError:
-    return ForeignTextError(f"was stopped because it had not ended after {seconds:.0f} seconds")
+    return ForeignTextError(f"was stopped: it took more than {seconds:.0f} seconds")
 
 
 def _too_big(memory_bytes: int) -> ForeignTextError:
-    return ForeignTextError(f"was stopped because it took more than {memory_bytes / 2**30:.2g} GiB of memory")
+    return ForeignTextError(f"was stopped: it used more than {memory_bytes / 2**30:.2g} GiB of memory")
 
 
 def _mark(template: str) -> str:
@@ -328,6 +328,6 @@ def _mark(template: str) -> str:
 
 
 FOREIGN_TEXT = ForeignText()
-"""This process's own, for all its models."""
+"""Shared by all models of this process."""
 
 atexit.register(FOREIGN_TEXT.close)

@@ -1,6 +1,6 @@
-"""Chat templates as transformers renders them, which cannot be imported here: it takes seconds and torch.
+"""Renders chat templates like transformers, which is not imported here: that takes seconds, and torch.
 
-A test renders the same with both.
+A test compares the two.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MOST_CHARACTERS = 2**25
-"""Of what a template writes: some million tokens more than any model holds."""
+"""Longest output of a template: millions of tokens more than any model's context."""
 
 
 class TemplateRefusedError(Exception):
-    """The template cannot be rendered with these messages; the argument says why in a few words."""
+    """The template cannot be rendered with these messages; the argument briefly says why."""
 
 
 def render(template: str, values: Mapping[str, Any]) -> str:
-    """What the template writes.
+    """The template's output.
 
     Raises:
-        TemplateRefusedError: it is broken, does not want these values, or writes too much.
+        TemplateRefusedError: it is broken, rejects these values, or writes too much.
     """
     parts, length = [], 0
     try:
@@ -41,7 +41,7 @@ def render(template: str, values: Mapping[str, Any]) -> str:
                 break
     except MemoryError:
         raise
-    except Exception as error:  # a template is a program: whatever it raises is its fault
+    except Exception as error:  # a template is a program: any exception is its fault
         raise TemplateRefusedError((str(error).strip().splitlines() or [type(error).__name__])[0][:200]) from None
     if length > MOST_CHARACTERS:
         raise TemplateRefusedError(f"it writes more than {MOST_CHARACTERS:,} characters")
@@ -50,7 +50,7 @@ def render(template: str, values: Mapping[str, Any]) -> str:
 
 @lru_cache(4)
 def literal_text(template: str) -> str:
-    """The text that stands in a template, zero characters between its pieces; empty if it cannot be parsed."""
+    """The literal text of a template, joined by NUL characters; empty if it cannot be parsed."""
     try:
         tree = _environment().parse(template)
     except (jinja2.TemplateError, RecursionError):
@@ -66,7 +66,7 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what an assistant wrote, for training: nothing to do here."""
+    """`{% generation %}` marks assistant text for training: ignored here."""
 
     tags = {"generation"}  # noqa: RUF012 - as the base class has it
 
@@ -80,7 +80,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Dict:
-    """`dict` without the attributes of a class."""
+    """`dict` without class attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -90,7 +90,7 @@ class _Dict:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Without attributes that reach into Python."""
+    """A namespace without attributes that reach into Python."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *given = args
@@ -106,7 +106,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 def _check_attribute(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace may not have {name!r}")
+        raise jinja2.exceptions.SecurityError(f"a namespace must not have {name!r}")
 
 
 def _to_json(

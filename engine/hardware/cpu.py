@@ -130,21 +130,21 @@ def _apple_cpu() -> CpuInfo:
     return apple_cpu(dict(line.split(": ", 1) for line in lines if ": " in line))
 
 
-def apple_cpu(told: dict[str, str]) -> CpuInfo:
+def apple_cpu(values: dict[str, str]) -> CpuInfo:
     """The CPU according to macOS's `sysctl`."""
 
     def number(name: str) -> int | None:
-        value = told.get(name, "")
+        value = values.get(name, "")
         return int(value) if value.isdecimal() else None
 
-    words = " ".join(told.get(f"machdep.cpu.{name}", "") for name in ("features", "leaf7_features")).lower().split()
+    words = " ".join(values.get(f"machdep.cpu.{name}", "") for name in ("features", "leaf7_features")).lower().split()
     flags = {word.replace("sse4.2", "sse4_2").replace("avx1.0", "avx") for word in words}
-    if told.get("hw.optional.arm64") == "1":
+    if values.get("hw.optional.arm64") == "1":
         flags |= {"asimd"}
-        flags |= {ours for theirs, ours in _APPLE_NAMES.items() if told.get(f"hw.optional.arm.{theirs}") == "1"}
+        flags |= {ours for theirs, ours in _APPLE_NAMES.items() if values.get(f"hw.optional.arm.{theirs}") == "1"}
     fast, frugal = number("hw.perflevel0.physicalcpu"), number("hw.perflevel1.physicalcpu")
     return CpuInfo(
-        name=told.get("machdep.cpu.brand_string"),
+        name=values.get("machdep.cpu.brand_string"),
         physical_cores=number("hw.physicalcpu"),
         logical_cores=number("hw.logicalcpu"),
         performance_cores=fast if frugal else None,

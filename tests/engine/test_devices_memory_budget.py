@@ -61,7 +61,7 @@ class BudgetMachine(RuleBasedStateMachine):
         memory, category = taken
         self.budget.release(memory)
         self.used[category] -= memory.nbytes
-        with pytest.raises(ValueError, match="released before"):
+        with pytest.raises(ValueError, match="already released"):
             self.budget.release(memory)
 
     @rule(target=reservations, nbytes=SIZES, category=CATEGORIES)

@@ -301,4 +301,4 @@ def test_a_schema_of_a_size_that_takes_minutes_is_refused(schema: str) -> None:
 )
 def test_a_model_with_more_parts_than_can_be_gone_through(model: Path, values: dict[str, object]) -> None:
     write_config(model, **values)
-    assert "no model has" in library.describe(model, "model").problem
+    assert "config.json gives" in library.describe(model, "model").problem
