@@ -6,29 +6,34 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QLocale, Qt, QTimer
+from PySide6.QtCore import QCoreApplication, QLocale, Qt, QTimer
 from PySide6.QtGui import QGuiApplication
 from PySide6.QtWidgets import QApplication, QWidget
 
 from app.icons import logo
 from app.services.crash_reports import CrashReports
 from app.services.data_folder import holds_our_data, planned_change
-from app.services.device_monitor import DeviceMonitor
 from app.services.engine_client import EngineClient
 from app.services.settings import Settings
 from app.services.single_instance import Claim, SingleInstance
-from app.services.telemetry_hub import TelemetryHub
 from app.services.window_log import close_window_log, open_window_log
 from app.startup_report import report_if_asked
 from app.theme import ThemeController
 from app.translations import install_translations, translations_dir
-from app.views.main_window import BATCH, MONITOR, MainWindow
+from app.views.main_window import MainWindow
+from app.widgets.page import BATCH, CHAT, MODELS, MONITOR, SETTINGS, TUNE, Page, PageEntry
 from engine.common.files import make_private
 from engine.common.paths import data_dir, log_dir, own_dirs
 
+if TYPE_CHECKING:
+    from app.services.services import Services
+
 _log = logging.getLogger("switchyard.window")
+translate = QCoreApplication.translate
 
 STREAMING_REPORT_VARIABLE = "SWITCHYARD_STREAMING_REPORT"
 """Names a file: then the window asks by itself and writes how long the GUI was kept waiting (`bench startup`)."""
@@ -71,54 +76,119 @@ def _run(app: QApplication, reports: CrashReports) -> int:
         return instance
 
     from app.services.chat_store import ChatStore  # only the process that has the folder opens it
+    from app.services.services import Services
 
-    client = EngineClient()
-    store = ChatStore()
-    telemetry = TelemetryHub(client, settings, DeviceMonitor())
-
-    def make_strip(parent: QWidget) -> QWidget:
-        from app.widgets.timeline.strip import TimelineStrip
-
-        strip = TimelineStrip(telemetry, theme, parent)
-        strip.opened.connect(lambda: window.show_page(MONITOR))
-        return strip
-
-    def make_chat() -> QWidget:
-        from app.views.chat.chat_view import ChatView
-
-        chat = ChatView(client, store, theme, settings)
-        chat.add_strip(make_strip)
-        chat.job_wanted.connect(lambda: window.show_page(BATCH))
-        chat.restart_wanted.connect(lambda: window.restart_engine())
-        if os.environ.get(STREAMING_REPORT_VARIABLE):
-            from app.streaming_report import StreamingReport
-
-            StreamingReport(client, chat, Path(os.environ[STREAMING_REPORT_VARIABLE]))
-        return chat
-
-    window = MainWindow(client, settings, theme, make_chat, telemetry=telemetry, make_strip=make_strip)
+    services = Services.around(EngineClient(), ChatStore(), settings, theme)
+    window = MainWindow(services, page_entries())
     if settings.notice:
         window.notice_banner.tell(settings.notice)
     report = reports.pending()
     if report:
         window.offer_crash_report(report, reports.dismiss)
     instance.raise_requested.connect(window.come_forward)
-    report_if_asked(window)
-    if path := os.environ.get(MONITOR_REPORT_VARIABLE):
-        from app.monitor_report import MonitorReport
-
-        MonitorReport(client, window, Path(path), float(os.environ.get("SWITCHYARD_MONITOR_SECONDS", "60")))
+    _report_if_asked(window)
     for ending in (signal.SIGINT, signal.SIGTERM):  # noticed at the next sample of the sensors, half a second at most
         signal.signal(ending, lambda *_: app.quit())
     window.show()
     QTimer.singleShot(0, window, window.begin)
     code = app.exec()
-    client.close_now()
-    store.close()
+    services.client.close_now()
+    services.store.close()
     settings.save()
     instance.release()
     window.deleteLater()
     return code
+
+
+# --- the pages --------------------------------------------------------------------------------------
+
+
+def page_entries() -> tuple[PageEntry, ...]:
+    """The registry of pages, in the order of the sidebar.  Each imports its modules when it is first wanted."""
+    return (
+        PageEntry(CHAT, translate("Pages", "Chat"), _chat),
+        PageEntry(BATCH, translate("Pages", "Batch"), _batch),
+        PageEntry(MONITOR, translate("Pages", "Monitor"), _monitor),
+        PageEntry(TUNE, translate("Pages", "Tune"), _tune),
+        PageEntry(MODELS, translate("Pages", "Models"), _models),
+        PageEntry(SETTINGS, translate("Pages", "Settings"), _settings),
+    )
+
+
+def _chat(services: Services) -> Page:
+    from app.views.chat.chat_view import ChatView
+
+    the = services
+    page = ChatView(the.client, the.store, the.theme, the.settings, the.answers, the.token_counter)
+    page.add_strip(_strip_for(page, services))
+    page.restart_wanted.connect(services.model_start.restart)
+    return page
+
+
+def _batch(services: Services) -> Page:
+    from app.views.batch import BatchPage
+
+    page = BatchPage(services.client, services.jobs, services.sample, services.theme)
+    page.add_strip(_strip_for(page, services))
+    return page
+
+
+def _monitor(services: Services) -> Page:
+    from app.views.monitor import MonitorPage
+
+    return MonitorPage(services.client, services.telemetry, services.settings, services.theme)
+
+
+def _tune(services: Services) -> Page:
+    from app.views.tune import TunePage
+
+    page = TunePage(services.client, services.settings, services.theme, services.tuning, services.jobs)
+    services.tuning_outrun.noticed.connect(page.on_outrun)
+    return page
+
+
+def _models(services: Services) -> Page:
+    from app.views.models_placeholder import models_placeholder
+
+    return models_placeholder(services.theme)
+
+
+def _settings(services: Services) -> Page:
+    from app.views.settings import SettingsPage
+    from app.widgets.asking import before_loading
+
+    page = SettingsPage(services.settings, services.theme)
+    page.reload_wanted.connect(lambda: before_loading(services.jobs, page, services.model_start.begin))
+    return page
+
+
+def _strip_for(page: Page, services: Services) -> Callable[[QWidget], QWidget]:
+    """Makes what shows the machine at work in little, on a page that is about something else."""
+
+    def make(parent: QWidget) -> QWidget:
+        from app.widgets.timeline.strip import TimelineStrip
+
+        strip = TimelineStrip(services.telemetry, services.theme, parent)
+        strip.opened.connect(lambda: page.page_wanted.emit(MONITOR))
+        return strip
+
+    return make
+
+
+def _report_if_asked(window: MainWindow) -> None:
+    """The benchmarks have the window measure itself."""
+    report_if_asked(window)
+    if path := os.environ.get(STREAMING_REPORT_VARIABLE):
+        from app.streaming_report import StreamingReport
+
+        StreamingReport(window, Path(path))
+    if path := os.environ.get(MONITOR_REPORT_VARIABLE):
+        from app.monitor_report import MonitorReport
+
+        MonitorReport(window, Path(path), float(os.environ.get("SWITCHYARD_MONITOR_SECONDS", "60")))
+
+
+# --- the data folder --------------------------------------------------------------------------------
 
 
 def _claim_data_folder() -> SingleInstance | int:

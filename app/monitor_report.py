@@ -15,8 +15,8 @@ from time import perf_counter, process_time, thread_time
 from PySide6.QtCore import QObject, Qt, QTimer
 from PySide6.QtWidgets import QApplication
 
-from app.services.engine_client import EngineClient
-from app.views.main_window import MONITOR, MainWindow
+from app.views.main_window import MainWindow
+from app.widgets.page import MONITOR
 from engine.common.config import SamplingParams
 from engine.common.files import write_whole
 from engine.common.model_info import ModelInfo
@@ -30,9 +30,10 @@ _QUESTION = "Write a long story about a railway yard, with a table of its tracks
 class MonitorReport(QObject):
     """Writes the figures after `2 * seconds` of decoding, and quits."""
 
-    def __init__(self, client: EngineClient, window: MainWindow, path: Path, seconds: float) -> None:
+    def __init__(self, window: MainWindow, path: Path, seconds: float) -> None:
         super().__init__(window)
-        self._client, self._window, self._path, self._seconds = client, window, path, seconds
+        self._window, self._path, self._seconds = window, path, seconds
+        self._client = client = window.services.client
         self._waits_s: list[float] = []
         self._works_s: list[float] = []
         self._due_s = self._worked_s = self._began_s = self._spent_s = 0.0
@@ -76,7 +77,7 @@ class MonitorReport(QObject):
 
     def _write(self, error: str) -> None:
         self._ticking.stop()
-        report = self._window.telemetry.report
+        report = self._window.services.telemetry.report
         document = {
             "share_of_a_core": self._share,
             "events": len(self._waits_s),

@@ -14,8 +14,9 @@ from PySide6.QtCore import QObject, Qt, QTimer
 from PySide6.QtWidgets import QApplication
 
 from app.services.chat_store import Message, MessageState
-from app.services.engine_client import EngineClient
 from app.views.chat.chat_view import ChatView
+from app.views.main_window import MainWindow
+from app.widgets.page import CHAT
 from engine.common.config import SamplingParams
 from engine.common.files import write_whole
 from engine.common.model_info import ModelInfo
@@ -29,8 +30,10 @@ _QUESTION = "Write a long story about a railway yard, with a table of its tracks
 class StreamingReport(QObject):
     """Asks until `TOKENS` have streamed, writes the figures and quits."""
 
-    def __init__(self, client: EngineClient, chat: ChatView, path: Path) -> None:
-        super().__init__(chat)
+    def __init__(self, window: MainWindow, path: Path) -> None:
+        super().__init__(window)
+        chat = window.page(CHAT)
+        assert isinstance(chat, ChatView)
         self._presenter = chat.presenter
         self._path = path
         self._waits_ms: list[float] = []
@@ -39,7 +42,7 @@ class StreamingReport(QObject):
         self._timer = QTimer(self)
         self._timer.setTimerType(Qt.TimerType.PreciseTimer)
         self._timer.timeout.connect(self._note_wait)
-        client.model_loaded.connect(self._begin)
+        window.services.client.model_loaded.connect(self._begin)
         self._presenter.queue.changed.connect(self._on_answer)
 
     def _begin(self, _model: ModelInfo) -> None:

@@ -55,7 +55,7 @@ class BatchJobs(QObject):
         self._running = ""
         self._run: BatchRun | None = None
         self._wish = JobState.PAUSED
-        self._held = False
+        self._held = self._is_listed = False
         self._bin: dict[str, JobEntry] = {}
         self._listing, self._saving, self._discarding = LatestTask(self), LatestTask(self), TaskQueue(self)
         self._watch = QTimer(self, interval=WATCH_MS)
@@ -189,6 +189,8 @@ class BatchJobs(QObject):
         self.empty_bin()
         for task in (self._saving, self._listing, self._discarding):
             task.close()
+        if not self._is_listed and not self._entries:
+            return  # what was written down is known to nobody here
         try:
             save_jobs(self._entries.values())  # nobody waits for the window any more
         except OSError as error:
@@ -329,6 +331,7 @@ class BatchJobs(QObject):
         self.trouble.emit(self.tr("The list of jobs could not be written ({0}).").format(reason))
 
     def _on_listed(self, found: list[JobEntry]) -> None:
+        self._is_listed = True
         ours = {key for key, entry in self._entries.items() if entry.state is not JobState.ELSEWHERE}
         for entry in found:
             if entry.key not in ours and entry.key not in self._bin and entry != self._entries.get(entry.key):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from PySide6.QtCore import QByteArray, QSize, Qt, QTimer, Signal
@@ -10,29 +10,21 @@ from PySide6.QtGui import QCloseEvent, QGuiApplication, QResizeEvent, QShowEvent
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QMainWindow, QStackedWidget, QVBoxLayout, QWidget
 
 from app.icons import logo
-from app.services.device_monitor import DeviceMonitor
-from app.services.engine_client import EngineClient, EngineState
-from app.services.hardware_change import HardwareChange
-from app.services.model_start import ModelStart
-from app.services.settings import Settings
-from app.services.starter_download import StarterDownload
-from app.services.telemetry_hub import TelemetryHub
-from app.services.tuning_outrun import TuningOutrun
+from app.services.engine_client import EngineState
 from app.theme import ThemeController
 from app.views.machine_footer import MachineFooter
-from app.views.models_placeholder import models_placeholder
 from app.views.shortcuts_dialog import ShortcutsDialog
 from app.views.sidebar import Sidebar
 from app.views.starter_panel import StarterPanel
 from app.widgets.banner import Banner, BannerStack
+from app.widgets.page import TUNE, Page, PageEntry
 from app.widgets.quantities import figures
 from app.widgets.shortcuts import add_shortcut, keys_of
 
 if TYPE_CHECKING:
-    from app.services.batch_jobs import BatchJobs
+    from app.services.services import Services
     from engine.tuning.result import TuningResult
 
-CHAT, BATCH, MONITOR, TUNE, SETTINGS = 0, 1, 2, 3, 5
 SIZE = QSize(1280, 800)
 _TELEMETRY_AFTER_MS = 500
 """Not while the window is being opened."""
@@ -41,30 +33,17 @@ SMALLEST = QSize(640, 400)
 
 
 class MainWindow(QMainWindow):
-    """Takes its services ready made and its chat page from `make_chat`, which is called once.
-
-    `make_strip` makes what shows the machine at work in little, on pages that are about something else.
+    """The frame around the pages, the first of which it opens with.
 
     Signals: `closing`, before the window closes.
     """
 
     closing = Signal()
 
-    def __init__(
-        self,
-        client: EngineClient,
-        settings: Settings,
-        theme: ThemeController,
-        make_chat: Callable[[], QWidget],
-        *,
-        telemetry: TelemetryHub | None = None,
-        make_strip: Callable[[QWidget], QWidget] | None = None,
-        parent: QWidget | None = None,
-    ) -> None:
+    def __init__(self, services: Services, pages: Sequence[PageEntry], parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self._client = client
-        self._settings = settings
-        self._theme = theme
+        self.services = services
+        client, settings, theme = services.client, services.settings, services.theme
         self.setWindowTitle("Switchyard")
         self.setWindowIcon(logo(theme.theme))
         self.setMinimumSize(SMALLEST)
@@ -73,11 +52,8 @@ class MainWindow(QMainWindow):
         self.resize(SIZE.boundedTo(room).expandedTo(SMALLEST))
         self._placed = False
 
-        self.telemetry = telemetry or TelemetryHub(client, settings, DeviceMonitor(self), self)
-        self.devices = self.telemetry.devices
-        self.model_start = ModelStart(client, settings, self)
-        self.download = StarterDownload(self)
-        self.sidebar = Sidebar(theme, MachineFooter(client, self.devices, theme), self)
+        footer = MachineFooter(client, services.devices, theme)
+        self.sidebar = Sidebar(pages, theme, footer, self)
         self.engine_banner = Banner("danger", theme, self)
         self.engine_banner.add_action(self.tr("Restart engine"), self.restart_engine)
         self.problem_banner = self._passing_banner("warning", theme)
@@ -85,56 +61,56 @@ class MainWindow(QMainWindow):
         self.tune_banner = Banner("info", theme, self)
         self.tune_banner.add_action(self.tr("Tune"), self._tune)
         self.tune_banner.add_action(self.tr("Dismiss"), self.tune_banner.hide, kind="quiet")
-        self.hardware_change = HardwareChange(self.devices, self)
-        self.tuning_outrun = TuningOutrun(client, self)
         self.crash_banner = Banner("info", theme, self)
-        self.starter_panel = StarterPanel(self.download, self)
+        self.starter_panel = StarterPanel(services.download, self)
         self.pages = QStackedWidget(self)
-        self._shown = CHAT
-        self._built: dict[int, QWidget] = {}
-        self._make_chat, self._make_strip = make_chat, make_strip
-        self._recall_tuning: Callable[[], None] = lambda: None
+        self._entries = {entry.name: entry for entry in pages}
+        self._shown = pages[0].name
+        self._built: dict[str, Page] = {}
         self._lay_out()
 
         self.sidebar.page_chosen.connect(self.show_page)
-        self.starter_panel.ready.connect(self.model_start.begin)
-        self.model_start.starter_missing.connect(self.starter_panel.offer)
-        self.model_start.problem.connect(self.problem_banner.tell)
+        self.starter_panel.ready.connect(services.model_start.begin)
+        services.model_start.starter_missing.connect(self.starter_panel.offer)
+        services.model_start.problem.connect(self.problem_banner.tell)
         settings.save_failed.connect(self.problem_banner.tell)
         theme.changed.connect(lambda _theme: self.sidebar.follow_window(self.width()))
-        self.hardware_change.noticed.connect(self._on_hardware_change)
-        self.tuning_outrun.noticed.connect(self._on_outrun)
-        self.telemetry.problem.connect(self.problem_banner.tell)
+        services.hardware_change.noticed.connect(self._on_hardware_change)
+        services.tuning_outrun.noticed.connect(self._on_outrun)
+        services.telemetry.problem.connect(self.problem_banner.tell)
         client.state_changed.connect(self._on_engine_state)
         client.model_loaded.connect(self._on_model_loaded)
         client.responding_changed.connect(self._on_responding)
         add_shortcut(self, "F1", self.tr("Show these shortcuts"), self.show_shortcuts)
         add_shortcut(self, "Ctrl+/", "", self.show_shortcuts)
         add_shortcut(self, "Ctrl+Q", self.tr("Quit"), self.quit_by_hand)
-        self.show_page(CHAT)
+        self.show_page(self._shown)
 
-    def show_page(self, index: int) -> None:
-        """Shows a page, by its place in the sidebar."""
-        self.sidebar.choose(index)
-        self._shown = index
-        if index == TUNE:
+    def show_page(self, name: str) -> None:
+        """Shows the page of this name."""
+        self.sidebar.choose(name)
+        self._shown = name
+        if name == TUNE:
             self.tune_banner.hide()  # the page says it itself
-        self.pages.setCurrentWidget(self.page(index))
+        self.pages.setCurrentWidget(self.page(name))
         if not self.sidebar.has_focus():  # who walks through the sidebar with the keys stays there
             self._focus_page()
 
-    def page(self, index: int) -> QWidget:
-        """A page, by its place in the sidebar; made when it is first wanted, so that the window opens sooner."""
-        if index not in self._built:
-            self._built[index] = page = self._make(index)
+    def page(self, name: str) -> Page:
+        """The page of this name; made when it is first wanted, so that the window opens sooner."""
+        if name not in self._built:
+            self._built[name] = page = self._entries[name].make(self.services)
+            page.page_wanted.connect(self.show_page)
+            self.closing.connect(page.close_down)
             self.pages.addWidget(page)
-        return self._built[index]
+        return self._built[name]
 
     def begin(self) -> None:
         """Starts what the window needs but does not wait for: the engine, the default model, the machine's figures."""
-        self.devices.start()
-        self.model_start.begin()
-        QTimer.singleShot(_TELEMETRY_AFTER_MS, self.telemetry.start)  # loads numpy and drivers, in its own thread
+        self.services.devices.start()
+        self.services.model_start.begin()
+        # It loads numpy and drivers, in a thread of its own.
+        QTimer.singleShot(_TELEMETRY_AFTER_MS, self.services.telemetry.start)
 
     def come_forward(self) -> None:
         """Brings the window to the front, also from the task bar."""
@@ -146,7 +122,7 @@ class MainWindow(QMainWindow):
     def restart_engine(self) -> None:
         """Starts the engine again, with the model that it had."""
         self.engine_banner.hide()
-        self.model_start.restart()
+        self.services.model_start.restart()
 
     def show_shortcuts(self) -> None:
         """Lists the keys of the page that is shown, and those that work everywhere."""
@@ -194,14 +170,14 @@ class MainWindow(QMainWindow):
 
     def _on_engine_state(self, state: EngineState) -> None:
         if state is EngineState.DIED:
-            self.engine_banner.tell(self.tr("{0} Your text is kept.").format(self._client.last_error))
-        elif state is not EngineState.STOPPED and self._client.is_responding:
+            self.engine_banner.tell(self.tr("{0} Your text is kept.").format(self.services.client.last_error))
+        elif state is not EngineState.STOPPED and self.services.client.is_responding:
             self.engine_banner.hide()
 
     def _on_responding(self, responding: bool) -> None:
         if not responding:
-            self.engine_banner.tell(self._client.last_error)
-        elif self._client.state is not EngineState.DIED:
+            self.engine_banner.tell(self.services.client.last_error)
+        elif self.services.client.state is not EngineState.DIED:
             self.engine_banner.hide()
 
     def _tune(self) -> None:
@@ -215,9 +191,7 @@ class MainWindow(QMainWindow):
         won = result.won
         if won is None:
             return
-        tune = self._built.get(TUNE)
-        if tune is not None and tune is self.pages.currentWidget():
-            self._recall_tuning()
+        if self._shown == TUNE:
             return  # the page says it itself
         words = self.tr(
             "{0} now runs at {1} tokens/s, much faster than the {2} that Tune measured: something else kept the "
@@ -225,64 +199,11 @@ class MainWindow(QMainWindow):
         )
         self.tune_banner.tell(words.format(result.model, figures(result.outrun), figures(won.tokens_per_s)))
 
-    def _reload(self) -> None:
-        from app.views.batch import BatchPage
-
-        def load() -> None:
-            self.problem_banner.hide()
-            self.model_start.begin()
-
-        batch = self._built.get(BATCH)
-        batch.guard.before_another_model(load) if isinstance(batch, BatchPage) else load()
-
-    def _batch_jobs(self) -> BatchJobs | None:
-        if BATCH not in self._built:
-            return None
-        from app.views.batch import BatchPage
-
-        batch = self._built[BATCH]
-        return batch.jobs if isinstance(batch, BatchPage) else None
-
     def _on_model_loaded(self) -> None:
         self.problem_banner.hide()
         self.starter_panel.hide()
 
     # --- building ---------------------------------------------------------------------------------
-
-    def _make(self, index: int) -> QWidget:
-        if index == CHAT:
-            return self._make_chat()
-        if index == SETTINGS:
-            from app.views.settings import SettingsPage
-
-            page = SettingsPage(self._settings, self._theme, self)
-            page.reload_wanted.connect(self._reload)
-            page.tune_wanted.connect(self._tune)
-            self.closing.connect(page.close_down)
-            return page
-        if index == MONITOR:
-            from app.views.monitor import MonitorPage
-
-            monitor = MonitorPage(self._client, self.telemetry, self._settings, self._theme, self)
-            monitor.tune_wanted.connect(lambda: self.show_page(TUNE))
-            self.closing.connect(monitor.close_down)
-            return monitor
-        if index == BATCH:
-            from app.views.batch import make_batch_page
-
-            batch = make_batch_page(self._client, self._theme, self)
-            if self._make_strip is not None:
-                batch.add_strip(self._make_strip)
-            self.closing.connect(batch.close_down)
-            return batch
-        if index == TUNE:
-            from app.views.tune import TunePage
-
-            tune = TunePage(self._client, self._settings, self._theme, self, jobs=self._batch_jobs)
-            self.closing.connect(tune.close_down)
-            self._recall_tuning = tune.recall
-            return tune
-        return models_placeholder(self._theme)
 
     def _passing_banner(self, kind: str, theme: ThemeController) -> Banner:
         banner = Banner("warning" if kind == "warning" else "info", theme, self)
@@ -317,7 +238,7 @@ class MainWindow(QMainWindow):
     def showEvent(self, event: QShowEvent) -> None:
         if not self._placed:
             self._placed = True
-            saved = QByteArray.fromBase64(QByteArray(self._settings.window_geometry.encode()))
+            saved = QByteArray.fromBase64(QByteArray(self.services.settings.window_geometry.encode()))
             if not saved.isEmpty():
                 self.restoreGeometry(saved)
         super().showEvent(event)
@@ -325,12 +246,7 @@ class MainWindow(QMainWindow):
 
     def closeEvent(self, event: QCloseEvent) -> None:
         self.closing.emit()
-        self._settings.window_geometry = bytes(self.saveGeometry().toBase64().data()).decode()
-        self._settings.save()
-        self.download.close()
-        self.devices.stop()
-        self.hardware_change.close()
-        self.tuning_outrun.close()
-        self.telemetry.close()
-        self.model_start.close()
+        self.services.settings.window_geometry = bytes(self.saveGeometry().toBase64().data()).decode()
+        self.services.settings.save()
+        self.services.close()
         super().closeEvent(event)

@@ -9,13 +9,14 @@ from PySide6.QtWidgets import QHBoxLayout, QLabel, QVBoxLayout, QWidget
 
 from app.icons import icon
 from app.theme import Theme, ThemeController
+from app.widgets.page import Page
 from app.widgets.page_header import PageHeader
 
 ICON_PX = 40
 TEXT_WIDTH_PX = 480
 
 
-class PlaceholderPage(QWidget):
+class PlaceholderPage(Page):
     """Title, icon and two or three sentences."""
 
     def __init__(

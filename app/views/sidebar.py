@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from PySide6.QtCore import QEvent, QSize, Qt, Signal
 from PySide6.QtGui import QKeySequence, QResizeEvent
 from PySide6.QtWidgets import QButtonGroup, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
@@ -9,6 +11,7 @@ from PySide6.QtWidgets import QButtonGroup, QHBoxLayout, QLabel, QPushButton, QV
 from app.icons import icon, logo
 from app.theme import BODY_PX, Theme, ThemeController
 from app.views.machine_footer import MachineFooter
+from app.widgets.page import PageEntry
 from app.widgets.shortcuts import add_shortcut
 
 WIDTH_PX = 208
@@ -24,16 +27,19 @@ LOGO_PX = 24
 class Sidebar(QWidget):
     """Becomes a rail of icons in a narrow window; what the foot has no room for is in its tooltip.
 
-    Signals: `page_chosen(int)`, an index into `pages`.
+    Signals: `page_chosen(str)`, the name of a page.
     """
 
-    page_chosen = Signal(int)
+    page_chosen = Signal(str)
 
-    def __init__(self, theme: ThemeController, footer: MachineFooter, parent: QWidget | None = None) -> None:
+    def __init__(
+        self, pages: Sequence[PageEntry], theme: ThemeController, footer: MachineFooter, parent: QWidget | None = None
+    ) -> None:
         super().__init__(parent)
         self.setProperty("pane", "surface")
         self.setAttribute(Qt.WidgetAttribute.WA_StyledBackground)
         self.setAccessibleName(self.tr("Navigation"))
+        self._pages = tuple(pages)
         self._theme = theme
         self._footer = footer
         self._is_rail = False
@@ -52,12 +58,12 @@ class Sidebar(QWidget):
         column.setSpacing(4)
         column.addWidget(self._head)
         self._group = QButtonGroup(self)
-        self._icons: list[tuple[QPushButton, str]] = []
-        for index, (icon_name, label) in enumerate(self._pages()):
-            column.addWidget(self._button(index, icon_name, label))
+        self._buttons: dict[str, QPushButton] = {}
+        for index, page in enumerate(self._pages):
+            column.addWidget(self._button(index, page))
         column.addStretch(1)
         column.addWidget(footer)
-        self._group.idClicked.connect(self.page_chosen)
+        self._group.idClicked.connect(lambda index: self.page_chosen.emit(self._pages[index].name))
         self._show_labels()
         theme.changed.connect(self._apply)
         self._apply(theme.theme)
@@ -81,50 +87,37 @@ class Sidebar(QWidget):
             self._fit()
         return handled
 
-    def choose(self, index: int) -> None:
+    def choose(self, name: str) -> None:
         """Marks the page as the one shown; emits nothing."""
-        self._group.button(index).setChecked(True)
+        self.button(name).setChecked(True)
 
     def has_focus(self) -> bool:
         """Whether a button of the sidebar has the focus."""
         return any(button.hasFocus() for button in self._group.buttons())
 
-    def button(self, index: int) -> QPushButton:
+    def button(self, name: str) -> QPushButton:
         """The button of a page, for focus and tests."""
-        found = self._group.button(index)
-        if not isinstance(found, QPushButton):
-            raise IndexError(index)
-        return found
+        return self._buttons[name]
 
-    def _pages(self) -> tuple[tuple[str, str], ...]:
-        return (
-            ("chat", self.tr("Chat")),
-            ("batch", self.tr("Batch")),
-            ("monitor", self.tr("Monitor")),
-            ("tune", self.tr("Tune")),
-            ("models", self.tr("Models")),
-            ("settings", self.tr("Settings")),
-        )
-
-    def _button(self, index: int, icon_name: str, label: str) -> QPushButton:
+    def _button(self, index: int, page: PageEntry) -> QPushButton:
         button = QPushButton(self)
         button.setCheckable(True)
         button.setProperty("kind", "navigation")
-        button.setAccessibleName(label)
+        button.setAccessibleName(page.label)
         keys = QKeySequence(f"Ctrl+{index + 1}")
         button.setFocusPolicy(Qt.FocusPolicy.TabFocus)
-        add_shortcut(self, keys, self.tr("Go to {0}").format(label), lambda: self._go(index))
+        add_shortcut(self, keys, self.tr("Go to {0}").format(page.label), lambda: self._go(page.name))
         self._group.addButton(button, index)
-        self._icons.append((button, icon_name))
+        self._buttons[page.name] = button
         return button
 
-    def _go(self, index: int) -> None:
-        self.choose(index)
-        self.page_chosen.emit(index)
+    def _go(self, name: str) -> None:
+        self.choose(name)
+        self.page_chosen.emit(name)
 
     def _show_labels(self) -> None:
-        for index, (_, label) in enumerate(self._pages()):
-            button = self.button(index)
+        for index, page in enumerate(self._pages):
+            button, label = self.button(page.name), page.label
             keys = QKeySequence(f"Ctrl+{index + 1}").toString(QKeySequence.SequenceFormat.NativeText)
             button.setText("" if self._is_rail else f" {label}")
             button.setToolTip(f"{label}  {keys}" if self._is_rail else keys)
@@ -150,7 +143,7 @@ class Sidebar(QWidget):
         self.setFixedWidth(round(RAIL_PX * (0.4 + 0.6 * scale) if self._is_rail else WIDTH_PX * (0.4 + 0.6 * scale)))
         self._mark.setPixmap(logo(theme).pixmap(QSize(LOGO_PX, LOGO_PX), self.devicePixelRatioF()))
         side = round(ICON_PX * scale)
-        for button, name in self._icons:
+        for name, button in self._buttons.items():
             button.setIconSize(QSize(side, side))
             button.setIcon(icon(name, theme, theme.muted, theme.accent_text))
         self._fit()

@@ -14,7 +14,8 @@ from app import main as program
 from app.services.batch_job import RESUMABLE, JobState, key_of
 from app.services.engine_client import EngineState
 from app.views.batch import BatchPage
-from app.views.main_window import BATCH, MainWindow
+from app.views.main_window import MainWindow
+from app.widgets.page import BATCH
 from engine.common.config import BatchJob, SamplingParams
 
 _LOOK_MS = 20
@@ -41,9 +42,9 @@ class Somebody:
     def _look(self) -> None:
         window, jobs = self._window, self._page._jobs
         entry = jobs.entry(key_of(self._job.output))
-        if window._client.state is EngineState.DIED:
+        if window.services.client.state is EngineState.DIED:
             _click(window.engine_banner.findChildren(QPushButton)[0])
-        elif not self._is_listed or window._client.model is None:
+        elif not self._is_listed or window.services.client.model is None:
             return
         elif entry is None:
             self._page.form.start_wanted.emit(self._job, None)

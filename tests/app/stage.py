@@ -17,22 +17,24 @@ from PySide6.QtWidgets import QApplication, QWidget
 
 import app.services.planning as planning
 import app.services.tuning as tuning
+from app.main import page_entries
 from app.services.chat_store import AnswerStats, ChatStore, Conversation, Message, MessageState, new_id
 from app.services.planning import PlanAnswer, PlanQuestion
+from app.services.services import Services
 from app.services.settings import Settings
-from app.services.telemetry_hub import TelemetryHub
 from app.theme import ThemeController
 from app.views.batch import BatchPage
-from app.views.batch.dialogs import ask
 from app.views.chat.chat_view import ChatView
-from app.views.main_window import BATCH, CHAT, MONITOR, SETTINGS, TUNE, MainWindow
+from app.views.main_window import MainWindow
 from app.views.monitor import MonitorPage
 from app.views.settings import SettingsPage
 from app.views.settings.about import LicencesDialog
 from app.views.shortcuts_dialog import ShortcutsDialog
 from app.views.tune.page import TunePage
 from app.views.tune.step_bar import TIMED
+from app.widgets.asking import ask
 from app.widgets.markdown_view import MarkdownView
+from app.widgets.page import BATCH, CHAT, MODELS, MONITOR, SETTINGS, TUNE
 from engine.common.errors import ErrorCode
 from engine.hardware.gpu_info import Vendor
 from engine.hardware.sensors import GpuSample
@@ -87,16 +89,11 @@ class Stage:
         self._says = replace(sample(), gpus=(card,), ram_used=11 * GIB, ram_total=32 * GIB, ram_ours=1150 * 2**20)
         self._found = made.probe(made.gpu("NVIDIA GeForce RTX 4060 Laptop GPU"))
         devices = steady_devices(self._says, self._found)
-        self._hub = TelemetryHub(self.engine, settings, devices)  # type: ignore[arg-type]
+        self.services = Services.around(self.engine, self.store, settings, theme, devices)  # type: ignore[arg-type]
+        self._hub = self.services.telemetry
         self.dialog: QWidget | None = None
         """What lies over the window, if the scene opened something."""
-
-        def make_chat() -> QWidget:
-            chat = ChatView(self.engine, self.store, theme, settings)  # type: ignore[arg-type]
-            chat.restart_wanted.connect(lambda: self.window.restart_engine())
-            return chat
-
-        self.window = MainWindow(self.engine, settings, theme, make_chat, telemetry=self._hub)  # type: ignore[arg-type]
+        self.window = MainWindow(self.services, page_entries())
 
     # --- the pages ---
 
@@ -131,7 +128,7 @@ class Stage:
         self.window.resize(size)
         self.window.show()
         self.window.resize(size)
-        devices = self.window.devices
+        devices = self.services.devices
         devices.sampled.emit(self._says)
         devices.hardware_found.emit(self._found)
         self.engine.telemetry.emit(Telemetry(900 * 2**20, 110 * 2**20, 160 * 2**20, 20 * 2**20, 900, 0.0))
@@ -164,7 +161,6 @@ class Stage:
             self.dialog.close()
             self.dialog.deleteLater()
         self.window.close()
-        self.chat.close_down()
         self.store.close()
         self.window.deleteLater()
         self._hub.close()
@@ -414,7 +410,7 @@ def _starter(stage: Stage) -> None:
 
 
 def _models(stage: Stage) -> None:
-    stage.window.show_page(4)
+    stage.window.show_page(MODELS)
 
 
 SCENES: dict[str, Callable[[Stage], None]] = {

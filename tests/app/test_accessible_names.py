@@ -21,9 +21,12 @@ from PySide6.QtWidgets import (
 )
 from pytestqt.qtbot import QtBot
 
+from app.services.answer_queue import AnswerQueue
 from app.services.batch_jobs import BatchJobs
+from app.services.batch_sample import BatchSample
 from app.services.chat_store import ChatStore
 from app.services.settings import Settings
+from app.services.token_counter import TokenCounter
 from app.theme import ThemeController
 from app.views.batch import BatchPage
 from app.views.chat.chat_view import ChatView
@@ -72,13 +75,14 @@ def _spoken(interface: object) -> str:
 def batch(theme: ThemeController, switchyard_home: Path, qtbot: QtBot) -> Iterator[tuple[BatchPage, ScriptedBatches]]:
     engine = ScriptedBatches()
     jobs = BatchJobs(engine)  # type: ignore[arg-type]
-    page = BatchPage(engine, jobs, theme)  # type: ignore[arg-type]
+    page = BatchPage(engine, jobs, BatchSample(engine, jobs), theme)  # type: ignore[arg-type]
     qtbot.addWidget(page)
     page.resize(1072, 760)
     page.show()
     qtbot.waitSignal(jobs.listed).wait()
     yield page, engine
     page.close_down()
+    jobs.close_down()
     jobs.deleteLater()
     engine.deleteLater()
 
@@ -109,9 +113,10 @@ def test_everything_on_the_batch_page_has_a_name(
 
 
 def test_everything_on_the_chat_page_has_a_name(theme: ThemeController, switchyard_home: Path, qtbot: QtBot) -> None:
-    engine, store = ScriptedEngine(), ChatStore()
-    page = ChatView(engine, store, theme, Settings())  # type: ignore[arg-type]
-    qtbot.addWidget(page, before_close_func=lambda page: page.close_down())
+    engine, store, counter = ScriptedEngine(), ChatStore(), TokenCounter()
+    answers = AnswerQueue(engine, store)  # type: ignore[arg-type]
+    page = ChatView(engine, store, theme, Settings(), answers, counter)  # type: ignore[arg-type]
+    qtbot.addWidget(page, before_close_func=lambda page: (page.close_down(), counter.close()))
     page.resize(1072, 800)
     with qtbot.waitSignal(store.listed):
         page.show()

@@ -259,6 +259,13 @@ def test_a_killed_window_finds_its_jobs_paused(
     next_start.close_down()
 
 
+def test_jobs_that_were_never_listed_are_not_written_over(jobs: BatchJobs, tmp_path: Path, qtbot: QtBot) -> None:
+    jobs.add(a_job(tmp_path, "one"), 6)
+    qtbot.waitUntil(lambda: len(load_jobs()) == 1)
+    BatchJobs(ScriptedBatches()).close_down()  # another page needed the queue, and nobody looked at its jobs
+    assert len(load_jobs()) == 1
+
+
 def test_a_disk_that_takes_long_stops_nobody_and_the_last_state_is_written(
     jobs: BatchJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,9 +23,11 @@ from pytestqt.qtbot import QtBot
 from app.models.batch_rows import Column
 from app.services.batch_job import JobState
 from app.services.batch_jobs import BatchJobs
+from app.services.batch_sample import BatchSample
 from app.services.engine_client import EngineState
 from app.theme import ThemeController
 from app.views.batch import BatchPage
+from app.widgets.asking import before_loading
 from engine.batch_files.answer import Answer, failed
 from engine.batch_files.messages import BatchFinished
 from engine.batch_files.openai_responses import errors_path
@@ -48,13 +50,14 @@ def engine(qapp: QApplication) -> Iterator[ScriptedBatches]:
 @pytest.fixture
 def page(engine: ScriptedBatches, theme: ThemeController, switchyard_home: Path, qtbot: QtBot) -> Iterator[BatchPage]:
     jobs = BatchJobs(engine)
-    result = BatchPage(engine, jobs, theme)
+    result = BatchPage(engine, jobs, BatchSample(engine, jobs), theme)
     qtbot.addWidget(result)
     result.resize(1072, 760)
     result.show()
     qtbot.waitSignal(jobs.listed).wait()
     yield result
     result.close_down()
+    jobs.close_down()
     jobs.deleteLater()
 
 
@@ -376,15 +379,15 @@ def test_another_model_is_loaded_only_when_the_user_agrees(
     page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path
 ) -> None:
     loads: list[int] = []
-    page.guard.before_another_model(lambda: loads.append(1))
+    before_loading(page._jobs, page, lambda: loads.append(1))
     assert loads == [1]
     start(page, qtbot, table)
-    page.guard.before_another_model(lambda: loads.append(2))
+    before_loading(page._jobs, page, lambda: loads.append(2))
     answer_dialog("Cancel")
     assert loads == [1]
     assert only_state(page) is JobState.RUNNING
-    page.guard.before_another_model(lambda: loads.append(2))
-    answer_dialog("Stop the job")
+    before_loading(page._jobs, page, lambda: loads.append(2))
+    answer_dialog("Pause the job")
     assert loads == [1, 2]
     assert engine.cancelled == ["b0"]
 

@@ -9,23 +9,57 @@ from pathlib import Path
 import pytest
 from PySide6.QtCore import Qt
 from PySide6.QtGui import QGuiApplication
-from PySide6.QtWidgets import QApplication, QLabel, QLineEdit, QPushButton, QWidget
+from PySide6.QtWidgets import QApplication, QLabel, QMessageBox, QPushButton
 from pytestqt.qtbot import QtBot
 
+from app.main import page_entries
+from app.services.batch_job import JobEntry, JobState
+from app.services.batch_jobs import BatchJobs
+from app.services.chat_store import ChatStore
 from app.services.engine_client import EngineClient, EngineState
+from app.services.model_start import ModelStart
+from app.services.services import Services
 from app.services.settings import Settings
 from app.services.starter_download import StarterDownload
 from app.theme import ThemeController
 from app.views.main_window import SMALLEST, MainWindow
 from app.views.placeholder import PlaceholderPage
+from app.views.settings import SettingsPage
 from app.views.starter_panel import StarterPanel
+from app.widgets.page import BATCH, CHAT, MODELS, MONITOR, SETTINGS, TUNE, Page, PageEntry
+from engine.common.config import BatchJob
 
-PAGES = ("Chat", "Batch", "Monitor", "Tune", "Models", "Settings")
+PAGES = (CHAT, BATCH, MONITOR, TUNE, MODELS, SETTINGS)
 WORKER = [sys.executable, str(Path(__file__).with_name("scripted_worker.py"))]
 
 
-class ChatStandIn(QLineEdit):
+class ChatStandIn(Page):
     """A page that takes the focus, as the chat page does."""
+
+    def __init__(self, _services: Services) -> None:
+        super().__init__()
+        self.setFocusPolicy(Qt.FocusPolicy.StrongFocus)
+
+
+@pytest.fixture
+def open_window(
+    qtbot: QtBot, settings: Settings, theme: ThemeController
+) -> Iterator[Callable[[EngineClient], MainWindow]]:
+    """The window of an engine, with all its pages but the first, and without chats."""
+    store = ChatStore()
+    windows: list[MainWindow] = []
+
+    def build(client: EngineClient) -> MainWindow:
+        pages = (PageEntry(CHAT, "Chat", ChatStandIn), *page_entries()[1:])
+        windows.append(MainWindow(Services.around(client, store, settings, theme), pages))
+        qtbot.addWidget(windows[-1])
+        windows[-1].show()
+        return windows[-1]
+
+    yield build
+    for window in windows:
+        window.close()
+    store.close()
 
 
 @pytest.fixture
@@ -38,37 +72,34 @@ def client(qapp: QApplication) -> Iterator[EngineClient]:
 
 
 @pytest.fixture
-def window(qtbot: QtBot, client: EngineClient, settings: Settings, theme: ThemeController) -> Iterator[MainWindow]:
-    result = MainWindow(client, settings, theme, ChatStandIn)
-    qtbot.addWidget(result)
-    result.show()
+def window(client: EngineClient, open_window: Callable[[EngineClient], MainWindow]) -> MainWindow:
+    result = open_window(client)
     result.activateWindow()
-    yield result
-    result.close()
+    return result
 
 
 def test_the_first_page_is_chat_and_has_the_focus(window: MainWindow, qtbot: QtBot) -> None:
     assert isinstance(window.pages.currentWidget(), ChatStandIn)
     qtbot.waitUntil(window.pages.currentWidget().hasFocus)
-    assert window.sidebar.button(0).isChecked()
+    assert window.sidebar.button(CHAT).isChecked()
 
 
 @pytest.mark.parametrize("index", range(len(PAGES)))
 def test_every_page_is_reached_by_click_and_by_key(window: MainWindow, qtbot: QtBot, index: int) -> None:
-    button = window.sidebar.button(index)
-    assert button.accessibleName() == PAGES[index]
+    name = PAGES[index]
+    button = window.sidebar.button(name)
+    assert button.accessibleName() == name.capitalize()
     assert button.toolTip().endswith(f"Ctrl+{index + 1}")
     qtbot.mouseClick(button, Qt.MouseButton.LeftButton)
-    assert window.pages.currentWidget() is window.page(index)
-    window.show_page((index + 1) % len(PAGES))
+    assert window.pages.currentWidget() is window.page(name)
+    window.show_page(PAGES[(index + 1) % len(PAGES)])
     qtbot.keyClick(window, Qt.Key(Qt.Key.Key_1 + index), Qt.KeyboardModifier.ControlModifier)
-    assert window.pages.currentWidget() is window.page(index)
+    assert window.pages.currentWidget() is window.page(name)
     assert button.isChecked()
 
 
 def test_pages_that_are_not_built_say_so_and_offer_nothing(window: MainWindow) -> None:
-    unbuilt = [window.page(index) for index in (4,)]
-    for page in unbuilt:
+    for page in (window.page(MODELS),):
         assert isinstance(page, PlaceholderPage)
         assert page.findChildren(QPushButton) == []
         sentences = page.accessibleDescription().count(". ") + 1
@@ -80,6 +111,23 @@ def test_everything_that_can_be_pressed_has_a_name(window: MainWindow) -> None:
         assert button.accessibleName() or button.text()
 
 
+def test_a_page_that_wants_another_is_left_for_it(window: MainWindow) -> None:
+    window.page(SETTINGS).page_wanted.emit(TUNE)
+    assert window.pages.currentWidget() is window.page(TUNE)
+    assert window.sidebar.button(TUNE).isChecked()
+
+
+def test_what_the_window_opens_without_is_not_made_and_need_not_be_closed(
+    client: EngineClient, open_window: Callable[[EngineClient], MainWindow]
+) -> None:
+    window = open_window(client)
+    assert not {"jobs", "sample", "tuning"} & vars(window.services).keys()
+    window.show_page(TUNE)
+    assert {"jobs", "tuning"} <= vars(window.services).keys()
+    window.close()
+    assert client.state is EngineState.STOPPED
+
+
 @pytest.mark.parametrize("choice", ["light", "dark"])
 @pytest.mark.parametrize("font_px", [12, 14, 20])
 def test_the_sidebar_s_labels_have_room(
@@ -88,49 +136,42 @@ def test_the_sidebar_s_labels_have_room(
     theme.set_choice("dark" if choice == "dark" else "light")
     theme.set_font_px(font_px)
     window.resize(SMALLEST)
-    window.show_page(1)
-    for index in range(len(PAGES)):
-        button = window.sidebar.button(index)
+    window.show_page(BATCH)
+    for name in PAGES:
+        button = window.sidebar.button(name)
         assert button.width() >= button.sizeHint().width()
         assert button.height() >= button.sizeHint().height()
-    for label in window.page(1).findChildren(QLabel):
+    for label in window.page(BATCH).findChildren(QLabel):
         if label.isVisible() and label.wordWrap():
             assert label.height() >= label.heightForWidth(label.width())
 
 
 def test_the_place_on_the_screen_is_kept(
-    client: EngineClient, settings: Settings, theme: ThemeController, qtbot: QtBot
+    client: EngineClient, open_window: Callable[[EngineClient], MainWindow]
 ) -> None:
-    first = MainWindow(client, settings, theme, QWidget)
-    qtbot.addWidget(first)
-    first.show()
+    first = open_window(client)
     first.resize(760, 640)  # no larger than the offscreen platform's screen
     first.close()
-    second = MainWindow(client, settings, theme, QWidget)
-    qtbot.addWidget(second)
-    second.show()
+    second = open_window(client)
     assert (second.width(), second.height()) == (760, 640)
-    second.close()
 
 
 # --- the engine -----------------------------------------------------------------------------------
 
 
 def test_a_dead_engine_is_told_on_every_page_and_restarts_on_a_click(
-    qtbot: QtBot, settings: Settings, theme: ThemeController, tmp_path: Path
+    qtbot: QtBot, open_window: Callable[[EngineClient], MainWindow], tmp_path: Path
 ) -> None:
     worker = tmp_path / "worker.py"
     worker.write_text("import sys; sys.exit(3)")
     client = EngineClient(command=[sys.executable, str(worker)])
-    window = MainWindow(client, settings, theme, ChatStandIn)
-    qtbot.addWidget(window)
-    window.show()
+    window = open_window(client)
     client.start()
     qtbot.waitUntil(window.engine_banner.isVisible)
     assert "exit code 3" in window.engine_banner.text
     assert window.engine_banner.text.endswith("Your text is kept.")
-    for index in range(len(PAGES)):
-        window.show_page(index)
+    for name in PAGES:
+        window.show_page(name)
         assert window.engine_banner.isVisible()
     (restart,) = [button for button in window.engine_banner.findChildren(QPushButton) if "Restart" in button.text()]
     with qtbot.waitSignal(client.state_changed):
@@ -149,10 +190,27 @@ def test_an_engine_that_does_not_respond_is_told_and_the_line_goes_when_it_does(
     assert not window.engine_banner.isVisible()
 
 
+def test_another_default_model_waits_for_the_word_while_a_job_runs(
+    window: MainWindow, settings: Settings, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[bool] = []
+    monkeypatch.setattr(ModelStart, "begin", lambda _self: begun.append(True))
+    page = window.page(SETTINGS)
+    assert isinstance(page, SettingsPage)
+    page.reload_wanted.emit()
+    assert begun == [True]
+    entry = JobEntry("job", BatchJob("in.csv", "out.csv"), JobState.RUNNING, 1.0)
+    monkeypatch.setattr(BatchJobs, "running", property(lambda _self: entry))
+    page.reload_wanted.emit()
+    assert begun == [True]
+    (box,) = window.findChildren(QMessageBox)
+    box.close()
+
+
 def test_a_model_that_cannot_be_found_is_told(window: MainWindow, settings: Settings, qtbot: QtBot) -> None:
     settings.default_model = "no-such-model"
-    with qtbot.waitSignal(window.model_start.problem):
-        window.model_start.begin()
+    with qtbot.waitSignal(window.services.model_start.problem):
+        window.services.model_start.begin()
     assert "no-such-model" in window.problem_banner.text
     assert window.problem_banner.isVisible()
     assert not window.starter_panel.isVisible()
@@ -162,8 +220,8 @@ def test_a_model_that_cannot_be_found_is_told(window: MainWindow, settings: Sett
 
 
 def test_without_the_starter_the_window_offers_it(window: MainWindow, qtbot: QtBot) -> None:
-    with qtbot.waitSignal(window.model_start.starter_missing):
-        window.model_start.begin()
+    with qtbot.waitSignal(window.services.model_start.starter_missing):
+        window.services.model_start.begin()
     assert window.starter_panel.isVisible()
     assert not window.problem_banner.isVisible()
 

@@ -9,12 +9,15 @@ from PySide6.QtCore import Qt
 from PySide6.QtWidgets import QAbstractButton, QApplication, QLabel, QWidget
 from pytestqt.qtbot import QtBot
 
+from app.main import page_entries
 from app.services.chat_store import AnswerStats, ChatStore, Conversation, Message, new_id
 from app.services.engine_client import EngineClient
+from app.services.services import Services
 from app.services.settings import Settings
 from app.theme import ThemeController
 from app.views.chat.chat_view import ChatView
 from app.views.main_window import SIZE, SMALLEST, MainWindow
+from app.widgets.page import CHAT
 
 QUESTION = "What is the capital of France? And then show me a function in Python that adds two numbers, with a test."
 ANSWER = f"**Paris.** {QUESTION}\n\n```python\ndef add(a, b):\n    return a + b\n```\n\n{QUESTION}"
@@ -31,10 +34,9 @@ def window(qapp: QApplication, settings: Settings, theme: ThemeController) -> It
     store.create(conversation, [user, answer])
     store.flush()
     settings.set("last_chat", conversation.id)
-    result = MainWindow(client, settings, theme, lambda: ChatView(client, store, theme, settings))
+    result = MainWindow(Services.around(client, store, settings, theme), page_entries())
     yield result
     result.close()
-    result.page(0).close_down()
     store.close()
     result.deleteLater()
     client.deleteLater()
@@ -58,7 +60,7 @@ def test_a_conversation_fits_the_smallest_window(
     window: MainWindow, theme: ThemeController, qtbot: QtBot, font_px: int
 ) -> None:
     theme.set_font_px(font_px)
-    chat = window.page(0)
+    chat = window.page(CHAT)
     assert isinstance(chat, ChatView)
     window.resize(SIZE)
     window.show()

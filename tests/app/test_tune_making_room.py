@@ -25,8 +25,7 @@ class Scene:
         self.engine = ScriptedBatches()
         self.jobs = BatchJobs(self.engine, page)  # type: ignore[arg-type]
         self.page, self.folder = page, folder
-        self.with_jobs = True
-        self.room = MakingRoom(self.engine, lambda: self.jobs if self.with_jobs else None, page)  # type: ignore[arg-type]
+        self.room = MakingRoom(self.engine, self.jobs, page)  # type: ignore[arg-type]
         self.runs = 0
 
     def run(self) -> None:
@@ -121,7 +120,6 @@ def test_a_job_that_is_added_meanwhile_waits(scene: Scene) -> None:
 
 def test_an_answer_is_waited_for_or_stopped(scene: Scene) -> None:
     scene.engine.answering = (scene.engine.generate([], SamplingParams()),)
-    scene.with_jobs = False
     scene.room.before_run(scene.run)
     scene.answer("Cancel")
     assert (scene.runs, scene.engine.cancelled) == (0, [])

@@ -16,6 +16,7 @@ from pytestqt.qtbot import QtBot
 
 import app.services.planning as planning
 import app.services.tuning as tuning
+from app.services.batch_jobs import BatchJobs
 from app.services.engine_client import EngineState
 from app.services.machine_look import MachineLook, look_at_machine
 from app.services.planning import PlanAnswer, PlanQuestion
@@ -110,7 +111,8 @@ def scene(qtbot: QtBot, settings: Settings, theme: ThemeController, monkeypatch:
     monkeypatch.setattr(tuning, "look_at_machine", lambda *_: LOOK)
     monkeypatch.setattr(planning, "answer", _planned)
     engine = ScriptedEngine()
-    page = TunePage(engine, settings, theme)  # type: ignore[arg-type]
+    service, jobs = tuning.Tuning(engine, settings), BatchJobs(engine)  # type: ignore[arg-type]
+    page = TunePage(engine, settings, theme, service, jobs)  # type: ignore[arg-type]
     qtbot.addWidget(page)
     page.resize(1072, 800)
     page.show()
@@ -119,6 +121,8 @@ def scene(qtbot: QtBot, settings: Settings, theme: ThemeController, monkeypatch:
     )
     yield Scene(page, engine, qtbot)
     page.close_down()
+    service.close()
+    jobs.close_down()
 
 
 def _planned(question: PlanQuestion) -> PlanAnswer:

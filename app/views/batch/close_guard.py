@@ -1,14 +1,12 @@
-"""Closing the window, or loading another model, while a job runs: said before it is done."""
+"""Closing the window while a job runs: said before it is done."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from PySide6.QtCore import QEvent, QObject
 from PySide6.QtWidgets import QWidget
 
 from app.services.batch_jobs import BatchJobs
-from app.views.batch.dialogs import ask
+from app.widgets.asking import ask
 
 
 class CloseGuard(QObject):
@@ -40,27 +38,6 @@ class CloseGuard(QObject):
             )
             return True
         return False
-
-    def before_another_model(self, load: Callable[[], object]) -> None:
-        """Does `load` at once if no job runs, else when the user agrees that the job is paused."""
-        running = self._jobs.running
-        if running is None:
-            load()
-            return
-
-        def stop_and_load() -> None:
-            if self._jobs.running is not None:
-                self._jobs.pause(running.key)
-            load()
-
-        ask(
-            self._window or self._page,
-            self.tr("A batch job is running."),
-            self.tr(
-                "Loading a model stops it. No answered row is lost: Resume goes on later, with the model it began with."
-            ),
-            [(self.tr("Stop the job"), "do", stop_and_load)],
-        )
 
     def _leave(self) -> None:
         self._is_leaving = True

@@ -25,7 +25,7 @@ from app.services.batch_sample import BatchSample
 from app.services.engine_client import EngineClient
 from app.theme import ThemeController
 from app.views.batch.close_guard import CloseGuard
-from app.views.batch.dialogs import ask, ask_folder, ask_input_files
+from app.views.batch.dialogs import ask_folder, ask_input_files
 from app.views.batch.empty_batch import EmptyBatch
 from app.views.batch.head import BatchHead
 from app.views.batch.job_strip import JobStrip
@@ -35,18 +35,25 @@ from app.views.batch.phrases import job_text
 from app.views.batch.style import batch_style_sheet
 from app.views.chat.phrases import count
 from app.views.chat.toast import Toast
+from app.widgets.asking import ask, before_loading
 from app.widgets.banner import Banner
+from app.widgets.page import Page
 from app.widgets.shortcuts import add_shortcut
 from engine.common.config import BatchJob, BatchStart
 from engine.common.errors import ErrorCode
 from engine.protocol import Failed
 
 
-class BatchPage(QWidget):
+class BatchPage(Page):
     """Takes its services ready made; jobs go on whichever page is shown."""
 
     def __init__(
-        self, client: EngineClient, jobs: BatchJobs, theme: ThemeController, parent: QWidget | None = None
+        self,
+        client: EngineClient,
+        jobs: BatchJobs,
+        sample: BatchSample,
+        theme: ThemeController,
+        parent: QWidget | None = None,
     ) -> None:
         super().__init__(parent)
         self._client, self._jobs, self._theme = client, jobs, theme
@@ -61,8 +68,7 @@ class BatchPage(QWidget):
         self.trouble.add_action(self.tr("Dismiss"), self.trouble.hide, kind="quiet")
         self.empty = EmptyBatch(theme, self)
         self.guard = CloseGuard(jobs, self)
-        self._sample = BatchSample(client, jobs, self)
-        self.form = NewJob(client, self._sample, theme, self)
+        self.form = NewJob(client, sample, theme, self)
         self.job_view = JobView(theme, self)
         self.pages = QStackedWidget(self)
         for page in (self.empty, self.form, self.job_view):
@@ -86,11 +92,6 @@ class BatchPage(QWidget):
     def add_strip(self, make: Callable[[QWidget], QWidget]) -> None:
         """What shows the machine at work in little; it is made once a job runs."""
         self.job_view.progress.add_strip(make)
-
-    @property
-    def jobs(self) -> BatchJobs:
-        """The queue of the window's jobs."""
-        return self._jobs
 
     # --- files --------------------------------------------------------------------------------------
 
@@ -126,10 +127,9 @@ class BatchPage(QWidget):
             self.open_files(paths)
 
     def close_down(self) -> None:
-        """Ends what runs in the background; jobs are listed again at the next start."""
+        """Ends what runs in the background."""
         self.form.close_down()
         self.job_view.close_down()
-        self._jobs.close_down()
 
     def showEvent(self, event: QShowEvent) -> None:
         super().showEvent(event)
@@ -278,7 +278,7 @@ class BatchPage(QWidget):
                 "Starting over discards those answers."
             ).format(rows),
             [
-                (self.tr("Load it and resume"), "do", lambda: self.guard.before_another_model(reload)),
+                (self.tr("Load it and resume"), "do", lambda: before_loading(self._jobs, self, reload)),
                 (self.tr("Start over"), "destroy", lambda: self._jobs.resume(key, "restart")),
             ],
         )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from PySide6.QtCore import QCoreApplication, Qt, QUrl, Signal
+from PySide6.QtCore import Qt, QUrl, Signal
 from PySide6.QtGui import QDesktopServices, QKeySequence, QResizeEvent, QShowEvent
 from PySide6.QtWidgets import QHBoxLayout, QLabel, QStackedWidget, QVBoxLayout, QWidget
 
 from app.models.conversation_list import ConversationListModel, Group
+from app.services.answer_queue import AnswerQueue
 from app.services.background import LatestTask
 from app.services.chat_store import ChatStore, Conversation, MessageState, SearchHit
 from app.services.engine_client import EngineClient, EngineState
@@ -29,6 +30,7 @@ from app.views.chat.toast import Toast
 from app.views.chat.transcript import Transcript
 from app.widgets.banner import Banner
 from app.widgets.markdown_view import import_parser
+from app.widgets.page import BATCH, Page
 from app.widgets.shortcuts import add_shortcut, note_keys
 from engine.common.model_info import ModelInfo
 
@@ -38,13 +40,12 @@ _IMPORT_AFTER_MS = 150
 """Not while the window is being opened."""
 
 
-class ChatView(QWidget):
+class ChatView(Page):
     """Takes its services ready made; everything it knows is in the store or on its way there.
 
-    Signals: `job_wanted`: the batch job that runs is to be shown.  `restart_wanted`: the engine is to start again.
+    Signals: `restart_wanted`: the engine is to start again.
     """
 
-    job_wanted = Signal()
     restart_wanted = Signal()
 
     def __init__(
@@ -53,6 +54,8 @@ class ChatView(QWidget):
         store: ChatStore,
         theme: ThemeController,
         settings: Settings,
+        answers: AnswerQueue,
+        counter: TokenCounter,
         parent: QWidget | None = None,
     ) -> None:
         super().__init__(parent)
@@ -61,8 +64,8 @@ class ChatView(QWidget):
         self._theme = theme
         list_model = ConversationListModel(_group_title, translate("Chat", "New chat"))
         list_model.setParent(self)
-        self.presenter = ChatPresenter(client, store, settings, list_model, self)
-        self._counter = TokenCounter(self)
+        self.presenter = ChatPresenter(client, store, settings, answers, list_model, self)
+        self._counter = counter
         self._counter.counted.connect(self._on_counted)
         self.title_bar = TitleBar(client, theme, self)
         self.panel = ConversationPanel(list_model, theme, self)
@@ -70,7 +73,7 @@ class ChatView(QWidget):
         self.empty = EmptyChat(self)
         self.composer = Composer(self)
         self.batch_hint = BatchHint(client, theme, self)
-        self.batch_hint.opened.connect(self.job_wanted)
+        self.batch_hint.opened.connect(lambda: self.page_wanted.emit(BATCH))
         self.trouble_banner = Banner("warning", theme, self)
         self.notice_banner = Banner("info", theme, self)
         self.notice_banner.add_action(self.tr("Dismiss"), self.notice_banner.hide, kind="quiet")
@@ -175,9 +178,6 @@ class ChatView(QWidget):
         store.notice.connect(self.notice_banner.tell)
         store.failed.connect(self.notice_banner.tell)
         store.exported.connect(lambda path: self.toast.tell(self.tr("Written to {0}").format(path)))
-        application = QCoreApplication.instance()
-        if application is not None:
-            application.aboutToQuit.connect(self.close_down)
         self._on_engine(client.state)
 
     def _add_shortcuts(self) -> None:
@@ -236,7 +236,6 @@ class ChatView(QWidget):
     def close_down(self) -> None:
         """Hand what is only in memory to the store; before the window goes."""
         self.presenter.flush()
-        self._counter.close()
         self._importing.close()
 
     def showEvent(self, event: QShowEvent) -> None:

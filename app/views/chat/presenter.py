@@ -47,6 +47,7 @@ class ChatPresenter(QObject):
         client: EngineClient,
         store: ChatStore,
         settings: Settings,
+        answers: AnswerQueue,
         list_model: ConversationListModel,
         parent: QObject | None = None,
         *,
@@ -59,7 +60,7 @@ class ChatPresenter(QObject):
         self._now = now
         self.list_model = list_model
         self.model = ConversationModel(self)
-        self.queue = AnswerQueue(client, store, self)
+        self.queue = answers
         self._trees: dict[str, MessageTree] = {}
         self._deleted: list[Conversation] = []
         self._wanted = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import Qt, QTimer, Signal
+from PySide6.QtCore import Qt, QTimer
 from PySide6.QtGui import QHideEvent, QResizeEvent, QShowEvent
 from PySide6.QtWidgets import QFrame, QScrollArea, QVBoxLayout, QWidget
 
@@ -25,6 +25,7 @@ from app.views.monitor.sessions import SessionsButton, session_words
 from app.views.monitor.summary import SummaryCard, waiting_sentence
 from app.views.monitor.timeline_card import TimelineCard
 from app.widgets.banner import Banner
+from app.widgets.page import TUNE, Page
 from app.widgets.page_header import PageHeader
 from engine.common.model_info import ModelInfo
 
@@ -33,13 +34,8 @@ _NARROW_PX = 860
 """Less, and the header has no room for whole sentences."""
 
 
-class MonitorPage(QWidget):
-    """What happens now, or a session that was opened.
-
-    Signals: `tune_wanted`, when the user wants to act on the advice.
-    """
-
-    tune_wanted = Signal()
+class MonitorPage(Page):
+    """What happens now, or a session that was opened."""
 
     def __init__(
         self,
@@ -73,7 +69,7 @@ class MonitorPage(QWidget):
         self._lay_out()
         self._refreshing = QTimer(self, interval=_REFRESH_MS)
         self._refreshing.timeout.connect(self._refresh)
-        self.summary.tune_wanted.connect(self.tune_wanted)
+        self.summary.tune_wanted.connect(lambda: self.page_wanted.emit(TUNE))
         self.sessions.opened.connect(self.show_session)
         self.sessions.compared.connect(self._compare)
         self.sessions.told.connect(self.notice.tell)

@@ -12,16 +12,16 @@ from app.views.settings.appearance import AppearanceCard
 from app.views.settings.data import DataCard
 from app.views.settings.model import ModelCard
 from app.views.settings.monitor import MonitorCard
+from app.widgets.page import TUNE, Page
 from app.widgets.page_header import PageHeader
 
 COLUMN_WIDTH_PX = 760
 
 
-class SettingsPage(QWidget):
-    """Signals: `reload_wanted`, when the default model is to be loaded now; `tune_wanted`."""
+class SettingsPage(Page):
+    """Signals: `reload_wanted`, when the default model is to be loaded now."""
 
     reload_wanted = Signal()
-    tune_wanted = Signal()
 
     def __init__(self, settings: Settings, theme: ThemeController, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -32,7 +32,7 @@ class SettingsPage(QWidget):
         self.data = DataCard(self)
         self.about = AboutCard(self)
         self.model.reload_wanted.connect(self.reload_wanted)
-        self.model.tune_wanted.connect(self.tune_wanted)
+        self.model.tune_wanted.connect(lambda: self.page_wanted.emit(TUNE))
         cards = QWidget(self)
         cards.setMaximumWidth(COLUMN_WIDTH_PX)
         column = QVBoxLayout(cards)

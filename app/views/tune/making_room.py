@@ -10,25 +10,21 @@ from PySide6.QtWidgets import QWidget
 from app.services.batch_job import JobState
 from app.services.batch_jobs import BatchJobs
 from app.services.engine_client import EngineClient
+from app.widgets.asking import ask, before_loading
 
 
 class MakingRoom(QObject):
-    """Asks before a run pauses a batch job or waits for an answer.
+    """Asks before a run pauses a batch job or waits for an answer."""
 
-    Args:
-        jobs: gives the window's batch jobs; None while there are none.
-    """
-
-    def __init__(self, client: EngineClient, jobs: Callable[[], BatchJobs | None], page: QWidget) -> None:
+    def __init__(self, client: EngineClient, jobs: BatchJobs, page: QWidget) -> None:
         super().__init__(page)
         self._client, self._jobs, self._page = client, jobs, page
-        self._held: BatchJobs | None = None
+        self._holds = False
         self._precision = ""
 
     def before_run(self, run: Callable[[], object]) -> None:
         """Does `run` at once if the engine has nothing to do, else when the user agrees to what that means."""
-        jobs = self._jobs()
-        if jobs is not None and jobs.running is not None:
+        if self._jobs.running is not None:
             self._ask(
                 self.tr("A batch job is running."),
                 self.tr(
@@ -51,31 +47,14 @@ class MakingRoom(QObject):
 
     def before_loading(self, load: Callable[[], object]) -> None:
         """Does `load`, which loads the model with other settings, at once if no batch job runs, else if it may stop."""
-        jobs = self._jobs()
-        running = jobs.running if jobs is not None else None
-        if jobs is None or running is None:
-            load()
-            return
-
-        def stop_and_load() -> None:
-            if jobs.running is not None:
-                jobs.pause(running.key)
-            load()
-
-        self._ask(
-            self.tr("A batch job is running."),
-            self.tr(
-                "Loading the model with other settings pauses it. No answered row is lost: it can be resumed in the "
-                "precision that it began with."
-            ),
-            [(self.tr("Pause the job"), stop_and_load)],
-        )
+        before_loading(self._jobs, self._page, load)
 
     def run_ended(self) -> str:
         """Lets jobs go on that were held; a sentence about those that cannot, or an empty text."""
-        jobs, self._held = self._held, None
-        if jobs is None:
+        held, self._holds = self._holds, False
+        if not held:
             return ""
+        jobs = self._jobs
         now = self._client.model.precision if self._client.model is not None else self._precision
         waiting = [entry for entry in jobs.entries if entry.state is JobState.QUEUED and entry.done]
         stays = waiting if now != self._precision else []
@@ -92,11 +71,9 @@ class MakingRoom(QObject):
     # --- inside -----------------------------------------------------------------------------------
 
     def _begin(self, run: Callable[[], object]) -> None:
-        jobs = self._jobs()
         self._precision = self._client.model.precision if self._client.model is not None else ""
-        if jobs is not None:
-            jobs.hold()
-            self._held = jobs
+        self._jobs.hold()
+        self._holds = True
         run()
 
     def _stop_answers(self, run: Callable[[], object]) -> None:
@@ -105,6 +82,4 @@ class MakingRoom(QObject):
         self._begin(run)
 
     def _ask(self, question: str, details: str, choices: list[tuple[str, Callable[[], object]]]) -> None:
-        from app.views.batch.dialogs import ask  # hardly ever needed
-
         ask(self._page.window(), question, details, [(label, "do", answer) for label, answer in choices])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from PySide6.QtCore import Qt, QTimer
 from PySide6.QtGui import QGuiApplication, QHideEvent, QResizeEvent, QShowEvent
 from PySide6.QtWidgets import QFrame, QPushButton, QScrollArea, QVBoxLayout, QWidget
@@ -24,6 +22,7 @@ from app.views.tune.report import page_report
 from app.views.tune.run_following import RunFollowing
 from app.views.tune.step_bar import MACHINE, PLAN, TIMED, StepBar
 from app.widgets.banner import Banner
+from app.widgets.page import Page
 from app.widgets.page_header import PageHeader
 from app.widgets.shortcuts import add_shortcut
 from engine.planner.planned import Plan
@@ -31,11 +30,11 @@ from engine.planner.planned import Plan
 LOOK_AGAIN_MS = 10_000
 
 
-class TunePage(QWidget):
+class TunePage(Page):
     """Follows a run from step to step until the user goes to one.
 
     Args:
-        jobs: gives the window's batch jobs, which a run has to wait for or to pause; None while there are none.
+        jobs: the window's batch jobs, which a run has to pause.
     """
 
     def __init__(
@@ -43,15 +42,15 @@ class TunePage(QWidget):
         client: EngineClient,
         settings: Settings,
         theme: ThemeController,
+        tuning: Tuning,
+        jobs: BatchJobs,
         parent: QWidget | None = None,
-        *,
-        jobs: Callable[[], BatchJobs | None] = lambda: None,
     ) -> None:
         super().__init__(parent)
         self._settings = settings
         self.setFocusPolicy(Qt.FocusPolicy.ClickFocus)
         self.setAccessibleName(self.tr("Tune"))
-        self.tuning = Tuning(client, settings, self)
+        self.tuning = tuning
         self.planning = Planning(self)
         self.cards = TuneCards(settings.default_model, theme)
         self.following = RunFollowing(client, self.tuning, MakingRoom(client, jobs, self), self.cards, self)
@@ -79,6 +78,11 @@ class TunePage(QWidget):
         self._arrange()
         self.scrolling.verticalScrollBar().setValue(0)
 
+    def on_outrun(self) -> None:
+        """A kept result was outrun: if it is shown, that it was."""
+        if self.isVisible():
+            self.recall()
+
     def recall(self) -> None:
         """Shows the latest kept result of the model; what a run has just found and not kept stays in sight."""
         if not self.tuning.is_running and not self.following.has_unsaved:
@@ -86,7 +90,6 @@ class TunePage(QWidget):
 
     def close_down(self) -> None:
         """Waits for what runs in the background."""
-        self.tuning.close()
         self.planning.close()
         self.cards.what_if.planning.close()
         self._listing.close()

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 import pytest
 from pytestqt.qtbot import QtBot
 
+from app.services.answer_queue import AnswerQueue
 from app.services.chat_store import ChatStore
 from app.services.model_start import ModelStart
 from app.services.settings import Settings
+from app.services.token_counter import TokenCounter
 from app.theme import ThemeController
 from app.views.chat.chat_view import ChatView
 from tests.app.scripted_engine import ScriptedEngine
@@ -32,10 +34,11 @@ def open_page(qtbot: QtBot, engine: ScriptedEngine, store: ChatStore) -> Callabl
     def build() -> ChatView:
         theme = ThemeController("light")
         settings = Settings()
-        page = ChatView(engine, store, theme, settings)  # type: ignore[arg-type]
+        answers, counter = AnswerQueue(engine, store), TokenCounter()  # type: ignore[arg-type]
+        page = ChatView(engine, store, theme, settings, answers, counter)  # type: ignore[arg-type]
         page.restart_wanted.connect(ModelStart(engine, settings, page).restart)  # type: ignore[arg-type]
         theme.setParent(page)
-        qtbot.addWidget(page, before_close_func=lambda page: page.close_down())
+        qtbot.addWidget(page, before_close_func=lambda page: (page.close_down(), counter.close()))
         page.resize(1072, 800)
         with qtbot.waitSignal(store.listed):
             page.show()

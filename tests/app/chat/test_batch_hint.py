@@ -9,6 +9,7 @@ from PySide6.QtCore import Qt
 from pytestqt.qtbot import QtBot
 
 from app.views.chat.chat_view import ChatView
+from app.widgets.page import BATCH
 from engine.common.config import BatchJob
 from engine.common.errors import ErrorCode
 from tests.app.chat.chat_page import type_and_send
@@ -33,8 +34,9 @@ def test_a_job_is_told_and_gives_way(open_page: Callable[[], ChatView], engine: 
     engine.write("Hello!")
     engine.finish()
     assert "is running" in hint.text
-    with qtbot.waitSignal(page.job_wanted):
+    with qtbot.waitSignal(page.page_wanted) as wanted:
         qtbot.mouseClick(hint.button, Qt.MouseButton.LeftButton)
+    assert wanted.args == [BATCH]
     engine.end(120)
     assert not hint.isVisible()
 

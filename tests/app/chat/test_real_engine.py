@@ -11,10 +11,12 @@ import pytest
 from PySide6.QtCore import Qt
 from pytestqt.qtbot import QtBot
 
+from app.services.answer_queue import AnswerQueue
 from app.services.chat_store import ChatStore, Message, MessageState
 from app.services.engine_client import EngineClient, EngineState
 from app.services.model_start import ModelStart
 from app.services.settings import Settings
+from app.services.token_counter import TokenCounter
 from app.theme import ThemeController
 from app.views.chat.chat_view import ChatView
 from engine.common.config import EngineConfig, SamplingParams
@@ -33,13 +35,14 @@ def client(qtbot: QtBot) -> Iterator[EngineClient]:
 
 @pytest.fixture
 def page(qtbot: QtBot, client: EngineClient, theme: ThemeController, settings: Settings) -> Iterator[ChatView]:
-    store = ChatStore()
-    page = ChatView(client, store, theme, settings)
+    store, counter = ChatStore(), TokenCounter()
+    page = ChatView(client, store, theme, settings, AnswerQueue(client, store), counter)
     page.restart_wanted.connect(ModelStart(client, settings, page).restart)
     qtbot.addWidget(page, before_close_func=lambda page: page.close_down())
     page.show()
     yield page
     page.close_down()
+    counter.close()
     assert store.close() == 0
 
 

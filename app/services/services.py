@@ -1,0 +1,101 @@
+"""All that works behind the pages, made once and handed to whatever needs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from app.services.answer_queue import AnswerQueue
+from app.services.chat_store import ChatStore
+from app.services.device_monitor import DeviceMonitor
+from app.services.engine_client import EngineClient
+from app.services.hardware_change import HardwareChange
+from app.services.model_start import ModelStart
+from app.services.settings import Settings
+from app.services.starter_download import StarterDownload
+from app.services.telemetry_hub import TelemetryHub
+from app.services.token_counter import TokenCounter
+from app.services.tuning_outrun import TuningOutrun
+from app.theme import ThemeController
+
+if TYPE_CHECKING:
+    from app.services.batch_jobs import BatchJobs
+    from app.services.batch_sample import BatchSample
+    from app.services.tuning import Tuning
+
+
+@dataclass
+class Services:
+    """One of each.  What the window opens without is made when it is first asked for."""
+
+    settings: Settings
+    theme: ThemeController
+    client: EngineClient
+    store: ChatStore
+    devices: DeviceMonitor
+    telemetry: TelemetryHub
+    model_start: ModelStart
+    download: StarterDownload
+    hardware_change: HardwareChange
+    tuning_outrun: TuningOutrun
+    answers: AnswerQueue
+    token_counter: TokenCounter
+
+    @classmethod
+    def around(
+        cls,
+        client: EngineClient,
+        store: ChatStore,
+        settings: Settings,
+        theme: ThemeController,
+        devices: DeviceMonitor | None = None,
+    ) -> Services:
+        """The services of an engine and a store, none of them begun."""
+        devices = devices or DeviceMonitor()
+        return cls(
+            settings=settings,
+            theme=theme,
+            client=client,
+            store=store,
+            devices=devices,
+            telemetry=TelemetryHub(client, settings, devices),
+            model_start=ModelStart(client, settings),
+            download=StarterDownload(),
+            hardware_change=HardwareChange(devices),
+            tuning_outrun=TuningOutrun(client),
+            answers=AnswerQueue(client, store),
+            token_counter=TokenCounter(),
+        )
+
+    @cached_property
+    def jobs(self) -> BatchJobs:
+        """The queue of batch jobs."""
+        from app.services.batch_jobs import BatchJobs
+
+        return BatchJobs(self.client)
+
+    @cached_property
+    def sample(self) -> BatchSample:
+        """The first rows of a job."""
+        from app.services.batch_sample import BatchSample
+
+        return BatchSample(self.client, self.jobs)
+
+    @cached_property
+    def tuning(self) -> Tuning:
+        """Tuning runs."""
+        from app.services.tuning import Tuning
+
+        return Tuning(self.client, self.settings)
+
+    def close(self) -> None:
+        """Ends what they do in the background, before the engine ends; the engine and the store are their owner's."""
+        made = vars(self)
+        if "jobs" in made:
+            self.jobs.close_down()
+        if "tuning" in made:
+            self.tuning.close()
+        self.telemetry.close()
+        for service in (self.token_counter, self.download, self.hardware_change, self.tuning_outrun, self.model_start):
+            service.close()
