@@ -21,9 +21,8 @@ from engine.experts.activations import Activations
 from engine.experts.latency import LatencyModel, split_among
 from engine.experts.misses import CACHE_OFF, MIXED, ways_of
 from engine.experts.misses.way import ExpertLayer, Step, Way
-from engine.experts.partial_sums import PartialSums
+from engine.experts.partial_sums import PartialSums, Routing
 from engine.experts.record_source import Held, RecordSource
-from engine.experts.routing import Routing
 from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import Lookup, VramCache
 from engine.telemetry.recorder import RECORDER

@@ -171,7 +171,7 @@ class TierReport:
 
 @dataclass(frozen=True, slots=True)
 class PredictorRate:
-    """As `engine.experts.prediction.report.PredictorReport`."""
+    """As `engine.experts.prediction.score.PredictorReport`."""
 
     name: str
     layers: int

@@ -13,14 +13,22 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.experts.prediction import background_training
-from engine.experts.prediction.background_training import BackgroundTraining, TrainingState
-from engine.experts.prediction.learning import Learning
-from engine.experts.prediction.making import make_prefetcher
+from engine.experts.prediction.learning import BackgroundTraining, Learning, TrainingState
 from engine.experts.prediction.mlp import WIDTHS, ExpertMlp, RoutingStatistics
 from engine.experts.prediction.mlp_predictor import FoldedMlp, MlpPredictor
-from engine.experts.prediction.saved_mlp import UNREADABLE, load_mlp, load_or_tell, mlp_file, save_mlp
-from engine.experts.prediction.training import TrainedMlp, TrainingCancelled, loss_on, paths, train
+from engine.experts.prediction.prefetcher import make_prefetcher
+from engine.experts.prediction.training import (
+    UNREADABLE,
+    TrainedMlp,
+    TrainingCancelled,
+    load_mlp,
+    load_or_tell,
+    loss_on,
+    mlp_file,
+    paths,
+    save_mlp,
+    train,
+)
 from engine.experts.replay.trace_file import RoutingTrace
 from tests.engine.slots_in_time import PlantedRoutes, SlotsInTime
 
@@ -247,7 +255,7 @@ def test_a_folder_that_cannot_be_written_is_no_disaster(tmp_path: Path, monkeypa
     def refuse(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(background_training, "write_trace", refuse)
+    monkeypatch.setattr("engine.experts.prediction.learning.write_trace", refuse)
     training = BackgroundTraining(tmp_path / "a.safetensors", widths=TINY)
     assert not training.start(routes(200), 1)
     assert not training.is_running

@@ -11,11 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.experts.prediction.correlation import Correlation
-from engine.experts.prediction.next_gate import NextGate
-from engine.experts.prediction.predictor import Predictor, Ranked
-from engine.experts.prediction.previous_token import PreviousToken
-from engine.experts.prediction.routes import RecordedRoutes
+from engine.experts.prediction.learning import RecordedRoutes
+from engine.experts.prediction.predictors import Correlation, NextGate, Predictor, PreviousToken, Ranked
 from engine.experts.replay.trace_file import RoutingTrace
 from tests.engine.slots_in_time import PlantedRoutes
 

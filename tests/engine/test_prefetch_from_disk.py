@@ -9,8 +9,8 @@ import torch
 
 from engine.experts.disk_tier import DiskTier
 from engine.experts.latency import LatencyModel
-from engine.experts.prediction.making import make_prefetcher
-from engine.experts.prediction.times import over_disk, over_link
+from engine.experts.prediction.prefetcher import make_prefetcher
+from engine.experts.prediction.target import over_disk, over_link
 from engine.experts.ram_tier import RamTier
 from engine.experts.vram_cache import VramCounters
 from tests.engine.made_up_bank import LARGE, SMALL, header_of, random_records, write_bank

@@ -11,11 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.experts.prediction.correlation import Correlation
-from engine.experts.prediction.making import make_prefetcher
-from engine.experts.prediction.predictor import Ranked
-from engine.experts.prediction.prefetcher import Prefetcher
-from engine.experts.prediction.previous_token import PreviousToken
+from engine.experts.prediction.predictors import Correlation, PreviousToken, Ranked
+from engine.experts.prediction.prefetcher import Prefetcher, make_prefetcher
 from engine.experts.prediction.target import PrefetchTimes
 from tests.engine.slots_in_time import PlantedRoutes, SlotsInTime
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine.bench.batch_schedules import busy_share
 from engine.devices.copy_log import CopyRecord
-from engine.experts.prediction.batch_correlation import BatchCorrelation
+from engine.experts.prediction.predictors import BatchCorrelation
 
 
 def test_experts_that_follow_those_of_most_tokens_are_hot() -> None:

@@ -12,9 +12,8 @@ import torch
 from engine.devices.device import Event
 from engine.experts.activations import Activations
 from engine.experts.latency import Estimate, LatencyModel
-from engine.experts.partial_sums import PartialSums, Work
+from engine.experts.partial_sums import PartialSums, Routing, Work
 from engine.experts.record_source import Held, RecordSource
-from engine.experts.routing import Routing
 from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import Lookup, VramCache
 from engine.telemetry import lanes

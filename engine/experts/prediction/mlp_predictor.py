@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from engine.experts.prediction.mlp import ExpertMlp
-from engine.experts.prediction.predictor import Ranked
+from engine.experts.prediction.predictors import Ranked
 from engine.experts.prediction.training import TrainedMlp
 
 _log = logging.getLogger(__name__)

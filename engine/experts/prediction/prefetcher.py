@@ -11,15 +11,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from engine.experts.prediction.adoption import Adoption
 from engine.experts.prediction.aging import Aging
-from engine.experts.prediction.distance import Distance
 from engine.experts.prediction.learning import Learning
-from engine.experts.prediction.predictor import Predictor, Ranked
-from engine.experts.prediction.report import PredictionReport
-from engine.experts.prediction.score import Score, bucket_of
+from engine.experts.prediction.predictors import Correlation, Gate, NextGate, Predictor, PreviousToken, Ranked
+from engine.experts.prediction.score import Adoption, Distance, PredictionReport, Score, Worth, bucket_of
 from engine.experts.prediction.target import PrefetchTarget, PrefetchTimes
-from engine.experts.prediction.worth import Worth
+from engine.experts.replay.trace_file import RoutingTrace
 
 _EVALUATED_STEPS = 16
 _WIDEST = 8
@@ -283,3 +280,53 @@ class Prefetcher:
 def _interval(cost_s: float) -> int:
     """The least power of two of steps that keeps the cost within its budget."""
     return int(min(_RAREST, 2 ** max(0, math.ceil(math.log2(max(cost_s, 1e-9) / _WATCH_BUDGET_S)))))
+
+
+def make_prefetcher(
+    target: PrefetchTarget,
+    times: Callable[[], PrefetchTimes],
+    *,
+    layers: int,
+    experts: int,
+    per_token: int,
+    choice: str = "auto",
+    gates: Sequence[Gate | None] = (),
+    learning: Learning | None = None,
+    trace: RoutingTrace | None = None,
+    pools: Sequence[int] | None = None,
+) -> Prefetcher | None:
+    """See `Prefetcher`; None if `choice` is `off`, or there is nothing to predict or nobody who could.
+
+    Args:
+        layers: of the target; its numbers are those of `gates`, `trace` and `learning` too.
+        choice: as in the engine's configuration.
+        gates: of each layer.
+        learning: of the trained predictor; the prefetcher closes it.
+        trace: that the correlation table starts from.
+    """
+    limit = min(2 * per_token, experts)
+    makers: dict[str, Callable[[], Predictor]] = {
+        "previous": lambda: PreviousToken(layers),
+        "correlation": lambda: Correlation(layers, experts, limit, trace=trace),
+    }
+    if any(gate is not None for gate in gates):
+        makers["gate"] = lambda: NextGate(gates, limit)
+    wanted = [name for name in makers if choice in ("auto", name)]
+    learns = learning is not None and choice in ("auto", "mlp")
+    if layers < 2 or not (wanted or learns):
+        if learning is not None:
+            learning.close()
+        return None
+    if learning is not None and not learns:
+        learning.close()
+    return Prefetcher(
+        target,
+        [makers[name]() for name in wanted],
+        times,
+        layers=layers,
+        experts=experts,
+        per_token=per_token,
+        choice=choice,
+        learning=learning if learns else None,
+        pools=pools,
+    )

@@ -1,4 +1,4 @@
-"""Run as a program by `engine.experts.prediction.background_training`: ROUTES.npz PREDICTOR.safetensors OPTIONS."""
+"""Run as a program by `engine.experts.prediction.learning`: ROUTES.npz PREDICTOR.safetensors OPTIONS."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ def main(arguments: list[str]) -> int:
             os.nice(19)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     trace_file, target, options = arguments
-    from engine.experts.prediction.saved_mlp import load_or_tell, save_mlp
-    from engine.experts.prediction.training import loss_on, train
+    from engine.experts.prediction.training import load_or_tell, loss_on, save_mlp, train
     from engine.experts.replay.trace_file import read_trace
 
     try:

@@ -22,10 +22,9 @@ from engine.experts.cache.policies import Key
 from engine.experts.disk_backed import DiskBackedBank
 from engine.experts.dispatcher import StepObserver
 from engine.experts.prediction.learning import Learning
-from engine.experts.prediction.making import make_prefetcher
-from engine.experts.prediction.predictor import Gate
-from engine.experts.prediction.prefetcher import Prefetcher
-from engine.experts.prediction.times import over_disk, over_link
+from engine.experts.prediction.predictors import Gate
+from engine.experts.prediction.prefetcher import Prefetcher, make_prefetcher
+from engine.experts.prediction.target import over_disk, over_link
 from engine.experts.sites import ExpertsSite
 from engine.experts.vram_cache import VramPrefetch
 
@@ -172,7 +171,7 @@ def find_gates(model: Any, sites: Sequence[ExpertsSite]) -> list[Gate | None]:
     """The router beside each experts module, once the model's weights are loaded.
 
     Returns:
-        For each of them a function as `engine.experts.prediction.predictor.Gate` says, or None where the router wants
+        For each of them a function as `engine.experts.prediction.predictors.Gate` says, or None where the router wants
         other things than the hidden states that enter the experts, or answers in another way than (logits, weights,
         chosen experts).
     """

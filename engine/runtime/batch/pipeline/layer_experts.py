@@ -12,9 +12,8 @@ from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.dispatch import BANK_LAYER, compute_experts
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.misses import MIXED
-from engine.experts.partial_sums import PartialSums
-from engine.experts.prediction.batch_correlation import BatchCorrelation
-from engine.experts.routing import Routing
+from engine.experts.partial_sums import PartialSums, Routing
+from engine.experts.prediction.predictors import BatchCorrelation
 from engine.experts.whole_layer import Half, LayerBuffers
 from engine.runtime.batch.layers import DecoderLayers
 from engine.runtime.batch.pipeline.layer_run import ExpertsCall
