@@ -10,6 +10,7 @@ from engine.hardware.measured import Measurements, machine_profile
 from engine.hardware.measurement_files import changes, described, load_measurements
 from engine.hardware.probe import HardwareProfile as Probe
 from engine.hardware.probe import probe as probe_machine
+from engine.hardware.profiles import EMULATED
 from engine.planner.plan_parts import Limits
 from engine.tuning.applying import machine_changes
 from engine.tuning.keeping import all_results
@@ -56,8 +57,6 @@ class MachineLook:
 
     def limits(self, config: EngineConfig) -> Limits:
         """What the user's settings and other programs leave; an emulated device is nobody else's."""
-        gpu = self.probe.compute_gpu if not self.device.startswith("emulated") else None
-        held = (gpu.total_bytes or 0) - gpu.free_bytes if gpu is not None and gpu.free_bytes is not None else 0
         return Limits(
             vram_bytes=config.vram_bytes,
             ram_bytes=config.ram_bytes,
@@ -65,8 +64,8 @@ class MachineLook:
             context_tokens=config.context_tokens,
             precision=config.precision,
             use_card=bool(self.device),
-            vram_of_others=max(0, held),
-            ram_of_others=max(0, self.probe.ram_bytes - self.probe.ram_available_bytes),
+            vram_of_others=0 if self.device.startswith(EMULATED) else self.probe.vram_in_use,
+            ram_of_others=self.probe.ram_in_use,
         )
 
 

@@ -5,7 +5,6 @@ Slow enough (tens of milliseconds, a second for the biggest models) to be asked 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -28,8 +27,6 @@ MOST_SPANS = 400_000
 _MOST_STEPS = 4096
 _CYCLE = 12
 """Decode steps at the end of a simulation that are repeated for a longer answer: by then its cache is warm."""
-_EMULATED = "emulated:"
-_SEVERAL = re.compile(r"x(\d+)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +120,7 @@ def machine_and_shape(config: EngineConfig, name: str) -> tuple[HardwareProfile,
     """
     from app.services.machine_look import look_at_machine
     from engine.checkpoint.find_shape import find_shape
+    from engine.hardware.profiles import EMULATED, with_emulated
 
     try:
         model = find_shape(config.model)
@@ -130,8 +128,8 @@ def machine_and_shape(config: EngineConfig, name: str) -> tuple[HardwareProfile,
         model = find_shape(name)  # it has been moved, or the session comes from another machine
     look = look_at_machine(config.device, "" if config.device == "cpu" else config.device.partition("#")[0])
     machine = look.machine(measured_as(config.precision))
-    if config.device.startswith(_EMULATED) and (machine.gpu is None or look.measurements is None):
-        machine = _with_emulated(machine, config.device)
+    if config.device.startswith(EMULATED) and (machine.gpu is None or look.measurements is None):
+        machine = with_emulated(machine, config.device)
     return machine, model
 
 
@@ -201,20 +199,3 @@ def request_before(history: History, at_ns: float) -> tuple[int, int] | None:
     runs = history.last_request(at_ns)
     decoded = sum(run.tokens for run in runs if run.phase == DECODE)
     return (sum(run.tokens for run in runs if run.phase == PREFILL), decoded) if decoded else None
-
-
-def _with_emulated(machine: HardwareProfile, device: str) -> HardwareProfile:
-    """The machine with the card that an emulated device stands for: its memory and link, this processor's speed."""
-    from engine.hardware.machine import GpuProfile, LinkProfile
-    from engine.hardware.profiles import read_profile
-
-    name = device.removeprefix(_EMULATED).partition("#")[0]
-    several = _SEVERAL.search(name)
-    card = read_profile(name[: several.start()] if several else name)
-    slower = card.compute_slowdown
-    cpu, count = machine.cpu, int(several[1]) if several else 1
-    gpu = GpuProfile(f"emulated:{name}", card.vram_bytes, cpu.flops / slower, cpu.ram_bytes_per_s / slower, count)
-    link = LinkProfile(
-        card.link_h2d_gbps * 1e9, card.link_d2h_gbps * 1e9, card.link_h2d_gbps * 1e9, card.link_latency_us / 1e6
-    )
-    return replace(machine, gpu=gpu, link=link)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +12,7 @@ from engine.bench.step_records import hybrid_layers
 from engine.checkpoint.profile import read_profile
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.cuda import cuda_count
-from engine.hardware.profiles import profile_names
+from engine.hardware.profiles import EMULATED, emulated_cards
 from engine.runtime.load.model import load_model
 
 if TYPE_CHECKING:
@@ -69,9 +68,8 @@ def with_quarter_resident(config: EngineConfig) -> EngineConfig:
 
 
 def _device_count(spec: str) -> int:
-    several = re.fullmatch(r"emulated:(.+)x(\d+)", spec, re.ASCII)
-    if several is not None and several[1] in profile_names():
-        return max(1, int(several[2]))
+    if spec.startswith(EMULATED):
+        return max(1, emulated_cards(spec)[1])
     return max(1, cuda_count()) if spec in ("cuda", "auto") else 1
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterable
 
 from engine.common.errors import EngineError, ErrorCode
@@ -11,7 +10,7 @@ from engine.devices.cpu import open_cpu
 from engine.devices.cuda import cuda_count, open_cuda
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
-from engine.hardware.profiles import profile_names, read_profile
+from engine.hardware.profiles import emulated_cards, profile_names, read_profile
 
 MOST_EMULATED = 8
 """Most emulated devices: each has four threads and uses host memory."""
@@ -35,7 +34,9 @@ def open_devices(spec: str, vram_bytes: int | None = None) -> list[Device]:
         indices = [int(which)] if colon else list(range(cuda_count())) or [0]
         return _open_all(lambda index: open_cuda(index, vram_bytes), indices)
     if kind == "emulated" and which:
-        name, count = _profile_and_count(which)
+        name, count = emulated_cards(spec)
+        if not 1 <= count <= MOST_EMULATED:
+            raise EngineError(ErrorCode.INVALID_REQUEST, f"{spec} would be {count} devices: use 1 to {MOST_EMULATED}.")
         profile = read_profile(name)
         return _open_all(lambda index: open_emulated(profile, index, vram_bytes), range(count))
     raise EngineError(
@@ -51,17 +52,3 @@ def _open_all(open_one: Callable[[int], Device], indices: Iterable[int]) -> list
         devices = [opened.enter_context(open_one(index)) for index in indices]
         opened.pop_all()
     return devices
-
-
-def _profile_and_count(which: str) -> tuple[str, int]:
-    """Splits `NAMExN`; `pcie3-x8` is a profile if one has that name, not eight devices of `pcie3-`."""
-    several = re.fullmatch(r"(.+)x(\d+)", which, re.ASCII)
-    if several is None or which in profile_names():
-        return which, 1
-    count = int(several[2]) if len(several[2]) < 4 else MOST_EMULATED + 1
-    if several[1] in profile_names() and not 1 <= count <= MOST_EMULATED:
-        raise EngineError(
-            ErrorCode.INVALID_REQUEST,
-            f"emulated:{which} would be {several[2]} devices: use 1 to {MOST_EMULATED}.",
-        )
-    return (several[1], count) if several[1] in profile_names() else (which, 1)

@@ -60,6 +60,17 @@ class HardwareProfile:
         """The card to run models on: the first discrete one."""
         return next((gpu for gpu in self.gpus if not gpu.is_integrated), None)
 
+    @property
+    def vram_in_use(self) -> int:
+        """Bytes of `compute_gpu` in use; 0 without such a card, or if its driver does not tell."""
+        gpu = self.compute_gpu
+        return 0 if gpu is None or gpu.free_bytes is None else max(0, (gpu.total_bytes or 0) - gpu.free_bytes)
+
+    @property
+    def ram_in_use(self) -> int:
+        """Bytes of RAM in use."""
+        return max(0, self.ram_bytes - self.ram_available_bytes)
+
 
 def probe() -> HardwareProfile:
     """Detects the hardware.  Takes milliseconds, or some seconds if a driver or disk does not respond."""

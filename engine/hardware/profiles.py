@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, fields
+import re
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign_file import read_foreign, reason
 from engine.common.foreign_json import parse_json
 from engine.common.paths import resources_dir
+from engine.hardware.machine import GpuProfile, HardwareProfile, LinkProfile
 
+EMULATED = "emulated:"
+"""What the names of emulated devices begin with."""
+_SEVERAL = re.compile(r"(.+)x(\d+)", re.ASCII)
 _MAX_BYTES = 2**20
 
 
@@ -84,6 +89,36 @@ def read_profile(name: str, folder: Path | None = None) -> DeviceProfile:
     if not isinstance(content, dict):
         raise _refused(path, "is not a JSON object")
     return _checked(content, path)
+
+
+def emulated_cards(device: str) -> tuple[str, int]:
+    """(name of the profile, number of cards) of `emulated:NAME`, `emulated:NAMExN`, or one card, `emulated:NAME#0`.
+
+    `pcie3-x8` is a profile if there is one called so; otherwise it would be eight cards of `pcie3-`.  The profile need
+    not exist.
+    """
+    which = device.removeprefix(EMULATED).partition("#")[0]
+    several, names = _SEVERAL.fullmatch(which), profile_names()
+    if several is None or which in names or several[1] not in names:
+        return which, 1
+    return several[1], int(several[2][:9])
+
+
+def with_emulated(machine: HardwareProfile, device: str, memory_bytes: int | None = None) -> HardwareProfile:
+    """The machine with the card that an emulated device stands for: its memory and link, this processor's speed.
+
+    Args:
+        memory_bytes: of one card, if it is not to use all of it.
+
+    Raises:
+        EngineError: as `read_profile`.
+    """
+    name, count = emulated_cards(device)
+    card, cpu = read_profile(name), machine.cpu
+    flops, bytes_per_s = cpu.flops / card.compute_slowdown, cpu.ram_bytes_per_s / card.compute_slowdown
+    gpu = GpuProfile(f"{EMULATED}{name}", memory_bytes or card.vram_bytes, flops, bytes_per_s, count)
+    h2d, d2h = card.link_h2d_gbps * 1e9, card.link_d2h_gbps * 1e9
+    return replace(machine, gpu=gpu, link=LinkProfile(h2d, d2h, h2d, card.link_latency_us / 1e6))
 
 
 def _checked(content: dict[str, object], path: Path) -> DeviceProfile:

@@ -347,6 +347,5 @@ def _threads(probe: Probe, measurements: Measurements) -> tuple[int, ...]:
 
 def _others(probe: Probe, device: str) -> Limits:
     """What other programs hold now; an emulated device is nobody else's."""
-    gpu = probe.compute_gpu if device.startswith("cuda") else None
-    used = (gpu.total_bytes or 0) - gpu.free_bytes if gpu is not None and gpu.free_bytes is not None else 0
-    return Limits(vram_of_others=max(0, used), ram_of_others=max(0, probe.ram_bytes - probe.ram_available_bytes))
+    vram = probe.vram_in_use if device.startswith("cuda") else 0
+    return Limits(vram_of_others=vram, ram_of_others=probe.ram_in_use)

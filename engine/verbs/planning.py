@@ -64,12 +64,7 @@ def _this_machine(limits: Limits) -> tuple[Probe, Measurements | None, Limits]:
     found = probe()
     gpu = found.compute_gpu
     card = "" if gpu is None or not limits.use_card else "cuda:0"
-    others = (gpu.total_bytes or 0) - gpu.free_bytes if gpu is not None and gpu.free_bytes is not None else 0
-    limits = replace(
-        limits,
-        vram_of_others=max(0, others),
-        ram_of_others=max(0, found.ram_bytes - found.ram_available_bytes),
-    )
+    limits = replace(limits, vram_of_others=found.vram_in_use, ram_of_others=found.ram_in_use)
     return found, load_measurements(found, card), limits
 
 

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.hardware.profiles import profile_names, profiles_dir, read_profile
+from engine.hardware.machine_files import machine_names, read_machine
+from engine.hardware.profiles import emulated_cards, profile_names, profiles_dir, read_profile, with_emulated
 
 GOOD: dict[str, Any] = {
     "name": "card",
@@ -156,3 +157,33 @@ def test_reading_profiles_loads_no_torch() -> None:
     root = profiles_dir().parents[1]
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("device", "cards"),
+    [
+        ("emulated:slow-link", ("slow-link", 1)),
+        ("emulated:slow-link#1", ("slow-link", 1)),
+        ("emulated:slow-linkx3", ("slow-link", 3)),
+        ("emulated:pcie3-x8-8gb", ("pcie3-x8-8gb", 1)),
+        ("emulated:pcie3-x8-8gbx2#1", ("pcie3-x8-8gb", 2)),
+        ("emulated:nothingx2", ("nothingx2", 1)),
+    ],
+)
+def test_what_an_emulated_device_stands_for(device: str, cards: tuple[str, int]) -> None:
+    assert emulated_cards(device) == cards
+
+
+def test_a_machine_with_emulated_cards_has_their_memory_and_link_and_its_own_speed() -> None:
+    machine = read_machine(machine_names()[0])
+    name = "pcie3-x8-8gb"
+    profile, found = read_profile(name), with_emulated(machine, f"emulated:{name}x2")
+    assert found.cpu == machine.cpu
+    assert found.gpu is not None
+    assert found.link is not None
+    assert (found.gpu.name, found.gpu.count, found.gpu.memory_bytes) == (f"emulated:{name}", 2, profile.vram_bytes)
+    assert found.gpu.flops == machine.cpu.flops / profile.compute_slowdown
+    assert (found.link.h2d, found.link.d2h) == (profile.link_h2d_gbps * 1e9, profile.link_d2h_gbps * 1e9)
+    less = with_emulated(machine, f"emulated:{name}#0", 1000).gpu
+    assert less is not None
+    assert less.memory_bytes == 1000

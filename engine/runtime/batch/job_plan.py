@@ -15,12 +15,11 @@ from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.errors import EngineError
 from engine.formats import measured_as
-from engine.hardware.machine import GpuProfile, HardwareProfile, LinkProfile
 from engine.hardware.measured import machine_profile
 from engine.hardware.measurement_files import load_measurements
 from engine.hardware.probe import HardwareProfile as Probe
 from engine.hardware.probe import probe
-from engine.hardware.profiles import read_profile
+from engine.hardware.profiles import EMULATED, with_emulated
 from engine.kernels.native.paged_attention import KvType
 from engine.planner.batch_plan import best_batch
 from engine.planner.batch_prediction import (
@@ -195,7 +194,8 @@ def plan_rows(rows: JobRows, loaded: LoadedModel, shape: ModelShape, found: Prob
     if card is None:
         return JobPlan(policy_for(loaded), rows, None)
     memory = card.memory.total
-    machine = _with_card(machine, name, memory)
+    if machine.gpu is None and name.startswith(EMULATED):
+        machine = with_emulated(machine, name, memory)  # nobody has measured it: it is as its profile says
     limits = Limits(vram_bytes=memory, threads=loaded.info.threads, precision=precision)
     best = best_batch(machine, shape, limits, precision, rows)
     if best is None:
@@ -228,22 +228,6 @@ def _with_room(policy: BatchPolicy, rows: JobRows, shape: ModelShape) -> int:
     """Rows whose keys and values have room together."""
     each = shape.kv_bytes_per_token() * (rows.prompt_tokens + rows.generated_tokens)
     return max(1, int(policy.kv_bytes // max(each, 1.0)))
-
-
-def _with_card(machine: HardwareProfile, name: str, memory: int) -> HardwareProfile:
-    """The machine with this card in it, if nobody has measured it: an emulated one is as its profile says."""
-    if machine.gpu is not None or not name.startswith("emulated:"):
-        return machine
-    profile = read_profile(name.removeprefix("emulated:").partition("x")[0])
-    link = LinkProfile(
-        profile.link_h2d_gbps * 1e9,
-        profile.link_d2h_gbps * 1e9,
-        profile.link_h2d_gbps * 1e9,
-        profile.link_latency_us / 1e6,
-    )
-    cpu = machine.cpu
-    card = GpuProfile(name, memory, cpu.flops / profile.compute_slowdown, cpu.ram_bytes_per_s)
-    return replace(machine, gpu=card, link=link)
 
 
 def _told(rows: JobRows, plan: BatchPlan, lane: str, off: float) -> JobPrediction:
