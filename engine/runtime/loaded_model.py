@@ -18,7 +18,8 @@ from engine.experts.disk_backed import DiskBackedBank
 from engine.experts.sites import unbind
 from engine.foreign_text.process import FOREIGN_TEXT
 from engine.kernels.native.library import NativeKernels
-from engine.runtime.load.devices import LayerDevices, ModelDevices
+from engine.runtime.decoder_layers import LayerDevices
+from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.foresight import Foresight
 
 

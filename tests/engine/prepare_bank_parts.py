@@ -11,7 +11,7 @@ from engine.experts.disk_tier import DiskTier
 from engine.experts.load_prepared import load_prepared
 from engine.runtime.load.fill_bank import fill_bank
 from engine.runtime.load.library_models import quiet_library
-from engine.runtime.load.prepare_bank import BankSource, Prepared, prepare_bank
+from engine.runtime.load.prepare_bank import BankSource, PreparedBank, prepare_bank
 from engine.runtime.load.tensor_reader import TensorReader
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ def nothing(done: int, total: int) -> None:
     pass
 
 
-def prepare(source: BankSource, path: Path, **options: object) -> Prepared:
+def prepare(source: BankSource, path: Path, **options: object) -> PreparedBank:
     return prepare_bank(source, path, **{"on_progress": nothing, "cancelled": lambda: False, **options})  # type: ignore[arg-type]
 
 

@@ -87,7 +87,7 @@ def recorded_batch(
 
 def caches_of(model: Any) -> list[VramCache]:
     """Every expert cache on a device."""
-    return [cache for caches in model.devices.experts.caches for cache in caches] if model.devices is not None else []
+    return model.devices.experts.all_caches if model.devices is not None else []
 
 
 def total(steps: Records, name: str) -> int:

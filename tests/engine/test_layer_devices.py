@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.planner.placement import split_layers
-from engine.runtime.load.devices import LayerDevices, _moved, decoder_layers
+from engine.runtime.decoder_layers import LayerDevices, _moved, layer_names
 from tests.engine.tiny_families import tiny_model
 
 
 def split(sizes: Mapping[str, int], capacities: Sequence[int]) -> LayerDevices:
-    layers = decoder_layers(_MODEL)
+    layers = layer_names(_MODEL)
     return layers.on(split_layers(*layers.sums(sizes), capacities))
 
 

@@ -20,9 +20,9 @@ from engine.planner.engine_costs import engine_costs
 from engine.planner.engine_memory import dense_on_card, engine_memory, sizes_of
 from engine.planner.placement import Budgets, NotEnoughRamError, Placement, Sizes, decide
 from engine.planner.predict import limits_of
+from engine.runtime.decoder_layers import layer_names
 from engine.runtime.load import decision
 from engine.runtime.load.checkpoint import open_checkpoint
-from engine.runtime.load.devices import decoder_layers
 from engine.runtime.load.model import load_model, open_compute_devices
 from tests.engine.on_devices import memory_use
 
@@ -101,7 +101,7 @@ def test_a_plan_and_loading_decide_alike(folder: Path) -> None:
             opened, devices = open_checkpoint(config), open_compute_devices(config)
             try:
                 budgets = decision.budgets_of(config, devices)
-                counted_sizes = decision.sizes_of(opened, config, devices, decoder_layers(opened.model))
+                counted_sizes = decision.sizes_of(opened, config, devices, layer_names(opened.model))
             finally:
                 for device in devices:
                     device.close()

@@ -10,8 +10,7 @@ import pytest
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 from engine.planner.placement import Note, NoteCode
-from engine.runtime.load.hand_over import sentence
-from engine.runtime.load.model import load_model
+from engine.runtime.load.model import load_model, placement_note
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -36,9 +35,11 @@ def fits_in_ram(folder: Path, precision: str, budget: int) -> bool:
 
 def test_both_figures_are_said() -> None:
     note = Note(NoteCode.COARSER_FOR_RAM, 61 * 10**9, 40 * 10**9, precision="int8", instead_of="bf16")
-    assert sentence(note) == ("Weights are in int8, because bf16 needs 61.0 GB of RAM and there is room for 40.0 GB.")
+    assert placement_note(note) == (
+        "Weights are in int8, because bf16 needs 61.0 GB of RAM and there is room for 40.0 GB."
+    )
     for code in NoteCode:
-        said = sentence(Note(code, 61 * 10**9, 40 * 10**9, "card#1", "int8", "bf16"))
+        said = placement_note(Note(code, 61 * 10**9, 40 * 10**9, "card#1", "int8", "bf16"))
         assert said.endswith(".")
         assert "61.0 GB" in said
         assert "40.0 GB" in said

@@ -23,7 +23,7 @@ from engine.experts.bank_header import UnusableBankError
 from engine.experts.bank_writer import BankWriter, part_path
 from engine.experts.disk_tier import DiskTier
 from engine.runtime.load import prepare_bank as preparing_module
-from engine.runtime.load.prepare_bank import BankSource, Prepared, rebuild_layer, rebuild_record
+from engine.runtime.load.prepare_bank import BankSource, PreparedBank, rebuild_layer, rebuild_record
 from tests.engine.prepare_bank_parts import assert_holds, in_ram, prepare
 from tests.engine.test_checkpoint_layouts import _set_quantization, _to_fp8
 from tests.engine.tiny_families import tiny_checkpoint
@@ -43,14 +43,14 @@ def test_the_bank_holds_what_ram_would(family: str, precision: str, tmp_path: Pa
     path = tmp_path / "banks" / "tiny.bank"
     told: list[tuple[int, int]] = []
     done = prepare(source, path, on_progress=lambda *figures: told.append(figures))
-    assert done == Prepared(path, made=True)
+    assert done == PreparedBank(path, made=True)
     total = source.header().records_nbytes
     assert told[-1] == (total, total)
     assert told == sorted(told)
     assert [file.name for file in path.parent.iterdir()] == ["tiny.bank"]
     assert path.stat().st_size == source.header().nbytes
     assert_holds(path, source)
-    assert prepare(source, path) == Prepared(path, made=False)
+    assert prepare(source, path) == PreparedBank(path, made=False)
 
 
 def test_experts_in_fp8(tmp_path: Path) -> None:

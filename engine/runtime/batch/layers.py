@@ -22,6 +22,7 @@ from engine.kernels.native.paged_attention import Pieces
 from engine.kernels.native.rows import RowsLinear, attention_rows, route_rows
 from engine.kernels.native.structs import SparseBlockStruct
 from engine.runtime.batch.packed_attention import PagedStates
+from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.fast_path.decoder_layer import knows_layer
 from engine.runtime.fast_path.grouped_attention import GroupedAttention, attention_struct
 from engine.runtime.fast_path.sparse_block import SparseBlock
@@ -53,7 +54,9 @@ class DecoderLayers:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._layers = _find(model)
+        self._layers = decoder_layers(model)
+        if not self._layers:
+            raise LookupError("the model's layers were not found")
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -77,7 +80,7 @@ class DecoderLayers:
             return note
 
         try:
-            with self._replaced(stub):
+            with _replaced((layer, stub(index)) for index, layer in enumerate(self._layers)):
                 self._forward(ids, positions)
         except _Enough:
             return recording
@@ -100,7 +103,7 @@ class DecoderLayers:
             is_last = index == len(self._layers) - 1
             return lambda hidden_states, *args, **kwargs: hidden if is_last else hidden_states  # noqa: ARG005
 
-        with self._replaced(stub):
+        with _replaced((layer, stub(index)) for index, layer in enumerate(self._layers)):
             out = self._forward(ids, torch.zeros_like(ids))
         logits = out.logits[0]
         assert isinstance(logits, torch.Tensor)
@@ -108,29 +111,6 @@ class DecoderLayers:
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> Any:
         return self._model(input_ids=ids, position_ids=positions, use_cache=False, return_dict=True)
-
-    @contextmanager
-    def _replaced(self, stub: Callable[[int], Callable[..., Any]]) -> Iterator[None]:
-        own = [layer.__dict__.get("forward") for layer in self._layers]
-        try:
-            for index, layer in enumerate(self._layers):
-                layer.forward = stub(index)
-            yield
-        finally:
-            for layer, forward in zip(self._layers, own, strict=True):
-                if forward is None:
-                    layer.__dict__.pop("forward", None)
-                else:
-                    layer.forward = forward
-
-
-def _find(model: Any) -> list[Any]:
-    count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0)
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    for module in decoder.modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count and count:
-            return list(module)
-    raise LookupError("the model's layers were not found")
 
 
 class NativeRows:
@@ -203,16 +183,17 @@ def _linears(part: Any, kernels: NativeKernels) -> list[tuple[Any, RowsLinear]]:
 
 
 @contextmanager
-def _replaced(linears: list[tuple[Any, RowsLinear]]) -> Iterator[None]:
-    """Between two layers the model's own ways are back: somebody else may use it then."""
-    own = [module.__dict__.get("forward") for module, _ in linears]
-    for module, forward in linears:
-        module.forward = forward
+def _replaced(forwards: Iterable[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
+    """Within it these modules have other `forward`s; behind it their own are back, for somebody else may use them."""
+    pairs = list(forwards)
+    own = [module.__dict__.get("forward") for module, _ in pairs]
     try:
+        for module, forward in pairs:
+            module.forward = forward
         yield
     finally:
-        for (module, _), forward in zip(linears, own, strict=True):
+        for (module, _), forward in zip(pairs, own, strict=True):
             if forward is None:
-                del module.forward
+                module.__dict__.pop("forward", None)
             else:
                 module.forward = forward

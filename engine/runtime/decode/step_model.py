@@ -14,9 +14,9 @@ from engine.common.cancellation import RequestCancelled
 from engine.common.footprint import SHORT_TOKENS
 from engine.families import fast_path_of
 from engine.runtime.decode.generation import CancelCheck, ProgressCallback
+from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
 from engine.runtime.kv.reuse import kinds_by_length
-from engine.runtime.kv.window_masks import decoder_layers
 
 _FIXED_ANGLES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embeddings whose angles depend on the position alone, not on how long the context is."""

@@ -10,13 +10,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from engine.runtime.decoder_layers import decoder_layers
 
 IMPLEMENTATION = "switchyard_mask_rules"
 
@@ -130,12 +131,3 @@ def _mask(*_args: Any, mask_function: Callable[..., Any], **_options: Any) -> to
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _stop)
 ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _mask)
-
-
-def decoder_layers(model: Any) -> list[Any]:
-    """The layers that tokens go through, in order; none if the library does not say which they are."""
-    count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0)
-    for module in chain(model.get_decoder().modules(), model.modules()):  # a tower may have as many
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
-            return list(module)
-    return []

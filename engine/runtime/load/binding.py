@@ -33,11 +33,18 @@ from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.native.library import NativeKernels, load_kernels
 from engine.kernels.native.linear import quantise_linears, speed_up_linears
 from engine.planner.placement import cache_slots
+from engine.runtime.decoder_layers import LayerDevices
 from engine.runtime.fast_path.decoder_layer import speed_up_decoder_layers
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.decision import Decision
-from engine.runtime.load.devices import DeviceExperts, LayerDevices
-from engine.runtime.load.foresight import Popularity, UseCounts, foretell_for_devices, foretell_for_ram, load_popularity
+from engine.runtime.load.devices import DeviceExperts
+from engine.runtime.load.foresight import (
+    Popularity,
+    UseCounts,
+    load_popularity,
+    prefetcher_of_devices,
+    prefetcher_of_ram,
+)
 from engine.runtime.loaded_model import LoadingParts
 
 _log = logging.getLogger(__name__)
@@ -88,7 +95,7 @@ def _bind_devices(opened: OpenedCheckpoint, decision: Decision, parts: LoadingPa
         bind_whole_layers(bound, held)
         return
     foresight, per_token = parts.foresight, profile.experts_per_token
-    foresight.prefetcher = foretell_for_devices(opened.model, bound, config, per_token, opened.key)
+    foresight.prefetcher = prefetcher_of_devices(opened.model, bound, config, per_token, opened.key)
     uses = UseCounts(experts, foresight.prefetcher)
     foresight.keep_uses(opened.key, uses, known)
     bind_to_devices(bound, held, config, uses)
@@ -102,7 +109,7 @@ def _bind_read_ahead(opened: OpenedCheckpoint, decision: Decision, parts: Loadin
     assert disk_backed is not None
     on_disk = [site for site in decision.sites if site.name in disk_backed.disk.header.index_of]
     per_token = opened.profile.experts_per_token
-    prefetcher = foretell_for_ram(opened.model, on_disk, disk_backed, config, per_token, opened.key)
+    prefetcher = prefetcher_of_ram(opened.model, on_disk, disk_backed, config, per_token, opened.key)
     parts.foresight.prefetcher = prefetcher
     bind_disk_backed(on_disk, disk_backed, parts.kernels, prefetcher)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,21 +95,30 @@ def open_checkpoint(config: EngineConfig) -> OpenedCheckpoint:
             f"There is no precision '{config.precision}': choose from {', '.join(PRECISIONS)}.",
         )
     directory = Path(config.model)
-    dtype = getattr(torch, as_stored(config.precision).dtype)
+    opened = read_headers(directory, config.precision)
+    finish_generation_config(opened.model, directory)
+    return replace(opened, tokenizer=load_tokenizer(directory))
+
+
+def read_headers(directory: Path, precision: str) -> OpenedCheckpoint:
+    """The same without the tokenizer; seconds, and no weights.
+
+    Raises:
+        EngineError: as `open_checkpoint`.
+    """
+    dtype = getattr(torch, as_stored(precision).dtype)
     raw = read_config(directory)
     library_config = read_library_config(directory, raw["model_type"])
     adapter = adapter_for(raw["model_type"])
     model_class, part = model_class_for(library_config, adapter)
     tensors = read_tensors(directory)
     profile = profile_of(raw, tensors.values())
-    tokenizer = load_tokenizer(directory)
     quantizer = quantizer_for(part, directory.name)
     model = build_skeleton(model_class, part, dtype, adapter)
-    finish_generation_config(model, directory)
     sites = find_sites(model, parameter_dtypes(model, dtype))
     weights = count_weights(model)
     plan = plan_loading(model, sites, tensors, dtype, quantizer, adapter)
-    return OpenedCheckpoint(directory, profile, tokenizer, model, sites, plan, dtype, weights, unread_inputs(raw))
+    return OpenedCheckpoint(directory, profile, None, model, sites, plan, dtype, weights, unread_inputs(raw))
 
 
 def load_tokenizer(directory: Path, cancelled: CancelCheck = never_cancelled) -> Any:

@@ -21,8 +21,8 @@ from engine.formats import AUTO, LADDER, careful, format_of
 from engine.kernels.dense import is_held_quantised, quantised_sizes
 from engine.planner.placement import Budgets, DeviceBudget, Experts, Placement, Sizes, Weights
 from engine.planner.placement import decide as decide_placement
+from engine.runtime.decoder_layers import LayerDevices, LayerNames, layer_names
 from engine.runtime.load.checkpoint import OpenedCheckpoint
-from engine.runtime.load.devices import DecoderLayers, LayerDevices, decoder_layers
 from engine.runtime.load.fill_bank import working_bytes
 
 _CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ def decide(opened: OpenedCheckpoint, config: EngineConfig, devices: Sequence[Dev
     Raises:
         EngineError: `NOT_ENOUGH_MEMORY`: it fits nowhere.
     """
-    layers = decoder_layers(opened.model)
+    layers = layer_names(opened.model)
     placement = decide_placement(sizes_of(opened, config, devices, layers), budgets_of(config, devices), config)
     used = tuple(devices) if placement.devices else ()
     return Decision(
@@ -109,7 +109,7 @@ def budgets_of(config: EngineConfig, devices: Sequence[Device]) -> Budgets:
     return Budgets(available_ram(), config.ram_bytes, held)
 
 
-def sizes_of(opened: OpenedCheckpoint, config: EngineConfig, devices: Sequence[Device], layers: DecoderLayers) -> Sizes:
+def sizes_of(opened: OpenedCheckpoint, config: EngineConfig, devices: Sequence[Device], layers: LayerNames) -> Sizes:
     """What the model takes, counted tensor by tensor."""
     precisions = LADDER if config.precision == AUTO else (config.precision,)
     of_layer, elsewhere = layers.sums(_tensor_sizes(opened.model))
@@ -134,7 +134,7 @@ def dense_on_cards(opened: OpenedCheckpoint, places: Sequence[torch.device], pre
     return careful(precision, opened.weights)
 
 
-def _weights(opened: OpenedCheckpoint, precision: str, devices: Sequence[Device], layers: DecoderLayers) -> Weights:
+def _weights(opened: OpenedCheckpoint, precision: str, devices: Sequence[Device], layers: LayerNames) -> Weights:
     sites = _in_precision(opened, precision)
     in_ram = sum(_dense_sizes(opened, precision, ()).values())
     dense, elsewhere = layers.sums(_dense_sizes(opened, precision, devices))

@@ -1,13 +1,10 @@
-"""The devices that a model runs on: which layers are where, and what weights, expert caches and KV take of each."""
+"""The devices that a model runs on: its weights, its expert caches and its KV, each within the device's budget."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
 
 from engine.common.errors import EngineError
 from engine.devices.device import Device
@@ -16,116 +13,8 @@ from engine.experts.activations import Activations
 from engine.experts.vram_cache import VramCache
 from engine.experts.whole_layer import LayerBuffers
 from engine.kernels.native.library import NativeKernels
+from engine.runtime.decoder_layers import LayerDevices
 from engine.runtime.kv.memory import KvCost
-
-
-@dataclass(frozen=True)
-class LayerDevices:
-    """Where the parts of a model are, by index of the device.
-
-    Attributes:
-        prefix: name of the list of decoder layers with a dot behind it; empty if nothing is split.
-        of_layer: device of each decoder layer.
-    """
-
-    prefix: str = ""
-    of_layer: tuple[int, ...] = ()
-
-    def of(self, name: str) -> int:
-        """The device of the module or tensor of this name."""
-        if not self.prefix or not name.startswith(self.prefix):
-            return 0
-        number = name[len(self.prefix) :].partition(".")[0]
-        return self.of_layer[int(number)] if number.isdecimal() else 0
-
-    def of_cache_layer(self, index: int) -> int:
-        """The device of the KV of a decoder layer."""
-        return self.of_layer[index] if index < len(self.of_layer) else 0
-
-    def device_map(self, places: Sequence[torch.device]) -> dict[str, torch.device]:
-        """Module name -> torch device, as transformers' loading takes it."""
-        split = {f"{self.prefix}{layer}": places[index] for layer, index in enumerate(self.of_layer) if index}
-        return {"": places[0], **split}
-
-
-@dataclass(frozen=True)
-class DecoderLayers:
-    """The list of decoder layers that a model has.
-
-    Attributes:
-        prefix: its name with a dot behind it; empty if there is none to be split.
-        count: of layers.
-    """
-
-    prefix: str = ""
-    count: int = 0
-
-    def index_of(self, name: str) -> int | None:
-        """The layer that the module or tensor of this name belongs to, if it does to one."""
-        number = name[len(self.prefix) :].partition(".")[0] if self.prefix and name.startswith(self.prefix) else ""
-        return int(number) if number.isdecimal() else None
-
-    def on(self, of_layer: tuple[int, ...]) -> LayerDevices:
-        """Each of them on the device of this index; nothing is split if there are none."""
-        return LayerDevices(self.prefix, of_layer) if of_layer else LayerDevices()
-
-    def sums(self, sizes: Mapping[str, int]) -> tuple[tuple[int, ...], int]:
-        """(bytes of each layer, bytes of all else) from those of each tensor by name."""
-        layers, elsewhere = [0] * self.count, 0
-        for name, nbytes in sizes.items():
-            index = self.index_of(name)
-            if index is None:
-                elsewhere += nbytes
-            else:
-                layers[index] += nbytes
-        return tuple(layers), elsewhere
-
-
-def decoder_layers(model: Any) -> DecoderLayers:
-    """Those of a decoder-only model; none of any other."""
-    config = model.config.get_text_config(decoder=True)
-    if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
-        return DecoderLayers()
-    count = getattr(config, "num_hidden_layers", 0)
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count > 1:
-            return DecoderLayers(f"{name}.", count)
-    return DecoderLayers()
-
-
-def move_between(model: Any, layers: LayerDevices, places: Sequence[torch.device]) -> None:
-    """Lets hidden states and whatever else a layer is given travel to the device that the layer is on, and back.
-
-    Nothing is to be done where all devices share one memory, as emulated ones do.
-    """
-    if len({str(place) for place in places}) < 2 or not any(layers.of_layer):
-        return
-    modules = model.get_submodule(layers.prefix.removesuffix("."))
-    for index, module in zip(layers.of_layer, modules, strict=True):
-        if index:
-            module.register_forward_pre_hook(_Bring(places[index]), with_kwargs=True)
-    modules[-1].register_forward_hook(lambda _module, _args, output: _moved(output, places[0]))
-
-
-class _Bring:
-    """Moves the arguments of a module to its device."""
-
-    def __init__(self, place: torch.device) -> None:
-        self._place = place
-
-    def __call__(self, _module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return _moved(args, self._place), _moved(kwargs, self._place)
-
-
-def _moved(value: Any, place: torch.device) -> Any:
-    """Tensors in tuples, lists and dictionaries; other objects, such as caches, are left alone."""
-    if isinstance(value, torch.Tensor):
-        return value if value.device == place else value.to(place, non_blocking=True)
-    if type(value) in (tuple, list):
-        return type(value)(_moved(item, place) for item in value)
-    if type(value) is dict:
-        return {key: _moved(item, place) for key, item in value.items()}
-    return value
 
 
 @dataclass
@@ -152,15 +41,20 @@ class DeviceExperts:
         self.caches = [[] for _ in self.devices]
 
     @property
+    def all_caches(self) -> list[VramCache]:
+        """Of all devices, one device's after the other's."""
+        return [cache for caches in self.caches for cache in caches]
+
+    @property
     def notes(self) -> list[str]:
         """Sentences for the user about what could not be had, as of now."""
-        said = [cache.note for caches in self.caches for cache in caches]
+        said = [cache.note for cache in self.all_caches]
         return [*self.shortages, *(note for note in said if note is not None)]
 
     @property
     def slots(self) -> int:
         """Experts that can be kept on the devices."""
-        return sum(cache.slots for caches in self.caches for cache in caches)
+        return sum(cache.slots for cache in self.all_caches)
 
     def add(self, index: int, cache: VramCache) -> None:
         """A cache of the device of this index."""
@@ -189,7 +83,7 @@ class DeviceExperts:
         Raises:
             EngineError: a device has failed.
         """
-        caches = [cache for caches in self.caches for cache in caches] if not self.layer_buffers else []
+        caches = self.all_caches if not self.layer_buffers else []
         shares = [cache.slots for cache in caches] if self.slots else [1] * len(caches)
         for cache, share in zip(caches, shares, strict=True):
             self._wanted[id(cache)] = cache.resize(round(slots * share / sum(shares)))
@@ -206,18 +100,16 @@ class DeviceExperts:
 
     def settle_for_less(self) -> None:
         """From now on caches are wanted as small as they have become."""
-        for caches in self.caches:
-            for cache in caches:
-                self._wanted[id(cache)] = cache.slots
+        for cache in self.all_caches:
+            self._wanted[id(cache)] = cache.slots
 
     def close(self) -> None:
         """Frees all slots.  The devices are closed by whoever opened them.  Harmless if repeated."""
         for buffers in self.layer_buffers:
             buffers.close()
         self.layer_buffers = []
-        for caches in self.caches:
-            for cache in caches:
-                cache.close()
+        for cache in self.all_caches:
+            cache.close()
         for activations in self.activations:
             with contextlib.suppress(EngineError):
                 activations.close()

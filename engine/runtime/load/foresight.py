@@ -233,7 +233,7 @@ class RouterGate:
             return False
 
 
-def foretell_for_devices(
+def prefetcher_of_devices(
     model: Any, bound: Sequence[BoundLayer], config: EngineConfig, per_token: int, model_key: str
 ) -> Prefetcher | None:
     """A prefetcher over the caches of all devices; None where nobody predicts or there is nowhere to bring experts."""
@@ -258,7 +258,7 @@ def foretell_for_devices(
     )
 
 
-def foretell_for_ram(
+def prefetcher_of_ram(
     model: Any, sites: Sequence[ExpertsSite], bank: DiskBackedBank, config: EngineConfig, per_token: int, model_key: str
 ) -> Prefetcher | None:
     """A prefetcher over the slots in RAM of a bank on disk; its layers are the bank's."""

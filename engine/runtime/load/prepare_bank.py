@@ -18,10 +18,8 @@ from typing import Any
 import torch
 import transformers
 
-from engine.checkpoint.config_file import read_config
 from engine.checkpoint.expert_index import ExpertIndex
 from engine.checkpoint.fingerprint import fingerprint
-from engine.checkpoint.shards import read_tensors
 from engine.common.cancellation import RequestCancelled
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import new_folder
@@ -32,20 +30,15 @@ from engine.experts.bank_header import BankHeader, BankLayerSpec, UnusableBankEr
 from engine.experts.bank_writer import BankWriter, preparing
 from engine.experts.checksums import BEST_CHECKSUM
 from engine.experts.record import RecordLayout, allocate_records
-from engine.experts.sites import ExpertsSite, find_sites, quantised
-from engine.formats import GROUP, as_stored, format_of
+from engine.experts.sites import ExpertsSite, quantised
+from engine.formats import GROUP, format_of
 from engine.kernels.native.library import NativeKernels
 from engine.planner.placement import Budgets, require_ram
-from engine.runtime.adapters import adapter_for
+from engine.runtime.load.checkpoint import read_headers
 from engine.runtime.load.fill_bank import fill_bank, working_bytes
-from engine.runtime.load.library_conversion import LoadingPlan, parameter_dtypes, plan_loading
+from engine.runtime.load.library_conversion import LoadingPlan
 from engine.runtime.load.library_models import (
-    build_skeleton,
-    count_weights,
-    model_class_for,
-    quantizer_for,
     quiet_library,
-    read_library_config,
 )
 from engine.runtime.load.tensor_reader import TensorReader
 
@@ -85,24 +78,15 @@ class BankSource:
         Raises:
             EngineError: as `load_model`; `INVALID_REQUEST` for a model without experts.
         """
-        dtype = getattr(torch, as_stored(precision).dtype)
-        raw = read_config(directory)
-        tensors = read_tensors(directory)
         with torch.no_grad(), quiet_library():
-            library_config = read_library_config(directory, raw["model_type"])
-            adapter = adapter_for(raw["model_type"])
-            model_class, part = model_class_for(library_config, adapter)
-            quantizer = quantizer_for(part, directory.name)
-            model = build_skeleton(model_class, part, dtype, adapter)
-            sites = find_sites(model, parameter_dtypes(model, dtype))
-            if not sites:
-                raise EngineError(
-                    ErrorCode.INVALID_REQUEST, f"{directory.name} has no experts, so there is nothing to prepare."
-                )
-            plan = plan_loading(model, sites, tensors, dtype, quantizer, adapter)
-        if format_of(precision).is_tiled:
-            sites = quantised(sites, precision, count_weights(model))
-        return cls(directory, model, sites, plan, precision, kernels)
+            opened = read_headers(directory, precision)
+        if not opened.sites:
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST, f"{directory.name} has no experts, so there is nothing to prepare."
+            )
+        is_tiled = format_of(precision).is_tiled
+        sites = quantised(opened.sites, precision, opened.weights) if is_tiled else opened.sites
+        return cls(directory, opened.model, sites, opened.plan, precision, kernels)
 
     def only(self, names: Collection[str]) -> BankSource:
         """The same, for a bank of these experts modules alone."""
@@ -172,7 +156,7 @@ class _GivenMemory(ExpertBank):
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedBank:
     """What came of preparing.
 
     Attributes:
@@ -196,7 +180,7 @@ def prepare_bank(
     on_progress: Callable[[int, int], None],
     cancelled: Callable[[], bool],
     direct: bool = True,
-) -> Prepared:
+) -> PreparedBank:
     """Makes the bank file of a model unless it is there and up to date.
 
     A layer is converted while the one before it is written.  Killed or cancelled, it goes on where it was the next
@@ -219,20 +203,20 @@ def prepare_bank(
     header = source.header()
     usable, why_not = _is_usable(path, header)
     if usable:
-        return Prepared(path, made=False)
+        return PreparedBank(path, made=False)
     if why_not is not None:
         _log.warning("%s It is made again.", why_not.message)
     try:
         new_folder(path.parent)
         with preparing(path, check):
             if _is_usable(path, header)[0]:  # somebody else has just made it
-                return Prepared(path, made=False)
+                return PreparedBank(path, made=False)
             with BankWriter(path, header, direct=direct) as writer:
                 resumed = sum(header.layers[layer].nbytes for layer in writer.finished)
                 _write(source, writer, on_progress, check, direct=direct)
                 source.require_unchanged(header)
                 writer.finish()
-            return Prepared(path, True, why_not.reason if why_not is not None else None, resumed)
+            return PreparedBank(path, True, why_not.reason if why_not is not None else None, resumed)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise EngineError(

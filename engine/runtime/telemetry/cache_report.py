@@ -79,7 +79,7 @@ class CacheReporter:
 
     def _vram(self, tokens: Records) -> TierReport | None:
         devices = self._loaded.devices
-        caches = [cache for caches in devices.experts.caches for cache in caches] if devices is not None else []
+        caches = devices.experts.all_caches if devices is not None else []
         if not caches:
             return None
         snapshots = [cache.snapshot() for cache in caches]

@@ -225,7 +225,7 @@ def _places(
         for snapshot in disk_backed.ram.snapshots():
             _mark(places, snapshot.residents, stride, rows, IN_RAM)
             _mark(places, snapshot.arriving, stride, rows, ARRIVING)
-    for cache in [cache for caches in devices.experts.caches for cache in caches] if devices is not None else ():
+    for cache in devices.experts.all_caches if devices is not None else ():
         rows = [row_of.get(number, -1) for number in cache.layer_numbers]
         snapshot = cache.snapshot()
         _mark(places, snapshot.residents, cache.key_of(1, 0), rows, IN_VRAM)

@@ -164,7 +164,7 @@ class ModelTelemetry:
 
     def _caches(self) -> list[VramCache]:
         devices = self._loaded.devices
-        return [cache for caches in devices.experts.caches for cache in caches] if devices is not None else []
+        return devices.experts.all_caches if devices is not None else []
 
     def _counted(self) -> tuple[int, ...]:
         return counted(self._caches(), self._loaded.disk_backed, self._link)
