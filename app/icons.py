@@ -1,45 +1,54 @@
-"""Our own line icons, drawn with a colour of the theme and sharp at every device pixel ratio."""
+"""Our own line icons, drawn in a colour of the theme and sharp at every device pixel ratio."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
 from PySide6.QtCore import QByteArray, QRect, QRectF, QSize, Qt
-from PySide6.QtGui import QIcon, QIconEngine, QPainter, QPixmap
+from PySide6.QtGui import QIcon, QIconEngine, QPainter, QPaintEvent, QPixmap
 from PySide6.QtSvg import QSvgRenderer
+from PySide6.QtWidgets import QSizePolicy, QWidget
 
-from app.theme import Theme
+from app.theme import ColourName, colours
 from engine.common.paths import resources_dir
 
 
-def icon(name: str, theme: Theme, colour: str | None = None, checked: str | None = None) -> QIcon:
-    """The icon `resources/icons/NAME.svg`.
+def icon(name: str, colour: ColourName = "text", checked: ColourName | None = None) -> QIcon:
+    """The icon `resources/icons/NAME.svg`; it follows the theme.
 
     Args:
-        colour: drawn instead of the theme's text colour.
-        checked: drawn while the button is checked (`QIcon.State.On`).
+        checked: its colour while the button is checked (`QIcon.State.On`).
 
     Raises:
         FileNotFoundError: there is no such icon.
     """
-    normal = colour or theme.text
-    return QIcon(_LineIconEngine(name, normal, checked or normal, theme.faint))
+    return QIcon(_LineIconEngine(name, colour, checked or colour))
 
 
-def logo(theme: Theme) -> QIcon:
+def logo() -> QIcon:
     """The mark: a track that forks, in the colours of GPU, CPU and PCIe."""
-    return QIcon(_LineIconEngine("logo" if not theme.is_dark else "logo-dark", theme.text, theme.text, theme.faint))
+    return icon("logo")
 
 
-def pixmap(name: str, colour: str, size: int, device_pixel_ratio: float = 1.0) -> QPixmap:
-    """The icon as a picture of `size` x `size` device-independent pixels."""
-    result = QPixmap(round(size * device_pixel_ratio), round(size * device_pixel_ratio))
-    result.setDevicePixelRatio(device_pixel_ratio)
-    result.fill(Qt.GlobalColor.transparent)
-    painter = QPainter(result)
-    _renderer(name, colour).render(painter, QRectF(0, 0, size, size))
-    painter.end()
-    return result
+class IconMark(QWidget):
+    """An icon that stands by itself, `px` high and wide."""
+
+    def __init__(self, name: str, colour: ColourName, px: int, parent: QWidget) -> None:
+        super().__init__(parent)
+        self._icon, self._px = icon(name, colour), px
+        self.setSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Preferred)
+
+    def sizeHint(self) -> QSize:
+        return QSize(self._px, self._px)
+
+    def minimumSizeHint(self) -> QSize:
+        return self.sizeHint()
+
+    def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
+        painter = QPainter(self)
+        left, top = (self.width() - self._px) // 2, (self.height() - self._px) // 2
+        self._icon.paint(painter, QRect(left, top, self._px, self._px))
+        painter.end()
 
 
 @lru_cache(maxsize=256)
@@ -49,23 +58,23 @@ def _renderer(name: str, colour: str) -> QSvgRenderer:
 
 
 class _LineIconEngine(QIconEngine):
-    def __init__(self, name: str, normal: str, checked: str, disabled: str) -> None:
-        super().__init__()
-        self._name = name
-        self._colours = (normal, checked, disabled)
-        _renderer(name, normal)  # so that a missing icon is told here, not while painting
+    """Looks its colours up while it paints, so that an icon need not be set again when the theme changes."""
 
-    def _colour(self, mode: QIcon.Mode, state: QIcon.State) -> str:
-        normal, checked, disabled = self._colours
-        if mode == QIcon.Mode.Disabled:
-            return disabled
-        return checked if state == QIcon.State.On else normal
+    def __init__(self, name: str, normal: ColourName, checked: ColourName) -> None:
+        super().__init__()
+        self._name, self._normal, self._checked = name, normal, checked
+        self._drawing(QIcon.Mode.Normal, QIcon.State.Off)  # a missing icon is reported here, not while painting
+
+    def _drawing(self, mode: QIcon.Mode, state: QIcon.State) -> QSvgRenderer:
+        name = "logo-dark" if self._name == "logo" and colours().is_dark else self._name
+        role = self._checked if state == QIcon.State.On else self._normal
+        return _renderer(name, getattr(colours(), "faint" if mode == QIcon.Mode.Disabled else role))
 
     def paint(self, painter: QPainter, rect: QRect, mode: QIcon.Mode, state: QIcon.State) -> None:
         side = min(rect.width(), rect.height())
         square = QRectF(0, 0, side, side)
         square.moveCenter(QRectF(rect).center())
-        _renderer(self._name, self._colour(mode, state)).render(painter, square)
+        self._drawing(mode, state).render(painter, square)
 
     def pixmap(self, size: QSize, mode: QIcon.Mode, state: QIcon.State) -> QPixmap:
         return self.scaledPixmap(size, mode, state, 1.0)
@@ -81,4 +90,4 @@ class _LineIconEngine(QIconEngine):
         return result
 
     def clone(self) -> QIconEngine:
-        return _LineIconEngine(self._name, *self._colours)
+        return _LineIconEngine(self._name, self._normal, self._checked)

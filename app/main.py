@@ -70,7 +70,7 @@ def _application(argv: list[str]) -> QApplication:
 def _run(app: QApplication, reports: CrashReports) -> int:
     settings = Settings()
     theme = ThemeController(settings.theme, settings.font_px)
-    app.setWindowIcon(logo(theme.theme))
+    app.setWindowIcon(logo())
     instance = _claim_data_folder()
     if isinstance(instance, int):
         return instance
@@ -119,7 +119,7 @@ def _chat(services: Services) -> Page:
     from app.views.chat.chat_view import ChatView
 
     the = services
-    page = ChatView(the.client, the.store, the.theme, the.settings, the.answers, the.token_counter)
+    page = ChatView(the.client, the.store, the.settings, the.answers, the.token_counter)
     page.add_strip(_strip_for(page, services))
     page.restart_wanted.connect(services.model_start.restart)
     return page
@@ -128,7 +128,7 @@ def _chat(services: Services) -> Page:
 def _batch(services: Services) -> Page:
     from app.views.batch import BatchPage
 
-    page = BatchPage(services.client, services.jobs, services.sample, services.theme)
+    page = BatchPage(services.client, services.jobs, services.sample)
     page.add_strip(_strip_for(page, services))
     return page
 
@@ -136,21 +136,21 @@ def _batch(services: Services) -> Page:
 def _monitor(services: Services) -> Page:
     from app.views.monitor import MonitorPage
 
-    return MonitorPage(services.client, services.telemetry, services.settings, services.theme)
+    return MonitorPage(services.client, services.telemetry, services.settings)
 
 
 def _tune(services: Services) -> Page:
     from app.views.tune import TunePage
 
-    page = TunePage(services.client, services.settings, services.theme, services.tuning, services.jobs)
+    page = TunePage(services.client, services.settings, services.tuning, services.jobs)
     services.tuning_outrun.noticed.connect(page.on_outrun)
     return page
 
 
-def _models(services: Services) -> Page:
+def _models(_services: Services) -> Page:
     from app.views.models_placeholder import models_placeholder
 
-    return models_placeholder(services.theme)
+    return models_placeholder()
 
 
 def _settings(services: Services) -> Page:
@@ -168,7 +168,7 @@ def _strip_for(page: Page, services: Services) -> Callable[[QWidget], QWidget]:
     def make(parent: QWidget) -> QWidget:
         from app.widgets.timeline.strip import TimelineStrip
 
-        strip = TimelineStrip(services.telemetry, services.theme, parent)
+        strip = TimelineStrip(services.telemetry, parent)
         strip.opened.connect(lambda: page.page_wanted.emit(MONITOR))
         return strip
 

@@ -1,4 +1,4 @@
-"""Colours, type and the one style sheet, from one `Theme`; and the controller that keeps the window in step with it.
+"""Colours, type and the one style sheet, from one `Theme`; and the controller that dresses the application in it.
 
 Widgets never hold a colour of their own.  They take their look from the style sheet, by these dynamic properties:
 
@@ -7,7 +7,9 @@ Widgets never hold a colour of their own.  They take their look from the style s
 - `QFrame`, `card`: true for a card; `QWidget`, `pane`: `surface`, `background`, `sunken` for what lies behind.
 - `QFrame`, `banner`: `info`, `warning` or `danger`.
 
-What paints itself (plots, Markdown, icons) listens to `ThemeController.changed`.
+What paints itself (plots, Markdown, icons) asks for `colours()` and `body_px()` while it paints: Qt has every widget
+painted again when the theme changes.  What was made before and is kept (a picture, a layout) is made again in
+`changeEvent`, at `StyleChange`, which every widget gets.
 """
 
 from __future__ import annotations
@@ -17,13 +19,17 @@ import string
 from dataclasses import dataclass
 from typing import Literal
 
-from PySide6.QtCore import QEvent, QObject, Qt, Signal
+from PySide6.QtCore import QCoreApplication, QEvent, QObject, Qt
 from PySide6.QtGui import QColor, QFont, QFontDatabase, QGuiApplication, QPalette
 from PySide6.QtWidgets import QApplication, QWidget
 
 from engine.common.paths import resources_dir
 
 Choice = Literal["system", "light", "dark"]
+ColourName = Literal[
+    "background", "surface", "raised", "sunken", "hover", "border", "text", "muted", "faint", "accent", "accent_hover",
+    "accent_background", "accent_text", "on_accent", "danger", "gpu", "cpu", "pcie", "disk", "hit", "miss", "idle",
+]  # fmt: skip
 
 BODY_PX = 14
 MIN_FONT_PX, MAX_FONT_PX = 11, 24
@@ -119,6 +125,37 @@ DARK = Theme(
 )
 
 
+@dataclass(slots=True)
+class _Worn:
+    """What the application wears.  It is one for the process, as its palette and style sheet are."""
+
+    theme: Theme = LIGHT
+    font_px: int = BODY_PX
+
+
+_worn = _Worn()
+
+
+def colours() -> Theme:
+    """The colours that the application wears now."""
+    return _worn.theme
+
+
+def colour(name: ColourName) -> QColor:
+    """One of them."""
+    return QColor(getattr(_worn.theme, name))
+
+
+def body_px() -> int:
+    """Size of body text in device-independent pixels."""
+    return _worn.font_px
+
+
+def scaled(px: float) -> int:
+    """A length that grows with the text; `px` at its standard size."""
+    return round(px * _worn.font_px / BODY_PX)
+
+
 def style_sheet(theme: Theme, font_px: int, dpi: float = 96.0) -> str:
     """The whole application's style sheet.
 
@@ -138,6 +175,9 @@ def style_sheet(theme: Theme, font_px: int, dpi: float = 96.0) -> str:
         "caption": size(11.5),
         "heading": size(15),
         "title": size(16),
+        "percent": size(20),
+        "greeting": size(22),
+        "bubble": theme.raised if theme.is_dark else theme.accent_background,
         "images": (resources_dir() / "themes" / theme.name).as_posix(),
     }
     template = (resources_dir() / "themes" / "switchyard.qss").read_text(encoding="utf-8")
@@ -195,6 +235,15 @@ def use_tabular_figures(widget: QWidget) -> None:
     widget.installEventFilter(_TabularFigures(widget))
 
 
+def set_look(widget: QWidget, name: str, value: str) -> None:
+    """Sets one of the properties that the style sheet goes by, and has the widget follow."""
+    if widget.property(name) != value:
+        widget.setProperty(name, value)
+        widget.style().unpolish(widget)
+        widget.style().polish(widget)
+        QCoreApplication.sendEvent(widget, QEvent(QEvent.Type.StyleChange))
+
+
 class _TabularFigures(QObject):
     """Sets the digits again whenever a new style sheet has given the widget a new font."""
 
@@ -205,26 +254,19 @@ class _TabularFigures(QObject):
 
 
 class ThemeController(QObject):
-    """Chooses the theme, applies it to the whole application, and follows the system while the choice is `system`.
-
-    `changed` carries the theme after every change of colours or of font size.
-    """
-
-    changed = Signal(object)
+    """Chooses the theme, applies it to the whole application, and follows the system while the choice is `system`."""
 
     def __init__(self, choice: Choice = "system", font_px: int = BODY_PX, parent: QObject | None = None) -> None:
         super().__init__(parent)
         self._choice: Choice = choice
-        self._font_px = _clamp(font_px)
         load_fonts()
         QGuiApplication.styleHints().colorSchemeChanged.connect(self._follow_system)
         self._force_scheme()
-        self._theme = self._wanted(QGuiApplication.styleHints().colorScheme())
-        self._apply()
+        self._apply(self._wanted(QGuiApplication.styleHints().colorScheme()), _clamp(font_px))
 
     @property
     def theme(self) -> Theme:
-        return self._theme
+        return _worn.theme
 
     @property
     def choice(self) -> Choice:
@@ -233,7 +275,7 @@ class ThemeController(QObject):
     @property
     def font_px(self) -> int:
         """Size of body text in device-independent pixels."""
-        return self._font_px
+        return _worn.font_px
 
     def set_choice(self, choice: Choice) -> None:
         if choice != self._choice:
@@ -244,10 +286,8 @@ class ThemeController(QObject):
     def set_font_px(self, font_px: int) -> None:
         """Sets the size of body text, held within `MIN_FONT_PX` and `MAX_FONT_PX`."""
         font_px = _clamp(font_px)
-        if font_px != self._font_px:
-            self._font_px = font_px
-            self._apply()
-            self.changed.emit(self._theme)
+        if font_px != _worn.font_px:
+            self._apply(_worn.theme, font_px)
 
     def _wanted(self, system: Qt.ColorScheme) -> Theme:
         if self._choice == "system":
@@ -264,24 +304,23 @@ class ThemeController(QObject):
         QGuiApplication.styleHints().setColorScheme(scheme)
 
     def _show(self, theme: Theme) -> None:
-        if theme is not self._theme:
-            self._theme = theme
-            self._apply()
-            self.changed.emit(theme)
+        if theme is not _worn.theme:
+            self._apply(theme, _worn.font_px)
 
-    def _apply(self) -> None:
+    def _apply(self, theme: Theme, font_px: int) -> None:
         app = QApplication.instance()
         if not isinstance(app, QApplication):
             raise RuntimeError("A ThemeController needs a QApplication.")
+        _worn.theme, _worn.font_px = theme, font_px
         font = QFont(FAMILY)
-        font.setPixelSize(self._font_px)
+        font.setPixelSize(font_px)
         app.setFont(font)
-        app.setPalette(palette(self._theme))
+        app.setPalette(palette(theme))
         screen = app.primaryScreen()
         # Taken off first: Qt would otherwise go through all that the old sheet was ever asked about, and a widget that
         # was measured but deleted before it was shown is still on that list, though its memory is gone.
         app.setStyleSheet("")
-        app.setStyleSheet(style_sheet(self._theme, self._font_px, screen.logicalDotsPerInchY() if screen else 96.0))
+        app.setStyleSheet(style_sheet(theme, font_px, screen.logicalDotsPerInchY() if screen else 96.0))
 
 
 def _clamp(font_px: int) -> int:

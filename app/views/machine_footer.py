@@ -7,7 +7,6 @@ from PySide6.QtWidgets import QFrame, QLabel, QVBoxLayout, QWidget
 
 from app.services.device_monitor import DeviceMonitor
 from app.services.engine_client import EngineClient, EngineState
-from app.theme import Theme, ThemeController
 from app.widgets.memory_bar import MemoryPart
 from app.widgets.memory_gauge import MemoryGauge, MemoryLegend
 from engine.common.model_info import ModelInfo
@@ -22,12 +21,9 @@ _NOTHING = Telemetry(0, 0, 0, 0, 0, 0.0)
 class MachineFooter(QWidget):
     """Listens to the engine and to the device monitor; holds no state but their latest words."""
 
-    def __init__(
-        self, client: EngineClient, devices: DeviceMonitor, theme: ThemeController, parent: QWidget | None = None
-    ) -> None:
+    def __init__(self, client: EngineClient, devices: DeviceMonitor, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._client = client
-        self._theme = theme
         self._sample: SensorSample | None = None
         self._held = _NOTHING
         self._gpu: GpuInfo | None = None
@@ -35,7 +31,7 @@ class MachineFooter(QWidget):
         self._ram_bar = MemoryGauge(self.tr("RAM"), self)
         self._vram_bar = MemoryGauge(self.tr("VRAM"), self)
         self._legend = MemoryLegend(self)
-        self._legend.show_parts(self._parts(theme.theme, 0, 0, 0, 0, 0), theme.theme)  # so that nothing jumps later
+        self._legend.show_parts(self._parts(0, 0, 0, 0, 0))  # so that nothing jumps later
         self._no_gpu = _caption(self)
         self._hardware = _caption(self)
         self._where = _caption(self)
@@ -64,7 +60,6 @@ class MachineFooter(QWidget):
         client.loading_changed.connect(self._say_where)
         client.state_changed.connect(self._on_state)
         client.model_loaded.connect(self._say_where)
-        theme.changed.connect(self._show_memory)
         self._say_where()
 
     def set_narrow(self, narrow: bool) -> None:
@@ -112,14 +107,14 @@ class MachineFooter(QWidget):
         sample = self._sample
         if sample is None or sample.ram_used is None or sample.ram_total is None:
             return
-        theme, held = self._theme.theme, self._held
+        held = self._held
         on_gpu = self._on_gpu()
         in_ram = (0 if on_gpu else held.weights_bytes, held.experts_bytes, 0 if on_gpu else held.kv_bytes)
         ours = sample.ram_ours or 0
-        parts = self._parts(theme, *in_ram, ours - sum(in_ram), sample.ram_used - max(ours, sum(in_ram)))
+        parts = self._parts(*in_ram, ours - sum(in_ram), sample.ram_used - max(ours, sum(in_ram)))
         tip = self.tr("RAM in use and total: from the operating system. Weights, experts, KV: from the engine.")
-        self._ram_bar.show_parts(parts, sample.ram_used, sample.ram_total, theme.border, source=tip)
-        self._legend.show_parts(parts, theme)
+        self._ram_bar.show_parts(parts, sample.ram_used, sample.ram_total, source=tip)
+        self._legend.show_parts(parts)
         self._legend.setToolTip(tip)
         if held.device_total_bytes and not on_gpu:
             self._show_emulated_memory()
@@ -130,13 +125,13 @@ class MachineFooter(QWidget):
             used = card.vram_used
             in_vram = (held.weights_bytes, held.device_experts_bytes, held.kv_bytes) if on_gpu else (0, 0, 0)
             ours = max(held.device_used_bytes, sum(in_vram)) if on_gpu else 0
-            parts = self._parts(theme, *in_vram, ours - sum(in_vram), used - ours)
+            parts = self._parts(*in_vram, ours - sum(in_vram), used - ours)
             source = self.tr("VRAM in use and total: from the driver.")
-            self._vram_bar.show_parts(parts, used, card.vram_total, theme.border, source=source)
+            self._vram_bar.show_parts(parts, used, card.vram_total, source=source)
 
     def _show_emulated_memory(self) -> None:
         """An emulated card has the memory that the engine counts; it lies in RAM, where it is shown as well."""
-        theme, held = self._theme.theme, self._held
+        held = self._held
         total, used, experts, kv = (
             held.device_total_bytes,
             held.device_used_bytes,
@@ -144,19 +139,17 @@ class MachineFooter(QWidget):
             held.kv_bytes,
         )
         self._vram_bar.setVisible(True)
-        parts = self._parts(theme, used - experts - kv, experts, kv, 0, 0)
+        parts = self._parts(used - experts - kv, experts, kv, 0, 0)
         source = self.tr("Memory of the emulated graphics card: from the engine.")
-        self._vram_bar.show_parts(parts, used, total, theme.border, source=source)
+        self._vram_bar.show_parts(parts, used, total, source=source)
 
-    def _parts(
-        self, theme: Theme, weights: int, experts: int, kv: int, program: int, other: int
-    ) -> tuple[MemoryPart, ...]:
+    def _parts(self, weights: int, experts: int, kv: int, program: int, other: int) -> tuple[MemoryPart, ...]:
         return (
-            MemoryPart(self.tr("Weights"), weights, theme.gpu),
-            MemoryPart(self.tr("Experts"), experts, theme.hit),
-            MemoryPart(self.tr("KV"), kv, theme.disk),
-            MemoryPart(self.tr("Switchyard"), max(0, program), theme.faint),
-            MemoryPart(self.tr("Other programs"), max(0, other), theme.idle, hatched=True),
+            MemoryPart(self.tr("Weights"), weights, "gpu"),
+            MemoryPart(self.tr("Experts"), experts, "hit"),
+            MemoryPart(self.tr("KV"), kv, "disk"),
+            MemoryPart(self.tr("Switchyard"), max(0, program), "faint"),
+            MemoryPart(self.tr("Other programs"), max(0, other), "idle", hatched=True),
         )
 
     # --- the machine and the model ----------------------------------------------------------------

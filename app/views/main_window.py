@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QByteArray, QSize, Qt, QTimer, Signal
+from PySide6.QtCore import QByteArray, QEvent, QSize, Qt, QTimer, Signal
 from PySide6.QtGui import QCloseEvent, QGuiApplication, QResizeEvent, QShowEvent
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QMainWindow, QStackedWidget, QVBoxLayout, QWidget
 
 from app.icons import logo
 from app.services.engine_client import EngineState
-from app.theme import ThemeController
 from app.views.machine_footer import MachineFooter
 from app.views.shortcuts_dialog import ShortcutsDialog
 from app.views.sidebar import Sidebar
@@ -43,25 +42,25 @@ class MainWindow(QMainWindow):
     def __init__(self, services: Services, pages: Sequence[PageEntry], parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.services = services
-        client, settings, theme = services.client, services.settings, services.theme
+        client, settings = services.client, services.settings
         self.setWindowTitle("Switchyard")
-        self.setWindowIcon(logo(theme.theme))
+        self.setWindowIcon(logo())
         self.setMinimumSize(SMALLEST)
         screen = QGuiApplication.primaryScreen()
         room = screen.availableSize() if screen is not None else SIZE
         self.resize(SIZE.boundedTo(room).expandedTo(SMALLEST))
         self._placed = False
 
-        footer = MachineFooter(client, services.devices, theme)
-        self.sidebar = Sidebar(pages, theme, footer, self)
-        self.engine_banner = Banner("danger", theme, self)
+        footer = MachineFooter(client, services.devices)
+        self.sidebar = Sidebar(pages, footer, self)
+        self.engine_banner = Banner("danger", self)
         self.engine_banner.add_action(self.tr("Restart engine"), self.restart_engine)
-        self.problem_banner = self._passing_banner("warning", theme)
-        self.notice_banner = self._passing_banner("info", theme)
-        self.tune_banner = Banner("info", theme, self)
+        self.problem_banner = self._passing_banner("warning")
+        self.notice_banner = self._passing_banner("info")
+        self.tune_banner = Banner("info", self)
         self.tune_banner.add_action(self.tr("Tune"), self._tune)
         self.tune_banner.add_action(self.tr("Dismiss"), self.tune_banner.hide, kind="quiet")
-        self.crash_banner = Banner("info", theme, self)
+        self.crash_banner = Banner("info", self)
         self.starter_panel = StarterPanel(services.download, self)
         self.pages = QStackedWidget(self)
         self._entries = {entry.name: entry for entry in pages}
@@ -74,7 +73,6 @@ class MainWindow(QMainWindow):
         services.model_start.starter_missing.connect(self.starter_panel.offer)
         services.model_start.problem.connect(self.problem_banner.tell)
         settings.save_failed.connect(self.problem_banner.tell)
-        theme.changed.connect(lambda _theme: self.sidebar.follow_window(self.width()))
         services.hardware_change.noticed.connect(self._on_hardware_change)
         services.tuning_outrun.noticed.connect(self._on_outrun)
         services.telemetry.problem.connect(self.problem_banner.tell)
@@ -205,8 +203,8 @@ class MainWindow(QMainWindow):
 
     # --- building ---------------------------------------------------------------------------------
 
-    def _passing_banner(self, kind: str, theme: ThemeController) -> Banner:
-        banner = Banner("warning" if kind == "warning" else "info", theme, self)
+    def _passing_banner(self, kind: str) -> Banner:
+        banner = Banner("warning" if kind == "warning" else "info", self)
         banner.add_action(self.tr("Dismiss"), banner.hide, kind="quiet")
         return banner
 
@@ -232,6 +230,11 @@ class MainWindow(QMainWindow):
     def resizeEvent(self, event: QResizeEvent) -> None:
         super().resizeEvent(event)
         self.sidebar.follow_window(self.width())
+
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange:
+            self.sidebar.follow_window(self.width())
 
     # --- opening and closing ----------------------------------------------------------------------
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import html
 
-from PySide6.QtCore import QSize, Qt
+from PySide6.QtCore import Qt
 from PySide6.QtWidgets import QHBoxLayout, QLabel, QVBoxLayout, QWidget
 
-from app.icons import icon
-from app.theme import Theme, ThemeController
+from app.icons import IconMark
 from app.widgets.page import Page
 from app.widgets.page_header import PageHeader
 
@@ -19,14 +18,9 @@ TEXT_WIDTH_PX = 480
 class PlaceholderPage(Page):
     """Title, icon and two or three sentences."""
 
-    def __init__(
-        self, title: str, icon_name: str, text: str, theme: ThemeController, parent: QWidget | None = None
-    ) -> None:
+    def __init__(self, title: str, icon_name: str, text: str, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.setFocusPolicy(Qt.FocusPolicy.ClickFocus)
-        self._icon_name = icon_name
-        self._mark = QLabel(self)
-        self._mark.setAlignment(Qt.AlignmentFlag.AlignCenter)
         heading = QLabel(self.tr("{0} is not built yet").format(title), self)
         heading.setProperty("role", "title")
         heading.setAlignment(Qt.AlignmentFlag.AlignCenter)
@@ -45,7 +39,7 @@ class PlaceholderPage(Page):
         middle.setContentsMargins(20, 0, 20, 0)
         middle.setSpacing(12)
         middle.addStretch(2)
-        middle.addWidget(self._mark)
+        middle.addWidget(IconMark(icon_name, "faint", ICON_PX, self), 0, Qt.AlignmentFlag.AlignHCenter)
         middle.addWidget(heading)
         middle.addLayout(line)
         middle.addStretch(3)
@@ -56,9 +50,3 @@ class PlaceholderPage(Page):
         column.addLayout(middle, 1)
         self.setAccessibleName(title)
         self.setAccessibleDescription(text)
-        theme.changed.connect(self._apply)
-        self._apply(theme.theme)
-
-    def _apply(self, theme: Theme) -> None:
-        mark = icon(self._icon_name, theme, theme.faint)
-        self._mark.setPixmap(mark.pixmap(QSize(ICON_PX, ICON_PX), self.devicePixelRatioF()))

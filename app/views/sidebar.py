@@ -8,8 +8,8 @@ from PySide6.QtCore import QEvent, QSize, Qt, Signal
 from PySide6.QtGui import QKeySequence, QResizeEvent
 from PySide6.QtWidgets import QButtonGroup, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
 
-from app.icons import icon, logo
-from app.theme import BODY_PX, Theme, ThemeController
+from app.icons import IconMark, icon
+from app.theme import BODY_PX, body_px
 from app.views.machine_footer import MachineFooter
 from app.widgets.page import PageEntry
 from app.widgets.shortcuts import add_shortcut
@@ -32,25 +32,21 @@ class Sidebar(QWidget):
 
     page_chosen = Signal(str)
 
-    def __init__(
-        self, pages: Sequence[PageEntry], theme: ThemeController, footer: MachineFooter, parent: QWidget | None = None
-    ) -> None:
+    def __init__(self, pages: Sequence[PageEntry], footer: MachineFooter, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.setProperty("pane", "surface")
         self.setAttribute(Qt.WidgetAttribute.WA_StyledBackground)
         self.setAccessibleName(self.tr("Navigation"))
         self._pages = tuple(pages)
-        self._theme = theme
         self._footer = footer
         self._is_rail = False
-        self._mark = QLabel(self)
         self._name = QLabel("Switchyard", self)
         self._name.setProperty("role", "title")
         self._head = QWidget(self)
         head = QHBoxLayout(self._head)
         head.setContentsMargins(10, 0, 0, 14)
         head.setSpacing(8)
-        head.addWidget(self._mark)
+        head.addWidget(IconMark("logo", "text", LOGO_PX, self._head), 0, Qt.AlignmentFlag.AlignLeft)
         head.addWidget(self._name, 1)
 
         self._column = column = QVBoxLayout(self)
@@ -65,21 +61,25 @@ class Sidebar(QWidget):
         column.addWidget(footer)
         self._group.idClicked.connect(lambda index: self.page_chosen.emit(self._pages[index].name))
         self._show_labels()
-        theme.changed.connect(self._apply)
-        self._apply(theme.theme)
+        self._apply()
 
     def follow_window(self, width: int) -> None:
         """Takes the form that suits a window of that width."""
-        rail = width < RAIL_BELOW_PX * self._theme.font_px / BODY_PX
+        rail = width < RAIL_BELOW_PX * body_px() / BODY_PX
         if rail != self._is_rail:
             self._is_rail = rail
             self._footer.set_narrow(rail)
             self._show_labels()
-            self._apply(self._theme.theme)
+            self._apply()
 
     def resizeEvent(self, event: QResizeEvent) -> None:
         super().resizeEvent(event)
         self._fit()
+
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange:
+            self._apply()
 
     def event(self, event: QEvent) -> bool:
         handled = super().event(event)
@@ -103,6 +103,7 @@ class Sidebar(QWidget):
         button = QPushButton(self)
         button.setCheckable(True)
         button.setProperty("kind", "navigation")
+        button.setIcon(icon(page.name, "muted", "accent_text"))
         button.setAccessibleName(page.label)
         keys = QKeySequence(f"Ctrl+{index + 1}")
         button.setFocusPolicy(Qt.FocusPolicy.TabFocus)
@@ -125,7 +126,7 @@ class Sidebar(QWidget):
 
     def _fit(self) -> None:
         """The foot shows as much as the height leaves it; the logo goes before a gauge does."""
-        short = self.height() < SHORT_PX * self._theme.font_px / BODY_PX
+        short = self.height() < SHORT_PX * body_px() / BODY_PX
         self._head.setVisible(not (short and self._is_rail))
         margins = self._column.contentsMargins()
         top = margins.top() + margins.bottom()
@@ -135,15 +136,13 @@ class Sidebar(QWidget):
         room = self.width() - margins.left() - margins.right()
         self._footer.fit(room, self.height() - top - taken - self._column.spacing())
 
-    def _apply(self, theme: Theme) -> None:
-        scale = self._theme.font_px / BODY_PX
+    def _apply(self) -> None:
+        scale = body_px() / BODY_PX
         side_px = RAIL_MARGIN_PX if self._is_rail else MARGIN_PX
         end_px = RAIL_MARGIN_PX if self._is_rail else 14
         self._column.setContentsMargins(side_px, end_px if self._is_rail else 18, side_px, end_px)
         self.setFixedWidth(round(RAIL_PX * (0.4 + 0.6 * scale) if self._is_rail else WIDTH_PX * (0.4 + 0.6 * scale)))
-        self._mark.setPixmap(logo(theme).pixmap(QSize(LOGO_PX, LOGO_PX), self.devicePixelRatioF()))
         side = round(ICON_PX * scale)
-        for name, button in self._buttons.items():
+        for button in self._buttons.values():
             button.setIconSize(QSize(side, side))
-            button.setIcon(icon(name, theme, theme.muted, theme.accent_text))
         self._fit()

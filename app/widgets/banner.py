@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from PySide6.QtCore import QEvent, QObject, QSize, Qt
-from PySide6.QtGui import QIcon, QResizeEvent
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QScrollArea, QVBoxLayout, QWidget
+from PySide6.QtCore import QEvent, QObject, Qt
+from PySide6.QtGui import QResizeEvent
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QPushButton, QScrollArea, QVBoxLayout, QWidget
 
-from app.icons import icon
-from app.theme import Theme, ThemeController
+from app.icons import IconMark
+from app.theme import ColourName
 from app.widgets.wrapped_label import WrappedLabel
 
 Kind = Literal["info", "warning", "danger"]
+_MARKS: dict[Kind, tuple[str, ColourName]] = {
+    "info": ("info", "accent_text"),
+    "warning": ("warning", "danger"),
+    "danger": ("warning", "danger"),
+}
 ICON_PX = 20
 LARGEST_SHARE = 0.36
 """Of a window's height: several banners at once scroll, so that what they are about stays in reach."""
@@ -22,20 +27,17 @@ LARGEST_SHARE = 0.36
 class Banner(QFrame):
     """Hidden until `tell`; its colour follows the theme, its meaning is in icon and words."""
 
-    def __init__(self, kind: Kind, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, kind: Kind, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self._kind = kind
         self.setProperty("banner", kind)
         self.setAttribute(Qt.WidgetAttribute.WA_StyledBackground)
-        self._mark = QLabel(self)
+        name, colour = _MARKS[kind]
         self._text = WrappedLabel("", self)
         self._row = QHBoxLayout(self)
         self._row.setContentsMargins(16, 10, 16, 10)
         self._row.setSpacing(12)
-        self._row.addWidget(self._mark)
+        self._row.addWidget(IconMark(name, colour, ICON_PX, self))
         self._row.addWidget(self._text, 1)
-        theme.changed.connect(self._apply)
-        self._apply(theme.theme)
         self.hide()
 
     @property
@@ -56,11 +58,6 @@ class Banner(QFrame):
         self._text.setText(text)
         self.setAccessibleName(text)
         self.show()
-
-    def _apply(self, theme: Theme) -> None:
-        name, colour = ("info", theme.accent_text) if self._kind == "info" else ("warning", theme.danger)
-        mark: QIcon = icon(name, theme, colour)
-        self._mark.setPixmap(mark.pixmap(QSize(ICON_PX, ICON_PX), self.devicePixelRatioF()))
 
 
 class BannerStack(QScrollArea):

@@ -8,7 +8,7 @@ from PySide6.QtCore import QEvent, QPointF, QRectF, QSize
 from PySide6.QtGui import QColor, QHelpEvent, QPainter, QPaintEvent, QPen
 from PySide6.QtWidgets import QSizePolicy, QToolTip, QWidget
 
-from app.theme import ThemeController
+from app.theme import colours
 from app.widgets.quantities import number
 
 _LEAST_PX, _MOST_PX, _GAP_PX = 9, 30, 2
@@ -21,14 +21,12 @@ BUSY = 0.9
 class CoreGrid(QWidget):
     """Cells in the system's order, from left to right and top to bottom."""
 
-    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self._theme = theme
         self._busy: tuple[float, ...] = ()
         policy = QSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
         policy.setHeightForWidth(True)
         self.setSizePolicy(policy)
-        theme.changed.connect(self.update)
 
     def show_cores(self, busy: Sequence[float]) -> None:
         """Shares of 0 to 1, one for each CPU."""
@@ -82,7 +80,7 @@ class CoreGrid(QWidget):
         return _ONE_ROW_PX if rows == 1 else rows * _ROW_PX
 
     def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
-        theme = self._theme.theme
+        theme = colours()
         painter = QPainter(self)
         colour, track, mark = QColor(theme.cpu), QColor(theme.border), QPen(QColor(theme.text), 2)
         for cell, share in zip(self.cells(), self._busy, strict=True):

@@ -61,7 +61,7 @@ class HelpBubble(QFrame):
 
     def __init__(self, about: str, text: str, parent: QWidget) -> None:
         super().__init__(parent, Qt.WindowType.Popup)
-        self.setProperty("bubble", "true")
+        self.setProperty("help", "true")
         self.setAttribute(Qt.WidgetAttribute.WA_StyledBackground)
         self.setAccessibleName(f"{about}. {text}")
         heading, said = QLabel(about, self), QLabel(text, self)

@@ -9,7 +9,7 @@ from PySide6.QtCore import QEvent, QPointF, QRectF, QSize, Qt
 from PySide6.QtGui import QColor, QFocusEvent, QFont, QFontMetricsF, QHelpEvent, QKeyEvent, QPainter, QPaintEvent, QPen
 from PySide6.QtWidgets import QSizePolicy, QToolTip, QWidget
 
-from app.theme import Theme, ThemeController, tabular
+from app.theme import colours, tabular
 from app.widgets.small_font import small_font
 
 Part = Literal["gpu", "cpu", "ram", "disk"]
@@ -76,9 +76,8 @@ class Link:
 class MachinePicture(QWidget):
     """Boxes are gone through with the arrow keys; each says where its numbers come from, also when hovered."""
 
-    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self._theme = theme
         self._boxes: dict[Part, Box] = {}
         self._links: dict[Part, Link] = {}
         self._at_work: Part | None = None
@@ -87,7 +86,6 @@ class MachinePicture(QWidget):
         self.setMouseTracking(True)
         self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
         self.setAccessibleName(self.tr("Picture of this machine"))
-        theme.changed.connect(self._restyle)
 
     def show_machine(self, boxes: tuple[Box, ...], links: tuple[Link, ...]) -> None:
         """Draws this machine."""
@@ -122,9 +120,10 @@ class MachinePicture(QWidget):
 
     # --- where things are -------------------------------------------------------------------------
 
-    def _restyle(self, _theme: Theme) -> None:
-        self.setFixedHeight(self._height())
-        self.update()
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange:
+            self.setFixedHeight(self._height())
 
     def _text_height(self) -> float:
         return QFontMetricsF(self._small()).height() + 2
@@ -203,11 +202,11 @@ class MachinePicture(QWidget):
         painter.end()
 
     def _colour(self, part: Part) -> QColor:
-        theme = self._theme.theme
+        theme = colours()
         return QColor({"gpu": theme.gpu, "cpu": theme.cpu, "ram": theme.pcie, "disk": theme.disk}[part])
 
     def _draw_box(self, painter: QPainter, area: QRectF, box: Box) -> None:
-        theme, colour = self._theme.theme, self._colour(box.part)
+        theme, colour = colours(), self._colour(box.part)
         pen = QPen(colour, 3.0 if box.part == self._at_work else 1.6)
         if not box.is_there:
             pen = QPen(QColor(theme.faint), 1.4, Qt.PenStyle.DashLine)
@@ -245,7 +244,7 @@ class MachinePicture(QWidget):
             y += self._text_height()
 
     def _draw_link(self, painter: QPainter, part: Part, link: Link) -> None:
-        theme, colour = self._theme.theme, self._colour("ram" if part == "gpu" else part)
+        theme, colour = colours(), self._colour("ram" if part == "gpu" else part)
         start, end = self._link_line(part)
         half = self._link_width(link) / 2
         across = QPointF(half, 0) if part != "disk" else QPointF(0, half)

@@ -8,6 +8,8 @@ from PySide6.QtCore import QRectF, QSize, Qt
 from PySide6.QtGui import QBrush, QColor, QPainter, QPainterPath, QPaintEvent
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
+from app.theme import ColourName, colour
+
 HEIGHT_PX = 8
 RADIUS_PX = 2.5
 
@@ -18,7 +20,7 @@ class MemoryPart:
 
     name: str
     amount: int
-    colour: str
+    colour: ColourName
     hatched: bool = False
 
 
@@ -29,16 +31,15 @@ class MemoryBar(QWidget):
         super().__init__(parent)
         self._parts: tuple[MemoryPart, ...] = ()
         self._total = 0
-        self._free_colour = "#808080"
         self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
 
     def sizeHint(self) -> QSize:
         return QSize(120, HEIGHT_PX)
 
-    def show_parts(self, parts: tuple[MemoryPart, ...], total: int, free_colour: str) -> None:
+    def show_parts(self, parts: tuple[MemoryPart, ...], total: int) -> None:
         """`total` in bytes; parts that do not fit are cut, so that the bar never lies by overflowing."""
-        if (parts, total, free_colour) != (self._parts, self._total, self._free_colour):
-            self._parts, self._total, self._free_colour = parts, total, free_colour
+        if (parts, total) != (self._parts, self._total):
+            self._parts, self._total = parts, total
             self.update()
 
     def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
@@ -48,7 +49,7 @@ class MemoryBar(QWidget):
         outline = QPainterPath()
         outline.addRoundedRect(QRectF(self.rect()), RADIUS_PX, RADIUS_PX)
         painter.setClipPath(outline)
-        painter.fillRect(self.rect(), QColor(self._free_colour))
+        painter.fillRect(self.rect(), colour("border"))
         left = 0.0
         for part in self._parts:
             width = self.width() * min(1.0, part.amount / self._total) if self._total else 0.0
@@ -60,11 +61,11 @@ class MemoryBar(QWidget):
 
 
 def _fill(painter: QPainter, area: QRectF, part: MemoryPart) -> None:
-    colour = QColor(part.colour)
+    solid = colour(part.colour)
     if part.hatched:
-        faded = QColor(colour)
+        faded = QColor(solid)
         faded.setAlpha(110)
         painter.fillRect(area, faded)
-        painter.fillRect(area, QBrush(colour, Qt.BrushStyle.BDiagPattern))
+        painter.fillRect(area, QBrush(solid, Qt.BrushStyle.BDiagPattern))
     else:
-        painter.fillRect(area, colour)
+        painter.fillRect(area, solid)

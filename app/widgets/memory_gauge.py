@@ -5,7 +5,7 @@ from __future__ import annotations
 from PySide6.QtCore import QSize, Qt
 from PySide6.QtWidgets import QGridLayout, QHBoxLayout, QLabel, QVBoxLayout, QWidget
 
-from app.theme import Theme, use_tabular_figures
+from app.theme import use_tabular_figures
 from app.widgets.memory_bar import MemoryBar, MemoryPart
 from app.widgets.quantities import memory, used_of
 
@@ -36,12 +36,10 @@ class MemoryGauge(QWidget):
         """Only the name and the bar."""
         self._amount.setVisible(not narrow)
 
-    def show_parts(
-        self, parts: tuple[MemoryPart, ...], used: int, total: int, free_colour: str, *, source: str
-    ) -> None:
+    def show_parts(self, parts: tuple[MemoryPart, ...], used: int, total: int, *, source: str) -> None:
         """`source` says where the figures come from."""
         self._amount.setText(used_of(used, total))
-        self._bar.show_parts(parts, total, free_colour)
+        self._bar.show_parts(parts, total)
         spoken = ", ".join(f"{part.name} {memory(part.amount)}" for part in parts)
         self.setAccessibleName(f"{self._name} {used_of(used, total)}: {spoken}")
         self.setToolTip(f"{self.accessibleName()}\n{source}")
@@ -59,14 +57,14 @@ class MemoryLegend(QWidget):
         self._grid.setColumnStretch(1, 1)
         self._rows: list[tuple[MemoryBar, QLabel, QLabel]] = []
 
-    def show_parts(self, parts: tuple[MemoryPart, ...], theme: Theme) -> None:
+    def show_parts(self, parts: tuple[MemoryPart, ...]) -> None:
         while len(self._rows) < len(parts):
             self._add_row()
         for row, widgets in enumerate(self._rows):
             for widget in widgets:
                 widget.setVisible(row < len(parts))
         for part, (swatch, name, amount) in zip(parts, self._rows, strict=False):
-            swatch.show_parts((MemoryPart("", 1, part.colour, part.hatched),), 1, theme.border)
+            swatch.show_parts((MemoryPart("", 1, part.colour, part.hatched),), 1)
             name.setText(part.name)
             amount.setText(memory(part.amount))
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import QEvent, QRectF, QSize, Qt, Signal
+from PySide6.QtCore import QRectF, QSize, Qt, Signal
 from PySide6.QtGui import QFocusEvent, QFont, QFontMetricsF, QKeyEvent, QMouseEvent, QPainter, QPaintEvent
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
 from app.models.cache_figures import NO_FORECAST, Forecast
-from app.theme import ThemeController, tabular
+from app.theme import colours, scaled, tabular
 from app.widgets.miss_ratio_picture import MissRatioPicture, plot_area
 from app.widgets.quantities import memory, number
 from engine.telemetry.messages import TierReport
@@ -30,9 +30,8 @@ class MissRatioPlot(QWidget):
     moved = Signal(int)
     chosen = Signal(int)
 
-    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self._theme = theme
         self._tier: TierReport | None = None
         self._forecast: Forecast = NO_FORECAST
         self._room = 0
@@ -47,7 +46,6 @@ class MissRatioPlot(QWidget):
         self.setToolTip(
             self.tr("Drag the handle to resize the cache now. Hatched: more than there is memory for at the moment.")
         )
-        theme.changed.connect(self.update)
 
     # --- what is shown ----------------------------------------------------------------------------
 
@@ -128,7 +126,7 @@ class MissRatioPlot(QWidget):
 
     def _font(self) -> QFont:
         font = tabular(self.font())
-        font.setPixelSize(max(9, round(self._theme.font_px * 11.5 / 14)))
+        font.setPixelSize(max(9, scaled(11.5)))
         return font
 
     def _area(self) -> QRectF:
@@ -144,7 +142,7 @@ class MissRatioPlot(QWidget):
         painter = QPainter(self)
         painter.setRenderHint(QPainter.RenderHint.Antialiasing)
         painter.setFont(self._font())
-        picture = MissRatioPicture(self._theme.theme, self._tier, self._forecast, self._room, self._measured)
+        picture = MissRatioPicture(colours(), self._tier, self._forecast, self._room, self._measured)
         picture.draw(painter, self._area(), float(self.width()))
         picture.draw_handle(
             painter, self._area(), self.slots, self.texts(), is_moved=self.is_moved, has_focus=self.hasFocus()
@@ -221,8 +219,3 @@ class MissRatioPlot(QWidget):
     def focusOutEvent(self, event: QFocusEvent) -> None:
         super().focusOutEvent(event)
         self.update()
-
-    def changeEvent(self, event: QEvent) -> None:
-        super().changeEvent(event)
-        if event.type() == QEvent.Type.StyleChange:
-            self.update()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from PySide6.QtCore import QPointF, QRectF, QSize, Qt
+from PySide6.QtCore import QEvent, QPointF, QRectF, QSize, Qt
 from PySide6.QtGui import QBrush, QColor, QFont, QFontMetricsF, QPainter, QPainterPath, QPaintEvent, QPen, QResizeEvent
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
-from app.theme import Theme, ThemeController
+from app.theme import ColourName, colour, colours
 from app.widgets.quantities import number
 from app.widgets.small_font import small_font
 
@@ -24,7 +24,7 @@ class BarPart:
 
     name: str
     amount: int
-    colour: str
+    colour: ColourName
     hatched: bool = False
 
 
@@ -58,14 +58,12 @@ def adding_up(amounts: Sequence[int]) -> list[int]:
 class PlanBars(QWidget):
     """As high as its labels need at the width that it has."""
 
-    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self._theme = theme
         self._tiers: tuple[TierBar, ...] = ()
         policy = QSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
         self.setSizePolicy(policy)
         self.setAccessibleName(self.tr("Memory by tier"))
-        theme.changed.connect(lambda _theme: self._fit())
 
     def show_tiers(self, tiers: tuple[TierBar, ...]) -> None:
         """Draws these."""
@@ -87,6 +85,11 @@ class PlanBars(QWidget):
     def resizeEvent(self, event: QResizeEvent) -> None:
         super().resizeEvent(event)
         if event.oldSize().width() != event.size().width():
+            self._fit()
+
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange:
             self._fit()
 
     def _fit(self) -> None:
@@ -156,7 +159,7 @@ class PlanBars(QWidget):
         painter.end()
 
     def _draw_tier(self, painter: QPainter, tier: TierBar, area: QRectF) -> None:
-        theme = self._theme.theme
+        theme = colours()
         painter.setFont(self._small())
         metrics = QFontMetricsF(self._small())
         line = metrics.height() + 3
@@ -169,12 +172,12 @@ class PlanBars(QWidget):
         painter.setFont(self._small())
         painter.drawText(head, Qt.AlignmentFlag.AlignRight | Qt.AlignmentFlag.AlignVCenter, self._amount(tier))
         bar = QRectF(area.left(), head.bottom() + 3, area.width(), _BAR_PX)
-        self._draw_bar(painter, tier, bar, theme)
+        self._draw_bar(painter, tier, bar)
         y = bar.bottom() + 6
         for row in self._lines(tier, area.width()):
             for x, name, amount, part in row:
                 swatch = QRectF(x, y + (line - _SWATCH_PX) / 2, _SWATCH_PX, _SWATCH_PX)
-                _fill(painter, swatch, part, theme)
+                _fill(painter, swatch, part)
                 painter.setPen(QColor(theme.muted))
                 left = x + _SWATCH_PX + 6
                 painter.drawText(QRectF(left, y, area.width(), line), Qt.AlignmentFlag.AlignVCenter, name)
@@ -183,33 +186,33 @@ class PlanBars(QWidget):
                 painter.drawText(QRectF(at, y, area.width(), line), Qt.AlignmentFlag.AlignVCenter, amount)
             y += line
 
-    def _draw_bar(self, painter: QPainter, tier: TierBar, bar: QRectF, theme: Theme) -> None:
+    def _draw_bar(self, painter: QPainter, tier: TierBar, bar: QRectF) -> None:
         whole = max(tier.total, tier.used)
         outline = QPainterPath()
         outline.addRoundedRect(bar, 4, 4)
         painter.save()
         painter.setClipPath(outline)
-        painter.fillRect(bar, QColor(theme.border))
+        painter.fillRect(bar, colour("border"))
         left = bar.left()
         for part in tier.parts:
             if part.amount > 0 and whole:
                 width = max(2.0, bar.width() * part.amount / whole)
-                _fill(painter, QRectF(left, bar.top(), width, bar.height()), part, theme)
+                _fill(painter, QRectF(left, bar.top(), width, bar.height()), part)
                 left += width
-                painter.setPen(QPen(QColor(theme.surface), 1))
+                painter.setPen(QPen(colour("surface"), 1))
                 painter.drawLine(QPointF(left, bar.top()), QPointF(left, bar.bottom()))
         painter.restore()
 
 
-def _fill(painter: QPainter, area: QRectF, part: BarPart | None, theme: Theme) -> None:
-    colour = QColor(getattr(theme, part.colour) if part is not None else theme.border)
+def _fill(painter: QPainter, area: QRectF, part: BarPart | None) -> None:
+    solid = colour(part.colour if part is not None else "border")
     if part is None or not part.hatched:
-        painter.fillRect(area, colour)
+        painter.fillRect(area, solid)
         return
-    faded = QColor(colour)
+    faded = QColor(solid)
     faded.setAlpha(90)
     painter.fillRect(area, faded)
-    painter.fillRect(area, QBrush(colour, Qt.BrushStyle.BDiagPattern))
+    painter.fillRect(area, QBrush(solid, Qt.BrushStyle.BDiagPattern))
 
 
 def _tenths(amount: int) -> str:

@@ -9,7 +9,7 @@ from PySide6.QtCore import QLineF, QRectF, QSize
 from PySide6.QtGui import QColor, QPainter, QPaintEvent, QPen
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
-from app.theme import ThemeController
+from app.theme import colours
 from app.widgets.timeline.plots import draw_line
 
 VALUES = 180
@@ -19,12 +19,10 @@ VALUES = 180
 class RateLine(QWidget):
     """From 0 at the bottom to 1 at the top; a gap where nothing was known."""
 
-    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self._theme = theme
         self._values: deque[float] = deque(maxlen=VALUES)
         self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
-        theme.changed.connect(self.update)
 
     @property
     def values(self) -> tuple[float, ...]:
@@ -48,7 +46,7 @@ class RateLine(QWidget):
         return QSize(40, 18)
 
     def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
-        theme = self._theme.theme
+        theme = colours()
         painter = QPainter(self)
         area = QRectF(self.rect()).adjusted(0.5, 2.5, -0.5, -2.5)
         painter.setPen(QPen(QColor(theme.border), 1))

@@ -12,7 +12,7 @@ from PySide6.QtCore import QEvent, QPointF, QRectF, QSize, Qt
 from PySide6.QtGui import QColor, QFont, QFontMetricsF, QHelpEvent, QPainter, QPaintEvent, QPen, QPolygonF
 from PySide6.QtWidgets import QSizePolicy, QToolTip, QWidget
 
-from app.theme import ThemeController
+from app.theme import colours
 from app.widgets.quantities import arithmetic, figures, rate
 from app.widgets.small_font import small_font
 from engine.planner.plan_parts import RooflinePicture, RooflinePoint
@@ -39,13 +39,11 @@ class Roof:
 class RooflinePlot(QWidget):
     """Roofs and points are labelled where they are; colour is never all that tells them apart."""
 
-    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self._theme = theme
         self._picture: RooflinePicture | None = None
         self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Expanding)
         self.setAccessibleName(self.tr("Roofline"))
-        theme.changed.connect(lambda _theme: self.update())
 
     def show_picture(self, picture: RooflinePicture | None) -> None:
         """Draws this; None draws nothing."""
@@ -72,7 +70,7 @@ class RooflinePlot(QWidget):
     # --- what is drawn ----------------------------------------------------------------------------
 
     def _roofs(self, picture: RooflinePicture) -> list[Roof]:
-        theme = self._theme.theme
+        theme = colours()
         roofs = []
         if picture.gpu_flops > 0 and picture.gpu_bytes_per_s > 0:
             roofs.append(Roof(self.tr("GPU"), picture.gpu_flops, picture.gpu_bytes_per_s, theme.gpu))
@@ -142,7 +140,7 @@ class RooflinePlot(QWidget):
         return QPointF(area.left() + across * area.width(), area.bottom() - up * area.height())
 
     def _draw_axes(self, painter: QPainter, area: QRectF, ranges: tuple[float, float, float, float]) -> None:
-        theme, metrics = self._theme.theme, QFontMetricsF(painter.font())
+        theme, metrics = colours(), QFontMetricsF(painter.font())
         painter.setPen(QPen(QColor(theme.border), 1))
         painter.drawLine(area.bottomLeft(), area.bottomRight())
         left, right, _low, _high = ranges
@@ -225,7 +223,7 @@ class RooflinePlot(QWidget):
         if not whole.contains(box) or any(box.intersects(other) for other in taken):
             return False
         taken.append(box)
-        theme = self._theme.theme
+        theme = colours()
         back = QColor(theme.surface)
         back.setAlpha(215)
         painter.setPen(Qt.PenStyle.NoPen)
@@ -245,7 +243,7 @@ class RooflinePlot(QWidget):
         picture: RooflinePicture,
         taken: list[QRectF],
     ) -> None:
-        theme, metrics = self._theme.theme, QFontMetricsF(painter.font())
+        theme, metrics = colours(), QFontMetricsF(painter.font())
         for point in picture.points:
             if not 0 < point.intensity < math.inf:
                 continue

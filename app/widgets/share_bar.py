@@ -6,7 +6,7 @@ from PySide6.QtCore import QRectF, QSize, Qt
 from PySide6.QtGui import QBrush, QColor, QPainter, QPaintEvent
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
-from app.theme import ThemeController
+from app.theme import colours
 from app.widgets.timeline.colours import expert_colours, faded
 
 PATTERNS = (Qt.BrushStyle.SolidPattern, Qt.BrushStyle.FDiagPattern, Qt.BrushStyle.BDiagPattern)
@@ -16,13 +16,12 @@ PATTERNS = (Qt.BrushStyle.SolidPattern, Qt.BrushStyle.FDiagPattern, Qt.BrushStyl
 class ShareBar(QWidget):
     """Shares of hits, fetched ones and those on the CPU; one share alone is a swatch for a legend."""
 
-    def __init__(self, theme: ThemeController, size: QSize, parent: QWidget | None = None) -> None:
+    def __init__(self, size: QSize, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self._theme, self._size = theme, size
+        self._size = size
         self._shares = (0.0, 0.0, 0.0)
         wide = QSizePolicy.Policy.Fixed if size.width() <= size.height() + 2 else QSizePolicy.Policy.Expanding
         self.setSizePolicy(wide, QSizePolicy.Policy.Fixed)
-        theme.changed.connect(self.update)
 
     def show_shares(self, hit: float, fetched: float, on_cpu: float) -> None:
         """Any amounts: they are shown as shares of their sum."""
@@ -38,7 +37,7 @@ class ShareBar(QWidget):
 
     def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
         painter = QPainter(self)
-        theme = self._theme.theme
+        theme = colours()
         painter.fillRect(self.rect(), QColor(theme.border))
         total = sum(self._shares)
         left = 0.0

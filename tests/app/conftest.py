@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from PySide6.QtCore import QCoreApplication, QEvent, Qt
+from PySide6.QtCore import QCoreApplication, QEvent
 from PySide6.QtWidgets import QApplication
 
 from app.services.settings import Settings
-from app.theme import ThemeController
+from app.theme import BODY_PX, ThemeController
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -52,17 +52,19 @@ def _delete_what_was_closed() -> None:
         QCoreApplication.sendPostedEvents(None, QEvent.Type.DeferredDelete)
 
 
+@pytest.fixture(scope="session")
+def qapp(qapp: QApplication) -> QApplication:
+    """The application in the light theme at 14 px, once for all tests: to dress it means to style every widget."""
+    qapp.setStyle("Fusion")
+    ThemeController("light", parent=qapp)
+    return qapp
+
+
 @pytest.fixture
 def theme(qapp: QApplication) -> Iterator[ThemeController]:
-    """The light theme at 14 px, applied to the application, and taken off again."""
-    before = (qapp.font(), qapp.palette(), qapp.style().objectName())
-    qapp.setStyle("Fusion")
-    controller = ThemeController("light")
+    """What dresses the application; it is light and of 14 px again after the test."""
+    controller = qapp.findChild(ThemeController)
+    assert isinstance(controller, ThemeController)
     yield controller
-    controller.deleteLater()
-    _delete_what_was_closed()
-    qapp.setStyleSheet("")
-    qapp.setPalette(before[1])
-    qapp.setFont(before[0])
-    qapp.setStyle(before[2])
-    qapp.styleHints().setColorScheme(Qt.ColorScheme.Unknown)
+    controller.set_choice("light")
+    controller.set_font_px(BODY_PX)

@@ -27,7 +27,6 @@ from app.services.batch_sample import BatchSample
 from app.services.chat_store import ChatStore
 from app.services.settings import Settings
 from app.services.token_counter import TokenCounter
-from app.theme import ThemeController
 from app.views.batch import BatchPage
 from app.views.chat.chat_view import ChatView
 from app.views.chat.toast import Toast
@@ -72,10 +71,10 @@ def _spoken(interface: object) -> str:
 
 
 @pytest.fixture
-def batch(theme: ThemeController, switchyard_home: Path, qtbot: QtBot) -> Iterator[tuple[BatchPage, ScriptedBatches]]:
+def batch(switchyard_home: Path, qtbot: QtBot) -> Iterator[tuple[BatchPage, ScriptedBatches]]:
     engine = ScriptedBatches()
     jobs = BatchJobs(engine)  # type: ignore[arg-type]
-    page = BatchPage(engine, jobs, BatchSample(engine, jobs), theme)  # type: ignore[arg-type]
+    page = BatchPage(engine, jobs, BatchSample(engine, jobs))  # type: ignore[arg-type]
     qtbot.addWidget(page)
     page.resize(1072, 760)
     page.show()
@@ -112,10 +111,10 @@ def test_everything_on_the_batch_page_has_a_name(
     assert without_name(page) == []
 
 
-def test_everything_on_the_chat_page_has_a_name(theme: ThemeController, switchyard_home: Path, qtbot: QtBot) -> None:
+def test_everything_on_the_chat_page_has_a_name(switchyard_home: Path, qtbot: QtBot) -> None:
     engine, store, counter = ScriptedEngine(), ChatStore(), TokenCounter()
     answers = AnswerQueue(engine, store)  # type: ignore[arg-type]
-    page = ChatView(engine, store, theme, Settings(), answers, counter)  # type: ignore[arg-type]
+    page = ChatView(engine, store, Settings(), answers, counter)  # type: ignore[arg-type]
     qtbot.addWidget(page, before_close_func=lambda page: (page.close_down(), counter.close()))
     page.resize(1072, 800)
     with qtbot.waitSignal(store.listed):

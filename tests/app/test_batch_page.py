@@ -48,9 +48,9 @@ def engine(qapp: QApplication) -> Iterator[ScriptedBatches]:
 
 
 @pytest.fixture
-def page(engine: ScriptedBatches, theme: ThemeController, switchyard_home: Path, qtbot: QtBot) -> Iterator[BatchPage]:
+def page(engine: ScriptedBatches, switchyard_home: Path, qtbot: QtBot) -> Iterator[BatchPage]:
     jobs = BatchJobs(engine)
-    result = BatchPage(engine, jobs, BatchSample(engine, jobs), theme)
+    result = BatchPage(engine, jobs, BatchSample(engine, jobs))
     qtbot.addWidget(result)
     result.resize(1072, 760)
     result.show()

@@ -15,7 +15,6 @@ from pytestqt.qtbot import QtBot
 from app.models.cache_figures import NO_FORECAST, forecast
 from app.models.token_figures import TokenFigures, token_figures
 from app.services.history.history import History
-from app.theme import ThemeController
 from app.views.monitor.cache import CacheCard, PoliciesCard, PredictionCard
 from app.views.monitor.memory_card import MemoryCard
 from app.views.monitor.token_card import TokenCard
@@ -34,8 +33,8 @@ def _texts(widget: QWidget) -> str:
 
 
 @pytest.fixture
-def plot(qtbot: QtBot, theme: ThemeController) -> MissRatioPlot:
-    result = MissRatioPlot(theme)
+def plot(qtbot: QtBot) -> MissRatioPlot:
+    result = MissRatioPlot()
     qtbot.addWidget(result)
     result.resize(400, 200)
     result.show()
@@ -45,8 +44,8 @@ def plot(qtbot: QtBot, theme: ThemeController) -> MissRatioPlot:
 
 
 @pytest.fixture
-def card(qtbot: QtBot, theme: ThemeController) -> CacheCard:
-    result = CacheCard(theme)
+def card(qtbot: QtBot) -> CacheCard:
+    result = CacheCard()
     qtbot.addWidget(result)
     result.resize(420, 380)
     result.show()
@@ -224,14 +223,14 @@ def test_the_engine_dies_and_another_model_comes(card: CacheCard) -> None:
     assert card.plot.slots == 8
 
 
-def test_nonsense_is_shown_as_little(card: CacheCard, qtbot: QtBot, theme: ThemeController) -> None:
+def test_nonsense_is_shown_as_little(card: CacheCard, qtbot: QtBot) -> None:
     mad = report(
         tier(slots=-5, most=-9, recent_hit_rate=math.nan, policy="<b>x</b>" * 50, shadows=(PolicyRate("", math.inf),)),
         steps_per_s=math.inf,
         curve_hit_rates=(math.nan,),
         memory=(MemoryPart("ram", "total", -5),),
     )
-    cards = (card, PoliciesCard(theme), PredictionCard(theme), MemoryCard(theme))
+    cards = (card, PoliciesCard(), PredictionCard(), MemoryCard())
     each: CacheCard | PoliciesCard | PredictionCard | MemoryCard
     for each in cards:
         qtbot.addWidget(each)
@@ -253,8 +252,8 @@ def test_a_recorded_cache_cannot_be_resized(card: CacheCard, qtbot: QtBot) -> No
 # --- the others ---------------------------------------------------------------------------------------
 
 
-def test_policies_stand_side_by_side(qtbot: QtBot, theme: ThemeController) -> None:
-    card = PoliciesCard(theme)
+def test_policies_stand_side_by_side(qtbot: QtBot) -> None:
+    card = PoliciesCard()
     qtbot.addWidget(card)
     card.show_report(report())
     texts = _texts(card).split("\n")
@@ -264,8 +263,8 @@ def test_policies_stand_side_by_side(qtbot: QtBot, theme: ThemeController) -> No
     assert card.isHidden()
 
 
-def test_prefetching_tells_right_from_wasted(qtbot: QtBot, theme: ThemeController) -> None:
-    card = PredictionCard(theme)
+def test_prefetching_tells_right_from_wasted(qtbot: QtBot) -> None:
+    card = PredictionCard()
     qtbot.addWidget(card)
     card.show_report(report())
     said = "\n".join(card.texts)
@@ -276,8 +275,8 @@ def test_prefetching_tells_right_from_wasted(qtbot: QtBot, theme: ThemeControlle
     assert "None is in use" in "\n".join(card.texts)
 
 
-def test_memory_adds_up_with_everybody_elses(qtbot: QtBot, theme: ThemeController) -> None:
-    card = MemoryCard(theme)
+def test_memory_adds_up_with_everybody_elses(qtbot: QtBot) -> None:
+    card = MemoryCard()
     qtbot.addWidget(card)
     card.show_report(report(), ram_used=5000 * MIB, ram_total=16000 * MIB)
     texts = _texts(card).split("\n")
@@ -295,7 +294,7 @@ def _steps(count: int) -> np.ndarray:
     return steps
 
 
-def test_a_token_is_the_mean_of_decode_steps(qtbot: QtBot, theme: ThemeController) -> None:
+def test_a_token_is_the_mean_of_decode_steps(qtbot: QtBot) -> None:
     history = History()
     assert token_figures(history) is None
     steps = _steps(50)
@@ -305,7 +304,7 @@ def test_a_token_is_the_mean_of_decode_steps(qtbot: QtBot, theme: ThemeControlle
     assert figures is not None
     assert (figures.tokens, figures.used, figures.joules) == (40, 384.0, None)
     assert figures.took_s == pytest.approx(0.008)
-    card = TokenCard(theme)
+    card = TokenCard()
     qtbot.addWidget(card)
     card.show_figures(figures, None)
     shown = {key: label.text() for key, label in card.values.items()}
@@ -328,8 +327,8 @@ def test_energy_is_power_over_the_tokens_time() -> None:
     assert figures.joules == pytest.approx(0.8)
 
 
-def test_nothing_decoded_is_a_dash(qtbot: QtBot, theme: ThemeController) -> None:
-    card = TokenCard(theme)
+def test_nothing_decoded_is_a_dash(qtbot: QtBot) -> None:
+    card = TokenCard()
     qtbot.addWidget(card)
     card.show_figures(None, None)
     assert {card.values[key].text() for key in ("used", "hit", "took")} == {"–"}

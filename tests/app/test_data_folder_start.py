@@ -13,13 +13,12 @@ from pytestqt.qtbot import QtBot
 
 from app.services.data_folder import FolderChange, plan_change, planned_change, use_folder
 from app.services.single_instance import Claim, SingleInstance
-from app.theme import ThemeController
 from app.views import data_folder_start
 from engine.common.paths import data_dir, standard_data_dir
 
 
 @pytest.fixture
-def answer(qtbot: QtBot, theme: ThemeController) -> Callable[[str, list[str]], None]:
+def answer(qtbot: QtBot) -> Callable[[str, list[str]], None]:
     """Presses a button of the next message box and keeps what the box said."""
 
     def prepare(button_text: str, said: list[str]) -> None:
@@ -37,7 +36,7 @@ def answer(qtbot: QtBot, theme: ThemeController) -> Callable[[str, list[str]], N
     return prepare
 
 
-def test_a_planned_copy_is_carried_out(qtbot: QtBot, theme: ThemeController, tmp_path: Path) -> None:
+def test_a_planned_copy_is_carried_out(qtbot: QtBot, tmp_path: Path) -> None:
     data_dir().mkdir(parents=True)
     (data_dir() / "chats.sqlite3").write_bytes(b"chats")
     change = FolderChange(tmp_path / "new", copy=True)

@@ -39,8 +39,8 @@ def hub(client: EngineClient, settings: Settings) -> Iterator[TelemetryHub]:
 
 
 @pytest.fixture
-def cards(qtbot: QtBot, client: EngineClient, hub: TelemetryHub, theme: ThemeController) -> EngineCards:
-    result = EngineCards(client, hub, theme, ExpertCard(theme))
+def cards(qtbot: QtBot, client: EngineClient, hub: TelemetryHub) -> EngineCards:
+    result = EngineCards(client, hub, ExpertCard())
     qtbot.addWidget(result)
     result.resize(1000, 600)
     result.show()

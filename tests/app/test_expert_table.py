@@ -13,7 +13,6 @@ from PySide6.QtCore import Qt
 from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
-from app.theme import ThemeController
 from app.views.monitor.expert_card import ExpertCard
 from app.widgets.expert_map.data import map_data
 from app.widgets.expert_map.legend import MapLegend
@@ -88,8 +87,8 @@ def test_sixty_thousand_experts_can_be_listed(qapp: QApplication) -> None:
     assert table.data(table.index(table.rowCount() - 1, LAYER))
 
 
-def test_the_card_shows_the_map_or_the_table(qtbot: QtBot, theme: ThemeController) -> None:
-    card = ExpertCard(theme)
+def test_the_card_shows_the_map_or_the_table(qtbot: QtBot) -> None:
+    card = ExpertCard()
     qtbot.addWidget(card)
     card.resize(360, 400)
     card.show_event(expert_map())
@@ -109,8 +108,8 @@ def test_the_card_shows_the_map_or_the_table(qtbot: QtBot, theme: ThemeControlle
 
 @pytest.mark.parametrize("hottest", [0.0, 12.5, -3.0, math.inf, math.nan])
 @pytest.mark.parametrize("width", [90, 240, 700])
-def test_the_key_fits_any_width(qtbot: QtBot, theme: ThemeController, width: int, hottest: float) -> None:
-    legend = MapLegend(theme)
+def test_the_key_fits_any_width(qtbot: QtBot, width: int, hottest: float) -> None:
+    legend = MapLegend()
     qtbot.addWidget(legend)
     legend.show_data(map_data(dataclasses.replace(random_map(4, 8, 3), hottest=hottest)))
     legend.resize(width, legend.heightForWidth(width))

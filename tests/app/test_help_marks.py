@@ -14,7 +14,6 @@ from app.services.engine_client import EngineClient
 from app.services.history.history import History
 from app.services.settings import Settings
 from app.services.telemetry_hub import TelemetryHub
-from app.theme import ThemeController
 from app.views.monitor.engine_cards import EngineCards
 from app.views.monitor.expert_card import ExpertCard
 from app.widgets.card import Card
@@ -46,12 +45,12 @@ def test_a_mark_opens_and_closes_by_key(qtbot: QtBot, key: Qt.Key) -> None:
     assert mark.bubble is None
 
 
-def test_every_card_of_the_monitor_explains_itself(qtbot: QtBot, settings: Settings, theme: ThemeController) -> None:
+def test_every_card_of_the_monitor_explains_itself(qtbot: QtBot, settings: Settings) -> None:
     client = EngineClient()
     hub = TelemetryHub(client, settings, steady_devices())
     whole = QWidget()
     qtbot.addWidget(whole)
-    cards = EngineCards(client, hub, theme, ExpertCard(theme, whole), whole)
+    cards = EngineCards(client, hub, ExpertCard(whole), whole)
     found = cards.findChildren(Card)
     assert len(found) == 7
     for card in found:
@@ -62,15 +61,13 @@ def test_every_card_of_the_monitor_explains_itself(qtbot: QtBot, settings: Setti
 
 
 @pytest.mark.parametrize("on_device", [True, False])
-def test_every_lane_has_a_mark_in_the_order_of_the_lanes(
-    qtbot: QtBot, theme: ThemeController, *, on_device: bool
-) -> None:
+def test_every_lane_has_a_mark_in_the_order_of_the_lanes(qtbot: QtBot, *, on_device: bool) -> None:
     now = time.perf_counter_ns()
     history = History()
     spans, steps = decoded(20, now - 20 * STEP_NS, on_device=on_device)
     history.add_spans(spans)
     history.add_steps(steps)
-    view = TimelineView(theme)
+    view = TimelineView()
     qtbot.addWidget(view)
     view.explain_lanes()
     view.resize(900, 500)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from PySide6.QtCore import QSize
 from PySide6.QtGui import QColor, QIcon, QImage
-from PySide6.QtWidgets import QApplication
+from PySide6.QtWidgets import QApplication, QWidget
+from pytestqt.qtbot import QtBot
 
-from app.icons import icon, logo, pixmap
-from app.theme import DARK, LIGHT
+from app.icons import IconMark, icon, logo
+from app.theme import DARK, LIGHT, ThemeController
 from engine.common.paths import resources_dir
 
 NAMES = sorted(path.stem for path in (resources_dir() / "icons").glob("*.svg"))
@@ -35,8 +36,9 @@ def test_every_icon_of_the_vocabulary_is_there() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_is_drawn_in_the_theme_s_colour(name: str, qapp: QApplication) -> None:
-    image = icon(name, DARK).pixmap(QSize(48, 48), 1.0).toImage()
+def test_it_is_drawn_in_the_theme_s_colour(name: str, theme: ThemeController) -> None:
+    theme.set_choice("dark")
+    image = icon(name).pixmap(QSize(48, 48), 1.0).toImage()
     colours = _colours(image)
     assert colours
     if not name.startswith("logo"):
@@ -45,14 +47,13 @@ def test_it_is_drawn_in_the_theme_s_colour(name: str, qapp: QApplication) -> Non
 
 def test_it_has_as_many_pixels_as_the_screen(qapp: QApplication) -> None:
     for ratio in (1.0, 1.25, 2.0, 3.0):
-        drawn = icon("copy", LIGHT).pixmap(QSize(24, 24), ratio)
+        drawn = icon("copy").pixmap(QSize(24, 24), ratio)
         assert drawn.width() == round(24 * ratio)
         assert drawn.devicePixelRatio() == ratio
-    assert pixmap("copy", LIGHT.text, 16, 2.0).width() == 32
 
 
 def test_states_have_their_own_colours(qapp: QApplication) -> None:
-    drawn = icon("stop", LIGHT, LIGHT.muted, LIGHT.accent)
+    drawn = icon("stop", "muted", "accent")
     size = QSize(48, 48)
     states = (
         (QIcon.Mode.Normal, QIcon.State.Off, LIGHT.muted),
@@ -65,16 +66,25 @@ def test_states_have_their_own_colours(qapp: QApplication) -> None:
 
 
 def test_a_copy_of_an_icon_is_the_same(qapp: QApplication) -> None:
-    drawn = QIcon(icon("chat", LIGHT))
-    drawn.addPixmap(pixmap("chat", LIGHT.accent, 16))  # detaches, which clones the engine
+    drawn = QIcon(icon("chat"))
+    drawn.addPixmap(icon("chat", "accent").pixmap(16))  # detaches, which clones the engine
     assert not drawn.pixmap(QSize(24, 24)).isNull()
 
 
-def test_the_logo_is_brighter_in_the_dark(qapp: QApplication) -> None:
-    size = QSize(48, 48)
-    assert logo(LIGHT).pixmap(size).toImage() != logo(DARK).pixmap(size).toImage()
+def test_an_icon_that_is_there_follows_the_theme(theme: ThemeController, qtbot: QtBot) -> None:
+    size, mark, drawn = QSize(48, 48), logo(), icon("chat", "muted")
+    window = QWidget()
+    qtbot.addWidget(window)
+    by_itself = IconMark("copy", "text", 48, window)
+    by_itself.resize(48, 48)
+    before = mark.pixmap(size).toImage()
+    assert _colours(drawn.pixmap(size, 1.0).toImage()) == {LIGHT.muted}
+    theme.set_choice("dark")
+    assert mark.pixmap(size).toImage() != before
+    assert _colours(drawn.pixmap(size, 1.0).toImage()) == {DARK.muted}
+    assert DARK.text in _colours(by_itself.grab().toImage())
 
 
 def test_a_name_that_is_not_there_is_told_at_once(qapp: QApplication) -> None:
     with pytest.raises(FileNotFoundError):
-        icon("no-such-icon", LIGHT)
+        icon("no-such-icon")

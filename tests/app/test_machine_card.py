@@ -10,7 +10,6 @@ from PySide6.QtCore import QPointF
 from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
-from app.theme import ThemeController
 from app.views.monitor.machine_card import MachineCard
 from app.widgets.core_grid import CoreGrid
 from engine.hardware.gpu_info import Vendor
@@ -54,8 +53,8 @@ def sample(cores: int, gpus: int) -> SensorSample:
 
 
 @pytest.fixture
-def card(qtbot: QtBot, qapp: QApplication, theme: ThemeController) -> MachineCard:
-    result = MachineCard(theme)
+def card(qtbot: QtBot, qapp: QApplication) -> MachineCard:
+    result = MachineCard()
     qtbot.addWidget(result)
     result.resize(420, 500)
     result.show()
@@ -91,7 +90,7 @@ def test_a_driver_that_goes_away_is_said(card: MachineCard) -> None:
 
 @given(cores=st.integers(1, 1024), width=st.integers(1, 2000))
 def test_every_core_has_a_place(qapp: QApplication, cores: int, width: int) -> None:
-    grid = CoreGrid(ThemeController("light"))
+    grid = CoreGrid()
     grid.show_cores([0.5] * cores)
     grid.resize(width, grid.heightForWidth(width))
     rows, columns = grid.grid(width)

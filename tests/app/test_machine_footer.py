@@ -11,7 +11,7 @@ from pytestqt.qtbot import QtBot
 
 from app.services.device_monitor import DeviceMonitor
 from app.services.engine_client import EngineClient
-from app.theme import LIGHT, ThemeController
+from app.theme import LIGHT
 from app.views.machine_footer import MachineFooter
 from app.widgets.memory_bar import MemoryBar, MemoryPart
 from app.widgets.quantities import memory, used_of
@@ -50,8 +50,8 @@ def devices(qapp: QApplication) -> Iterator[DeviceMonitor]:
 
 
 @pytest.fixture
-def footer(qtbot: QtBot, client: EngineClient, devices: DeviceMonitor, theme: ThemeController) -> MachineFooter:
-    result = MachineFooter(client, devices, theme)
+def footer(qtbot: QtBot, client: EngineClient, devices: DeviceMonitor) -> MachineFooter:
+    result = MachineFooter(client, devices)
     qtbot.addWidget(result)
     result.show()
     return result
@@ -129,11 +129,7 @@ def test_the_bar_shows_parts_in_proportion_and_never_overflows(qtbot: QtBot) -> 
     bar = MemoryBar()
     qtbot.addWidget(bar)
     bar.resize(100, 8)
-    bar.show_parts(
-        (MemoryPart("a", 50, LIGHT.gpu), MemoryPart("b", 0, LIGHT.hit), MemoryPart("c", 500, LIGHT.disk)),
-        100,
-        "#FFFFFF",
-    )
+    bar.show_parts((MemoryPart("a", 50, "gpu"), MemoryPart("b", 0, "hit"), MemoryPart("c", 500, "disk")), 100)
     image = bar.grab().toImage()
     ratio = image.devicePixelRatio()
     colours = [image.pixelColor(round(x * ratio), round(4 * ratio)).name().upper() for x in (25, 75, 97)]

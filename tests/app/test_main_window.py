@@ -235,7 +235,7 @@ DOWNLOADS = {
 
 
 @pytest.fixture
-def panel(qtbot: QtBot, theme: ThemeController) -> Iterator[Callable[[str], StarterPanel]]:
+def panel(qtbot: QtBot) -> Iterator[Callable[[str], StarterPanel]]:
     made: list[StarterDownload] = []
 
     def make(kind: str) -> StarterPanel:

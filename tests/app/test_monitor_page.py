@@ -72,10 +72,8 @@ def hub(engine: WatchedEngine, settings: Settings, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def page(
-    qtbot: QtBot, engine: WatchedEngine, hub: TelemetryHub, settings: Settings, theme: ThemeController
-) -> Iterator[MonitorPage]:
-    result = MonitorPage(engine, hub, settings, theme)  # type: ignore[arg-type]
+def page(qtbot: QtBot, engine: WatchedEngine, hub: TelemetryHub, settings: Settings) -> Iterator[MonitorPage]:
+    result = MonitorPage(engine, hub, settings)  # type: ignore[arg-type]
     qtbot.addWidget(result)
     result.resize(1072, 800)
     with qtbot.waitSignal(hub.ready, timeout=20_000):
@@ -185,10 +183,8 @@ def test_it_can_be_drawn_in_every_theme(
     assert not page.grab().isNull()
 
 
-def test_the_strip_opens_the_monitor(
-    qtbot: QtBot, hub: TelemetryHub, theme: ThemeController, page: MonitorPage
-) -> None:
-    strip = TimelineStrip(hub, theme)
+def test_the_strip_opens_the_monitor(qtbot: QtBot, hub: TelemetryHub, page: MonitorPage) -> None:
+    strip = TimelineStrip(hub)
     qtbot.addWidget(strip)
     strip.resize(600, strip.height())
     tell(page._client, on_device=True)  # type: ignore[arg-type]
@@ -219,8 +215,8 @@ def test_sentences() -> None:
 # --- the map --------------------------------------------------------------------------------------
 
 
-def test_the_map_is_sorted_hovered_and_walked(qtbot: QtBot, theme: ThemeController) -> None:
-    view = ExpertMapView(theme)
+def test_the_map_is_sorted_hovered_and_walked(qtbot: QtBot) -> None:
+    view = ExpertMapView()
     qtbot.addWidget(view)
     view.resize(400, 200)
     view.show_data(map_data(expert_map()))

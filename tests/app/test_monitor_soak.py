@@ -16,7 +16,6 @@ from pytestqt.qtbot import QtBot
 
 from app.services.settings import Settings
 from app.services.telemetry_hub import TelemetryHub
-from app.theme import ThemeController
 from app.views.monitor import MonitorPage
 from engine.telemetry.messages import TelemetryCounters, TelemetrySpans
 from engine.telemetry.records import pack
@@ -51,12 +50,10 @@ def clock() -> FastClock:
 
 
 @pytest.fixture
-def page(
-    qtbot: QtBot, qapp: QApplication, settings: Settings, theme: ThemeController, clock: FastClock
-) -> Iterator[MonitorPage]:
+def page(qtbot: QtBot, qapp: QApplication, settings: Settings, clock: FastClock) -> Iterator[MonitorPage]:
     engine = WatchedEngine()
     hub = TelemetryHub(engine, settings, steady_devices(), clock_ns=clock)  # type: ignore[arg-type]
-    result = MonitorPage(engine, hub, settings, theme)  # type: ignore[arg-type]
+    result = MonitorPage(engine, hub, settings)  # type: ignore[arg-type]
     qtbot.addWidget(result)
     result.resize(1072, 800)
     with qtbot.waitSignal(hub.ready, timeout=20_000):

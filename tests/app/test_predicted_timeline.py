@@ -23,7 +23,6 @@ from app.services.predicted_timeline import (
     predict,
     request_before,
 )
-from app.theme import ThemeController
 from app.views.monitor.predicted_words import assumptions, speeds
 from app.views.monitor.second import SecondTimeline
 from app.widgets.timeline.view import TimelineView
@@ -186,11 +185,11 @@ def test_what_began_in_sight_begins_together() -> None:
 
 
 def test_it_stands_beneath_the_real_one(
-    qtbot: QtBot, qapp: QApplication, theme: ThemeController, checkpoint: Path, switchyard_home: Path
+    qtbot: QtBot, qapp: QApplication, checkpoint: Path, switchyard_home: Path
 ) -> None:
     found: Predicted = predict(shape(checkpoint))
-    first = TimelineView(theme)
-    second = SecondTimeline(first, theme)
+    first = TimelineView()
+    second = SecondTimeline(first)
     for widget in (first, second):
         qtbot.addWidget(widget)
         widget.resize(900, 300)

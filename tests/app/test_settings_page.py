@@ -110,7 +110,7 @@ def test_a_folder_that_cannot_be_used_is_told_in_its_place(page: SettingsPage, t
     assert str(data_dir()) in texts
 
 
-def test_licences_name_the_font_s(qtbot: QtBot, theme: ThemeController) -> None:
+def test_licences_name_the_font_s(qtbot: QtBot) -> None:
     dialog = LicencesDialog()
     qtbot.addWidget(dialog)
     (text,) = [child.toPlainText() for child in dialog.children() if hasattr(child, "toPlainText")]

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 from typing import Literal
 
 import pytest
-from PySide6.QtCore import Qt
+from PySide6.QtCore import QEvent, QSize, Qt
 from PySide6.QtGui import QColor, QGuiApplication, QPalette
-from PySide6.QtWidgets import QCompleter, QLabel, QLineEdit, QPushButton, QWidget
+from PySide6.QtWidgets import QApplication, QCompleter, QLabel, QLineEdit, QPushButton, QWidget
 from pytestqt.qtbot import QtBot
 
-from app.theme import DARK, LIGHT, MAX_FONT_PX, MIN_FONT_PX, Theme, ThemeController, style_sheet, use_tabular_figures
+from app.services.settings import Settings
+from app.theme import (
+    DARK,
+    LIGHT,
+    MAX_FONT_PX,
+    MIN_FONT_PX,
+    Theme,
+    ThemeController,
+    body_px,
+    colour,
+    colours,
+    scaled,
+    style_sheet,
+    use_tabular_figures,
+)
+from app.views.batch.template_edit import TemplateEdit
+from tests.app.stage import SCENES, staged
 
 BOTH = pytest.mark.parametrize("theme_tokens", [LIGHT, DARK], ids=lambda theme: theme.name)
 
@@ -68,9 +85,9 @@ def test_sizes_follow_the_font_size() -> None:
 
 
 def test_a_choice_is_applied_everywhere(theme: ThemeController, qtbot: QtBot) -> None:
-    with qtbot.waitSignal(theme.changed) as told:
-        theme.set_choice("dark")
-    assert told.args == [DARK]
+    theme.set_choice("dark")
+    assert colours() is DARK
+    assert colour("gpu").name().upper() == DARK.gpu
     palette = QGuiApplication.palette()
     assert palette.color(QPalette.ColorRole.Window).name().upper() == DARK.background
     label = QLabel("text")
@@ -79,9 +96,44 @@ def test_a_choice_is_applied_everywhere(theme: ThemeController, qtbot: QtBot) ->
     assert label.palette().color(label.foregroundRole()).name().upper() == DARK.text
 
 
-def test_the_same_choice_again_says_nothing(theme: ThemeController, qtbot: QtBot) -> None:
-    with qtbot.assertNotEmitted(theme.changed):
-        theme.set_choice("light")
+class Restyled(QLabel):
+    """Notes what it could have been painted with at each change of style."""
+
+    def __init__(self) -> None:
+        super().__init__("text")
+        self.seen: list[tuple[Theme, int]] = []
+
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange:
+            self.seen.append((colours(), body_px()))
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_every_widget_hears_of_a_change_and_finds_the_new_colours(
+    theme: ThemeController, qtbot: QtBot, shown: bool
+) -> None:
+    label = Restyled()
+    qtbot.addWidget(label)
+    label.setVisible(shown)
+    label.seen.clear()
+    theme.set_choice("dark")
+    assert label.seen
+    assert set(label.seen) == {(DARK, 14)}
+    label.seen.clear()
+    theme.set_font_px(20)
+    assert set(label.seen) == {(DARK, 20)}
+    assert scaled(100) == 143
+
+
+def test_the_same_choice_again_changes_nothing(theme: ThemeController, qtbot: QtBot) -> None:
+    label = Restyled()
+    qtbot.addWidget(label)
+    label.show()
+    label.seen.clear()
+    theme.set_choice("light")
+    theme.set_font_px(14)
+    assert label.seen == []
 
 
 def test_it_follows_the_system_while_the_window_is_open(theme: ThemeController) -> None:
@@ -93,9 +145,9 @@ def test_it_follows_the_system_while_the_window_is_open(theme: ThemeController) 
     assert theme.theme is LIGHT
 
 
-def test_an_own_choice_does_not_follow_the_system(theme: ThemeController, qtbot: QtBot) -> None:
-    with qtbot.assertNotEmitted(theme.changed):
-        QGuiApplication.styleHints().colorSchemeChanged.emit(Qt.ColorScheme.Dark)
+def test_an_own_choice_does_not_follow_the_system(qapp: QApplication) -> None:
+    QGuiApplication.styleHints().colorSchemeChanged.emit(Qt.ColorScheme.Dark)
+    assert colours() is LIGHT
 
 
 def test_the_font_size_reaches_the_widgets_and_is_held_in_bounds(theme: ThemeController, qtbot: QtBot) -> None:
@@ -111,7 +163,7 @@ def test_the_font_size_reaches_the_widgets_and_is_held_in_bounds(theme: ThemeCon
     assert theme.font_px == MAX_FONT_PX
 
 
-def test_inter_is_bundled(theme: ThemeController) -> None:
+def test_inter_is_bundled(qapp: QApplication) -> None:
     label = QLabel("text")
     label.ensurePolished()
     assert label.fontInfo().family() == "Inter"
@@ -129,7 +181,7 @@ def test_figures_stay_tabular_when_the_theme_changes(theme: ThemeController, qtb
         assert label.fontMetrics().horizontalAdvance("1111") == label.fontMetrics().horizontalAdvance("0000")
 
 
-def test_a_focused_button_looks_different(theme: ThemeController, qtbot: QtBot) -> None:
+def test_a_focused_button_looks_different(qtbot: QtBot) -> None:
     window = QWidget()
     qtbot.addWidget(window)
     button = QPushButton("Go", window)
@@ -158,3 +210,31 @@ def test_what_a_completer_offers_has_the_colours_of_the_theme(
     image = popup.grab().toImage()
     assert image.pixelColor(image.width() - 12, image.height() - 3).name() == QColor(theme.theme.raised).name()
     popup.hide()
+
+
+@pytest.mark.parametrize("scene", ["chat-conversation", "batch-running", "monitor", "tune-start"])
+def test_a_window_that_is_open_is_recoloured(
+    theme: ThemeController, settings: Settings, qtbot: QtBot, tmp_path: Path, scene: str
+) -> None:
+    with staged(settings, theme, tmp_path) as stage:
+        stage.show(QSize(1280, 800))
+        SCENES[scene](stage)
+        stage.settle()
+        light = {LIGHT.background, LIGHT.sunken, LIGHT.hover, LIGHT.border, LIGHT.accent_background, LIGHT.text}
+        assert _seen(stage.window) & light
+        theme.set_choice("dark")
+        stage.settle()
+        assert not _seen(stage.window) & light
+
+
+def _seen(window: QWidget) -> set[str]:
+    image = window.grab().toImage()
+    return {image.pixelColor(x, y).name().upper() for x in range(0, image.width(), 3) for y in range(image.height())}
+
+
+def test_another_theme_is_no_edit_of_a_template(theme: ThemeController, qtbot: QtBot) -> None:
+    edit = TemplateEdit()
+    qtbot.addWidget(edit)
+    edit.setPlainText("Translate {{text}}")
+    with qtbot.assertNotEmitted(edit.textChanged):
+        theme.set_choice("dark")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from PySide6.QtCore import QPointF, Qt
 from PySide6.QtGui import QFontMetricsF, QGuiApplication, QPolygonF
+from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
 from app.services.history.history import History
@@ -48,8 +49,8 @@ def history() -> History:
 
 
 @pytest.fixture
-def view(qtbot: QtBot, theme: ThemeController, history: History) -> Iterator[TimelineView]:
-    result = TimelineView(theme)
+def view(qtbot: QtBot, history: History) -> Iterator[TimelineView]:
+    result = TimelineView()
     qtbot.addWidget(result)
     result.resize(900, 360)
     result.navigator.set_source(history, recorded=False)
@@ -240,7 +241,7 @@ def test_hidden_it_does_not_draw(view: TimelineView, history: History, qtbot: Qt
 @pytest.mark.parametrize("choice", ["light", "dark"])
 def test_an_empty_past_can_be_drawn(qtbot: QtBot, theme: ThemeController, choice: str) -> None:
     theme.set_choice("dark" if choice == "dark" else "light")
-    empty = TimelineView(theme)
+    empty = TimelineView()
     qtbot.addWidget(empty)
     empty.resize(600, 300)
     assert not empty.grab().isNull()
@@ -300,7 +301,7 @@ def test_a_long_reading_ends_in_an_ellipsis_and_the_tooltip_says_it(view: Timeli
 
 
 @pytest.mark.parametrize("font_px", [12, 14, 20])
-def test_readings_of_both_directions_end_before_the_help_mark(theme: ThemeController, font_px: int) -> None:
+def test_readings_of_both_directions_end_before_the_help_mark(qapp: QApplication, font_px: int) -> None:
     font = QGuiApplication.font()
     font.setPixelSize(font_px)
     read = QFontMetricsF(caption_font(font)).horizontalAdvance("↓ 880.6 ↑ 80.0 MB/s")

@@ -21,7 +21,6 @@ from app.services.engine_client import EngineState
 from app.services.machine_look import MachineLook, look_at_machine
 from app.services.planning import PlanAnswer, PlanQuestion
 from app.services.settings import Settings
-from app.theme import ThemeController
 from app.views.tune.page import TunePage
 from app.views.tune.step_bar import MACHINE, MEASURE, PLAN, TIMED
 from engine.common.config import EngineConfig
@@ -107,12 +106,12 @@ class Scene:
 
 
 @pytest.fixture
-def scene(qtbot: QtBot, settings: Settings, theme: ThemeController, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+def scene(qtbot: QtBot, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     monkeypatch.setattr(tuning, "look_at_machine", lambda *_: LOOK)
     monkeypatch.setattr(planning, "answer", _planned)
     engine = ScriptedEngine()
     service, jobs = tuning.Tuning(engine, settings), BatchJobs(engine)  # type: ignore[arg-type]
-    page = TunePage(engine, settings, theme, service, jobs)  # type: ignore[arg-type]
+    page = TunePage(engine, settings, service, jobs)  # type: ignore[arg-type]
     qtbot.addWidget(page)
     page.resize(1072, 800)
     page.show()

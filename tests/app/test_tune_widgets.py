@@ -14,7 +14,6 @@ from PySide6.QtWidgets import QApplication, QToolTip, QWidget
 
 from app.models.plan_table import BAR, NAME, PREDICTED, TIMED, PlanTable
 from app.services.machine_look import MachineLook
-from app.theme import ThemeController
 from app.views.tune.machine_boxes import machine_boxes
 from app.views.tune.phrases import tier_bars
 from app.views.tune.race_view import RaceView
@@ -55,9 +54,9 @@ LOOKS = {
 
 
 @pytest.mark.parametrize("name", LOOKS)
-def test_every_machine_is_drawn_and_told(qapp: QApplication, theme: ThemeController, name: str) -> None:
+def test_every_machine_is_drawn_and_told(qapp: QApplication, name: str) -> None:
     look = LOOKS[name]()
-    picture = MachinePicture(theme)
+    picture = MachinePicture()
     picture.show_machine(*machine_boxes(look, {}))
     for width in (340, 640, 1900):
         _painted(picture, QSize(width, picture.height()))
@@ -69,8 +68,8 @@ def test_every_machine_is_drawn_and_told(qapp: QApplication, theme: ThemeControl
     picture.deleteLater()
 
 
-def test_boxes_lie_in_the_picture_and_apart(qapp: QApplication, theme: ThemeController) -> None:
-    picture = MachinePicture(theme)
+def test_boxes_lie_in_the_picture_and_apart(qapp: QApplication) -> None:
+    picture = MachinePicture()
     picture.show_machine(*machine_boxes(made.look(made.gpu()), {}))
     for width in (420, 600, 660, 1200):
         picture.resize(width, picture.height())
@@ -80,7 +79,7 @@ def test_boxes_lie_in_the_picture_and_apart(qapp: QApplication, theme: ThemeCont
     picture.deleteLater()
 
 
-def test_numbers_say_where_they_come_from(qapp: QApplication, theme: ThemeController) -> None:
+def test_numbers_say_where_they_come_from(qapp: QApplication) -> None:
     boxes, links = machine_boxes(made.look(made.gpu(), measured=False), {})
     assumed = next(link for link in links if link.part == "disk")
     assert not assumed.is_measured
@@ -104,12 +103,10 @@ def test_a_number_just_found_replaces_what_was_assumed() -> None:
     assert "just measured" in link.spoken
 
 
-def test_hover_and_keys_tell_the_same(
-    qapp: QApplication, theme: ThemeController, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hover_and_keys_tell_the_same(qapp: QApplication, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
     monkeypatch.setattr(QToolTip, "showText", lambda _at, text, _widget: shown.append(text))
-    picture = MachinePicture(theme)
+    picture = MachinePicture()
     picture.show_machine(*machine_boxes(made.look(made.gpu()), {}))
     picture.resize(700, picture.height())
     hovered = picture.spoken_at(QPointF(picture._areas()["cpu"].center()))
@@ -134,9 +131,9 @@ def test_amounts_as_written_add_up(amounts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("model", ["qwen3-30b-a3b", "qwen3-235b-a22b"])
-def test_bars_name_every_part(qapp: QApplication, theme: ThemeController, model: str) -> None:
+def test_bars_name_every_part(qapp: QApplication, model: str) -> None:
     look = made.look(made.gpu()) if model == "qwen3-30b-a3b" else made.look()
-    bars = PlanBars(theme)
+    bars = PlanBars()
     tiers = tier_bars(made.plan(look, model), look)
     bars.show_tiers(tiers)
     heights = [_painted(bars, QSize(width, bars.height())).height() for width in (280, 900)]
@@ -159,8 +156,8 @@ def test_bars_name_every_part(qapp: QApplication, theme: ThemeController, model:
         ),
     ],
 )
-def test_any_roofline_is_drawn(qapp: QApplication, theme: ThemeController, picture: RooflinePicture) -> None:
-    plot = RooflinePlot(theme)
+def test_any_roofline_is_drawn(qapp: QApplication, picture: RooflinePicture) -> None:
+    plot = RooflinePlot()
     plot.show_picture(picture)
     plot.resize(300, 220)
     plot.grab()
@@ -172,7 +169,7 @@ def test_any_roofline_is_drawn(qapp: QApplication, theme: ThemeController, pictu
     plot.deleteLater()
 
 
-def test_the_race_as_a_table(qapp: QApplication, theme: ThemeController) -> None:
+def test_the_race_as_a_table(qapp: QApplication) -> None:
     table = PlanTable()
     table.show_contestants(made.CONTESTANTS)
     assert table.rowCount() == 3
@@ -189,7 +186,7 @@ def test_the_race_as_a_table(qapp: QApplication, theme: ThemeController) -> None
     spoken = table.data(table.index(2, NAME), Qt.ItemDataRole.AccessibleTextRole)
     assert "7.9 GB are needed" in spoken
     assert "predicted" in spoken
-    view = RaceView(table, theme)
+    view = RaceView(table)
     for width in (380, 1000):
         _painted(view, QSize(width, view.height()))
     assert view.columnWidth(BAR) > 0
@@ -200,10 +197,10 @@ def test_the_race_as_a_table(qapp: QApplication, theme: ThemeController) -> None
     table.deleteLater()
 
 
-def test_contestants_without_a_prediction_or_a_name(qapp: QApplication, theme: ThemeController) -> None:
+def test_contestants_without_a_prediction_or_a_name(qapp: QApplication) -> None:
     table = PlanTable()
     table.show_contestants((made.contestant("", 0.0), made.contestant(ABSURD, 1e9)))
-    view = RaceView(table, theme)
+    view = RaceView(table)
     _painted(view, QSize(500, view.height()))
     assert table.data(table.index(0, PREDICTED)) == "–"
     view.deleteLater()

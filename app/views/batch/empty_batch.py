@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import QSize, Qt, Signal
+from PySide6.QtCore import Qt, Signal
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QScrollArea, QVBoxLayout, QWidget
 
-from app.icons import icon
-from app.theme import Theme, ThemeController
+from app.icons import IconMark
+from app.theme import set_look
 
 ICON_PX = 36
 WIDTH_PX = 620
@@ -21,7 +21,7 @@ class EmptyBatch(QScrollArea):
     file_wanted = Signal()
     folder_wanted = Signal()
 
-    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.setWidgetResizable(True)
         self.setFrameShape(QFrame.Shape.NoFrame)
@@ -31,7 +31,6 @@ class EmptyBatch(QScrollArea):
         self._area = QFrame(content)
         self._area.setObjectName("dropArea")
         self._area.setMaximumWidth(WIDTH_PX)
-        self._mark = QLabel(self._area)
         title = QLabel(self.tr("Drop a file of prompts here"), self._area)
         title.setProperty("role", "title")
         words = QLabel(
@@ -44,7 +43,7 @@ class EmptyBatch(QScrollArea):
             ),
             self._area,
         )
-        for label in (self._mark, title, words, kinds):
+        for label in (title, words, kinds):
             label.setAlignment(Qt.AlignmentFlag.AlignHCenter)
         for label in (words, kinds):
             label.setWordWrap(True)
@@ -64,7 +63,7 @@ class EmptyBatch(QScrollArea):
         column = QVBoxLayout(self._area)
         column.setContentsMargins(32, 40, 32, 40)
         column.setSpacing(10)
-        column.addWidget(self._mark)
+        column.addWidget(IconMark("batch", "muted", ICON_PX, self._area), 0, Qt.AlignmentFlag.AlignHCenter)
         column.addWidget(title)
         column.addWidget(words)
         column.addSpacing(10)
@@ -81,15 +80,7 @@ class EmptyBatch(QScrollArea):
         page.addLayout(row)
         page.addStretch(3)
         self.setWidget(content)
-        theme.changed.connect(self._apply)
-        self._apply(theme.theme)
 
     def set_over(self, over: bool) -> None:
         """Whether something that can be dropped is over the page."""
-        self._area.setProperty("over", "true" if over else "false")
-        self._area.style().unpolish(self._area)
-        self._area.style().polish(self._area)
-
-    def _apply(self, theme: Theme) -> None:
-        mark = icon("batch", theme, theme.muted)
-        self._mark.setPixmap(mark.pixmap(QSize(ICON_PX, ICON_PX), self.devicePixelRatioF()))
+        set_look(self._area, "over", "true" if over else "false")

@@ -88,7 +88,7 @@ class InputCard(Card):
         self._rows.set_rows(preview.columns, preview.rows)
         self.table.setVisible(True)
         self._share_width(preview)
-        self.table.setFixedHeight(self.table.height_of(len(preview.rows)))
+        self.table.show_rows(len(preview.rows))
         self.encoding.setVisible(preview.is_text)
         self.separator.setVisible(preview.is_delimited)
         self.whole_files.setVisible(preview.has_plain_text)

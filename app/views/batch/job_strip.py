@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import QModelIndex, QPersistentModelIndex, QRect, QRectF, QSize, Qt, Signal
+from PySide6.QtCore import QEvent, QModelIndex, QPersistentModelIndex, QRect, QRectF, QSize, Qt, Signal
 from PySide6.QtGui import QColor, QFont, QFontMetrics, QKeyEvent, QPainter, QPainterPath
 from PySide6.QtWidgets import (
     QAbstractItemView,
@@ -15,7 +15,7 @@ from PySide6.QtWidgets import (
 
 from app.models.jobs import JOB_ROLE, JobListModel
 from app.services.batch_job import JobEntry, JobState
-from app.theme import BODY_PX, ThemeController
+from app.theme import colours, scaled
 from app.views.batch.phrases import state_text
 
 Index = QModelIndex | QPersistentModelIndex
@@ -26,17 +26,13 @@ INSET = 12
 class JobDelegate(QStyledItemDelegate):
     """A card of two lines: the input's name, and the state with a thin bar below."""
 
-    def __init__(self, theme: ThemeController, parent: QWidget) -> None:
-        super().__init__(parent)
-        self._theme = theme
-
     def sizeHint(self, _option: QStyleOptionViewItem, _index: Index) -> QSize:
         lines = QFontMetrics(self._font(13)).lineSpacing() + QFontMetrics(self._font(12)).lineSpacing()
-        return QSize(round(WIDTH_PX * self._theme.font_px / BODY_PX), lines + 20)
+        return QSize(scaled(WIDTH_PX), lines + 20)
 
     def paint(self, painter: QPainter, option: QStyleOptionViewItem, index: Index) -> None:
         job: JobEntry = index.data(JOB_ROLE)
-        theme = self._theme.theme
+        theme = colours()
         rect: QRect = option.rect
         state: QStyle.StateFlag = option.state
         painter.save()
@@ -79,7 +75,7 @@ class JobDelegate(QStyledItemDelegate):
     def _font(self, px: float, weight: QFont.Weight = QFont.Weight.Normal) -> QFont:
         parent = self.parent()
         font = QFont(parent.font().family() if isinstance(parent, QWidget) else "")
-        font.setPixelSize(max(8, round(px * self._theme.font_px / BODY_PX)))
+        font.setPixelSize(max(8, scaled(px)))
         font.setWeight(weight)
         return font
 
@@ -90,7 +86,7 @@ class JobStrip(QListView):
     chosen = Signal(str)
     remove_wanted = Signal(str)
 
-    def __init__(self, model: JobListModel, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, model: JobListModel, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.setObjectName("jobStrip")
         self.setAccessibleName(self.tr("Jobs"))
@@ -103,11 +99,10 @@ class JobStrip(QListView):
         self.setMouseTracking(True)
         self.setModel(model)
         self._jobs = model
-        self._delegate = JobDelegate(theme, self)
+        self._delegate = JobDelegate(self)
         self.setItemDelegate(self._delegate)
         self.setViewportMargins(14, 8, 14, 6)
         self.selectionModel().currentChanged.connect(self._on_current)
-        theme.changed.connect(self._fit)
         model.rowsInserted.connect(self._fit)
         self._fit()
 
@@ -133,6 +128,11 @@ class JobStrip(QListView):
         job = index.data(JOB_ROLE)
         if job is not None and not self._choosing:
             self.chosen.emit(job.key)
+
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange:
+            self._fit()
 
     def _fit(self, *_: object) -> None:
         height = self._delegate.sizeHint(QStyleOptionViewItem(), QModelIndex()).height()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from PySide6.QtCore import Qt, QTimer
+from PySide6.QtCore import QEvent, Qt, QTimer
 from PySide6.QtGui import QResizeEvent
 from PySide6.QtWidgets import QBoxLayout, QFrame, QScrollArea, QStackedWidget, QVBoxLayout, QWidget
 
 from app.services.batch_job import JobEntry
-from app.theme import BODY_PX, ThemeController
+from app.theme import scaled
 from app.views.batch.progress_card import ProgressCard
 from app.views.batch.row_detail import RowDetail
 from app.views.batch.rows_card import RowsCard
@@ -24,13 +24,12 @@ LEAST_ROWS_PX = 260
 class JobView(QWidget):
     """Shows one job at a time."""
 
-    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self._theme = theme
         self._key = ""
         self.progress = ProgressCard(self)
-        self.rows = RowsCard(theme, self)
-        self.settings = SettingsCard(theme, self)
+        self.rows = RowsCard(self)
+        self.settings = SettingsCard(self)
         self.detail = RowDetail(self)
         self._side = QStackedWidget(self)
         self._side.addWidget(self.settings)
@@ -60,7 +59,6 @@ class JobView(QWidget):
         self.rows.moved.connect(self._move_to)
         self.rows.left.connect(self._close_row)
         self.detail.closed.connect(self._close_row)
-        theme.changed.connect(lambda _theme: self._fit())
         self._fit()
 
     @property
@@ -99,6 +97,11 @@ class JobView(QWidget):
         super().resizeEvent(event)
         self._fit()
 
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange:
+            self._fit()
+
     def _open_row(self, row: BatchRow) -> None:
         self.detail.show_row(row, self.rows.answers)
         self._side.setCurrentWidget(self.detail)
@@ -114,11 +117,10 @@ class JobView(QWidget):
         self.rows.table.setFocus()
 
     def _fit(self) -> None:
-        scale = self._theme.font_px / BODY_PX
-        narrow = self.width() < NARROW_PX * scale
+        narrow = self.width() < scaled(NARROW_PX)
         self._below.setDirection(QBoxLayout.Direction.TopToBottom if narrow else QBoxLayout.Direction.LeftToRight)
         if narrow:
             self._side.setMinimumWidth(0)
             self._side.setMaximumWidth(16_777_215)
         else:
-            self._side.setFixedWidth(round(SIDE_PX * scale))
+            self._side.setFixedWidth(scaled(SIDE_PX))

@@ -16,7 +16,6 @@ from app.services.batch_forecast import BatchForecasts, Forecast, ForecastQuesti
 from app.services.batch_input import InputPreview, count_rows, look_at
 from app.services.batch_sample import BatchSample, SampleRate
 from app.services.engine_client import EngineClient
-from app.theme import ThemeController
 from app.views.batch.answer_card import AnswerCard
 from app.views.batch.form_foot import FormFoot
 from app.views.batch.input_card import InputCard
@@ -54,7 +53,6 @@ class NewJob(QWidget):
         self,
         client: EngineClient,
         sample: BatchSample,
-        theme: ThemeController,
         page: QWidget,
         *,
         clock: Callable[[], float] = time.time,
@@ -73,7 +71,7 @@ class NewJob(QWidget):
         self._forecast: Forecast | None = None
         self._forecasts = BatchForecasts(self)
         self.input = InputCard(self)
-        self.template = TemplateCard(theme, self)
+        self.template = TemplateCard(self)
         self.answers = AnswerCard(page, self)
         self.output = OutputCard(self)
         self.sample = SampleCard(self)

@@ -23,7 +23,6 @@ from app.services.batch_job import UNDER_WAY, JobEntry, JobState, key_of
 from app.services.batch_jobs import BatchJobs
 from app.services.batch_sample import BatchSample
 from app.services.engine_client import EngineClient
-from app.theme import ThemeController
 from app.views.batch.close_guard import CloseGuard
 from app.views.batch.dialogs import ask_folder, ask_input_files
 from app.views.batch.empty_batch import EmptyBatch
@@ -32,7 +31,6 @@ from app.views.batch.job_strip import JobStrip
 from app.views.batch.job_view import JobView
 from app.views.batch.new_job import NewJob
 from app.views.batch.phrases import job_text
-from app.views.batch.style import batch_style_sheet
 from app.views.chat.phrases import count
 from app.views.chat.toast import Toast
 from app.widgets.asking import ask, before_loading
@@ -52,24 +50,24 @@ class BatchPage(Page):
         client: EngineClient,
         jobs: BatchJobs,
         sample: BatchSample,
-        theme: ThemeController,
         parent: QWidget | None = None,
     ) -> None:
         super().__init__(parent)
-        self._client, self._jobs, self._theme = client, jobs, theme
+        self._client, self._jobs = client, jobs
+        self.setObjectName("batchPage")
         self._shown = ""
         self._more: list[Path] = []
         self.setAcceptDrops(True)
         self.setAccessibleName(self.tr("Batch"))
         self.model = JobListModel(job_text, self)
         self.head = BatchHead(self)
-        self.strip = JobStrip(self.model, theme, self)
-        self.trouble = Banner("warning", theme, self)
+        self.strip = JobStrip(self.model, self)
+        self.trouble = Banner("warning", self)
         self.trouble.add_action(self.tr("Dismiss"), self.trouble.hide, kind="quiet")
-        self.empty = EmptyBatch(theme, self)
+        self.empty = EmptyBatch(self)
         self.guard = CloseGuard(jobs, self)
-        self.form = NewJob(client, sample, theme, self)
-        self.job_view = JobView(theme, self)
+        self.form = NewJob(client, sample, self)
+        self.job_view = JobView(self)
         self.pages = QStackedWidget(self)
         for page in (self.empty, self.form, self.job_view):
             self.pages.addWidget(page)
@@ -82,8 +80,6 @@ class BatchPage(Page):
         column.addWidget(self.pages, 1)
         column.addWidget(self.toast)
         self._connect()
-        theme.changed.connect(self._apply_theme)
-        self._apply_theme()
         for entry in jobs.entries:
             self.model.put(entry)
         self._go_home()
@@ -335,6 +331,3 @@ class BatchPage(Page):
     def choose_folder(self) -> None:
         """Asks for a folder of files of rows."""
         ask_folder(self, self.tr("Folder of prompts"), "", lambda path: self.open_files([path]))
-
-    def _apply_theme(self, *_: object) -> None:
-        self.setStyleSheet(batch_style_sheet(self._theme.theme, self._theme.font_px))

@@ -8,7 +8,7 @@ from PySide6.QtCore import Qt
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QProgressBar, QVBoxLayout, QWidget
 
 from app.services.batch_job import UNDER_WAY, JobEntry, JobState
-from app.theme import use_tabular_figures
+from app.theme import set_look, use_tabular_figures
 from app.views.batch.phrases import pace_text, rows_text, state_text, status_text
 from app.views.chat.phrases import percent
 from app.widgets.flow_layout import Flow
@@ -85,10 +85,7 @@ class ProgressCard(QFrame):
         self._show_strip(job.state in UNDER_WAY)
         status = status_text(job)
         warns = bool(job.blocked) or job.state is JobState.FAILED
-        if self._status.property("tone") != ("warning" if warns else ""):
-            self._status.setProperty("tone", "warning" if warns else "")
-            self._status.style().unpolish(self._status)
-            self._status.style().polish(self._status)
+        set_look(self._status, "tone", "warning" if warns else "")
         self._status.setText(status)
         self.setAccessibleName(self.tr("Progress of the job"))
         self.setAccessibleDescription(f"{self._percent.text()}. {self._rows.text()}. {rate} {end}. {status}")

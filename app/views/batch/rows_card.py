@@ -12,7 +12,7 @@ from app.models.batch_rows import ROW_ROLE, AnsweredRowsModel, Column
 from app.services.background import LatestTask
 from app.services.batch_answers import PAGE_ROWS, JobAnswers
 from app.services.batch_job import UNDER_WAY, JobEntry
-from app.theme import ThemeController, use_tabular_figures
+from app.theme import use_tabular_figures
 from app.views.batch.phrases import end_text
 from app.views.batch.text_table import TextTable
 from app.views.chat.phrases import count
@@ -33,7 +33,7 @@ class RowsCard(Card):
     moved = Signal(object)
     left = Signal()
 
-    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
         self.set_heading(self.tr("Finished rows"))
         self._entry: JobEntry | None = None
@@ -70,7 +70,6 @@ class RowsCard(Card):
         self.body.setContentsMargins(16, 14, 16, 10)
         self.body.addWidget(self.table, 1)
         self.body.addWidget(self._nothing, 1)
-        theme.changed.connect(self._fit)
 
     def show_job(self, entry: JobEntry) -> None:
         """Shows the rows of another job."""
@@ -187,7 +186,3 @@ class RowsCard(Card):
         row = index.data(ROW_ROLE)
         if row is not None:
             signal.emit(row)
-
-    def _fit(self) -> None:
-        self.table.fit_lines()
-        self.table.share_width(_WIDTHS)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import html
 import re
 
-from PySide6.QtCore import Qt
+from PySide6.QtCore import QEvent, Qt
 from PySide6.QtWidgets import QGridLayout, QLabel, QWidget
 
 from app.services.batch_job import JobEntry
-from app.theme import ThemeController
+from app.theme import colours
 from app.views.chat.chip import ElidedLabel
 from app.views.chat.phrases import count, decimal
 from app.widgets.card import Card
@@ -21,10 +21,9 @@ _MOST_CHARACTERS = 600
 class SettingsCard(Card):
     """To be read, not changed: a job's answers all come of the same settings."""
 
-    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
         self.set_heading(self.tr("Template"))
-        self._theme = theme
         self._entry: JobEntry | None = None
         self._template = QLabel(self)
         self._template.setWordWrap(True)
@@ -56,7 +55,11 @@ class SettingsCard(Card):
             self._grid.addWidget(label, row, 0)
             self._grid.addWidget(value, row, 1)
             self._values.append(value)
-        theme.changed.connect(lambda _theme: self.show_job(self._entry) if self._entry is not None else None)
+
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange and self._entry is not None:
+            self.show_job(self._entry)  # its columns have a colour of their own
 
     def show_job(self, entry: JobEntry) -> None:
         """Shows this job's settings."""
@@ -64,7 +67,7 @@ class SettingsCard(Card):
         job = entry.job
         text = job.template or self.tr("Whatever each row says")
         shown = html.escape(text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…")
-        colour = self._theme.theme.accent_text
+        colour = colours().accent_text
         marked = _PLACE.sub(lambda match: f'<span style="color: {colour}">{match[0]}</span>', shown)
         self._template.setText(marked.replace("\n", "<br>"))
         if job.schema:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from PySide6.QtCore import QSize, Signal
 from PySide6.QtWidgets import QPlainTextEdit, QPushButton, QSizePolicy, QWidget
 
-from app.theme import ThemeController
 from app.views.batch.template_edit import TemplateEdit
 from app.widgets.card import Card, muted_label, tell, warning_label
 from app.widgets.flow_layout import Flow
@@ -32,11 +31,11 @@ class TemplateCard(Card):
 
     changed = Signal()
 
-    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(self.tr("What to ask of each row"), parent)
         self._columns: tuple[str, ...] = ()
         self._chips = Flow(parent=self, gap=6)
-        self.edit = TemplateEdit(theme, self)
+        self.edit = TemplateEdit(self)
         self.edit.setAccessibleName(self.tr("Template"))
         self.edit.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
         self._hint = muted_label(

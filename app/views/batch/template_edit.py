@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from PySide6.QtCore import QSize
+from PySide6.QtCore import QEvent, QSignalBlocker, QSize
 from PySide6.QtGui import QColor, QFont, QSyntaxHighlighter, QTextCharFormat, QTextDocument
 from PySide6.QtWidgets import QPlainTextEdit, QWidget
 
-from app.theme import Theme, ThemeController
+from app.theme import colours
 
 _PLACE = re.compile(r"\{\{\s*(.+?)\s*\}\}")
 LINES = 4
@@ -29,12 +29,17 @@ class _Places(QSyntaxHighlighter):
 class TemplateEdit(QPlainTextEdit):
     """`{{column}}` is coloured; a column that there is not is underlined as well."""
 
-    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.setTabChangesFocus(True)
         self._places = _Places(self.document())
-        theme.changed.connect(self._apply)
-        self._apply(theme.theme)
+        self._apply()
+
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange:
+            with QSignalBlocker(self):  # the text is the same
+                self._apply()
 
     def set_columns(self, columns: tuple[str, ...]) -> None:
         """The columns that there are."""
@@ -52,8 +57,8 @@ class TemplateEdit(QPlainTextEdit):
     def minimumSizeHint(self) -> QSize:
         return QSize(120, self.sizeHint().height())
 
-    def _apply(self, theme: Theme) -> None:
-        places = self._places
+    def _apply(self) -> None:
+        places, theme = self._places, colours()
         for look, colour in ((places.known, theme.accent_text), (places.unknown, theme.danger)):
             look.setForeground(QColor(colour))
             look.setFontWeight(QFont.Weight.DemiBold)

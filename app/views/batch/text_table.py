@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from PySide6.QtCore import QAbstractTableModel, QModelIndex, Qt, Signal
+from PySide6.QtCore import QAbstractTableModel, QEvent, QModelIndex, Qt, Signal
 from PySide6.QtGui import QKeyEvent
 from PySide6.QtWidgets import QAbstractItemView, QHeaderView, QTableView, QWidget
 
@@ -40,10 +40,21 @@ class TextTable(QTableView):
         self.horizontalHeader().setDefaultAlignment(Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter)
         self.clicked.connect(self.opened)
         self.selectionModel().currentRowChanged.connect(lambda now, _before: self.moved.emit(now))
-        self.fit_lines()
+        self._fixed: Mapping[int, int] = {}
+        self._rows_shown: int | None = None
+        self._fit_lines()
+
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange:
+            self._fit_lines()
+            self.share_width(self._fixed)
+            if self._rows_shown is not None:
+                self.show_rows(self._rows_shown)
 
     def share_width(self, fixed: Mapping[int, int]) -> None:
         """These columns are so many average characters wide; the others share what is left."""
+        self._fixed = fixed
         header = self.horizontalHeader()
         width = self.fontMetrics().averageCharWidth()
         for column in range(self.model().columnCount()):
@@ -53,13 +64,15 @@ class TextTable(QTableView):
             else:
                 header.setSectionResizeMode(column, QHeaderView.ResizeMode.Stretch)
 
-    def fit_lines(self) -> None:
+    def _fit_lines(self) -> None:
         """Lines as high as the font wants them."""
         self.verticalHeader().setDefaultSectionSize(round(self.fontMetrics().lineSpacing() * LINE_FACTOR))
 
-    def height_of(self, rows: int) -> int:
-        """What the header and so many rows need, with room for a scroll bar."""
-        return self.horizontalHeader().sizeHint().height() + rows * self.verticalHeader().defaultSectionSize() + 14
+    def show_rows(self, rows: int) -> None:
+        """Becomes as high as the header and so many rows, with room for a scroll bar."""
+        self._rows_shown = rows
+        height = self.horizontalHeader().sizeHint().height() + rows * self.verticalHeader().defaultSectionSize() + 14
+        self.setFixedHeight(height)
 
     def keyPressEvent(self, event: QKeyEvent) -> None:
         if event.key() in (Qt.Key.Key_Return, Qt.Key.Key_Enter) and self.currentIndex().isValid():

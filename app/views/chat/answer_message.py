@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import Literal
 
-from PySide6.QtCore import QSize, Qt, QTimer, QUrl, Signal
+from PySide6.QtCore import QEvent, QSize, Qt, QTimer, QUrl, Signal
 from PySide6.QtGui import QResizeEvent
 from PySide6.QtWidgets import QBoxLayout, QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
 
 from app.models.conversation import MessageRow
 from app.services.answer_queue import CANCELLED, Phase
 from app.services.chat_store import MessageState
-from app.theme import ThemeController, use_tabular_figures
+from app.theme import scaled, use_tabular_figures
 from app.views.chat.chip import ElidedLabel
 from app.views.chat.icon_button import IconButton
 from app.views.chat.phrases import phase_text, stats_text, trouble_text
-from app.views.chat.style import ANSWER_PX, scaled
 from app.views.chat.version_switch import VersionSwitch
 from app.widgets.flow_layout import Flow
 from app.widgets.markdown_view import MarkdownView
 
 COPIED_MS = 1500
+ANSWER_PX = 680
 NARROW_PX = 440
 """Less, and what to do about a failure stands below the sentence."""
 
@@ -34,29 +34,23 @@ class AnswerMessage(QWidget):
     version_stepped = Signal(int)
     link_activated = Signal(QUrl)
 
-    def __init__(self, row: MessageRow, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, row: MessageRow, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self._theme = theme
         self._row = row
         self._phase: Phase | None = None
         self._engine_is_down = False
         self._note_text = ""
-        self.body = MarkdownView(self, theme.theme)
+        self.body = MarkdownView(self)
         self.body.link_activated.connect(self.link_activated)
         self._note = self._build_note()
-        self._versions = VersionSwitch(self, theme.theme)
+        self._versions = VersionSwitch(self)
         self._versions.step.connect(self.version_stepped)
         self._figures = ElidedLabel(self)
         self._figures.setProperty("role", "secondary")
         use_tabular_figures(self._figures)
-        colours = theme.theme
-        self._copy = IconButton("copy", self.tr("Copy the answer"), self._copy_text, self, colours)
-        self._again = IconButton(
-            "refresh", self.tr("Answer again"), lambda: self.acted.emit("regenerate"), self, colours
-        )
-        self._branch = IconButton(
-            "branch", self.tr("Go on in a new chat"), lambda: self.acted.emit("branch"), self, colours
-        )
+        self._copy = IconButton("copy", self.tr("Copy the answer"), self._copy_text, self)
+        self._again = IconButton("refresh", self.tr("Answer again"), lambda: self.acted.emit("regenerate"), self)
+        self._branch = IconButton("branch", self.tr("Go on in a new chat"), lambda: self.acted.emit("branch"), self)
         self._continue = QPushButton(self.tr("Continue"), self)
         self._continue.setProperty("kind", "quiet")
         self._continue.setProperty("compact", True)
@@ -125,15 +119,6 @@ class AnswerMessage(QWidget):
             self._engine_is_down = down
             self._refresh()
 
-    def apply_theme(self) -> None:
-        """Take over colours and font size."""
-        theme = self._theme.theme
-        self.body.apply_theme(theme)
-        for button in (self._copy, self._again, self._branch):
-            button.apply_theme(theme)
-        self._versions.apply_theme(theme)
-        self._set_width()
-
     def minimumSizeHint(self) -> QSize:
         # However wide it is now, it lets the window become narrower; the text is then broken again.
         return QSize(0, super().minimumSizeHint().height())
@@ -159,9 +144,14 @@ class AnswerMessage(QWidget):
             row.addWidget(button, 0, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter)
         return note
 
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange:
+            self._set_width()
+
     def resizeEvent(self, event: QResizeEvent) -> None:
         super().resizeEvent(event)
-        narrow = self.width() < scaled(NARROW_PX, self._theme.font_px)
+        narrow = self.width() < scaled(NARROW_PX)
         way = QBoxLayout.Direction.TopToBottom if narrow else QBoxLayout.Direction.LeftToRight
         if way != self._note_row.direction():
             self._note_row.setDirection(way)
@@ -193,10 +183,8 @@ class AnswerMessage(QWidget):
 
     def _copy_text(self) -> None:
         self.body.copy_all()
-        self._copy.set_icon("check", self.tr("Copied"), self._theme.theme)
-        QTimer.singleShot(
-            COPIED_MS, self, lambda: self._copy.set_icon("copy", self.tr("Copy the answer"), self._theme.theme)
-        )
+        self._copy.set_icon("check", self.tr("Copied"))
+        QTimer.singleShot(COPIED_MS, self, lambda: self._copy.set_icon("copy", self.tr("Copy the answer")))
 
     def _set_width(self) -> None:
-        self.setMaximumWidth(scaled(ANSWER_PX, self._theme.font_px))
+        self.setMaximumWidth(scaled(ANSWER_PX))

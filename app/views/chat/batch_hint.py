@@ -7,7 +7,6 @@ from PySide6.QtWidgets import QHBoxLayout, QPushButton, QWidget
 
 from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_request import BatchRun
-from app.theme import Theme, ThemeController
 from app.views.chat.chip import Dot, ElidedLabel
 from app.views.chat.phrases import percent
 from engine.batch_files.messages import BatchFinished, BatchProgress
@@ -23,13 +22,13 @@ class BatchHint(QWidget):
 
     opened = Signal()
 
-    def __init__(self, client: EngineClient, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, client: EngineClient, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._client = client
         self._is_running = False
         self._share: float | None = None
         self._is_left = False
-        self._dot = Dot(self)
+        self._dot = Dot(self, "cpu")
         self._words = ElidedLabel(self)
         self._words.setProperty("role", "secondary")
         self.button = QPushButton(self.tr("Show the job"), self)
@@ -44,8 +43,6 @@ class BatchHint(QWidget):
         row.addWidget(self.button)
         client.batch_began.connect(self._follow)
         client.state_changed.connect(self._refresh)
-        theme.changed.connect(self._apply)
-        self._apply(theme.theme)
         self.hide()
 
     @property
@@ -86,6 +83,3 @@ class BatchHint(QWidget):
         else:
             words = self.tr("A batch job is running{0}. Chats come first: it pauses while you are answered.")
         self._words.set_full_text(words.format(share))
-
-    def _apply(self, theme: Theme) -> None:
-        self._dot.set_colour(theme.cpu)

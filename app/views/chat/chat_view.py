@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from PySide6.QtCore import Qt, QUrl, Signal
+from PySide6.QtCore import QEvent, Qt, QUrl, Signal
 from PySide6.QtGui import QDesktopServices, QKeySequence, QResizeEvent, QShowEvent
 from PySide6.QtWidgets import QHBoxLayout, QLabel, QStackedWidget, QVBoxLayout, QWidget
 
@@ -15,7 +15,7 @@ from app.services.chat_store import ChatStore, Conversation, MessageState, Searc
 from app.services.engine_client import EngineClient, EngineState
 from app.services.settings import STARTER, Settings
 from app.services.token_counter import TokenCounter
-from app.theme import ThemeController
+from app.theme import scaled
 from app.views.chat.batch_hint import BatchHint
 from app.views.chat.close_guard import CloseGuard
 from app.views.chat.composer import Composer
@@ -24,10 +24,9 @@ from app.views.chat.empty_chat import EmptyChat
 from app.views.chat.file_dialogs import ask_export_path, ask_import_path
 from app.views.chat.phrases import percent, translate
 from app.views.chat.presenter import ChatPresenter
-from app.views.chat.style import COLUMN_PX, chat_style_sheet, scaled
 from app.views.chat.title_bar import TitleBar
 from app.views.chat.toast import Toast
-from app.views.chat.transcript import Transcript
+from app.views.chat.transcript import COLUMN_PX, Transcript
 from app.widgets.banner import Banner
 from app.widgets.markdown_view import import_parser
 from app.widgets.page import BATCH, Page
@@ -52,7 +51,6 @@ class ChatView(Page):
         self,
         client: EngineClient,
         store: ChatStore,
-        theme: ThemeController,
         settings: Settings,
         answers: AnswerQueue,
         counter: TokenCounter,
@@ -61,21 +59,20 @@ class ChatView(Page):
         super().__init__(parent)
         self._client = client
         self._store = store
-        self._theme = theme
         list_model = ConversationListModel(_group_title, translate("Chat", "New chat"))
         list_model.setParent(self)
         self.presenter = ChatPresenter(client, store, settings, answers, list_model, self)
         self._counter = counter
         self._counter.counted.connect(self._on_counted)
-        self.title_bar = TitleBar(client, theme, self)
-        self.panel = ConversationPanel(list_model, theme, self)
-        self.transcript = Transcript(self.presenter.model, theme, self)
+        self.title_bar = TitleBar(client, self)
+        self.panel = ConversationPanel(list_model, self)
+        self.transcript = Transcript(self.presenter.model, self)
         self.empty = EmptyChat(self)
         self.composer = Composer(self)
-        self.batch_hint = BatchHint(client, theme, self)
+        self.batch_hint = BatchHint(client, self)
         self.batch_hint.opened.connect(lambda: self.page_wanted.emit(BATCH))
-        self.trouble_banner = Banner("warning", theme, self)
-        self.notice_banner = Banner("info", theme, self)
+        self.trouble_banner = Banner("warning", self)
+        self.notice_banner = Banner("info", self)
         self.notice_banner.add_action(self.tr("Dismiss"), self.notice_banner.hide, kind="quiet")
         self._pages = QStackedWidget(self)
         self.toast = Toast(self)
@@ -86,8 +83,7 @@ class ChatView(Page):
         self._connect_page()
         self._connect_services()
         self._add_shortcuts()
-        theme.changed.connect(self._apply_theme)
-        self._apply_theme()
+        self._set_widths()
         self.presenter.begin()
         # The first answer would otherwise wait for the parser's modules, a stall that one sees.
         self._importing = LatestTask(self, after_ms=_IMPORT_AFTER_MS)
@@ -247,13 +243,18 @@ class ChatView(Page):
         super().resizeEvent(event)
         self._fit()
 
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange:
+            self._set_widths()
+
     def _show_chats(self, shown: bool) -> None:
         """Where there is no room for both, the list of chats takes the place of the chat."""
         self._shows_chats = shown
         self._fit()
 
     def _fit(self) -> None:
-        narrow = self.width() < scaled(PANEL_FROM_PX, self._theme.font_px)
+        narrow = self.width() < scaled(PANEL_FROM_PX)
         over = narrow and self._shows_chats
         self.panel.fill(over)
         self.panel.setVisible(not narrow or over)
@@ -418,9 +419,8 @@ class ChatView(Page):
         if model is not None and key == self._counting:
             self.composer.set_context(tokens, model.context_tokens, about=tokens > 0)
 
-    def _apply_theme(self) -> None:
-        self.setStyleSheet(chat_style_sheet(self._theme.theme, self._theme.font_px))
-        width = scaled(COLUMN_PX, self._theme.font_px)
+    def _set_widths(self) -> None:
+        width = scaled(COLUMN_PX)
         self.composer.setMaximumWidth(width)
         self.batch_hint.setMaximumWidth(width)
         self.empty.set_column_width(width)

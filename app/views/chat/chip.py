@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from PySide6.QtCore import QSize, Qt
-from PySide6.QtGui import QColor, QPainter, QPaintEvent, QResizeEvent
+from PySide6.QtGui import QPainter, QPaintEvent, QResizeEvent
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QSizePolicy, QWidget
 
-from app.icons import icon
-from app.theme import Theme
+from app.icons import IconMark
+from app.theme import ColourName, colour
 
 SIGN_PX = 14
 
@@ -15,21 +15,21 @@ SIGN_PX = 14
 class Dot(QWidget):
     """A filled circle; what it means is always said in words beside it."""
 
-    def __init__(self, parent: QWidget) -> None:
+    def __init__(self, parent: QWidget, colour: ColourName = "idle") -> None:
         super().__init__(parent)
-        self._colour = QColor("#999999")
+        self._colour = colour
         self.setFixedSize(8, 8)
 
-    def set_colour(self, colour: str) -> None:
+    def set_colour(self, colour: ColourName) -> None:
         """Paint it in another colour."""
-        self._colour = QColor(colour)
+        self._colour = colour
         self.update()
 
     def paintEvent(self, _event: QPaintEvent) -> None:
         painter = QPainter(self)
         painter.setRenderHint(QPainter.RenderHint.Antialiasing)
         painter.setPen(Qt.PenStyle.NoPen)
-        painter.setBrush(self._colour)
+        painter.setBrush(colour(self._colour))
         painter.drawEllipse(self.rect())
 
 
@@ -86,7 +86,7 @@ class Chip(QFrame):
         super().__init__(parent)
         self.setProperty("chip", True)
         self._dot = Dot(self)
-        self._sign = QLabel(self)
+        self._sign = IconMark("warning", "danger", SIGN_PX, self)
         self._label = ElidedLabel(self)
         self._label.setProperty("role", "secondary")
         row = QHBoxLayout(self)
@@ -103,14 +103,12 @@ class Chip(QFrame):
     def text(self) -> str:
         return self._label.full_text
 
-    def show_text(self, text: str, theme: Theme, *, dot: str = "", warns: bool = False, tip: str = "") -> None:
+    def show_text(self, text: str, *, dot: ColourName | None = None, warns: bool = False, tip: str = "") -> None:
         """Say something else."""
         self._label.set_full_text(text)
-        self._dot.setVisible(bool(dot))
-        if dot:
+        self._dot.setVisible(dot is not None)
+        if dot is not None:
             self._dot.set_colour(dot)
         self._sign.setVisible(warns)
-        if warns:
-            self._sign.setPixmap(icon("warning", theme, theme.danger).pixmap(QSize(SIGN_PX, SIGN_PX)))
         self.setToolTip(tip)
         self.setAccessibleName(f"{text}. {tip}" if tip else text)

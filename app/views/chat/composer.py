@@ -8,7 +8,7 @@ from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLay
 
 from app.models.conversation_defaults import preset_of
 from app.services.chat_store import Conversation
-from app.theme import use_tabular_figures
+from app.theme import set_look, use_tabular_figures
 from app.views.chat.growing_edit import GrowingEdit
 from app.views.chat.phrases import count, percent, preset_text
 from app.views.chat.sampling_popover import SamplingPopover
@@ -173,14 +173,9 @@ class Composer(QFrame):
         self.send_button.setText(self.tr("Stop  Esc") if self._answering else self.tr("Send"))
         self.send_button.setAccessibleName(self.tr("Stop the answer") if self._answering else self.tr("Send"))
         kind = "" if self._answering else "primary"
-        if self.send_button.property("kind") != kind:
-            self.send_button.setProperty("kind", kind)
-            self.send_button.style().unpolish(self.send_button)
-            self.send_button.style().polish(self.send_button)
+        set_look(self.send_button, "kind", kind)
         self.send_button.setEnabled(self._answering or bool(self.text.strip()))
         self._fit_meter()
 
     def _show_focus(self, focused: bool) -> None:
-        self.setProperty("active", focused)
-        self.style().unpolish(self)
-        self.style().polish(self)
+        set_look(self, "active", "true" if focused else "false")

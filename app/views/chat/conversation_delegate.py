@@ -20,7 +20,7 @@ from PySide6.QtWidgets import QAbstractItemView, QLineEdit, QStyle, QStyledItemD
 
 from app.models.conversation_list import ENTRY_ROLE, Entry
 from app.services.chat_store.records import MATCH_END, MATCH_START
-from app.theme import ThemeController
+from app.theme import colours, scaled
 
 Index = QModelIndex | QPersistentModelIndex
 RADIUS = 8
@@ -35,10 +35,6 @@ class ConversationDelegate(QStyledItemDelegate):
 
     renamed = Signal(str, str)
 
-    def __init__(self, theme: ThemeController, parent: QWidget) -> None:
-        super().__init__(parent)
-        self._theme = theme
-
     def sizeHint(self, _option: QStyleOptionViewItem, index: Index) -> QSize:
         entry: Entry = index.data(ENTRY_ROLE)
         line = QFontMetrics(self._font(12.5)).lineSpacing()
@@ -49,7 +45,7 @@ class ConversationDelegate(QStyledItemDelegate):
 
     def paint(self, painter: QPainter, option: QStyleOptionViewItem, index: Index) -> None:
         entry: Entry = index.data(ENTRY_ROLE)
-        theme = self._theme.theme
+        theme = colours()
         rect: QRect = option.rect
         state: QStyle.StateFlag = option.state
         painter.save()
@@ -100,7 +96,7 @@ class ConversationDelegate(QStyledItemDelegate):
         font = self._font(12.5)
         font.setWeight(QFont.Weight.Medium if self._has_snippet(entry) else QFont.Weight.Normal)
         painter.setFont(font)
-        painter.setPen(QColor(self._theme.theme.text))
+        painter.setPen(QColor(colours().text))
         metrics = QFontMetrics(font)
         place = rect.adjusted(INSET, 8, -INSET, 0)
         place.setHeight(metrics.lineSpacing())
@@ -115,7 +111,7 @@ class ConversationDelegate(QStyledItemDelegate):
         document.setDocumentMargin(0)
         width = rect.width() - 2 * INSET
         document.setTextWidth(width)
-        document.setHtml(f'<div style="color: {self._theme.theme.muted}">{marked}</div>')
+        document.setHtml(f'<div style="color: {colours().muted}">{marked}</div>')
         line = QFontMetrics(self._font(12.5)).lineSpacing()
         painter.translate(QPointF(rect.x() + INSET, rect.y() + 10 + line))
         document.drawContents(painter, QRectF(0, 0, width, QFontMetrics(font).lineSpacing() * 2))
@@ -132,7 +128,7 @@ class ConversationDelegate(QStyledItemDelegate):
 
     def _font(self, px: float) -> QFont:
         font = QFont(self._theme_font_family())
-        font.setPixelSize(max(8, round(px * self._theme.font_px / 14)))
+        font.setPixelSize(max(8, scaled(px)))
         return font
 
     def _heading_font(self) -> QFont:

@@ -20,9 +20,8 @@ from PySide6.QtWidgets import (
 from app.icons import icon
 from app.models.conversation_list import ENTRY_ROLE, ConversationListModel, Entry
 from app.services.chat_store import Conversation
-from app.theme import ThemeController
+from app.theme import scaled
 from app.views.chat.conversation_delegate import ConversationDelegate
-from app.views.chat.style import scaled
 
 WIDTH_PX = 232
 SEARCH_MS = 150
@@ -39,10 +38,9 @@ class ConversationPanel(QFrame):
     export_wanted = Signal(object)
     import_wanted = Signal()
 
-    def __init__(self, model: ConversationListModel, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, model: ConversationListModel, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._model = model
-        self._theme = theme
         self._current = ""
         self.setObjectName("chatPanel")
         self.search = QLineEdit(self)
@@ -55,13 +53,14 @@ class ConversationPanel(QFrame):
         self._search_timer.timeout.connect(lambda: self.searched.emit(self.search.text().strip()))
         self.more = QToolButton(self)
         self.more.setProperty("kind", "quiet")
+        self.more.setIcon(icon("more", "muted"))
         self.more.setToolTip(self.tr("Import and export"))
         self.more.setAccessibleName(self.tr("Import and export"))
         self.more.setIconSize(QSize(16, 16))
         self.more.clicked.connect(self._open_more)
         self.list = QListView(self)
         self.list.setModel(model)
-        self._delegate = ConversationDelegate(theme, self.list)
+        self._delegate = ConversationDelegate(self.list)
         self._delegate.renamed.connect(self.renamed)
         self.list.setItemDelegate(self._delegate)
         self.list.setAccessibleName(self.tr("Chats"))
@@ -91,16 +90,19 @@ class ConversationPanel(QFrame):
         column.addWidget(self.nothing)
         column.addWidget(self.list, 1)
         model.rowsInserted.connect(self._select_current)
-        theme.changed.connect(self._apply_theme)
-        self._apply_theme()
 
     def fill(self, filling: bool) -> None:
         """Takes all the room that there is, rather than a strip at the left."""
         self._fills = filling
         self._set_width()
 
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange:
+            self._set_width()
+
     def _set_width(self) -> None:
-        width = scaled(WIDTH_PX, self._theme.font_px)
+        width = scaled(WIDTH_PX)
         self.setMinimumWidth(0 if self._fills else width)
         self.setMaximumWidth(16_777_215 if self._fills else width)
 
@@ -201,29 +203,23 @@ class ConversationPanel(QFrame):
 
     def menu_for(self, conversation: Conversation) -> QMenu:
         """What can be done with a chat."""
-        id_, theme, menu = conversation.id, self._theme.theme, QMenu(self)
-        menu.addAction(icon("edit", theme), self.tr("Rename\tF2"), lambda: self.rename(id_))
+        id_, menu = conversation.id, QMenu(self)
+        menu.addAction(icon("edit"), self.tr("Rename\tF2"), lambda: self.rename(id_))
         pin = self.tr("Unpin") if conversation.pinned else self.tr("Pin to the top")
-        menu.addAction(icon("pin", theme), pin, lambda: self.pin_wanted.emit(id_, not conversation.pinned))
-        menu.addAction(icon("export", theme), self.tr("Export…"), lambda: self.export_wanted.emit([id_]))
+        menu.addAction(icon("pin"), pin, lambda: self.pin_wanted.emit(id_, not conversation.pinned))
+        menu.addAction(icon("export"), self.tr("Export…"), lambda: self.export_wanted.emit([id_]))
         menu.addSeparator()
-        menu.addAction(icon("trash", theme), self.tr("Delete\tDel"), lambda: self.delete_wanted.emit(id_))
+        menu.addAction(icon("trash"), self.tr("Delete\tDel"), lambda: self.delete_wanted.emit(id_))
         return menu
 
     def _open_more(self) -> None:
-        theme, menu = self._theme.theme, QMenu(self)
+        menu = QMenu(self)
         menu.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
-        menu.addAction(icon("import", theme), self.tr("Import chats…"), self.import_wanted.emit)
-        export = menu.addAction(icon("export", theme), self.tr("Export this chat…"))
+        menu.addAction(icon("import"), self.tr("Import chats…"), self.import_wanted.emit)
+        export = menu.addAction(icon("export"), self.tr("Export this chat…"))
         export.triggered.connect(lambda: self.export_wanted.emit([self._current]))
         export.setEnabled(self._model.conversation(self._current) is not None)
-        everything = menu.addAction(icon("export", theme), self.tr("Export all chats…"))
+        everything = menu.addAction(icon("export"), self.tr("Export all chats…"))
         everything.triggered.connect(lambda: self.export_wanted.emit(None))
         everything.setEnabled(self._model.first() is not None)
         menu.popup(self.more.mapToGlobal(QPoint(0, self.more.height() + 4)))
-
-    def _apply_theme(self) -> None:
-        self.more.setIcon(icon("more", self._theme.theme, self._theme.theme.muted))
-        self._set_width()
-        self.list.doItemsLayout()
-        self.list.viewport().update()

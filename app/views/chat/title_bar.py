@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import Qt, Signal
+from PySide6.QtCore import QEvent, Qt, Signal
 from PySide6.QtGui import QResizeEvent
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QSizePolicy, QToolButton, QWidget
 
 from app.icons import icon
 from app.services.engine_client import EngineClient, EngineState
-from app.theme import Theme, ThemeController
 from app.views.chat.chip import Chip, ElidedLabel
 from app.views.chat.phrases import device_text, model_text, percent
 
@@ -28,10 +27,9 @@ class TitleBar(QFrame):
     rename = Signal()
     chats_wanted = Signal(bool)
 
-    def __init__(self, client: EngineClient, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, client: EngineClient, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._client = client
-        self._theme = theme
         self.setObjectName("chatTitleBar")
         self._title = ElidedLabel(self)
         self._title.setProperty("role", "title")
@@ -53,6 +51,7 @@ class TitleBar(QFrame):
             inside.addWidget(label)
         self.chats_button = QToolButton(self)
         self.chats_button.setProperty("kind", "quiet")
+        self.chats_button.setIcon(icon("list", "muted"))
         self.chats_button.setCheckable(True)
         self.chats_button.setToolTip(self.tr("Chats  Ctrl+K"))
         self.chats_button.setAccessibleName(self.tr("List of chats"))
@@ -68,7 +67,6 @@ class TitleBar(QFrame):
         self.setMinimumHeight(HEIGHT)
         for signal in (client.state_changed, client.loading_changed, client.model_loaded, client.responding_changed):
             signal.connect(self._refresh)
-        theme.changed.connect(self._refresh)
         self._refresh()
 
     def set_title(self, title: str) -> None:
@@ -90,6 +88,11 @@ class TitleBar(QFrame):
     def resizeEvent(self, event: QResizeEvent) -> None:
         super().resizeEvent(event)
         self._fit()
+
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange:
+            self._fit()
 
     def _fit(self) -> None:
         """Where it is narrow, the device goes first (the model's tooltip says it), then the key, then the model."""
@@ -118,30 +121,28 @@ class TitleBar(QFrame):
             self.rename.emit()
 
     def _refresh(self) -> None:
-        theme: Theme = self._theme.theme
         state, model = self._client.state, self._client.model
         show = self.model_chip.show_text
         if state is EngineState.DIED:
-            show(self.tr("engine stopped"), theme, dot=theme.miss, tip=self._client.last_error)
+            show(self.tr("engine stopped"), dot="miss", tip=self._client.last_error)
         elif not self._client.is_responding:
-            show(self.tr("engine not responding"), theme, dot=theme.miss, tip=self._client.last_error)
+            show(self.tr("engine not responding"), dot="miss", tip=self._client.last_error)
         elif state is EngineState.LOADING:
             part = "" if self._client.loading is None else f" {percent(self._client.loading)}"
-            show(self.tr("loading the model") + part, theme, dot=theme.cpu)
+            show(self.tr("loading the model") + part, dot="cpu")
         elif state is EngineState.STARTING:
-            show(self.tr("starting the engine"), theme, dot=theme.cpu)
+            show(self.tr("starting the engine"), dot="cpu")
         elif model is not None:
-            show(model_text(model), theme, dot=theme.pcie, tip=self._model_tip())
+            show(model_text(model), dot="pcie", tip=self._model_tip())
         else:
-            show(self.tr("no model loaded"), theme, dot=theme.idle)
+            show(self.tr("no model loaded"), dot="idle")
         shown = model is not None and state in (EngineState.READY, EngineState.BUSY)
         self._knows_device = shown
         if model is not None and shown:
             note = model.device_note
             said = self.tr("tuned") if model.is_tuned else note
             text = " · ".join(filter(None, (device_text(model), said)))
-            self.device_chip.show_text(text, theme, warns=bool(note) and not model.is_tuned, tip=note)
-        self.chats_button.setIcon(icon("list", theme, theme.muted))
+            self.device_chip.show_text(text, warns=bool(note) and not model.is_tuned, tip=note)
         self._fit()
 
     _knows_device = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from PySide6.QtCore import QModelIndex, QSize, Qt, QTimer, QUrl, Signal
+from PySide6.QtCore import QEvent, QModelIndex, QSize, Qt, QTimer, QUrl, Signal
 from PySide6.QtGui import QResizeEvent
 from PySide6.QtWidgets import QPushButton, QScrollArea, QVBoxLayout, QWidget
 
@@ -12,10 +12,12 @@ from app.icons import icon
 from app.models.conversation import ConversationModel, MessageRow
 from app.services.answer_queue import Phase
 from app.services.chat_store import MessageState
-from app.theme import ThemeController
+from app.theme import scaled
 from app.views.chat.answer_message import AnswerMessage
-from app.views.chat.style import COLUMN_PX, scaled
 from app.views.chat.user_message import UserMessage
+
+COLUMN_PX = 744
+"""Widest the transcript and the box below it become, at the standard font size."""
 
 TURN_GAP = 20
 NEAR_END_PX = 24
@@ -40,10 +42,9 @@ class Transcript(QScrollArea):
     version_stepped = Signal(str, int)
     link_activated = Signal(QUrl)
 
-    def __init__(self, model: ConversationModel, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, model: ConversationModel, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._model = model
-        self._theme = theme
         self._turns: list[Turn] = []
         self._unbuilt: list[MessageRow] = []
         self._at_end = True
@@ -59,6 +60,7 @@ class Transcript(QScrollArea):
         self.setWidget(self._page)
         self._jump = QPushButton(self)
         self._jump.setObjectName("jumpToLatest")
+        self._jump.setIcon(icon("chevron-down"))
         self._jump.setFixedSize(QSize(32, 32))
         self._jump.setToolTip(self.tr("Jump to the latest"))
         self._jump.setAccessibleName(self.tr("Jump to the latest"))
@@ -73,8 +75,7 @@ class Transcript(QScrollArea):
         model.rowsInserted.connect(self._on_inserted)
         model.rowsRemoved.connect(self._on_removed)
         model.dataChanged.connect(self._on_changed)
-        theme.changed.connect(self._apply_theme)
-        self._apply_theme()
+        self._set_margins()
 
     # --- what the page asks ---
 
@@ -169,10 +170,10 @@ class Transcript(QScrollArea):
         turn: Turn
         message = row.message
         if message.role == "user":
-            turn = UserMessage(row, self._theme, self._page)
+            turn = UserMessage(row, self._page)
             turn.resent.connect(lambda text: self.resent.emit(message.id, text))
         else:
-            turn = AnswerMessage(row, self._theme, self._page)
+            turn = AnswerMessage(row, self._page)
             turn.acted.connect(lambda action: self.acted.emit(message.id, action))
             turn.link_activated.connect(self.link_activated)
             turn.set_engine_down(self._engine_is_down)
@@ -206,17 +207,16 @@ class Transcript(QScrollArea):
         self._set_margins()
         self._show_jump()
 
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange:
+            self._set_margins()
+
     def _set_margins(self) -> None:
         # Centred in the whole width, scroll bar or not, so that it stays in line with the box below.
-        width = min(scaled(COLUMN_PX, self._theme.font_px), self.width() - 48)
+        width = min(scaled(COLUMN_PX), self.width() - 48)
         side = max((self.width() - width) // 2, 24)
         self._column.setContentsMargins(side, 26, max(side - (self.width() - self.viewport().width()), 8), 20)
-
-    def _apply_theme(self) -> None:
-        self._jump.setIcon(icon("chevron-down", self._theme.theme))
-        self._set_margins()
-        for turn in self._turns:
-            turn.apply_theme()
 
     @property
     def is_answering(self) -> bool:

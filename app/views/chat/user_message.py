@@ -9,12 +9,12 @@ from PySide6.QtGui import QFontMetrics, QGuiApplication, QKeyEvent, QResizeEvent
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
 
 from app.models.conversation import MessageRow
-from app.theme import ThemeController
+from app.theme import scaled
 from app.views.chat.growing_edit import GrowingEdit
 from app.views.chat.icon_button import IconButton
-from app.views.chat.style import BUBBLE_PX, scaled
 from app.views.chat.version_switch import VersionSwitch
 
+BUBBLE_PX = 540
 PADDING = QSize(16, 9)
 LINE_HEIGHT = 140
 BESIDE_PX = 150
@@ -28,9 +28,8 @@ class UserMessage(QWidget):
     resent = Signal(str)
     version_stepped = Signal(int)
 
-    def __init__(self, row: MessageRow, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, row: MessageRow, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self._theme = theme
         self._row = row
         self._editor: GrowingEdit | None = None
         self._bubble = QFrame(self)
@@ -44,10 +43,10 @@ class UserMessage(QWidget):
         self._inside = QVBoxLayout(self._bubble)
         self._inside.setContentsMargins(PADDING.width(), PADDING.height(), PADDING.width(), PADDING.height())
         self._inside.addWidget(self._text)
-        self._versions = VersionSwitch(self, theme.theme)
+        self._versions = VersionSwitch(self)
         self._versions.step.connect(self.version_stepped)
-        copy = IconButton("copy", self.tr("Copy"), self._copy, self, theme.theme)
-        edit = IconButton("edit", self.tr("Edit and send again"), self.start_editing, self, theme.theme)
+        copy = IconButton("copy", self.tr("Copy"), self._copy, self)
+        edit = IconButton("edit", self.tr("Edit and send again"), self.start_editing, self)
         self._buttons = (copy, edit)
         row_layout = QHBoxLayout(self)
         row_layout.setContentsMargins(0, 0, 0, 0)
@@ -74,13 +73,6 @@ class UserMessage(QWidget):
         self._text.setText(f'<div style="white-space: pre-wrap; line-height: {LINE_HEIGHT}%">{escaped}</div>')
         self._text.setAccessibleName(self.tr("You: {0}").format(row.message.content))
         self._versions.show_version(row.version, row.versions)
-        self._fit()
-
-    def apply_theme(self) -> None:
-        """Take over colours and font size."""
-        for button in self._buttons:
-            button.apply_theme(self._theme.theme)
-        self._versions.apply_theme(self._theme.theme)
         self._fit()
 
     def start_editing(self) -> None:
@@ -145,6 +137,11 @@ class UserMessage(QWidget):
         super().resizeEvent(event)
         self._fit()
 
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange:
+            self._fit()
+
     def event(self, event: QEvent) -> bool:
         if event.type() in (QEvent.Type.HoverEnter, QEvent.Type.HoverLeave):
             for button in self._buttons:
@@ -163,7 +160,7 @@ class UserMessage(QWidget):
 
     def _fit(self) -> None:
         """As wide as the text needs, up to a limit."""
-        widest = scaled(BUBBLE_PX, self._theme.font_px)
+        widest = scaled(BUBBLE_PX)
         if self._editor is not None:
             self._bubble.setFixedWidth(min(widest, max(self.width() - EDIT_BESIDE_PX, 120)))
             return

@@ -5,7 +5,6 @@ from __future__ import annotations
 from PySide6.QtCore import Signal
 from PySide6.QtWidgets import QHBoxLayout, QLabel, QWidget
 
-from app.theme import Theme
 from app.views.chat.icon_button import IconButton
 
 
@@ -17,10 +16,10 @@ class VersionSwitch(QWidget):
 
     step = Signal(int)
 
-    def __init__(self, parent: QWidget, theme: Theme) -> None:
+    def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
-        self._back = IconButton("chevron-left", self.tr("Earlier version"), lambda: self.step.emit(-1), self, theme)
-        self._on = IconButton("chevron-right", self.tr("Later version"), lambda: self.step.emit(1), self, theme)
+        self._back = IconButton("chevron-left", self.tr("Earlier version"), lambda: self.step.emit(-1), self)
+        self._on = IconButton("chevron-right", self.tr("Later version"), lambda: self.step.emit(1), self)
         self._label = QLabel(self)
         self._label.setProperty("role", "secondary")
         row = QHBoxLayout(self)
@@ -40,8 +39,3 @@ class VersionSwitch(QWidget):
         self._back.setEnabled(version > 1)
         self._on.setEnabled(version < versions)
         self.setVisible(versions > 1)
-
-    def apply_theme(self, theme: Theme) -> None:
-        """Draw the arrows in the theme's colours."""
-        self._back.apply_theme(theme)
-        self._on.apply_theme(theme)

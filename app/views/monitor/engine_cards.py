@@ -10,7 +10,7 @@ from app.models.token_figures import token_figures
 from app.services.engine_client import EngineClient
 from app.services.session_library import OpenedSession
 from app.services.telemetry_hub import TelemetryHub
-from app.theme import ThemeController
+from app.theme import scaled
 from app.views.monitor.cache import CacheCard, PoliciesCard, PredictionCard
 from app.views.monitor.expert_card import ExpertCard
 from app.views.monitor.machine_card import MachineCard
@@ -37,19 +37,18 @@ class EngineCards(QWidget):
         self,
         client: EngineClient,
         hub: TelemetryHub,
-        theme: ThemeController,
         experts: ExpertCard,
         parent: QWidget | None = None,
     ) -> None:
         super().__init__(parent)
-        self._hub, self._theme, self._experts = hub, theme, experts
+        self._hub, self._experts = hub, experts
         self._session: OpenedSession | None = None
-        self.cache = CacheCard(theme, self)
-        self.token = TokenCard(theme, self)
-        self.policies = PoliciesCard(theme, self)
-        self.prediction = PredictionCard(theme, self)
-        self.memory = MemoryCard(theme, self)
-        self.machine = MachineCard(theme, self)
+        self.cache = CacheCard(self)
+        self.token = TokenCard(self)
+        self.policies = PoliciesCard(self)
+        self.prediction = PredictionCard(self)
+        self.memory = MemoryCard(self)
+        self.machine = MachineCard(self)
         self._revision = -1
         self._rows: list[QBoxLayout] = []
         column = QVBoxLayout(self)
@@ -135,7 +134,7 @@ class EngineCards(QWidget):
     def _turn(self) -> None:
         for row in self._rows:
             needed = sum(card.minimumSizeHint().width() + row.spacing() for card in _shown(row))
-            is_wide = self.width() >= max(needed, _WIDE_PX * self._theme.font_px / 14)
+            is_wide = self.width() >= max(needed, scaled(_WIDE_PX))
             wanted = QBoxLayout.Direction.LeftToRight if is_wide else QBoxLayout.Direction.TopToBottom
             if row.direction() != wanted:
                 row.setDirection(wanted)

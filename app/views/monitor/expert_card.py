@@ -5,7 +5,6 @@ from __future__ import annotations
 from PySide6.QtCore import Qt
 from PySide6.QtWidgets import QPushButton, QSizePolicy, QSlider, QSpacerItem, QTableView, QWidget
 
-from app.theme import ThemeController
 from app.widgets.card import Card, muted_label
 from app.widgets.expert_map.data import MapData, map_data
 from app.widgets.expert_map.legend import MapLegend
@@ -21,7 +20,7 @@ _COLUMN_DIGITS = (9, 10, 10, 8, 13, 10, 16)
 class ExpertCard(Card):
     """What experts are used, and where they are."""
 
-    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
         self.heading.setText(self.tr("Expert map"))
         self.setAccessibleName(self.tr("Expert map"))
@@ -43,8 +42,8 @@ class ExpertCard(Card):
         self.as_table.setAccessibleName(self.tr("Show the experts as a table"))
         self.head.addWidget(self.by_use)
         self.head.addWidget(self.as_table)
-        self.view = ExpertMapView(theme, self)
-        self.legend = MapLegend(theme, self)
+        self.view = ExpertMapView(self)
+        self.legend = MapLegend(self)
         self.table = self._make_table()
         self._hint = muted_label(self)
         self.body.addWidget(self.view, 1)

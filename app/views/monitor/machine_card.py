@@ -5,7 +5,7 @@ from __future__ import annotations
 from PySide6.QtCore import Qt
 from PySide6.QtWidgets import QLabel, QVBoxLayout, QWidget
 
-from app.theme import ThemeController, use_tabular_figures
+from app.theme import use_tabular_figures
 from app.widgets.card import Card, muted_label
 from app.widgets.core_grid import CoreGrid
 from app.widgets.memory_bar import MemoryBar, MemoryPart
@@ -18,9 +18,8 @@ _PARTS = 1000
 class MachineCard(Card):
     """Driver samples, a few times a second; what a sensor does not tell is left out, or said to be not available."""
 
-    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
-        self._theme = theme
         self.heading.setText(self.tr("Machine"))
         self.setAccessibleName(self.tr("Machine"))
         self.explain(
@@ -31,7 +30,7 @@ class MachineCard(Card):
         )
         self.aside.setText(self.tr("from sensors and drivers"))
         self.cpu = _line(self)
-        self.cores = CoreGrid(theme, self)
+        self.cores = CoreGrid(self)
         self._gpus = QVBoxLayout()
         self._gpus.setSpacing(8)
         self.gpus: list[_GpuRow] = []
@@ -57,7 +56,7 @@ class MachineCard(Card):
         if sample.cpu_by_core:
             self.cores.show_cores(sample.cpu_by_core)
         while len(self.gpus) < len(sample.gpus):
-            self.gpus.append(_GpuRow(self._theme, self))
+            self.gpus.append(_GpuRow(self))
             self._gpus.addWidget(self.gpus[-1])
         for place, row in enumerate(self.gpus):
             row.setVisible(place < len(sample.gpus))
@@ -94,9 +93,8 @@ class MachineCard(Card):
 class _GpuRow(QWidget):
     """One card in two lines: how busy it is and what fills it, then clocks, power, temperature and link."""
 
-    def __init__(self, theme: ThemeController, parent: QWidget) -> None:
+    def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
-        self._theme = theme
         self.head, self.tail = _line(self), muted_label(self, role="caption")
         self._busy, self._memory = MemoryBar(self), MemoryBar(self)
         self._busy.setToolTip(self.tr("Busy"))
@@ -110,7 +108,6 @@ class _GpuRow(QWidget):
 
     def show_gpu(self, place: int, gpu: GpuSample) -> None:
         """A sample of the card at `place` of the driver's list."""
-        theme = self._theme.theme
         name = self.tr("GPU {0}").format(place)
         known = gpu.busy is not None or gpu.vram_total is not None
         busy = self.tr("{0}% busy").format(number(100 * gpu.busy, 0)) if gpu.busy is not None else ""
@@ -119,12 +116,12 @@ class _GpuRow(QWidget):
         self.head.setText(" · ".join(filter(None, parts)))
         self._busy.setVisible(gpu.busy is not None)
         self._memory.setVisible(bool(gpu.vram_total))
-        self._busy.show_parts((MemoryPart("", round(_PARTS * (gpu.busy or 0.0)), theme.gpu),), _PARTS, theme.border)
+        self._busy.show_parts((MemoryPart("", round(_PARTS * (gpu.busy or 0.0)), "gpu"),), _PARTS)
         if gpu.vram_total:
             ours = gpu.vram_ours or 0
             others = gpu.vram_others if gpu.vram_others is not None else max(0, (gpu.vram_used or 0) - ours)
-            shown = (MemoryPart("", ours, theme.gpu), MemoryPart("", others, theme.idle, hatched=True))
-            self._memory.show_parts(shown, gpu.vram_total, theme.border)
+            shown = (MemoryPart("", ours, "gpu"), MemoryPart("", others, "idle", hatched=True))
+            self._memory.show_parts(shown, gpu.vram_total)
         self.tail.setText(self._details(gpu))
         self.tail.setVisible(bool(self.tail.text()))
         self.setAccessibleName(f"{self.head.text()}. {self.tail.text()}")

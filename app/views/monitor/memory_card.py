@@ -5,7 +5,7 @@ from __future__ import annotations
 from PySide6.QtWidgets import QVBoxLayout, QWidget
 
 from app.models.cache_figures import FREE, memory_places, sound
-from app.theme import Theme, ThemeController
+from app.theme import ColourName
 from app.widgets.card import Card, muted_label
 from app.widgets.memory_bar import MemoryPart
 from app.widgets.memory_gauge import MemoryGauge, MemoryLegend
@@ -17,9 +17,8 @@ _RAM = "ram"
 class MemoryCard(Card):
     """A bar for each place and the parts by name; what an engine has counted is told by it, the rest by the system."""
 
-    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
-        self._theme = theme
         self.heading.setText(self.tr("Memory"))
         self.setAccessibleName(self.tr("Memory"))
         self.explain(
@@ -36,7 +35,6 @@ class MemoryCard(Card):
         self.body.addStretch(1)
         self._places: dict[str, tuple[MemoryGauge, MemoryLegend]] = {}
         self._shown: tuple[CacheReport | None, int | None, int | None] = None, None, None
-        theme.changed.connect(self._show)
 
     def show_report(
         self, report: CacheReport | None, ram_used: int | None = None, ram_total: int | None = None
@@ -50,9 +48,8 @@ class MemoryCard(Card):
             self._shown = report, ram_used, ram_total
             self._show()
 
-    def _show(self, *_theme: object) -> None:
+    def _show(self) -> None:
         report, ram_used, ram_total = self._shown
-        theme = self._theme.theme
         places = memory_places(sound(report).memory) if report is not None else {}
         for place, (gauge, legend) in self._places.items():
             gauge.setVisible(place in places)
@@ -65,14 +62,14 @@ class MemoryCard(Card):
                 amounts["others"] = ram_total - amounts[FREE] - engine_total
                 total = ram_total
             free = amounts.pop(FREE)
-            parts = tuple(self._part(theme, purpose, nbytes) for purpose, nbytes in amounts.items() if nbytes > 0)
+            parts = tuple(self._part(purpose, nbytes) for purpose, nbytes in amounts.items() if nbytes > 0)
             source = (
                 self.tr("Parts of the model: counted by the engine. Total RAM: reported by the system.")
                 if place == _RAM
                 else self.tr("Counted by the engine, of the memory that it may use.")
             )
-            gauge.show_parts(parts, total - free, total, theme.border, source=source)
-            legend.show_parts((*parts, MemoryPart(self.tr("free"), free, theme.border)), theme)
+            gauge.show_parts(parts, total - free, total, source=source)
+            legend.show_parts((*parts, MemoryPart(self.tr("free"), free, "border")))
         self._empty.setVisible(not places)
 
     def _place(self, place: str) -> tuple[MemoryGauge, MemoryLegend]:
@@ -89,15 +86,15 @@ class MemoryCard(Card):
             return self.tr("RAM")
         return self.tr("VRAM (emulated)") if place.startswith("emulated") else self.tr("VRAM {0}").format(place[:24])
 
-    def _part(self, theme: Theme, purpose: str, nbytes: int) -> MemoryPart:
-        names = {
-            "weights": (self.tr("weights"), theme.gpu, False),
-            "experts": (self.tr("experts"), theme.hit, False),
-            "kv": (self.tr("conversation (KV)"), theme.disk, False),
-            "staging": (self.tr("staging"), theme.pcie, False),
-            "activations": (self.tr("activations"), theme.cpu, False),
-            "other": (self.tr("the engine itself"), theme.faint, False),
-            "others": (self.tr("window and other programs"), theme.idle, True),
+    def _part(self, purpose: str, nbytes: int) -> MemoryPart:
+        names: dict[str, tuple[str, ColourName, bool]] = {
+            "weights": (self.tr("weights"), "gpu", False),
+            "experts": (self.tr("experts"), "hit", False),
+            "kv": (self.tr("conversation (KV)"), "disk", False),
+            "staging": (self.tr("staging"), "pcie", False),
+            "activations": (self.tr("activations"), "cpu", False),
+            "other": (self.tr("the engine itself"), "faint", False),
+            "others": (self.tr("window and other programs"), "idle", True),
         }
-        name, colour, hatched = names.get(purpose, (purpose[:40], theme.faint, True))
+        name, colour, hatched = names.get(purpose, (purpose[:40], "faint", True))
         return MemoryPart(name, nbytes, colour, hatched)

@@ -14,7 +14,7 @@ from app.services.predicted_timeline import Predicted
 from app.services.session_library import OpenedSession
 from app.services.settings import Settings
 from app.services.telemetry_hub import TelemetryHub
-from app.theme import ThemeController
+from app.theme import scaled
 from app.views.monitor.engine_cards import EngineCards
 from app.views.monitor.expert_card import ExpertCard
 from app.views.monitor.exporting import ExportButton
@@ -42,26 +42,25 @@ class MonitorPage(Page):
         client: EngineClient,
         hub: TelemetryHub,
         settings: Settings,
-        theme: ThemeController,
         parent: QWidget | None = None,
     ) -> None:
         super().__init__(parent)
-        self._client, self._hub, self._settings, self._theme = client, hub, settings, theme
+        self._client, self._hub, self._settings = client, hub, settings
         self.setFocusPolicy(Qt.FocusPolicy.ClickFocus)
         self.setAccessibleName(self.tr("Monitor"))
         self.summary = SummaryCard(self)
-        self.timeline = TimelineCard(theme, settings, self)
-        self.experts = ExpertCard(theme, self)
-        self.engine_cards = EngineCards(client, hub, theme, self.experts, self)
+        self.timeline = TimelineCard(settings, self)
+        self.experts = ExpertCard(self)
+        self.engine_cards = EngineCards(client, hub, self.experts, self)
         self.ranges = RangeBar(self.timeline.view.navigator, self)
-        self.second = SecondTimeline(self.timeline.view, theme, self)
+        self.second = SecondTimeline(self.timeline.view, self)
         self.predict = PredictButton(client, hub, self.timeline.view.navigator, self)
         self.timeline.add_control(self.predict)
         self.sessions = SessionsButton(self)
         self.export = ExportButton(self.timeline.view, self._about, self)
-        self.notice = Banner("info", theme, self)
+        self.notice = Banner("info", self)
         self.notice.add_action(self.tr("Dismiss"), self.notice.hide, kind="quiet")
-        self.session_banner = Banner("info", theme, self)
+        self.session_banner = Banner("info", self)
         self.session_banner.add_action(self.tr("Back to now"), self.show_now)
         self._session: OpenedSession | None = None
         self._finding_ceilings = LatestTask(self)
@@ -118,7 +117,7 @@ class MonitorPage(Page):
 
     def resizeEvent(self, event: QResizeEvent) -> None:
         super().resizeEvent(event)
-        self.ranges.set_narrow(self.width() < _NARROW_PX * self._theme.font_px / 14)
+        self.ranges.set_narrow(self.width() < scaled(_NARROW_PX))
 
     def showEvent(self, event: QShowEvent) -> None:
         super().showEvent(event)

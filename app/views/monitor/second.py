@@ -10,7 +10,6 @@ from PySide6.QtWidgets import QPushButton, QWidget
 from app.services.history.aligning import aligned_ns
 from app.services.history.history import History
 from app.services.predicted_timeline import Predicted
-from app.theme import ThemeController
 from app.views.monitor.predicted_words import assumptions, speeds
 from app.widgets.card import Card, muted_label
 from app.widgets.timeline.view import TimelineView
@@ -26,11 +25,11 @@ class SecondTimeline(Card):
 
     dismissed = Signal()
 
-    def __init__(self, first: TimelineView, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, first: TimelineView, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
         self._first = first
         self._predicted: Predicted | None = None
-        self.view = TimelineView(theme, self)
+        self.view = TimelineView(self)
         self.view.setAccessibleName(self.tr("Second timeline"))
         close = QPushButton(self.tr("Close"), self)
         close.setProperty("kind", "quiet")

@@ -16,7 +16,7 @@ from PySide6.QtWidgets import (
 )
 
 from app.services.settings import Settings
-from app.theme import ThemeController, use_tabular_figures
+from app.theme import use_tabular_figures
 from app.widgets.shortcuts import note_keys
 from app.widgets.timeline.keys import timeline_keys
 from app.widgets.timeline.table import LaneTable
@@ -28,11 +28,11 @@ MACHINE_SETTING = "monitor_machine_lanes"
 class TimelineCard(QFrame):
     """`view` is the timeline."""
 
-    def __init__(self, theme: ThemeController, settings: Settings, parent: QWidget | None = None) -> None:
+    def __init__(self, settings: Settings, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._settings = settings
         self.setProperty("card", "true")
-        self.view = TimelineView(theme, self)
+        self.view = TimelineView(self)
         self.view.explain_lanes()
         note_keys(self.view, timeline_keys())
         self._hint = self.tr("Hover to read every lane, drag to average, wheel or ↑ ↓ to zoom, ← → to move.")

@@ -6,7 +6,7 @@ from PySide6.QtCore import QSize, Qt
 from PySide6.QtWidgets import QGridLayout, QLabel, QWidget
 
 from app.models.token_figures import TokenFigures
-from app.theme import ThemeController, use_tabular_figures
+from app.theme import use_tabular_figures
 from app.widgets.card import Card, muted_label
 from app.widgets.quantities import number
 from app.widgets.share_bar import ShareBar
@@ -19,9 +19,8 @@ _KINDS = ("hit", "fetched", "cpu")
 class TokenCard(Card):
     """Means over the last tokens; what is not known is a dash, what cannot be known says so."""
 
-    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
-        self._theme = theme
         self.heading.setText(self.tr("Per token"))
         self.setAccessibleName(self.tr("Per token"))
         self.explain(
@@ -30,7 +29,7 @@ class TokenCard(Card):
                 "already in the graphics card’s memory, a miss was fetched or computed on the processor."
             )
         )
-        self.bar = ShareBar(theme, QSize(80, 10), self)
+        self.bar = ShareBar(QSize(80, 10), self)
         self._grid = QGridLayout()
         self._grid.setHorizontalSpacing(8)
         self._grid.setVerticalSpacing(6)
@@ -98,7 +97,7 @@ class TokenCard(Card):
         use_tabular_figures(value)
         row = self._grid.rowCount() + 1  # below the first is the bar
         if key in _KINDS:
-            swatch = ShareBar(self._theme, _SWATCH, self)
+            swatch = ShareBar(_SWATCH, self)
             swatch.show_shares(*(1.0 if kind == key else 0.0 for kind in _KINDS))
             self._grid.addWidget(swatch, row, 0)
             self._grid.addWidget(name, row, 1)

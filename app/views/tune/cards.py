@@ -6,7 +6,6 @@ from PySide6.QtWidgets import QGridLayout, QVBoxLayout, QWidget
 
 from app.models.plan_table import PlanTable
 from app.services.machine_look import MachineLook
-from app.theme import ThemeController
 from app.views.tune.arrangement import arrange
 from app.views.tune.machine_boxes import Found, driver_trouble, machine_boxes
 from app.views.tune.numbers_card import NumbersCard
@@ -23,24 +22,24 @@ from app.widgets.roofline_plot import RooflinePlot
 class TuneCards(QWidget):
     """One above all that says what is tuned, the others below it in the order that suits the step."""
 
-    def __init__(self, model: str, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, model: str, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.run = RunCard(model, self)
         self.machine = Card(self.tr("Your machine"), self)
         self.machine.aside.setText(self.tr("Links grow wider with bandwidth; hollow ones are assumed."))
-        self.picture = MachinePicture(theme, self)
+        self.picture = MachinePicture(self)
         self.machine_note = muted_label(self, self.tr("Looking at the machine…"))
         self.machine.body.addWidget(self.picture)
         self.machine.body.addWidget(self.machine_note)
         self.machine.body.addStretch(1)
         self.numbers = NumbersCard(self)
-        self.plan = PlanCard(theme, self)
+        self.plan = PlanCard(self)
         self.work = Card(self.tr("Where work belongs"), self)
-        self.roofline = RooflinePlot(theme, self)
+        self.roofline = RooflinePlot(self)
         self.work.body.addWidget(self.roofline, 1)
-        self.what_if = WhatIfCard(theme, self)
+        self.what_if = WhatIfCard(self)
         self.table = PlanTable(self)
-        self.race = RaceCard(self.table, theme, self)
+        self.race = RaceCard(self.table, self)
         self._all = (self.machine, self.numbers, self.plan, self.work, self.what_if, self.race)
         self._grid = QGridLayout()
         self._grid.setSpacing(14)

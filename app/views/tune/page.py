@@ -14,7 +14,6 @@ from app.services.model_start import wanted_config
 from app.services.planning import PlanAnswer, Planning, PlanQuestion
 from app.services.settings import STARTER, Settings
 from app.services.tuning import Tuning
-from app.theme import ThemeController
 from app.views.tune.arrangement import WIDE_PX
 from app.views.tune.cards import TuneCards
 from app.views.tune.making_room import MakingRoom
@@ -41,7 +40,6 @@ class TunePage(Page):
         self,
         client: EngineClient,
         settings: Settings,
-        theme: ThemeController,
         tuning: Tuning,
         jobs: BatchJobs,
         parent: QWidget | None = None,
@@ -52,7 +50,7 @@ class TunePage(Page):
         self.setAccessibleName(self.tr("Tune"))
         self.tuning = tuning
         self.planning = Planning(self)
-        self.cards = TuneCards(settings.default_model, theme)
+        self.cards = TuneCards(settings.default_model)
         self.following = RunFollowing(client, self.tuning, MakingRoom(client, jobs, self), self.cards, self)
         self._listing = LatestTask(self)
         self._plan: Plan | None = None
@@ -62,7 +60,7 @@ class TunePage(Page):
         self._told_changes: tuple[str, ...] = ()
         self._again = QTimer(self, interval=LOOK_AGAIN_MS)
         self._again.timeout.connect(self._look_again)
-        self._lay_out(theme)
+        self._lay_out()
         self._connect()
         self.show_step(MACHINE)
 
@@ -96,12 +94,12 @@ class TunePage(Page):
 
     # --- building ---------------------------------------------------------------------------------
 
-    def _lay_out(self, theme: ThemeController) -> None:
+    def _lay_out(self) -> None:
         self.steps = StepBar(self)
         self.what_if_button = QPushButton(self.tr("What if…"), self)
         self.what_if_button.setCheckable(True)
         self.copy_button = QPushButton(self.tr("Copy report"), self)
-        self.changed = Banner("info", theme, self)
+        self.changed = Banner("info", self)
         self.changed.add_action(self.tr("Dismiss"), self.changed.hide, kind="quiet")
         self.header = header = PageHeader(self.tr("Tune"), self)
         header.set_middle(self.steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from PySide6.QtWidgets import QLabel, QWidget
 
 from app.services.machine_look import MachineLook
-from app.theme import ThemeController, use_tabular_figures
+from app.theme import use_tabular_figures
 from app.views.tune.phrases import disk_warning, plan_summary, speed_headline, speed_range, tier_bars
 from app.widgets.card import Card, muted_label
 from app.widgets.plan_bars import PlanBars
@@ -16,7 +16,7 @@ from engine.planner.planned import Plan
 class PlanCard(Card):
     """Shows one plan, or the sentence why there is none."""
 
-    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
         self.set_heading(self.tr("Plan"))
         self.speed = QLabel(self)
@@ -24,7 +24,7 @@ class PlanCard(Card):
         use_tabular_figures(self.speed)
         self.range = muted_label(self)
         self.summary = muted_label(self)
-        self.bars = PlanBars(theme, self)
+        self.bars = PlanBars(self)
         self.bottleneck = muted_label(self, role="")
         self.helps = muted_label(self)
         self.others = muted_label(self)

@@ -6,7 +6,7 @@ from PySide6.QtCore import Signal
 from PySide6.QtWidgets import QHBoxLayout, QLabel, QPushButton, QWidget
 
 from app.models.plan_table import PlanTable
-from app.theme import ThemeController, use_tabular_figures
+from app.theme import use_tabular_figures
 from app.views.tune.race_view import RaceView
 from app.widgets.card import Card, muted_label, tell, warning_label
 from app.widgets.quantities import figures, number
@@ -20,7 +20,7 @@ class RaceCard(Card):
 
     use_wanted = Signal(str)
 
-    def __init__(self, table: PlanTable, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, table: PlanTable, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
         self.set_heading(self.tr("Timed on the real engine"))
         self._table = table
@@ -30,7 +30,7 @@ class RaceCard(Card):
         self.empty = muted_label(
             self, self.tr("Nothing was timed yet: “Tune” runs real tokens of the best plans and of how it runs now.")
         )
-        self.view = RaceView(table, theme, self)
+        self.view = RaceView(table, self)
         self.gain = QLabel(self)
         self.gain.setProperty("role", "title")
         use_tabular_figures(self.gain)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import QModelIndex, QPersistentModelIndex, QPointF, QRectF, QSize, Qt
+from PySide6.QtCore import QEvent, QModelIndex, QPersistentModelIndex, QPointF, QRectF, QSize, Qt
 from PySide6.QtGui import QColor, QFont, QFontMetricsF, QPainter, QPen, QResizeEvent
 from PySide6.QtWidgets import (
     QAbstractItemView,
@@ -16,7 +16,7 @@ from PySide6.QtWidgets import (
 )
 
 from app.models.plan_table import BAR, NAME, PREDICTED, TIMED, PlanRow, PlanTable
-from app.theme import ThemeController, tabular
+from app.theme import colours, tabular
 from app.widgets.small_font import small_font
 
 _PAD = 8.0
@@ -26,12 +26,12 @@ _BAR_PX = 12.0
 class RaceView(QTableView):
     """As high as its rows; nothing scrolls in it."""
 
-    def __init__(self, table: PlanTable, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, table: PlanTable, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._table = table
         self.name_width = 200
         self.setModel(table)
-        self.setItemDelegate(RaceDelegate(table, theme, self))
+        self.setItemDelegate(RaceDelegate(table, self))
         self.setAccessibleName(self.tr("Plans, predicted and timed"))
         self.setSelectionBehavior(QAbstractItemView.SelectionBehavior.SelectRows)
         self.setSelectionMode(QAbstractItemView.SelectionMode.SingleSelection)
@@ -49,12 +49,16 @@ class RaceView(QTableView):
         head.setSectionResizeMode(NAME, QHeaderView.ResizeMode.Stretch)
         table.modelReset.connect(self._fit)
         table.dataChanged.connect(lambda *_: self._fit())
-        theme.changed.connect(lambda _theme: self._fit())
         self._fit()
 
     def resizeEvent(self, event: QResizeEvent) -> None:
         super().resizeEvent(event)
         self._fit()
+
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange:
+            self._fit()
 
     def _fit(self) -> None:
         metrics = QFontMetricsF(self.font())
@@ -71,9 +75,9 @@ class RaceView(QTableView):
 class RaceDelegate(QStyledItemDelegate):
     """Paints every cell of the table."""
 
-    def __init__(self, table: PlanTable, theme: ThemeController, view: RaceView) -> None:
+    def __init__(self, table: PlanTable, view: RaceView) -> None:
         super().__init__(view)
-        self._table, self._theme, self._view = table, theme, view
+        self._table, self._view = table, view
 
     def sizeHint(self, option: QStyleOptionViewItem, index: QModelIndex | QPersistentModelIndex) -> QSize:
         row: PlanRow = index.data(PlanTable.ROW)
@@ -85,7 +89,7 @@ class RaceDelegate(QStyledItemDelegate):
         self, painter: QPainter, option: QStyleOptionViewItem, index: QModelIndex | QPersistentModelIndex
     ) -> None:
         row: PlanRow = index.data(PlanTable.ROW)
-        theme, area = self._theme.theme, QRectF(option.rect)
+        theme, area = colours(), QRectF(option.rect)
         painter.save()
         painter.setRenderHint(QPainter.RenderHint.Antialiasing)
         selected = bool(option.state & QStyle.StateFlag.State_Selected) and self._view.hasFocus()
@@ -129,7 +133,7 @@ class RaceDelegate(QStyledItemDelegate):
         return first, smaller.boundingRect(room, flags, second).height() if second else 0.0
 
     def _paint_name(self, painter: QPainter, font: QFont, row: PlanRow, area: QRectF) -> None:
-        theme = self._theme.theme
+        theme = colours()
         inner = area.adjusted(_PAD, 0, -_PAD, 0)
         first, second = self._heights(font, row, inner.width())
         top = area.center().y() - (first + second) / 2
@@ -144,7 +148,7 @@ class RaceDelegate(QStyledItemDelegate):
     # --- the bar ----------------------------------------------------------------------------------
 
     def _paint_bar(self, painter: QPainter, row: PlanRow, area: QRectF, most: float) -> None:
-        theme, one = self._theme.theme, row.contestant
+        theme, one = colours(), row.contestant
         bar = QRectF(area.left(), area.center().y() - _BAR_PX / 2, area.width(), _BAR_PX)
         painter.setPen(Qt.PenStyle.NoPen)
         painter.setBrush(QColor(theme.border))

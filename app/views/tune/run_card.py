@@ -20,6 +20,7 @@ from PySide6.QtWidgets import (
 )
 
 from app.services.settings import STARTER
+from app.theme import set_look
 from app.widgets.card import Card, muted_label, tell, warning_label
 from app.widgets.flow_layout import Flow
 from engine.tuning.result import TuningKind
@@ -165,10 +166,7 @@ class RunCard(Card):
     def set_primary(self, *, primary: bool) -> None:
         """There is one filled button on a page: this one, unless something else is to be done first."""
         kind = "primary" if primary else ""
-        if self.start.property("kind") != kind:
-            self.start.setProperty("kind", kind)
-            self.start.style().unpolish(self.start)
-            self.start.style().polish(self.start)
+        set_look(self.start, "kind", kind)
 
     def minimumSizeHint(self) -> QSize:
         # As narrow as in two lines; the width then decides whether one will do.

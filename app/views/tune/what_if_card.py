@@ -18,7 +18,7 @@ from PySide6.QtWidgets import (
 from app.services.hardware_choices import card_choices, typed_card
 from app.services.machine_look import MachineLook
 from app.services.planning import PlanAnswer, Planning, PlanQuestion
-from app.theme import ThemeController, use_tabular_figures
+from app.theme import use_tabular_figures
 from app.views.tune.phrases import plan_summary, tier_bars
 from app.widgets.card import Card, muted_label
 from app.widgets.plan_bars import PlanBars
@@ -36,7 +36,7 @@ class WhatIfCard(Card):
 
     close_wanted = Signal()
 
-    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
         self.set_heading(self.tr("What if this machine had…"))
         self._look: MachineLook | None = None
@@ -76,7 +76,7 @@ class WhatIfCard(Card):
         self.result.setWordWrap(True)
         use_tabular_figures(self.result)
         self.words = muted_label(self)
-        self.bars = PlanBars(theme, self)
+        self.bars = PlanBars(self)
         grid = QGridLayout()
         grid.setSpacing(8)
         grid.addWidget(self.card, 0, 0, 1, 2)

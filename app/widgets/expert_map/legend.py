@@ -7,7 +7,7 @@ from PySide6.QtCore import QRectF, QSize, Qt
 from PySide6.QtGui import QColor, QFont, QFontMetricsF, QImage, QPainter, QPaintEvent, QPen, QResizeEvent
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
-from app.theme import ThemeController, tabular
+from app.theme import colours, scaled, tabular
 from app.widgets.expert_map.data import MapData, place_bits
 from app.widgets.expert_map.picture import cividis
 from app.widgets.quantities import figures
@@ -18,16 +18,14 @@ _BAR_PX, _CELL_PX, _GAP_PX = 84, 12, 14
 class MapLegend(QWidget):
     """A bar of cividis with its values, and a cell for each way of being somewhere that is seen; it wraps."""
 
-    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self._theme = theme
         self._hottest = 0.0
         self._marks: list[tuple[str, str]] = []
         policy = QSizePolicy(QSizePolicy.Policy.Ignored, QSizePolicy.Policy.Fixed)
         policy.setHeightForWidth(True)
         self.setSizePolicy(policy)
         self.setToolTip(self.tr("Recent uses: each counts half as much after 128 tokens"))
-        theme.changed.connect(lambda _theme: self._measure())
 
     def show_data(self, data: MapData | None) -> None:
         """The key of this map; empty for none."""
@@ -47,10 +45,6 @@ class MapLegend(QWidget):
         self.setAccessibleName(", ".join((scale, *(name for _, name in marks))))
         self.update()
 
-    def _measure(self) -> None:
-        self.updateGeometry()
-        self.update()
-
     def sizeHint(self) -> QSize:
         return QSize(240, self.heightForWidth(max(self.width(), 240)))
 
@@ -67,7 +61,7 @@ class MapLegend(QWidget):
 
     def _font(self) -> QFont:
         font = tabular(self.font())
-        font.setPixelSize(max(9, round(self._theme.font_px * 11.5 / 14)))
+        font.setPixelSize(max(9, scaled(11.5)))
         return font
 
     def _line_px(self) -> float:
@@ -91,7 +85,7 @@ class MapLegend(QWidget):
         return found
 
     def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
-        theme, line = self._theme.theme, self._line_px()
+        theme, line = colours(), self._line_px()
         painter = QPainter(self)
         painter.setFont(self._font())
         metrics = QFontMetricsF(painter.font())
@@ -101,8 +95,8 @@ class MapLegend(QWidget):
         painter.setPen(QColor(theme.muted))
         wide = metrics.horizontalAdvance(before)
         painter.drawText(QRectF(left, 0, wide + 1, line), flags, before)
-        colours = np.ascontiguousarray(cividis())
-        strip = QImage(colours.tobytes(), len(colours), 1, QImage.Format.Format_RGB32)
+        scale = np.ascontiguousarray(cividis())
+        strip = QImage(scale.tobytes(), len(scale), 1, QImage.Format.Format_RGB32)
         bar = QRectF(left + wide + 6, (line - 9) / 2, _BAR_PX, 9)
         painter.drawImage(bar, strip)
         painter.drawText(QRectF(bar.right() + 6, 0, 80, line), flags, after)
@@ -126,7 +120,7 @@ class MapLegend(QWidget):
         elif kind == "disk":
             painter.save()
             painter.setClipRect(cell)
-            painter.setPen(QPen(QColor(self._theme.theme.surface), 1))
+            painter.setPen(QPen(QColor(colours().surface), 1))
             for offset in range(-_CELL_PX, 2 * _CELL_PX, 4):
                 at = cell.left() + offset
                 painter.drawLine(round(at), round(cell.bottom()), round(at + _CELL_PX), round(cell.top()))

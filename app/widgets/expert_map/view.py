@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-from PySide6.QtCore import QPoint, QRectF, QSize, Qt, Signal
+from PySide6.QtCore import QEvent, QPoint, QRectF, QSize, Qt, Signal
 from PySide6.QtGui import QColor, QImage, QKeyEvent, QMouseEvent, QPainter, QPaintEvent, QPen, QResizeEvent
 from PySide6.QtWidgets import QSizePolicy, QToolTip, QWidget
 
-from app.theme import ThemeController
+from app.theme import colours
 from app.widgets.expert_map.data import MapData, place_text
 from app.widgets.expert_map.picture import draw_map
 from app.widgets.quantities import memory, number
@@ -23,9 +23,8 @@ class ExpertMapView(QWidget):
 
     said = Signal(str)
 
-    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self._theme = theme
         self._data: MapData | None = None
         self._by_use = False
         self._order: NDArray[np.intp] | None = None
@@ -36,7 +35,6 @@ class ExpertMapView(QWidget):
         self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Expanding)
         self.setAccessibleName(self.tr("Expert map"))
         self.setAccessibleDescription(self.tr("Layers by experts. Arrow keys move from expert to expert."))
-        theme.changed.connect(self._redraw)
 
     @property
     def data(self) -> MapData | None:
@@ -89,6 +87,11 @@ class ExpertMapView(QWidget):
         self._image = None
         self.update()
 
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange:
+            self._redraw()
+
     def resizeEvent(self, event: QResizeEvent) -> None:
         super().resizeEvent(event)
         self._redraw()
@@ -97,7 +100,7 @@ class ExpertMapView(QWidget):
         return QRectF(0, 0, self.width() - MARGIN_PX - GAP_PX, self.height() - MARGIN_PX - GAP_PX)
 
     def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
-        data, order, theme = self._data, self._order, self._theme.theme
+        data, order, theme = self._data, self._order, colours()
         if data is None or order is None:
             return
         area, ratio = self._area(), self.devicePixelRatioF()
@@ -123,7 +126,7 @@ class ExpertMapView(QWidget):
         """Bars of the sum of each row's and each column's use."""
         heat = np.take_along_axis(data.heat, order, axis=1).astype(np.float64)
         painter.setPen(Qt.PenStyle.NoPen)
-        painter.setBrush(QColor(self._theme.theme.idle))
+        painter.setBrush(QColor(colours().idle))
         for sums, is_row in ((heat.sum(axis=1), True), (heat.sum(axis=0), False)):
             room = area.height() if is_row else area.width()
             step = room / len(sums)

@@ -19,7 +19,7 @@ from PySide6.QtGui import (
 )
 from PySide6.QtWidgets import QMenu, QSizePolicy, QWidget
 
-from app.theme import LIGHT, Theme
+from app.theme import colours
 from app.widgets.markdown_view.column import PaneColumn
 from app.widgets.markdown_view.document_pane import DocumentPane
 from app.widgets.markdown_view.plain_text import plain_text
@@ -49,10 +49,9 @@ class MarkdownView(QWidget):
 
     link_activated = Signal(QUrl)
 
-    def __init__(self, parent: QWidget | None = None, theme: Theme = LIGHT) -> None:
+    def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self._theme = theme
-        self._style = Style(theme, self.font())
+        self._style = Style(colours(), self.font())
         self._source: list[str] = []
         self._parser = StreamParser()
         self._is_streaming = False
@@ -129,10 +128,6 @@ class MarkdownView(QWidget):
     def selected_text(self) -> str:
         """The selection as plain text; it may reach over several blocks."""
         return self._selection.text()
-
-    def apply_theme(self, theme: Theme) -> None:
-        self._theme = theme
-        self._restyle()
 
     # Geometry
 
@@ -228,7 +223,7 @@ class MarkdownView(QWidget):
 
     def _restyle(self) -> None:
         self.ensurePolished()
-        style = Style(self._theme, self.font())
+        style = Style(colours(), self.font())
         if not style.same_as(self._style):
             self._style = style
             self._heights.clear()
@@ -250,7 +245,7 @@ class MarkdownView(QWidget):
 
     def _move_stream_cursor(self) -> None:
         browsers = self._column.browsers()
-        colour = QColor(self._theme.accent) if self._is_streaming else None
+        colour = QColor(colours().accent) if self._is_streaming else None
         for browser in browsers[-3:-1]:
             browser.set_stream_cursor(None)
         if browsers:
@@ -307,15 +302,15 @@ class MarkdownView(QWidget):
         painter = QPainter(self)
         painter.setRenderHint(QPainter.RenderHint.Antialiasing)
         painter.setPen(Qt.PenStyle.NoPen)
-        painter.setBrush(QColor(self._theme.border))
+        painter.setBrush(QColor(colours().border))
         for bar in self._quote_bars():
             painter.drawRoundedRect(bar, 1.5, 1.5)
         if self._is_streaming and not self._column.browsers():
-            painter.setBrush(QColor(self._theme.accent))
+            painter.setBrush(QColor(colours().accent))
             painter.drawRoundedRect(QRectF(0, 2, 8, self._style.px(1.15)), 2, 2)
         if self._shows_focus:
             painter.setBrush(Qt.BrushStyle.NoBrush)
-            painter.setPen(QPen(QColor(self._theme.accent), 2))
+            painter.setPen(QPen(QColor(colours().accent), 2))
             painter.drawRoundedRect(QRectF(self.rect()).adjusted(1, 1, -1, -1), 6, 6)
         painter.end()
 

@@ -7,7 +7,7 @@ from PySide6.QtGui import QColor, QHideEvent, QKeyEvent, QMouseEvent, QPainter, 
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
 from app.services.telemetry_hub import TelemetryHub
-from app.theme import ThemeController, tabular
+from app.theme import colours, tabular
 from app.widgets.timeline.colours import lane_colour
 from app.widgets.timeline.lanes import Lane, lanes_of, read_lane, reading
 from app.widgets.timeline.navigator import BEHIND_NS
@@ -30,9 +30,9 @@ class TimelineStrip(QWidget):
 
     opened = Signal()
 
-    def __init__(self, hub: TelemetryHub, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, hub: TelemetryHub, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self._hub, self._theme = hub, theme
+        self._hub = hub
         self._revision = -1
         self.setFocusPolicy(Qt.FocusPolicy.TabFocus)
         self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
@@ -42,7 +42,6 @@ class TimelineStrip(QWidget):
         self.setToolTip(self.tr("The last 20 seconds. Click for the Monitor."))
         self._refreshing = QTimer(self, interval=_REFRESH_MS)
         self._refreshing.timeout.connect(self._refresh)
-        theme.changed.connect(self.update)
 
     def sizeHint(self) -> QSize:
         return QSize(480, HEIGHT_PX)
@@ -69,7 +68,7 @@ class TimelineStrip(QWidget):
         lanes = [lane for lane in lanes if lane.key != "disk" or history.devices(lane.spans[0])][:6]
         if not lanes:
             return
-        theme = self._theme.theme
+        theme = colours()
         painter = QPainter(self)
         painter.setFont(scaled(tabular(self.font()), 0.76))
         width = (self.width() - _GAP_PX * (len(lanes) - 1)) / len(lanes)

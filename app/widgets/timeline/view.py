@@ -22,7 +22,7 @@ from PySide6.QtGui import (
 from PySide6.QtWidgets import QSizePolicy, QToolTip, QWidget
 
 from app.services.history.history import History
-from app.theme import ThemeController
+from app.theme import colours
 from app.widgets.help_mark import MARK_PX, HelpMark
 from app.widgets.timeline.keys import PAN, ZOOM, key_pressed
 from app.widgets.timeline.lane_words import lane_explanation
@@ -72,10 +72,9 @@ class TimelineView(QWidget):
     said = Signal(str)
     pointed = Signal(object)
 
-    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.navigator = Navigator(self)
-        self._theme = theme
         self._shows_machine = False
         self._ceilings: dict[str, float] = {}
         self._rows: list[Row] = []
@@ -106,7 +105,6 @@ class TimelineView(QWidget):
         self._refreshing = QTimer(self)
         self._refreshing.timeout.connect(self.refresh)
         self.navigator.moved.connect(self._redraw)
-        theme.changed.connect(self._redraw)
 
     # --- what is shown ----------------------------------------------------------------------------
 
@@ -169,6 +167,11 @@ class TimelineView(QWidget):
         lanes = lanes_of(history, machine=self._shows_machine) if history is not None else []
         return QSize(480, least_height(lanes, self.font()) if lanes else _EMPTY_PX)
 
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange:
+            self._redraw()
+
     def _redraw(self) -> None:
         self._picture = None
         columns_ms = _NEW_COLUMNS * self.navigator.viewport.column_ns / 1e6
@@ -213,7 +216,7 @@ class TimelineView(QWidget):
         painter.drawPixmap(0, 0, self._picture)
         self._draw_above(painter)
         if self.hasFocus():
-            painter.setPen(QPen(QColor(self._theme.theme.accent), 2))
+            painter.setPen(QPen(QColor(colours().accent), 2))
             painter.drawRoundedRect(QRectF(self.rect()).adjusted(1, 1, -1, -1), 6, 6)
         painter.end()
 
@@ -223,14 +226,14 @@ class TimelineView(QWidget):
         if history is not None:
             if self._picture is None:  # the lanes are read when they are drawn
                 self._picture = self._draw(history)
-            painter.fillRect(self.rect(), QColor(self._theme.theme.surface))
+            painter.fillRect(self.rect(), QColor(colours().surface))
             painter.setFont(axis_font(self.font()))
             self._draw_lanes(painter, history)
             self._draw_above(painter)
 
     def _draw_above(self, painter: QPainter) -> None:
         """What follows the mouse."""
-        theme, rows, viewport = self._theme.theme, self._rows, self.navigator.viewport
+        theme, rows, viewport = colours(), self._rows, self.navigator.viewport
         if rows:
             painter.save()
             painter.setClipRect(self._plot())
@@ -287,7 +290,7 @@ class TimelineView(QWidget):
 
     def _draw_lanes(self, painter: QPainter, history: History) -> None:
         navigator = self.navigator
-        zero_ns, theme = navigator.zero_ns, self._theme.theme
+        zero_ns, theme = navigator.zero_ns, colours()
         draw_rows(
             painter,
             self._rows,

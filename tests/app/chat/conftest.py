@@ -12,7 +12,6 @@ from app.services.chat_store import ChatStore
 from app.services.model_start import ModelStart
 from app.services.settings import Settings
 from app.services.token_counter import TokenCounter
-from app.theme import ThemeController
 from app.views.chat.chat_view import ChatView
 from tests.app.scripted_engine import ScriptedEngine
 
@@ -32,12 +31,10 @@ def store(qtbot: QtBot) -> Iterator[ChatStore]:
 @pytest.fixture
 def open_page(qtbot: QtBot, engine: ScriptedEngine, store: ChatStore) -> Callable[[], ChatView]:
     def build() -> ChatView:
-        theme = ThemeController("light")
         settings = Settings()
         answers, counter = AnswerQueue(engine, store), TokenCounter()  # type: ignore[arg-type]
-        page = ChatView(engine, store, theme, settings, answers, counter)  # type: ignore[arg-type]
+        page = ChatView(engine, store, settings, answers, counter)  # type: ignore[arg-type]
         page.restart_wanted.connect(ModelStart(engine, settings, page).restart)  # type: ignore[arg-type]
-        theme.setParent(page)
         qtbot.addWidget(page, before_close_func=lambda page: (page.close_down(), counter.close()))
         page.resize(1072, 800)
         with qtbot.waitSignal(store.listed):

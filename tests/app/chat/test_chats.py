@@ -30,7 +30,6 @@ def test_everything_is_there_after_a_restart(
     page.presenter.set_sampling(Preset.CREATIVE.value)
     page.composer.box.setPlainText("a draft")
     page.close_down()
-    page._theme.setParent(None)
     Settings.save(page.presenter._settings)
     again = open_page()
     qtbot.waitUntil(lambda: shown(again) == [("user", "q"), ("assistant", "second")])
@@ -39,7 +38,6 @@ def test_everything_is_there_after_a_restart(
     assert again.presenter.conversation.system_prompt == "be brief"
     again.transcript.build_all()
     assert last_answer(again)._versions.text == "2 of 2"
-    again._theme.setParent(again)
 
 
 def test_each_chat_keeps_its_own_draft(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:

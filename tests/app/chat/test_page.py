@@ -11,6 +11,7 @@ from pytestqt.qtbot import QtBot
 
 from app.models.conversation_defaults import Preset
 from app.services.chat_store import ChatStore, Conversation, Message
+from app.theme import DARK, ThemeController
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.chat_view import ChatView
 from app.views.chat.user_message import UserMessage
@@ -94,12 +95,12 @@ def test_a_long_conversation_is_built_a_little_at_a_time(page: ChatView, store: 
         assert turn.body.markdown() == "grown"
 
 
-def test_colours_follow_the_theme(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
+def test_colours_follow_the_theme(page: ChatView, engine: ScriptedEngine, theme: ThemeController, qtbot: QtBot) -> None:
     answered(qtbot, page, engine, "q", "a")
-    before = page.styleSheet()
-    page._theme.set_choice("dark")
-    assert page.styleSheet() != before
-    page._theme.set_font_px(20)
+    theme.set_choice("dark")
+    corner = page.title_bar.grab().toImage().pixelColor(2, 2)
+    assert corner.name().upper() == DARK.surface
+    theme.set_font_px(20)
     assert page.transcript.turns[-1].maximumWidth() > 680
 
 

@@ -17,7 +17,6 @@ from app.services.engine_client import EngineClient, EngineState
 from app.services.model_start import ModelStart
 from app.services.settings import Settings
 from app.services.token_counter import TokenCounter
-from app.theme import ThemeController
 from app.views.chat.chat_view import ChatView
 from engine.common.config import EngineConfig, SamplingParams
 
@@ -34,9 +33,9 @@ def client(qtbot: QtBot) -> Iterator[EngineClient]:
 
 
 @pytest.fixture
-def page(qtbot: QtBot, client: EngineClient, theme: ThemeController, settings: Settings) -> Iterator[ChatView]:
+def page(qtbot: QtBot, client: EngineClient, settings: Settings) -> Iterator[ChatView]:
     store, counter = ChatStore(), TokenCounter()
-    page = ChatView(client, store, theme, settings, AnswerQueue(client, store), counter)
+    page = ChatView(client, store, settings, AnswerQueue(client, store), counter)
     page.restart_wanted.connect(ModelStart(client, settings, page).restart)
     qtbot.addWidget(page, before_close_func=lambda page: page.close_down())
     page.show()

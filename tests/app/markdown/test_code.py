@@ -7,7 +7,7 @@ from PySide6.QtCore import Qt
 from PySide6.QtGui import QColor, QFont, QGuiApplication, QTextDocument
 from pytestqt.qtbot import QtBot
 
-from app.theme import DARK, LIGHT, Theme
+from app.theme import DARK, LIGHT, Theme, ThemeController
 from app.widgets.markdown_view import MarkdownView
 from app.widgets.markdown_view.code_card import CodeCard
 from app.widgets.markdown_view.highlighter import CodeHighlighter, find_lexer, token_style
@@ -99,9 +99,9 @@ def test_growing_code_is_coloured_seldom_and_in_the_end_completely(view: Markdow
     assert all(coloured(document, number) == [(str(number), colour("number"))] for number in range(100))
 
 
-def test_another_theme_recolours(view: MarkdownView, qtbot: QtBot) -> None:
+def test_another_theme_recolours(view: MarkdownView, theme: ThemeController, qtbot: QtBot) -> None:
     view.set_markdown("```c\nint x = 1;\n```")
-    view.apply_theme(DARK)
+    theme.set_choice("dark")
     view.flush()
     document = card_of(view).browser().document()
     qtbot.waitUntil(lambda: ("1", colour("number", DARK)) in coloured(document, 0))

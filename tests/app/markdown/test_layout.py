@@ -6,7 +6,7 @@ from PySide6.QtGui import QFont
 from PySide6.QtWidgets import QScrollArea, QVBoxLayout, QWidget
 from pytestqt.qtbot import QtBot
 
-from app.theme import DARK, LIGHT
+from app.theme import LIGHT, ThemeController
 from app.widgets.markdown_view import MarkdownView
 from app.widgets.markdown_view.code_card import CodeCard
 from app.widgets.markdown_view.table_pane import TablePane
@@ -79,10 +79,10 @@ def test_wide_tables_and_code_scroll_sideways_and_break_nothing(make_view: ViewM
     assert text.document().idealWidth() <= 320
 
 
-def test_themes_and_fonts_change_everything_at_once(make_view: ViewMaker) -> None:
+def test_themes_and_fonts_change_everything_at_once(make_view: ViewMaker, theme: ThemeController) -> None:
     view = make_view(EVERYTHING)
     light = look(view)
-    view.apply_theme(DARK)
+    theme.set_choice("dark")
     view.flush()
     assert LIGHT.text.lower() not in "".join(content for _, _, content in look(view)).lower()
     heights_of_sizes = []
@@ -93,6 +93,6 @@ def test_themes_and_fonts_change_everything_at_once(make_view: ViewMaker) -> Non
         view.flush()
         heights_of_sizes.append(view.heightForWidth(640))
     assert heights_of_sizes[0] == heights_of_sizes[2] < heights_of_sizes[1]
-    view.apply_theme(LIGHT)
+    theme.set_choice("light")
     view.flush()
     assert [kind for kind, _, _ in look(view)] == [kind for kind, _, _ in light]

@@ -8,7 +8,6 @@ from PySide6.QtCore import Signal
 from PySide6.QtWidgets import QButtonGroup, QPushButton, QWidget
 
 from app.models.cache_figures import NO_FORECAST, Forecast, forecast, hit_rate, room_slots, sound
-from app.theme import ThemeController
 from app.views.monitor.cache.resizing import Resizing
 from app.views.monitor.cache.size_chooser import SizeChooser
 from app.views.monitor.cache.tier_row import TierRow
@@ -26,7 +25,7 @@ class CacheCard(Card):
 
     resize_wanted = Signal(str, int)
 
-    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
         self.heading.setText(self.tr("Cache"))
         self.setAccessibleName(self.tr("Expert cache"))
@@ -57,8 +56,8 @@ class CacheCard(Card):
             self._tabs.addButton(button)
             self._buttons[tier] = button
             self.head.addWidget(button)
-        self.rows: dict[CacheTier, TierRow] = {tier: TierRow(theme, self) for tier in _TIERS}
-        self.plot = MissRatioPlot(theme, self)
+        self.rows: dict[CacheTier, TierRow] = {tier: TierRow(self) for tier in _TIERS}
+        self.plot = MissRatioPlot(self)
         self.size_field = SizeChooser(self)
         self._note = muted_label(self)
         for row in self.rows.values():

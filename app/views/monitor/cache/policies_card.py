@@ -6,7 +6,7 @@ from PySide6.QtCore import Qt
 from PySide6.QtWidgets import QGridLayout, QLabel, QWidget
 
 from app.models.cache_figures import policies, sound
-from app.theme import ThemeController, use_tabular_figures
+from app.theme import set_look, use_tabular_figures
 from app.views.monitor.cache.tier_row import tier_name
 from app.views.monitor.cache.words import policy_name, policy_tip
 from app.widgets.card import Card, muted_label
@@ -21,9 +21,8 @@ _PARTS = 1000
 class PoliciesCard(Card):
     """What each policy would hit if it decided alone."""
 
-    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
-        self._theme = theme
         self.heading.setText(self.tr("Policies"))
         self.setAccessibleName(self.tr("Cache policies"))
         self.explain(
@@ -42,12 +41,9 @@ class PoliciesCard(Card):
         self.body.addLayout(self._grid)
         self.body.addWidget(self.note)
         self.body.addStretch(1)
-        self._report: CacheReport | None = None
-        theme.changed.connect(lambda: self.show_report(self._report))
 
     def show_report(self, report: CacheReport | None) -> None:
         """The latest report; the card hides while there is no cache."""
-        self._report = report
         tiers = sound(report).tiers if report is not None else ()
         self.setVisible(bool(tiers))
         row = 0
@@ -73,16 +69,14 @@ class PoliciesCard(Card):
     def _say(self, row: int, name: str, rate: float | None, *, is_adopted: bool = False, is_head: bool = False) -> None:
         if row == len(self._rows):
             self._add_row()
-        theme = self._theme.theme
         label, bar, value = self._rows[row]
         label.setText(name if is_head else policy_name(name))
         label.setToolTip("" if is_head else policy_tip(name))
-        weight = "600" if is_adopted or is_head else "400"
         for text in (label, value):
-            text.setStyleSheet(f"font-weight: {weight}; color: {theme.text if is_adopted else theme.muted}")
+            set_look(text, "tone", "adopted" if is_adopted else "head" if is_head else "")
         share = rate if rate is not None and rate >= 0 else 0.0
-        part = MemoryPart("", round(_PARTS * share), theme.hit if is_adopted else theme.idle, hatched=not is_adopted)
-        bar.show_parts((part,), _PARTS, theme.border)
+        part = MemoryPart("", round(_PARTS * share), "hit" if is_adopted else "idle", hatched=not is_adopted)
+        bar.show_parts((part,), _PARTS)
         shown = "–" if rate is None or rate < 0 else self.tr("{0}%").format(number(100 * rate, 0))
         value.setText("" if is_head else self.tr("{0} in use").format(shown) if is_adopted else shown)
         value.setAccessibleName(f"{label.text()} {value.text()}")

@@ -6,7 +6,7 @@ from PySide6.QtCore import Qt
 from PySide6.QtWidgets import QGridLayout, QLabel, QWidget
 
 from app.models.cache_figures import sound
-from app.theme import ThemeController, use_tabular_figures
+from app.theme import set_look, use_tabular_figures
 from app.views.monitor.cache.tier_row import tier_name
 from app.views.monitor.cache.words import predictor_name
 from app.widgets.card import Card, muted_label
@@ -18,9 +18,8 @@ from engine.telemetry.messages import CacheReport, TierReport
 class PredictionCard(Card):
     """Predictors in a table, and the fate of what was prefetched as a bar for each tier."""
 
-    def __init__(self, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
-        self._theme = theme
         self.heading.setText(self.tr("Prefetching"))
         self.setAccessibleName(self.tr("Prefetching"))
         self.explain(
@@ -44,8 +43,6 @@ class PredictionCard(Card):
             self.body.addWidget(label)
             self._fates.append((bar, label))
         self.body.addStretch(1)
-        self._report: CacheReport | None = None
-        theme.changed.connect(lambda: self.show_report(self._report))
 
     @property
     def texts(self) -> list[str]:
@@ -55,7 +52,6 @@ class PredictionCard(Card):
 
     def show_report(self, report: CacheReport | None) -> None:
         """The latest report; the card hides while there is no cache."""
-        self._report = report
         known = sound(report) if report is not None else None
         self.setVisible(known is not None and bool(known.tiers))
         if known is None or not known.tiers:
@@ -100,7 +96,6 @@ class PredictionCard(Card):
             self.tr("Of the experts that were predicted and not there, the share that was wanted"),
             self.tr("Milliseconds that its use would save each step, after what it costs"),
         )
-        theme = self._theme.theme
         for number_of_row, cells in enumerate(self._cells):
             is_there = number_of_row < len(rows) and len(rows) > 1
             is_adopted = is_there and number_of_row > 0 and names[number_of_row] == report.adopted
@@ -109,22 +104,19 @@ class PredictionCard(Card):
                 if is_there:
                     cell.setText(rows[number_of_row][column])
                     cell.setToolTip(tips[column])
-                    colour = theme.text if is_adopted else theme.muted
-                    cell.setStyleSheet(f"font-weight: {600 if is_adopted else 400}; color: {colour}")
+                    set_look(cell, "tone", "adopted" if is_adopted else "")
             if is_there:
                 cells[0].setAccessibleName(", ".join(map(" ".join, zip(rows[0], rows[number_of_row], strict=True))))
 
     def _show_fate(self, tier: TierReport, bar: MemoryBar, label: QLabel) -> None:
-        theme = self._theme.theme
         used, wasted = tier.prefetches_used, tier.prefetches_wasted
         total = max(tier.prefetched, used + wasted)
         bar.show_parts(
             (
-                MemoryPart(self.tr("used"), used, theme.hit),
-                MemoryPart(self.tr("wasted"), wasted, theme.miss, hatched=True),
+                MemoryPart(self.tr("used"), used, "hit"),
+                MemoryPart(self.tr("wasted"), wasted, "miss", hatched=True),
             ),
             total,
-            theme.border,
         )
         shares = self._percent(used / total), self._percent(wasted / total)
         label.setText(

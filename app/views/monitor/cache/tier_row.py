@@ -6,7 +6,7 @@ from PySide6.QtCore import Qt
 from PySide6.QtWidgets import QHBoxLayout, QLabel, QWidget
 
 from app.models.cache_figures import hit_rate
-from app.theme import ThemeController, use_tabular_figures
+from app.theme import use_tabular_figures
 from app.widgets.quantities import number
 from app.widgets.rate_line import RateLine
 from engine.telemetry.messages import TierReport
@@ -15,7 +15,7 @@ from engine.telemetry.messages import TierReport
 class TierRow(QWidget):
     """Of the tier that `show_tier` last told of."""
 
-    def __init__(self, theme: ThemeController, parent: QWidget) -> None:
+    def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
         self._name, self._now, self._rest = QLabel(self), QLabel(self), QLabel(self)
         self._now.setProperty("role", "heading")
@@ -24,7 +24,7 @@ class TierRow(QWidget):
         for label in (self._name, self._now, self._rest):
             label.setTextFormat(Qt.TextFormat.PlainText)
             use_tabular_figures(label)
-        self.line = RateLine(theme, self)
+        self.line = RateLine(self)
         self.line.setToolTip(self.tr("Hit rate of the last three minutes of decoding, 0 to 100%"))
         row = QHBoxLayout(self)
         row.setContentsMargins(0, 0, 0, 0)
