@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from engine.batch_files.aside import StoppedError
+from engine.batch_files.background import StoppedError
 from engine.batch_files.folder import FolderRows
 from engine.batch_files.openai_requests import holds_openai_requests
 from engine.batch_files.openai_responses import errors_path

@@ -1,1 +1,1 @@
-"""Files of rows: a batch's input, the journal of what was answered, and the result file; no torch."""
+"""Files of rows: a batch's input, the journal of answers, and the result file; no torch."""

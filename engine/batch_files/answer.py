@@ -1,4 +1,4 @@
-"""What came of one row."""
+"""The outcome of one row."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A row's ending, which it has once.
+    """The final outcome of a row.
 
     Attributes:
         row: its index in the input.
-        text: the answer; of a failed row what there was of it.
+        text: the answer, possibly partial if the row failed.
         finish_reason: as in `Finished`; `failed` if the row could not be answered.
         prompt_tokens, generated_tokens: 0 if the model never saw it.
-        problem: why it failed, as the end of a sentence about the row; empty if it did not.
+        problem: why it failed, completing a sentence about the row; empty on success.
     """
 
     row: int
@@ -30,5 +30,5 @@ class Answer:
 
 
 def failed(row: int, problem: str) -> Answer:
-    """The ending of a row that cannot be asked."""
+    """The outcome of a row that cannot be sent to the model."""
     return Answer(row, "", "failed", problem=problem)

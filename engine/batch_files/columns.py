@@ -1,4 +1,4 @@
-"""The columns of a result: those of every row of the input, also those that only later rows have, and those added."""
+"""The columns of a result: those of all input rows, including ones that first appear in later rows, and added ones."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _ADDED = ("answer", "finish_reason", "prompt_tokens", "generated_tokens", "probl
 
 
 class SeenColumns:
-    """Collects columns while rows are read; whoever needs them all seldom has to read for that.
+    """Collects columns while rows are read, to avoid a second pass over the input.
 
     Args:
-        first: that are known, in order.
+        first: known columns, in order.
     """
 
     def __init__(self, first: Iterable[str]) -> None:
@@ -22,7 +22,7 @@ class SeenColumns:
         self._are_all = False
 
     def through(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """The same rows, from the first to the last."""
+        """Yields the same rows, first to last, noting their columns."""
         for row in rows:
             for name in row.fields:
                 if name not in self._names:
@@ -31,7 +31,7 @@ class SeenColumns:
         self._are_all = True
 
     def all_of(self, rows: Iterable[Row]) -> tuple[str, ...]:
-        """The columns of all rows, which are `through` rows, read only if nobody has read them yet."""
+        """The columns of all rows (from `through`), which are only read if they have not been."""
         if not self._are_all:
             for _row in rows:
                 pass
@@ -40,12 +40,12 @@ class SeenColumns:
 
 @dataclass(frozen=True, slots=True)
 class ResultColumns:
-    """What a result's columns are called.
+    """The column names of a result.
 
     Attributes:
-        own: of the input, in order: what its rows call them.
-        named: what the result calls them: those that only later rows have make way for the added ones.
-        added: for the answer, how it ended, its tokens, and what is wrong with the row.
+        own: the input's columns, in order.
+        named: their names in the result: columns of later rows are renamed if they clash with added ones.
+        added: names for the answer, its finish reason, its tokens and the row's problem.
     """
 
     own: tuple[str, ...]
@@ -54,11 +54,11 @@ class ResultColumns:
 
 
 def result_columns(first: Sequence[str], later: Sequence[str]) -> ResultColumns:
-    """The columns of a result.
+    """Chooses the column names of a result.
 
     Args:
-        first: what the beginning of the input shows, for which the added ones make way.
-        later: others that later rows have.
+        first: columns at the beginning of the input; added ones are renamed if they clash with these.
+        later: further columns of later rows.
     """
     added = tuple(_free(name, first) for name in _ADDED)
     taken = {*first, *later, *added}

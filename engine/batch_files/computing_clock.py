@@ -1,4 +1,4 @@
-"""A clock that stands still while a job waits: rates, and what they say of the rest, are of computing alone."""
+"""A clock that stops while a job waits, so that rates and estimates count computing time only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class ComputingClock:
-    """Seconds that only go forward, from 0 on."""
+    """Monotonic seconds, starting at 0."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -22,7 +22,7 @@ class ComputingClock:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stands still meanwhile; a wait within a wait is one."""
+        """Stops the clock inside the block; may be nested."""
         if self._waits_since_s is not None:
             yield
             return

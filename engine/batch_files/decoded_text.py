@@ -1,4 +1,4 @@
-"""Text files as they are found: whatever their byte order mark says, else UTF-8, with what is not text kept apart."""
+"""Decodes text files by their byte order mark, otherwise as UTF-8, and marks undecodable bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEPT_APART = "switchyard.kept-apart"
 
 
 def _keep_apart(error: UnicodeError) -> tuple[str, int]:
-    """As `surrogateescape`, which gives up at bytes below 128: UTF-16 may hold half a surrogate pair of such."""
+    """Like `surrogateescape`, but also for bytes below 128, which a broken UTF-16 surrogate pair may have."""
     if not isinstance(error, UnicodeDecodeError):
         raise error
     return "\udcff" * (error.end - error.start), error.end
@@ -27,7 +27,7 @@ def _keep_apart(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error(_KEPT_APART, _keep_apart)
 
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
-# The longer marks first: UTF-32's begins as UTF-16's does.
+# Longer marks first: UTF-32's begins with UTF-16's.
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
     (codecs.BOM_UTF32_LE, "utf-32"),
@@ -43,7 +43,7 @@ def encoding_of(path: Path, asked: str | None) -> str:
     """The encoding to read a file with.
 
     Raises:
-        EngineError: `INVALID_REQUEST`, for an encoding that nobody knows.
+        EngineError: `INVALID_REQUEST`, for an unknown encoding.
     """
     if asked is not None:
         try:
@@ -58,7 +58,7 @@ def encoding_of(path: Path, asked: str | None) -> str:
 
 
 def _unmarked(start: bytes) -> str:
-    """UTF-16 without a mark, as some programs write it, has a zero in most pairs of bytes; else UTF-8."""
+    """UTF-16 without a mark, if most byte pairs contain a zero; otherwise UTF-8."""
     pairs = len(start) // 2
     high, low = start[0 : 2 * pairs : 2].count(0), start[1 : 2 * pairs : 2].count(0)
     if pairs and max(high, low) > 0.7 * pairs and min(high, low) < 0.1 * pairs:
@@ -68,9 +68,9 @@ def _unmarked(start: bytes) -> str:
 
 @contextmanager
 def open_text(path: Path, encoding: str) -> Iterator[tuple[TextIO, Callable[[], float]]]:
-    """The file's text, newlines as they are, and a function that says what share of it has been read.
+    """The file's text with its newlines, and a function that returns the share that has been read.
 
-    Bytes that are no text in this encoding come out as lone surrogates: see `is_text`.
+    Undecodable bytes become lone surrogates: see `is_text`.
     """
     with open_foreign(path, buffering=1 << 20) as raw:
         size = max(os.fstat(raw.fileno()).st_size, 1)
@@ -82,7 +82,7 @@ def open_text(path: Path, encoding: str) -> Iterator[tuple[TextIO, Callable[[], 
 
 
 def sound(value: Any) -> Any:
-    """JSON's value with half surrogate pairs, which JSON can write and no file or tokenizer takes, replaced."""
+    """The JSON value with lone surrogates replaced: JSON allows them, files and tokenizers do not."""
     if isinstance(value, str):
         return value if is_text(value) else _HALF_PAIR.sub("\ufffd", value)
     if isinstance(value, dict):
@@ -91,7 +91,7 @@ def sound(value: Any) -> Any:
 
 
 def is_text(value: str) -> bool:
-    """Whether all of it could be decoded."""
+    """Whether the text was completely decodable."""
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:

@@ -11,15 +11,15 @@ from engine.batch_files.row import Row, unique_names
 from engine.common.errors import EngineError, ErrorCode
 
 MAX_FIELD_CHARACTERS = 4 * 2**20
-"""A longer field is a quote that was never closed."""
+"""A longer field means an unclosed quote."""
 
 _SEPARATORS = ",;\t|"
 _NO_SEPARATOR = "\x1f"
-"""A file with one column has none: a comma in its rows is part of a sentence."""
+"""Used for files with one column, where commas are part of the text."""
 
 
 class DelimitedRows:
-    """A row a record.
+    """One row per record.
 
     Raises:
         EngineError: `INVALID_REQUEST`, if there is no header.
@@ -33,7 +33,7 @@ class DelimitedRows:
         if not header.strip() or not is_text(header):
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,
-                f"{path} does not begin with a line of column names that can be read: add one"
+                f"{path} does not begin with a readable line of column names: add one"
                 f"{', or name the encoding with --encoding' if header.strip() else ''}.",
             )
         self._separator = separator or _separator_of(header)
@@ -69,8 +69,8 @@ class DelimitedRows:
                 try:
                     values = next(reader, None)
                 except csv.Error as error:
-                    # What follows cannot be told apart any more: most likely a quote was not closed.
-                    yield Row(index, {}, f"and all that follows cannot be read from line {begun:,} on ({error})", 1.0)
+                    # Later records cannot be separated: most likely a quote was not closed.
+                    yield Row(index, {}, f"and all later rows cannot be read, from line {begun:,} on ({error})", 1.0)
                     return
                 if values is None:
                     return
@@ -82,7 +82,7 @@ class DelimitedRows:
     def _row(self, index: int, values: list[str], share: float) -> Row:
         problem = ""
         if len(values) > len(self._columns):
-            problem = f"has {len(values)} fields where the header names {len(self._columns)}"
+            problem = f"has {len(values)} fields, but the header has {len(self._columns)}"
         elif not all(map(is_text, values)):
             values = [value if is_text(value) else value.encode("utf-8", "replace").decode() for value in values]
             problem = WRONG_ENCODING
@@ -94,7 +94,7 @@ class DelimitedRows:
 
 
 def _separator_of(header: str) -> str:
-    """The separator that splits the header into the most names, if there is one."""
+    """The separator that splits the header into the most names, if any."""
     outside = "".join(part for place, part in enumerate(header.split('"')) if place % 2 == 0)
     found = max(_SEPARATORS, key=outside.count)
     return found if found in outside else _NO_SEPARATOR

@@ -1,4 +1,4 @@
-"""Whether an input is still what it was when the job began."""
+"""Detects whether an input has changed since the job started."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-from engine.batch_files.aside import Between, on_and_on
+from engine.batch_files.background import Between, noop
 from engine.batch_files.folder import FolderRows
 from engine.batch_files.row import RowSource
 from engine.common.errors import EngineError, ErrorCode
@@ -20,18 +20,18 @@ _BLOCK = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Cheap signs of a change: asked often, while the hash is asked only when they differ."""
+    """Cheap signs of a change: checked often; the hash is computed only if they differ."""
 
     signs: tuple[tuple[str, int, int], ...]
 
 
 def files_of(source: RowSource) -> tuple[Path, ...]:
-    """The files that an input consists of."""
+    """The files of an input."""
     return source.files if isinstance(source, FolderRows) else (source.path,)
 
 
 def stamp(source: RowSource) -> Stamp:
-    """Size and time of change of every file; (-1, -1) for one that is gone."""
+    """Size and modification time of every file; (-1, -1) for a missing one."""
     signs = []
     for path in files_of(source):
         try:
@@ -43,7 +43,7 @@ def stamp(source: RowSource) -> Stamp:
 
 
 def file_digest(path: Path) -> str:
-    """A hash of what is in a file.
+    """A hash of a file's content.
 
     Raises:
         OSError: it cannot be read.
@@ -51,8 +51,8 @@ def file_digest(path: Path) -> str:
     return _digest(path, lambda _bytes: None)
 
 
-def content_hash(source: RowSource, between: Between = on_and_on) -> str:
-    """A hash of all content and of the names within a folder; reads everything once.
+def content_hash(source: RowSource, between: Between = noop) -> str:
+    """A hash of all content and of the file names in a folder; reads everything once.
 
     Raises:
         EngineError: `INVALID_REQUEST`, if a file cannot be read.
@@ -72,9 +72,9 @@ def content_hash(source: RowSource, between: Between = on_and_on) -> str:
             digest = _digest(path, tell)
         except OSError as error:
             raise EngineError(
-                ErrorCode.INVALID_REQUEST, f"{path} cannot be read ({reason(error)}): check that it is still there."
+                ErrorCode.INVALID_REQUEST, f"{path} cannot be read ({reason(error)}): check that it still exists."
             ) from None
-        # The place of the input may change between two runs, the names within a folder may not.
+        # The input may move between two runs, but names within a folder must not change.
         name = path.relative_to(source.path).as_posix() if path != source.path else ""
         whole.update(f"{name}\0{digest}\n".encode())
     return whole.hexdigest()

@@ -1,4 +1,4 @@
-"""A folder: the rows of every file in it that can be read, in the order of their names, with the file's name."""
+"""A folder: the rows of all its supported files, sorted by name, with the file's name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FolderRows:
         for file in self._files:
             try:
                 columns |= dict.fromkeys(open_file(file).columns)
-            except EngineError:  # said in its row
+            except EngineError:  # reported in its row
                 continue
         self._columns = tuple(columns)
         self._seen = SeenColumns(columns)

@@ -1,4 +1,4 @@
-"""What an answer must be, as llguidance's grammar; nothing of a model is needed to say that a schema is no schema."""
+"""Constraints as llguidance grammars; schemas are validated here without a model."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign_json import DEEPEST, parse_json
 
 _MOST_CHARACTERS, _MOST_ENTRIES = 2**18, 3_000
-"""Of a schema: what is many times bigger takes minutes, and cannot be stopped."""
+"""Limits of a schema: much bigger ones compile for minutes, uninterruptibly."""
 
 
 def grammar_of(constraint: Constraint) -> str:
-    """The constraint in llguidance's own form.
+    """The constraint as a llguidance grammar.
 
     Raises:
-        EngineError: `INVALID_REQUEST`, if the schema cannot be followed.
+        EngineError: `INVALID_REQUEST`, if the schema is unsupported.
     """
     from llguidance import LLMatcher
 
@@ -27,7 +27,7 @@ def grammar_of(constraint: Constraint) -> str:
         raise unfit(f"it has more than {_MOST_CHARACTERS:,} characters or {_MOST_ENTRIES:,} entries")
     try:
         schema = parse_json(constraint.schema, deepest=DEEPEST)
-        # Models that begin to indent or to pad may never end: as compact as JSON can be.
+        # Compact JSON only: models that start to indent or pad may never end.
         grammar = str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False}))
     except (ValueError, TypeError) as error:
         raise unfit(str(error)) from None
@@ -38,6 +38,6 @@ def grammar_of(constraint: Constraint) -> str:
 
 
 def unfit(why: str) -> EngineError:
-    """The refusal of a schema."""
+    """The error for an unsupported schema."""
     first = " ".join(why.split())[:160]
-    return EngineError(ErrorCode.INVALID_REQUEST, f"The schema cannot be followed ({first}): simplify or correct it.")
+    return EngineError(ErrorCode.INVALID_REQUEST, f"The schema cannot be used ({first}): simplify or correct it.")

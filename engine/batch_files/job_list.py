@@ -1,4 +1,4 @@
-"""What jobs there are, and what they have answered, for whoever does not work on them."""
+"""Read-only access to batch jobs and their answers, for other processes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from engine.common.paths import jobs_dir
 
 @dataclass(frozen=True, slots=True)
 class KnownJob:
-    """A job as its journal tells.
+    """A job, read from its journal.
 
     Attributes:
         journal: the file.
-        settings: `BatchJob` and the model, as JSON gave them.
+        settings: `BatchJob` and the model, from JSON.
         begun_s, finished_s: seconds since 1970; None while rows are missing.
-        done, failed, generated_tokens: rows that have ended, those of them that failed, and all tokens.
-        running: whether a process works on it now.
-        precision: of the weights that it was begun with.
-        output, errors: where its result is, and what failed of OpenAI requests; empty while nothing is written.
+        done, failed, generated_tokens: rows completed, those of them that failed, and all generated tokens.
+        running: whether a process is working on it.
+        precision: of the weights that it started with.
+        output, errors: files of its result and of failed OpenAI requests; empty while nothing is written.
     """
 
     journal: Path
@@ -53,7 +53,7 @@ def known_jobs() -> list[KnownJob]:
 
 
 def read_job(journal: Path) -> KnownJob | None:
-    """One job; None if there is none that can be read."""
+    """One job; None if it does not exist or is unreadable."""
     counts = "SELECT COUNT(*), COALESCE(SUM(problem != ''), 0), COALESCE(SUM(generated_tokens), 0) FROM answers"
     try:
         with _read_only(journal) as connection:
@@ -84,7 +84,7 @@ def read_job(journal: Path) -> KnownJob | None:
 
 
 def read_written(journal: Path) -> list[WrittenFile]:
-    """The files that a job knows for its own; none if there is no such job."""
+    """The files that a job owns; none if there is no such job."""
     try:
         with _read_only(journal) as connection:
             return written_files(connection)
@@ -93,7 +93,7 @@ def read_written(journal: Path) -> list[WrittenFile]:
 
 
 def read_answers(journal: Path, *, after: int = -1, limit: int = 200, failed_only: bool = False) -> list[Answer]:
-    """Some endings of a job in the order of the rows; none if it cannot be read."""
+    """Some outcomes of a job in row order; none if it cannot be read."""
     chosen = "AND problem != ''" if failed_only else ""
     query = f"""SELECT row, text, finish_reason, prompt_tokens, generated_tokens, problem FROM answers
         WHERE row > ? {chosen} ORDER BY row LIMIT ?"""

@@ -1,4 +1,4 @@
-"""Who looks on while a job runs, and what has been done when it comes back."""
+"""Callbacks of a running job, and its outcome."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from engine.planner.batch_prediction import JobPrediction
 
 
 def _nobody(_prediction: JobPrediction) -> None:
-    """For callers that do not ask."""
+    """For callers that ignore predictions."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobWatcher:
-    """Who is told, and who is asked, while a job runs.
+    """Callbacks of a running job.
 
     Attributes:
-        on_pace: told the progress, and why nothing goes on, if so.
-        on_answer: told each answer, with the last message that was asked (empty if the row could not be asked).
-        should_yield: whether somebody else has priority; `give_way` then returns when they are done.
+        on_pace: called with the progress, and the reason if the job is blocked.
+        on_answer: called with each answer and its last user message (empty if the row was never sent).
+        should_yield: whether a chat has priority; `give_way` then returns when it is done.
         cancelled: whether to stop.
-        on_plan: told how fast the job will be, before its first answer.
-        patience_s: how long a full disk is waited for; None is until there is room, or the job is cancelled.
+        on_plan: called with the predicted speed before the first answer.
+        patience_s: how long to wait while the disk is full; None: until there is room or the job is cancelled.
     """
 
     on_pace: Callable[[Pace, str], None]
@@ -39,16 +39,16 @@ class JobWatcher:
 
 @dataclass(frozen=True, slots=True)
 class JobEnding:
-    """What has been done.
+    """The outcome of a run of a job.
 
     Attributes:
-        finished: every row has had its ending; else the job was cancelled and can be resumed.
+        finished: all rows are complete; otherwise the job was cancelled and can be resumed.
         written: rows in the result file.
-        tokens: generated in this run, those of answers that were tried again left out.
-        computing_s: what this run took, without the time in which it waited: for chats, for files, for a full disk.
-        note: a word about how rows were run, or where the result is if that is not where it was to be.
-        output, errors: where the result is, and the failures of OpenAI requests; None of what was not written.
-        unkept: answers that a full disk had no room for until the job was cancelled; a resumed job makes them again.
+        tokens: generated in this run, without discarded attempts.
+        computing_s: duration of this run, without waiting for chats, files or a full disk.
+        note: a remark on how rows were run, or on the result's path if it differs from the requested one.
+        output, errors: files of the result and of failed OpenAI requests; None if not written.
+        unkept: answers lost because the disk was full until the job was cancelled; resuming generates them again.
     """
 
     finished: bool

@@ -1,8 +1,7 @@
-"""The answers of a job as they come: one SQLite file per output, so that a kill at any moment loses nothing.
+"""The journal of a job's answers: one SQLite file per output; a kill at any moment loses nothing.
 
-A row's ending is written once: the row's index is the table's key.  What a transaction holds is on disk when it
-ends (write-ahead log, synchronous), and a second process that would write to the same job is refused by a lock that
-dies with its holder.
+A row's outcome is written once: the row's index is the primary key. A committed transaction is on disk (write-ahead
+log, synchronous). A lock, which dies with its holder, keeps a second process from writing to the same job.
 """
 
 from __future__ import annotations
@@ -41,25 +40,25 @@ CREATE TABLE IF NOT EXISTS written (
 );
 """
 _LOCK_S = 1.0
-"""Whoever lists jobs has a lock for a moment, and a worker that was killed a little longer than its window."""
+"""Lock timeout: listing jobs takes a lock briefly, and a killed worker may outlive its window a little."""
 _COLUMNS = "row, text, finish_reason, prompt_tokens, generated_tokens, problem"
 
 
 def journal_path(output: Path) -> Path:
-    """Where the journal of the job with this output lies: one output, one journal, in the data folder."""
+    """The journal of the job with this output: one per output, in the data folder."""
     place = str(output.resolve())
     return jobs_dir() / f"{output.stem[:40]}-{xxhash.xxh3_64_hexdigest(place.encode('utf-8', 'surrogatepass'))}.sqlite"
 
 
 class Journal:
-    """The endings of a job's rows, for whoever works on it, one thread at a time; `job_list` reads it from elsewhere.
+    """The outcomes of a job's rows, for the process that runs it, one thread at a time; others use `job_list`.
 
     Args:
         settings: the job as JSON, for lists of jobs.
 
     Raises:
-        EngineError: `BUSY` if another process works on this job, `DISK_FULL`, `INVALID_REQUEST` if the file is damaged
-            or is of a job that differs.
+        EngineError: `BUSY` if another process is working on this job, `DISK_FULL`, `INVALID_REQUEST` if the file is
+            damaged or belongs to a different job.
     """
 
     def __init__(self, path: Path, manifest: Manifest, settings: str = "{}") -> None:
@@ -69,7 +68,7 @@ class Journal:
             self._lock = _locked(path)
         try:
             with self._explained():
-                # One thread at a time: while a result is written aside, whoever waits for it leaves the journal alone.
+                # One thread at a time: while a background thread writes a result, the waiting one does not use it.
                 private_file(path)
                 restrict_files(path.with_name(path.name + side) for side in ("-wal", "-shm"))
                 self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -88,7 +87,7 @@ class Journal:
             self._connection.execute("INSERT INTO manifest VALUES (1, ?, ?, ?, NULL)", values)
             return
         done = self.counts()[0]
-        if done:  # a job that has no answers yet has none to mix with others
+        if done:  # without answers, nothing can be mixed up
             try:
                 require_same(parse_manifest(row[0]), manifest, done)
             except EngineError:
@@ -103,14 +102,14 @@ class Journal:
 
     @property
     def begun_s(self) -> float:
-        """When the job began, seconds since 1970."""
+        """When the job started, seconds since 1970."""
         return float(self._connection.execute("SELECT begun_s FROM manifest").fetchone()[0])
 
     def record(self, answers: Iterable[Answer]) -> None:
-        """Puts endings on the disk, all or none; they are safe when this returns.
+        """Commits outcomes to disk, all or none.
 
         Raises:
-            EngineError: `DISK_FULL`: none of them was written, and the journal goes on working.
+            EngineError: `DISK_FULL`: none of them was written; the journal stays usable.
         """
         values = [
             (a.row, _sound(a.text), a.finish_reason, a.prompt_tokens, a.generated_tokens, _sound(a.problem))
@@ -122,29 +121,29 @@ class Journal:
             self._connection.executemany("INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?)", values)
 
     def has(self, row: int) -> bool:
-        """Whether this row has had its ending."""
+        """Whether this row is complete."""
         return self._connection.execute("SELECT 1 FROM answers WHERE row = ?", (row,)).fetchone() is not None
 
     def counts(self) -> tuple[int, int, int]:
-        """Rows that have ended, those of them that failed, and all generated tokens."""
+        """Rows completed, those of them that failed, and all generated tokens."""
         query = "SELECT COUNT(*), COALESCE(SUM(problem != ''), 0), COALESCE(SUM(generated_tokens), 0) FROM answers"
         done, failed, tokens = self._connection.execute(query).fetchone()
         return int(done), int(failed), int(tokens)
 
     def answers(self) -> Iterator[Answer]:
-        """All endings so far, in the order of the rows."""
+        """All outcomes so far, in row order."""
         for values in self._connection.execute(f"SELECT {_COLUMNS} FROM answers ORDER BY row"):
             yield Answer(*values)
 
     def written(self) -> list[WrittenFile]:
-        """The files that the job may replace: those that it wrote, and what was to be replaced when it began."""
+        """The files that the job may replace: its own, and those that the user allowed it to replace."""
         return written_files(self._connection)
 
     def remember(self, file: WrittenFile) -> None:
         """See `engine.batch_files.own_files.Ledger`.
 
         Raises:
-            EngineError: `DISK_FULL`; it is not remembered, then.
+            EngineError: `DISK_FULL`; the file is not recorded.
         """
         with self._explained():
             self._connection.execute("INSERT INTO written VALUES (?, ?, ?, ?, ?)", _values(file))
@@ -153,24 +152,24 @@ class Journal:
         """See `engine.batch_files.own_files.Ledger`.
 
         Raises:
-            EngineError: `DISK_FULL`; more is remembered, then.
+            EngineError: `DISK_FULL`; the others stay recorded.
         """
         with self._explained(), self._transaction():
             self._connection.execute("DELETE FROM written")
             self._connection.executemany("INSERT INTO written VALUES (?, ?, ?, ?, ?)", map(_values, files))
 
     def forget_failed(self) -> int:
-        """Failed rows will be asked again; how many there were."""
+        """Deletes failed outcomes, so that their rows are retried; returns their number."""
         with self._explained():
             return self._connection.execute("DELETE FROM answers WHERE problem != ''").rowcount
 
     def finish(self) -> None:
-        """Every row has had its ending, and the result is written."""
+        """Marks the job as finished: all rows are complete and the result is written."""
         with self._explained():
             self._connection.execute("UPDATE manifest SET finished_s = ?", (time.time(),))
 
     def close(self) -> None:
-        """Without effect the second time."""
+        """Idempotent."""
         if self._lock >= 0:
             self._connection.close()
             self._unlock()
@@ -215,12 +214,12 @@ class Journal:
 
     def _full(self) -> EngineError:
         return EngineError(
-            ErrorCode.DISK_FULL, f"The disk of {self._path.parent} is full: make room, and the job continues."
+            ErrorCode.DISK_FULL, f"The disk of {self._path.parent} is full: free some space, and the job continues."
         )
 
 
 def _locked(path: Path) -> int:
-    """A descriptor that holds the job's lock."""
+    """A file descriptor that holds the job's lock."""
     lock = path.with_name(path.name + ".lock")
     until = time.monotonic() + _LOCK_S
     while True:
@@ -231,9 +230,9 @@ def _locked(path: Path) -> int:
                 time.sleep(_LOCK_S / 20)
                 continue
             raise EngineError(
-                ErrorCode.BUSY, f"Another run is working on the job of {path.stem}: let it end or stop it first."
+                ErrorCode.BUSY, f"Another run is working on the job of {path.stem}: wait for it or stop it first."
             )
-        # Whoever had it may have removed the file since we opened it: a lock on what has no name keeps nobody out.
+        # Its previous holder may have deleted the file since we opened it: a lock on a deleted file is useless.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), lock.stat()):
                 return descriptor
@@ -241,10 +240,10 @@ def _locked(path: Path) -> int:
 
 
 def discard(path: Path) -> None:
-    """Removes a journal with what lies beside it; without effect if there is none.
+    """Removes a journal and its side files, if they exist.
 
     Raises:
-        EngineError: `BUSY` if a process works on the job.
+        EngineError: `BUSY` if a process is working on the job.
     """
     if not path.exists():
         return
@@ -257,9 +256,9 @@ def discard(path: Path) -> None:
 
 
 def written_files(connection: sqlite3.Connection) -> list[WrittenFile]:
-    """The files that a journal knows for its job's own, in the order in which they were written."""
+    """The files recorded in a journal as its job's own, in order of writing."""
     if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'written'").fetchone() is None:
-        return []  # begun by a version that did not write them down
+        return []  # started by a version that did not record them
     rows = connection.execute("SELECT path, kind, size, time_ns, digest FROM written ORDER BY rowid")
     return [WrittenFile(json.loads(path), *values) for path, *values in rows]
 
@@ -269,5 +268,5 @@ def _values(file: WrittenFile) -> tuple[str, str, int, int, str]:
 
 
 def _sound(text: str) -> str:
-    """Text that SQLite takes: half surrogate pairs replaced."""
+    """Text that SQLite accepts: lone surrogates replaced."""
     return text.encode("utf-8", "replace").decode("utf-8")

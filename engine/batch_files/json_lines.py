@@ -1,4 +1,4 @@
-"""jsonl: an object or a string a line."""
+"""jsonl: one object or string per line."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign_json import DEEPEST, parse_json
 
 _LOOKED_AT = 200
-"""Rows whose keys together are the columns; later rows may have more, which are kept as well."""
+"""Number of first rows that determine the columns; further ones in later rows are kept too."""
 
 
 class JsonLines:
-    """A row a line that is not blank; a string is a row with the one column `text`."""
+    """One row per non-blank line; a string is a row with a single column `text`."""
 
     def __init__(self, path: Path, *, encoding: str | None = None) -> None:
         self._lines = TextLines(path, encoding=encoding)
@@ -30,7 +30,7 @@ class JsonLines:
             why = first[0].problem or "has no columns"
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,
-                f"{path} has no usable rows: its first line {why}; write one JSON object a line.",
+                f"{path} has no usable rows: its first line {why}; write one JSON object per line.",
             )
 
     @property
@@ -69,7 +69,7 @@ def _fields(line: str) -> tuple[dict[str, Any], str]:
         return {"text": value}, ""
     if isinstance(value, dict):
         return value, ""
-    return {}, f"is {_named(value)} where an object or a string belongs"
+    return {}, f"is {_named(value)}, not an object or a string"
 
 
 def _named(value: object) -> str:

@@ -1,4 +1,4 @@
-"""What a job was when it began: a resume that would mix two different jobs is refused."""
+"""What a job's answers depend on: a resume that would mix two different jobs is refused."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _SHOWN = {
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All that the answers depend on, as text; equal manifests give the same answers.
+    """Everything that the answers depend on, as text; equal manifests give equal answers.
 
     Attributes:
         input_hash: see `fingerprint.content_hash`.
-        template, system: of the prompts; empty where rows bring their own.
+        template, system: of the prompts; empty if rows have their own.
         model: the model's fingerprint.
         precision: of its weights.
         sampling, constraint, form: as JSON.
@@ -49,7 +49,7 @@ class Manifest:
 
 
 def parse_manifest(text: str) -> Manifest | None:
-    """A manifest as `to_json` wrote it; None if it is of another version or no manifest at all."""
+    """A manifest as `to_json` wrote it; None if it is from another version or invalid."""
     try:
         values = json.loads(text)
         manifest = Manifest(**values)
@@ -59,10 +59,10 @@ def parse_manifest(text: str) -> Manifest | None:
 
 
 def require_same(begun: Manifest | None, now: Manifest, answers: int) -> None:
-    """Refuses to go on with another job's answers.
+    """Refuses to continue with another job's answers.
 
     Args:
-        answers: how many there are.
+        answers: number of existing answers.
 
     Raises:
         EngineError: `INVALID_REQUEST`, naming what differs.
@@ -77,6 +77,6 @@ def require_same(begun: Manifest | None, now: Manifest, answers: int) -> None:
         whose = "1 answer of this job was" if answers == 1 else f"{answers:,} answers of this job were"
         raise EngineError(
             ErrorCode.INVALID_REQUEST,
-            f"The {whose} made with {what}: go back to that, name another output, or start the job over, which "
+            f"The {whose} made with {what}: go back to that, choose another output, or start over, which "
             f"discards its answers.",
         )

@@ -12,9 +12,9 @@ from engine.planner.batch_prediction import JobPrediction
 
 @dataclass(frozen=True, slots=True)
 class StartBatch:
-    """Answer a file of rows with the loaded model.  Ends in `BatchFinished` (also when stopped) or `Failed`.
+    """Answer a file of rows with the loaded model.  Ends in `BatchFinished` (even if stopped) or `Failed`.
 
-    Chats that are asked meanwhile come first; a model that is to be loaded stops the job, which can be resumed.
+    Chats take priority; loading another model stops the job, which can be resumed.
     """
 
     request_id: str
@@ -23,7 +23,7 @@ class StartBatch:
 
 @dataclass(frozen=True, slots=True)
 class SampleBatch:
-    """Answer the first `rows` rows of a job and keep nothing.  Each comes as a `BatchRows`; ends in `BatchFinished`."""
+    """Answer the first `rows` rows of a job and save nothing.  Each comes as a `BatchRows`; ends in `BatchFinished`."""
 
     request_id: str
     job: BatchJob
@@ -35,13 +35,13 @@ class SampleBatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchProgress:
-    """How far a job is; see `engine.batch_files.pace.Pace`.
+    """Progress of a job; see `engine.batch_files.pace.Pace`.
 
     Attributes:
-        total: rows in all; -1 while nobody knows.
-        remaining_low_s, remaining_high_s: seconds until the end; -1 while there is nothing to tell by.
-        blocked: why nothing goes on, as a sentence; empty if it does.
-        under_way: rows that share each sweep through the weights now.
+        total: total rows; -1 while unknown.
+        remaining_low_s, remaining_high_s: seconds until the end; -1 while unknown.
+        blocked: why the job is blocked, as a sentence; empty if it is not.
+        under_way: rows that currently share each sweep over the weights.
     """
 
     request_id: str
@@ -57,20 +57,20 @@ class BatchProgress:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlanned:
-    """How a job is going to be run, before its first answer; after a sample, with what the sample has shown.
+    """How a job will run, before its first answer; after a sample, corrected by its timing.
 
     See `engine.planner.batch_prediction.JobPrediction`.
 
     Attributes:
         rows_together: rows that share each weight load.
-        micro_batches: pieces in which they go through a layer.
+        micro_batches: chunks in which they pass a layer.
         schedule: the order of a layer's work on a card; empty on the CPU.
-        rows: in all, as the beginning of the input lets expect.
-        tokens_per_row: that answers were assumed to have.
+        rows: total, extrapolated from the beginning of the input.
+        tokens_per_row: assumed tokens per answer.
         tokens_per_s_low, tokens_per_s_high: generated.
         seconds_low, seconds_high: for all rows.
         bottleneck: `arithmetic`, `weights`, `attention`, `disk`, `link` or `card`.
-        is_measured: whether answers of this job have been timed for it.
+        is_measured: whether it is based on timed answers of this job.
     """
 
     request_id: str
@@ -88,7 +88,7 @@ class BatchPlanned:
 
     @classmethod
     def of(cls, request_id: str, prediction: JobPrediction) -> BatchPlanned:
-        """What was predicted, as a message."""
+        """The prediction as a message."""
         return cls(
             request_id=request_id,
             rows_together=prediction.rows_together,
@@ -107,11 +107,11 @@ class BatchPlanned:
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
-    """A row that has ended.
+    """A completed row.
 
     Attributes:
         row: its index in the input.
-        prompt, answer: their beginnings, for people to look at; all of it is in the journal.
+        prompt, answer: their beginnings, for display; the journal has the whole text.
         finish_reason, generated_tokens, problem: see `engine.batch_files.answer.Answer`.
     """
 
@@ -125,7 +125,7 @@ class BatchRow:
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """Rows that have ended since the last such event; of a fast job only the latest."""
+    """Rows completed since the previous such event; for fast jobs only the latest."""
 
     request_id: str
     rows: tuple[BatchRow, ...]
@@ -136,12 +136,12 @@ class BatchFinished:
     """Terminal event of `StartBatch` and `SampleBatch`.
 
     Attributes:
-        finished: whether every row has had its ending; else the job was stopped and can be resumed.
-        done, failed: rows that have ended in all runs of the job, and those of them that failed.
+        finished: whether all rows are complete; otherwise the job was stopped and can be resumed.
+        done, failed: rows completed in all runs of the job, and those of them that failed.
         written: rows in the output.
         tokens: generated in this run, in `seconds` of computing.
-        note: a word about how rows were run, or where the result is if that is not where it was to be.
-        output, errors: where the result is, and the failures of OpenAI requests; empty where nothing was written.
+        note: a remark on how rows were run, or on the result's path if it differs from the requested one.
+        output, errors: files of the result and of failed OpenAI requests; empty if not written.
     """
 
     request_id: str

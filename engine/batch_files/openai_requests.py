@@ -1,4 +1,4 @@
-"""OpenAI's batch format in: one `/v1/chat/completions` request a line, each with its own sampling.
+"""Input in OpenAI's batch format: one `/v1/chat/completions` request per line, each with its own sampling.
 
 {"custom_id": "a-1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": ..., "messages": [...], ...}}
 """
@@ -33,11 +33,11 @@ _NOT_GIVEN = {
 }
 _MOST_SEED = 2**63
 _LEAST_TOP_P = 1e-6
-"""Nothing but the likeliest token, which is what 0 asks for."""
+"""Greedy: only the most likely token, as 0 means."""
 
 
 class BadRequestError(ValueError):
-    """A row that cannot be answered as asked; the message is the end of a sentence about it."""
+    """A row that cannot be answered as requested; the message completes a sentence about it."""
 
 
 def holds_openai_requests(source: RowSource) -> bool:
@@ -49,10 +49,10 @@ def openai_request(row: Row, defaults: SamplingParams) -> RowRequest:
     """The request in a row.
 
     Args:
-        defaults: of what its body does not say.
+        defaults: for everything missing in its body.
 
     Raises:
-        BadRequestError: it cannot be answered as asked.
+        BadRequestError: it cannot be answered as requested.
     """
     url, body = row.fields.get("url"), row.fields.get("body")
     if not isinstance(row.fields.get("custom_id"), str):
@@ -68,9 +68,9 @@ def openai_request(row: Row, defaults: SamplingParams) -> RowRequest:
 
 
 def _refuse_what_is_not_given(body: Mapping[str, Any]) -> None:
-    """What would change the answer, and would be missed, is refused; what says who asks or how fast is not."""
+    """Refuses unsupported options that would change the answer; ignores those about users or service levels."""
     if body.get("n") not in (None, 1):
-        raise BadRequestError("asks for several answers (n); a batch gives one a row")
+        raise BadRequestError("asks for several answers (n); a batch gives one per row")
     for name, words in _NOT_GIVEN.items():
         if body.get(name):
             raise BadRequestError(f"asks for {words} ({name}), which a batch does not give")
@@ -87,9 +87,7 @@ def _messages(value: Any) -> tuple[ChatMessage, ...]:
         if role == "developer":
             role = "system"
         if role not in ("system", "user", "assistant"):
-            raise BadRequestError(
-                f"has a message of the role {str(role)[:20]!r}, which is none of system, user, assistant"
-            )
+            raise BadRequestError(f"has a message with the role {str(role)[:20]!r}; use system, user or assistant")
         messages.append(ChatMessage(role, _content(entry.get("content"))))
     return tuple(messages)
 
@@ -128,7 +126,7 @@ def _sampling(body: Mapping[str, Any], defaults: SamplingParams) -> SamplingPara
     try:
         return replace(defaults, **asked)
     except EngineError as error:
-        raise BadRequestError(f"asks for what cannot be: {error.message}") from None
+        raise BadRequestError(f"has an invalid option: {error.message}") from None
 
 
 def _constraint(body: Mapping[str, Any]) -> Constraint | None:
@@ -141,5 +139,5 @@ def _constraint(body: Mapping[str, Any]) -> Constraint | None:
     described = form.get("json_schema") if isinstance(form, Mapping) else None
     schema = described.get("schema", {"type": "object"}) if isinstance(described, Mapping) else None
     if kind != "json_schema" or not isinstance(schema, Mapping):
-        raise BadRequestError(f"asks for a response_format of the type {str(kind)[:20]!r} that is not understood")
+        raise BadRequestError(f"has an unsupported response_format type {str(kind)[:20]!r}")
     return Constraint(schema=json.dumps(schema))

@@ -1,4 +1,4 @@
-"""OpenAI's batch format out: answers in one file, failures in another beside it."""
+"""Output in OpenAI's batch format: answers in one file, failures in another beside it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def errors_path(output: Path) -> Path:
 
 
 def write_openai(good: Path, bad: Path, answered: Iterable[tuple[Row, Answer]], created_s: int = 0) -> int:
-    """Writes answers to one new file and failures to another; how many failures there are.
+    """Writes answers to one new file and failures to another; returns the number of failures.
 
     Args:
-        created_s: when the job began, seconds since 1970.
+        created_s: when the job started, seconds since 1970.
 
     Raises:
         OSError: they cannot be written.
@@ -43,11 +43,11 @@ def write_openai(good: Path, bad: Path, answered: Iterable[tuple[Row, Answer]], 
 
 def _line(row: Row, answer: Answer, created_s: int) -> dict[str, Any]:
     custom_id = row.fields.get("custom_id")
-    # The same row has the same ids whenever its result is written.
+    # Ids are stable: the same row always gets the same ones.
     key = uuid.uuid5(_NAMESPACE, f"{custom_id}\0{answer.row}").hex
     line: dict[str, Any] = {"id": f"batch_req_{key}", "custom_id": custom_id, "response": None, "error": None}
     if answer.failed:
-        # As requests are refused there: `error` itself is for batches that expire, which this one does not.
+        # OpenAI reports refused requests like this; `error` is for expired batches, which do not exist here.
         error = {
             "message": f"The row {answer.problem}.",
             "type": "invalid_request_error",

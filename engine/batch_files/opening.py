@@ -19,12 +19,12 @@ from engine.common.errors import EngineError, ErrorCode
 
 @dataclass(frozen=True, slots=True)
 class InputForm:
-    """How to read an input beyond what its name says.
+    """How to read an input, in addition to its file extension.
 
     Attributes:
-        encoding: of text files; None is what their byte order mark says, else UTF-8.
-        whole_files: a text file is one row rather than a row a line.
-        separator: of csv; None is what the header suggests.
+        encoding: of text files; None: by byte order mark, otherwise UTF-8.
+        whole_files: a text file is a single row instead of one row per line.
+        separator: of csv; None: guessed from the header.
     """
 
     encoding: str | None = None
@@ -50,10 +50,10 @@ _USUAL = "txt, md, csv, tsv, jsonl, parquet, xlsx or pdf"
 
 
 def open_source(path: Path, form: InputForm | None = None) -> RowSource:
-    """The rows of a file, or of all files of a folder that can be read.
+    """The rows of a file, or of all supported files of a folder.
 
     Raises:
-        EngineError: `INVALID_REQUEST`: it is not there, has no rows, or is no file that can be read.
+        EngineError: `INVALID_REQUEST`: it does not exist, has no rows, or is not supported.
     """
     form = form or InputForm()
     try:
@@ -61,7 +61,7 @@ def open_source(path: Path, form: InputForm | None = None) -> RowSource:
         first = next(source.rows(), None)
         if first is None:
             raise EngineError(ErrorCode.INVALID_REQUEST, f"{path} has no rows: there is nothing to answer.")
-        if first.problem and isinstance(source, PdfText | WholeText):  # it is all that there is
+        if first.problem and isinstance(source, PdfText | WholeText):  # the only row
             raise EngineError(ErrorCode.INVALID_REQUEST, f"{path} {first.problem}.")
     except OSError as error:
         raise EngineError(
@@ -80,7 +80,7 @@ def _file(path: Path, form: InputForm) -> RowSource:
     if reader is None or not path.exists():
         raise EngineError(ErrorCode.INVALID_REQUEST, f"There is no file {path}: check the path.")
     if not path.is_file():
-        raise EngineError(ErrorCode.INVALID_REQUEST, f"{path} is a pipe or a device: save what it gives as a file.")
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"{path} is a pipe or a device: save its content to a file.")
     return reader(path, form)
 
 

@@ -1,4 +1,4 @@
-"""Files that a job may replace: those that it wrote itself, unchanged since, and no others."""
+"""Files that a job may replace: only those that it wrote itself and that are unchanged since."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ WrittenKind = Literal["result", "errors", "replaceable"]
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """A file as a job left it, or may replace because somebody said so.
+    """A file as a job left it, or one that the user allowed it to replace.
 
     Attributes:
         path: absolute.
-        kind: `replaceable` was there before the job, and its user asked to have it replaced.
-        size, time_ns: bytes and time of change; of the link, if it is one.
-        digest: of what is in it; empty where nobody has read it.
+        kind: `replaceable` existed before the job, and the user asked to replace it.
+        size, time_ns: bytes and modification time; of the link itself, if it is one.
+        digest: of its content; empty if unread.
     """
 
     path: str
@@ -37,12 +37,12 @@ class WrittenFile:
 
     @classmethod
     def as_it_is(cls, path: Path) -> WrittenFile:
-        """What is at this path and may be replaced; what is in it is not read."""
+        """The file at this path, which may be replaced; its content is not read."""
         status = os.lstat(path)
         return cls(absolute(path), "replaceable", status.st_size, status.st_mtime_ns)
 
     def is_at(self, path: Path) -> bool:
-        """Whether the file at `path` is this one; a copy that was put back counts, for nothing is lost with it."""
+        """Whether the file at `path` is this one; an identical copy counts, as replacing it loses nothing."""
         if self.path != absolute(path):
             return False
         try:
@@ -55,20 +55,20 @@ class WrittenFile:
 
 
 class Ledger(Protocol):
-    """Remembers what a job wrote; `engine.batch_files.journal.Journal` is the real one."""
+    """Records what a job wrote; implemented by `engine.batch_files.journal.Journal`."""
 
     def written(self) -> Sequence[WrittenFile]:
-        """All that the job may replace."""
+        """All files that the job may replace."""
 
     def remember(self, file: WrittenFile) -> None:
-        """Adds a file, before it takes its place: whoever is killed in between still knows it for their own."""
+        """Records a file before it is renamed into place, so that it is known even after a kill in between."""
 
     def keep_only(self, files: Sequence[WrittenFile]) -> None:
-        """Forgets all others."""
+        """Removes all other records."""
 
 
 class NothingWritten:
-    """For those who have written nothing, and remember nothing."""
+    """A ledger without records, which ignores new ones."""
 
     def written(self) -> Sequence[WrittenFile]:
         return ()
@@ -81,15 +81,15 @@ class NothingWritten:
 
 
 def absolute(path: Path) -> str:
-    """One name for a file however it was given; a link at the end of it stays a link."""
+    """The canonical path of a file; a link in its last component is not resolved."""
     return str(path.parent.resolve() / path.name)
 
 
 def is_there(path: Path) -> bool:
-    """Whether something has this name: a file, a folder, or a link that may lead nowhere.
+    """Whether the name is taken: by a file, a folder, or a possibly dangling link.
 
     Raises:
-        EngineError: `INVALID_REQUEST`: nothing can have it, or nobody may look.
+        EngineError: `INVALID_REQUEST`: the name is invalid or its folder unreadable.
     """
     try:
         os.lstat(path)
@@ -104,18 +104,18 @@ def is_there(path: Path) -> bool:
 
 
 def is_own(path: Path, written: Sequence[WrittenFile]) -> bool:
-    """Whether the file at `path` is one of those."""
+    """Whether the file at `path` is one of `written`."""
     return any(file.is_at(path) for file in written)
 
 
 def put_in_place(new: NewFile, path: Path, kind: WrittenKind, ledger: Ledger) -> WrittenFile:
-    """Gives a file that has been written to its end its name, and remembers it.
+    """Renames a completely written file into place, and records it.
 
-    That is `path`, if nothing is there or only what the ledger knows; else `path` with a number: what others wrote
-    meanwhile, or changed, is not touched.
+    That is `path`, if it is free or the ledger knows its file; otherwise `path` with a number: files that others wrote
+    or changed are never touched.
 
     Raises:
-        OSError, EngineError: it could not be done; what was there is as it was.
+        OSError, EngineError: it failed; the old file is unchanged.
     """
     new.finish()
     status, digest = new.path.stat(), file_digest(new.path)
@@ -137,7 +137,7 @@ def put_in_place(new: NewFile, path: Path, kind: WrittenKind, ledger: Ledger) ->
                 raise
             continue
         return file
-    raise EngineError(ErrorCode.INVALID_REQUEST, f"{path} and its next names are all taken: move some of them away.")
+    raise EngineError(ErrorCode.INVALID_REQUEST, f"{path} and its numbered variants all exist: move some of them away.")
 
 
 def _names(path: Path) -> Iterator[Path]:

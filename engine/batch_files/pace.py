@@ -1,4 +1,4 @@
-"""How fast a job goes and when it will be done."""
+"""A job's speed and remaining time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 _WINDOW_S = 120.0
 _LEAST_S = 3.0
 _TELLING_TOKENS = 2
-"""Of each row under way on average: before, most of the time went into prompts, and tokens come slower than later."""
+"""Tokens generated per active row before estimating: earlier, prompts take most of the time."""
 _PARTS = 6
 
 
@@ -17,13 +17,13 @@ class Pace:
     """A job's progress.
 
     Attributes:
-        done, failed: rows that have ended, and those of them that failed.
-        total: rows in all; None while nobody knows.
-        tokens_per_s: generated over the last two minutes; 0 while there is nothing to tell by.
-        remaining_low_s, remaining_high_s: seconds until the end, as the fastest and the slowest part of those two
-            minutes went, wider while few rows have ended, and no more than if every answer were as long as it may be.
-            None while there is nothing to tell by; before the first row has ended that is the low one alone.
-        under_way: rows that share each sweep through the weights now.
+        done, failed: rows completed, and those of them that failed.
+        total: total rows; None while unknown.
+        tokens_per_s: generated over the last two minutes; 0 while unknown.
+        remaining_low_s, remaining_high_s: seconds until the end, from the fastest and the slowest part of those two
+            minutes, wider while few rows are complete, and at most as if every answer had its maximum length. None
+            while unknown; before the first row is complete only the low one is known.
+        under_way: rows that currently share each sweep over the weights.
     """
 
     done: int
@@ -36,10 +36,10 @@ class Pace:
 
 
 class PaceMeter:
-    """Sees rows end; `now` is any clock in seconds that only goes forward.
+    """Measures a job's pace; `now` is any monotonic clock in seconds.
 
     Args:
-        done, failed: rows that had ended when this run began, which are no work of this one.
+        done, failed: rows completed by earlier runs.
         most_tokens: of one answer; None if nothing limits it.
     """
 
@@ -50,22 +50,22 @@ class PaceMeter:
         self._seen: deque[tuple[float, int, int]] = deque([(now, done, 0)])
 
     def ended(self, *, failed: bool, generated_tokens: int) -> None:
-        """One more row has had its ending."""
+        """One more row is complete."""
         self._done += 1
         self._failed += failed
         self._tokens += generated_tokens
 
     @property
     def tokens(self) -> int:
-        """Generated for rows that ended in this run."""
+        """Tokens generated for rows completed in this run."""
         return self._tokens
 
     def pace(self, total: int | None, now: float, *, under_way: int = 0, under_way_tokens: int = 0) -> Pace:
         """The progress at `now`.
 
         Args:
-            total: rows in all, if known.
-            under_way, under_way_tokens: rows that have not ended, and what has been generated for them so far.
+            total: total rows, if known.
+            under_way, under_way_tokens: active rows, and the tokens generated for them so far.
         """
         tokens = self._tokens + under_way_tokens
         if now - self._seen[-1][0] >= _WINDOW_S / _PARTS / 4 or len(self._seen) == 1:
@@ -85,7 +85,7 @@ class PaceMeter:
         return Pace(self._done, self._failed, total, rate, low, high, under_way)
 
     def _most_remaining(self, total: int | None, rate: float, under_way_tokens: int) -> float | None:
-        """Seconds if every answer becomes as long as it may."""
+        """Seconds if every answer reaches its maximum length."""
         if total is None or self._most_tokens is None or rate <= 0:
             return None
         return max(0.0, (total - self._done) * self._most_tokens - under_way_tokens) / rate
@@ -104,8 +104,8 @@ class PaceMeter:
         for first, last in zip(points[:-step:step], points[step::step], strict=False):
             if last[1] > first[1]:
                 times.append((last[0] - first[0]) / (last[1] - first[1]))
-        # A part in which hardly a row ended says more about chance than about the machine.
+        # A part with hardly any completed rows reflects chance, not the machine.
         low, high = max(min(times), mean / 2), min(max(times), mean * 2)
-        # Ends of answers come about as events of a Poisson process do: of few, the rate is known to 1 / sqrt(n).
+        # Completions are roughly a Poisson process: the rate's relative error is 1 / sqrt(n).
         unsure = 1 + 2 / ended**0.5
         return left * min(low, mean / unsure), left * max(high, mean * unsure)

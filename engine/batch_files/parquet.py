@@ -1,4 +1,4 @@
-"""Parquet: a row group's part at a time, nested columns kept as they are."""
+"""Parquet: read in batches of a row group, with nested columns unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ROWS_AT_ONCE = 256
 
 
 class ParquetRows:
-    """A row a record.
+    """One row per record.
 
     Raises:
         EngineError: `INVALID_REQUEST`, if the file is not parquet.
@@ -55,7 +55,7 @@ class ParquetRows:
                 index += 1
 
     def batches(self) -> Iterator[Any]:
-        """The same rows as `pyarrow.RecordBatch`es, of some hundred rows each."""
+        """The same rows as `pyarrow.RecordBatch`es of a few hundred rows."""
         with self._opened() as file:
             yield from file.iter_batches(batch_size=_ROWS_AT_ONCE)
 
@@ -71,12 +71,12 @@ class ParquetRows:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,
                 f"{self._path} cannot be read as parquet ({str(error).splitlines()[0][:120]}): "
-                f"check that it was written to its end and is not encrypted.",
+                f"check that it is complete and not encrypted.",
             ) from None
 
 
 def _values(column: Any) -> list[Any]:
-    """A column as Python has it, which knows no time finer than microseconds."""
+    """A column as Python values, whose times have microsecond resolution."""
     try:
         return list(column.to_pylist())
     except ValueError:

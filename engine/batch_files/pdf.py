@@ -14,7 +14,7 @@ _MAX_PAGES = 5_000
 
 
 class PdfText:
-    """The whole file is one row, with the columns `file`, `pages` and `text`; it cannot be read is a row's problem."""
+    """The whole file is one row with the columns `file`, `pages` and `text`; if unreadable, the row has a problem."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -34,26 +34,26 @@ class PdfText:
 
     def rows(self) -> Iterator[Row]:
         """See `RowSource`."""
-        if self._row is None:  # a book takes a minute
+        if self._row is None:  # a long book takes a minute
             text, pages, problem = _text_of(self._path)
             self._row = Row(0, {"file": self._path.name, "pages": pages, "text": text}, problem, 1.0)
         yield self._row
 
 
 def _why_not(reader: Any) -> str:
-    """Why an encrypted file cannot be read, as the end of a sentence; empty if it opens without a password."""
+    """Why an encrypted file cannot be read, completing a sentence; empty if it opens without a password."""
     from pypdf.errors import DependencyError
 
     try:
         return "" if reader.decrypt("") else "is protected by a password; save it without one"
-    except DependencyError:  # AES, which only another package knows: whether there is a password cannot be found out
-        return "is encrypted with AES, which is not read here; print it to a new pdf, or save it unprotected"
+    except DependencyError:  # AES needs another package, so it is unknown whether there is a password
+        return "is encrypted with AES, which is not supported; print it to a new pdf, or save it unprotected"
 
 
 def _text_of(path: Path) -> tuple[str, int, str]:
     import pypdf
 
-    logging.getLogger("pypdf").setLevel(logging.ERROR)  # it comments on every blemish of a file
+    logging.getLogger("pypdf").setLevel(logging.ERROR)  # it warns about every minor defect
     try:
         with pypdf.PdfReader(path) as reader:
             if reader.is_encrypted and (why_not := _why_not(reader)):
@@ -68,7 +68,7 @@ def _text_of(path: Path) -> tuple[str, int, str]:
                 length += len(parts[-1])
                 if length > MAX_LINE_CHARACTERS:
                     return "", pages, f"has more than {MAX_LINE_CHARACTERS:,} characters"
-    except Exception as error:  # whatever its parser meets in a damaged or hostile file
+    except Exception as error:  # anything a damaged or hostile file makes the parser raise
         return "", 0, f"cannot be read as a pdf ({str(error)[:80] or type(error).__name__})"
     text = "\n\n".join(parts).encode("utf-8", "replace").decode("utf-8").strip()
-    return text, pages, "" if text else "contains no text, perhaps only pictures"
+    return text, pages, "" if text else "contains no text, possibly only images"

@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 
 from engine.batch_files.answer import Answer, failed
-from engine.batch_files.aside import Between, on_and_on
+from engine.batch_files.background import Between, noop
 from engine.batch_files.fingerprint import content_hash
 from engine.batch_files.grammar import grammar_of
 from engine.batch_files.job_list import read_written
@@ -34,12 +34,12 @@ from engine.common.files import remove_left_over
 
 @dataclass(frozen=True, slots=True)
 class PreparedJob:
-    """What `prepare` found.
+    """A validated job.
 
     Attributes:
-        job: as asked.
+        job: as requested.
         source: the input's rows.
-        prompts: from a row to what is asked.
+        prompts: from a row to its prompt.
         output: the result file.
         openai: whether input and output are in OpenAI's batch format.
     """
@@ -52,26 +52,26 @@ class PreparedJob:
 
     @property
     def most_tokens(self) -> int | None:
-        """Generated for one row at most; None where each row says so itself."""
+        """Most tokens generated for one row; None if each row has its own limit."""
         if self.openai:
             return None
-        is_held = bool(self.job.schema or self.job.choices)  # then it may be asked again
+        is_held = bool(self.job.schema or self.job.choices)  # then it may be retried
         return self.job.sampling.max_tokens * (self.job.tries if is_held else 1)
 
     def asked(self) -> Iterator[tuple[float, RowRequest | Answer]]:
-        """For each row the share of the input that has been read, and its prompt or its ending."""
+        """For each row, the share of the input read so far, and its prompt or its outcome."""
         ids: set[int] = set()
         for row in self.source.rows():
             asked = self.prompts(row)
             if self.openai and isinstance(custom_id := row.fields.get("custom_id"), str):
-                # Whoever reads the answers finds them by this: eight bytes of each are enough to tell two apart.
+                # Answers are matched by custom_id: 8 bytes of hash per id are enough to detect duplicates.
                 digest = xxhash.xxh3_64_intdigest(custom_id.encode("utf-8", "replace"))
                 if digest in ids:
                     asked = failed(row.index, "has the custom_id of an earlier row")
                 ids.add(digest)
             yield row.share, asked
 
-    def manifest(self, model: str, precision: str, between: Between = on_and_on) -> Manifest:
+    def manifest(self, model: str, precision: str, between: Between = noop) -> Manifest:
         """What the answers depend on; reads the whole input once.
 
         Args:
@@ -94,13 +94,13 @@ class PreparedJob:
         )
 
     def open_journal(self, manifest: Manifest, model: str) -> Journal:
-        """The journal of this job, as its `start` says.
+        """Opens the journal of this job according to its `start`.
 
         Args:
             model: its name, for lists of jobs.
 
         Raises:
-            EngineError: `BUSY`, `DISK_FULL`, `INVALID_REQUEST`: what is there is of another job, or of none.
+            EngineError: `BUSY`, `DISK_FULL`, `INVALID_REQUEST`: the existing one belongs to another job or is damaged.
         """
         path = journal_path(self.output)
         self.require_own_files()
@@ -121,25 +121,25 @@ class PreparedJob:
         return journal
 
     def require_own_files(self) -> None:
-        """Refuses what would overwrite a file that this job did not write, or that was changed since it did.
+        """Refuses to overwrite a file that this job did not write, or that was changed since.
 
         Raises:
             EngineError: `INVALID_REQUEST`.
         """
         written = read_written(journal_path(self.output))
         for file in self._files:
-            if file == self.output and self.job.start == "restart":  # which says that it is to be replaced
+            if file == self.output and self.job.start == "restart":  # the user asked to replace it
                 continue
             if is_there(file) and not is_own(file, written):
                 raise EngineError(
                     ErrorCode.INVALID_REQUEST,
-                    f"{file} was not written by this job, or was changed since, and is left as it is: move or rename "
+                    f"{file} was not written by this job, or was changed since, and is not overwritten: move or rename "
                     f"it, and start again.",
                 )
 
     @property
     def _files(self) -> tuple[Path, ...]:
-        """All that the job may write, if nobody takes these names meanwhile."""
+        """All files that the job will write, unless the names are taken meanwhile."""
         return (self.output, errors_path(self.output)) if self.openai else (self.output,)
 
 
@@ -155,25 +155,25 @@ def prepare(job: BatchJob) -> PreparedJob:
     check_output(output, source, openai=openai)
     _check_start(job, output)
     if output.suffix.lower() == ".xlsx" and not (job.start != "restart" and is_there(journal_path(output))):
-        require_a_sheet(source)  # a job that has answers goes on: if need be, it writes a csv
+        require_a_sheet(source)  # a job with answers continues: if necessary, it writes a csv
     prompts: Prompts
     if openai:
         if job.template or job.system or job.schema or job.choices:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,
-                f"{source.path} holds OpenAI requests, which say all themselves: leave out template, system prompt, "
+                f"{source.path} has OpenAI requests, which include all settings: leave out template, system prompt, "
                 f"schema and choices.",
             )
         if output.suffix.lower() != ".jsonl":
             raise EngineError(
-                ErrorCode.INVALID_REQUEST, f"Answers to OpenAI requests are jsonl: name {output.with_suffix('.jsonl')}."
+                ErrorCode.INVALID_REQUEST, f"Answers to OpenAI requests are jsonl: use {output.with_suffix('.jsonl')}."
             )
         prompts = OpenAiPrompts(job.sampling)
     else:
         template = _template(job.template, source) if job.template else template_of(source.columns)
         constraint = Constraint(job.schema, job.choices) if job.schema or job.choices else None
         if constraint is not None:
-            grammar_of(constraint)  # what is wrong with it is said now, not row by row
+            grammar_of(constraint)  # report errors now, not row by row
         prompts = TemplatePrompts(template, job.system, job.sampling, constraint)
     return PreparedJob(job, source, prompts, output, openai)
 
@@ -181,12 +181,12 @@ def prepare(job: BatchJob) -> PreparedJob:
 def _template(text: str, source: RowSource) -> Template:
     try:
         return parse_template(text, source.columns)
-    except EngineError:  # it may name a column that only later rows have
+    except EngineError:  # it may name a column of later rows
         return parse_template(text, source.all_columns())
 
 
 def _changed_attention(job: BatchJob) -> dict[str, Any]:
-    """What changes answers beside sampling, if anything does: jobs of earlier versions had none of it."""
+    """Settings besides sampling that change answers; omitted if unset, as jobs of earlier versions lack them."""
     plain = BatchJob(job.input, job.output)
     names = ("kv_precision", "attention_window")
     return {name: getattr(job, name) for name in names if getattr(job, name) != getattr(plain, name)}
@@ -198,10 +198,10 @@ def _check_start(job: BatchJob, output: Path) -> None:
     if journal_path(output).exists():
         raise EngineError(
             ErrorCode.INVALID_REQUEST,
-            f"A job with the output {output} was begun before: resume it (--resume), or restart it (--restart), which "
+            f"A job with the output {output} already exists: resume it (--resume), or restart it (--restart), which "
             f"discards its answers.",
         )
     if is_there(output):
         raise EngineError(
-            ErrorCode.INVALID_REQUEST, f"{output} exists already: name another output, or --restart to replace it."
+            ErrorCode.INVALID_REQUEST, f"{output} already exists: choose another output, or replace it with --restart."
         )

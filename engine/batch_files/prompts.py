@@ -1,4 +1,4 @@
-"""From rows to prompts: what is asked of each, or why it cannot be asked."""
+"""Turns rows into prompts, or into the reason why that is impossible."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.common.config import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class TemplatePrompts:
-    """The same question about every row.
+    """The same template for every row.
 
     Attributes:
         template: the user's message.
@@ -29,7 +29,7 @@ class TemplatePrompts:
     constraint: Constraint | None = None
 
     def __call__(self, row: Row) -> RowRequest | Answer:
-        """What to ask of this row, or its ending."""
+        """The row's request, or its outcome if there is none."""
         if row.problem:
             return failed(row.index, row.problem)
         try:
@@ -42,16 +42,16 @@ class TemplatePrompts:
 
 @dataclass(frozen=True, slots=True)
 class OpenAiPrompts:
-    """Every row brings its own conversation and sampling.
+    """Every row has its own conversation and sampling.
 
     Attributes:
-        defaults: of what a request does not say.
+        defaults: for whatever a request omits.
     """
 
     defaults: SamplingParams
 
     def __call__(self, row: Row) -> RowRequest | Answer:
-        """What to ask of this row, or its ending."""
+        """The row's request, or its outcome if it is invalid."""
         if row.problem:
             return failed(row.index, row.problem)
         try:

@@ -1,4 +1,4 @@
-"""What one row asks of the model."""
+"""The request of one row."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from engine.common.config import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an answer must be: exactly one of the two is set.
+    """A constraint on an answer: exactly one of the two is set.
 
     Attributes:
         schema: a JSON schema, as JSON text, that the answer satisfies.
-        choices: texts of which the answer is one.
+        choices: the texts that the answer must be one of.
     """
 
     schema: str = ""
@@ -28,8 +28,8 @@ class RowRequest:
     Attributes:
         row: the row's index in the input.
         messages: the conversation to answer.
-        sampling: with its own limit of tokens.
-        constraint: what the answer must be, if anything.
+        sampling: including its own token limit.
+        constraint: constraint on the answer, if any.
     """
 
     row: int

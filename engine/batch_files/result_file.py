@@ -1,4 +1,4 @@
-"""The result: the input's rows with their answers, written beside its place and then put there in one step."""
+"""The result file: the input's rows with their answers, written under a hidden name and renamed into place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.batch_files.answer import Answer
-from engine.batch_files.aside import Between, on_and_on
+from engine.batch_files.background import Between, noop
 from engine.batch_files.fingerprint import files_of
 from engine.batch_files.openai_responses import errors_path, write_openai
 from engine.batch_files.own_files import Ledger, NothingWritten, WrittenFile, absolute, is_there, put_in_place
@@ -46,13 +46,13 @@ _ROWS_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What `write_result` did.
+    """The outcome of `write_result`.
 
     Attributes:
-        rows: how many were written, failures among them.
-        output: the file that they are in: another than asked for, if somebody else's was in the way.
-        asked: the file that they were to be in: a csv in place of an xlsx that would not hold them.
-        errors: where the failures of OpenAI requests are; None if there are none.
+        rows: number of rows written, including failures.
+        output: the file written: not the requested one, if a foreign file was in the way.
+        asked: the requested file: a csv in place of an xlsx that is too small.
+        errors: file of failed OpenAI requests; None if there are none.
     """
 
     rows: int
@@ -62,10 +62,10 @@ class Written:
 
 
 def check_output(path: Path, source: RowSource, *, openai: bool = False) -> None:
-    """Refuses an output that could not be written, before anything is computed.
+    """Checks that the output is writable before anything is computed.
 
     Args:
-        openai: whether failures go into a file of their own, which must not be one of the input's either.
+        openai: whether failures go to a separate file, which must not be part of the input either.
 
     Raises:
         EngineError: `INVALID_REQUEST`.
@@ -77,11 +77,11 @@ def check_output(path: Path, source: RowSource, *, openai: bool = False) -> None
         )
     files = (path, errors_path(path)) if openai else (path,)
     for file in files:
-        is_there(file)  # says so if nothing can have this name
+        is_there(file)  # raises if the name is invalid
     if path.is_dir() or not path.parent.is_dir():
         raise EngineError(
             ErrorCode.INVALID_REQUEST,
-            f"{path} cannot be written: {'it is a folder' if path.is_dir() else 'its folder is not there'}.",
+            f"{path} cannot be written: {'it is a folder' if path.is_dir() else 'its folder does not exist'}.",
         )
     if not os.access(path.parent, os.W_OK):
         raise EngineError(
@@ -91,9 +91,9 @@ def check_output(path: Path, source: RowSource, *, openai: bool = False) -> None
         raise EngineError(ErrorCode.INVALID_REQUEST, f"{path} is within the input: choose another output.")
     inputs = {number for file in files_of(source) if (number := _number(file)) is not None}
     for file in files:
-        # By what it is rather than by its name: links, and names that a file system takes for the same.
+        # Compare files, not names: links, and names that a file system treats as equal.
         if _number(file) in inputs or file.resolve() == source.path.resolve():
-            what = "the input" if file == path else f"the input, and {path.name} would have its failed rows there"
+            what = "the input" if file == path else f"the input, where the failed rows of {path.name} would go"
             raise EngineError(ErrorCode.INVALID_REQUEST, f"{file} is {what}: choose another output.")
 
 
@@ -106,20 +106,20 @@ def write_result(
     ledger: Ledger | None = None,
     openai: bool = False,
     created_s: int = 0,
-    between: Between = on_and_on,
+    between: Between = noop,
 ) -> Written:
-    """Writes all rows that have an answer, in the input's order, in place of what the job wrote before.
+    """Writes all answered rows in input order, replacing an earlier result of the job.
 
     Args:
-        answers: in the order of their rows.
-        rows: how many they are at most, if that may be more than the file can hold.
-        ledger: knows what the job wrote, and learns what it writes; what it does not know is left as it is.
-        openai: write OpenAI's batch output, and failures into the file that `errors_path` names.
-        created_s: when the job began, which OpenAI's output says; seconds since 1970.
+        answers: in row order.
+        rows: upper limit of their number, if that may exceed the format's capacity.
+        ledger: records what the job wrote; other files are left alone.
+        openai: write OpenAI's batch output, with failures in the file of `errors_path`.
+        created_s: when the job started, for OpenAI's output; seconds since 1970.
 
     Raises:
-        EngineError: `DISK_FULL`, `INVALID_REQUEST`; the old file is then as it was.
-        StoppedError: see `Between`; the old file is as it was.
+        EngineError: `DISK_FULL`, `INVALID_REQUEST`; the old file is unchanged.
+        StoppedError: see `Between`; the old file is unchanged.
     """
     ledger = ledger or NothingWritten()
     counted = _Counted(_answered(source, iter(answers), between))
@@ -132,7 +132,7 @@ def write_result(
             bad = undo.enter_context(NewFile(errors_path(path)))
             failures = write_openai(new.path, bad.path, counted, created_s)
             if failures:
-                bad.finish()  # before either takes its place: if there is no room for it, there is none for both
+                bad.finish()  # before either is renamed: if there is no room, neither is
         else:
             _FORMATS[path.suffix.lower()].write(new.path, source, counted)
         files = [put_in_place(new, path, "result", ledger)]
@@ -148,7 +148,7 @@ def write_result(
 
 
 def _remove_old_errors(files: Sequence[WrittenFile], ledger: Ledger) -> None:
-    """Failures that are none any more: the job's own file of them goes, and no other."""
+    """Removes the job's own file of failures once there are none."""
     kept = {file.path for file in files}
     for old in ledger.written():
         if old.kind == "errors" and old.path not in kept and old.is_at(Path(old.path)):
@@ -163,7 +163,7 @@ def _is_same(first: Path, second: Path) -> bool:
 
 
 def _number(path: Path) -> tuple[int, int] | None:
-    """What tells a file from all others, whatever its names; None if there is none, or its disk knows no such thing."""
+    """A file's identity, independent of its names; None if it does not exist or has none."""
     try:
         status = path.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""How a row with its answer looks in each kind of result file."""
+"""The formats of result files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_SHEET_COLUMNS = 16_384
 MOST_OF_A_SHEET = f"An xlsx sheet holds at most {_MOST_SHEET_ROWS:,} rows and {_MOST_SHEET_COLUMNS:,} columns"
 _MOST_CELL_CHARACTERS = 32_767
 _MOST_EXACT = 10**15
-"""A sheet's numbers are floating point: longer ones, such as those of accounts, would lose their last digits."""
+"""Sheet numbers are floating point: longer integers, such as account numbers, would lose digits."""
 _FIRST_YEAR = 1900
 _NOT_IN_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 
@@ -44,7 +44,7 @@ def _columns(source: RowSource) -> ResultColumns:
 
 
 class JsonLinesResult:
-    """An object a line; values keep their types."""
+    """One object per line; values keep their types."""
 
     def write(self, path: Path, source: RowSource, answered: Iterator[tuple[Row, Answer]]) -> None:
         columns = _columns(source)
@@ -57,13 +57,13 @@ class JsonLinesResult:
 
 @dataclass(frozen=True, slots=True)
 class CsvResult:
-    """Values as text; what is nested as JSON."""
+    """Values as text; nested ones as JSON."""
 
     separator: str
 
     def write(self, path: Path, source: RowSource, answered: Iterator[tuple[Row, Answer]]) -> None:
         columns = _columns(source)
-        # With a byte order mark, without which Excel takes UTF-8 for something else.
+        # With a byte order mark, without which Excel misreads UTF-8.
         with open(path, "w", encoding="utf-8-sig", newline="") as file:
             writer = csv.writer(file, delimiter=self.separator)
             writer.writerow([*columns.named, *columns.added])
@@ -72,7 +72,7 @@ class CsvResult:
 
 
 class ParquetResult:
-    """The input's very columns where it was parquet; else text."""
+    """The input's columns unchanged if it was parquet; otherwise text."""
 
     def write(self, path: Path, source: RowSource, answered: Iterator[tuple[Row, Answer]]) -> None:
         import pyarrow as pa
@@ -96,7 +96,7 @@ class ParquetResult:
 
 
 def _same_rows(source: ParquetRows, answered: Iterator[tuple[Row, Answer]]) -> Iterator[tuple[list[Any], list[Answer]]]:
-    """The input's own columns of the rows that are answered, and their answers; nothing goes through Python's types."""
+    """The input's columns of answered rows, with their answers, without converting values to Python types."""
     pair = next(answered, None)
     begin = 0
     for batch in source.batches():
@@ -126,27 +126,27 @@ def _as_text(
 
 
 def fits_a_sheet(source: RowSource, rows: int) -> bool:
-    """Whether so many rows of this input fit a sheet with their answers; reads all of it if nobody has."""
+    """Whether this many rows fit into a sheet with their answers; may read the whole input."""
     columns = _columns(source)
     return rows < _MOST_SHEET_ROWS and len(columns.own) + len(columns.added) <= _MOST_SHEET_COLUMNS
 
 
 def require_a_sheet(source: RowSource) -> None:
-    """Refuses an input of which it is known, or soon found out, that no sheet holds its rows with their answers.
+    """Refuses an input that is known, or quickly found, to exceed a sheet's size with its answers.
 
     Raises:
         EngineError: `INVALID_REQUEST`, or as the source's `rows`.
     """
-    columns = result_columns(source.columns, [])  # later rows may have more: the result says so then
+    columns = result_columns(source.columns, [])  # later rows may have more: checked again with the result
     if len(columns.own) + len(columns.added) > _MOST_SHEET_COLUMNS or has_rows(source, _MOST_SHEET_ROWS):
         raise EngineError(
             ErrorCode.INVALID_REQUEST,
-            f"{MOST_OF_A_SHEET}, and {source.path} has more: choose a csv, jsonl or parquet output.",
+            f"{MOST_OF_A_SHEET}; {source.path} has more: choose a csv, jsonl or parquet output.",
         )
 
 
 class SpreadsheetResult:
-    """Numbers and dates as they are, all else as text that no program takes for a formula; see `fits_a_sheet`."""
+    """Numbers and dates unchanged, everything else as text that is never a formula; see `fits_a_sheet`."""
 
     def write(self, path: Path, source: RowSource, answered: Iterator[tuple[Row, Answer]]) -> None:
         import openpyxl
@@ -177,7 +177,7 @@ class SpreadsheetResult:
 
 
 def _json(record: dict[str, Any]) -> str:
-    """A line of JSON; numbers that JSON has no word for are null."""
+    """A line of JSON; NaN and infinities become null."""
     try:
         return json.dumps(record, ensure_ascii=False, default=json_value, allow_nan=False)
     except ValueError:
@@ -186,7 +186,7 @@ def _json(record: dict[str, Any]) -> str:
 
 
 def _is_sheet_value(value: Any) -> bool:
-    """Whether a sheet holds it as it is, rather than as text."""
+    """Whether a sheet can store it natively instead of as text."""
     if value is None or isinstance(value, bool):
         return True
     if isinstance(value, int | float | Decimal):
@@ -197,7 +197,7 @@ def _is_sheet_value(value: Any) -> bool:
 
 
 def _cut(text: str) -> str:
-    """As much as a cell holds, which counts characters beyond the first plane twice."""
+    """Cuts text to a cell's limit, which counts characters outside the BMP twice."""
     if 2 * len(text) <= _MOST_CELL_CHARACTERS:
         return text
     units = text.encode("utf-16-le", "replace")

@@ -1,4 +1,4 @@
-"""One row of an input file, and where rows come from."""
+"""One row of an input file, and the interface of row sources."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ class Row:
     """A row, which becomes one prompt.
 
     Attributes:
-        index: its place in the input, from 0; the same each time the file is read.
-        fields: value by column; values are what JSON knows, and what parquet and spreadsheets have besides (dates,
-            decimals, bytes).
-        problem: why it cannot be asked, as the end of a sentence; empty if nothing is wrong with it.
-        share: how much of the input has been read with this row, 0 to 1.
+        index: its position in the input, from 0; stable across reads.
+        fields: value by column; values are JSON's types and those of parquet and spreadsheets (dates, decimals, bytes).
+        problem: why it cannot be used, completing a sentence; empty if there is no problem.
+        share: share of the input read up to this row, 0 to 1.
     """
 
     index: int
@@ -27,11 +26,11 @@ class Row:
 
 
 class RowSource(Protocol):
-    """An input whose rows stream: nothing is held but what the format forces.
+    """An input that streams its rows: only what the format requires is in memory.
 
     Attributes:
         path: the file or folder.
-        columns: of every row, in order.  A row may lack some; where no header names them, later rows may have more.
+        columns: in order.  Rows may lack some; without a header, later rows may have more.
     """
 
     @property
@@ -40,22 +39,22 @@ class RowSource(Protocol):
     def columns(self) -> tuple[str, ...]: ...
 
     def all_columns(self) -> tuple[str, ...]:
-        """The same with those that only later rows have; may read all rows."""
+        """The columns of all rows, including later ones; may read all rows."""
         ...
 
     def rows(self) -> Iterator[Row]:
-        """All rows from the first on; may be called again.
+        """All rows from the first; may be called again.
 
         Raises:
-            EngineError: `INVALID_REQUEST`, where the file is not what its name says.
+            EngineError: `INVALID_REQUEST`, if the content does not match the file type.
         """
         ...
 
 
 def unique_names(names: list[str]) -> tuple[str, ...]:
-    """Column names as a file's header gives them, none empty and none twice."""
+    """Column names from a file's header, made non-empty and unique."""
     taken: set[str] = set()
-    numbers: dict[str, int] = {}  # the last one tried of each name: there may be thousands of equal ones
+    numbers: dict[str, int] = {}  # last number tried per name: there may be thousands of duplicates
     result = []
     for place, name in enumerate(names, start=1):
         base = name.strip() or f"column_{place}"

@@ -1,10 +1,10 @@
-"""How many rows an input has: counted where that is quick, else judged by how far it has been read."""
+"""The number of rows of an input: counted if that is fast, otherwise extrapolated from the share read so far."""
 
 from __future__ import annotations
 
 from itertools import islice
 
-from engine.batch_files.aside import Between, on_and_on
+from engine.batch_files.background import Between, noop
 from engine.batch_files.fingerprint import stamp
 from engine.batch_files.row import RowSource
 
@@ -14,8 +14,8 @@ _ROWS_AT_ONCE = 64
 _TOLD_BY = 200
 
 
-def counted_rows(source: RowSource, between: Between = on_and_on) -> int | None:
-    """The number of rows; None of an input so big that counting would take long.
+def counted_rows(source: RowSource, between: Between = noop) -> int | None:
+    """The number of rows; None if the input is too big to count quickly.
 
     Raises:
         EngineError: as the source's `rows`.
@@ -31,20 +31,20 @@ def counted_rows(source: RowSource, between: Between = on_and_on) -> int | None:
 
 
 def has_rows(source: RowSource, rows: int) -> bool:
-    """Whether there are so many; False of an input so big that counting would take long.
+    """Whether there are at least `rows` rows; False if the input is too big to count quickly.
 
     Raises:
         EngineError: as the source's `rows`.
     """
     nbytes = sum(size for _name, size, _time in stamp(source).signs)
-    # A line takes a byte at least, unless it is packed.
+    # A line takes at least one byte, unless compressed.
     if nbytes > _COUNTED_BYTES or (nbytes < rows and source.path.suffix.lower() in _UNPACKED):
         return False
     return next(islice(source.rows(), rows - 1, None), None) is not None
 
 
 class RowCount:
-    """The number of rows, as well as it is known.
+    """The number of rows, as far as known.
 
     Args:
         counted: see `counted_rows`.
@@ -56,14 +56,14 @@ class RowCount:
 
     @property
     def total(self) -> int | None:
-        """Rows in all; None while nobody knows."""
+        """Total rows; None while unknown."""
         return self._total
 
     def read(self, rows: int, share: float) -> None:
-        """So many rows were in this share of the input."""
+        """Notes that this share of the input had `rows` rows."""
         if not self._exact and share > 0 and rows >= _TOLD_BY:
             self._total = max(rows, round(rows / share))
 
     def ended(self, rows: int) -> None:
-        """There were so many."""
+        """Notes the total at the end of the input."""
         self._total, self._exact = rows, True

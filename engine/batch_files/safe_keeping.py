@@ -1,4 +1,4 @@
-"""Answers on their way to the journal: a full disk delays them, and loses none."""
+"""Buffers answers for the journal: a full disk delays them but loses none."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _MOST_WAITING = 64
 
 
 class SafeKeeping:
-    """Writes answers in groups, each put safely on the disk.  It never waits: who calls it does, as long as it has a
-    `problem`, and brings no new rows under way meanwhile.
+    """Writes answers in groups, each flushed to disk. It never blocks: while it has a `problem`, its caller waits and
+    starts no new rows.
     """
 
     def __init__(self, journal: Journal, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -24,18 +24,18 @@ class SafeKeeping:
         self._waiting: list[Answer] = []
         self._flushed_s = clock()
         self.problem = ""
-        """Why answers cannot be written now, as a sentence; empty if they can."""
+        """Why answers cannot be written, as a sentence; empty if they can."""
 
     @property
     def waiting(self) -> int:
-        """Answers that are not on the disk yet."""
+        """Answers not yet on disk."""
         return len(self._waiting)
 
     def keep(self, answer: Answer) -> None:
-        """Takes one answer, and writes those that it has if it is time to.
+        """Adds an answer, and writes the buffered ones when due.
 
         Raises:
-            EngineError: the journal cannot be written for another reason than a full disk.
+            EngineError: the journal cannot be written, for a reason other than a full disk.
         """
         self._waiting.append(answer)
         due = len(self._waiting) >= _MOST_WAITING or self._clock() - self._flushed_s >= _FLUSH_S
@@ -43,10 +43,10 @@ class SafeKeeping:
             self.flush()
 
     def flush(self) -> bool:
-        """Whether everything taken so far is on the disk; if not, `problem` says why.
+        """Writes all buffered answers; returns whether that worked; if not, `problem` says why.
 
         Raises:
-            EngineError: the journal cannot be written for another reason than a full disk.
+            EngineError: the journal cannot be written, for a reason other than a full disk.
         """
         try:
             self._journal.record(self._waiting)

@@ -17,17 +17,17 @@ from engine.common.sizes import about
 _OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
 MAX_UNPACKED_BYTES = 2 * 10**9
 MAX_RATIO = 200
-"""A sheet of numbers packs about 10:1; what unpacks to much more than that is made to fill a computer."""
+"""Sheets compress about 10:1; a much higher ratio is a zip bomb."""
 MOST_LINES = 2**20
-"""Of a sheet, as spreadsheet programs have it.  A file may give a row any number, and those before it are empty."""
+"""Most rows of a sheet, as in spreadsheet programs.  A file may give a row any number, after empty ones."""
 _SMALL_BYTES = 50 * 10**6
 
 
 class SpreadsheetRows:
-    """A row a line of the sheet that is not empty.
+    """One row per non-empty line of the sheet.
 
     Raises:
-        EngineError: `INVALID_REQUEST`: protected by a password, not an xlsx, made to burst, or without a header.
+        EngineError: `INVALID_REQUEST`: protected by a password, not an xlsx, a zip bomb, or without a header.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,23 +60,23 @@ class SpreadsheetRows:
             except StopIteration:
                 return
             except EngineError as error:
-                yield Row(index, {}, f"and all that follows cannot be read ({error.message})", 1.0)
+                yield Row(index, {}, f"and all later rows cannot be read ({error.message})", 1.0)
                 return
             padded = [*cells, *([None] * (len(self._columns) - len(cells)))]
             problem = ""
             if any(value is not None for value in padded[len(self._columns) :]):
-                problem = f"has cells to the right of the {len(self._columns)} columns that the first row names"
+                problem = f"has cells beyond the {len(self._columns)} columns of the first row"
             yield Row(index, dict(zip(self._columns, padded, strict=False)), problem, share)
 
     def _values(self) -> Iterator[tuple[float, tuple[Any, ...]]]:
-        """The lines that are not empty, the first of them the header, each with the share that has been read."""
+        """Non-empty lines, the first of them the header, each with the share read so far."""
         with _opened(self._path) as book:
             for sheet in book.worksheets:
                 some, lines = False, sheet.iter_rows(values_only=True)
                 for line in itertools.count(1):
                     try:
                         cells = next(lines, None)
-                    except Exception as error:  # whatever its parsers meet in a damaged file
+                    except Exception as error:  # anything a damaged file makes the parsers raise
                         raise _no_sheet(self._path, error) from None
                     if cells is None:
                         break
@@ -113,7 +113,7 @@ def _refuse_what_is_no_sheet(path: Path) -> None:
     if unpacked > MAX_UNPACKED_BYTES or (unpacked > _SMALL_BYTES and unpacked > MAX_RATIO * packed):
         raise EngineError(
             ErrorCode.INVALID_REQUEST,
-            f"{path} unpacks to {about(unpacked)} from {about(packed)} and may be made to fill memory: "
+            f"{path} unpacks to {about(unpacked)} from {about(packed)} and may be a zip bomb: "
             f"save the sheet as csv if you trust it.",
         )
 
@@ -133,9 +133,9 @@ def _opened(path: Path) -> Iterator[Any]:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about styles and extensions that no row depends on
+            warnings.simplefilter("ignore")  # about styles and extensions, which do not affect rows
             book = openpyxl.load_workbook(path, read_only=True, data_only=True)
-    except Exception as error:  # whatever its parsers meet in a damaged file
+    except Exception as error:  # anything a damaged file makes the parsers raise
         raise _no_sheet(path, error) from None
     try:
         yield book

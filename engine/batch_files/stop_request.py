@@ -1,4 +1,4 @@
-"""One process asks another to stop its job: a file beside the journal, which whoever works on the job looks for."""
+"""Stops a job in another process: through a file beside the journal, for which the job polls."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ _LOOK_S = 0.5
 
 
 def stop_path(journal: Path) -> Path:
-    """The file whose being there is the wish."""
+    """The file whose existence requests the stop."""
     return journal.with_name(journal.name + ".stop")
 
 
 def ask_to_stop(journal: Path) -> None:
-    """Asks whoever works on the job of this journal; it stops within a second, everything kept."""
+    """Asks the process running this journal's job to stop; it does within a second, and all answers are kept."""
     stop_path(journal).touch(0o600)
 
 
 class StopRequest:
-    """For whoever works on a job, and alone may: wishes from before it began are forgotten."""
+    """The stop request of the job that this process runs; earlier requests are deleted."""
 
     def __init__(self, journal: Path) -> None:
         self._path = stop_path(journal)
@@ -28,7 +28,7 @@ class StopRequest:
         self._is_made = False
 
     def is_made(self) -> bool:
-        """Whether somebody has asked; cheap enough to be called for every layer."""
+        """Whether a stop was requested; cheap enough to call for every layer."""
         now = time.monotonic()
         if not self._is_made and now - self._looked_s >= _LOOK_S:
             self._looked_s = now

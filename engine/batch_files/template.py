@@ -1,4 +1,4 @@
-"""A prompt with places for a row's columns: `Summarise: {{text}}`."""
+"""A prompt with placeholders for a row's columns: `Summarise: {{text}}`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _USUAL_COLUMNS = ("prompt", "text", "question", "input", "instruction", "message
 
 
 class EmptyFieldError(ValueError):
-    """A row has nothing in a column that the prompt needs; the message is the end of a sentence about the row."""
+    """A row is empty in a column that the prompt needs; the message completes a sentence about the row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Text with `{{column}}` in it.
+    """Text with `{{column}}` placeholders.
 
     Attributes:
         text: as written.
-        columns: that it names, each once.
-        instead: where nobody wrote a template: columns of which the first that a row has is asked if it lacks the one
-            that is named, as in a folder of files of different kinds.
+        columns: its columns, without duplicates.
+        instead: for a default template: alternative columns, of which the first one present is used if a row lacks the
+            template's column, as in a folder with different file types.
     """
 
     text: str
@@ -39,7 +39,7 @@ class Template:
         """The prompt of one row.
 
         Raises:
-            EmptyFieldError: the row lacks something that is named.
+            EmptyFieldError: the row lacks a column of the template.
         """
         for name in self.instead:
             if self.columns[0] not in row.fields and name in row.fields:
@@ -56,14 +56,14 @@ def parse_template(text: str, columns: Sequence[str]) -> Template:
     """A template for an input with these columns.
 
     Raises:
-        EngineError: `INVALID_REQUEST`: it names a column that there is not, or none at all.
+        EngineError: `INVALID_REQUEST`: it names an unknown column, or none.
     """
     named = tuple(dict.fromkeys(_PLACE.findall(text)))
     have = ", ".join(columns)
     if not named:
         raise EngineError(
             ErrorCode.INVALID_REQUEST,
-            f"The template names no column, so every row would get the same answer: put in one of {have} as "
+            f"The template names no column, so every row would get the same answer: insert one of {have}, for example "
             f"{{{{{columns[0] if columns else 'text'}}}}}.",
         )
     for name in named:
@@ -75,10 +75,10 @@ def parse_template(text: str, columns: Sequence[str]) -> Template:
 
 
 def template_of(columns: Sequence[str]) -> Template:
-    """What to ask where nobody said: the only column, or one that is called as prompts are.
+    """The default template: the only column, or one with a typical name.
 
     Raises:
-        EngineError: `INVALID_REQUEST`, if that is not clear.
+        EngineError: `INVALID_REQUEST`, if that is ambiguous.
     """
     candidates = [name for name in columns if name not in ("file", "pages")]
     by_name = {name.lower(): name for name in candidates}
@@ -90,14 +90,14 @@ def template_of(columns: Sequence[str]) -> Template:
         example = f"'Summarise: {{{{{candidates[0] if candidates else 'text'}}}}}'"
         raise EngineError(
             ErrorCode.INVALID_REQUEST,
-            f"It is not clear what to ask of each row: give a template with columns in it, such as {example}; "
-            f"there are {', '.join(columns)}.",
+            f"The prompt of a row is ambiguous: give a template with columns, such as {example}; "
+            f"the columns are {', '.join(columns)}.",
         )
     return Template(f"{{{{{found}}}}}", (found,), tuple(usual[1:]))
 
 
 def as_text(value: Any) -> str:
-    """A field's value as it is put into a prompt or a csv: text as it is, nothing for None, JSON for what is nested."""
+    """A field's value for a prompt or a csv: text unchanged, empty for None, JSON for nested values."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -110,7 +110,7 @@ def as_text(value: Any) -> str:
 
 
 def json_value(value: Any) -> Any:
-    """What JSON has no word for: bytes as base64, dates in ISO 8601, anything else as its text."""
+    """JSON forms of other types: bytes as base64, dates in ISO 8601, anything else as text."""
     if isinstance(value, bytes | bytearray | memoryview):
         return base64.b64encode(bytes(value)).decode("ascii")
     if hasattr(value, "isoformat"):

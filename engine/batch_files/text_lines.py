@@ -1,4 +1,4 @@
-"""Plain text: a row a line, or a row a file."""
+"""Plain text: one row per line, or one row per file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from engine.batch_files.decoded_text import WRONG_ENCODING, encoding_of, is_text
 from engine.batch_files.row import Row
 
 MAX_LINE_CHARACTERS = 16 * 2**20
-"""Longer than any model reads: such a line is not collected to its end."""
+"""Longer than any model's context: such a line is not read completely."""
 
 
 class TextLines:
-    """Every line that is not blank is a row with one column, `text`."""
+    """Every non-blank line is a row with one column, `text`."""
 
     def __init__(self, path: Path, *, encoding: str | None = None) -> None:
         self._path = path
@@ -77,7 +77,7 @@ class WholeText:
 
 
 def _lines(file: Iterator[str]) -> Iterator[tuple[str, bool]]:
-    """Lines, and whether they are whole; of one that is too long, the beginning."""
+    """Lines, and whether they are complete; only the beginning of one that is too long."""
     read = file.readline  # type: ignore[attr-defined]
     while line := read(MAX_LINE_CHARACTERS):
         whole = len(line) < MAX_LINE_CHARACTERS or line.endswith(("\n", "\r"))

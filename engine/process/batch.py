@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from engine.batch_files.answer import Answer
-from engine.batch_files.aside import StoppedError, aside
+from engine.batch_files.background import StoppedError, run_in_background
 from engine.batch_files.computing_clock import ComputingClock
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.messages import (
@@ -70,7 +70,7 @@ class BatchService:
         watcher = JobWatcher(events.pace, events.answer, self._chat_waits, self._give_way, cancelled, events.plan)
         try:
             # Opening a huge pdf or ten thousand files takes long: do not keep a chat waiting for it.
-            prepared = aside(lambda _between: prepare(request.job), watcher, lambda _share: None)
+            prepared = run_in_background(lambda _between: prepare(request.job), watcher, lambda _share: None)
             ending = engine.run_batch(prepared, watcher)
         except StoppedError:
             return BatchFinished(request.request_id, False, 0, 0, 0, 0, 0.0, "")
@@ -117,7 +117,7 @@ class BatchService:
         watcher = JobWatcher(events.pace, answered, self._chat_waits, give_way, cancelled, events.plan)
         with contextlib.suppress(StoppedError):
             with clock.stopped():
-                prepared = aside(lambda _between: prepare(request.job), watcher, lambda _share: None)
+                prepared = run_in_background(lambda _between: prepare(request.job), watcher, lambda _share: None)
             engine.sample_batch(prepared, request.rows, watcher)
         done, failed, tokens = counts
         finished = not cancelled()

@@ -1,1 +1,1 @@
-"""Tuning: the machine is measured, plans are made, the best are timed with real tokens, and who won is kept."""
+"""Tuning: measure the machine, plan, time the best plans with real tokens, and save the winner."""

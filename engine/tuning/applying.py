@@ -1,4 +1,4 @@
-"""Settings left to the engine become those that were tuned, where that was done on this machine."""
+"""Fills settings left to the engine with the tuned ones, if they were tuned on this machine."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from engine.tuning.result import TuningResult
 
 _ALWAYS_THE_USERS = ("model", "vram_bytes", "ram_bytes", "context_tokens")
 OUTRUN = 1.5
-"""Times as fast as its timing a model may run before that timing is not believed any more: less is noise and heat."""
+"""Speedup over its timing at which a timing is no longer trusted: less is noise and heat."""
 _CACHE = {"cache_slots", "cache_ways", "cache_policy", "misses", "prefetch"}
 
 
 @dataclass(frozen=True, slots=True)
 class AppliedTuning:
-    """The settings to load a model with.
+    """The settings for loading a model.
 
     Attributes:
-        config: with what was tuned in place of what was left to the engine.
+        config: with tuned values for everything left to the engine.
         note: a sentence for the user; empty if nothing was tuned.
     """
 
@@ -34,19 +34,19 @@ class AppliedTuning:
 
     @property
     def is_tuned(self) -> bool:
-        """Whether anything was."""
+        """Whether any setting was tuned."""
         return self.note.startswith("Tuned")
 
 
 def apply_tuning(config: EngineConfig, folder: Path, look: Callable[[], Probe] = probe_machine) -> AppliedTuning:
-    """What a kept result makes of these settings.
+    """Applies a saved result to these settings.
 
-    Explicit settings overrule: a precision or a device other than the winner's leaves all as it is, other settings of
-    the user's stay while the rest is filled in.  A result of another machine is not used, and that is said.
+    Explicit settings take precedence: a precision or device other than the winner's leaves everything unchanged; other
+    settings of the user's stay, and the rest is filled in. A result of another machine is not used; the note says so.
 
     Args:
-        folder: the model's.
-        look: finds out what the machine is; asked only if there is a result to hold against it.
+        folder: the model's folder.
+        look: detects the machine; called only if there is a result to compare with.
     """
     found = [one for one in results_of(model_mark(folder)) if one.won and answers(one, config)]
     if not found:
@@ -64,7 +64,7 @@ def apply_tuning(config: EngineConfig, folder: Path, look: Callable[[], Probe] =
         return AppliedTuning(config)
     when = f"Tuned on {day(here.taken_at)}"
     if here.outrun:
-        return AppliedTuning(tuned, f"{when}; it has since run at {here.outrun:.1f} tokens/s: tune it again.")
+        return AppliedTuning(tuned, f"{when}; it has since run faster, at {here.outrun:.1f} tokens/s: tune it again.")
     if here.was_busy:
         return AppliedTuning(tuned, f"{when} while other programs were busy: tune it again.")
     return AppliedTuning(tuned, f"{when}: {won.tokens_per_s:.1f} tokens/s.")
@@ -73,16 +73,16 @@ def apply_tuning(config: EngineConfig, folder: Path, look: Callable[[], Probe] =
 def note_outrun(
     folder: Path, asked: EngineConfig, tokens_per_s: float, look: Callable[[], Probe] = probe_machine
 ) -> TuningResult | None:
-    """Marks the result that these settings are loaded with if the model has run far faster than what it says.
+    """Marks the applied result if the model has run far faster than its timing.
 
-    From then on its figure is not shown as this machine's, nor are predictions corrected by it; its settings hold.
+    From then on its figure is neither shown nor used to correct predictions; its settings stay in use.
 
     Args:
-        folder: the model's.
-        look: as of `apply_tuning`.
+        folder: the model's folder.
+        look: as for `apply_tuning`.
 
     Returns:
-        the result as it is kept now; None if there is none, or it need not be marked.
+        the result as saved; None if there is none, or it is not marked.
 
     Raises:
         OSError: it could not be written.
@@ -99,9 +99,9 @@ def note_outrun(
 
 
 def answers(result: TuningResult, config: EngineConfig) -> bool:
-    """Whether it was tuned for these settings: the same budgets and device.
+    """Whether the result was tuned for these settings: the same budgets and device.
 
-    What won on the CPU did so for `cpu` as well as for `auto`, if there is no card that `auto` could mean.
+    A result on the CPU holds for both `cpu` and `auto` if there is no card that `auto` could use.
     """
     if is_same_question(result.asked, config):
         return True
@@ -114,7 +114,7 @@ def answers(result: TuningResult, config: EngineConfig) -> bool:
 
 
 def tuned_config(config: EngineConfig, result: TuningResult) -> EngineConfig | None:
-    """The winner's settings where `config` leaves them to the engine; None if they are not for it."""
+    """The winner's settings where `config` leaves them to the engine; None if they do not apply."""
     won, plain = result.won, EngineConfig("")
     if won is None:
         return None
@@ -127,7 +127,7 @@ def tuned_config(config: EngineConfig, result: TuningResult) -> EngineConfig | N
     if "precision" in given and config.precision != won.precision:
         return None
     if given & _CACHE:
-        return None  # a cache by hand is one whole: what was tuned around another is no part of it
+        return None  # do not mix a manual cache size with settings tuned for another
     filled = {
         entry.name: getattr(theirs, entry.name)
         for entry in fields(EngineConfig)
@@ -137,16 +137,16 @@ def tuned_config(config: EngineConfig, result: TuningResult) -> EngineConfig | N
 
 
 def machine_changes(result: TuningResult, machine: dict[str, str]) -> tuple[str, ...]:
-    """What is another than when it was tuned, in sentences."""
+    """What has changed since it was tuned, in sentences."""
     return tuple(
-        f"The {fact.name} was {fact.value} and is {machine.get(fact.name, 'not known')}."
+        f"The {fact.name} was {fact.value} and is now {machine.get(fact.name, 'unknown')}."
         for fact in result.machine
         if machine.get(fact.name) != fact.value
     )
 
 
 def day(taken_at: str) -> str:
-    """`21 Nov 2026` of an ISO time; the text itself if it is none."""
+    """`21 Nov 2026` of an ISO time; the text itself if it is not a time."""
     try:
         moment = datetime.fromisoformat(taken_at).astimezone()
     except ValueError:

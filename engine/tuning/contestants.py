@@ -1,4 +1,4 @@
-"""Which ways of running a model are worth timing: the plan, the best others by prediction, and how it runs now."""
+"""Chooses what to time: the plan, the best alternatives by prediction, and the current settings."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from engine.tuning.settled import mechanism
 
 _MOST = 3
 _HOPEFUL = 0.5
-"""Of the best prediction, weighed by quality: who is below is not worth a load."""
+"""Fraction of the best prediction, weighted by quality: candidates below are not worth loading."""
 _ON_CARD = ("Switchyard mixed", "Switchyard, misses on the CPU", "Switchyard mixed, static", "whole-layer prefetch")
 _CACHE = ("cache_slots", "cache_ways", "cache_policy", "misses", "prefetch")
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What is tuned.
+    """The input of a tuning run.
 
     Attributes:
-        machine: the machine by precision of the experts: experts of each were measured apart.
+        machine: the machine by precision of the experts, each with its own measured rates.
         model: its shape.
-        asked: settings as they are; before: what they come to at present.
-        has_card: whether a device beside the CPU is used.
-        threads: numbers of CPU threads worth trying.
-        others: limits with the bytes that other programs hold.
-        corrections: of earlier timings.
+        asked: the user's settings; before: the settings currently in effect.
+        has_card: whether a device other than the CPU is used.
+        threads: CPU thread counts worth trying.
+        others: limits, including the bytes that other programs use.
+        corrections: from earlier timings.
     """
 
     machine: Callable[[str], HardwareProfile]
@@ -57,12 +57,12 @@ class Situation:
 
 @dataclass(frozen=True)
 class Field:
-    """Who races.
+    """The contestants.
 
     Attributes:
         plan: the planner's first choice, corrected.
-        contestants: in the order in which they are timed.
-        modelled: uncorrected predictions by name; 0 where there is none.
+        contestants: in order of timing.
+        modelled: uncorrected predictions by name; 0 if there is none.
     """
 
     plan: Plan
@@ -72,13 +72,13 @@ class Field:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run the model, predicted.
+    """A predicted way to run the model.
 
     Attributes:
-        how: the policy, in words.
+        how: name of the policy.
         precision: of the experts, `auto` resolved.
-        modelled: tokens/s by the model of the machine alone; predicted: corrected; low, high: its range.
-        on_card: whether a device takes part.
+        modelled: tokens/s by the machine model alone; predicted: corrected; low, high: range.
+        on_card: whether a device is used.
     """
 
     how: str
@@ -92,16 +92,16 @@ class Candidate:
 
     @property
     def mechanism(self) -> tuple[Any, ...]:
-        """What makes it differ from others."""
+        """A key that differs between different ways to run."""
         threads = self.config.threads or compute_threads()
         return mechanism(self.config, self.precision, on_card=self.on_card, threads=threads)
 
 
 def choose_contestants(situation: Situation) -> Field:
-    """The plan, up to two others that could be better, and how the model runs now unless that is one of them.
+    """The plan, up to two alternatives that may be better, and the current settings unless they are one of these.
 
     Raises:
-        EngineError: `NOT_ENOUGH_MEMORY`, with the nearest that would fit.
+        EngineError: `NOT_ENOUGH_MEMORY`, with the nearest configuration that fits.
     """
     candidates = predicted(situation, every_config(situation))
     speeds: dict[str, float] = {}
@@ -111,9 +111,9 @@ def choose_contestants(situation: Situation) -> Field:
     precision = (worthwhile(speeds) or asked) if asked == AUTO else asked
     plan = corrected_plan(_plan(situation, precision), situation.corrections)
     first = _predicted(situation, plan.policy, _from_plan(situation, plan))
-    if first is not None:  # the plan and the first contestant are one way of running it: they have one figure
+    if first is not None:  # the plan and the first contestant are the same configuration, so they get the same figure
         plan = with_decode(plan, first.predicted, first.low, first.high)
-    # A card that was asked for is used, also where the plan would rather leave it alone.
+    # An explicitly requested card is used even if the plan would not use it.
     elsewhere = plan.card is None and situation.has_card and situation.asked.device != "auto"
     chosen = [first] if first is not None and not elsewhere else []
     ranked = sorted(candidates, key=lambda one: -one.predicted / _weight(one.precision))
@@ -126,7 +126,7 @@ def choose_contestants(situation: Situation) -> Field:
 
 
 def every_config(situation: Situation) -> list[tuple[str, EngineConfig]]:
-    """(how, settings) of every way that the settings allow; those that were given stay as they are."""
+    """(name, settings) of every allowed configuration; explicit settings stay unchanged."""
     asked, found = situation.asked, []
     precisions = LADDER if asked.precision == AUTO else (asked.precision,)
     for precision in precisions:
@@ -140,7 +140,7 @@ def every_config(situation: Situation) -> list[tuple[str, EngineConfig]]:
 
 
 def predicted(situation: Situation, configs: Iterable[tuple[str, EngineConfig]]) -> list[Candidate]:
-    """Those of them that fit."""
+    """Predictions of those that fit."""
     return [one for how, config in configs if (one := _predicted(situation, how, config)) is not None]
 
 
@@ -180,7 +180,7 @@ def _plan(situation: Situation, precision: str) -> Plan:
 
 
 def _from_plan(situation: Situation, plan: Plan) -> EngineConfig:
-    """The plan's settings, but for those that were given."""
+    """The plan's settings, overridden by explicit ones."""
     asked, plain = situation.asked, EngineConfig("")
     config = plan.engine_config(asked.model, asked.device)
     if asked.device != "auto":
@@ -224,7 +224,7 @@ def _name(one: Candidate) -> str:
 
 
 def _weight(precision: str) -> float:
-    """How much faster than the best quality a precision has to be."""
+    """Required speedup of a precision over the best quality."""
     if precision not in LADDER:
         return 1.0
     return math.prod(FORMATS[each].worth for each in LADDER[: LADDER.index(precision) + 1])

@@ -1,4 +1,4 @@
-"""What was timed overrules what was modelled: factors of predictions, found by timing and used from then on."""
+"""Correction factors of predictions, derived from timings."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from engine.planner.workload import Workload
 from engine.tuning.result import Correction, Timed
 
 _LEAST, _MOST = 0.1, 10.0
-"""A factor beyond is no correction: something else was going on."""
+"""Limit of a factor: beyond it, something else is wrong."""
 _RANGE = 0.1
-"""How far a corrected prediction may still be off."""
+"""Relative error of a corrected prediction."""
 
 
 def corrected(
     corrections: Iterable[Correction], precision: str, threads: int, modelled: float, *, on_card: bool, off: float
 ) -> tuple[float, float, float]:
-    """(tokens/s, low, high) of a prediction.
+    """(tokens/s, low, high) of a corrected prediction.
 
-    What was timed just so decides.  What was not is corrected as what is most like it was: much of what the model of
-    a machine has wrong is the same for all; its range stays as wide.
+    A timing of the same configuration decides. Otherwise the factor of the most similar one is used, as much of the
+    machine model's error is common to all; the range stays as wide.
 
     Args:
-        off: the range of the model of the machine, as a share.
+        off: relative error of the machine model.
     """
     here = [one for one in corrections if one.on_card == on_card]
     alike = [one for one in here if one.precision == precision]
@@ -40,7 +40,7 @@ def corrected(
 
 
 def corrections_from(timed: Iterable[Timed], modelled: Mapping[str, float]) -> tuple[Correction, ...]:
-    """From a race: of each precision and number of threads, on a card and on none, the fastest decides.
+    """Corrections from a race: the fastest of each precision and thread count, with and without a card.
 
     Args:
         modelled: uncorrected predictions by contestant's name.
@@ -58,9 +58,9 @@ def corrections_from(timed: Iterable[Timed], modelled: Mapping[str, float]) -> t
 
 
 def corrected_plan(plan: Plan, corrections: Iterable[Correction]) -> Plan:
-    """The plan with its speed as it was seen to be, and so its alternatives and what would help.
+    """The plan with corrected speeds, including its alternatives and suggestions.
 
-    The time until the first token is left alone: it is limited by other things.
+    The time to first token stays: it has other limits.
     """
     known = tuple(corrections)
     if not known:
@@ -78,7 +78,7 @@ def corrected_plan(plan: Plan, corrections: Iterable[Correction]) -> Plan:
 
 
 def with_decode(plan: Plan, tokens_per_s: float, low: float, high: float) -> Plan:
-    """The plan with another decode speed, and what would help with it; its alternatives are left alone."""
+    """The plan with another decode speed, also in its suggestions; its alternatives stay."""
     delivered = _delivered(plan.workload, plan.speed, tokens_per_s)
     speed = replace(plan.speed, tokens_per_s=delivered, decode_tokens_per_s=tokens_per_s, low=low, high=high)
     return _with_speed(plan, speed)
@@ -106,7 +106,7 @@ def _corrected_speed(
 
 
 def _delivered(work: Workload, before: Speed, decode: float) -> float:
-    """Tokens per second, prefill counted, once decoding has another speed."""
+    """Tokens per second including prefill, at another decode speed."""
     if not before.tokens_per_s or not before.decode_tokens_per_s or work.sequences > 1:
         return before.tokens_per_s
     seconds = work.tokens_out / before.tokens_per_s

@@ -10,9 +10,9 @@ class DecodeRate:
     """Decoding at batch 1.
 
     Attributes:
-        tokens_per_s: after the first token; 0 if there were not two.
-        ttft_s: until the first token.
-        tokens: that were timed.
+        tokens_per_s: after the first token; 0 if fewer than two.
+        ttft_s: time to first token.
+        tokens: tokens timed.
     """
 
     tokens_per_s: float

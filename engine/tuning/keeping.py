@@ -1,4 +1,4 @@
-"""Results on disk: one JSON file for each machine, model and question, in the data folder."""
+"""Saved results: one JSON file per machine, model and settings, in the data folder."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ _WEIGHTS = (".safetensors", ".gguf", ".json")
 
 
 def model_mark(folder: Path) -> str:
-    """What tells a model from others of any name: its configuration, and its files' names and sizes.
+    """Identifies a model, whatever its name, by its configuration and its files' names and sizes.
 
-    Reads next to nothing: it is asked each time that a model is loaded.  A copy of a model has the same mark.
+    Cheap: called each time a model is loaded.  A copy of a model has the same mark.
     """
     digest = hashlib.sha256()
     try:
         digest.update(read_foreign(folder / CONFIG_NAME, MAX_CONFIG_BYTES))
         files = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS)
         digest.update(json.dumps([(path.name, path.stat().st_size) for path in files]).encode())
-    except OSError:  # whoever loads it says what is wrong
+    except OSError:  # loading it reports the error
         digest.update(str(folder).encode())
     return digest.hexdigest()[:_MARK]
 
 
 def facts(machine: Mapping[str, str]) -> tuple[Fact, ...]:
-    """What a machine is, as `engine.hardware.measurement_files.described` says it."""
+    """The machine's description from `engine.hardware.measurement_files.described`."""
     return tuple(Fact(name, value) for name, value in machine.items())
 
 
 def save_result(result: TuningResult) -> Path:
-    """Keeps it, in place of an earlier one of the same machine, model and question.
+    """Saves it, replacing an earlier one of the same machine, model and settings.
 
     Raises:
-        OSError: it could not be written; what was there is still there.
+        OSError: it could not be written; the old file is unchanged.
     """
     path = _file(result)
     write_private(path, json.dumps({"version": _VERSION, **asdict(result)}, indent=1))
@@ -58,7 +58,7 @@ def save_result(result: TuningResult) -> Path:
 
 
 def keep_anyway(result: TuningResult | None, measurements: Measurements | None) -> None:
-    """Keeps what a run did not, because other programs were busy meanwhile: the user wants it all the same.
+    """Saves what a run did not save because other programs were busy, at the user's request.
 
     Raises:
         OSError: it could not be written.
@@ -70,18 +70,18 @@ def keep_anyway(result: TuningResult | None, measurements: Measurements | None) 
 
 
 def results_of(mark: str) -> list[TuningResult]:
-    """All that are kept of a model, the latest first; what cannot be understood is left out."""
+    """All saved results of a model, latest first; unreadable ones are skipped."""
     found = (read_result(path) for path in _folder().glob(f"{mark}-*.json"))
     return sorted((one for one in found if one is not None), key=lambda one: one.taken_at, reverse=True)
 
 
 def all_results() -> list[TuningResult]:
-    """All that are kept, the latest first."""
+    """All saved results, latest first."""
     return results_of("*")
 
 
 def kept_corrections(mark: str, machine: Mapping[str, str]) -> tuple[Correction, ...]:
-    """Of all that was timed of a model on this machine and can be trusted: for each way of running it the latest."""
+    """The latest trusted correction of each configuration of a model on this machine."""
     here = [one for one in results_of(mark) if one.machine == facts(machine) and one.is_trusted]
     found: dict[tuple[str, bool, int], Correction] = {}
     for result in here:
@@ -91,7 +91,7 @@ def kept_corrections(mark: str, machine: Mapping[str, str]) -> tuple[Correction,
 
 
 def corrections_here(model: str) -> tuple[Correction, ...]:
-    """The same of whatever a user calls a model, on this machine; none for one that is not here."""
+    """The same for a model by user-given name, on this machine; none if it is not here."""
     try:
         mark = model_mark(resolve(model))
     except EngineError:
@@ -100,7 +100,7 @@ def corrections_here(model: str) -> tuple[Correction, ...]:
 
 
 def read_result(path: Path) -> TuningResult | None:
-    """The result in a file; None if there is none, or it is not what we wrote."""
+    """The result in a file; None if there is none, or it is not one of ours."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content.pop("version") != _VERSION:
@@ -112,7 +112,7 @@ def read_result(path: Path) -> TuningResult | None:
 
 
 def is_same_question(one: EngineConfig, other: EngineConfig) -> bool:
-    """Whether both leave the engine the same of the machine, whatever else they say."""
+    """Whether both leave the same resources to the engine."""
     return _question(one) == _question(other)
 
 

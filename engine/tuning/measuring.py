@@ -1,4 +1,4 @@
-"""Measuring as a part of tuning: which device, whether earlier measurements will do, and numbers for a picture."""
+"""Measuring as part of tuning: the device, reuse of earlier measurements, and numbers for display."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from engine.measure.run import Progress, Row
 
 OnMeasured = Callable[[str, float, TuningNumber | None], None]
-"""(name of what is measured, 0 to 1, a number that was just found)."""
+"""(name of the measurement, progress 0 to 1, the latest number)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMachine:
-    """What there is to plan with.
+    """Measurements to plan with.
 
     Attributes:
-        device: beside the CPU; empty without one.
+        device: in addition to the CPU; empty without one.
         kept: whether these are earlier measurements.
     """
 
@@ -48,17 +48,17 @@ def measured_machine(
     on_progress: OnMeasured,
     cancelled: Callable[[], bool],
 ) -> MeasuredMachine:
-    """Measures the device that `config` names beside the CPU, unless that was done on this machine as thoroughly.
+    """Measures the CPU and the device of `config`, unless this machine has measurements that are as thorough.
 
     Args:
-        again: measure in any case.
-        before_measuring: called if it comes to measuring a device, whose memory is to be free for that.
+        again: always measure.
+        before_measuring: called before measuring a device, to free its memory.
 
     Raises:
         EngineError: there is no such device.
         RequestCancelled: soon after `cancelled()`.
     """
-    # Whoever only plans must not wait for torch.
+    # Imported late: planning alone must not wait for torch.
     from engine.devices.opening import open_devices
     from engine.measure.measuring import measure_machine
     from engine.measure.run import MeasurementCancelledError
@@ -92,7 +92,7 @@ def measured_machine(
 
 
 def number_of(row: Row) -> TuningNumber | None:
-    """A measured row as a number of the picture; None if it has no place there."""
+    """A measured row as a number for display; None if it is not displayed."""
     if isinstance(row, RamRead):
         return TuningNumber("ram", _threads(row.threads), row.bytes_per_s, "bytes/s")
     if isinstance(row, ExpertTime):
@@ -121,7 +121,7 @@ def _tell(progress: Progress, on_progress: OnMeasured) -> None:
 
 
 def _device_spec(config: EngineConfig) -> str:
-    """One device: several of a kind are measured by their first."""
+    """One device: of several equal ones, the first."""
     from engine.devices.cuda import cuda_count
 
     if config.device in ("auto", "cuda"):

@@ -1,11 +1,11 @@
 """What worker and window say to each other about tuning; part of `engine.protocol`.
 
-A run goes through the stages of `STAGES`.  After each of the first three parts the window is told what came of it:
-`TuningMeasured`, `TuningPlans`, then a `TuningTimed` for every contestant.  It may be asked to end after any of them
-(`until`), so that a wizard can stop there, and go on with the next command: what was measured is not measured again.
+A run goes through the stages of `STAGES`. The first three parts each send their result: `TuningMeasured`,
+`TuningPlans`, then a `TuningTimed` for every contestant. With `until` it ends after one of them, so that a wizard can
+stop there and continue with the next command: measurements are not repeated.
 
-While other programs keep the processor busy a run waits for a moment (`waiting`), and then goes on all the same; what
-comes out of it is not kept unless that was asked for.
+While other programs keep the CPU busy, a run waits for a moment (`waiting`) and then goes on anyway; its results are
+then not saved unless requested.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class StartTuning:
     """Tune this machine for a model.  Ends in `TuningFinished` (also when cancelled) or `Failed`.
 
     Attributes:
-        config: the model, and the settings as they are at present: what is `auto` or None there is to be found.
-        kind: how thoroughly is measured, and how long timed.
-        until: the last thing to be done.
-        measure_again: also what was measured before on this very machine, at least as thoroughly.
-        even_if_busy: keep what comes out also if other programs were busy meanwhile; else nothing of it is kept.
+        config: the model and current settings: those that are `auto` or None are tuned.
+        kind: thoroughness of measuring and timing.
+        until: the last part to run.
+        measure_again: ignore earlier measurements of this machine.
+        even_if_busy: save results even if other programs were busy; otherwise nothing is saved.
     """
 
     request_id: str
@@ -56,11 +56,11 @@ class StartTuning:
 
 @dataclass(frozen=True, slots=True)
 class TuningNumber:
-    """A number that has just been found.
+    """A number just measured.
 
     Attributes:
-        what: where it belongs in a picture of the machine; `decode` is that of the contestant being timed.
-        detail: of what precisely, for people: `8 threads`, `int8, 16 tokens`.
+        what: its place in the picture of the machine; `decode` belongs to the contestant being timed.
+        detail: details for display: `8 threads`, `int8, 16 tokens`.
     """
 
     what: Measured
@@ -71,12 +71,12 @@ class TuningNumber:
 
 @dataclass(frozen=True, slots=True)
 class TuningProgress:
-    """How far a stage is.
+    """Progress of a stage.
 
     Attributes:
-        name: what is being done: of a measurement, or of the contestant that is loaded or timed.
+        name: name of the measurement, or of the contestant being loaded or timed.
         done: 0 to 1 of the stage.
-        number: what was just found, if something was.
+        number: the latest number, if any.
     """
 
     request_id: str
@@ -88,15 +88,15 @@ class TuningProgress:
 
 @dataclass(frozen=True, slots=True)
 class TuningMeasured:
-    """The measurements are there: `engine.hardware.measurement_files.load_measurements(probe(), device)` has them,
-    unless other programs were busy meanwhile.
+    """The machine is measured: `engine.hardware.measurement_files.load_measurements(probe(), device)` returns the
+    results, unless other programs were busy.
 
     Attributes:
-        kind: how thorough they are.
-        taken_at: ISO 8601, UTC; `kept`: they are earlier ones, still true.
-        notes: sentences for people.
+        kind: thoroughness.
+        taken_at: ISO 8601, UTC; `kept`: earlier measurements that are still valid.
+        notes: sentences for the user.
         skipped: what could not be measured and why, as sentences.
-        others: share of the processor that other programs took meanwhile.
+        others: CPU share of other programs meanwhile.
     """
 
     request_id: str
@@ -111,7 +111,7 @@ class TuningMeasured:
 
 @dataclass(frozen=True, slots=True)
 class TuningPlans:
-    """What will be timed, in that order; `plan` is the planner's first choice, for roofline and memory."""
+    """The contestants in order of timing; `plan` is the planner's first choice, for roofline and memory."""
 
     request_id: str
     plan: Plan
@@ -120,7 +120,7 @@ class TuningPlans:
 
 @dataclass(frozen=True, slots=True)
 class TuningTimed:
-    """A contestant has been timed, or could not be; comes again when repeats have changed its median."""
+    """A contestant was timed, or failed; sent again when repeats change its median."""
 
     request_id: str
     timed: Timed
@@ -131,17 +131,16 @@ class TuningFinished:
     """Terminal event of `StartTuning`.
 
     Attributes:
-        finished: whether all that was asked for was done; else it was cancelled or failed, and no result is kept.
-        result: None if it did not finish, or was to end before anything was timed.
-        reloaded: whether models were freed or loaded; else what was loaded before is, untouched.
-        loaded: if `reloaded`, the model that is loaded now: the one that was before, tuned if it is that which was
-            tuned; None if there was none, or it could not be had again, which the note says.
-        note: what else the user should know; may be empty.
-        problem: why it failed half-way, as a sentence; empty if it did not.
-        saved: whether the result is kept, and with it the measurements; not if other programs were busy, unless that
-            was asked for.
-        others: the largest share of the processor that other programs took.
-        unsaved: measurements of this run that are not kept.
+        finished: whether the run completed; otherwise it was cancelled or failed, and no result is saved.
+        result: None if it did not finish, or was limited by `until`.
+        reloaded: whether models were unloaded or loaded; otherwise the earlier model is untouched.
+        loaded: if `reloaded`, the model loaded now: the earlier one, with tuned settings if it is the tuned model; None
+            if there was none, or if it could not be reloaded, which the note says.
+        note: a further note for the user; may be empty.
+        problem: why it failed, as a sentence; empty if it did not.
+        saved: whether result and measurements are saved: not if other programs were busy, unless requested.
+        others: the largest CPU share of other programs.
+        unsaved: measurements of this run that were not saved.
     """
 
     request_id: str

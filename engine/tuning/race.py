@@ -1,4 +1,4 @@
-"""The race: contestants are loaded one after the other, warmed up and timed with real tokens, there and back again."""
+"""The race: loads each contestant in turn, warms it up and times real tokens, forwards and then backwards."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _WARM_UP_TOKENS = 8
 _WARM_UP_S = 3.0
 _DRIFT = 0.15
 _AS_GOOD = 1.03
-"""How many times as fast as how it runs now another way in the same precision has to be: less is noise."""
+"""Speedup over the current settings required of another configuration in the same precision: less is noise."""
 
 
 class RacedEngine(Protocol):
-    """What a race needs of an engine, which holds one model at a time."""
+    """The engine as a race uses it; it holds one model at a time."""
 
     def load_exactly(
         self, config: EngineConfig, *, on_progress: Callable[[int, int], None], cancelled: Callable[[], bool]
@@ -40,13 +40,13 @@ class RacedEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long is raced.
+    """The duration of a race.
 
     Attributes:
-        tokens: of a repeat, or as many as come in `seconds`.
-        repeats: each time that a contestant is loaded.
-        again_s: what may be spent on loading all a second time, the other way round: then a machine that slows down
-            in the middle treats all alike.
+        tokens: of a repeat, or as many as fit into `seconds`.
+        repeats: per load of a contestant.
+        again_s: time available for a second round in reverse order, which treats all contestants alike if the machine
+            slows down midway.
     """
 
     tokens: int
@@ -61,14 +61,14 @@ THOROUGH_PACE = Pace(96, 6.0, 5, 60.0)
 
 @dataclass(frozen=True)
 class RaceWatcher:
-    """Who is told.
+    """Callbacks of a race.
 
     Attributes:
         loading: contestant's name and 0 to 1.
         decoding: name, 0 to 1 of the whole race, tokens/s of this repeat so far; 0 before there is any.
-        timed: a contestant's timing as it stands.
-        cancelled: asked for every token.
-        watch: begins to watch what other programs take of the processor; see `OtherPrograms.watch`.
+        timed: a contestant's current timing.
+        cancelled: polled for every token.
+        watch: starts watching the CPU share of other programs; see `OtherPrograms.watch`.
     """
 
     loading: Callable[[str, float], None]
@@ -112,10 +112,9 @@ def race(
     watcher: RaceWatcher,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Timed]:
-    """Times all; the fastest first, those that could not be run last.
+    """Times all contestants; the fastest first, failed ones last.
 
-    What is wrong with one contestant is its own affair: no memory, a device that fails.  The engine is left with
-    whichever was last.
+    A failure of one contestant (no memory, a device error) does not affect the others. The last one stays loaded.
 
     Raises:
         RequestCancelled: soon after `cancelled()`.
@@ -154,7 +153,7 @@ class _Race:
             self._time(entrant)
         except EngineError as error:
             self._failed(entrant, error.message)
-        except (MemoryError, RuntimeError, OSError) as error:  # torch says it in either way that memory is short
+        except (MemoryError, RuntimeError, OSError) as error:  # torch raises either when memory runs out
             text = (str(error).strip().splitlines() or [type(error).__name__])[0]
             self._failed(entrant, text)
         self._done += 1
@@ -177,9 +176,9 @@ class _Race:
         )
         entrant.load_s = entrant.load_s or self._clock() - begun
         self._loaded = entrant
-        # It would race as another contestant: what was to be timed does not run here.
+        # It fell back to another configuration than the one to be timed.
         if entrant.info.device == "cpu" and not entrant.contestant.is_before and _wants_card(entrant.contestant):
-            raise RuntimeError(entrant.info.device_note or "It runs on the CPU after all.")
+            raise RuntimeError(entrant.info.device_note or "It ran on the CPU instead.")
 
     def _time(self, entrant: _Entrant) -> None:
         pace, name = self._pace, entrant.contestant.name
@@ -195,7 +194,7 @@ class _Race:
             found = self._engine.time_decode(pace.tokens, pace.seconds, on_token, self._watcher.cancelled)
             self._check()
             if found.tokens_per_s <= 0:
-                raise RuntimeError("It made no tokens that could be timed.")
+                raise RuntimeError("It generated no tokens to time.")
             entrant.rates.append(found.tokens_per_s)
             entrant.ttfts.append(found.ttft_s)
             entrant.others.append(others())
@@ -206,7 +205,7 @@ class _Race:
 
 
 def drift_note(timed: Sequence[Timed]) -> str:
-    """A sentence if all were another speed on the way back than there, which the median evens out; else empty."""
+    """A note if all contestants changed speed in the second round (the median compensates); otherwise empty."""
     changes = []
     for one in timed:
         half = len(one.rates) // 2
@@ -220,9 +219,9 @@ def drift_note(timed: Sequence[Timed]) -> str:
 
 
 def winner_of(timed: Sequence[Timed]) -> Timed | None:
-    """Who the model is run with: in the precision that is worth its loss of quality, the fastest.
+    """The winner: the fastest in the precision that is worth its loss of quality.
 
-    How it runs now stays, unless something is faster by more than noise.  None if nothing could be run.
+    The current settings stay unless something is faster by more than noise.  None if nothing ran.
     """
     able = [one for one in timed if not one.problem and one.tokens_per_s]
     best: dict[str, Timed] = {}

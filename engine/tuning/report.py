@@ -1,4 +1,4 @@
-"""A result as text: what a terminal shows, and what the button that copies it copies."""
+"""A result as text, for the terminal and the clipboard."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from engine.tuning.result import Timed, TuningResult
 
 
 def report_text(result: TuningResult, *, saved: bool = True) -> str:
-    """The whole result in plain text: machine, every contestant predicted and timed, who won, before and after.
+    """The whole result as plain text: machine, contestants with prediction and timing, winner, before and after.
 
     Args:
-        saved: whether it is kept, and the model runs with it.
+        saved: whether it is saved and in use.
     """
     width = max((len(one.contestant.name) for one in result.timed), default=0)
     lines = [
@@ -28,22 +28,22 @@ def report_text(result: TuningResult, *, saved: bool = True) -> str:
 
 
 def verdict(result: TuningResult, *, saved: bool = True) -> str:
-    """Who won and what that brings, in one or two sentences."""
+    """The winner and its gain, in one or two sentences."""
     won, before = result.won, result.before
     if won is None:
-        return "None of them could be run: nothing is changed."
+        return "None of them could run: the settings are unchanged."
     if not saved:
         return f"Fastest: {won.contestant.name}, {won.tokens_per_s:.1f} tokens/s. It is not saved."
     if won.contestant.is_before:
-        return f"The settings stay as they are: {won.tokens_per_s:.1f} tokens/s, and nothing else is better."
+        return f"The settings stay the same: {won.tokens_per_s:.1f} tokens/s, and nothing else is better."
     text = f"From now on: {won.contestant.name}, {won.tokens_per_s:.1f} tokens/s."
     if before is not None and before.tokens_per_s:
         text += f" Before: {before.tokens_per_s:.1f} tokens/s, so {won.tokens_per_s / before.tokens_per_s:.2f} times."
     elif before is not None:
-        text += " Before, it could not be run."
+        text += " Before, it could not run."
     faster = next((one for one in result.timed if one.tokens_per_s > won.tokens_per_s), None)
     if faster is not None:
-        text += f" {faster.precision} would be faster, but not by enough for what it costs in quality."
+        text += f" {faster.precision} would be faster, but not by enough to justify its loss of quality."
     return text
 
 

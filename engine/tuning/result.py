@@ -1,4 +1,4 @@
-"""What a tuning run found: the ways that were timed, who won, and how far predictions were off."""
+"""The result of a tuning run: timings, the winner, and corrections of predictions."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ TUNING_KINDS: tuple[TuningKind, ...] = ("quick", "thorough")
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A way to run the model, before it has been timed.
+    """A configuration to time.
 
     Attributes:
-        name: of it alone in its run, for people: `int8, Switchyard mixed, 2 threads`.
-        config: that the engine is given, to the letter.
-        predicted_tokens_per_s, low, high: decoding, with what earlier timings corrected; 0 if it cannot be predicted.
-        is_before: it is how the model runs at present; several may stand for one way: a plan can be what runs already.
-        is_plan: it is the planner's first choice.
+        name: display name, unique within its run: `int8, Switchyard mixed, 2 threads`.
+        config: exact settings for the engine.
+        predicted_tokens_per_s, low, high: decoding, corrected by earlier timings; 0 if it cannot be predicted.
+        is_before: the current settings; may also be the plan.
+        is_plan: the planner's first choice.
     """
 
     name: str
@@ -35,17 +35,17 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A contestant after the race.
+    """A timed contestant.
 
     Attributes:
-        tokens_per_s: median of `rates`, decoding without the first token; 0 if none was reached.
+        tokens_per_s: median of `rates`, decoding without the first token; 0 if it failed.
         rates: of each repeat.
-        ttft_s: median time until the first token of a short prompt.
-        load_s: that loading took, the first time.
-        device, precision, threads: as it was really loaded; empty and 0 if it was not.
-        note: what the engine said on loading it, such as that it runs on the CPU after all.
-        problem: why it could not be timed, as a sentence; empty if it was.
-        others: share of the processor that other programs took meanwhile, 0 to 1.
+        ttft_s: median time to first token of a short prompt.
+        load_s: duration of the first load.
+        device, precision, threads: as actually loaded; empty and 0 if it was not.
+        note: the engine's note on loading it, such as a fallback to the CPU.
+        problem: why it could not be timed, as a sentence; empty on success.
+        others: CPU share of other programs meanwhile, 0 to 1.
     """
 
     contestant: Contestant
@@ -63,11 +63,11 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """By what predictions are to be multiplied: what was timed over what the model of the machine said.
+    """A factor of predictions: timed speed over modelled speed.
 
     Attributes:
         precision: of the experts.
-        on_card: whether a card took part.
+        on_card: whether a card was used.
         threads: of the CPU.
     """
 
@@ -79,7 +79,7 @@ class Correction:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """Something that a result depends on: `graphics card`, `none`."""
+    """Part of the machine that a result depends on: `graphics card`, `none`."""
 
     name: str
     value: str
@@ -90,16 +90,16 @@ class TuningResult:
     """A finished run.
 
     Attributes:
-        model: name for people; `model_mark` tells its files from others (see `engine.tuning.keeping.model_mark`).
-        asked: the settings that were tuned: what is `auto` or None there, the result may decide.
+        model: display name; `model_mark` identifies its files (see `engine.tuning.keeping.model_mark`).
+        asked: the settings that were tuned: the result fills those that are `auto` or None.
         taken_at: ISO 8601, UTC.
-        machine: what it was tuned on (`engine.hardware.measurement_files.described`).
-        timed: the fastest first; those that failed last.
-        winner: name of the contestant that the model is run with from now on; empty if none could be run.
-        corrections: see there.
-        notes: sentences for people.
-        others: the largest share of the processor that other programs took while something was measured or timed.
-        outrun: tokens/s that the model was later seen to reach with it, where that is far above what was timed; else 0.
+        machine: the tuned machine (`engine.hardware.measurement_files.described`).
+        timed: the fastest first, failed ones last.
+        winner: name of the contestant used from now on; empty if none could run.
+        corrections: see `Correction`.
+        notes: sentences for the user.
+        others: the largest CPU share of other programs during the run.
+        outrun: tokens/s reached later with it, if far above the timing; otherwise 0.
     """
 
     model: str
@@ -117,12 +117,12 @@ class TuningResult:
 
     @property
     def was_busy(self) -> bool:
-        """Whether other programs took so much of the processor that the figures say little about this machine."""
+        """Whether other programs used so much CPU that the figures are unreliable."""
         return is_busy(self.others)
 
     @property
     def is_trusted(self) -> bool:
-        """Whether its figures may be shown as this machine's, and predictions corrected by them."""
+        """Whether its figures may be shown, and used to correct predictions."""
         return not self.was_busy and not self.outrun
 
     @property
@@ -132,12 +132,12 @@ class TuningResult:
 
     @property
     def before(self) -> Timed | None:
-        """The timing of how the model ran before; None if that was not timed."""
+        """The timing of the earlier settings; None if not timed."""
         return next((one for one in self.timed if one.contestant.is_before), None)
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast as before; None if before, nothing ran."""
+        """Speedup over the earlier settings; None if those could not run."""
         won, before = self.won, self.before
         if won is None or before is None or not before.tokens_per_s:
             return None
@@ -145,8 +145,8 @@ class TuningResult:
 
 
 def busy_note(others: float) -> str:
-    """A sentence on what was measured while other programs took that share of the processor."""
+    """A sentence on measurements taken while other programs used that share of the CPU."""
     return (
-        f"Other programs took {others:.0%} of the processor meanwhile, so these figures are lower than what this "
+        f"Other programs used {others:.0%} of the CPU meanwhile, so these figures are lower than what this "
         "machine can do."
     )

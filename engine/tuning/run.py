@@ -1,7 +1,7 @@
-"""A tuning run: look, measure, plan, time real tokens, keep who won; then what was loaded before is loaded again.
+"""A tuning run: probe, measure, plan, time real tokens, save the winner; then reload the earlier model.
 
-Timings that other programs have spoiled would be believed for good: a run waits for them for a moment, watches them
-throughout, and does not keep what came of it while they were busy unless it was told to.
+Timings spoiled by other programs would mislead forever: a run waits for these for a moment, watches them throughout,
+and does not save its result if they were busy, unless told to.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from engine.tuning.result import Timed, TuningKind, TuningResult, busy_note
 
 _LOOK_S = 0.5
 _LOOKS = {"quick": 20, "thorough": 60}
-"""So often it is looked whether other programs have ended before it begins all the same: for 10 and for 30 seconds."""
+"""Checks for busy programs before starting anyway: for 10 and for 30 seconds."""
 
 TuningEvent = TuningProgress | TuningMeasured | TuningPlans | TuningTimed
 _PACES = {"quick": QUICK_PACE, "thorough": THOROUGH_PACE}
 
 
 class TunedEngine(RacedEngine, Protocol):
-    """What tuning needs of an engine."""
+    """The engine as tuning uses it."""
 
     @property
     def asked(self) -> EngineConfig | None: ...
@@ -82,7 +82,7 @@ class TuningEnding:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a run takes from the machine: replaced in tests.
+    """A run's access to the machine; replaced in tests.
 
     Attributes:
         look: the probe.
@@ -90,7 +90,7 @@ class Surroundings:
         paces: of the race, by kind.
         now: ISO 8601, UTC.
         watch: see `OtherPrograms.watch`.
-        pause: waits so many seconds.
+        pause: sleeps for some seconds.
     """
 
     look: Callable[[], Probe] = probe_machine
@@ -108,14 +108,14 @@ def tune(
     cancelled: Callable[[], bool],
     surroundings: Surroundings | None = None,
 ) -> TuningEnding:
-    """Does what `request` asks for.
+    """Performs `request`.
 
-    Once it has begun an ending says that it was cancelled, or what the problem was; only what nobody foresaw is raised,
-    after what was loaded before has been loaded again.  A result is kept only of a run that went to its end, and not
-    if other programs were busy meanwhile, unless `request.even_if_busy`: `keeping.keep_anyway` does so afterwards.
+    Once started, cancellation and problems are reported in the ending; only unexpected errors are raised, after the
+    earlier model has been reloaded. A result is saved only by a complete run, and not if other programs were busy,
+    unless `request.even_if_busy`; `keeping.keep_anyway` can save it afterwards.
 
     Raises:
-        EngineError: the model cannot be found or understood; nothing has been touched.
+        EngineError: the model is not found or not understood; nothing has changed.
     """
     return _Tuning(engine, request, tell, cancelled, surroundings or Surroundings()).run()
 
@@ -150,7 +150,7 @@ class _Tuning:
             pass
         except EngineError as error:
             problem = error.message
-        except BaseException:  # a fault of ours, which whoever called reports: the user's model is there again
+        except BaseException:  # an internal error, reported by the caller: restore the user's model first
             self._restore()
             raise
         note = self._restore()
@@ -177,7 +177,7 @@ class _Tuning:
         return self._time(probe, field)
 
     def _wait_for_others(self) -> None:
-        """Whatever keeps the processor busy may end in a moment; who wants the result in any case does not wait."""
+        """Waits for busy programs to finish, unless the result is wanted in any case."""
         looks = 0 if self._request.even_if_busy else _LOOKS[self._request.kind]
         for number in range(looks):
             taken = self._around.watch()
@@ -221,7 +221,7 @@ class _Tuning:
             try:
                 save_measurements(kept)
             except OSError as error:
-                notes = (*notes, f"The measurements could not be kept: {error.strerror or error}.")
+                notes = (*notes, f"Could not save the measurements: {error.strerror or error}.")
         self._notes += notes
         notes = (*notes, *told)
         skipped = tuple(f"{name}: {reason}" for name, reason in kept.skipped.items())
@@ -275,7 +275,9 @@ class _Tuning:
                 save_result(result)
             except OSError as error:
                 self._saved = False
-                result = replace(result, notes=(*result.notes, f"This could not be kept: {error.strerror or error}."))
+                result = replace(
+                    result, notes=(*result.notes, f"Could not save the result: {error.strerror or error}.")
+                )
         return result
 
     def _result(self, probe: Probe, field: Field, timed: list[Timed]) -> TuningResult:
@@ -296,12 +298,12 @@ class _Tuning:
         )
 
     def _free(self) -> None:
-        """The memory of what was loaded is wanted."""
+        """Unloads the current model, to free its memory."""
         self._touched = True
         self._engine.unload()
 
     def _restore(self) -> str:
-        """Loads what was loaded before, which nobody can cancel; why it could not be, or an empty text."""
+        """Reloads the earlier model, uncancellably; returns why that failed, or an empty text."""
         if not self._touched:
             return ""
         held = self._held
@@ -319,7 +321,7 @@ class _Tuning:
         except (EngineError, MemoryError, RuntimeError, OSError) as error:
             reason = error.message if isinstance(error, EngineError) else str(error).partition("\n")[0]
             name = Path(held.model).name if held is not None else "The model"
-            return f"{name}, which was loaded before, is not loaded now: {reason}"
+            return f"{name} could not be reloaded: {reason}"
         return ""
 
     def _decoding(self, name: str, done: float, rate: float) -> None:
@@ -334,7 +336,7 @@ class _Tuning:
 
 
 def _threads(probe: Probe, measurements: Measurements) -> tuple[int, ...]:
-    """All cores, and the number at which weights were read fastest if that is another, or next to as fast."""
+    """All cores, and the thread count with the fastest weight reads if it differs, or nearly as fast ones."""
     most = max(1, min(probe.physical_cores or probe.usable_cpus, probe.usable_cpus))
     found = {most}
     for precision in LADDER:
@@ -346,6 +348,6 @@ def _threads(probe: Probe, measurements: Measurements) -> tuple[int, ...]:
 
 
 def _others(probe: Probe, device: str) -> Limits:
-    """What other programs hold now; an emulated device is nobody else's."""
+    """Memory used by other programs; an emulated device is not shared."""
     vram = probe.vram_in_use if device.startswith("cuda") else 0
     return Limits(vram_of_others=vram, ram_of_others=probe.ram_in_use)

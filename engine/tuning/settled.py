@@ -1,4 +1,4 @@
-"""One figure for each way of running a model: what was timed, else what is predicted of the engine, corrected."""
+"""One speed for each configuration: the timed one, otherwise the corrected prediction."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def best_settled(
     corrections: Iterable[Correction] = (),
     results: Iterable[TuningResult] = (),
 ) -> Plan:
-    """The plan for a chat that the engine would choose, by the figures that hold: what was timed decides.
+    """The plan for a chat that the engine would choose, preferring timings over predictions.
 
     Args:
-        machine_of: a precision -> the machine with the rates that were measured for it.
+        machine_of: precision -> the machine with the rates measured for it.
         measured: see `make_plan`.
         corrections, results: see `settled_plan`.
 
@@ -71,7 +71,7 @@ def best_settled(
 
 
 def _with_others(plan: Plan, plans: Mapping[str, Plan]) -> Plan:
-    """The plan with those of other precisions as its alternatives: each with the rates that were measured for it."""
+    """The plan, with those of other precisions as alternatives, each at the rates measured for it."""
     same = [one for one in plan.alternatives if one.precision == plan.precision]
     others = [Alternative(one.policy, one.precision, one.speed, runs_here=True) for one in plans.values()]
     others = [one for one in others if one.precision != plan.precision]
@@ -85,20 +85,20 @@ def settled_plan(
     corrections: Iterable[Correction] = (),
     results: Iterable[TuningResult] = (),
 ) -> Plan:
-    """The plan with the figure that holds for it.
+    """The plan with its timed or corrected speed.
 
-    Predicted as contestants of a race are, not as policies are compared: both models of the engine differ.
+    Predicted like the contestants of a race, not like a comparison of policies: the two models differ.
 
     Args:
-        machine: with the rates that were measured for the plan's precision.
-        results: that can be trusted, of this machine and of these settings, the latest first.
+        machine: with the rates measured for the plan's precision.
+        results: trusted results of this machine and these settings, latest first.
     """
     known = list(results)
     config = plan.engine_config(model.name)
     if plan.policy in ENGINE_SETTINGS and plan.batch is None:
         try:
             found = predict_decode(machine, model, config)
-        except EngineError:  # there is no room for it any more, which the plan says in its own words
+        except EngineError:  # it no longer fits, which the plan reports itself
             pass
         else:
             plan = with_decode(plan, found.tokens_per_s, found.low, found.high)
@@ -113,7 +113,7 @@ def settled_plan(
 
 
 def with_timed(plan: Plan, timed: Timed, taken_at: str) -> Plan:
-    """The plan with what was timed of just these settings; what had been predicted stays beside it."""
+    """The plan with the timing of these exact settings; the prediction stays beside it."""
     predicted = timed.contestant.predicted_tokens_per_s or plan.speed.decode_tokens_per_s
     low, high = min(timed.rates, default=timed.tokens_per_s), max(timed.rates, default=timed.tokens_per_s)
     plan = with_decode(plan, timed.tokens_per_s, low, high)
@@ -121,7 +121,7 @@ def with_timed(plan: Plan, timed: Timed, taken_at: str) -> Plan:
 
 
 def results_here(mark: str, probe: Probe, asked: EngineConfig) -> tuple[TuningResult, ...]:
-    """What was timed of a model with these settings on this machine and can be trusted, the latest first."""
+    """Trusted results of a model with these settings on this machine, latest first."""
     here = facts(described(probe))
     return tuple(
         one for one in results_of(mark) if one.is_trusted and one.machine == here and is_same_question(one.asked, asked)
@@ -129,7 +129,7 @@ def results_here(mark: str, probe: Probe, asked: EngineConfig) -> tuple[TuningRe
 
 
 def mechanism(config: EngineConfig, precision: str, *, on_card: bool, threads: int = 0) -> tuple[Any, ...]:
-    """What makes a way of running a model differ from others; automatic threads are as many as they come to."""
+    """A key that differs between different configurations; automatic threads are resolved."""
     threads = threads or config.threads or compute_threads()
     if not on_card:
         return ("cpu", precision, threads)
@@ -137,7 +137,7 @@ def mechanism(config: EngineConfig, precision: str, *, on_card: bool, threads: i
 
 
 def mechanism_of(timed: Timed) -> tuple[Any, ...] | None:
-    """The same of what was timed, as it was really loaded; None if it could not be."""
+    """The same for a timing, as actually loaded; None if it failed."""
     if timed.problem or not timed.tokens_per_s:
         return None
     return mechanism(timed.contestant.config, timed.precision, on_card=timed.device != "cpu", threads=timed.threads)

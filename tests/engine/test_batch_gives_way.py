@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.batch_files.answer import Answer
-from engine.batch_files.aside import Between, StoppedError, aside
+from engine.batch_files.background import Between, StoppedError, run_in_background
 from engine.batch_files.job_watcher import JobWatcher
 from engine.batch_files.journal import Journal
 from engine.batch_files.row import Row
@@ -55,7 +55,7 @@ def test_work_aside_rests_while_somebody_has_priority() -> None:
         seen.append((before, len(steps)))
 
     watcher = _chat(lambda: begun.is_set() and not asked.is_set(), answer, lambda: False)
-    assert aside(work, watcher, lambda _share: None) == "done"
+    assert run_in_background(work, watcher, lambda _share: None) == "done"
     assert seen == [(1, 1)]
     assert len(steps) == 200
 
@@ -66,13 +66,13 @@ def test_work_aside_is_stopped_and_its_faults_are_told() -> None:
             between(0.5)
 
     with pytest.raises(StoppedError):
-        aside(endless, _chat(lambda: False, lambda: None, lambda: True), lambda _share: None)
+        run_in_background(endless, _chat(lambda: False, lambda: None, lambda: True), lambda _share: None)
 
     def broken(_between: Between) -> None:
         raise EngineError(ErrorCode.DISK_FULL, "full")
 
     with pytest.raises(EngineError, match="full"):
-        aside(broken, _chat(lambda: False, lambda: None, lambda: False), lambda _share: None)
+        run_in_background(broken, _chat(lambda: False, lambda: None, lambda: False), lambda _share: None)
     assert not [thread for thread in threading.enumerate() if thread.name == "batch-files"]
 
 

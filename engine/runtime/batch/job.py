@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from engine.batch_files.answer import Answer
-from engine.batch_files.aside import Between, StoppedError, aside
+from engine.batch_files.background import Between, StoppedError, run_in_background
 from engine.batch_files.computing_clock import ComputingClock
 from engine.batch_files.fingerprint import content_hash, stamp
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
@@ -52,8 +52,8 @@ class RowExecutor(Protocol):
 class JobRun:
     """Runs one job to its end or to its cancellation; what it has answered is kept either way.
 
-    Whoever has priority never waits longer than a layer: what takes long and is no layer is done `aside`, a full disk
-    is waited for with nothing on the engine's thread, and rows that are only read past are left when somebody comes.
+    A chat never waits longer than a layer: long work outside a layer uses `run_in_background`, waiting for a full disk
+    leaves the engine's thread free, and skipping completed rows is interrupted by a chat.
 
     Args:
         journal: of this job and `manifest`; the caller closes it.
@@ -213,7 +213,7 @@ class JobRun:
                 self._tell(f"{doing}: {share:.0%}")
 
         with self._clock.stopped():
-            result = aside(work, self._watcher, on_share, cancelled=cancelled)
+            result = run_in_background(work, self._watcher, on_share, cancelled=cancelled)
         if is_told:
             self._tell()
         return result

@@ -51,7 +51,7 @@ class PagePool:
         return self.capacity - len(self._free) - len(self._idle)
 
     def reserve(self, pages: int) -> bool:
-        """Sets so many pages aside for somebody; false if they are not there."""
+        """Reserves pages; false if there are not enough."""
         if self._reserved + pages > len(self._free) + len(self._idle):
             return False
         self._reserved += pages

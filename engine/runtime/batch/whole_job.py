@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from engine.batch_files.answer import Answer
-from engine.batch_files.aside import StoppedError, aside
+from engine.batch_files.background import StoppedError, run_in_background
 from engine.batch_files.job_list import read_job
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.journal import journal_path
@@ -39,7 +39,7 @@ def run_whole_job(prepared: PreparedJob, loaded: LoadedModel, watcher: JobWatche
     so_far = read_job(journal_path(prepared.output)) if prepared.job.start != "restart" else None
     known = Pace(so_far.done if so_far else 0, so_far.failed if so_far else 0, None, 0.0, None, None)
     try:
-        manifest = aside(
+        manifest = run_in_background(
             lambda between: prepared.manifest(digest, loaded.info.precision, between),
             watcher,
             lambda share: watcher.on_pace(known, f"Reading the input: {share:.0%}"),

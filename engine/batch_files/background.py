@@ -1,4 +1,4 @@
-"""Reading and writing that takes long, in a thread beside the engine's: chats are answered meanwhile."""
+"""Runs long reads and writes on a background thread, so that the engine thread can answer chats."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ _LOOK_S = 0.02
 _Result = TypeVar("_Result")
 
 Between = Callable[[float], None]
-"""Called by the work between two of its steps with the share that is done, 0 to 1: it returns when the work may go on,
-and raises `StoppedError` when it shall not."""
+"""Called by background work between two steps with its progress, 0 to 1. It returns when the work may continue, and
+raises `StoppedError` if it must stop."""
 
 
 class StoppedError(Exception):
-    """Nobody wants the work any more; it leaves nothing behind."""
+    """The work was cancelled; it leaves nothing behind."""
 
 
-def on_and_on(_share: float) -> None:
-    """For callers that never stop the work."""
+def noop(_share: float) -> None:
+    """A `Between` that never pauses or stops the work."""
 
 
-def aside(
+def run_in_background(
     work: Callable[[Between], _Result],
     watcher: JobWatcher,
     on_share: Callable[[float], None],
     *,
     cancelled: Callable[[], bool] | None = None,
 ) -> _Result:
-    """What `work` returns; while somebody has priority it rests, so that their answer has the machine.
+    """Runs `work` in the background and returns its result; it pauses while a chat has priority.
 
     Args:
-        work: runs in another thread while the caller's waits here and gives way.
-        on_share: told in the caller's thread how much is done, every few hundredths of a second.
-        cancelled: whether to stop; the watcher's own if not given.
+        work: runs on another thread while the caller's waits here and yields to chats.
+        on_share: called with the progress on the caller's thread, every few hundredths of a second.
+        cancelled: whether to stop; defaults to the watcher's.
 
     Raises:
         StoppedError: it was cancelled.
@@ -57,7 +57,7 @@ def aside(
     def run() -> None:
         try:
             results.append(work(between))
-        except BaseException as error:  # raised again where somebody waits for it
+        except BaseException as error:  # re-raised in the waiting thread
             errors.append(error)
         finally:
             is_over.set()
