@@ -15,9 +15,9 @@ from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.copy_log import CopyRecord
 from engine.devices.device import Device, Direction
+from engine.planner.schedules import CGOPIPE, MULTI_BATCH, SCHEDULES
 from engine.planner.simulator.sweeps import predicted_seconds
 from engine.runtime.batch.executor import BatchExecutor
-from engine.runtime.batch.pipeline.schedules import Schedule
 from engine.runtime.batch.policy import BatchPolicy, policy_for
 from engine.runtime.loaded_model import LoadedModel
 
@@ -72,7 +72,7 @@ def bench_schedules(config: EngineConfig, plan: SchedulesPlan, report: Report, s
     report.rows += [
         row(f"{title}, {name}", values, "tokens/s", predicted=predicted.get(name)) for name, values in rates.items()
     ]
-    ours = rates.pop(Schedule.CGOPIPE)
+    ours = rates.pop(CGOPIPE.name)
     title = f"{title}, CGOPipe"
     report.rows += [row(title, ours, "tokens/s", peer=peer, peer_values=theirs) for peer, theirs in rates.items()]
     report.rows += [
@@ -83,7 +83,7 @@ def bench_schedules(config: EngineConfig, plan: SchedulesPlan, report: Report, s
 def _predicted(loaded: LoadedModel, plan: SchedulesPlan, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
     """Tokens per second by each schedule that is simulated, from sweeps whose parts are timed one after the other."""
     policies = _policies(loaded, plan)
-    executor = BatchExecutor(loaded, policies[Schedule.CGOPIPE])
+    executor = BatchExecutor(loaded, policies[CGOPIPE.name])
     try:
         timer = executor.time_parts()
         if timer is None:
@@ -97,10 +97,12 @@ def _predicted(loaded: LoadedModel, plan: SchedulesPlan, prompts: Sequence[Seque
     finally:
         executor.close()
     sweeps = [replace(parts, outside_s=outside_s) for parts in timer.sweeps]
-    found = {name: predicted_seconds(name, sweeps) for name in policies}
-    rounds = sweeps[0].count
-    alone = [replace(parts, count=1, outside_s=parts.outside_s / rounds) for parts in sweeps] * rounds
-    found[_SIMPLE] = predicted_seconds(Schedule.MULTI_BATCH, alone)
+    found = {name: predicted_seconds(schedule, sweeps) for name, schedule in SCHEDULES.items()}
+    rounds = sweeps[0].times.count
+    alone = [
+        replace(parts, times=replace(parts.times, count=1), outside_s=parts.outside_s / rounds) for parts in sweeps
+    ] * rounds
+    found[_SIMPLE] = predicted_seconds(MULTI_BATCH, alone)
     return {name: plan.rows * plan.tokens / seconds for name, seconds in found.items() if seconds}
 
 
@@ -117,8 +119,8 @@ def busy_share(copies: Sequence[CopyRecord], since_s: float, until_s: float) -> 
 
 def _policies(loaded: LoadedModel, plan: SchedulesPlan) -> dict[str, BatchPolicy]:
     base = replace(policy_for(loaded), rows=plan.rows, micro_batch_rows=plan.micro_batch)
-    policies = {str(schedule): replace(base, schedule=schedule) for schedule in Schedule}
-    policies[_SIMPLE] = replace(base, rows=plan.micro_batch, schedule=Schedule.MULTI_BATCH)
+    policies = {name: replace(base, schedule=schedule) for name, schedule in SCHEDULES.items()}
+    policies[_SIMPLE] = replace(base, rows=plan.micro_batch, schedule=MULTI_BATCH)
     return policies
 
 

@@ -100,11 +100,22 @@ class HybridExperts(ExpertLayer):
             EngineError: a kernel or a copy failed and could not be done without, or an expert could not be read.
                 Nothing stays pinned, and the streams have recovered if they can.
         """
-        if not top_k_index.numel():
-            return torch.zeros_like(hidden_states)
-        tokens, width = top_k_index.shape
-        pieces = min(tokens, -(-tokens * width * hidden_states.shape[1] // STEP_ELEMENTS))
-        return self._in_pieces(hidden_states, top_k_index, top_k_weights, pieces, tokens > DECODE_TOKENS)
+        return self._step(hidden_states, top_k_index, top_k_weights, len(top_k_index) > DECODE_TOKENS)
+
+    def with_misses_on_cpu(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The same, but no expert crosses the link, and the cache is left as it is."""
+        ways, self._ways = self._ways, [self._host]
+        try:
+            return self._step(hidden, index, weights, is_prefill=True)
+        finally:
+            self._ways = ways
+
+    def _step(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, is_prefill: bool) -> torch.Tensor:
+        if not index.numel():
+            return torch.zeros_like(hidden)
+        tokens, width = index.shape
+        pieces = min(tokens, -(-tokens * width * hidden.shape[1] // STEP_ELEMENTS))
+        return self._in_pieces(hidden, index, weights, pieces, is_prefill)
 
     def _in_pieces(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, pieces: int, is_prefill: bool

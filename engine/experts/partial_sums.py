@@ -23,13 +23,13 @@ class Routing:
         index: [T, k] on the host; ids at or above `experts` are no expert.
 
     Attributes:
-        width: k.
+        index: as given; width: its k.
         visits: expert -> its pairs; experts in ascending order.
         absent: pairs that visit no expert.
     """
 
     def __init__(self, index: torch.Tensor, experts: int) -> None:
-        self.width = index.shape[1]
+        self.index, self.width = index, index.shape[1]
         visits: dict[int, list[int]] = {}
         self.absent: list[int] = []
         for pair, expert in enumerate(index.reshape(-1).tolist()):

@@ -1,13 +1,12 @@
 """The batch policy of a plan: the fastest schedule's sizes, and whether they hide what is on its way (Klotski).
 
+A plan offers what the executor carries out, by the schedules that it was simulated with.
+
 MoE-Lightning's r_c, the share of keys and values that stays on the card, is always 0 here, though its search (section
 4.2) may find more of it faster: the executor's pages are shared by rows with the same beginning and change hands
 between sweeps, and there is one pool of them, in RAM.  Pages that stay on the card would be a second pool with its own
 reservations, and memory that the experts' cache has to give up before a job begins.  A plan that counts on what nobody
 does would be slower than it says.
-
-Klotski's schedule is planned as in its paper, attention on the card with keys and values sent there; the executor's
-Klotski attends in RAM, where they are, as its CGOPipe does.
 """
 
 from __future__ import annotations
@@ -26,28 +25,29 @@ from engine.planner.engine_memory import (
 )
 from engine.planner.klotski import block_times, fewest_batches
 from engine.planner.plan_parts import BatchPlan, Limits, TierBytes
-from engine.planner.plan_search import Question
-from engine.planner.simulator.batch_policies import CGOPIPE, FLEXGEN_S4, KLOTSKI
+from engine.planner.plan_search import EXECUTED_SCHEDULES, Question
+from engine.planner.simulator.batch_policies import system_of
 from engine.planner.simulator.outcome import Outcome
 from engine.planner.simulator.plans import run_policy
 from engine.planner.workload import Workload
 
-_OF_THE_ENGINE = (CGOPIPE, KLOTSKI, FLEXGEN_S4)
-"""Schedules that the batch executor has and that may be fastest: S3 never is."""
 _MOST_SEQUENCES = 512
 _DRAWN_LAYERS = 4
 
 
 def plan_batch(question: Question, outcomes: list[Outcome]) -> BatchPlan | None:
-    """Of the batch schedules that fit, the fastest; None if none does."""
-    found = max((one for one in outcomes if one.batch is not None), key=lambda one: one.tokens_per_s, default=None)
+    """Of the batch schedules that the executor has and that fit, the fastest; None if none does."""
+    able = [one for one in outcomes if one.policy in EXECUTED_SCHEDULES]
+    found = max(able, key=lambda one: one.tokens_per_s, default=None)
     if found is None or found.batch is None:
         return None
     policy = found.batch
     times = block_times(question.setting().costs, question.workload, policy.micro_batch, policy.resident)
-    fewest = fewest_batches(times)
+    fewest, system = fewest_batches(times), system_of(found.policy, policy)
     return BatchPlan(
         schedule=found.policy,
+        prefill=system.prefill.name,
+        decode=system.decode.name,
         sequences=policy.sequences,
         micro_batch=policy.micro_batch,
         attention_on_card=not policy.cpu_attention,
@@ -70,7 +70,7 @@ def best_batch(
     )
     question = Question(machine, model, work, limits, precision)
     setting = question.setting(_DRAWN_LAYERS)
-    outcomes = [found for name in _OF_THE_ENGINE if (found := run_policy(name, setting)) is not None]
+    outcomes = [found for name in EXECUTED_SCHEDULES if (found := run_policy(name, setting)) is not None]
     plan = plan_batch(question, outcomes)
     if plan is None:
         return None

@@ -94,6 +94,8 @@ class BatchPlan:
 
     Attributes:
         schedule: whose.
+        prefill, decode: names of the schedules that read prompts and that generate: those that were simulated are those
+            that the executor runs.
         sequences: N.
         micro_batch: mu.
         attention_on_card: A_g.
@@ -107,6 +109,8 @@ class BatchPlan:
     """
 
     schedule: str
+    prefill: str
+    decode: str
     sequences: int
     micro_batch: int
     attention_on_card: bool

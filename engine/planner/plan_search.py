@@ -13,6 +13,7 @@ from engine.planner.engine_costs import engine_costs
 from engine.planner.engine_memory import engine_memory, memory_rule
 from engine.planner.plan_parts import Limits
 from engine.planner.precision import worthwhile
+from engine.planner.simulator.batch_policies import CGOPIPE, FLEXGEN_S4, KLOTSKI
 from engine.planner.simulator.outcome import Outcome
 from engine.planner.simulator.plans import POLICY_NAMES, SWITCHYARD, run_policy
 from engine.planner.simulator.requests import Setting
@@ -33,8 +34,9 @@ ENGINE_SETTINGS: Mapping[str, Mapping[str, Any]] = {
 }
 """Policy -> what `EngineConfig` runs it with."""
 
-EXECUTED_SCHEDULES = ("MoE-Lightning (CGOPipe)", "Klotski", "FlexGen (S4)", "FlexGen, CPU attention (S3)")
-"""Schedules of many sequences that the batch executor has, the one that it would rather take first."""
+EXECUTED_SCHEDULES = (CGOPIPE, KLOTSKI, FLEXGEN_S4)
+"""Policies of many sequences that the batch executor carries out as they are simulated, the one that it would rather
+take first.  FlexGen's CPU attention is slower than the executor's, and DeepSpeed's keys and values lie on the card."""
 
 _QUICK, _LONGER = 4, 12
 """MoE layers that the two simulations draw; of many rows, which use all experts of a layer, fewer."""
@@ -42,7 +44,7 @@ _DRAWN_EXPERTS = 768
 """Experts of all drawn layers that the longer one draws of many rows; the quick one a third."""
 _EQUAL = 1 - 1e-9
 _SHORTLIST = ("Switchyard mixed, static", "Switchyard mixed", "CPU only")
-_BATCH_SHORTLIST = (*_SHORTLIST, "Klotski", "MoE-Lightning (CGOPipe)")
+_BATCH_SHORTLIST = (*_SHORTLIST, KLOTSKI, CGOPIPE)
 
 
 @dataclass(frozen=True, slots=True)

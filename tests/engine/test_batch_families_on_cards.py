@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from engine.common.config import SamplingParams
+from engine.planner.schedules import CGOPIPE, KLOTSKI, S4
 from engine.runtime.batch.executor import BatchExecutor
-from engine.runtime.batch.pipeline.schedules import Schedule
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.request import BatchRequest
 from engine.runtime.decode.chat_session import ChatSession
@@ -49,7 +49,7 @@ def test_answers_are_those_of_the_cpu(family: str, tmp_path: Path) -> None:
     with on_devices.opened(folder, 0) as loaded:
         wanted = _alone(loaded)
     with on_devices.opened(folder, 1, cache_slots=3) as loaded:
-        for schedule in (Schedule.CGOPIPE, Schedule.S4, Schedule.KLOTSKI, None):
+        for schedule in (CGOPIPE, S4, KLOTSKI, None):
             answers: dict[int, tuple[int, ...]] = {}
             policy = BatchPolicy(rows=5, kv_bytes=2**22, sweep_tokens=100, micro_batch_rows=2, schedule=schedule)
             executor = BatchExecutor(loaded, policy)

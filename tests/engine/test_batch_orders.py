@@ -1,112 +1,316 @@
-"""The order in which schedules hand out a sweep's work, without a model."""
+"""The order in which schedules hand out a sweep's work: alone, by the simulator, and by the executor."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
-from engine.runtime.batch.pipeline.layer_run import AttentionCall
-from engine.runtime.batch.pipeline.schedules import ORDERS, Schedule
+from engine.common.config import SamplingParams
+from engine.experts.whole_layer import Half, LayerBuffers
+from engine.planner.plan_parts import BatchPlan
+from engine.planner.schedules import CGOPIPE, MULTI_BATCH, SCHEDULES, LayerWork, Schedule, layer_by_layer
+from engine.planner.simulator.batch_costs import BatchPolicy as Sizes
+from engine.planner.simulator.batch_policies import CGOPIPE as MOE_LIGHTNING
+from engine.planner.simulator.batch_policies import FLEXGEN_S4, KLOTSKI, system_of
+from engine.planner.simulator.sweeps import (
+    Copy,
+    LayerTimes,
+    SimulatedCard,
+    SweepParts,
+    _SimulatedLayer,
+    predicted_seconds,
+)
+from engine.planner.simulator.timeline import Timeline
+from engine.runtime.batch.executor import BatchExecutor
+from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline, _Layer
+from engine.runtime.batch.pipeline.layer_run import LayerRun
+from engine.runtime.batch.policy import BatchPolicy, policy_for
+from engine.runtime.batch.request import BatchRequest, Outcome
+from engine.runtime.loaded_model import LoadedModel
+from tests.engine import on_devices
+from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
+from tests.engine.tiny_families import tiny_checkpoint
 
-Event = tuple[str, int, int]
+Event = tuple[Any, ...]
 """What, of which layer, of which micro-batch or page."""
 
-
-class _Run:
-    """A layer of a micro-batch that wants to attend."""
-
-    def __init__(self) -> None:
-        nothing = torch.empty(0)
-        self.call: Any = AttentionCall(None, nothing, nothing, nothing)
-        self.abandoned = False
-
-    def answer(self, _given: Any) -> None:
-        self.call = None
-
-    def abandon(self) -> None:
-        self.abandoned = True
+LAYERS, EXPERTS = 3, 4
+WORK = [name for name, member in vars(LayerWork).items() if callable(member) and not name.startswith("_")]
+ORDERED = [schedule for schedule in SCHEDULES.values() if schedule.order is not None]
 
 
-@dataclass
-class _Layer:
-    """Notes what it is asked."""
-
-    index: int
-    count: int
-    events: list[Event] = field(default_factory=list)
-    runs: list[_Run] = field(default_factory=list)
-
-    def begin(self, number: int) -> Any:
-        self.events.append(("begin", self.index, number))
-        self.runs.append(_Run())
-        return self.runs[-1]
-
-    def attend_on_cpu(self, number: int, _run: Any, *, behind_weights: bool = False) -> Any:
-        self.events.append(("attend", self.index, number))
-
-        class Attended:
-            def take(self) -> Any:
-                return None
-
-        return Attended()
-
-    def finish(self, number: int, _run: Any) -> None:
-        self.events.append(("finish", self.index, number))
-
-    def bring_page(self, page: int, _pages: int) -> None:
-        self.events.append(("page", self.index, page))
+# Alone
 
 
-def _events(schedule: Schedule, layers: int, count: int, stop: int | None = None) -> list[_Layer]:
+class _Noting:
+    """A layer that notes what it is asked."""
+
+    def __init__(self, index: int, count: int, events: list[Event]) -> None:
+        self.index, self.count, self.events = index, count, events
+
+    def __getattr__(self, name: str) -> Any:
+        def note(*args: Any, **_options: Any) -> None:
+            self.events.append((name, self.index, *args))
+
+        return note
+
+
+def _events(schedule: Schedule, layers: int, count: int) -> list[Event]:
     events: list[Event] = []
-    works = [_Layer(index, count, events) for index in range(layers)]
-    order = ORDERS[schedule](works)  # type: ignore[arg-type]
-    for index, _ in enumerate(order):
-        assert events.index(("finish", index, count - 1)) >= 0  # it stops behind each layer
-        if index == stop:
-            order.close()
-            break
-    return works
+    works: Any = [_Noting(index, count, events) for index in range(layers)]
+    assert schedule.order is not None
+    for index, _ in enumerate(schedule.order(works)):
+        assert ("finish", index, count - 1) in events  # it stops behind each layer
+    return events
 
 
 @given(st.integers(1, 5), st.integers(1, 7))
 def test_cgopipe_goes_on_across_the_borders_of_layers(layers: int, count: int) -> None:
-    events = _events(Schedule.CGOPIPE, layers, count)[0].events
-    place = {event: position for position, event in enumerate(events)}
+    events = _events(CGOPIPE, layers, count)
+    place = {event[:3]: position for position, event in enumerate(events)}
     assert len(place) == len(events)  # nothing twice
     for index in range(layers):
-        assert [e for e in events if e[:2] == ("page", index)] == [("page", index, page) for page in range(count)]
+        pages = [event[2] for event in events if event[:2] == ("bring_page", index)]
+        assert pages == list(range(count))
         finished = [place["finish", index, number] for number in range(count)]
         assert finished == sorted(finished)
         for number in range(count):
-            assert place["begin", index, number] < place["attend", index, number] < finished[number]
+            attended = place["attend_in_ram", index, number]
+            assert place["begin", index, number] < attended < place["take_attended", index, number] < finished[number]
             if index:
                 assert place["begin", index, number] > place["finish", index - 1, number]
         if index + 1 < layers:
             last = place["finish", index, count - 1]
             # A buffer is free only behind the layer that computes from it; then its pages come first.
-            assert events[last + 1] == ("page", index + 1, 0)
-            assert all(place["page", index + 1, page] > last for page in range(count))
+            assert events[last + 1][:3] == ("bring_page", index + 1, 0)
+            assert all(place["bring_page", index + 1, page] > last for page in range(count))
             # The next layer attends while this one's last micro-batches compute.
             ahead = min(2, count) - 1
-            assert all(place["attend", index + 1, number] < last for number in range(ahead))
+            assert all(place["attend_in_ram", index + 1, number] < last for number in range(ahead))
 
 
-@pytest.mark.parametrize("stop", [0, 1, 2])
-def test_layers_that_were_begun_ahead_are_let_go_of(stop: int) -> None:
-    works = _events(Schedule.CGOPIPE, 4, 3, stop)
-    begun = {(index, number) for kind, index, number in works[0].events if kind == "begin"}
-    finished = {(index, number) for kind, index, number in works[0].events if kind == "finish"}
-    assert begun > finished
-    for index, number in begun - finished:
-        assert works[index].runs[number].abandoned
+@pytest.mark.parametrize("schedule", [each for each in ORDERED if each not in (CGOPIPE, MULTI_BATCH)], ids=str)
+def test_other_schedules_finish_a_layer_before_the_next_begins(schedule: Schedule) -> None:
+    events = _events(schedule, 3, 2)
+    assert [event[1] for event in events] == sorted(event[1] for event in events)
 
 
-def test_other_schedules_finish_a_layer_before_the_next_begins() -> None:
-    events = _events(Schedule.S3, 3, 2)[0].events
-    assert [index for _, index, _ in events] == sorted(index for _, index, _ in events)
+@pytest.mark.parametrize("schedule", ORDERED, ids=str)
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_every_micro_batch_attends_and_leaves_each_layer_once(schedule: Schedule, count: int) -> None:
+    times = Counter(event[:3] for event in _events(schedule, 3, count))
+    for index in range(3):
+        for number in range(count):
+            attended = times["take_attended", index, number] + times["attend_on_device", index, number]
+            assert (times["begin", index, number], attended, times["finish", index, number]) == (1, 1, 1)
+            assert times["attend_on_device", index, number] == (schedule.in_ram is not None)
+
+
+# By the simulator and by the executor
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint("mixtral", tmp_path_factory.mktemp("orders"), num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def on_card(folder: Path) -> Iterator[LoadedModel]:
+    with on_devices.opened(folder, 1, cache_slots=0) as loaded:
+        yield loaded
+
+
+def _rows() -> list[BatchRequest]:
+    sampling = SamplingParams(max_tokens=4)
+    return [
+        BatchRequest(row, ids=tuple(random_prompt(length, seed=row)), sampling=sampling, end_ids=NO_END)
+        for row, length in enumerate([5, 40, 12, 33, 7])
+    ]
+
+
+def _noted(monkeypatch: pytest.MonkeyPatch, layer: type, into: list[list[Event]]) -> None:
+    """Whatever a layer does is noted, in the list that is the last one then."""
+    for name in WORK:
+        own = getattr(layer, name)
+
+        @wraps(own)
+        def note(self: Any, *args: Any, name: str = name, own: Any = own, **options: Any) -> Any:
+            numbers = tuple(tuple(each) if isinstance(each, Sequence) else each for each in args)
+            into[-1].append((name, self._index, *numbers, *options.items()))
+            return own(self, *args, **options)
+
+        monkeypatch.setattr(layer, name, note)
+
+
+def _times(count: int) -> LayerTimes:
+    part = dict.fromkeys(
+        ("before_s", "between_s", "after_s", "attention_s", "card_attention_s", "host_experts_s"), 1e-3
+    )
+    return LayerTimes(
+        count, experts_s=1e-3, expert_s=1e-3, expert=Copy(1e-3, 1), experts=EXPERTS, wanted=EXPERTS, hot=2, **part
+    )
+
+
+class _Executed:
+    """What the executor does in each of its sweeps.
+
+    Attributes:
+        sweeps: its work; sizes: micro-batches of each; reading: whether each read prompts.
+        copies: (layer, how many of its experts) as they are sent to the device, in all sweeps.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, policy: BatchPolicy) -> None:
+        self.sweeps: list[list[Event]] = []
+        self.sizes: list[int] = []
+        self.reading: list[bool] = []
+        self.copies: list[tuple[int, int]] = []
+        _noted(monkeypatch, _Layer, self.sweeps)
+        sweep, bring = DevicePipeline.sweep, LayerBuffers.bring
+
+        def swept(pipeline: DevicePipeline, batches: Sequence[Any], schedule: Schedule) -> Any:
+            self.sweeps.append([])
+            self.sizes.append(len(batches))
+            self.reading.append(any(piece.tokens > 1 for batch in batches for piece in batch.pieces.pieces))
+            return sweep(pipeline, batches, schedule)
+
+        def brought(buffers: LayerBuffers, half: Half, experts: Sequence[int]) -> None:
+            before = len(half.copied)
+            bring(buffers, half, experts)
+            if len(half.copied) > before:
+                assert half.layer is not None
+                self.copies.append((half.layer, len(half.copied) - before))
+
+        monkeypatch.setattr(DevicePipeline, "sweep", swept)
+        monkeypatch.setattr(LayerBuffers, "bring", brought)
+        self.answers: dict[int, tuple[int, ...]] = {}
+        executor = BatchExecutor(loaded, policy)
+        try:
+            executor.run(iter(_rows()), lambda answer: self.answers.__setitem__(answer.row, answer.token_ids))
+        finally:
+            executor.close()
+        assert self.sweeps
+
+
+def _simulated(
+    monkeypatch: pytest.MonkeyPatch, orders: Sequence[tuple[Schedule, int]]
+) -> tuple[list[list[Event]], Timeline]:
+    """The work of sweeps by these schedules of so many micro-batches, one after the other."""
+    sweeps: list[list[Event]] = []
+    _noted(monkeypatch, _SimulatedLayer, sweeps)
+    card = SimulatedCard(Timeline())
+    for schedule, count in orders:
+        sweeps.append([])
+        card.sweep(schedule, _times(count), LAYERS)
+    return sweeps, card.timeline
+
+
+def _policy(schedule: Schedule | None) -> BatchPolicy:
+    return BatchPolicy(rows=8, kv_bytes=2**22, sweep_tokens=60, micro_batch_rows=2, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ORDERED, ids=str)
+def test_the_executor_does_what_the_simulator_assumes(
+    on_card: LoadedModel, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executed = _Executed(monkeypatch, on_card, _policy(schedule))
+    simulated, timeline = _simulated(monkeypatch, [(schedule, count) for count in executed.sizes])
+    assert executed.sweeps == simulated
+    if schedule.whole_layers:  # else what is brought depends on what is wanted
+        assert executed.copies == [
+            (span.layer, span.count) for span in timeline.spans if (span.lane, span.name) == ("h2d", "experts")
+        ]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        (MOE_LIGHTNING, Sizes(8, 2)),
+        (MOE_LIGHTNING, Sizes(8, 2, cpu_attention=False)),
+        (MOE_LIGHTNING, Sizes(8, 2, cpu_experts=True)),
+        (MOE_LIGHTNING, Sizes(8, 2, cpu_attention=False, cpu_experts=True)),
+        (KLOTSKI, Sizes(8, 2, cpu_attention=False)),
+        (FLEXGEN_S4, Sizes(8, 2, cpu_attention=False)),
+    ],
+)
+def test_what_a_plan_offers_is_executed(
+    on_card: LoadedModel, name: str, sizes: Sizes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where attention and experts are computed as well: prompts by one schedule, answers by another."""
+    system = system_of(name, sizes)
+    plan = BatchPlan(
+        name,
+        system.prefill.name,
+        system.decode.name,
+        sizes.sequences,
+        sizes.micro_batch,
+        attention_on_card=not sizes.cpu_attention,
+        experts_on_card=not sizes.cpu_experts,
+        weights_on_card=0.0,
+        cache_on_card=0.0,
+        batches=sizes.micro_batches,
+        fewest_batches=None,
+        hides_transfers=False,
+        tokens_per_s=1.0,
+    )
+    executed = _Executed(monkeypatch, on_card, policy_for(on_card, plan))
+    # The first ones: later the schedule that turns out fastest.
+    for reading, schedule in ((True, system.prefill), (False, system.decode)):
+        first = executed.reading.index(reading)
+        (simulated,), _ = _simulated(monkeypatch, [(schedule, executed.sizes[first])])
+        assert executed.sweeps[first] == simulated
+        attends_there = any(event[0] == "attend_on_device" for event in simulated)
+        assert attends_there == (reading or not sizes.cpu_attention)
+        assert any(event[0] == "compute_in_ram" for event in simulated) == (sizes.cpu_experts and not reading)
+
+
+def test_a_new_schedule_is_a_function_and_runs_everywhere(
+    on_card: LoadedModel, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As CONTRIBUTING says: the executor answers by it, and the simulator knows what it takes."""
+
+    def backwards(work: LayerWork) -> None:
+        work.bring_page(0, 1)
+        for number in reversed(range(work.count)):
+            work.begin(number)
+            work.attend_in_ram(number)
+            work.take_attended(number)
+            work.finish(number)
+
+    toy = Schedule("backwards", layer_by_layer(backwards))
+    monkeypatch.setitem(SCHEDULES, toy.name, toy)
+    library = AutoModelForCausalLM.from_pretrained(folder)
+    wanted = {row.row: tuple(library_tokens(library, row.ids, row.sampling.max_tokens)) for row in _rows()}
+    executed = _Executed(monkeypatch, on_card, _policy(SCHEDULES[toy.name]))
+    assert executed.answers == wanted
+    simulated, _ = _simulated(monkeypatch, [(toy, count) for count in executed.sizes])
+    assert executed.sweeps == simulated
+    # Nothing overlaps but weights: the first layer's are one part of five late.
+    assert predicted_seconds(toy, [SweepParts(LAYERS, _times(2))]) == pytest.approx(1e-3 * (1 + LAYERS * 2 * 5))
+
+
+@pytest.mark.parametrize("stop", [1, 2])
+def test_layers_that_were_begun_ahead_are_let_go_of(
+    on_card: LoadedModel, stop: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[LayerRun] = []
+    begin = DevicePipeline.begin
+
+    def begun(pipeline: DevicePipeline, *args: Any) -> LayerRun:
+        runs.append(begin(pipeline, *args))
+        return runs[-1]
+
+    monkeypatch.setattr(DevicePipeline, "begin", begun)
+    executor, looks = BatchExecutor(on_card, _policy(CGOPIPE)), iter(range(stop))
+    outcome = executor.run(iter(_rows()), lambda answer: None, cancelled=lambda: next(looks, None) is None)
+    executor.close()
+    assert outcome is Outcome.CANCELLED
+    assert any(run._result is None for run in runs)
+    assert all(run.call is None and run._greenlet.dead for run in runs)

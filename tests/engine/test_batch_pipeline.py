@@ -16,14 +16,14 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.devices.copy_log import CopyRecord
 from engine.devices.memory_budget import MemoryCategory
 from engine.kernels.native.paged_attention import KvType
-from engine.planner.simulator.sweeps import ORDERS, predicted_seconds
+from engine.planner.schedules import CGOPIPE, HYBRID, KLOTSKI, S4, SCHEDULES, Schedule
+from engine.planner.simulator.sweeps import predicted_seconds
 from engine.runtime.batch.continuous import ContinuousBatch
 from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.layers import DecoderLayers
 from engine.runtime.batch.pipeline.choice import ScheduleChoice
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
 from engine.runtime.batch.pipeline.layer_experts import sites_of
-from engine.runtime.batch.pipeline.schedules import Schedule
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.request import BatchAnswer, BatchRequest, Outcome
 from engine.runtime.decode.chat_session import ChatSession
@@ -80,7 +80,7 @@ def _answers(loaded: LoadedModel, policy: BatchPolicy) -> dict[int, tuple[int, .
     return answers
 
 
-@pytest.mark.parametrize("schedule", [None, *Schedule])
+@pytest.mark.parametrize("schedule", [None, *SCHEDULES.values()], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_answers_are_those_of_the_cpu(
     on_card: LoadedModel, wanted: dict[int, tuple[int, ...]], schedule: Schedule | None, rows: int
@@ -89,7 +89,7 @@ def test_answers_are_those_of_the_cpu(
 
 
 @given(
-    schedule=st.sampled_from([each for each in Schedule if each is not Schedule.HYBRID]),
+    schedule=st.sampled_from([each for each in SCHEDULES.values() if each.order]),
     rows=st.integers(1, 8),
     tokens=st.integers(1, 150),
     stops=st.lists(st.integers(0, 12), max_size=4),
@@ -127,7 +127,7 @@ def test_rows_go_on_after_giving_way(
     assert {row: answer.token_ids for row, answer in answers.items()} == wanted
 
 
-@pytest.mark.parametrize("schedule", [each for each in Schedule if each is not Schedule.HYBRID])
+@pytest.mark.parametrize("schedule", [each for each in SCHEDULES.values() if each.order], ids=str)
 def test_a_batch_stops_when_it_is_cancelled_and_another_one_follows(
     on_card: LoadedModel, wanted: dict[int, tuple[int, ...]], schedule: Schedule
 ) -> None:
@@ -139,12 +139,12 @@ def test_a_batch_stops_when_it_is_cancelled_and_another_one_follows(
     assert _answers(on_card, _policy(schedule)) == wanted
 
 
-@pytest.mark.parametrize("schedule", [each for each in Schedule if each is not Schedule.HYBRID])
+@pytest.mark.parametrize("schedule", [each for each in SCHEDULES.values() if each.order], ids=str)
 def test_rows_are_kept_when_attention_fails(
     on_card: LoadedModel, wanted: dict[int, tuple[int, ...]], schedule: Schedule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failures = iter(range(4))
-    name = "attend_there" if schedule is Schedule.S4 else "_attend"
+    name = "attend_there" if schedule.in_ram else "_attend"
     own = getattr(DevicePipeline, name)
 
     def attend(self: DevicePipeline, *args: Any) -> Any:
@@ -187,7 +187,7 @@ def _weights_sent(on_card: LoadedModel) -> tuple[int, int, DevicePipeline, int]:
     """(experts that crossed the link, sweeps, the pipeline, its layers) of all rows by CGOPipe."""
     assert on_card.devices is not None
     (card,) = on_card.devices.devices
-    executor = BatchExecutor(on_card, _policy(Schedule.CGOPIPE))
+    executor = BatchExecutor(on_card, _policy(CGOPIPE))
     batch = executor._batch
     assert isinstance(batch, ContinuousBatch)
     pipeline = batch._model._pipeline
@@ -217,7 +217,7 @@ def _weights_sent(on_card: LoadedModel) -> tuple[int, int, DevicePipeline, int]:
 
 def test_sweeps_whose_parts_are_timed_answer_as_ever(on_card: LoadedModel, wanted: dict[int, tuple[int, ...]]) -> None:
     answers: dict[int, tuple[int, ...]] = {}
-    executor = BatchExecutor(on_card, _policy(Schedule.CGOPIPE, rows=3))
+    executor = BatchExecutor(on_card, _policy(CGOPIPE, rows=3))
     timer = executor.time_parts()
     assert timer is not None
     try:
@@ -226,16 +226,18 @@ def test_sweeps_whose_parts_are_timed_answer_as_ever(on_card: LoadedModel, wante
         executor.close()
     assert answers == wanted
     assert len(timer.sweeps) >= 6
-    assert {(parts.layers, max(part.count for part in timer.sweeps)) for parts in timer.sweeps} == {(3, 3)}
-    for parts in timer.sweeps:
-        assert min(parts.before_s, parts.between_s, parts.attention_s, parts.card_attention_s, parts.experts_s) > 0
-        assert 0 < parts.wanted <= 1
-    assert all(predicted_seconds(schedule, timer.sweeps) for schedule in ORDERS)
+    assert {(sweep.layers, max(each.times.count for each in timer.sweeps)) for sweep in timer.sweeps} == {(3, 3)}
+    for sweep in timer.sweeps:
+        parts = sweep.times
+        assert min(parts.before_s, parts.between_s, parts.attention_s, parts.card_attention_s) > 0
+        assert min(parts.experts_s, parts.host_experts_s) > 0
+        assert 0 < parts.wanted <= parts.experts
+    assert all(predicted_seconds(each, timer.sweeps) for each in SCHEDULES.values() if each.order)
 
 
 def test_int8_caches_are_attended_on_the_cpu(on_card: LoadedModel) -> None:
     """Their scales are not sent to cards."""
-    policies = [replace(_policy(schedule), kv_type=KvType.INT8) for schedule in (Schedule.S4, Schedule.CGOPIPE)]
+    policies = [replace(_policy(schedule), kv_type=KvType.INT8) for schedule in (S4, CGOPIPE)]
     assert _answers(on_card, policies[0]) == _answers(on_card, policies[1])
 
 
@@ -252,11 +254,11 @@ def test_a_card_without_room_for_two_layers_answers_as_well(folder: Path, wanted
 
 
 def test_the_fastest_schedule_is_kept_for_sweeps_of_a_size() -> None:
-    choice, seconds = ScheduleChoice(), {Schedule.CGOPIPE: 3.0, Schedule.KLOTSKI: 1.0, Schedule.HYBRID: 2.0}
+    choice, seconds = ScheduleChoice(), {CGOPIPE: 3.0, KLOTSKI: 1.0, HYBRID: 2.0}
     tried = []
     for _ in range(9):
         schedule = choice.of(10)
         tried.append(schedule)
         choice.took(schedule, 10, seconds[schedule])
-    assert tried == [each for each in seconds for _ in range(2)] + [Schedule.KLOTSKI] * 3
-    assert choice.of(100) is Schedule.CGOPIPE
+    assert tried == [each for each in seconds for _ in range(2)] + [KLOTSKI] * 3
+    assert choice.of(100) is CGOPIPE

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.runtime.batch.pipeline.schedules import Schedule
+from engine.planner.schedules import CGOPIPE
 from engine.runtime.batch.policy import BatchPolicy
 from engine.telemetry.collecting import Collection
 from engine.telemetry.records import SPAN, STEP
@@ -133,7 +133,7 @@ def _on_cards(folder: Path) -> Collection:
 
 
 def _batch(folder: Path) -> Collection:
-    policy = BatchPolicy(rows=8, kv_bytes=2**22, sweep_tokens=120, micro_batch_rows=2, schedule=Schedule.CGOPIPE)
+    policy = BatchPolicy(rows=8, kv_bytes=2**22, sweep_tokens=120, micro_batch_rows=2, schedule=CGOPIPE)
     with opened(folder, cache_slots=3) as model:
         return recorded_batch(model, [1, 40, 90, 12], policy)[0]
 

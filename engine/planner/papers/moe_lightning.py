@@ -12,18 +12,18 @@ from engine.planner.papers.row import DERIVED, THROUGHPUT, Row
 from engine.planner.policy_search import search_policy
 from engine.planner.simulator.batch import run_batch
 from engine.planner.simulator.batch_costs import BatchPolicy
-from engine.planner.simulator.batch_schedules import Schedule, cgopipe, flexgen_s3, flexgen_s4, whole_layer
+from engine.planner.simulator.batch_policies import CGOPIPE, DEEPSPEED, FLEXGEN_S3, FLEXGEN_S4, system_of
 from engine.planner.workload import Workload
 
 PAPER = "MoE-Lightning"
 _MODEL = "mixtral-8x7b"
 _MACHINES = {"T4": "gcp-t4", "L4": "gcp-l4"}
 _TASKS = {"synthetic reasoning": (256, 50), "summarisation": (1984, 64)}
-_SYSTEMS: dict[str, Schedule] = {
-    "FlexGen, CPU attention": flexgen_s3,
-    "FlexGen": flexgen_s4,
-    "DeepSpeed": whole_layer,
-    "MoE-Lightning (padded)": cgopipe,
+_SYSTEMS = {
+    "FlexGen, CPU attention": FLEXGEN_S3,
+    "FlexGen": FLEXGEN_S4,
+    "DeepSpeed": DEEPSPEED,
+    "MoE-Lightning (padded)": CGOPIPE,
 }
 # (tokens/s, mu, N / mu) of each system, in the order of `_SYSTEMS`
 _TABLE_4 = {
@@ -32,11 +32,11 @@ _TABLE_4 = {
     ("summarisation", "T4"): ((2.614, 3, 92), (3.868, 3, 92), (0.965, 8, 1), (4.52, 4, 19)),
     ("summarisation", "L4"): ((4.307, 8, 36), (7.14, 8, 36), (1.447, 12, 1), (12.393, 8, 36)),
 }
-_TABLE_5: tuple[tuple[str, Schedule, int, int, float], ...] = (
-    ("FlexGen, its policy", flexgen_s4, 8, 1112, 9.5),
-    ("FlexGen, MoE-Lightning's policy", flexgen_s4, 36, 504, 16.816),
-    ("FlexGen, that with larger N", flexgen_s4, 36, 1116, 20.654),
-    ("MoE-Lightning (padded)", cgopipe, 36, 504, 30.12),
+_TABLE_5 = (
+    ("FlexGen, its policy", FLEXGEN_S4, 8, 1112, 9.5),
+    ("FlexGen, MoE-Lightning's policy", FLEXGEN_S4, 36, 504, 16.816),
+    ("FlexGen, that with larger N", FLEXGEN_S4, 36, 1116, 20.654),
+    ("MoE-Lightning (padded)", CGOPIPE, 36, 504, 30.12),
 )
 _RAM = 4000
 
@@ -46,14 +46,14 @@ def rows(efficiency: Efficiency) -> Iterator[Row]:
     for (task, card), cells in _TABLE_4.items():
         prompt, generated = _TASKS[task]
         costs = _costs(card, efficiency)
-        for (system, schedule), (published, micro_batch, count) in zip(_SYSTEMS.items(), cells, strict=True):
-            predicted = _tokens_per_s(schedule, costs, prompt, generated, micro_batch, micro_batch * count)
-            yield Row(PAPER, f"4: {task}, {card}", system, "tokens/s", THROUGHPUT, published, predicted)
+        for (cell, system), (published, micro_batch, count) in zip(_SYSTEMS.items(), cells, strict=True):
+            predicted = _tokens_per_s(system, costs, prompt, generated, micro_batch, micro_batch * count)
+            yield Row(PAPER, f"4: {task}, {card}", cell, "tokens/s", THROUGHPUT, published, predicted)
         _, micro_batch, count = cells[-1]
         yield from _policy(f"{task}, {card}", costs, Workload(task, prompt, generated, _RAM), micro_batch, count)
     t4 = _costs("T4", efficiency)
-    for cell, schedule, micro_batch, sequences, published in _TABLE_5:
-        predicted = _tokens_per_s(schedule, t4, 418, 128, micro_batch, sequences)
+    for cell, system, micro_batch, sequences, published in _TABLE_5:
+        predicted = _tokens_per_s(system, t4, 418, 128, micro_batch, sequences)
         yield Row(PAPER, "5: MTBench, T4", cell, "tokens/s", THROUGHPUT, published, predicted)
     yield _unpadded(t4)
     l4 = _costs("L4", efficiency)
@@ -66,11 +66,11 @@ def _costs(card: str, efficiency: Efficiency) -> Costs:
     return Costs(read_machine(_MACHINES[card]), read_model(_MODEL), efficiency=efficiency)
 
 
-def _tokens_per_s(
-    schedule: Schedule, costs: Costs, prompt: int, generated: int, micro_batch: int, sequences: int
-) -> float:
+def _tokens_per_s(system: str, costs: Costs, prompt: int, generated: int, micro_batch: int, sequences: int) -> float:
     work = Workload("cell", prompt, generated, sequences)
-    return run_batch("cell", schedule, costs, work, BatchPolicy(sequences, micro_batch)).tokens_per_s
+    on_card, in_ram = system in (FLEXGEN_S4, DEEPSPEED), system != DEEPSPEED
+    policy = BatchPolicy(sequences, micro_batch, cpu_attention=not on_card, cached=0.0 if in_ram else 1.0)
+    return run_batch(system, system_of(system, policy), costs, work, policy).tokens_per_s
 
 
 def _policy(cell: str, costs: Costs, work: Workload, micro_batch: int, count: int) -> Iterator[Row]:
@@ -89,8 +89,8 @@ def _unpadded(costs: Costs) -> Row:
         work = Workload("MTBench", 77, generated, _RAM)
         found = search_policy(costs.machine, costs.model, work, places_of_experts=(True,))
         assert found is not None
-        ours = _tokens_per_s(cgopipe, costs, 77, generated, found.micro_batch, found.sequences)
-        gains.append(ours / _tokens_per_s(flexgen_s4, costs, 418, generated, 8, 1112))
+        ours = _tokens_per_s(CGOPIPE, costs, 77, generated, found.micro_batch, found.sequences)
+        gains.append(ours / _tokens_per_s(FLEXGEN_S4, costs, 418, generated, 8, 1112))
     note = "policy of the search for the mean prompt"
     return Row(
         PAPER, "fig. 7: unpadded over FlexGen", "MTBench, T4, most", "x", THROUGHPUT, 10.3, max(gains), note=note

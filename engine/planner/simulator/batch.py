@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from engine.planner.costs import Costs
+from engine.planner.schedules import Schedule
 from engine.planner.simulator.batch_costs import BatchPolicy, PassCosts
-from engine.planner.simulator.batch_schedules import LayerState, Schedule
 from engine.planner.simulator.outcome import Outcome, utilisation
+from engine.planner.simulator.sweeps import SimulatedCard
 from engine.planner.simulator.timeline import Timeline
 from engine.planner.workload import Workload
 
 _DRAWN_LAYERS = 6
 
 
+@dataclass(frozen=True, slots=True)
+class BatchSystem:
+    """How a system runs batches.
+
+    Attributes:
+        prefill, decode: its schedules.
+        expanded_attention, pinned: see `PassCosts`.
+    """
+
+    prefill: Schedule
+    decode: Schedule
+    expanded_attention: bool = False
+    pinned: bool = True
+
+
 def run_batch(
     name: str,
-    schedule: Schedule,
+    system: BatchSystem,
     costs: Costs,
     workload: Workload,
     policy: BatchPolicy,
@@ -36,12 +52,13 @@ def run_batch(
     """
     prompt = workload.prompt_tokens
     width = policy.micro_batch * workload.beams
-    prefill = PassCosts(costs, width * prompt / workload.beams, width, prompt, prefill=True, disk_share=disk_share)
-    decode = PassCosts(costs, width, width, workload.mean_context, prefill=False, disk_share=disk_share)
+    kernels = (disk_share, system.expanded_attention, system.pinned)
+    prefill = PassCosts(costs, width * prompt / workload.beams, width, prompt, True, *kernels)
+    decode = PassCosts(costs, width, width, workload.mean_context, False, *kernels)
     timeline = Timeline(record=record)
-    first = pass_seconds(timeline, schedule, prefill, policy, start_up=True) + costs.gpu_head(policy.sequences)
+    first = pass_seconds(timeline, system.prefill, prefill, policy, start_up=True) + costs.gpu_head(policy.sequences)
     decoding = Timeline(record=record)
-    step = pass_seconds(decoding, schedule, decode, policy) + costs.gpu_head(policy.sequences * workload.beams)
+    step = pass_seconds(decoding, system.decode, decode, policy) + costs.gpu_head(policy.sequences * workload.beams)
     rounds = workload.sequences / policy.sequences
     seconds = rounds * (first + step * max(workload.generated_tokens - 1, 0))
     timeline.mark("prefill", 0.0, timeline.end, count=policy.sequences * prompt)
@@ -74,11 +91,14 @@ def pass_seconds(
     """
     layers = work.costs.model.layers
     drawn = min(layers, _DRAWN_LAYERS)
-    state = LayerState.beginning(policy)
-    ends = []
-    for layer in range(drawn):
-        state = schedule(timeline, work, policy, state, layer)
-        ends.append(state.done)
-    settled = min(2, drawn - 1)
-    period = (ends[-1] - ends[settled - 1]) / (drawn - settled) if drawn > 1 else ends[0]
+    card = SimulatedCard(timeline)
+    times = work.times(policy)
+    card.put(0, times)
+    card.sweep(schedule, times, drawn)
+    ends = card.ends
+    if drawn < 2:
+        return layers * ends[-1]
+    # The last of the drawn layers has no successor whose micro-batches begin meanwhile.
+    first, last = (1, drawn - 2) if drawn > 3 else (0, drawn - 1)
+    period = (ends[last] - ends[first]) / (last - first)
     return ends[-1] + (layers - drawn) * period if start_up else layers * period

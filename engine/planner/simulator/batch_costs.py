@@ -1,11 +1,11 @@
-"""Times of a micro-batch's parts, and of a layer's weights on their way: what every batch schedule is made of."""
+"""Modelled times of a layer of a batch: what every batch schedule is made of."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from engine.planner.costs import Costs
-from engine.planner.simulator.timeline import Timeline
+from engine.planner.simulator.sweeps import Copy, LayerTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,8 @@ class PassCosts:
         context: tokens that each row sees.
         prefill: whether rows are prompts.
         disk_share: share of the weights that comes from disk in every pass.
+        expanded_attention: on the CPU, attention repeats keys and values for every query head (`Costs.cpu_attention`).
+        pinned: weights lie in pinned memory.
     """
 
     costs: Costs
@@ -60,67 +62,56 @@ class PassCosts:
     context: float
     prefill: bool
     disk_share: float = 0.0
+    expanded_attention: bool = False
+    pinned: bool = True
 
-    def fetch(self, timeline: Timeline, nbytes: float, name: str, after: float, layer: int) -> float:
-        """Issues weights on their way to the card: from disk as far as they lie there, then over the link."""
-        there = after
-        if self.disk_share:
-            there = timeline.run("disk", self.costs.disk(nbytes * self.disk_share), name, layer=layer, nbytes=nbytes)
-        return timeline.run("h2d", self.costs.h2d(nbytes), name, max(there, after), layer=layer, nbytes=nbytes)
+    def times(self, policy: BatchPolicy) -> LayerTimes:
+        """What a layer takes by this policy."""
+        costs, model, count = self.costs, self.costs.model, policy.micro_batches
+        used = distinct_experts(model.experts, model.experts_per_token, self.rows)
+        wanted = max(1, round(distinct_experts(model.experts, model.experts_per_token, self.rows * count)))
+        visits = self.rows * model.experts_per_token
+        projections = costs.gpu_layer(self.rows, 0, cached=False)
+        states = model.attention.heads * model.attention.head_dim + model.attention.kv_elements
+        cached = 0.0 if self.prefill else costs.kv_read_bytes(self.sequences, self.context)
+        leaving, away = costs.kv_read_bytes(self.rows, 1) * (1 - policy.cached), 1 - policy.resident
+        hidden = 2.0 * self.rows * model.hidden
+        return LayerTimes(
+            count,
+            before_s=projections,
+            attention_s=costs.cpu_attention(self.sequences, self.context, expanded=self.expanded_attention),
+            card_attention_s=max(0.0, self._attention() - projections),
+            experts_s=costs.gpu_experts(visits, used),
+            expert_s=costs.gpu_experts(visits * count / wanted),
+            host_experts_s=costs.cpu_experts(visits, used),
+            host_disk_s=costs.disk(used * costs.expert_bytes * self.disk_share) if self.disk_share else 0.0,
+            queries=_to_ram(costs, 2.0 * self.rows * states),
+            attended=_to_card(costs, hidden),
+            hidden=_to_ram(costs, hidden),
+            cache=_to_card(costs, cached * (1 - policy.cached)),
+            new_cache=_to_ram(costs, leaving),
+            dense=self._weights(2.0 * model.layer_weights * away),
+            expert=self._weights(costs.expert_bytes * away),
+            experts=model.experts,
+            wanted=wanted,
+            hot=min(model.experts_per_token, wanted),
+        )
 
-    def layer_bytes(self) -> float:
-        """All weights of one layer."""
-        model = self.costs.model
-        return model.experts * self.costs.expert_bytes + 2.0 * model.layer_weights
-
-    def fetch_cache(self, timeline: Timeline, policy: BatchPolicy, after: float, layer: int) -> float:
-        """Issues one micro-batch's keys and values on their way to the card, as far as they are not there."""
-        nbytes = self.cached() * (1 - policy.cached)
-        seconds = self.costs.h2d(nbytes) if nbytes else 0.0
-        return timeline.run("h2d", seconds, "kv", after, layer=layer, nbytes=nbytes)
-
-    def store_cache(self, timeline: Timeline, policy: BatchPolicy, after: float, layer: int) -> None:
-        """Issues its new keys and values on their way into RAM."""
-        nbytes = self.new_cache() * (1 - policy.cached)
-        seconds = self.costs.d2h(nbytes) if nbytes else 0.0
-        timeline.run("d2h", seconds, "kv", after, layer=layer, nbytes=nbytes)
-
-    def used(self) -> float:
-        """Experts that one micro-batch uses."""
-        model = self.costs.model
-        return distinct_experts(model.experts, model.experts_per_token, self.rows)
-
-    def experts(self) -> float:
-        """The feed-forward part of one micro-batch on the card."""
-        return self.costs.gpu_experts(self.rows * self.costs.model.experts_per_token, self.used())
-
-    def cpu_experts(self) -> float:
-        """The same on the CPU."""
-        return self.costs.cpu_experts(self.rows * self.costs.model.experts_per_token, self.used())
-
-    def attention(self) -> float:
+    def _attention(self) -> float:
         """Projections, attention and router of one micro-batch on the card."""
         if self.prefill:
             # Causal: a row sees half of the prompt on average.
             return self.costs.gpu_layer(self.rows, self.context / 2, prompts=self.sequences)
         return self.costs.gpu_layer(self.rows, self.context)
 
-    def projections(self) -> float:
-        """The same without attention itself."""
-        return self.costs.gpu_layer(self.rows, 0, cached=False)
+    def _weights(self, nbytes: float) -> Copy:
+        disk_s = self.costs.disk(nbytes * self.disk_share) if self.disk_share else 0.0
+        return Copy(self.costs.h2d(nbytes, pinned=self.pinned), nbytes, disk_s) if nbytes else Copy()
 
-    def cached(self) -> float:
-        """Bytes of one layer's cache of one micro-batch."""
-        return self.costs.kv_read_bytes(self.sequences, self.context)
 
-    def new_cache(self) -> float:
-        """Bytes that one micro-batch adds to it."""
-        return self.costs.kv_read_bytes(self.rows, 1)
+def _to_card(costs: Costs, nbytes: float) -> Copy:
+    return Copy(costs.h2d(nbytes), nbytes) if nbytes else Copy()
 
-    def queries(self) -> float:
-        """Bytes of one micro-batch's queries, keys and values."""
-        attention = self.costs.model.attention
-        return self.rows * 2.0 * (attention.heads * attention.head_dim + attention.kv_elements)
 
-    def hidden(self) -> float:
-        return 2.0 * self.rows * self.costs.model.hidden
+def _to_ram(costs: Costs, nbytes: float) -> Copy:
+    return Copy(costs.d2h(nbytes), nbytes) if nbytes else Copy()

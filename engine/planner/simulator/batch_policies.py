@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.formats import format_of
+from engine.planner import schedules
 from engine.planner.klotski import block_times, fewest_batches
 from engine.planner.memory import share_on_disk, usual_rule
 from engine.planner.policy_search import PerformanceModel, SearchedPolicy, best_of, policies
-from engine.planner.simulator.batch import run_batch
+from engine.planner.simulator.batch import BatchSystem, run_batch
 from engine.planner.simulator.batch_costs import BatchPolicy
-from engine.planner.simulator.batch_schedules import Schedule
 from engine.planner.simulator.outcome import Outcome
 from engine.planner.simulator.requests import Setting
 
@@ -21,7 +21,7 @@ _MOST_KLOTSKI_BATCHES = 15
 """Where its inequalities ask for fewer, as many as its authors ran are tried too."""
 
 
-def run_batches(name: str, schedule: Schedule, setting: Setting, *, record: bool = False) -> Iterator[Outcome]:
+def run_batches(name: str, setting: Setting, *, record: bool = False) -> Iterator[Outcome]:
     """A workload by one schedule with each policy that is worth a try and fits."""
     costs, work = setting.costs, setting.workload
     machine, model = costs.machine, costs.model
@@ -38,7 +38,7 @@ def run_batches(name: str, schedule: Schedule, setting: Setting, *, record: bool
         on_card = prefill * policy.micro_batch + kv * policy.cached
         yield run_batch(
             name,
-            schedule,
+            system_of(name, policy),
             costs,
             work,
             policy,
@@ -46,6 +46,18 @@ def run_batches(name: str, schedule: Schedule, setting: Setting, *, record: bool
             vram_bytes=rule.card - performance.card_room(policy.resident) + on_card,
             record=record,
         )
+
+
+def system_of(name: str, policy: BatchPolicy) -> BatchSystem:
+    """What runs a policy: the simulator by its schedules, and the executor, which is given the same."""
+    if name == FLEXGEN_S3:
+        return BatchSystem(schedules.S4, schedules.S3, expanded_attention=True)
+    if name == KLOTSKI:
+        return BatchSystem(schedules.KLOTSKI_ON_CARD, schedules.KLOTSKI_ON_CARD)
+    if name == CGOPIPE and policy.cpu_experts:
+        order = schedules.CPU_EXPERTS if policy.cpu_attention else schedules.CPU_EXPERTS_ON_CARD
+        return BatchSystem(schedules.S4, order)
+    return BatchSystem(schedules.S4, schedules.CGOPIPE if policy.cpu_attention else schedules.S4)
 
 
 def policies_to_try(name: str, performance: PerformanceModel, setting: Setting) -> list[BatchPolicy]:

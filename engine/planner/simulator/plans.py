@@ -7,27 +7,19 @@ from dataclasses import replace
 
 from engine.planner.memory import card_memory
 from engine.planner.simulator.batch_policies import CGOPIPE, DEEPSPEED, FLEXGEN_S3, FLEXGEN_S4, KLOTSKI, run_batches
-from engine.planner.simulator.batch_schedules import Schedule, flexgen_s3, flexgen_s4, moe_lightning, whole_layer
-from engine.planner.simulator.klotski import Klotski
 from engine.planner.simulator.outcome import Outcome
 from engine.planner.simulator.requests import Setting, run_requests
 from engine.planner.simulator.strategy import IDEAL_PREFETCH, OWN, PUBLISHED, Residency, Strategy
 
 SWITCHYARD = "Switchyard"
 
-BATCH_SCHEDULES: dict[str, Schedule] = {
-    DEEPSPEED: whole_layer,
-    FLEXGEN_S4: flexgen_s4,
-    FLEXGEN_S3: flexgen_s3,
-    CGOPIPE: moe_lightning,
-    KLOTSKI: Klotski(),
-}
-"""Schedules of many sequences, by policy."""
+BATCH_SYSTEMS = (DEEPSPEED, FLEXGEN_S4, FLEXGEN_S3, CGOPIPE, KLOTSKI)
+"""Policies of many sequences."""
 
 REQUEST_STRATEGIES: dict[str, Strategy] = {strategy.name: strategy for strategy in (*PUBLISHED, *OWN)}
 """Schedules of single requests, by policy."""
 
-POLICY_NAMES = (SWITCHYARD, *REQUEST_STRATEGIES, *BATCH_SCHEDULES)
+POLICY_NAMES = (SWITCHYARD, *REQUEST_STRATEGIES, *BATCH_SYSTEMS)
 
 
 def run_policy(name: str, setting: Setting, *, record: bool = False) -> Outcome | None:
@@ -79,7 +71,9 @@ def _tries(name: str, setting: Setting, *, record: bool) -> Iterator[Outcome]:
             if outcome is not None:
                 yield outcome
         return
-    yield from run_batches(name, BATCH_SCHEDULES[name], setting, record=record)
+    if name not in BATCH_SYSTEMS:
+        raise KeyError(name)
+    yield from run_batches(name, setting, record=record)
 
 
 def _ways(setting: Setting) -> list[int]:

@@ -13,12 +13,12 @@ import torch
 
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.kernels.native.paged_attention import KvType, Pieces
+from engine.planner.schedules import HYBRID, Schedule
 from engine.runtime.batch.layers import DecoderLayers, NativeRows, Recording
 from engine.runtime.batch.packed_attention import PagedStates, paged
 from engine.runtime.batch.pipeline.choice import ScheduleChoice
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
 from engine.runtime.batch.pipeline.parts import PartsTimer
-from engine.runtime.batch.pipeline.schedules import Schedule
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.row import PagedRow
 from engine.runtime.kv.window_masks import configs_of
@@ -70,13 +70,13 @@ class PackedModel:
         self._kv_type = policy.kv_type or (KvType.BF16 if loaded.model.dtype == torch.bfloat16 else KvType.FP32)
         self._native: NativeRows | None = None
         self._pipeline: DevicePipeline | None = None
-        self._choice = ScheduleChoice(policy.planned)
+        self._choice = ScheduleChoice(policy.planned, policy.planned_reading)
         self._meet_attention()
         if not self._states.shapes:
             raise LookupError("its attention does not go through the library's attention interface")
         if loaded.kernels is not None and loaded.device.type == "cpu":
             self._native = NativeRows(loaded.model, self._layers, self._states, loaded.kernels)
-        if policy.schedule is not Schedule.HYBRID:
+        if policy.schedule is not HYBRID:
             with suppress(LookupError, DeviceMemoryError):  # then experts are met as a chat meets them
                 self._pipeline = DevicePipeline(loaded, self._layers, self._states)
         page_bytes = self._states.page_bytes(self._kv_type)
@@ -99,7 +99,8 @@ class PackedModel:
             logits [R, V] on the CPU, for those that want them, in the order of `work`.
         """
         tokens, busy_s = sum(each.tokens for each in work), 0.0
-        schedule = self._schedule(tokens)
+        reads = any(each.tokens > 1 for each in work)
+        schedule = self._schedule(tokens, reads)
         parts = self._parts(work, schedule)
         micro_batches = [self._prepare(part) for part in parts]
         for step in self._steps(micro_batches, schedule):
@@ -107,12 +108,12 @@ class PackedModel:
             step()
             busy_s += perf_counter() - begun_s
             yield
-        self._choice.took(schedule, tokens, busy_s)
+        self._choice.took(schedule, tokens, busy_s, reads=reads)
         return self._logits(work, parts, micro_batches)
 
     def _steps(self, micro_batches: list[_MicroBatch], schedule: Schedule) -> Iterator[Callable[[], None]]:
         """What is to be done of a sweep, in pieces between which it may give way."""
-        if self._pipeline is None or schedule is Schedule.HYBRID:
+        if self._pipeline is None or schedule is HYBRID:
             for index in range(len(self._layers)):
                 for batch in micro_batches:
                     yield partial(self._step, index, batch)
@@ -148,14 +149,14 @@ class PackedModel:
             self._pipeline.close()
             self._pipeline = None
 
-    def _schedule(self, tokens: int) -> Schedule:
+    def _schedule(self, tokens: int, reads: bool) -> Schedule:
         """What was asked for; else what has been fastest, with `HYBRID` where most experts are not wanted anyway."""
         if self._pipeline is None:
-            return Schedule.HYBRID
+            return HYBRID
         wants_most = tokens * self._pipeline.experts_per_token >= self._pipeline.experts.most
-        chosen = self._policy.schedule or (self._choice.of(tokens) if wants_most else Schedule.HYBRID)
-        if chosen is Schedule.S4 and self._kv_type is KvType.INT8:
-            return Schedule.CGOPIPE  # scales are not sent to devices
+        chosen = self._policy.schedule or (self._choice.of(tokens, reads=reads) if wants_most else HYBRID)
+        if self._kv_type is KvType.INT8:  # scales are not sent to devices
+            return chosen.in_ram or chosen
         return chosen
 
     def _run(self, index: int, batch: _MicroBatch) -> torch.Tensor:
@@ -166,7 +167,7 @@ class PackedModel:
     def _parts(self, work: list[Work], schedule: Schedule) -> list[list[Work]]:
         lengths = [each.tokens for each in work]
         count = -(-sum(lengths) // self._policy.micro_batch_tokens)
-        if self._policy.micro_batch_rows and schedule is not Schedule.HYBRID:
+        if self._policy.micro_batch_rows and schedule is not HYBRID:
             count = max(count, -(-len(work) // self._policy.micro_batch_rows))
         parts, _ = balanced(lengths, max(count, 1), most_rows=len(work))
         return [[work[place] for place in part] for part in parts]

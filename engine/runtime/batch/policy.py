@@ -13,8 +13,7 @@ from engine.families import family_of
 from engine.kernels.native.paged_attention import KvType
 from engine.planner.batch_prediction import ROWS_TOGETHER, SWEEP_TOKENS
 from engine.planner.plan_parts import BatchPlan
-from engine.planner.simulator.batch_policies import KLOTSKI
-from engine.runtime.batch.pipeline.schedules import Schedule
+from engine.planner.schedules import SCHEDULES, Schedule
 from engine.runtime.kv.reuse import kinds_by_length
 from engine.runtime.kv.window_masks import window_of_cache_alone
 from engine.runtime.loaded_model import LoadedModel
@@ -55,7 +54,8 @@ class BatchPolicy:
         micro_batch_tokens: mu, here in tokens: what goes through a layer at once, and so the size of activations.
         micro_batch_rows: mu, rows that go through a layer at once at most; 0 is all of them.
         schedule: on a device, the order of a layer's work; `None` is what turns out fastest.
-        planned: the schedule that the planner expects to be, which is tried first.
+        planned, planned_reading: the schedule that the planner expects to be, and the same of sweeps that read prompts:
+            tried first.
         kv_type: how keys and values are held; `None` is the model's own precision.
         window, kept: if not 0, tokens see only the last `window` tokens and the first `kept` (StreamingLLM, Xiao et al.
             2024): for long rows, an approximation.
@@ -68,6 +68,7 @@ class BatchPolicy:
     micro_batch_rows: int = 0
     schedule: Schedule | None = None
     planned: Schedule | None = None
+    planned_reading: Schedule | None = None
     kv_type: KvType | None = None
     window: int = 0
     kept: int = 0
@@ -88,7 +89,8 @@ def policy_for(loaded: LoadedModel, plan: BatchPlan | None = None) -> BatchPolic
     sizes = BatchPolicy(rows, kv_bytes, max(BatchPolicy.sweep_tokens, piece), at_once)
     if plan is None:
         return replace(sizes, micro_batch_rows=-(-rows // _MICRO_BATCHES)) if loaded.devices is not None else sizes
-    return replace(sizes, micro_batch_rows=plan.micro_batch, planned=_planned(plan))
+    planned, reading = SCHEDULES[plan.decode], SCHEDULES[plan.prefill]
+    return replace(sizes, micro_batch_rows=plan.micro_batch, planned=planned, planned_reading=reading)
 
 
 def _room(loaded: LoadedModel, tokens: int) -> int:
@@ -109,11 +111,3 @@ def _widest(config: Any) -> int:
         return max(hidden, int(config.num_attention_heads * config.head_dim))
     except (AttributeError, TypeError, RuntimeError):  # it has none, or one for each layer
         return hidden
-
-
-def _planned(plan: BatchPlan) -> Schedule:
-    if not plan.experts_on_card:
-        return Schedule.HYBRID
-    if plan.schedule == KLOTSKI:
-        return Schedule.KLOTSKI
-    return Schedule.S4 if plan.attention_on_card else Schedule.CGOPIPE

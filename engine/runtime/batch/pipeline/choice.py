@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.runtime.batch.pipeline.schedules import Schedule
+from engine.planner.schedules import CGOPIPE, HYBRID, KLOTSKI, Schedule
 
-_CANDIDATES = (Schedule.CGOPIPE, Schedule.KLOTSKI, Schedule.HYBRID)
+_CANDIDATES = (CGOPIPE, KLOTSKI, HYBRID)
 _TRIALS = 2
 """Sweeps by which each is judged; the shorter counts, for somebody else may have had the machine meanwhile."""
 
@@ -13,31 +13,32 @@ class ScheduleChoice:
     """Tries each schedule on the first sweeps of a size, and keeps to the fastest.
 
     Args:
-        planned: what the planner expects to be the fastest: tried first.
+        planned, reading: what the planner expects to be the fastest, and the same of sweeps that read prompts: tried
+            first.
 
     Sizes within a factor of two count as one: how many experts a sweep wants, and how much it computes from each, is
     what decides between a link that brings all of them and a CPU that computes some.
     """
 
-    def __init__(self, planned: Schedule | None = None) -> None:
-        self._candidates = list(_CANDIDATES)
-        if planned is not None:
-            self._candidates = [planned, *(each for each in _CANDIDATES if each is not planned)]
-        self._seconds: dict[int, dict[Schedule, list[float]]] = {}
+    def __init__(self, planned: Schedule | None = None, reading: Schedule | None = None) -> None:
+        self._first = {False: planned, True: reading}
+        self._seconds: dict[tuple[int, bool], dict[Schedule, list[float]]] = {}
 
-    def of(self, tokens: int) -> Schedule:
-        """For a sweep of so many tokens."""
-        known = self._known(tokens)
-        for schedule in self._candidates:
-            if len(known[schedule]) < _TRIALS:
+    def of(self, tokens: int, *, reads: bool = False) -> Schedule:
+        """For a sweep of so many tokens; whether some of them are prompts."""
+        known = self._known(tokens, reads)
+        for schedule, seconds in known.items():
+            if len(seconds) < _TRIALS:
                 return schedule
-        return min(self._candidates, key=lambda schedule: min(known[schedule]))
+        return min(known, key=lambda schedule: min(known[schedule]))
 
-    def took(self, schedule: Schedule, tokens: int, seconds: float) -> None:
+    def took(self, schedule: Schedule, tokens: int, seconds: float, *, reads: bool = False) -> None:
         """What a sweep has taken by one of them; after the trials it is of no interest."""
-        known = self._known(tokens).get(schedule)
+        known = self._known(tokens, reads).get(schedule)
         if known is not None and len(known) < _TRIALS:
             known.append(seconds / tokens)
 
-    def _known(self, tokens: int) -> dict[Schedule, list[float]]:
-        return self._seconds.setdefault(tokens.bit_length(), {schedule: [] for schedule in self._candidates})
+    def _known(self, tokens: int, reads: bool) -> dict[Schedule, list[float]]:
+        first = self._first[reads]
+        candidates = _CANDIDATES if first is None else (first, *_CANDIDATES)
+        return self._seconds.setdefault((tokens.bit_length(), reads), {schedule: [] for schedule in candidates})

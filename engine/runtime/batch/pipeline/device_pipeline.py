@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.dispatch import interrupted_by_experts
 from engine.kernels.native.library import load_kernels
 from engine.kernels.native.paged_attention import Pieces
+from engine.planner.schedules import Schedule
 from engine.runtime.batch.layers import DecoderLayers, Recording
 from engine.runtime.batch.packed_attention import PagedStates
 from engine.runtime.batch.pipeline.device_attention import CacheAhead, DeviceAttention
@@ -21,7 +22,6 @@ from engine.runtime.batch.pipeline.host_attention import AttendedAhead, HostAtte
 from engine.runtime.batch.pipeline.layer_experts import LayerExperts
 from engine.runtime.batch.pipeline.layer_run import AttentionCall, ExpertsCall, LayerRun, ask
 from engine.runtime.batch.pipeline.parts import PartsTimer
-from engine.runtime.batch.pipeline.schedules import ORDERS, Schedule
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry.recorder import RECORDER
 
@@ -67,9 +67,11 @@ class DevicePipeline:
         Raises:
             EngineError: the device failed, or a record could not be read; nothing is under way then.
         """
-        self.experts.whole = self.timer is not None or schedule not in (Schedule.HOT_ONLY, Schedule.KLOTSKI)
+        self.experts.whole = self.timer is not None or schedule.whole_layers
         layers = [_Layer(self, index, batches) for index in range(len(self._layers))]
-        order = self.timer.order(layers) if self.timer is not None else ORDERS[schedule](layers)
+        issue = self.timer.order if self.timer is not None else schedule.order
+        assert issue is not None, schedule.name
+        order = issue(layers)
         try:
             for index in range(len(self._layers)):
                 with self._interrupting():
@@ -80,7 +82,8 @@ class DevicePipeline:
                 self.experts.leave(index)
                 yield
         except BaseException:  # also of somebody who wants no more of it
-            order.close()
+            for layer in layers:
+                layer.abandon()
             self._give_up()
             raise
 
@@ -90,7 +93,7 @@ class DevicePipeline:
         return LayerRun(lambda: self._layers.run(index, batch.hidden, batch.recording))
 
     def attend(self, call: AttentionCall, pieces: Pieces, number: int, index: int, *, behind: bool) -> AttendedAhead:
-        """See `LayerWork.attend_on_cpu`."""
+        """See `LayerWork.attend_in_ram`."""
         back = self.device.h2d_stream if behind else self.device.small_copy_stream
         value_dim = self._states.shapes[id(call.module)].value_dim
         try:
@@ -150,68 +153,114 @@ class DevicePipeline:
 
 
 class _Layer:
-    """See `LayerWork`."""
+    """See `LayerWork`: one layer's work on a device.
+
+    Attributes:
+        runs: micro-batches that have begun the layer and have not left it.
+    """
 
     def __init__(self, pipeline: DevicePipeline, index: int, batches: Sequence[Batch]) -> None:
         self._pipeline, self._index, self._batches = pipeline, index, batches
-        self.count = len(batches)
+        self.runs: dict[int, LayerRun] = {}
+        self._attended: dict[int, AttendedAhead] = {}
+        self._caches: dict[int, CacheAhead] = {}
 
-    def begin(self, number: int) -> LayerRun:
-        return self._pipeline.begin(self._index, self._batches[number])
+    @property
+    def count(self) -> int:
+        return len(self._batches)
 
-    def attend_on_cpu(self, number: int, run: LayerRun, *, behind_weights: bool = False) -> AttendedAhead:
-        call = run.call
-        assert isinstance(call, AttentionCall)
-        pieces = self._batches[number].pieces
-        return self._pipeline.attend(call, pieces, number, self._index, behind=behind_weights)
+    def begin(self, number: int) -> None:
+        self.runs[number] = self._pipeline.begin(self._index, self._batches[number])
 
-    def fetch_cache(self, number: int) -> CacheAhead:
-        return self._pipeline.fetch_cache(self._index, self._batches[number].pieces)
+    def attend_in_ram(self, number: int, *, behind_weights: bool = False) -> None:
+        call = self.runs[number].call
+        if isinstance(call, AttentionCall):
+            pieces = self._batches[number].pieces
+            self._attended[number] = self._pipeline.attend(call, pieces, number, self._index, behind=behind_weights)
 
-    def attend_on_device(self, run: LayerRun, cache: CacheAhead) -> None:
-        assert isinstance(run.call, AttentionCall)
-        run.answer(self._pipeline.attend_there(self._index, run.call, cache))
+    def take_attended(self, number: int) -> None:
+        if number in self._attended:
+            self.runs[number].answer(self.attended(number))
 
-    def finish(self, number: int, run: LayerRun) -> None:
-        RECORDER.layer = self._index
-        while run.call is not None:
-            if isinstance(run.call, ExpertsCall):
-                run.answer(self._pipeline.experts.compute(run.call))
-            else:
-                run.answer(self.attend_on_cpu(number, run).take())
-        self._batches[number].hidden = run.result
+    def fetch_cache(self, number: int) -> None:
+        self._caches[number] = self._pipeline.fetch_cache(self._index, self._batches[number].pieces)
 
-    def bring_hot(self, *, of_next: bool = False) -> None:
-        self._pipeline.experts.bring_hot(self._index, of_next=of_next)
-
-    def bring_wanted(self, runs: Sequence[LayerRun]) -> None:
-        self._pipeline.experts.bring_wanted(_expert_calls(runs))
-
-    def compute_together(self, runs: Sequence[LayerRun]) -> None:
-        if runs:
-            results = self._pipeline.experts.compute_together(_expert_calls(runs))
-            for run, result in zip(runs, results, strict=True):
-                run.answer(result)
+    def attend_on_device(self, number: int) -> None:
+        run, cache = self.runs[number], self._caches.pop(number)
+        if isinstance(run.call, AttentionCall):
+            run.answer(self.attended_there(run.call, cache))
 
     def bring_page(self, page: int, pages: int) -> None:
         self._pipeline.experts.bring_page(self._index, page, pages)
 
+    def bring_layer(self) -> None:
+        self._pipeline.experts.bring_layer(self._index)
+
+    def bring_hot(self, *, of_next: bool = False) -> None:
+        self._pipeline.experts.bring_hot(self._index, of_next=of_next)
+
+    def bring_wanted(self) -> None:
+        self._pipeline.experts.bring_wanted(list(self._expert_calls(self.runs).values()))
+
+    def compute_together(self, numbers: Sequence[int]) -> None:
+        calls = self._expert_calls(numbers)
+        if calls:
+            results = self._pipeline.experts.compute_together(list(calls.values()))
+            for number, result in zip(calls, results, strict=True):
+                self.runs[number].answer(result)
+
+    def compute_in_ram(self, number: int) -> None:
+        run = self.runs[number]
+        while isinstance(run.call, ExpertsCall):
+            run.answer(self.computed_in_ram(run.call))
+
+    def finish(self, number: int) -> None:
+        RECORDER.layer = self._index
+        run = self.runs[number]
+        while run.call is not None:
+            if isinstance(run.call, ExpertsCall):
+                run.answer(self._pipeline.experts.compute(run.call))
+            else:
+                self.attend_in_ram(number)
+                self.take_attended(number)
+        self._batches[number].hidden = self.runs.pop(number).result
+
+    def abandon(self) -> None:
+        """Lets all that has begun end where it is."""
+        for run in self.runs.values():
+            run.abandon()
+        self.runs = {}
+
+    # Part by part, for `PartsTimer`
+
     def load(self) -> bool:
         return self._pipeline.experts.load(self._index)
+
+    def attended(self, number: int) -> torch.Tensor:
+        return self._attended.pop(number).take()
 
     def attended_there(self, call: AttentionCall, cache: CacheAhead) -> torch.Tensor:
         return self._pipeline.attend_there(self._index, call, cache)
 
+    def cache_there(self, number: int) -> CacheAhead:
+        self.fetch_cache(number)
+        cache = self._caches.pop(number)
+        cache.arrived.result().wait()
+        return cache
+
     def computed(self, call: ExpertsCall) -> torch.Tensor:
         return self._pipeline.experts.compute(call)
 
-    def computed_together(self, calls: Sequence[ExpertsCall]) -> int:
-        self._pipeline.experts.compute_together(calls)
-        return len({expert for call in calls for expert in call.index.flatten().tolist()})
+    def computed_in_ram(self, call: ExpertsCall) -> torch.Tensor:
+        return self._pipeline.experts.compute_in_ram(call)
 
-    def end(self, number: int, run: LayerRun) -> None:
-        self._batches[number].hidden = run.result
+    def computed_together(self) -> int:
+        calls = self._expert_calls(self.runs)
+        if calls:
+            self._pipeline.experts.compute_together(list(calls.values()))
+        return len({expert for call in calls.values() for expert in call.index.flatten().tolist()})
 
-
-def _expert_calls(runs: Sequence[LayerRun]) -> list[ExpertsCall]:
-    return [run.call for run in runs if isinstance(run.call, ExpertsCall)]
+    def _expert_calls(self, numbers: Iterable[int]) -> dict[int, ExpertsCall]:
+        """Of those that want experts."""
+        calls = {number: self.runs[number].call for number in sorted(numbers)}
+        return {number: call for number, call in calls.items() if isinstance(call, ExpertsCall)}

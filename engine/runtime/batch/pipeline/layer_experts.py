@@ -67,7 +67,7 @@ class LayerExperts:
             raise
         self._buffers.layer_numbers = [index for index, number in enumerate(self._first_of) if number is not None]
         self.whole = True
-        self._routing: tuple[ExpertsCall, Routing] | None = None
+        self._routing: tuple[Sequence[ExpertsCall], Routing] | None = None
         self._uses = BatchCorrelation(len(modules), self.most)
         self._ends: dict[int, Event] = {}
         """Of the last computation of a layer that is under way."""
@@ -87,14 +87,18 @@ class LayerExperts:
 
     def bring_page(self, index: int, page: int, pages: int) -> None:
         """Begins to bring one of so many pages of the experts that come after those of this layer."""
-        own = self._first_of[index]
-        if own is not None:
-            self._bring_all(own)
+        self.bring_layer(index)
         number = self._next(index)
-        if number != own:
+        if number != self._first_of[index]:
             missing = self._missing(number, range(self._buffers.experts_of(number)))
             first, behind = (place * len(missing) // pages for place in (page, page + 1))
             self._buffers.bring(self._buffers.begin(number), missing[first:behind])
+
+    def bring_layer(self, index: int) -> None:
+        """See `LayerWork.bring_layer`."""
+        own = self._first_of[index]
+        if own is not None:
+            self._bring_all(own)
 
     def bring_hot(self, index: int, *, of_next: bool) -> None:
         """See `LayerWork.bring_hot`."""
@@ -106,6 +110,7 @@ class LayerExperts:
     def bring_wanted(self, calls: Sequence[ExpertsCall]) -> None:
         """See `LayerWork.bring_wanted`."""
         for number, routing in self._routings(calls):
+            self._uses.observe(number, routing.index.numpy())
             wanted = sorted(routing.experts, key=lambda expert: -routing.tokens(expert))
             self._buffers.bring(self._buffers.begin(number), self._missing(number, wanted))
 
@@ -152,6 +157,13 @@ class LayerExperts:
         if not self.device.compute_follows_caller:
             end.wait()
         return list(torch.split(sums.result, [len(call.hidden) for call in calls]))
+
+    def compute_in_ram(self, call: ExpertsCall) -> torch.Tensor:
+        """See `LayerWork.compute_in_ram`."""
+        site = self.sites.get(id(call.module))
+        if site is None:
+            return compute_experts(call.module, call.hidden, call.index, call.weights)
+        return site.experts.with_misses_on_cpu(call.hidden, call.index, call.weights)
 
     def leave(self, index: int) -> None:
         """A layer is over: its residents may be replaced."""
@@ -207,11 +219,11 @@ class LayerExperts:
         if not calls or id(calls[0].module) not in self.sites:
             return []
         number = self.sites[id(calls[0].module)].number
-        if self._routing is None or self._routing[0] is not calls[0]:
+        known = self._routing
+        if known is None or len(known[0]) != len(calls) or known[0][0] is not calls[0]:
             index = torch.cat([call.index for call in calls]).cpu()
-            self._uses.observe(number, index.numpy())
-            self._routing = calls[0], Routing(index, self._buffers.experts_of(number))
-        return [(number, self._routing[1])]
+            self._routing = known = calls, Routing(index, self._buffers.experts_of(number))
+        return [(number, known[1])]
 
     def _record(self, event: Event, expert: int) -> None:
         if RECORDER.on:

@@ -10,30 +10,40 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from engine.planner.simulator.sweeps import SweepParts
+from engine.planner.simulator.sweeps import Copy, LayerTimes, SweepParts
 from engine.runtime.batch.pipeline.device_attention import CacheAhead
-from engine.runtime.batch.pipeline.host_attention import AttendedAhead
 from engine.runtime.batch.pipeline.layer_run import AttentionCall, ExpertsCall, LayerRun
 
 T = TypeVar("T")
 
 
 class TimedLayer(Protocol):
-    """One layer of a sweep, part by part."""
+    """One layer of a sweep, part by part.
 
-    count: int
+    Attributes:
+        runs: the micro-batches that have begun it and have not left it.
+    """
+
+    runs: dict[int, LayerRun]
+
+    @property
+    def count(self) -> int: ...
 
     def load(self) -> bool:
         """Brings all its weights and waits for them; whether they were not there."""
 
-    def begin(self, number: int) -> LayerRun:
-        """See `LayerWork`."""
+    def begin(self, number: int) -> None:
+        """See `LayerWork`; so are `attend_in_ram` and `finish`."""
 
-    def attend_on_cpu(self, number: int, run: LayerRun) -> AttendedAhead:
-        """See `LayerWork`."""
+    def attend_in_ram(self, number: int) -> None: ...
 
-    def fetch_cache(self, number: int) -> CacheAhead:
-        """See `LayerWork`."""
+    def finish(self, number: int) -> None: ...
+
+    def attended(self, number: int) -> torch.Tensor:
+        """What attention in RAM has made, once it is on the device."""
+
+    def cache_there(self, number: int) -> CacheAhead:
+        """Brings a micro-batch's keys and values and waits for them."""
 
     def attended_there(self, call: AttentionCall, cache: CacheAhead) -> torch.Tensor:
         """What the device makes of attention."""
@@ -41,11 +51,11 @@ class TimedLayer(Protocol):
     def computed(self, call: ExpertsCall) -> torch.Tensor:
         """What the experts make of one micro-batch, all weights there."""
 
-    def computed_together(self, calls: Sequence[ExpertsCall]) -> int:
-        """Computes all micro-batches expert by expert, for the time that it takes: how many experts they want."""
+    def computed_in_ram(self, call: ExpertsCall) -> torch.Tensor:
+        """What the CPU makes of them."""
 
-    def end(self, number: int, run: LayerRun) -> None:
-        """Keeps what a run that has ended has made."""
+    def computed_together(self) -> int:
+        """Computes all micro-batches expert by expert, for the time that it takes: how many experts they want."""
 
 
 @dataclass
@@ -82,7 +92,7 @@ class PartsTimer:
         self.inside_s = 0.0
 
     def order(self, layers: Sequence[TimedLayer]) -> Generator[None, None, None]:
-        """See `engine.runtime.batch.pipeline.schedules`."""
+        """See `engine.planner.schedules.Schedule`."""
         times, wanted = _Times(), list[float]()
         for layer in layers:
             begun_s = perf_counter()
@@ -93,52 +103,52 @@ class PartsTimer:
             yield
 
     def _end(self, layers: Sequence[TimedLayer], times: _Times, wanted: list[float]) -> None:
-        self.sweeps.append(
-            SweepParts(
-                layers=len(layers),
-                count=layers[0].count,
-                before_s=times.mean("before"),
-                between_s=times.mean("between"),
-                after_s=times.mean("after"),
-                attention_s=times.mean("attention"),
-                card_attention_s=times.mean("card attention"),
-                cache_s=times.mean("cache"),
-                experts_s=times.mean("experts"),
-                together_s=times.mean("together"),
-                weights_s=times.mean("weights"),
-                wanted=statistics.fmean(wanted) if wanted else 0.0,
-                hot=self._hot / self._experts,
-                outside_s=0.0,
-            )
+        used = max(1, round(statistics.fmean(wanted))) if wanted else 1
+        layer = LayerTimes(
+            count=layers[0].count,
+            before_s=times.mean("before"),
+            between_s=times.mean("between"),
+            after_s=times.mean("after"),
+            attention_s=times.mean("attention"),
+            card_attention_s=times.mean("card attention"),
+            cache=Copy(times.mean("cache")),
+            experts_s=times.mean("experts"),
+            expert_s=times.mean("together") / used,
+            host_experts_s=times.mean("host experts"),
+            expert=Copy(times.mean("weights") / self._experts),
+            experts=self._experts,
+            wanted=used,
+            hot=min(self._hot, used),
         )
+        self.sweeps.append(SweepParts(len(layers), layer))
 
     def _layer(self, layer: TimedLayer, times: _Times, wanted: list[float]) -> None:
         begun_s = perf_counter()
         if layer.load():
             times.seconds.setdefault("weights", []).append(perf_counter() - begun_s)
-        runs = [times.time("before", lambda number=number: layer.begin(number)) for number in range(layer.count)]  # type: ignore[misc]
-        for number, run in enumerate(runs):
+        for number in range(layer.count):
+            times.time("before", lambda number=number: layer.begin(number))  # type: ignore[misc]
+        for number, run in layer.runs.items():
             call = run.call
             if isinstance(call, AttentionCall):
                 self._attend(layer, number, run, call, times)
-        calls = [run.call for run in runs if isinstance(run.call, ExpertsCall)]
-        if calls:
-            wanted.append(times.time("together", lambda: layer.computed_together(calls)) / self._experts)
-        for number, run in enumerate(runs):
+        if any(isinstance(run.call, ExpertsCall) for run in layer.runs.values()):
+            wanted.append(times.time("together", layer.computed_together))
+        for number, run in list(layer.runs.items()):
             while isinstance(run.call, ExpertsCall):
                 call = run.call
+                times.time("host experts", lambda call=call: layer.computed_in_ram(call))  # type: ignore[misc]
                 result = times.time("experts", lambda call=call: layer.computed(call))  # type: ignore[misc]
                 times.time("after", lambda run=run, result=result: run.answer(result))  # type: ignore[misc]
-            layer.end(number, run)
+            layer.finish(number)
 
     def _attend(self, layer: TimedLayer, number: int, run: LayerRun, call: AttentionCall, times: _Times) -> None:
-        attended = times.time("attention", lambda: layer.attend_on_cpu(number, run).take())
+        def in_ram() -> torch.Tensor:
+            layer.attend_in_ram(number)
+            return layer.attended(number)
+
+        attended = times.time("attention", in_ram)
         if self._card_attention:
-            cache = times.time("cache", lambda: _arrived(layer.fetch_cache(number)))
+            cache = times.time("cache", lambda: layer.cache_there(number))
             times.time("card attention", lambda: layer.attended_there(call, cache))
         times.time("between", lambda: run.answer(attended))
-
-
-def _arrived(cache: CacheAhead) -> CacheAhead:
-    cache.arrived.result().wait()
-    return cache
