@@ -167,7 +167,7 @@ def _waiting_in(stretch: Stretch) -> Waiting:
 
 def _advice(waited: Waiting, machine: Machine) -> Advice | None:
     """The change that would help most; None while no model is loaded."""
-    from app.services.predicted_timeline import config_of
+    from engine.planner.predict import config_of
     from engine.telemetry.advice import Running, advise
 
     model, sample, asked = machine.model, machine.sample, machine.config
@@ -189,10 +189,11 @@ def _planned_speed(config: EngineConfig, name: str) -> PlannedSpeed | None:
     Args:
         name: of the model, for when its folder has been moved.
     """
-    from app.services.predicted_timeline import machine_and_shape
+    from app.services.predicted_timeline import shape_of
     from engine.telemetry.planned_speed import PlannedSpeed
+    from engine.tuning.machine_look import machine_for
 
     try:
-        return PlannedSpeed(*machine_and_shape(config, name), config)
+        return PlannedSpeed(machine_for(config), shape_of(config, name), config)
     except EngineError:
         return None

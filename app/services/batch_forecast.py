@@ -1,73 +1,15 @@
-"""How a job would run and how fast, before a row of it has been answered: predicted in the window, off its thread."""
+"""Forecasts of a batch job, made off the GUI thread while its form is filled in."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import islice
 
 from PySide6.QtCore import QObject, Signal
 
 from app.services.background import LatestTask
-from app.services.machine_look import MachineLook, look_at_machine
-from engine.batch_files.answer import Answer
-from engine.batch_files.messages import BatchPlanned
-from engine.batch_files.prepared_job import PreparedJob, prepare
-from engine.checkpoint.find_shape import find_shape
-from engine.checkpoint.model_shape import ModelShape
-from engine.common.config import BatchJob, EngineConfig
-from engine.common.errors import EngineError
-from engine.common.model_info import ModelInfo
-from engine.formats import measured_as
-from engine.planner.batch_plan import best_batch
-from engine.planner.batch_prediction import (
-    LOOKED_UP_OFF,
-    MEASURED_OFF,
-    ROWS_TOGETHER,
-    SWEEP_TOKENS,
-    JobRows,
-    predict_on_cpu,
-    predicted_on_card,
-)
-from engine.planner.engine_costs import engine_costs
+from engine.tuning.batch_forecast import Forecast, ForecastQuestion, forecast_of
 
-_READ_ROWS = 48
-"""Rows whose prompts are looked at: enough for a mean, and a moment's work."""
-_BYTES_PER_TOKEN = 4
-_TOKENS_PER_TURN = 5
-_KV_SHARE = 0.5
-"""Of the RAM that is free, for keys and values."""
 _DEBOUNCE_MS = 250
-
-
-@dataclass(frozen=True, slots=True)
-class ForecastQuestion:
-    """What is to be predicted.
-
-    Attributes:
-        model: that is loaded; config: as it was asked for.
-        total: rows of the input; None if nobody has counted them.
-    """
-
-    job: BatchJob
-    model: ModelInfo
-    config: EngineConfig | None
-    total: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """A job before it has run.
-
-    Attributes:
-        plan: with answers as long as they may be.
-        alone_tokens_per_s: with one row after the other; 0 if that was not predicted.
-    """
-
-    plan: BatchPlanned
-    alone_tokens_per_s: float = 0.0
 
 
 class BatchForecasts(QObject):
@@ -106,68 +48,3 @@ class BatchForecasts(QObject):
         """As `forget`, and waits for what is under way."""
         self._asked = None
         self._task.close()
-
-
-def forecast_of(question: ForecastQuestion) -> Forecast | None:
-    """What the planner says of this job; None where nothing is known of the model or the card.  Not for the GUI thread.
-
-    Prompts are counted by their bytes: the range of a prediction is wider than what that is off by.
-    """
-    model, config = question.model, question.config
-    try:
-        prepared = prepare(replace(question.job, start="resume"))
-        rows = _rows(prepared, question)
-        shape = _shape(model.path)
-    except (EngineError, OSError):
-        return None
-    look = look_at_machine(config.device if config is not None else "auto")
-    if rows is None:
-        return None
-    off = LOOKED_UP_OFF if look.measurements is None else MEASURED_OFF
-    precision = measured_as(model.precision)
-    if model.device == "cpu":
-        return _on_cpu(look, shape, rows, precision, model.threads, off)
-    machine = look.machine(precision)
-    if machine.gpu is None or config is None:
-        return None
-    best = best_batch(machine, shape, look.limits(config), precision, rows)
-    if best is None:
-        return None
-    plan, lane = best
-    told = predicted_on_card(rows, plan.sequences, plan.batches, plan.schedule, plan.tokens_per_s, lane, off)
-    return Forecast(BatchPlanned.of("", told))
-
-
-def _on_cpu(look: MachineLook, shape: ModelShape, rows: JobRows, precision: str, threads: int, off: float) -> Forecast:
-    costs = engine_costs(look.machine(precision), shape, precision, threads)
-    each = shape.kv_bytes_per_token() * (rows.prompt_tokens + rows.generated_tokens)
-    room = max(1, int(_KV_SHARE * look.probe.ram_available_bytes // max(each, 1.0)))
-    told = predict_on_cpu(costs, rows, min(ROWS_TOGETHER, room), sweep_tokens=SWEEP_TOKENS, off=off)
-    alone = predict_on_cpu(costs, rows, 1, sweep_tokens=round(rows.prompt_tokens) or 1, off=off)
-    return Forecast(BatchPlanned.of("", told), alone.tokens_per_s)
-
-
-def _rows(prepared: PreparedJob, question: ForecastQuestion) -> JobRows | None:
-    """What the first rows say of all; None if none of them can be asked."""
-    prompts: list[float] = []
-    limits: list[int] = []
-    count, share = 0, 0.0
-    for read, asked in islice(prepared.asked(), _READ_ROWS):
-        count, share = count + 1, read
-        if not isinstance(asked, Answer):
-            texts = (len(message.content.encode("utf-8", "replace")) for message in asked.messages)
-            prompts.append(sum(size / _BYTES_PER_TOKEN + _TOKENS_PER_TURN for size in texts))
-            limits.append(asked.sampling.max_tokens)
-    if not prompts:
-        return None
-    guessed = count if count < _READ_ROWS or share <= 0 else max(count, round(count / share))
-    generated = statistics.fmean(limits)
-    choices = question.job.choices
-    if choices:  # an answer is one of them
-        generated = min(generated, max(len(choice.encode()) for choice in choices) / _BYTES_PER_TOKEN + 1)
-    return JobRows(question.total or guessed, statistics.fmean(prompts), max(1.0, generated))
-
-
-@lru_cache(maxsize=4)
-def _shape(model: str) -> ModelShape:
-    return find_shape(model)

@@ -35,7 +35,7 @@ class HardwareChange(QObject):
 
 
 def _changes(probe: HardwareProfile) -> tuple[str, ...]:
-    from app.services.machine_look import changes_since  # with the planner, which the window does not open with
+    from engine.tuning.machine_look import changes_since  # with the planner, which the window does not open with
 
     gpu = probe.compute_gpu
     return changes_since(probe, "cuda:0" if gpu is not None and gpu.total_bytes else "")

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from PySide6.QtCore import QObject, Signal
 
 from app.services.background import LatestTask
-from app.services.machine_look import MachineLook
 from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.model_shape import ModelShape
-from engine.checkpoint.names import resolve
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
-from engine.formats import measured_as
-from engine.hardware.machine import HardwareProfile
-from engine.hardware.measurement_files import described
 from engine.planner.planned import Plan
-from engine.planner.what_helps import Change, what_if
-from engine.tuning.keeping import kept_corrections, model_mark
-from engine.tuning.result import Correction, TuningResult
-from engine.tuning.settled import best_settled, results_here
+from engine.planner.what_helps import Change
+from engine.tuning.machine_look import MachineLook, plan_here
 
 _DEBOUNCE_MS = 150
 
@@ -77,56 +70,13 @@ class Planning(QObject):
 
 
 def answer(question: PlanQuestion) -> PlanAnswer:
-    """The plan that the engine would choose: each precision with the rates that were measured for it.
-
-    Where this model was timed on this machine, what came out is its figure, and other predictions are corrected by it.
-    """
-    config = question.config
+    """The plan that the engine would choose, as `engine.tuning.machine_look.plan_here`."""
+    look, config = question.look, question.config
     try:
-        corrections, timed = _corrections(config.model, question.look), _timed(question)
-        return PlanAnswer(question, _best(question, _shape(config.model), corrections, timed))
+        plan = plan_here(look, _shape(config.model), config, look.limits(config), question.change)
     except EngineError as error:
         return PlanAnswer(question, None, error.message)
-
-
-def _best(
-    question: PlanQuestion, shape: ModelShape, corrections: tuple[Correction, ...], timed: tuple[TuningResult, ...]
-) -> Plan:
-    limits = question.look.limits(question.config)
-    if question.change is not None and question.change.gpu is not None:
-        limits = replace(limits, use_card=True, vram_of_others=0)
-    return best_settled(
-        lambda precision: _machine(question, shape, precision),
-        shape,
-        limits,
-        measured=question.look.measurements is not None and question.change is None,
-        corrections=corrections,
-        results=timed,
-    )
-
-
-def _machine(question: PlanQuestion, shape: ModelShape, precision: str) -> HardwareProfile:
-    known = measured_as(precision)
-    machine = question.look.machine(known, shape.expert_bytes(known))
-    return machine if question.change is None else what_if(machine, question.change)
-
-
-def _corrections(model: str, look: MachineLook) -> tuple[Correction, ...]:
-    try:
-        return kept_corrections(model_mark(resolve(model)), described(look.probe))
-    except EngineError:  # it is not here: nothing of it was ever timed
-        return ()
-
-
-def _timed(question: PlanQuestion) -> tuple[TuningResult, ...]:
-    """What was timed of this very model on this very machine; nothing of another."""
-    if question.change is not None:
-        return ()
-    try:
-        mark = model_mark(resolve(question.config.model))
-    except EngineError:
-        return ()
-    return results_here(mark, question.look.probe, question.config)
+    return PlanAnswer(question, plan)
 
 
 @lru_cache(maxsize=16)

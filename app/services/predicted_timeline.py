@@ -5,28 +5,16 @@ Slow enough (tens of milliseconds, a second for the biggest models) to be asked 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from app.services.history.history import History
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
-from engine.common.model_info import ModelInfo
-from engine.formats import AUTO, is_precision, measured_as
 from engine.telemetry.lanes import DECODE, PREFILL
-from engine.telemetry.records import Records
 
 if TYPE_CHECKING:
     from engine.checkpoint.model_shape import ModelShape
-    from engine.hardware.machine import HardwareProfile
-
-MOST_SPANS = 400_000
-_MOST_STEPS = 4096
-_CYCLE = 12
-"""Decode steps at the end of a simulation that are repeated for a longer answer: by then its cache is warm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +66,18 @@ def predict(shape: RequestShape) -> Predicted:
     """
     from engine.hardware.machine import Origin
     from engine.planner.predict import simulate_decode
-    from engine.telemetry.predicted import predicted_records
+    from engine.telemetry.predicted import MOST_SPANS, MOST_STEPS, lengthened, predicted_records
+    from engine.tuning.machine_look import machine_for
 
     config = shape.config
-    machine, model = machine_and_shape(config, shape.name)
+    model, machine = shape_of(config, shape.name), machine_for(config)
     tokens = max(shape.tokens, 2)
     outcome, memory, _ = simulate_decode(
         machine, model, config, prompt_tokens=max(shape.prompt_tokens, 1), tokens=tokens, record=True
     )
     spans, steps = predicted_records(outcome.spans, first_layer=model.dense_layers)
     spans, steps = lengthened(spans, steps, tokens)
-    history = History(most_spans=MOST_SPANS, most_steps=_MOST_STEPS)
+    history = History(most_spans=MOST_SPANS, most_steps=MOST_STEPS)
     history.add_spans(spans)
     history.add_steps(steps)
     groups: dict[str, set[bool]] = {}
@@ -109,89 +98,21 @@ def predict(shape: RequestShape) -> Predicted:
     )
 
 
-def machine_and_shape(config: EngineConfig, name: str) -> tuple[HardwareProfile, ModelShape]:
-    """This machine as an engine of this configuration would find it, and the model.
+def shape_of(config: EngineConfig, name: str) -> ModelShape:
+    """The model that runs.
 
     Args:
-        name: of the model, for whoever finds no folder of it.
+        name: of the model, for whoever finds no folder of it: it was moved, or the session comes from another machine.
 
     Raises:
         EngineError: the model is not on this machine any more.
     """
-    from app.services.machine_look import look_at_machine
     from engine.checkpoint.find_shape import find_shape
-    from engine.hardware.profiles import EMULATED, with_emulated
 
     try:
-        model = find_shape(config.model)
+        return find_shape(config.model)
     except EngineError:
-        model = find_shape(name)  # it has been moved, or the session comes from another machine
-    look = look_at_machine(config.device, "" if config.device == "cpu" else config.device.partition("#")[0])
-    machine = look.machine(measured_as(config.precision))
-    if config.device.startswith(EMULATED) and (machine.gpu is None or look.measurements is None):
-        machine = with_emulated(machine, config.device)
-    return machine, model
-
-
-def lengthened(spans: Records, steps: Records, tokens: int) -> tuple[Records, Records]:
-    """Spans and steps of `tokens` decode steps: those that were simulated, and the last of them over and over.
-
-    Fewer if the spans would be too many; those that were simulated beyond `tokens` are left out.
-    """
-    phases = np.flatnonzero(steps["name"] == DECODE)
-    if not len(phases):
-        return spans, steps
-    first, have = int(phases[0]), len(phases)
-    cycle = min(_CYCLE, have)
-    per_cycle = max(int((spans["step"] >= first + have - cycle).sum()), 1)
-    tokens = min(tokens, have + cycle * (max(MOST_SPANS - len(spans), 0) // per_cycle), _MOST_STEPS - first)
-    if tokens <= have:
-        return spans[spans["step"] < first + tokens], steps[: first + tokens]
-    begin = first + have - cycle
-    took_ns = int(steps["end_ns"][-1] - steps["start_ns"][begin])
-    all_spans, all_steps = [spans], [steps]
-    for turn in range(1, -(-(tokens - have) // cycle) + 1):
-        for records, every in ((spans, all_spans), (steps, all_steps)):
-            again = records[records["step"] >= begin].copy()
-            again["start_ns"] += turn * took_ns
-            again["end_ns"] += turn * took_ns
-            again["step"] += turn * cycle
-            every.append(again[again["step"] < first + tokens])
-    return np.concatenate(all_spans), np.concatenate(all_steps)
-
-
-def config_of(model: ModelInfo, asked: EngineConfig | None, slots: int | None) -> EngineConfig:
-    """How a loaded model runs: what was asked for, and what the engine made of it.
-
-    Args:
-        slots: experts on the card, as the engine told last; None if it has no cache.
-    """
-    config = asked or EngineConfig(model.path)
-    return replace(
-        config,
-        model=model.path or config.model,
-        device=model.device,
-        precision=model.precision if is_precision(model.precision) else AUTO,
-        threads=model.threads,
-        cache_slots=config.cache_slots if slots is None else slots,
-    )
-
-
-def config_of_session(about: Mapping[str, Any], slots: int | None) -> EngineConfig:
-    """The same of what a recorded session says of itself; what it does not say is left to the engine."""
-    told = about.get("config")
-    known = {field.name for field in fields(EngineConfig)}
-    asked = {name: value for name, value in told.items() if name in known} if isinstance(told, dict) else {}
-    config = EngineConfig(**{"model": str(about.get("model", "")), **asked})
-    threads = about.get("threads")
-    precision = str(about.get("precision", ""))
-    return replace(
-        config,
-        device=str(about.get("device", "cpu")),
-        precision=precision if is_precision(precision) else AUTO,
-        threads=threads if isinstance(threads, int) and threads > 0 else None,
-        cache_slots=config.cache_slots if slots is None else slots,
-    )
+        return find_shape(name)
 
 
 def request_before(history: History, at_ns: float) -> tuple[int, int] | None:

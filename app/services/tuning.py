@@ -9,12 +9,12 @@ from PySide6.QtCore import QObject, Signal
 from app.services.background import LatestTask, TaskQueue
 from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_request import TuningRun
-from app.services.machine_look import MachineLook, look_at_machine
 from app.services.model_start import wanted_config
 from app.services.settings import Settings
 from engine.hardware.measured import Measurements
 from engine.protocol import Failed
 from engine.tuning.keeping import keep_anyway, model_mark, results_of, save_result
+from engine.tuning.machine_look import MachineLook, look_at_machine
 from engine.tuning.messages import Stage, TuningFinished, TuningMeasured, TuningProgress, Until
 from engine.tuning.result import TuningKind, TuningResult
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -11,10 +12,12 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from engine.common.errors import EngineError
 from engine.common.files import write_private
 from engine.common.paths import data_dir
 from engine.hardware.measured import Arithmetic, CopyTime, DiskRead, ExpertTime, Measurements, RamRead
 from engine.hardware.probe import HardwareProfile as Probe
+from engine.hardware.profiles import EMULATED, emulated_cards, read_profile
 
 _VERSION = 1
 _ROWS: dict[str, type] = {
@@ -70,6 +73,30 @@ def load_measurements(probe: Probe, device: str = "") -> Measurements | None:
         device: `cuda:0`, `emulated:NAME`; empty or `cpu` for the CPU alone.
     """
     return read_measurements(measurements_file(described(probe), "" if device == "cpu" else device))
+
+
+def measured_ceilings(probe: Probe, device: str) -> dict[str, float]:
+    """Fastest copies and reads that were measured, in bytes per second by lane (`h2d`, `d2h`, `disk`).
+
+    Args:
+        device: that a model runs on; the link of an emulated one is what its profile says.
+    """
+    found: dict[str, float] = {}
+    is_emulated = device.startswith(EMULATED)
+    if is_emulated:
+        with contextlib.suppress(EngineError):
+            profile = read_profile(emulated_cards(device)[0])
+            found |= {"h2d": profile.link_h2d_gbps * 1e9, "d2h": profile.link_d2h_gbps * 1e9}
+    measurements = load_measurements(probe, "" if is_emulated else device)
+    if measurements is None:
+        return found
+    for lane in ("h2d", "d2h"):
+        line = measurements.link(lane, pinned=True) or measurements.link(lane, pinned=False)
+        if line is not None:
+            found.setdefault(lane, line[1])
+    if measurements.disk:
+        found["disk"] = max(read.bytes_per_s for read in measurements.disk)
+    return found
 
 
 def changes(probe: Probe, device: str = "") -> tuple[str, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +12,8 @@ from numpy.typing import NDArray
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
-from engine.formats import AUTO, LADDER
+from engine.common.model_info import ModelInfo
+from engine.formats import AUTO, LADDER, is_precision
 from engine.hardware.machine import HardwareProfile, Origin
 from engine.planner.engine_costs import engine_costs
 from engine.planner.engine_memory import EngineMemory, budgets_of, memory_of, memory_rule, sizes_of
@@ -149,3 +152,37 @@ def _strategy(config: EngineConfig, memory: EngineMemory) -> Strategy:
     kept = Residency.STATIC if config.cache_policy == "static" or memory.all_experts else Residency.CACHE
     mixed = Strategy("as configured", Residency.NONE if config.misses == "off" else kept, miss, grouped=True)
     return replace(mixed, prefetch=Prefetch.PREDICTED, prefetch_accuracy=0.85) if config.prefetch == "mlp" else mixed
+
+
+def config_of(model: ModelInfo, asked: EngineConfig | None, slots: int | None) -> EngineConfig:
+    """How a loaded model runs: what was asked for, and what the engine made of it.
+
+    Args:
+        slots: experts on the card, as the engine told last; None if it has no cache.
+    """
+    config = asked or EngineConfig(model.path)
+    return replace(
+        config,
+        model=model.path or config.model,
+        device=model.device,
+        precision=model.precision if is_precision(model.precision) else AUTO,
+        threads=model.threads,
+        cache_slots=config.cache_slots if slots is None else slots,
+    )
+
+
+def config_of_session(about: Mapping[str, Any], slots: int | None) -> EngineConfig:
+    """The same of what a recorded session says of itself; what it does not say is left to the engine."""
+    told = about.get("config")
+    known = {field.name for field in fields(EngineConfig)}
+    asked = {name: value for name, value in told.items() if name in known} if isinstance(told, dict) else {}
+    config = EngineConfig(**{"model": str(about.get("model", "")), **asked})
+    threads = about.get("threads")
+    precision = str(about.get("precision", ""))
+    return replace(
+        config,
+        device=str(about.get("device", "cpu")),
+        precision=precision if is_precision(precision) else AUTO,
+        threads=threads if isinstance(threads, int) and threads > 0 else None,
+        cache_slots=config.cache_slots if slots is None else slots,
+    )

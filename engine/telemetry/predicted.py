@@ -12,6 +12,10 @@ from engine.planner.simulator.timeline import LANES, Span
 from engine.telemetry import lanes
 from engine.telemetry.records import COUNTERS, SPAN, STEP, Records, no_spans, no_steps
 
+MOST_SPANS = 400_000
+MOST_STEPS = 4096
+_CYCLE = 12
+"""Decode steps at the end of a simulation that are repeated for a longer answer: by then its cache is warm."""
 _REQUEST, _DEVICE = 1, 0
 _ANY_LANE: Mapping[str, int] = MappingProxyType(
     {
@@ -96,3 +100,30 @@ def _amounts(span: Span, name: int) -> Iterable[tuple[str, int]]:
 
 def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
+
+
+def lengthened(spans: Records, steps: Records, tokens: int) -> tuple[Records, Records]:
+    """Spans and steps of `tokens` decode steps: those that were simulated, and the last of them over and over.
+
+    Fewer if the spans would be too many; those that were simulated beyond `tokens` are left out.
+    """
+    phases = np.flatnonzero(steps["name"] == lanes.DECODE)
+    if not len(phases):
+        return spans, steps
+    first, have = int(phases[0]), len(phases)
+    cycle = min(_CYCLE, have)
+    per_cycle = max(int((spans["step"] >= first + have - cycle).sum()), 1)
+    tokens = min(tokens, have + cycle * (max(MOST_SPANS - len(spans), 0) // per_cycle), MOST_STEPS - first)
+    if tokens <= have:
+        return spans[spans["step"] < first + tokens], steps[: first + tokens]
+    begin = first + have - cycle
+    took_ns = int(steps["end_ns"][-1] - steps["start_ns"][begin])
+    all_spans, all_steps = [spans], [steps]
+    for turn in range(1, -(-(tokens - have) // cycle) + 1):
+        for records, every in ((spans, all_spans), (steps, all_steps)):
+            again = records[records["step"] >= begin].copy()
+            again["start_ns"] += turn * took_ns
+            again["end_ns"] += turn * took_ns
+            again["step"] += turn * cycle
+            every.append(again[again["step"] < first + tokens])
+    return np.concatenate(all_spans), np.concatenate(all_steps)

@@ -13,12 +13,10 @@ from engine.verbs.options import parse_size, positive_int
 
 if TYPE_CHECKING:
     from engine.checkpoint.model_shape import ModelShape
-    from engine.hardware.machine import HardwareProfile
-    from engine.hardware.measured import Measurements
-    from engine.hardware.probe import HardwareProfile as Probe
     from engine.planner.plan import Limits, Plan
     from engine.planner.plan_parts import Speed, TierBytes
     from engine.planner.workload import Workload
+    from engine.tuning.machine_look import MachineLook
 
 _ALIKE = 0.1
 """A prediction that is off by less is as good as what was measured."""
@@ -56,16 +54,18 @@ def _limits(args: argparse.Namespace) -> Limits:
     )
 
 
-def _this_machine(limits: Limits) -> tuple[Probe, Measurements | None, Limits]:
-    """(what is here, what was measured of it, what other programs leave of the limits)."""
+def _this_machine(limits: Limits) -> tuple[MachineLook, Limits]:
+    """(this machine, what other programs leave of the limits)."""
+    from engine.hardware.measured import machine_profile
     from engine.hardware.measurement_files import load_measurements
     from engine.hardware.probe import probe
+    from engine.tuning.machine_look import MachineLook
 
     found = probe()
-    gpu = found.compute_gpu
-    card = "" if gpu is None or not limits.use_card else "cuda:0"
+    card = "" if found.compute_gpu is None or not limits.use_card else "cuda:0"
+    measured = load_measurements(found, card)
     limits = replace(limits, vram_of_others=found.vram_in_use, ram_of_others=found.ram_in_use)
-    return found, load_measurements(found, card), limits
+    return MachineLook(found, card, measured, machine_profile(found, measured)), limits
 
 
 def workload_of(args: argparse.Namespace) -> Workload:
@@ -95,46 +95,15 @@ def plan_of(args: argparse.Namespace, model: ModelShape, workload: Workload) -> 
         from engine.hardware.machine_files import read_machine
 
         return make_plan(read_machine(args.hardware), model, workload, _limits(args))
-    from engine.formats import measured_as
-    from engine.hardware.measured import machine_profile
-    from engine.hardware.measurement_files import described
     from engine.tuning.corrections import corrected_plan
-    from engine.tuning.keeping import kept_corrections
-    from engine.tuning.settled import best_settled, results_here
+    from engine.tuning.machine_look import corrections_here, plan_here
 
-    found, measurements, limits = _this_machine(_limits(args))
-    mark = _mark(args.model)
-    corrections = kept_corrections(mark, described(found)) if mark is not None else ()
+    look, limits = _this_machine(_limits(args))
     if workload != CHAT:  # nothing else is timed
-        plan = make_plan(
-            machine_profile(found, measurements), model, workload, limits, measured=measurements is not None
-        )
-        return corrected_plan(plan, corrections)
-
-    def machine_with(precision: str) -> HardwareProfile:
-        known = measured_as(precision)
-        return machine_profile(found, measurements, precision=known, expert_bytes=model.expert_bytes(known))
-
+        plan = make_plan(look.profile, model, workload, limits, measured=look.measurements is not None)
+        return corrected_plan(plan, corrections_here(look, args.model))
     asked = EngineConfig(args.model, args.device, vram_bytes=args.vram, ram_bytes=args.ram, context_tokens=args.context)
-    return best_settled(
-        machine_with,
-        model,
-        limits,
-        measured=measurements is not None,
-        corrections=corrections,
-        results=results_here(mark, found, asked) if mark is not None else (),
-    )
-
-
-def _mark(model: str) -> str | None:
-    """What results of a model are kept under; None if it is not here, so that nothing of it was ever timed."""
-    from engine.checkpoint.names import resolve
-    from engine.tuning.keeping import model_mark
-
-    try:
-        return model_mark(resolve(model))
-    except EngineError:
-        return None
+    return plan_here(look, model, asked, limits)
 
 
 def timing_text(speed: Speed) -> str:

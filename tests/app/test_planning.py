@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 import app.services.planning as planning
-from app.services.machine_look import MachineLook
+import engine.tuning.machine_look as machine_look
 from app.services.planning import PlanQuestion
 from app.views.tune.phrases import disk_warning, speed_range
 from app.widgets.quantities import figures
 from engine.common.config import EngineConfig
 from engine.hardware.measured import machine_profile
 from engine.tuning.contestants import Situation, choose_contestants
+from engine.tuning.machine_look import MachineLook
 from engine.tuning.messages import StartTuning
 from engine.tuning.result import Contestant, Correction, Timed, TuningResult
 from engine.tuning.run import tune
@@ -25,7 +26,7 @@ QUESTION = PlanQuestion(LOOK, EngineConfig("olmoe-1b-7b"))
 
 
 def planned(monkeypatch: pytest.MonkeyPatch, *corrections: Correction) -> planning.Plan:
-    monkeypatch.setattr(planning, "_corrections", lambda *_: corrections)
+    monkeypatch.setattr(machine_look, "corrections_here", lambda *_: corrections)
     plan = planning.answer(QUESTION).plan
     assert plan is not None
     return plan
@@ -65,7 +66,8 @@ def test_what_was_timed_is_the_figure_of_its_settings(monkeypatch: pytest.Monkey
     modelled = planned(monkeypatch)
     rate = 1.2 * modelled.speed.decode_tokens_per_s
     result = as_timed(modelled, rate, modelled.engine_config("olmoe-1b-7b"))
-    monkeypatch.setattr(planning, "_timed", lambda _question: (result,))
+    monkeypatch.setattr(machine_look, "_mark", lambda _model: "olmoe")
+    monkeypatch.setattr(machine_look, "results_here", lambda *_: (result,))
     timed = planned(monkeypatch)
     assert (timed.precision, timed.policy, timed.threads) == (modelled.precision, modelled.policy, modelled.threads)
     assert timed.speed.decode_tokens_per_s == rate
@@ -74,7 +76,7 @@ def test_what_was_timed_is_the_figure_of_its_settings(monkeypatch: pytest.Monkey
     said = speed_range(timed)
     assert figures(modelled.speed.decode_tokens_per_s) in said
     other = replace(result.timed[0], threads=modelled.threads - 1)
-    monkeypatch.setattr(planning, "_timed", lambda _question: (replace(result, timed=(other,)),))
+    monkeypatch.setattr(machine_look, "results_here", lambda *_: (replace(result, timed=(other,)),))
     assert planned(monkeypatch).speed == modelled.speed  # other settings: not its figure
 
 

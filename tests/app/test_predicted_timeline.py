@@ -17,9 +17,6 @@ from app.services.history.history import History
 from app.services.predicted_timeline import (
     Predicted,
     RequestShape,
-    config_of,
-    config_of_session,
-    lengthened,
     predict,
     request_before,
 )
@@ -28,7 +25,9 @@ from app.views.monitor.second import SecondTimeline
 from app.widgets.timeline.view import TimelineView
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
+from engine.planner.predict import config_of, config_of_session
 from engine.telemetry.lanes import DECODE, PREFILL
+from engine.telemetry.predicted import lengthened
 from engine.telemetry.records import STEP, Records
 from tests.app.recorded import STEP_NS, decoded
 from tests.app.scripted_engine import STARTER

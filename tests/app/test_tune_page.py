@@ -18,7 +18,6 @@ import app.services.planning as planning
 import app.services.tuning as tuning
 from app.services.batch_jobs import BatchJobs
 from app.services.engine_client import EngineState
-from app.services.machine_look import MachineLook, look_at_machine
 from app.services.planning import PlanAnswer, PlanQuestion
 from app.services.settings import Settings
 from app.views.tune.page import TunePage
@@ -28,6 +27,7 @@ from engine.common.errors import ErrorCode
 from engine.hardware.measurement_files import load_measurements
 from engine.protocol import Failed
 from engine.tuning.keeping import results_of, save_result
+from engine.tuning.machine_look import MachineLook, look_at_machine
 from engine.tuning.messages import (
     TuningFinished,
     TuningMeasured,

@@ -13,7 +13,6 @@ from PySide6.QtTest import QTest
 from PySide6.QtWidgets import QApplication, QToolTip, QWidget
 
 from app.models.plan_table import BAR, NAME, PREDICTED, TIMED, PlanTable
-from app.services.machine_look import MachineLook
 from app.views.tune.machine_boxes import machine_boxes
 from app.views.tune.phrases import tier_bars
 from app.views.tune.race_view import RaceView
@@ -23,6 +22,7 @@ from app.widgets.plan_bars import PlanBars, adding_up
 from app.widgets.roofline_plot import RooflinePlot
 from engine.hardware.machine import Origin
 from engine.planner.plan_parts import RooflinePicture, RooflinePoint
+from engine.tuning.machine_look import MachineLook
 from engine.tuning.messages import TuningNumber
 from tests.app import tuning_results as made
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from app.services.machine_look import MachineLook
 from engine.checkpoint.model_files import read_model
 from engine.common.config import EngineConfig
 from engine.hardware.cpu import CpuInfo
@@ -25,6 +24,7 @@ from engine.planner.plan import make_plan
 from engine.planner.plan_parts import Limits
 from engine.planner.planned import Plan
 from engine.tuning.keeping import facts
+from engine.tuning.machine_look import MachineLook
 from engine.tuning.result import Contestant, Timed, TuningResult
 
 GIB = 2**30

@@ -31,6 +31,7 @@ from engine.hardware.measurement_files import (
     changes,
     described,
     load_measurements,
+    measured_ceilings,
     measurements_file,
     read_measurements,
     save_measurements,
@@ -282,3 +283,14 @@ def test_bigger_experts_are_read_as_fast_as_experts_of_their_size(nbytes: int | 
     assert found.weights_bytes_per_s("bf16", nbytes) == {8: pytest.approx(rate)}
     machine = machine_profile(PROBE, found, precision="bf16", expert_bytes=nbytes)
     assert machine.cpu.weights_bytes_per_s == {8: pytest.approx(rate)}
+
+
+def test_ceilings_are_the_best_that_was_measured_or_what_an_emulated_card_says(switchyard_home: Path) -> None:
+    assert measured_ceilings(PROBE, "cuda:0") == {}
+    save_measurements(measured())
+    found = measured_ceilings(PROBE, "cuda:0")
+    assert found == {"h2d": pytest.approx(12e9), "d2h": pytest.approx(11e9), "disk": 3.4e9}
+    save_measurements(measured(""))
+    said = measured_ceilings(PROBE, "emulated:slow-linkx3#0")
+    assert (said["h2d"], said["d2h"], said["disk"]) == (2e9, 2e9, 3.4e9)
+    assert measured_ceilings(PROBE, "emulated:nothing").keys() == {"h2d", "d2h", "disk"}

@@ -12,7 +12,7 @@ from PySide6.QtCore import Qt, QTimer, Signal
 from PySide6.QtWidgets import QFrame, QScrollArea, QVBoxLayout, QWidget
 
 from app.services.background import LatestTask
-from app.services.batch_forecast import BatchForecasts, Forecast, ForecastQuestion
+from app.services.batch_forecast import BatchForecasts
 from app.services.batch_input import InputPreview, count_rows, look_at
 from app.services.batch_sample import BatchSample, SampleRate
 from app.services.engine_client import EngineClient
@@ -30,6 +30,7 @@ from engine.batch_files.opening import InputForm
 from engine.batch_files.prepared_job import prepare
 from engine.common.config import BatchJob
 from engine.common.errors import EngineError
+from engine.tuning.batch_forecast import Forecast, ForecastQuestion
 
 WIDTH_PX = 860
 _LAID_OUT_MS = 60

@@ -8,7 +8,6 @@ from PySide6.QtWidgets import QFrame, QScrollArea, QVBoxLayout, QWidget
 
 from app.services.analyser import WAITING_TOKENS, waiting_for_last
 from app.services.background import LatestTask
-from app.services.ceilings import measured_ceilings
 from app.services.engine_client import EngineClient, EngineState
 from app.services.predicted_timeline import Predicted
 from app.services.session_library import OpenedSession
@@ -28,6 +27,8 @@ from app.widgets.banner import Banner
 from app.widgets.page import TUNE, Page
 from app.widgets.page_header import PageHeader
 from engine.common.model_info import ModelInfo
+from engine.hardware.measurement_files import measured_ceilings
+from engine.hardware.probe import probe
 
 _REFRESH_MS = 500
 _NARROW_PX = 860
@@ -198,7 +199,7 @@ class MonitorPage(Page):
         return {} if model is None else {"model": model.name, "device": model.device, "precision": model.precision}
 
     def _find_ceilings(self, model: ModelInfo) -> None:
-        self._finding_ceilings.ask(lambda: measured_ceilings(model), self.timeline.view.set_ceilings)
+        self._finding_ceilings.ask(lambda: measured_ceilings(probe(), model.device), self.timeline.view.set_ceilings)
 
     def _say(self, *_news: object) -> None:
         if self._session is not None:

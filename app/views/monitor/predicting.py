@@ -10,8 +10,6 @@ from app.services.engine_client import EngineClient
 from app.services.history.history import History
 from app.services.predicted_timeline import (
     RequestShape,
-    config_of,
-    config_of_session,
     predict,
     request_before,
 )
@@ -19,6 +17,7 @@ from app.services.session_library import OpenedSession
 from app.services.telemetry_hub import TelemetryHub
 from app.widgets.timeline.navigator import Navigator
 from engine.common.config import EngineConfig
+from engine.planner.predict import config_of, config_of_session
 from engine.telemetry.lanes import DECODE
 from engine.telemetry.messages import CacheReport
 

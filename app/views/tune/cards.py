@@ -5,7 +5,6 @@ from __future__ import annotations
 from PySide6.QtWidgets import QGridLayout, QVBoxLayout, QWidget
 
 from app.models.plan_table import PlanTable
-from app.services.machine_look import MachineLook
 from app.views.tune.arrangement import arrange
 from app.views.tune.machine_boxes import Found, driver_trouble, machine_boxes
 from app.views.tune.numbers_card import NumbersCard
@@ -17,6 +16,7 @@ from app.views.tune.what_if_card import WhatIfCard
 from app.widgets.card import Card, muted_label
 from app.widgets.machine_picture import MachinePicture
 from app.widgets.roofline_plot import RooflinePlot
+from engine.tuning.machine_look import MachineLook
 
 
 class TuneCards(QWidget):

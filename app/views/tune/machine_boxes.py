@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from PySide6.QtCore import QCoreApplication
 
-from app.services.machine_look import MachineLook
 from app.widgets.machine_picture import Box, BoxLine, Link, Part
 from app.widgets.quantities import arithmetic, memory, rate
 from engine.hardware.disk import DiskKind
 from engine.hardware.gpu_info import GpuInfo
 from engine.hardware.machine import Origin
+from engine.tuning.machine_look import MachineLook
 from engine.tuning.messages import Measured, TuningNumber
 
 translate = QCoreApplication.translate

@@ -5,7 +5,6 @@ from __future__ import annotations
 from PySide6.QtCore import Qt
 from PySide6.QtWidgets import QGridLayout, QLabel, QWidget
 
-from app.services.machine_look import MachineLook
 from app.theme import use_tabular_figures
 from app.views.tune.machine_boxes import Found
 from app.views.tune.phrases import measured_name, number_words
@@ -14,6 +13,7 @@ from engine.hardware.machine import Origin
 from engine.hardware.measured import Measurements
 from engine.hardware.other_programs import is_busy
 from engine.tuning.applying import day
+from engine.tuning.machine_look import MachineLook
 from engine.tuning.messages import Measured, TuningNumber
 from engine.tuning.result import busy_note
 

@@ -9,7 +9,6 @@ from PySide6.QtWidgets import QFrame, QPushButton, QScrollArea, QVBoxLayout, QWi
 from app.services.background import LatestTask
 from app.services.batch_jobs import BatchJobs
 from app.services.engine_client import EngineClient
-from app.services.machine_look import MachineLook
 from app.services.model_start import wanted_config
 from app.services.planning import PlanAnswer, Planning, PlanQuestion
 from app.services.settings import STARTER, Settings
@@ -25,6 +24,7 @@ from app.widgets.page import Page
 from app.widgets.page_header import PageHeader
 from app.widgets.shortcuts import add_shortcut
 from engine.planner.planned import Plan
+from engine.tuning.machine_look import MachineLook
 
 LOOK_AGAIN_MS = 10_000
 

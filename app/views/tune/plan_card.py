@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from PySide6.QtWidgets import QLabel, QWidget
 
-from app.services.machine_look import MachineLook
 from app.theme import use_tabular_figures
 from app.views.tune.phrases import disk_warning, plan_summary, speed_headline, speed_range, tier_bars
 from app.widgets.card import Card, muted_label
 from app.widgets.plan_bars import PlanBars
 from app.widgets.quantities import figures
 from engine.planner.planned import Plan
+from engine.tuning.machine_look import MachineLook
 
 
 class PlanCard(Card):

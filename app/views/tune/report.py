@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from app.services.machine_look import MachineLook
 from app.views.tune.machine_boxes import machine_boxes
 from app.views.tune.phrases import plan_summary, speed_headline, speed_range
 from app.widgets.quantities import memory
 from engine.planner.plan_parts import TierBytes, total_held
 from engine.planner.planned import Plan
+from engine.tuning.machine_look import MachineLook
 from engine.tuning.report import report_text
 from engine.tuning.result import TuningResult
 

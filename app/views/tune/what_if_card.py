@@ -15,8 +15,6 @@ from PySide6.QtWidgets import (
     QWidget,
 )
 
-from app.services.hardware_choices import card_choices, typed_card
-from app.services.machine_look import MachineLook
 from app.services.planning import PlanAnswer, Planning, PlanQuestion
 from app.theme import use_tabular_figures
 from app.views.tune.phrases import plan_summary, tier_bars
@@ -25,8 +23,10 @@ from app.widgets.plan_bars import PlanBars
 from app.widgets.quantities import figures
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
+from engine.hardware.card_choices import card_choices, typed_card
 from engine.planner.planned import Plan
 from engine.planner.what_helps import Change
+from engine.tuning.machine_look import MachineLook
 
 _GIB = 2**30
 

@@ -1,19 +1,27 @@
-"""This machine as the planner sees it, with where every number comes from, and what has changed since it was tuned."""
+"""This machine as the planner sees it: what is here, what was measured of it, what has changed since it was tuned."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from engine.checkpoint.model_shape import ModelShape
+from engine.checkpoint.names import resolve
 from engine.common.config import EngineConfig
+from engine.common.errors import EngineError
+from engine.formats import measured_as
 from engine.hardware.machine import HardwareProfile
 from engine.hardware.measured import Measurements, machine_profile
 from engine.hardware.measurement_files import changes, described, load_measurements
 from engine.hardware.probe import HardwareProfile as Probe
 from engine.hardware.probe import probe as probe_machine
-from engine.hardware.profiles import EMULATED
+from engine.hardware.profiles import EMULATED, with_emulated
 from engine.planner.plan_parts import Limits
+from engine.planner.planned import Plan
+from engine.planner.what_helps import Change, what_if
 from engine.tuning.applying import machine_changes
-from engine.tuning.keeping import all_results
+from engine.tuning.keeping import all_results, kept_corrections, model_mark
+from engine.tuning.result import Correction
+from engine.tuning.settled import best_settled, results_here
 
 _MUCH = 0.05
 """Share of a memory that other programs may take or give back before a plan is made again."""
@@ -86,6 +94,63 @@ def look_at_machine(setting: str = "auto", device: str | None = None) -> Machine
         if without is not None:
             device, measured = "", without
     return MachineLook(probe, device, measured, machine_profile(probe, measured), changes_since(probe, device))
+
+
+def machine_for(config: EngineConfig) -> HardwareProfile:
+    """This machine as an engine of this configuration would find it; an emulated card nobody measured is as it says."""
+    device = "" if config.device == "cpu" else config.device.partition("#")[0]
+    look = look_at_machine(config.device, device)
+    machine = look.machine(measured_as(config.precision))
+    if device.startswith(EMULATED) and (machine.gpu is None or look.measurements is None):
+        return with_emulated(machine, device)
+    return machine
+
+
+def plan_here(
+    look: MachineLook, model: ModelShape, asked: EngineConfig, limits: Limits, change: Change | None = None
+) -> Plan:
+    """The plan that the engine would choose: each precision with the rates that were measured for it.
+
+    Where this model was timed on this machine, what came out is its figure, and other predictions are corrected by it.
+
+    Args:
+        asked: the model, and the settings that hold.
+        change: other hardware, to see what it would do; of that nothing was timed.
+
+    Raises:
+        EngineError: as `engine.tuning.settled.best_settled`.
+    """
+    mark = _mark(asked.model)
+    if change is not None and change.gpu is not None:
+        limits = replace(limits, use_card=True, vram_of_others=0)
+
+    def machine_with(precision: str) -> HardwareProfile:
+        known = measured_as(precision)
+        machine = look.machine(known, model.expert_bytes(known))
+        return machine if change is None else what_if(machine, change)
+
+    return best_settled(
+        machine_with,
+        model,
+        limits,
+        measured=look.measurements is not None and change is None,
+        corrections=corrections_here(look, asked.model),
+        results=results_here(mark, look.probe, asked) if mark is not None and change is None else (),
+    )
+
+
+def corrections_here(look: MachineLook, model: str) -> tuple[Correction, ...]:
+    """How far off predictions of this model were seen to be on this machine."""
+    mark = _mark(model)
+    return kept_corrections(mark, described(look.probe)) if mark is not None else ()
+
+
+def _mark(model: str) -> str | None:
+    """What results of a model are kept under; None if it is not here, so that nothing of it was ever timed."""
+    try:
+        return model_mark(resolve(model))
+    except EngineError:
+        return None
 
 
 def changes_since(probe: Probe, device: str = "") -> tuple[str, ...]:
