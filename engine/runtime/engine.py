@@ -177,7 +177,7 @@ class Engine:
             self._session = ChatSession(loaded)
         try:
             return self._session.generate(
-                [replace(message, content=_encodable(message.content)) for message in messages],
+                messages,
                 sampling,
                 on_progress=on_progress,
                 on_text=on_text,
@@ -219,8 +219,3 @@ class Engine:
 def _number(suggested: object, name: str, default: float) -> float:
     value = getattr(suggested, name, None)
     return float(value) if isinstance(value, int | float) else default
-
-
-def _encodable(text: str) -> str:
-    """`text` without half surrogate pairs, which come from broken arguments and which no tokenizer takes."""
-    return text.encode("utf-8", errors="replace").decode("utf-8")

@@ -12,7 +12,7 @@ from engine.devices.copy_log import CopyRecord
 from engine.experts.vram_cache import VramCache
 from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.batch.request import BatchRequest, Outcome
+from engine.runtime.batch.request import BatchOutcome, BatchRequest
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 from engine.telemetry.collecting import Collection, collected
 from engine.telemetry.lanes import DECODE
@@ -74,7 +74,7 @@ def recorded_batch(
     answered: list[int] = []
 
     def run() -> None:
-        assert executor.run(iter(rows), lambda answer: answered.append(answer.row)) is Outcome.FINISHED
+        assert executor.run(iter(rows), lambda answer: answered.append(answer.row)) is BatchOutcome.FINISHED
 
     executor = BatchExecutor(model, policy)
     try:

@@ -16,7 +16,7 @@ from engine.batch_files.prepared_job import prepare
 from engine.common.config import BatchJob
 from engine.common.errors import EngineError, ErrorCode
 from engine.runtime.batch.job import JobRun
-from engine.runtime.batch.request import AnswerCallback, BatchAnswer, BatchRequest, Check, Outcome
+from engine.runtime.batch.request import AnswerCallback, BatchAnswer, BatchOutcome, BatchRequest, Check
 
 
 class ShuffledExecutor:
@@ -39,19 +39,19 @@ class ShuffledExecutor:
 
     def run(
         self, rows: Iterator[BatchRequest], on_row: AnswerCallback, should_yield: Check, cancelled: Check
-    ) -> Outcome:
+    ) -> BatchOutcome:
         while True:
             while len(self._held) < self._room and (request := next(rows, None)) is not None:
                 self._held.append(request)
                 self.asked.append((request.row, request.sampling.seed))
             if not self._held:
-                return Outcome.FINISHED
+                return BatchOutcome.FINISHED
             if cancelled():
                 for request in self._held:
                     on_row(BatchAnswer(request.row, "", "cancelled"))
-                return Outcome.CANCELLED
+                return BatchOutcome.CANCELLED
             if should_yield():
-                return Outcome.YIELDED
+                return BatchOutcome.YIELDED
             request = self._held.pop(self._chance.randrange(len(self._held)))
             on_row(self._answer(request))
 

@@ -22,11 +22,10 @@ from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
 from engine.families import FILES, family_of
 from engine.protocol import ChatMessage
-from engine.runtime.batch.continuous import ContinuousBatch
-from engine.runtime.batch.executor import BatchExecutor
+from engine.runtime.batch.executor import BatchExecutor, ContinuousBatch
 from engine.runtime.batch.packed_sweep import balanced
 from engine.runtime.batch.policy import BatchPolicy, can_pack
-from engine.runtime.batch.request import BatchAnswer, BatchRequest, Outcome
+from engine.runtime.batch.request import BatchAnswer, BatchOutcome, BatchRequest
 from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.kv.window_masks import window_of
 from engine.runtime.loaded_model import LoadedModel
@@ -68,7 +67,7 @@ def _answers(loaded: LoadedModel, rows: list[BatchRequest], policy: BatchPolicy 
 
     executor = BatchExecutor(loaded, policy)
     try:
-        assert executor.run(iter(rows), take) is Outcome.FINISHED
+        assert executor.run(iter(rows), take) is BatchOutcome.FINISHED
         batch = executor._batch
         if isinstance(batch, ContinuousBatch):
             assert batch.pool.held == 0
@@ -137,7 +136,7 @@ def test_logits_are_those_of_the_library(family: str, monkeypatch: pytest.Monkey
             seen.setdefault(row.request.row, []).append(of_row.clone())  # type: ignore[attr-defined]
         return [int(of_row.argmax()) for of_row in logits]
 
-    monkeypatch.setattr("engine.runtime.batch.continuous._choose", choose)
+    monkeypatch.setattr("engine.runtime.batch.executor._choose", choose)
     rows = _rows([9, 45], SamplingParams(max_tokens=4))
     for row, answer in _answers(loaded, rows).items():
         ids = torch.tensor([[*rows[row].ids, *answer.token_ids[:-1]]])
@@ -196,8 +195,8 @@ def test_a_batch_gives_way_within_a_layer_and_goes_on(mixtral: LoadedModel) -> N
     rounds = 0
     while (
         outcome := executor.run(source, lambda a: answers.__setitem__(a.row, a.token_ids), every_third)
-    ) is not Outcome.FINISHED:
-        assert outcome is Outcome.YIELDED
+    ) is not BatchOutcome.FINISHED:
+        assert outcome is BatchOutcome.YIELDED
         assert asked % 3 == 0  # at once
         rounds += 1
         chat.generate_from_ids(random_prompt(4), SamplingParams(max_tokens=2))
@@ -214,7 +213,7 @@ def test_a_cancelled_batch_stops_at_once_and_lets_go_of_its_pages(mixtral: Loade
         pytest.fail,
         cancelled=lambda: len(asked) >= 7 or asked.append(0) is not None,
     )
-    assert outcome is Outcome.CANCELLED
+    assert outcome is BatchOutcome.CANCELLED
     assert len(asked) == 7
     batch = executor._batch
     assert isinstance(batch, ContinuousBatch)
@@ -232,7 +231,7 @@ def test_a_batch_can_be_stopped_while_a_template_is_rendered(family: str) -> Non
     rows = iter([BatchRequest(0, messages=(ChatMessage("user", "a"),), sampling=SamplingParams())])
     outcome = executor.run(rows, lambda _answer: None, cancelled=lambda: len(asked) >= 4 or asked.append(0) is not None)
     executor.close()
-    assert outcome is Outcome.CANCELLED
+    assert outcome is BatchOutcome.CANCELLED
 
 
 def test_thousands_of_queued_rows_are_asked_for_as_places_come_free(mixtral: LoadedModel) -> None:
@@ -381,7 +380,7 @@ def test_one_by_one_answers_keep_to_their_constraints_even_if_they_had_to_give_w
         outcome = executor.run(
             source, lambda answer: answers.__setitem__(answer.row, answer), lambda: next(looks, None) is None
         )
-        assert outcome is Outcome.YIELDED
+        assert outcome is BatchOutcome.YIELDED
         assert not answers
         executor.run(source, lambda answer: answers.__setitem__(answer.row, answer))
     finally:

@@ -11,8 +11,7 @@ import torch
 from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native.build import library_path
 from engine.kernels.native.paged_attention import KvType
-from engine.runtime.batch.continuous import ContinuousBatch
-from engine.runtime.batch.executor import BatchExecutor
+from engine.runtime.batch.executor import BatchExecutor, ContinuousBatch
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.request import BatchAnswer, BatchRequest
 from engine.runtime.decode.chat_session import ChatSession
@@ -54,7 +53,7 @@ def _answers(
             seen.setdefault(row.request.row, []).append(of_row.float())
         return [int(of_row.float().argmax()) for of_row in logits]
 
-    monkeypatch.setattr("engine.runtime.batch.continuous._choose", choose)
+    monkeypatch.setattr("engine.runtime.batch.executor._choose", choose)
     executor = BatchExecutor(loaded, policy)
     executor.run(iter(rows), lambda answer: answers.__setitem__(answer.row, answer))
     assert isinstance(executor._batch, ContinuousBatch)

@@ -33,7 +33,7 @@ from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline, _Layer
 from engine.runtime.batch.pipeline.layer_run import LayerRun
 from engine.runtime.batch.policy import BatchPolicy, policy_for
-from engine.runtime.batch.request import BatchRequest, Outcome
+from engine.runtime.batch.request import BatchOutcome, BatchRequest
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine import on_devices
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
@@ -311,6 +311,6 @@ def test_layers_that_were_begun_ahead_are_let_go_of(
     executor, looks = BatchExecutor(on_card, _policy(CGOPIPE)), iter(range(stop))
     outcome = executor.run(iter(_rows()), lambda answer: None, cancelled=lambda: next(looks, None) is None)
     executor.close()
-    assert outcome is Outcome.CANCELLED
+    assert outcome is BatchOutcome.CANCELLED
     assert any(run._result is None for run in runs)
     assert all(run.call is None and run._greenlet.dead for run in runs)

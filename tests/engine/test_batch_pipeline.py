@@ -18,14 +18,13 @@ from engine.devices.memory_budget import MemoryCategory
 from engine.kernels.native.paged_attention import KvType
 from engine.planner.schedules import CGOPIPE, HYBRID, KLOTSKI, S4, SCHEDULES, Schedule
 from engine.planner.simulator.sweeps import predicted_seconds
-from engine.runtime.batch.continuous import ContinuousBatch
-from engine.runtime.batch.executor import BatchExecutor
+from engine.runtime.batch.executor import BatchExecutor, ContinuousBatch
 from engine.runtime.batch.layers import DecoderLayers
 from engine.runtime.batch.pipeline.choice import ScheduleChoice
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
 from engine.runtime.batch.pipeline.layer_experts import sites_of
 from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.batch.request import BatchAnswer, BatchRequest, Outcome
+from engine.runtime.batch.request import BatchAnswer, BatchOutcome, BatchRequest
 from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine import on_devices
@@ -118,7 +117,7 @@ def test_rows_go_on_after_giving_way(
             first = _rows()[1]
             said = chat.generate_from_ids(first.ids, first.sampling, end_ids=NO_END)
             assert said.token_ids == wanted[1]
-            if outcome is Outcome.FINISHED:
+            if outcome is BatchOutcome.FINISHED:
                 break
         executor.run(source, lambda answer: answers.__setitem__(answer.row, answer))
     finally:
@@ -134,7 +133,7 @@ def test_a_batch_stops_when_it_is_cancelled_and_another_one_follows(
     for stop in (1, 2, 5):
         executor, looks = BatchExecutor(on_card, _policy(schedule)), iter(range(stop))
         outcome = executor.run(iter(_rows()), lambda answer: None, cancelled=lambda: next(looks, None) is None)  # noqa: B023
-        assert outcome is Outcome.CANCELLED
+        assert outcome is BatchOutcome.CANCELLED
         executor.close()
     assert _answers(on_card, _policy(schedule)) == wanted
 

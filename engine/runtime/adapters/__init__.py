@@ -48,6 +48,22 @@ class FamilyAdapter(Protocol):
         """
 
 
+class Adapter:
+    """A `FamilyAdapter` that only has to say how it prepares the model."""
+
+    def model_class(self, config: Any) -> type | None:  # noqa: ARG002 - others look at it
+        """The one that the library's auto classes choose."""
+        return None
+
+    def prepare(self, model: Any) -> None:
+        """Changes the freshly built meta model in place."""
+        raise NotImplementedError
+
+    def conversions(self, model: Any, library: list[Any]) -> list[Any]:  # noqa: ARG002 - others look at it
+        """The library's, as they are."""
+        return library
+
+
 def adapter_for(model_type: str) -> FamilyAdapter | None:
     """The adapter of a family, or `None` if it needs none."""
     name = family_of(model_type).adapter

@@ -9,7 +9,7 @@ from transformers.core_model_loading import Concatenate, Transpose, WeightConver
 from transformers.models.dbrx.modeling_dbrx import DbrxFFN
 
 from engine.experts.standard_module import StandardExperts
-from engine.runtime.adapters.base import Adapter
+from engine.runtime.adapters import Adapter
 
 
 class DbrxExperts(StandardExperts):

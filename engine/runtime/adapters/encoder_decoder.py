@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from transformers.core_model_loading import MergeModulelist, WeightConverter
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
-from engine.runtime.adapters.base import Adapter
+from engine.runtime.adapters import Adapter
 
 
 class EncoderDecoderAdapter(Adapter):

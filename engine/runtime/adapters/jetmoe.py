@@ -11,7 +11,7 @@ from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoA, JetMoeMoE, Jet
 
 from engine.experts.dispatch import bank_layer
 from engine.experts.standard_module import StandardExperts
-from engine.runtime.adapters.base import Adapter
+from engine.runtime.adapters import Adapter
 
 _RENAMED = {
     "mlp.input_linear.weight": "mlp.experts.gate_up_proj",
@@ -74,7 +74,7 @@ class Projections(torch.nn.Module):
         return torch.empty_like(together).index_copy_(0, order, together).to(rows.device)
 
 
-class Attention(JetMoeMoA):  # type: ignore[misc]  # the library is untyped
+class JetMoeAttention(JetMoeMoA):  # type: ignore[misc]  # the library is untyped
     """The family's attention experts over `Projections`."""
 
     def map(self, layer_input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
@@ -109,7 +109,7 @@ class JetMoeAdapter(Adapter):
             elif isinstance(module, JetMoeMoA):
                 _drop_linears(module)
                 module.projections = Projections(module.num_experts, module.input_size, module.hidden_size)
-                module.__class__ = Attention
+                module.__class__ = JetMoeAttention
 
     def conversions(self, model: Any, library: list[Any]) -> list[Any]:  # noqa: ARG002 - of the interface
         """See `FamilyAdapter`."""

@@ -8,7 +8,7 @@ import torch
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 from engine.experts.standard_module import StandardExperts
-from engine.runtime.adapters.base import Adapter
+from engine.runtime.adapters import Adapter
 
 
 class Llama4Moe(Llama4TextMoe):  # type: ignore[misc]  # the library is untyped

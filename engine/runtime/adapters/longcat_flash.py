@@ -9,7 +9,7 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashMoE
 
 from engine.experts.standard_module import StandardExperts
-from engine.runtime.adapters.base import Adapter
+from engine.runtime.adapters import Adapter
 
 
 class LongcatExperts(StandardExperts):

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerForConditionalGeneration
 
-from engine.runtime.adapters.base import Adapter
+from engine.runtime.adapters import Adapter
 
 
 class Qwen3OmniAdapter(Adapter):

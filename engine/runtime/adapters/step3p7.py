@@ -9,10 +9,10 @@ from transformers.core_model_loading import Concatenate, WeightConverter
 from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
 from engine.experts.dispatch import experts_forward
-from engine.runtime.adapters.base import Adapter
+from engine.runtime.adapters import Adapter
 
 
-class Experts(Step3p7Experts):  # type: ignore[misc]  # the library is untyped
+class Step3p7BankExperts(Step3p7Experts):  # type: ignore[misc]  # the library is untyped
     """The family's experts with the attributes of the interface; `_apply_gate`, which clamps, stays its own."""
 
     expert_parts = ("gate_up_proj", "down_proj")
@@ -33,7 +33,7 @@ class Step3p7Adapter(Adapter):
         """See `FamilyAdapter`."""
         for module in list(model.modules()):
             if isinstance(module, Step3p7Experts):
-                module.__class__ = Experts
+                module.__class__ = Step3p7BankExperts
 
     def conversions(self, model: Any, library: list[Any]) -> list[Any]:  # noqa: ARG002 - of the interface
         """The library's, which merely rename down_proj: as a conversion it takes up the scales of FP8 checkpoints."""

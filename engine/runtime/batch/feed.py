@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from engine.batch_files.answer import Answer, failed
-from engine.batch_files.journal import Journal
-from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.request import RowRequest
 from engine.batch_files.row_count import RowCount
 from engine.common.errors import EngineError
@@ -101,6 +99,8 @@ class RowFeed:
     """The rows of one run of a job.
 
     Args:
+        asked: rows, each with how much of the input has been read with it, 0 to 1.
+        has_ending: whether the row of this number is to be passed over.
         count: told how far the input has been read.
         keep: takes the endings of rows that are never asked, with the message that was to be answered.
         must_pause: asked for every row that is read: of a resumed job there may be a million before the next that is
@@ -109,15 +109,15 @@ class RowFeed:
 
     def __init__(
         self,
-        prepared: PreparedJob,
-        journal: Journal,
+        asked: Iterator[tuple[float, RowRequest | Answer]],
+        has_ending: Callable[[int], bool],
         asking: Asking,
         count: RowCount,
         keep: Callable[[Answer, str], None],
         must_pause: Check,
     ) -> None:
-        self._asked = prepared.asked()
-        self._journal, self._asking, self._count = journal, asking, count
+        self._asked, self._has_ending = asked, has_ending
+        self._asking, self._count = asking, count
         self._keep, self._must_pause = keep, must_pause
         self._read = 0
         self._is_read = False
@@ -150,7 +150,7 @@ class RowFeed:
         share, asked = entry
         self._read += 1
         self._count.read(self._read, share)
-        if self._journal.has(asked.row):
+        if self._has_ending(asked.row):
             return
         if isinstance(asked, Answer):
             self._keep(asked, "")

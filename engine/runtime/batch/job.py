@@ -24,7 +24,7 @@ from engine.batch_files.row_count import RowCount, counted_rows
 from engine.batch_files.safe_keeping import SafeKeeping
 from engine.common.errors import EngineError, ErrorCode
 from engine.runtime.batch.feed import Asking, RowFeed
-from engine.runtime.batch.request import AnswerCallback, BatchAnswer, BatchRequest, Check, Outcome, never
+from engine.runtime.batch.request import AnswerCallback, BatchAnswer, BatchOutcome, BatchRequest, Check, never
 from engine.runtime.decode.constrained import ConstrainedAnswers
 
 _WATCH_S = 5.0
@@ -41,7 +41,7 @@ class RowExecutor(Protocol):
 
     def run(
         self, rows: Iterator[BatchRequest], on_row: AnswerCallback, should_yield: Check, cancelled: Check
-    ) -> Outcome:
+    ) -> BatchOutcome:
         """See `BatchExecutor.run`."""
 
     @property
@@ -108,7 +108,9 @@ class JobRun:
 
     def _answer_all(self) -> bool:
         """Whether all rows have their endings; else it was cancelled."""
-        feed = RowFeed(self._prepared, self._journal, self._asking, self._count, self._keep, self._must_pause)
+        feed = RowFeed(
+            self._prepared.asked(), self._journal.has, self._asking, self._count, self._keep, self._must_pause
+        )
 
         def should_yield() -> bool:
             # Asked between layers: a good moment to tell how far rows are that have long answers.
@@ -118,9 +120,9 @@ class JobRun:
 
         while True:
             outcome = self._executor.run(feed.rows(), self._answered, should_yield, self._watcher.cancelled)
-            if outcome is Outcome.CANCELLED or not self._may_go_on():
+            if outcome is BatchOutcome.CANCELLED or not self._may_go_on():
                 return False
-            if outcome is Outcome.FINISHED and feed.is_over:
+            if outcome is BatchOutcome.FINISHED and feed.is_over:
                 self._look_at_input(at_once=True)
                 return self._may_go_on()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
@@ -59,7 +59,7 @@ class BatchAnswer:
     error: EngineError | None = None
 
 
-class Outcome(Enum):
+class BatchOutcome(Enum):
     """Why `BatchExecutor.run` came back.
 
     `YIELDED`: somebody else had priority; the rows under way are kept, and the next `run` goes on with them.
@@ -129,8 +129,7 @@ class Preparation:
         if request.ids:
             prompt, stop = list(request.ids), sampling.stop
         else:
-            messages = [replace(m, content=m.content.encode("utf-8", "replace").decode()) for m in request.messages]
-            prompt = chat_prompt(self._tokenizer, messages, cancelled)
+            prompt = chat_prompt(self._tokenizer, request.messages, cancelled)
             stop = (*sampling.stop, *self._implied_stops)
         if not prompt:
             raise EngineError(ErrorCode.INVALID_REQUEST, "The prompt is empty: write something first.")

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from engine.batch_files.answer import Answer
 from engine.batch_files.background import StoppedError, run_in_background
 from engine.batch_files.job_list import read_job
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.journal import journal_path
 from engine.batch_files.pace import Pace
 from engine.batch_files.prepared_job import PreparedJob
+from engine.batch_files.row_count import RowCount
 from engine.batch_files.stop_request import StopRequest
 from engine.checkpoint.fingerprint import fingerprint
 from engine.checkpoint.shards import read_tensors
 from engine.runtime.batch.executor import BatchExecutor
-from engine.runtime.batch.feed import Asking, question_of
+from engine.runtime.batch.feed import Asking, RowFeed
 from engine.runtime.batch.job import JobRun
 from engine.runtime.batch.job_plan import SweepClock, plan_job, predicted_after
-from engine.runtime.batch.request import BatchAnswer, BatchRequest, Outcome
+from engine.runtime.batch.request import BatchAnswer, BatchOutcome, never
 from engine.runtime.decode.constrained import ConstrainedAnswers
 from engine.runtime.decode.sequence import end_token_ids
 from engine.runtime.loaded_model import LoadedModel
@@ -66,24 +65,8 @@ def run_sample(prepared: PreparedJob, loaded: LoadedModel, rows: int, watcher: J
     """
     on_answer, cancelled = watcher.on_answer, watcher.cancelled
     asking = Asking(prepared.job.tries, lambda: _constrained(loaded))
-
-    def runnable(request: BatchRequest | Answer, question: str) -> Iterator[BatchRequest]:
-        if isinstance(request, Answer):
-            on_answer(request, question)
-        else:
-            yield request
-
-    def requests() -> Iterator[BatchRequest]:
-        for _share, asked in islice(prepared.asked(), rows):
-            if isinstance(asked, Answer):
-                on_answer(asked, "")
-            else:
-                yield from runnable(asking.ask(asked), question_of(asked))
-
-    def again() -> Iterator[BatchRequest]:
-        for request in asking.again():
-            yield from runnable(request, "")
-
+    asked = islice(prepared.asked(), rows)
+    feed = RowFeed(asked, lambda _row: False, asking, RowCount(None), on_answer, never)
     timed = list[BatchAnswer]()
 
     def answered(answer: BatchAnswer) -> None:
@@ -99,14 +82,12 @@ def run_sample(prepared: PreparedJob, loaded: LoadedModel, rows: int, watcher: J
         clock.look()
         return watcher.should_yield()
 
-    def run(asked: Iterator[BatchRequest]) -> None:
-        while executor.run(asked, answered, should_yield, cancelled) is Outcome.YIELDED:
-            clock.leave(watcher.give_way)
-
     try:
-        run(requests())
-        while asking.waiting and not cancelled():
-            run(again())
+        outcome = BatchOutcome.YIELDED
+        while outcome is BatchOutcome.YIELDED or (outcome is BatchOutcome.FINISHED and not feed.is_over):
+            outcome = executor.run(feed.rows(), answered, should_yield, cancelled)
+            if outcome is BatchOutcome.YIELDED:
+                clock.leave(watcher.give_way)
         taken = clock.time()
     finally:
         executor.close()

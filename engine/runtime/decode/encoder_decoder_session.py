@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from engine.common.cancellation import RequestCancelled
 from engine.common.chat import ChatMessage
 from engine.runtime.decode.generation import CancelCheck, ProgressCallback, never_cancelled
-from engine.runtime.decode.prompt import encode
+from engine.runtime.decode.prompt import encodable, encode
 from engine.runtime.kv.memory import cache_bytes
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry.lanes import PREFILL
@@ -32,7 +32,7 @@ def source_prompt(
     system = [message.content for message in messages if message.role == "system"]
     user = [message.content for message in messages if message.role == "user"]
     text = "\n".join([*system, *user[-1:]])
-    return encode(tokenizer, text, special=True, cancelled=cancelled)
+    return encode(tokenizer, encodable(text), special=True, cancelled=cancelled)
 
 
 class EncoderDecoderSession:

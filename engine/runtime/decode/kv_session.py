@@ -16,7 +16,7 @@ from engine.runtime.decode.step_model import StepModel, watched_layers
 from engine.runtime.kv.growing import new_cache
 from engine.runtime.kv.memory import KvRoom, cache_bytes
 from engine.runtime.kv.reuse import (
-    CacheSnapshot,
+    KvSnapshot,
     can_continue,
     can_take_back,
     exact_tokens,
@@ -57,7 +57,7 @@ class KvSession:
         self._cache: Cache | None = None
         self._ids: list[int] = []
         self._prompt_tokens = 0
-        self._snapshot: CacheSnapshot | None = None
+        self._snapshot: KvSnapshot | None = None
         self._whole = False
         """Whether the cache holds exactly `_ids`: false while a forward runs, and for ever if it fails."""
 
@@ -200,11 +200,11 @@ class KvSession:
             begin = end
 
     def _forgets(self) -> bool:
-        return self._cache is not None and CacheSnapshot.worth_taking(self._cache)
+        return self._cache is not None and KvSnapshot.worth_taking(self._cache)
 
     def _take_snapshot(self) -> None:
         if self._ids and self._in_pieces and self._cache is not None and self._forgets():
-            self._snapshot = CacheSnapshot(self._cache, len(self._ids))
+            self._snapshot = KvSnapshot(self._cache, len(self._ids))
 
     def _reuse(self, prompt: Sequence[int]) -> int:
         """Cuts the cache down to what it shares with `prompt` and says how many tokens that is."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -53,6 +54,7 @@ def chat_prompt(tokenizer: Any, messages: Sequence[ChatMessage], cancelled: Canc
     """
     if not messages:
         raise EngineError(ErrorCode.INVALID_REQUEST, "There is no message to answer: write one first.")
+    messages = [replace(message, content=encodable(message.content)) for message in messages]
     if tokenizer.chat_template is None and not _knows_chatml(tokenizer):
         return _without_final_eos(tokenizer, encode(tokenizer, _plain(messages), special=True, cancelled=cancelled))
 
@@ -89,6 +91,11 @@ def encode(tokenizer: Any, text: str, *, special: bool, cancelled: CancelCheck =
         return _as_ids(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
     with _tokenizer_at_fault():
         return FOREIGN_TEXT.encode(tokenizer, text, special=special, cancelled=cancelled)
+
+
+def encodable(text: str) -> str:
+    """`text` without half surrogate pairs, which come from broken arguments and which no tokenizer takes."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def check_length(prompt_tokens: int, context_tokens: int) -> None:

@@ -159,7 +159,7 @@ def _long_rope_length(model: Any) -> int | None:
     return min(known) if known else None
 
 
-class CacheSnapshot:
+class KvSnapshot:
     """What `length` tokens left in a cache.
 
     Args:
