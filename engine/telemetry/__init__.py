@@ -1,1 +1,1 @@
-"""What the engine did and when: spans and counters of its own clocks, told to whoever watches.  No torch in here."""
+"""Telemetry: spans and counters on the engine's clock.  No torch here."""

@@ -1,4 +1,4 @@
-"""The one change that would help most: what it gains is the planner's word, and a rule's where there is no plan."""
+"""The one change that would help most, by the planner's prediction, or by rules if there is no plan."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from engine.telemetry.planned_speed import PlannedSpeed, SlotsAndMisses
 Change = Literal["other_programs", "threads", "cache_slots", "ram", "precision", "none"]
 
 _WORTH = 1.05
-"""A change that gains less is not worth a word."""
+"""Changes with a smaller gain are not suggested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """How the engine runs now.
+    """The engine's current settings.
 
     Attributes:
         precision: of the weights.
-        threads, cores: that compute, and that there are.
-        free_vram_bytes, free_ram_bytes: that more experts could have.
+        threads, cores: threads that compute, and available cores.
+        free_vram_bytes, free_ram_bytes: available for more experts.
     """
 
     precision: str
@@ -39,12 +39,12 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A change.
+    """A suggested change.
 
     Attributes:
-        change: what; `none` if nothing is thought to gain.
-        value: to which: threads, slots, or a precision; of `other_programs` nothing.
-        gain: how many times as fast, as it is thought; 1 for `none`.
+        change: the kind of change; `none` if nothing would help.
+        value: the new threads, slots or precision; empty for `other_programs`.
+        gain: estimated speedup; 1 for `none`.
     """
 
     change: Change
@@ -55,15 +55,14 @@ class Advice:
 def advise(
     waiting: Waiting, report: CacheReport | None, running: Running, planned: PlannedSpeed | None = None
 ) -> Advice:
-    """The change that gains most.
+    """The change with the largest gain.
 
-    While other programs take much of the processor that is the cause to deal with first: whatever the timeline says
-    then is mostly theirs.
+    If other programs use much of the CPU, that comes first: the timeline then mostly reflects them.
 
-    What a change gains is what the planner says; but no more than is left when the time that tokens really spent in
-    the lanes it touches is gone (Amdahl).  Without a plan the rules are: threads help the CPU's lanes by the root of
-    their number, as far as there are cores; fewer bytes a weight help whatever reads or moves weights; more places in
-    the cache help by the misses that the miss-ratio curve says they save.
+    The gain is the planner's, limited to what remains when the lanes concerned take no time (Amdahl). Without a plan
+    the rules are: more threads speed up the CPU's lanes by the square root of their number, up to the cores; fewer
+    bytes per weight speed up everything that reads or moves weights; more cache slots help by the misses that they save
+    according to the miss-ratio curve.
     """
     options = [Advice("none")]
     if not waiting.tokens:
@@ -73,7 +72,7 @@ def advise(
     now = _slots_and_misses(report)
     on_cpu = waiting.share.get("cpu_experts", 0.0) + waiting.share.get("cpu_attention", 0.0)
     if running.threads < running.cores:
-        # What is bound by the memory's bandwidth gains less than in proportion to the threads.
+        # Bandwidth-bound work gains less than proportionally from threads.
         by_rule = _amdahl(on_cpu, (running.cores / max(running.threads, 1)) ** 0.5)
         predicted = planned.gain(now, now, threads=running.cores) if planned is not None else None
         options.append(Advice("threads", str(running.cores), _within(on_cpu, predicted, by_rule)))
@@ -84,7 +83,7 @@ def advise(
         by_rule = _amdahl(moved, max(1.0, 0.85 * shrinks))
         predicted = None
         if planned is not None:
-            then = _slots_and_misses(report, int(now[0] * shrinks))  # as many bytes hold more of them
+            then = _slots_and_misses(report, int(now[0] * shrinks))  # the same bytes hold more experts
             predicted = planned.gain(now, then, precision=smaller)
         options.append(Advice("precision", smaller, _within(moved, predicted, by_rule)))
     if report is not None:
@@ -94,10 +93,10 @@ def advise(
 
 
 def predicted_rate(report: CacheReport, slots: Sequence[int]) -> list[float]:
-    """Tokens per second with so many slots in the topmost tier, by the miss-ratio curve; empty if that is not known.
+    """Tokens per second for numbers of slots in the top tier, by the miss-ratio curve; empty if unknown.
 
-    What a step takes now changes by what each miss more or less costs; hit rates are LRU's, taken relative to what
-    LRU would hit with the slots that there are.
+    The current step time changes by the cost of additional or saved misses; hit rates are LRU's, relative to LRU's at
+    the current slots.
     """
     if not (report.tiers and report.curve_slots and report.steps_per_s > 0 and report.miss_s > report.hit_s):
         return []
@@ -106,7 +105,7 @@ def predicted_rate(report: CacheReport, slots: Sequence[int]) -> list[float]:
     then = np.interp(np.asarray(slots, np.float64), at_curve, rates)
     miss_cost_s = report.lookups_per_step * (report.miss_s - report.hit_s)
     step_s = 1 / report.steps_per_s
-    # Whatever the cache does, a step does not get faster than with no miss at all.
+    # A step cannot get faster than without misses.
     least_s = max(step_s - (1 - now) * miss_cost_s, 0.2 * step_s)
     return [float(1 / max(step_s - (rate - now) * miss_cost_s, least_s)) for rate in then]
 
@@ -131,9 +130,9 @@ def _more_slots(waiting: Waiting, report: CacheReport, running: Running, planned
 
 
 def _slots_and_misses(report: CacheReport | None, slots: int | None = None) -> SlotsAndMisses:
-    """With so many slots, by default those that there are; without a cache nothing misses.
+    """(slots, miss rate) with so many slots, by default the current ones; without a cache nothing misses.
 
-    What misses now is what was counted recently; with other slots it changes as LRU's misses would.
+    The current miss rate is the recent one; with other slots it changes like LRU's.
     """
     if report is None or not report.tiers:
         return 0, 0.0
@@ -147,7 +146,7 @@ def _slots_and_misses(report: CacheReport | None, slots: int | None = None) -> S
 
 
 def _within(share: float, predicted: float | None, by_rule: float) -> float:
-    """What is predicted, of which no more can come true than if the share of time that it touches took none."""
+    """The predicted gain, limited to that of eliminating the share of time concerned."""
     return by_rule if predicted is None else min(predicted, 1 / max(1 - share, 1e-3))
 
 

@@ -1,6 +1,6 @@
-"""What a recorded timeline says: how busy each lane was, what a token waited for, averages of a range.
+"""Analysis of a recorded timeline: utilisation of lanes, what tokens waited for, averages of a range.
 
-Pure functions of numpy records (see `engine.telemetry.records`), fast enough to be asked for every second.
+Pure functions of numpy records (see `engine.telemetry.records`), fast enough to run every second.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from engine.telemetry.lanes import DECODE, FOR_LATER, PHASE, SAMPLE
 from engine.telemetry.records import COUNTERS, Records
 
 OTHER = "other"
-"""Time of a step in which no lane did anything that it waited for: Python, sampling, the tokenizer."""
+"""Time of a step in which no lane was on its critical path: Python, sampling, the tokenizer."""
 
 
 def utilisation(spans: Records, lane: int, start_ns: int, end_ns: int, buckets: int) -> NDArray[np.float64]:
-    """Share of each of `buckets` equal parts of [start, end) in which a lane did something, [buckets] in 0..1.
+    """Busy share of a lane in each of `buckets` equal parts of [start, end), [buckets] in 0..1.
 
-    Work beside each other counts once.
+    Concurrent work counts once.
     """
     if buckets <= 0 or end_ns <= start_ns:
         return np.zeros(max(buckets, 0))
@@ -33,7 +33,7 @@ def utilisation(spans: Records, lane: int, start_ns: int, end_ns: int, buckets: 
 
 
 def lane_seconds(spans: Records, start_ns: int, end_ns: int) -> dict[str, float]:
-    """Seconds of [start, end) in which each lane did something; lanes that did nothing are left out."""
+    """Busy seconds of each lane in [start, end); idle lanes are left out."""
     seconds = {}
     for lane in np.unique(spans["lane"]).tolist():
         if lane == PHASE or not 0 <= lane < len(LANES):
@@ -46,11 +46,11 @@ def lane_seconds(spans: Records, start_ns: int, end_ns: int) -> dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class PathPiece:
-    """A part of a critical path: from when to when a step waited for this span; -1 is none, which is `OTHER`.
+class PathSegment:
+    """A segment of a critical path: the interval in which a step waited for a span.
 
     Attributes:
-        span: index among the spans given.
+        span: index of the span; -1 for none (`OTHER`).
     """
 
     start_ns: int
@@ -58,11 +58,11 @@ class PathPiece:
     span: int
 
 
-def critical_path(spans: Records, start_ns: int, end_ns: int) -> list[PathPiece]:
-    """What [start, end) waited for, in order and without gaps.
+def critical_path(spans: Records, start_ns: int, end_ns: int) -> list[PathSegment]:
+    """The critical path of [start, end), in order and without gaps.
 
-    Backwards from the end: whatever ended last was waited for, and what that waited for ended before it began.  Work
-    for later (post-fetches, prefetches) is waited for by nobody.
+    Backwards from the end: the last span to end was waited for, and its own dependency ended before it began. Work for
+    later (post-fetches, prefetches) is never waited for.
     """
     waited = (spans["lane"] != PHASE) & ~np.isin(spans["name"], list(FOR_LATER))
     inside = waited & (spans["end_ns"] > start_ns) & (spans["start_ns"] < end_ns)
@@ -71,7 +71,7 @@ def critical_path(spans: Records, start_ns: int, end_ns: int) -> list[PathPiece]
     numbers = numbers[order]
     begins = spans["start_ns"][numbers].tolist()
     ends = spans["end_ns"][numbers].tolist()
-    pieces: list[PathPiece] = []
+    segments: list[PathSegment] = []
     now, index = end_ns, len(numbers) - 1
     while now > start_ns:
         while index >= 0 and begins[index] >= now:
@@ -80,14 +80,14 @@ def critical_path(spans: Records, start_ns: int, end_ns: int) -> list[PathPiece]
             break
         end = min(ends[index], now)
         if end < now:
-            pieces.append(PathPiece(end, now, -1))
+            segments.append(PathSegment(end, now, -1))
         begin = max(begins[index], start_ns)
-        pieces.append(PathPiece(begin, end, int(numbers[index])))
+        segments.append(PathSegment(begin, end, int(numbers[index])))
         now = begin
         index -= 1
     if now > start_ns:
-        pieces.append(PathPiece(start_ns, now, -1))
-    return pieces[::-1]
+        segments.append(PathSegment(start_ns, now, -1))
+    return segments[::-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +95,12 @@ class Waiting:
     """What tokens waited for.
 
     Attributes:
-        tokens: how many.
-        seconds: that they took.
-        share: lane (or `OTHER`) -> part of that, adding up to 1; biggest first.
-        steps: that they came in; 0 if nobody has counted.
-        is_batch: whether they are of a batch, many rows to a step.
-        others: share of the processor that other programs took meanwhile.
+        tokens: number of tokens.
+        seconds: their total time.
+        share: lane (or `OTHER`) -> share of that time, summing to 1; largest first.
+        steps: number of steps; 0 if not counted.
+        is_batch: whether they belong to a batch, with many rows per step.
+        others: CPU share of other programs meanwhile.
     """
 
     tokens: int
@@ -112,19 +112,19 @@ class Waiting:
 
     @property
     def most(self) -> str:
-        """The lane waited for most; empty if there are no tokens."""
+        """The lane with the largest share; empty if there are no tokens."""
         return next(iter(self.share), "")
 
 
 def waiting(spans: Records, steps: Records) -> Waiting:
-    """What these steps waited for: the critical path of each, summed."""
+    """What these steps waited for: the sum of their critical paths."""
     if not len(steps):
         return Waiting(0, 0.0, {})
     spent = dict.fromkeys((*LANES, OTHER), 0)
     spans = spans[(spans["end_ns"] > steps["start_ns"].min()) & (spans["start_ns"] < steps["end_ns"].max())]
     spans = spans[np.argsort(spans["start_ns"], kind="stable")]
     longest = int((spans["end_ns"] - spans["start_ns"]).max(initial=0))
-    # A span that reaches into a step began no longer before it than the longest span takes.
+    # A span that overlaps a step started at most the longest span's duration before it.
     firsts = np.searchsorted(spans["start_ns"], steps["start_ns"] - longest)
     lasts = np.searchsorted(spans["start_ns"], steps["end_ns"])
     for step, first, last in zip(steps, firsts, lasts, strict=True):
@@ -139,14 +139,14 @@ def waiting(spans: Records, steps: Records) -> Waiting:
 
 @dataclass(frozen=True, slots=True)
 class RangeAverages:
-    """Averages of a stretch of time.
+    """Averages of an interval.
 
     Attributes:
-        seconds: how long it is.
-        tokens: that were decoded in it; tokens_per_s: while something was decoded.
-        busy: lane -> share of the time in which it did something.
-        per_token: counter -> of each decoded token, on average.
-        gigabytes_per_s: lane -> payload while it was busy.
+        seconds: its duration.
+        tokens: tokens decoded in it; tokens_per_s: while decoding.
+        busy: lane -> busy share.
+        per_token: counter -> average per decoded token.
+        gigabytes_per_s: lane -> payload rate while busy.
     """
 
     seconds: float
@@ -158,7 +158,7 @@ class RangeAverages:
 
 
 def range_averages(spans: Records, steps: Records, start_ns: int, end_ns: int) -> RangeAverages:
-    """Of [start, end); a step belongs to it if it ended in it."""
+    """Averages of [start, end); a step belongs to the interval in which it ended."""
     seconds = max(end_ns - start_ns, 1) / 1e9
     ended = steps[(steps["end_ns"] > start_ns) & (steps["end_ns"] <= end_ns)]
     decoded = ended[(ended["name"] == DECODE) & (ended["tokens"] > 0)]
@@ -182,15 +182,15 @@ def range_averages(spans: Records, steps: Records, start_ns: int, end_ns: int) -
 
 
 def token_ticks(steps: Records) -> NDArray[np.int64]:
-    """Moments at which tokens came, in nanoseconds, [n]."""
+    """Times at which tokens were generated, in nanoseconds, [n]."""
     made = np.isin(steps["name"], (DECODE, SAMPLE)) & (steps["tokens"] > 0)
     return np.asarray(steps["end_ns"][made], np.int64)
 
 
 def joules_per_token(moments_ns: Sequence[int], watts: Sequence[float | None], steps: Records) -> float | None:
-    """Energy of these decode steps by samples of power, for each token; None if the machine does not tell.
+    """Energy per token of these decode steps, from power samples; None if unknown.
 
-    The power is taken to change evenly from one sample to the next; a step outside all samples is left out.
+    Power is interpolated linearly between samples; steps outside all samples are left out.
     """
     known = [(moment, power) for moment, power in zip(moments_ns, watts, strict=True) if power is not None]
     if len(known) < 2:
@@ -217,7 +217,7 @@ def _energy_at(
 
 
 def _union(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Disjoint intervals, in order, that cover what these cover."""
+    """The union of intervals as sorted, disjoint intervals."""
     if not len(starts):
         return starts, ends
     order = np.argsort(starts, kind="stable")
@@ -230,7 +230,7 @@ def _union(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> tuple[NDArray[
 def _busy_before(
     starts: NDArray[np.int64], ends: NDArray[np.int64], moments: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Nanoseconds that disjoint, sorted intervals cover before each moment, [n]."""
+    """Nanoseconds covered by disjoint, sorted intervals before each moment, [n]."""
     if not len(starts):
         return np.zeros(len(moments))
     lengths = (ends - starts).astype(np.float64)

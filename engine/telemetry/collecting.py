@@ -1,4 +1,4 @@
-"""Collects all that is recorded while something runs, for whoever wants the whole of it afterwards."""
+"""Collects everything that is recorded inside a block."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _TAKE_S = 0.2
 
 @dataclass
 class Collection:
-    """What was recorded.
+    """A collected recording.
 
     Attributes:
-        spans, steps: all of it, once recording has ended.
-        dropped: spans that were lost.
+        spans, steps: complete once recording has ended.
+        dropped: number of lost spans.
     """
 
     spans: Records = field(default_factory=no_spans)
@@ -30,7 +30,7 @@ class Collection:
 
 @contextmanager
 def collected(recorder: Recorder = RECORDER) -> Iterator[Collection]:
-    """Records what runs inside; what was begun there and has not ended is left out."""
+    """Records inside the block; unfinished work is left out."""
     result, ending = Collection(), threading.Event()
     spans: list[Records] = []
     steps: list[Records] = []

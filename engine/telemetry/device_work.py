@@ -1,4 +1,4 @@
-"""What the recorder wants to know of devices, which it knows nothing else of."""
+"""The recorder's interface to devices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 
 class DeviceWork(Protocol):
-    """What the recorder reads of `engine.devices.device.Event`."""
+    """The part of `engine.devices.device.Event` that the recorder reads."""
 
     def done(self) -> bool: ...
     @property
@@ -18,31 +18,31 @@ class DeviceWork(Protocol):
 
 
 class QueuedWork(Protocol):
-    """Marks in the queues of devices, where the caller's thread only queues what is between experts.
+    """Marks in the queues of devices, where the caller's thread only queues the dense work between experts.
 
-    Places are torch's devices.  A mark is None where there could be none.
+    Places are torch devices.  A mark is None if none could be set.
     """
 
     def begin(self) -> None:
-        """A forward begins."""
+        """A forward starts."""
 
     def head(self, name: int, layer: int, count: int) -> None:
         """The forward has ended with this."""
 
     def forget(self) -> None:
-        """There is no forward under way."""
+        """No forward is running."""
 
     def experts_begin(self, place: Any) -> DeviceWork | None:
-        """Experts begin that do not tell by themselves; the mark before them."""
+        """Experts without spans of their own start; returns the mark before them."""
 
     def routed(self, mark: DeviceWork | None, device: int) -> None:
-        """At this mark of a device all is done that the experts of a layer are given."""
+        """At this mark of a device, the inputs of a layer's experts are ready."""
 
     def experts_done(self, begun: DeviceWork, place: Any, experts: int) -> None:
-        """A device has been given all of a layer's experts since this mark: they have a span of their own."""
+        """All of a layer's experts were queued on a device since this mark: records their span."""
 
     def submitted(self, work: DeviceWork) -> None:
-        """The last that experts have submitted so far."""
+        """The latest work submitted by experts."""
 
     def experts_end(self, place: Any) -> None:
-        """What is queued from now on is not experts."""
+        """Later work is not experts'."""

@@ -1,6 +1,6 @@
-"""Lanes and names of spans, as small numbers while they are recorded and on their way.
+"""Lanes and names of spans, encoded as small integers.
 
-Lanes are those of the simulator, so that a predicted timeline can stand under a recorded one.
+Lanes match the simulator's, so that a predicted timeline can be shown under a recorded one.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from engine.planner.simulator.timeline import LANES
 PHASE, GPU, H2D, D2H, CPU_EXPERTS, CPU_ATTENTION, DISK, SMALL_COPY = range(len(LANES))
 
 NAMES = (
-    "prefill",  # phase: a piece of a prompt
+    "prefill",  # phase: a chunk of a prompt
     "decode",  # phase: from one token to the next
-    "sample",  # phase: the first token, chosen from what the prefill computed
-    "prompt",  # phase: a conversation becomes tokens
-    "attention",  # one layer's attention by itself
-    "dense",  # what lies between the experts of one layer and those of the next: attention, norms, router
-    "head",  # what follows the last experts: norms, the output's logits
-    "experts",  # experts of one layer: `count` of them
-    "fetch",  # weights that are computed with at once
+    "sample",  # phase: the first token, sampled from the prefill's logits
+    "prompt",  # phase: tokenizing a conversation
+    "attention",  # a single layer's attention
+    "dense",  # everything between the experts of two layers: attention, norms, router
+    "head",  # after the last experts: norm and logits
+    "experts",  # `count` experts of one layer
+    "fetch",  # weights for immediate use
     "post-fetch",  # weights of a miss, for later
-    "prefetch",  # weights that were predicted
-    "whole layer",  # weights of a layer that is fetched whole
-    "routing",  # what the router chose, and small hidden states with it
+    "prefetch",  # predicted weights
+    "whole layer",  # all weights of a layer
+    "routing",  # routing decisions with small hidden states
     "hidden states",  # to the CPU
-    "results",  # of the CPU's experts, to the device
-    "read",  # from disk, somebody waits
+    "results",  # of CPU experts, to the device
+    "read",  # from disk, for immediate use
     "read ahead",  # from disk, for later
     "copy",  # any other
     "batch step",  # phase: one step of many sequences
-    "finish",  # sums of a layer that are put together
+    "finish",  # final sum of a layer's experts
     "keys and values",  # of a batch, between RAM and a device
-    "graph",  # a captured piece of a step: `count` layers, maybe with experts and head; its inside cannot be seen
+    "graph",  # a captured segment of a step: `count` layers, maybe with experts and head; opaque inside
 )
-"""Names of spans.  New ones come at the end: recorded sessions keep the list they were written with."""
+"""Names of spans.  Append new ones: recorded sessions contain the list they were written with."""
 
 (
     PREFILL,
@@ -63,23 +63,23 @@ NAMES = (
 ) = range(len(NAMES))
 
 FOR_LATER = frozenset((POST_FETCH, PREFETCH, READ_AHEAD))
-"""Work that no step waits for."""
+"""Spans that no step waits for."""
 
 
 _NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 
 
 def layer_number(module: str) -> int:
-    """Number of the decoder layer that the module of this name is part of; -1 if its name has none."""
+    """The decoder layer in a module's name; -1 if there is none."""
     found = _NUMBER.search(module)
     return int(found[1]) if found is not None else -1
 
 
 def lane_name(lane: int) -> str:
-    """For people; a number that nobody knows is shown as it is."""
+    """Display name; an unknown number is shown as such."""
     return LANES[lane] if 0 <= lane < len(LANES) else f"lane {lane}"
 
 
 def span_name(name: int) -> str:
-    """For people; a number that nobody knows is shown as it is."""
+    """Display name; an unknown number is shown as such."""
     return NAMES[name] if 0 <= name < len(NAMES) else f"span {name}"

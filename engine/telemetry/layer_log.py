@@ -1,8 +1,7 @@
-"""Layers that single tokens go through, tens of microseconds each: noted as they pass, made spans of when taken.
+"""A log of layers during decode, which take tens of microseconds each: converted to spans when collected.
 
-On a machine of two cores whatever recording costs is time that decoding has not got, on whichever thread it is done.
-So a layer leaves one tuple; whose it was is told once for all layers of a step; and numpy does the rest, many steps at
-a time.
+On a machine with two cores, recording on any thread takes time from decoding. So a layer adds one tuple; request and
+step are stored once per step; numpy does the rest, many steps at a time.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from engine.telemetry.lanes import ATTENTION, CPU_EXPERTS, EXPERTS
 from engine.telemetry.records import SPAN, Records
 
 LOG_STEPS = 2**11
-"""Some seconds of the fastest decode."""
+"""Capacity: some seconds of the fastest decode."""
 
 Layer = tuple[int, int, int, int, bytes]
-"""(number, when it began, when its attention had been computed, when its experts had, whom it chose: int64 [k])."""
+"""(layer, start, end of attention, end of experts, chosen experts: int64 [k])."""
 _Step = tuple[list[Layer], int, int, int | None]
 
 Ids = NDArray[np.int64]
@@ -29,10 +28,10 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class LoggedLayers:
-    """What was taken: `spans`, two for each layer; and of each layer its step, number and experts one after the other.
+    """Collected layers: `spans`, two per layer; and per layer its step, number and experts, concatenated.
 
     Attributes:
-        counts: experts of each layer.
+        counts: number of experts per layer.
     """
 
     spans: Records
@@ -43,29 +42,29 @@ class LoggedLayers:
 
 
 class LayerLog:
-    """One thread adds steps, one takes them; the oldest go when it is full, and are counted."""
+    """A ring of steps with one writer and one reader; when full, the oldest are dropped and counted."""
 
     def __init__(self, capacity: int = LOG_STEPS) -> None:
         self._steps: deque[_Step] = deque(maxlen=capacity)
         self._added = self._taken = 0
 
     def add(self, layers: list[Layer], request: int, step: int, lane: int | None) -> None:
-        """All layers of one step; `lane` is that of attention, None if it is not known when it was computed."""
+        """Adds all layers of one step; `lane` is attention's, None if its time is unknown."""
         self._steps.append((layers, request, step, lane))
         self._added += len(layers)
 
     def reset(self) -> None:
-        """Forgets what has been dropped so far; after a `take`."""
+        """Resets the count of dropped steps; call after `take`."""
         self._added = self._taken = 0
 
     @property
     def dropped(self) -> int:
-        """Spans that nobody took in time; exact while the owner rests."""
+        """Spans dropped before they were taken; exact while the writer is idle."""
         waiting = sum(len(layers) for layers, *_ in list(self._steps))
         return 2 * max(0, self._added - self._taken - waiting)
 
     def take(self) -> LoggedLayers | None:
-        """What was there when it began; None if nothing was."""
+        """Takes the layers present at the start of the call; None if there were none."""
         steps: list[_Step] = []
         for _ in range(len(self._steps)):
             try:

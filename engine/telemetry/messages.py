@@ -1,7 +1,7 @@
 """What worker and window say to each other about telemetry; part of `engine.protocol`.
 
-`Telemetry`, `ExpertMap` and `CacheReport` are samples: a newer one replaces one not yet sent.  Spans and counters
-arrive in order; what a slow pipe has no room for is dropped, and counted.
+`Telemetry`, `ExpertMap` and `CacheReport` are samples: a newer one replaces an unsent one. Spans and counters arrive in
+order; those that do not fit into a slow pipe are dropped and counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CacheTier = Literal["vram", "ram"]
 
 @dataclass(frozen=True, slots=True)
 class WatchTelemetry:
-    """From now on send this and nothing else; at the start nothing is sent, and nothing recorded.
+    """Selects what is recorded and sent; initially nothing.
 
     Attributes:
         on: spans, counters and cache reports.
@@ -30,7 +30,7 @@ class WatchTelemetry:
 
 @dataclass(frozen=True, slots=True)
 class ResizeCache:
-    """Keep so many experts in a tier from now on, as far as there is room; the next `CacheReport` says how many."""
+    """Resizes a tier to so many experts, if there is room; the next `CacheReport` has the actual number."""
 
     tier: CacheTier
     slots: int
@@ -41,14 +41,14 @@ class ResizeCache:
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """Latest sample of what the engine holds and does; a newer one replaces it unsent.
+    """The engine's memory use and speed; a newer sample replaces an unsent one.
 
     Attributes:
         rss_bytes: resident memory of the worker; the next three are parts of it.
-        kv_tokens, kv_bytes: context now held.
+        kv_tokens, kv_bytes: current context.
         tokens_per_s: over the last second of decoding; 0 when idle.
-        device_total_bytes, device_used_bytes: what the model may use of its devices' memory, and what it does;
-            device_experts_bytes is the part of that which experts have.  All 0 on the CPU.
+        device_total_bytes, device_used_bytes: budget and use of device memory by the model;
+            device_experts_bytes is the experts' part.  All 0 on the CPU.
     """
 
     rss_bytes: int
@@ -64,12 +64,12 @@ class Telemetry:
 
 @dataclass(frozen=True, slots=True)
 class TelemetrySpans:
-    """What has been done since the last one.
+    """Spans that ended since the previous message.
 
     Attributes:
-        clock_ns, wall_s: one moment on the clock of all spans and as seconds since 1970.
+        clock_ns, wall_s: the same moment on the spans' clock and in seconds since 1970.
         packed: `SPAN` records, not sorted (see `engine.telemetry.records.unpack`); `count` of them.
-        dropped: spans lost since recording began, because nobody took them fast enough.
+        dropped: spans dropped since recording started.
     """
 
     clock_ns: int
@@ -81,7 +81,7 @@ class TelemetrySpans:
 
 @dataclass(frozen=True, slots=True)
 class TelemetryCounters:
-    """The steps that ended since the last one: packed `STEP` records, in order; `dropped` as in `TelemetrySpans`."""
+    """Steps ended since the previous message: packed `STEP` records, in order; `dropped` as in `TelemetrySpans`."""
 
     count: int
     packed: str
@@ -90,7 +90,7 @@ class TelemetryCounters:
 
 @dataclass(frozen=True, slots=True)
 class TelemetryRequest:
-    """Spans of this `number` belong to the request `request_id`."""
+    """Maps the `number` in spans to a `request_id`."""
 
     number: int
     request_id: str
@@ -99,15 +99,15 @@ class TelemetryRequest:
 
 @dataclass(frozen=True, slots=True)
 class ExpertMap:
-    """Use and whereabouts of all experts, [layers, experts] row by row.
+    """Use and location of all experts, [layers, experts] in row-major order.
 
     Attributes:
-        layers: number of each row's layer in the model.
-        experts: of a row; rows of layers with fewer are filled up, and nowhere.
-        step: the last one that is counted.
-        heat: packed uint8: decayed uses, 255 is `hottest` uses.
+        layers: layer number of each row.
+        experts: per row; rows with fewer are padded with experts in no place.
+        step: the last step counted.
+        heat: packed uint8: decayed use counts, scaled so that 255 is `hottest`.
         places: packed uint8: bits of `IN_VRAM`, `IN_RAM`, `ON_DISK`, `ARRIVING`.
-        uses, hits, last_step: packed uint32: since the model was loaded; steps are counted from 1, 0 is never.
+        uses, hits, last_step: packed uint32: since the model was loaded; steps count from 1, 0 is never.
         record_bytes: of each row's experts.
     """
 
@@ -128,7 +128,7 @@ IN_VRAM, IN_RAM, ON_DISK, ARRIVING = 1, 2, 4, 8
 
 @dataclass(frozen=True, slots=True)
 class PolicyRate:
-    """What a policy would have hit recently, had it decided alone."""
+    """The recent hit rate of a policy had it been used alone."""
 
     name: str
     hit_rate: float
@@ -139,15 +139,15 @@ class TierReport:
     """One tier of the expert cache.
 
     Attributes:
-        slots, most_slots: experts that it has room for, and that are of use.
+        slots, most_slots: capacity in experts, and the most that are useful.
         record_bytes: of one expert, on average.
         hits, lookups: since the model was loaded, decode steps only.
-        recent_hit_rate: of the last seconds; -1 if nothing was looked up.
-        policy: that decides now; is_adaptive: chosen among `shadows`.
-        arriving: copies or reads under way.
+        recent_hit_rate: over the last seconds; -1 without lookups.
+        policy: the current policy; is_adaptive: chosen among `shadows`.
+        arriving: copies or reads in flight.
         evictions, prefetched, prefetches_used, prefetches_wasted: since the model was loaded.
-        note: what the user should know; empty if nothing.
-        miss_s: seconds that an expert takes longer that is not there but in the tier below; 0 if not known.
+        note: note for the user; may be empty.
+        miss_s: extra seconds of an expert in the tier below; 0 if unknown.
     """
 
     tier: CacheTier
@@ -183,9 +183,9 @@ class PredictorRate:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """Bytes of one purpose in one place (`ram`, or the name of a device); `total` and `free` are parts as well.
+    """Bytes of one purpose in one place (`ram`, or the name of a device); `total` and `free` are parts too.
 
-    The parts of a place but `total` add up to its `total`.
+    The other parts of a place sum to its `total`.
     """
 
     place: str
@@ -195,19 +195,19 @@ class MemoryPart:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """What the expert cache does, once a second while something is computed.
+    """State of the expert cache, once a second while computing.
 
     Attributes:
-        tiers: from the fastest down; empty if all experts are in RAM and nothing caches them.
+        tiers: fastest first; empty if all experts are in RAM without a cache.
         curve_slots, curve_hit_rates: hit rate of an LRU cache of that size on the recent routing (Mattson et al.
-            1970), for the topmost tier; empty until enough has been seen.
-        steps_per_s: of the last seconds of decoding; 0 if nothing was decoded.
-        lookups_per_step: experts that a step wants.
-        hit_s, miss_s: seconds that one expert takes that is there, and one that is not; 0 if not known.
-        adopted: the predictor in use, empty if none; ahead: layers that it looks ahead.
-        predictors: all that could be used.
+            1970), for the top tier; empty until there is enough data.
+        steps_per_s: over the last seconds of decoding; 0 without decoding.
+        lookups_per_step: experts per step.
+        hit_s, miss_s: seconds of a hit and of a miss; 0 if unknown.
+        adopted: the predictor in use, empty if none; ahead: its lookahead in layers.
+        predictors: all available ones.
         memory: see `MemoryPart`.
-        note: what the user should know; empty if nothing.
+        note: note for the user; may be empty.
     """
 
     tiers: tuple[TierReport, ...]

@@ -1,4 +1,4 @@
-"""How much faster the planner thinks that a running model would be, were one thing about it changed."""
+"""The planner's predicted speedup of a running model for one change."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from engine.hardware.machine import HardwareProfile
 from engine.planner.cache_speed import tokens_per_s_by_slots
 
 SlotsAndMisses = tuple[int, float]
-"""(experts that the topmost tier has room for, share of uses that miss it)."""
+"""(capacity of the top tier in experts, miss rate)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedSpeed:
-    """Of one loaded model on one machine.
+    """Predicts speedups of one loaded model on one machine.
 
     Attributes:
-        config: as it runs: precision, device and threads are those it was loaded with.
+        config: its settings, with the actual precision, device and threads.
     """
 
     machine: HardwareProfile
@@ -34,11 +34,11 @@ class PlannedSpeed:
         precision: str | None = None,
         threads: int | None = None,
     ) -> float | None:
-        """Decode speed after the change over that before it, both predicted; None if it cannot be told.
+        """Predicted decode speed after the change over that before it; None if unknown.
 
-        Other threads can be told of only where several numbers of them were measured.
+        Other thread counts are predicted only if several were measured.
 
-        What the model of the machine gets wrong on both sides alike is not in a ratio.
+        Errors of the machine model that affect both speeds cancel out in the ratio.
         """
         if threads is not None and len(self.machine.cpu.weights_bytes_per_s) < 2:
             return None
@@ -48,6 +48,6 @@ class PlannedSpeed:
         try:
             ((_, before),) = tokens_per_s_by_slots(self.machine, self.model, self.config, [now])
             ((_, after),) = tokens_per_s_by_slots(self.machine, self.model, changed, [then])
-        except EngineError:  # it fits in no precision that could be chosen
+        except EngineError:  # it fits in no available precision
             return None
         return after / before

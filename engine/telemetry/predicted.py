@@ -1,4 +1,4 @@
-"""A simulated timeline as records of the kind that the engine makes, to be drawn and exported like those."""
+"""A simulated timeline as engine records, to be drawn and exported like recorded ones."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ _ANY_LANE: Mapping[str, int] = MappingProxyType(
         "page": lanes.WHOLE_LAYER,
     }
 )
-"""The simulator's names; what is not among them, such as keys and values on their way, is a `copy`."""
+"""The simulator's span names; others, such as transfers of keys and values, become `copy`."""
 _READ_LATER = ("weights", "page", "attention weights", "prefetch")
 
 
 def predicted_records(spans: Sequence[Span], *, first_layer: int = 0) -> tuple[Records, Records]:
-    """(spans, steps) of a simulation, its beginning at 0 ns.
+    """(spans, steps) of a simulation, starting at 0 ns.
 
-    Hits are what the card computed and nobody fetched in the same step; a step is a phase of the simulation.
+    Hits are experts computed on the card without a fetch in the same step; a step is a phase of the simulation.
 
     Args:
-        first_layer: of the decoder, which the simulation calls 0: the number of dense layers before it.
+        first_layer: the decoder layer that the simulation calls 0: the number of dense layers before it.
     """
     if not spans:
         return no_spans(), no_steps()
@@ -58,7 +58,7 @@ def predicted_records(spans: Sequence[Span], *, first_layer: int = 0) -> tuple[R
     rows = []
     counted = [dict.fromkeys(COUNTERS, 0) for _ in phases]
     for span in spans:
-        # What is issued for the next pass before this one ends is work of this one.
+        # Work issued for the next pass before this one ends counts for this one.
         phase = max(bisect_right(starts, span.start) - 1, 0)
         layer = span.layer + first_layer if span.layer >= 0 else -1
         name = _name(span)
@@ -84,7 +84,7 @@ def _name(span: Span) -> int:
 
 
 def _amounts(span: Span, name: int) -> Iterable[tuple[str, int]]:
-    """(counter, by how much this span raises it)."""
+    """(counter, this span's increment)."""
     if name == lanes.EXPERTS:
         yield ("on_cpu" if span.lane == "cpu_experts" else "hits"), span.count
     elif name == lanes.FETCH:

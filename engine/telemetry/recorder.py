@@ -1,8 +1,8 @@
-"""The engine's one recorder of spans: every thread appends to a ring of its own, and somebody takes what is there.
+"""The engine's recorder of spans: every thread appends to its own ring, and a reader collects them.
 
-There is one for the process, as there is one log: whatever is timed would otherwise have to be handed a recorder
-through every constructor.  While it is off a recording point costs one look at `RECORDER.on`.  Times are nanoseconds
-of `time.perf_counter_ns`, the clock of streams and events.
+It is global per process, like a log: otherwise every timed constructor would need a recorder argument. While off, a
+recording point costs one look at `RECORDER.on`. Times are nanoseconds of `time.perf_counter_ns`, the clock of streams
+and events.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.telemetry.layer_log import Layer, LayerLog
 from engine.telemetry.records import COUNTERS, SPAN, STEP, Records, no_spans, no_steps
 
 RING_SPANS = 2**16
-"""Of each thread: some seconds of the fastest decode."""
+"""Capacity per thread: some seconds of the fastest decode."""
 RING_STEPS = 2**13
 
 _SPAN_FIELDS = (
@@ -44,13 +44,13 @@ _STEP_FIELDS = ("request", "step", "name", "start_ns", "end_ns", "tokens", *COUN
 _NOTHING = (0,) * len(COUNTERS)
 
 CounterSource = Callable[[], tuple[int, ...]]
-"""What has been counted so far, in the order of `COUNTERS`."""
+"""Returns the current counts, in the order of `COUNTERS`."""
 
 
 class Ring:
-    """What one thread has recorded and nobody has taken yet; the oldest go when it is full, and are counted.
+    """A thread's spans that were not taken yet; when full, the oldest are dropped and counted.
 
-    One thread appends, one takes, and neither waits: a deque's ends are safe to use beside each other.
+    One thread appends, one takes, and neither blocks: the two ends of a deque are thread-safe.
     """
 
     __slots__ = ("appended", "entries", "owner", "taken")
@@ -62,29 +62,29 @@ class Ring:
         self.taken = 0
 
     def append(self, entry: tuple[Any, ...]) -> None:
-        """By the owner."""
+        """Called by the owner."""
         self.entries.append(entry)
         self.appended += 1
 
     def take(self) -> list[tuple[Any, ...]]:
-        """By whoever collects: what was there when it began."""
+        """Called by the reader: takes the entries present at the start of the call."""
         entries, taken = self.entries, []
         for _ in range(len(entries)):
             try:
                 taken.append(entries.popleft())
-            except IndexError:  # the owner has started again
+            except IndexError:  # cleared by the owner
                 break
         self.taken += len(taken)
         return taken
 
     @property
     def dropped(self) -> int:
-        """Entries that nobody took in time; exact while the owner rests."""
+        """Entries dropped before they were taken; exact while the owner is idle."""
         return max(0, self.appended - self.taken - len(self.entries))
 
 
 class _Mine(threading.local):
-    """The calling thread's ring; made at its first span."""
+    """The calling thread's ring, created at its first span."""
 
     def __init__(self, rings: list[Ring], capacity: int) -> None:
         self.ring = Ring(capacity, threading.current_thread())
@@ -95,21 +95,21 @@ class Recorder:
     """Records while `on`.
 
     Attributes:
-        on: whether anything is recorded; recording points look at it first.
-        request, step: what is computed now, on the thread of the engine; 0 and -1 while nothing is.
-        layer: of the decoder, that the thread of the engine computes; -1 while it is in none.
-        layer_since_ns: when the experts of the layer before ended, or the phase began.
-        layers: what takes a single token through a layer in two calls on the CPU adds that layer here, as `Layer`
-            says, and sets `layer_since_ns`; more than that would be felt.
-        on_cpu: experts that decode steps have had computed by the CPU where no cache of a device counts them;
-            many_on_cpu: the same of steps of more than a few tokens: prefills, and batches of many rows.
-        dense_lane: where the caller's thread computes what is between expert layers; None if it only queues it, so
-            that nobody here knows when it is done.
-        queued: knows it then, by the clock of the devices; else None.
-        piece: (name, layer, count) of the captured graph that is repeated now, for the span that it is in.
-        uses: takes (step, layer, experts used, those that were hits) of each layer of decode steps, if somebody wants;
-            of many layers at once, none of whose experts can be hits: arrays (steps, layers, experts one after the
-            other, how many of each) and None.
+        on: whether anything is recorded; recording points check it first.
+        request, step: current request and step of the engine thread; 0 and -1 while idle.
+        layer: current decoder layer of the engine thread; -1 outside layers.
+        layer_since_ns: end of the previous layer's experts, or start of the phase.
+        layers: code that takes a single token through a layer in two calls on the CPU appends that layer here, as a
+            `Layer`, and sets `layer_since_ns`; anything more would be measurable.
+        on_cpu: experts of decode steps computed by the CPU where no device cache counts them; many_on_cpu: the same for
+            steps with more tokens: prefills, and batches of many rows.
+        dense_lane: lane where the caller's thread computes between expert layers; None if it only queues that work, so
+            that its time is unknown here.
+        queued: then records it with the devices' clocks; otherwise None.
+        piece: (name, layer, count) of the captured graph being replayed, for its span.
+        uses: called with (step, layer, experts used, hits among them) of each layer of decode steps, if set; or for
+            many layers at once, none of whose experts can be hits: arrays (steps, layers, concatenated experts, experts
+            per layer) and None.
     """
 
     def __init__(self, capacity: int = RING_SPANS) -> None:
@@ -140,9 +140,9 @@ class Recorder:
         self._taking = threading.Lock()
 
     def start(self) -> None:
-        """Record from now on; what was recorded before is forgotten."""
+        """Starts recording; earlier records are discarded."""
         self.layers = []
-        self._forget_forward()  # one in whose middle recording was stopped
+        self._forget_forward()  # one during which recording was stopped
         self.take_spans()
         self.take_steps()
         self._waiting = []
@@ -156,21 +156,21 @@ class Recorder:
         self.on = True
 
     def stop(self) -> None:
-        """Record nothing more; what is there can still be taken."""
+        """Stops recording; existing records can still be taken."""
         self.on = False
 
     def count_with(self, counters: CounterSource | None, after_phase: Callable[[], None] | None = None) -> None:
-        """Tells where steps read their counters, None for nowhere; `after_phase` is called when each has ended."""
+        """Sets the source of step counters, if any; `after_phase` is called at the end of each phase."""
         self._counters, self._after_phase = counters, after_phase
         self._counted = counters() if counters is not None else _NOTHING
 
     @property
     def next_request(self) -> int:
-        """Number of the request that begins next."""
+        """Number of the next request."""
         return self._requests + 1
 
     def begin_request(self, now_ns: int | None = None) -> None:
-        """What is recorded from now on belongs to another request."""
+        """Later records belong to a new request."""
         self._log_layers()
         self._requests += 1
         self.request = self._requests
@@ -179,11 +179,11 @@ class Recorder:
         self.layer = -1
 
     def phase(self, name: int, tokens: int, now_ns: int | None = None) -> None:
-        """The time since the last phase, or since the request began, was this one; with it a step has ended."""
+        """Ends a phase and a step: it lasted since the previous phase, or the start of the request."""
         now_ns = time.perf_counter_ns() if now_ns is None else now_ns
         self._log_layers()
         since_ns, request = self._since_ns, self.request
-        step = self._next_step  # not self.step, which is none where recording began in the middle of a request
+        step = self._next_step  # not self.step, which is unset if recording started during a request
         self._mine.ring.append((PHASE, name, since_ns, now_ns, -1, -1, 0, tokens, 0, request, step))
         counted = self._counted
         if self._counters is not None:
@@ -199,7 +199,7 @@ class Recorder:
         self.layer = -1
 
     def end_request(self) -> None:
-        """What is recorded from now on belongs to nobody."""
+        """Later records belong to no request."""
         self._log_layers()
         self.request, self.step, self.layer = 0, -1, -1
         self._forget_forward()
@@ -216,9 +216,9 @@ class Recorder:
         count: int = 1,
         device: int = 0,
     ) -> None:
-        """Something that has ended; `layer` None is the one that the thread of the engine is in."""
+        """Records finished work; `layer` None is the engine thread's current one."""
         ring = self._mine.ring
-        # As Ring.append: a call more would cost half as much again.
+        # Ring.append inlined: another call would cost 50% more.
         ring.entries.append(
             (
                 lane,
@@ -247,40 +247,40 @@ class Recorder:
         count: int = 1,
         device: int = 0,
     ) -> None:
-        """Something that a stream of a device has been given: its own clock says when it began and ended.
+        """Records work submitted to a device's stream, timed by the stream's clock.
 
-        If it fails, or is cancelled, there is no span.
+        Failed or cancelled work has no span.
         """
         if layer is None:
             layer = self.layer
-        # Of a span's tuple the beginning and the end are not known yet.
+        # Start and end of the span are not known yet.
         self._mine.ring.append((work, lane, name, layer, expert, nbytes, count, device, self.request, self.step))
 
     def forward(self) -> None:
-        """A forward begins, which ends with `head` unless it fails."""
+        """A forward starts; it ends with `head` unless it fails."""
         self.piece = None
         if (queued := self.queued) is not None and self.request:
             queued.begin()
 
     def head(self) -> None:
-        """The forward has ended: what came after the last layer's experts was the model's head."""
+        """The forward has ended: the work after the last layer's experts was the head."""
         name, layer, count = self.named(HEAD, -1)
         if (queued := self.queued) is not None:
             queued.head(name, layer, count)
         self.dense(name, self.layer_since_ns, time.perf_counter_ns(), layer, count)
 
     def dense(self, name: int, start_ns: int, end_ns: int, layer: int, count: int = 1) -> None:
-        """What the caller's thread has computed of everything but experts."""
+        """Records work of the caller's thread outside experts."""
         if self.dense_lane is not None:
             self.span(self.dense_lane, name, start_ns, end_ns, layer, count=count)
 
     def named(self, name: int, layer: int) -> tuple[int, int, int]:
-        """(name, layer, count) of dense work that ends now: that of the `piece` it was, once, or else these."""
+        """(name, layer, count) of dense work that ends now: the `piece`'s, once, otherwise these."""
         piece, self.piece = self.piece, None
         return piece or (name, layer, 1)
 
     def take_spans(self) -> Records:
-        """All spans that have ended since the last call, sorted by nothing."""
+        """All spans that have ended since the last call, unsorted."""
         with self._taking:
             entries = [entry for ring in self._rings for entry in ring.take()]
             logged = self._layer_log.take()
@@ -312,17 +312,17 @@ class Recorder:
 
     @property
     def dropped_spans(self) -> int:
-        """Spans that were lost since `start`, because nobody took them in time."""
+        """Spans dropped since `start`, because they were not taken in time."""
         rings = sum(ring.dropped for ring in self._rings)
         return self._gone + self._layer_log.dropped + rings
 
     @property
     def dropped_steps(self) -> int:
-        """The same of steps."""
+        """Steps dropped since `start`."""
         return self._steps.dropped
 
     def _log_layers(self) -> None:
-        """The step is over that `layers` belong to."""
+        """Logs `layers` at the end of their step."""
         layers = self.layers
         if layers:
             self._layer_log.add(layers, self.request, self.step, self.dense_lane)
@@ -344,7 +344,7 @@ class Recorder:
 def as_records(entries: Iterable[tuple[int, ...]], fields: tuple[str, ...], dtype: np.dtype[Any]) -> Records:
     """Tuples of integers, each in the order of `fields`, as records.
 
-    Integers that a field has no room for are brought to the nearest that it has: nonsense costs one number, not all.
+    Integers out of a field's range are clamped: a bad value costs one number, not all records.
     """
     columns = np.fromiter(chain.from_iterable(entries), np.int64).reshape(-1, len(fields))
     records = np.empty(len(columns), dtype)
@@ -355,7 +355,7 @@ def as_records(entries: Iterable[tuple[int, ...]], fields: tuple[str, ...], dtyp
 
 @functools.cache
 def _limits(fields: tuple[str, ...], dtype: np.dtype[Any]) -> list[tuple[int, int] | None]:
-    """The least and the most that each field has room for; None where that is all that there is."""
+    """The range of each field; None for fields that hold any value."""
     kinds = [np.iinfo(dtype[field]) for field in fields]
     return [None if kind.bits == 64 else (int(kind.min), int(kind.max)) for kind in kinds]
 
@@ -366,4 +366,4 @@ def seconds_ns(moment_s: float) -> int:
 
 
 RECORDER = Recorder()
-"""Of this process."""
+"""The recorder of this process."""

@@ -1,4 +1,4 @@
-"""Spans and steps as numpy records, and packed into text for the pipe.
+"""Spans and steps as numpy records, and their text encoding for the pipe.
 
 Times are nanoseconds of the worker's `time.perf_counter_ns`.
 """
@@ -30,11 +30,10 @@ SPAN = np.dtype(
         ("name", "<i2"),
     ]
 )
-"""One thing that was done.
+"""One unit of work.
 
-lane, name: see `engine.telemetry.lanes`.  request, step: whose; -1 of none.  layer: of the decoder, expert: of the
-layer; -1 where that means nothing.  count: experts, or tokens of a phase.  nbytes: of a copy or a read, its payload.
-device: which of several.
+lane, name: see `engine.telemetry.lanes`. request, step: its owner; -1 for none. layer: of the decoder, expert: of the
+layer; -1 if not applicable. count: experts, or tokens of a phase. nbytes: payload of a copy or read. device: index.
 """
 
 COUNTERS = (
@@ -64,9 +63,9 @@ COUNTERS = (
     "small_copy_bytes",
     "disk_bytes",
 )
-"""What is counted for every step: experts in the memory of devices (as `VramCounters` counts; on_cpu and prefill_on_cpu
-also without a device; those named prefill_ are of all steps of more than a few tokens, also of a batch), experts in RAM
-over disk (as `RamCounters`), payload bytes.  small_copy_bytes are part of the two before."""
+"""Counters of every step: experts in device memory (as in `VramCounters`; on_cpu and prefill_on_cpu also without a
+device; those named prefill_ are of all steps with more than a few tokens, including batches), experts in RAM over disk
+(as in `RamCounters`), and payload bytes. small_copy_bytes are part of the previous two."""
 
 STEP = np.dtype(
     [
@@ -79,7 +78,7 @@ STEP = np.dtype(
         *((name, "<i8") for name in COUNTERS),
     ]
 )
-"""One phase and what was counted in it; what ends later counts in the step in which it ends.  name: see
+"""One phase and its counters; later-ending work counts in the step in which it ends. name: see
 `engine.telemetry.lanes`."""
 
 Records = NDArray[np.void]
@@ -89,19 +88,19 @@ MAX_PACKED_RECORDS = 2**20
 
 
 def pack(records: NDArray[Any]) -> str:
-    """Records as text: the first bytes of all of them, then all second ones and so on, deflated, in base64.
+    """Records as text: byte-transposed (first bytes of all records, then second bytes, ...), deflated, base64.
 
-    Most bytes of a record are those of the record before, so that order is deflated in half the time to a third.
+    Most bytes equal those of the previous record, so this order deflates in half the time to a third of the size.
     """
     rows = np.ascontiguousarray(records).reshape(-1).view(np.uint8).reshape(-1, records.dtype.itemsize)
     return base64.b64encode(zlib.compress(rows.T.tobytes(), 1)).decode("ascii")
 
 
 def unpack(text: str, dtype: np.dtype[Any], most: int = MAX_PACKED_RECORDS) -> NDArray[Any]:
-    """What `pack` packed, of this dtype and one dimension; it cannot be written to.
+    """Decodes `pack`ed records of this dtype, [n], read-only.
 
     Raises:
-        EngineError: `PROTOCOL`, if it is anything else, or more than `most` records.
+        EngineError: `PROTOCOL`, if the text is invalid, or has more than `most` records.
     """
     limit = most * dtype.itemsize
     try:

@@ -1,10 +1,10 @@
-"""What was recorded, kept on disk: files of checked chunks that are only ever appended to, in a folder with a limit.
+"""Recorded sessions on disk: append-only files of checksummed chunks, in a folder with a size limit.
 
     file   magic, then chunks
     chunk  kind (1 byte), length of the payload (4), its CRC-32 (4), payload
 
-The first chunk is JSON about the session.  Whoever reads stops at the first chunk that is cut short or damaged: all
-before it is sound, however the writer ended.  Numbers are little-endian.
+The first chunk is JSON about the session. Readers stop at the first truncated or damaged chunk: everything before it is
+valid, however the writer ended. Numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from engine.telemetry.records import SPAN, STEP, Records
 SUFFIX = ".swytrace"
 MAGIC = b"SWYTRC1\n"
 FILE_BYTES = 32 * 2**20
-"""One file at most; a longer session goes on in another."""
+"""Most bytes of one file; a longer session continues in another."""
 RING_BYTES = 512 * 2**20
-"""All files of a folder at most: the oldest go."""
+"""Most bytes of all files in a folder: the oldest are deleted."""
 _CHUNK = struct.Struct("<BII")
 _MOST_CHUNK = 64 * 2**20
 
@@ -53,12 +53,12 @@ class Chunk(IntEnum):
 
 
 class SessionWriter:
-    """Appends to a session's files.  Every chunk is with the system when a call returns, so a killed writer loses none.
+    """Appends to a session's files.  Every chunk is written when a call returns, so a killed writer loses none.
 
     Args:
-        folder: of all sessions; made if it is not there.
-        about: of this one: the model's name and settings; JSON.
-        ring_bytes: of all sessions in the folder; the oldest files go when there is more.
+        folder: of all sessions; created if missing.
+        about: about this session: the model's name and settings; JSON.
+        ring_bytes: limit of all sessions in the folder; the oldest files are deleted beyond it.
 
     Raises:
         OSError: a file cannot be written.
@@ -76,7 +76,7 @@ class SessionWriter:
         self._folder, self._ring_bytes, self._file_bytes = folder, ring_bytes, min(file_bytes, max(ring_bytes // 2, 1))
         self._about = {**about, "names": NAMES, "lanes": LANES, "span": _fields(SPAN), "step": _fields(STEP)}
         moment = time.time() if started_s is None else started_s
-        # Another session may have begun in the same millisecond.
+        # Another session may have started in the same millisecond.
         self._name = time.strftime("%Y%m%d-%H%M%S", time.gmtime(moment)) + f"-{int(moment * 1000) % 1000:03d}"
         while list(folder.glob(f"{self._name}.*")):
             self._name += "x"
@@ -87,33 +87,33 @@ class SessionWriter:
 
     @property
     def name(self) -> str:
-        """Of the session."""
+        """Name of the session."""
         return self._name
 
     def clock(self, clock_ns: int, wall_s: float) -> None:
-        """One moment on the engine's clock and as seconds since 1970."""
+        """Writes the same moment on the engine's clock and in seconds since 1970."""
         self._clock = clock_ns, wall_s
         self._append(Chunk.CLOCK, struct.pack("<qd", clock_ns, wall_s))
 
     def spans(self, spans: Records) -> None:
-        """Spans that have ended."""
+        """Writes finished spans."""
         if len(spans):
             self._append(Chunk.SPANS, _deflated(spans))
 
     def steps(self, steps: Records) -> None:
-        """Steps that have ended."""
+        """Writes finished steps."""
         if len(steps):
             self._append(Chunk.STEPS, _deflated(steps))
 
     def note(self, kind: str, clock_ns: int, content: dict[str, Any]) -> None:
-        """Anything else that belongs to a moment: an expert map, a cache report, a sample of the machine."""
+        """Writes other timestamped data: an expert map, a cache report, a sample of the machine."""
         text = json.dumps({"kind": kind, "clock_ns": clock_ns, "content": content}, separators=(",", ":"))
         self._append(Chunk.NOTE, zlib.compress(text.encode("utf-8"), 1))
 
     def close(self) -> None:
-        """Ends the session; without effect if it has ended."""
+        """Ends the session; idempotent."""
         if self._fd >= 0:
-            with contextlib.suppress(OSError):  # a full disk: what is there can be read all the same
+            with contextlib.suppress(OSError):  # disk full: what was written is still readable
                 os.fsync(self._fd)
             os.close(self._fd)
             self._fd = -1
@@ -149,14 +149,14 @@ class SessionWriter:
 
 @dataclass
 class RecordedSession:
-    """A session as it was read back.
+    """A session read from disk.
 
     Attributes:
-        about: what its writer said of it.
-        spans, steps: records of this program's dtypes, in the order in which they were written.
+        about: written about it.
+        spans, steps: records in this version's dtypes, in order of writing.
         clocks: (nanoseconds of the engine's clock, seconds since 1970).
         notes: (kind, nanoseconds, content).
-        is_whole: false if a file ended in the middle of a chunk, or was damaged there.
+        is_whole: false if a file was truncated or damaged.
     """
 
     about: dict[str, Any]
@@ -167,7 +167,7 @@ class RecordedSession:
     is_whole: bool = True
 
     def wall_s(self, clock_ns: int) -> float:
-        """Seconds since 1970 at a moment of the engine's clock, by the pair taken nearest before it."""
+        """Seconds since 1970 at a moment of the engine's clock, by the latest clock pair before it."""
         if not self.clocks:
             return 0.0
         before = [pair for pair in self.clocks if pair[0] <= clock_ns] or self.clocks[:1]
@@ -183,10 +183,10 @@ def list_sessions(folder: Path) -> dict[str, list[Path]]:
 
 
 def read_session(paths: list[Path]) -> RecordedSession:
-    """Reads a session's files, as far as they are sound.
+    """Reads a session's files, up to any damage.
 
     Raises:
-        EngineError: `INVALID_REQUEST`, if the first file is no session or cannot be read.
+        EngineError: `INVALID_REQUEST`, if the first file is not a session or cannot be read.
     """
     session: RecordedSession | None = None
     spans: list[NDArray[Any]] = []
@@ -217,7 +217,7 @@ def read_session(paths: list[Path]) -> RecordedSession:
                     session.notes.append((str(note["kind"]), int(note["clock_ns"]), dict(note["content"])))
             except (ValueError, KeyError, TypeError, struct.error, zlib.error):
                 if session is not None:
-                    session.is_whole = False  # its checksum is right, so it was written by something else
+                    session.is_whole = False  # the checksum is right, so another program wrote it
     if session is None:
         raise EngineError(ErrorCode.INVALID_REQUEST, f"{paths[0] if paths else 'Nothing'} is not a recorded session.")
     session.spans = np.concatenate(spans) if spans else session.spans
@@ -226,19 +226,19 @@ def read_session(paths: list[Path]) -> RecordedSession:
 
 
 def keep_within(folder: Path, limit: int, keep: Path | None = None) -> None:
-    """Deletes the oldest files of sessions until all others together have `limit` bytes; never `keep`."""
+    """Deletes the oldest session files until the rest fits into `limit` bytes; never `keep`."""
     files = [(path, path.stat().st_size) for paths in list_sessions(folder).values() for path in paths if path != keep]
     total = sum(size for _, size in files)
     for path, size in files:
         if total <= limit:
             return
-        with contextlib.suppress(OSError):  # somebody reads it, on systems where that keeps it there
+        with contextlib.suppress(OSError):  # open in another program, on systems where that prevents deletion
             path.unlink()
             total -= size
 
 
 def _chunks(path: Path, *, must_be_one: bool) -> Iterator[tuple[int | None, bytes]]:
-    """Sound chunks, then (None, b"") if the file does not end with one."""
+    """Valid chunks, then (None, b"") if the file is truncated or damaged."""
     try:
         with open_foreign(path) as file:
             if file.read(len(MAGIC)) != MAGIC:
@@ -258,7 +258,7 @@ def _chunks(path: Path, *, must_be_one: bool) -> Iterator[tuple[int | None, byte
 
 
 def _read_records(payload: bytes, fields: list[list[str]], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Records that a version of this program wrote: fields that one side does not know are left out, or 0."""
+    """Records of any version of this program: unknown fields are dropped, missing ones are 0."""
     theirs = np.dtype([(str(name), str(kind)) for name, kind in fields])
     written = np.frombuffer(_inflated(payload), theirs)
     if theirs == dtype:
@@ -270,7 +270,7 @@ def _read_records(payload: bytes, fields: list[list[str]], dtype: np.dtype[Any])
 
 
 def _renamed(spans: NDArray[Any], about: dict[str, Any]) -> NDArray[Any]:
-    """Spans with this program's numbers for lanes and names."""
+    """Spans with this version's numbers for lanes and names."""
     if tuple(about["names"]) == NAMES and tuple(about["lanes"]) == LANES:
         return spans
     spans = spans.copy()

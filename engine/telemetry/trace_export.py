@@ -1,8 +1,8 @@
 """Recorded spans as a trace for Perfetto and Chrome, and as tables.
 
-The trace event format: one process, a track for each lane and device.  Spans that nest strictly are complete events
-(`X`); where work of one lane overlaps, as reads from disk and copies beside each other do, they are asynchronous ones
-(`b`, `e`), which a viewer stacks.  Counters (`C`) stand for each step.  Nothing of what was said is in it.
+The trace event format: one process, a track per lane and device. Strictly nested spans are complete events (`X`); lanes
+with overlapping work, such as disk reads and concurrent copies, use asynchronous ones (`b`, `e`), which a viewer
+stacks. Counters (`C`) are per step. No text of a conversation is included.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _COUNTED = {
 
 
 def write_trace(spans: Records, steps: Records, path: Path, about: dict[str, str] | None = None) -> None:
-    """Writes a trace as JSON, whole or not at all.
+    """Writes a trace as JSON, atomically.
 
     Args:
-        about: what the viewer shows beside it: the model, the machine.
+        about: metadata shown by the viewer: the model, the machine.
 
     Raises:
         OSError: it cannot be written.
@@ -51,13 +51,13 @@ def write_trace(spans: Records, steps: Records, path: Path, about: dict[str, str
 
 
 def trace_events(spans: Records, steps: Records) -> Iterator[dict[str, Any]]:
-    """The events, names of tracks first; times are microseconds since the first span."""
+    """The events, track names first; times are microseconds since the first span."""
     yield {"ph": "M", "pid": _PID, "tid": 0, "name": "process_name", "args": {"name": "Switchyard"}}
     firsts = [int(each["start_ns"].min()) for each in (spans, steps) if len(each)]
     if not firsts:
         return
     begin_ns = min(firsts)
-    # Marks of tokens stand on the track of phases, whether that has spans or not.
+    # Token marks are on the track of phases, whether it has spans or not.
     for lane, device in sorted({(PHASE, 0), *np.unique(spans[["lane", "device"]]).tolist()}):
         track = spans[(spans["lane"] == lane) & (spans["device"] == device)]
         tid = _tid(lane, device)
@@ -70,7 +70,7 @@ def trace_events(spans: Records, steps: Records) -> Iterator[dict[str, Any]]:
 
 
 def write_spans(spans: Records, file: TextIO) -> None:
-    """One row for each span, sorted by when it began; times in nanoseconds of the engine's clock."""
+    """One row per span, sorted by start; times in nanoseconds of the engine's clock."""
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(
         ("lane", "device", "name", "start_ns", "end_ns", "request", "step", "layer", "expert", "count", "nbytes")
@@ -82,7 +82,7 @@ def write_spans(spans: Records, file: TextIO) -> None:
 
 
 def write_steps(steps: Records, file: TextIO) -> None:
-    """One row for each step: its phase, its times and all that was counted in it."""
+    """One row per step: its phase, times and counters."""
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(("request", "step", "phase", "start_ns", "end_ns", "tokens", *COUNTERS))
     for step in steps:
@@ -96,7 +96,7 @@ def _tid(lane: int, device: int) -> int:
 
 
 def _track(track: Records, tid: int, name: str, begin_ns: int) -> Iterator[dict[str, Any]]:
-    # What lasts longest comes first among those that begin together: it contains the others.
+    # Of spans that start together the longest comes first: it contains the others.
     order = np.lexsort((-track["end_ns"], track["start_ns"]))
     open_until: list[int] = []
     for number, span in enumerate(track[order]):
@@ -149,6 +149,6 @@ def _micros(nanoseconds: int) -> float:
 
 
 def joined(parts: Iterable[Records], empty: Records) -> Records:
-    """Records that came in pieces."""
+    """Concatenates records."""
     pieces = list(parts)
     return np.concatenate(pieces) if pieces else empty
