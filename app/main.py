@@ -148,7 +148,7 @@ def _tune(services: Services) -> Page:
 
 
 def _models(_services: Services) -> Page:
-    from app.views.models_placeholder import models_placeholder
+    from app.views.models import models_placeholder
 
     return models_placeholder()
 

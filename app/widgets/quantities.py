@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from PySide6.QtCore import QLocale
 
+SEPARATOR = "  ·  "
+"""Between figures of one line."""
 _GIB = 2**30
 _MIB = 2**20
 
@@ -39,3 +41,14 @@ def figures(value: float) -> str:
 def number(value: float, decimals: int) -> str:
     """A number in the user's locale."""
     return QLocale().toString(float(value), "f", decimals)
+
+
+def count(value: int) -> str:
+    """A whole number with the language's thousands separators."""
+    locale = QLocale()
+    return f"{value:,}" if locale.language() == QLocale.Language.C else locale.toString(value)
+
+
+def percent(fraction: float) -> str:
+    """A fraction of 1 in whole per cent, never above what is done."""
+    return f"{int(fraction * 100)}%"

@@ -31,8 +31,8 @@ from PySide6.QtWidgets import (
     QWidget,
 )
 
-from app.views.chat.chip import ElidedLabel
-from app.views.chat.popover import Popover
+from app.widgets.chip import ElidedLabel
+from app.widgets.popover import Popover
 from app.widgets.wrapped_label import WrappedLabel
 
 SLACK_PX = 2

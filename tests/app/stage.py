@@ -26,10 +26,10 @@ from app.theme import ThemeController
 from app.views.batch import BatchPage
 from app.views.chat.chat_view import ChatView
 from app.views.main_window import MainWindow
+from app.views.main_window.shortcuts_dialog import ShortcutsDialog
 from app.views.monitor import MonitorPage
 from app.views.settings import SettingsPage
 from app.views.settings.about import LicencesDialog
-from app.views.shortcuts_dialog import ShortcutsDialog
 from app.views.tune.page import TunePage
 from app.views.tune.step_bar import TIMED
 from app.widgets.asking import ask

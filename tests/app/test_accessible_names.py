@@ -29,7 +29,7 @@ from app.services.settings import Settings
 from app.services.token_counter import TokenCounter
 from app.views.batch import BatchPage
 from app.views.chat.chat_view import ChatView
-from app.views.chat.toast import Toast
+from app.widgets.toast import Toast
 from engine.common.errors import ErrorCode
 from tests.app.scripted_batches import ScriptedBatches, row
 from tests.app.scripted_engine import ScriptedEngine

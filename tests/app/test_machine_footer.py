@@ -12,7 +12,7 @@ from pytestqt.qtbot import QtBot
 from app.services.device_monitor import DeviceMonitor
 from app.services.engine_client import EngineClient
 from app.theme import LIGHT
-from app.views.machine_footer import MachineFooter
+from app.views.main_window.machine_footer import MachineFooter
 from app.widgets.memory_bar import MemoryBar, MemoryPart
 from app.widgets.quantities import memory, used_of
 from engine.common.model_info import ModelInfo

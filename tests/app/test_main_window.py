@@ -23,9 +23,9 @@ from app.services.settings import Settings
 from app.services.starter_download import StarterDownload
 from app.theme import ThemeController
 from app.views.main_window import SMALLEST, MainWindow
-from app.views.placeholder import PlaceholderPage
+from app.views.main_window.starter_panel import StarterPanel
+from app.views.models import PlaceholderPage
 from app.views.settings import SettingsPage
-from app.views.starter_panel import StarterPanel
 from app.widgets.page import BATCH, CHAT, MODELS, MONITOR, SETTINGS, TUNE, Page, PageEntry
 from engine.common.config import BatchJob
 

@@ -18,9 +18,9 @@ from PySide6.QtWidgets import (
 )
 
 from app.views.batch.template_card import ShortEdit
-from app.views.chat.sampling_popover import MOST_TOKENS, SamplingPopover
 from app.widgets.card import Card, tell, warning_label
 from app.widgets.flow_layout import Flow
+from app.widgets.sampling_popover import MOST_TOKENS, SamplingPopover
 from engine.common.config import SamplingParams
 from engine.common.foreign_json import DEEPEST, parse_json
 

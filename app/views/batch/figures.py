@@ -6,14 +6,14 @@ from datetime import datetime
 
 from PySide6.QtCore import QCoreApplication, QDate, QLocale, QTime
 
-from app.views.chat.phrases import count, decimal
+from app.widgets.quantities import count, number
 
 translate = QCoreApplication.translate
 
 
 def rate_figure(tokens_per_s: float) -> str:
     """With a decimal only where that says something."""
-    return decimal(tokens_per_s) if tokens_per_s < 10 else count(round(tokens_per_s))
+    return number(tokens_per_s, 1) if tokens_per_s < 10 else count(round(tokens_per_s))
 
 
 def clock_text(moment_s: float, now: datetime | None = None) -> str:

@@ -9,8 +9,8 @@ from PySide6.QtWidgets import QComboBox, QHBoxLayout, QLabel, QLineEdit, QPushBu
 
 from app.services.batch_input import InputPreview, free_output, usual_suffix
 from app.views.batch.dialogs import ask_folder
-from app.views.chat.chip import ElidedLabel
 from app.widgets.card import Card, muted_label
+from app.widgets.chip import ElidedLabel
 from engine.batch_files.result_file import OUTPUT_SUFFIXES
 
 

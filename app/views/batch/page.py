@@ -31,12 +31,12 @@ from app.views.batch.job_strip import JobStrip
 from app.views.batch.job_view import JobView
 from app.views.batch.new_job import NewJob
 from app.views.batch.phrases import job_text
-from app.views.chat.phrases import count
-from app.views.chat.toast import Toast
 from app.widgets.asking import ask, before_loading
 from app.widgets.banner import Banner
 from app.widgets.page import Page
+from app.widgets.quantities import count
 from app.widgets.shortcuts import add_shortcut
+from app.widgets.toast import Toast
 from engine.common.config import BatchJob, BatchStart
 from engine.common.errors import ErrorCode
 from engine.protocol import Failed

@@ -10,7 +10,7 @@ from app.services.batch_job import JobEntry, JobState
 from app.services.batch_sample import SampleRate
 from app.views.batch.figures import clock_text, rate_figure
 from app.views.batch.plan_words import planned_text, shared_text
-from app.views.chat.phrases import SEPARATOR, count, decimal, percent
+from app.widgets.quantities import SEPARATOR, count, number, percent
 from engine.batch_files.messages import BatchRow
 
 translate = QCoreApplication.translate
@@ -106,7 +106,7 @@ def _ran_text(job: JobEntry) -> str:
     minutes, seconds = divmod(round(job.ran_s), 60)
     span = translate("Batch", "{0} min {1} s").format(count(minutes), seconds)
     words = translate("Batch", "{0} tokens in {1}, {2} tokens/s.")
-    short = translate("Batch", "{0} s").format(decimal(job.ran_s) if job.ran_s < 10 else round(job.ran_s))
+    short = translate("Batch", "{0} s").format(number(job.ran_s, 1) if job.ran_s < 10 else round(job.ran_s))
     rate = rate_figure(job.ran_tokens / job.ran_s)
     return words.format(count(job.ran_tokens), span if minutes else short, rate)
 
@@ -139,6 +139,6 @@ def sample_text(rate: SampleRate) -> str:
     )
     return (one if rate.rows == 1 else more).format(
         rate.rows,
-        decimal(rate.seconds, 1 if rate.seconds < 10 else 0),
+        number(rate.seconds, 1 if rate.seconds < 10 else 0),
         rate_figure(rate.tokens / rate.seconds),
     )

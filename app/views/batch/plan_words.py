@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from app.views.batch.figures import clock_text, rate_figure, translate
-from app.views.chat.phrases import count, percent
+from app.widgets.quantities import count, percent
 from engine.batch_files.messages import BatchPlanned
 from engine.planner.batch_prediction import Bottleneck
 

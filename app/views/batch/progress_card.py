@@ -10,8 +10,8 @@ from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QProgressBar, QVBoxLa
 from app.services.batch_job import UNDER_WAY, JobEntry, JobState
 from app.theme import set_look, use_tabular_figures
 from app.views.batch.phrases import pace_text, rows_text, state_text, status_text
-from app.views.chat.phrases import percent
 from app.widgets.flow_layout import Flow
+from app.widgets.quantities import percent
 
 
 class ProgressCard(QFrame):

@@ -15,8 +15,8 @@ from app.services.batch_job import UNDER_WAY, JobEntry
 from app.theme import use_tabular_figures
 from app.views.batch.phrases import end_text
 from app.views.batch.text_table import TextTable
-from app.views.chat.phrases import count
 from app.widgets.card import Card
+from app.widgets.quantities import count
 from engine.batch_files.messages import BatchRow
 
 LATEST, ALL, FAILED = range(3)

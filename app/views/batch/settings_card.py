@@ -10,9 +10,9 @@ from PySide6.QtWidgets import QGridLayout, QLabel, QWidget
 
 from app.services.batch_job import JobEntry
 from app.theme import colours
-from app.views.chat.chip import ElidedLabel
-from app.views.chat.phrases import count, decimal
 from app.widgets.card import Card
+from app.widgets.chip import ElidedLabel
+from app.widgets.quantities import count, number
 
 _PLACE = re.compile(r"\{\{.+?\}\}")
 _MOST_CHARACTERS = 600
@@ -82,7 +82,7 @@ class SettingsCard(Card):
             job.output,
             _name(entry.model) or self.tr("the one that is loaded"),
             self.tr("{0} tokens").format(count(job.sampling.max_tokens)),
-            self.tr("0 (the likeliest token)") if temperature == 0 else decimal(temperature, 2),
+            self.tr("0 (the likeliest token)") if temperature == 0 else number(temperature, 2),
             must_be,
             job.system or self.tr("none"),
         )

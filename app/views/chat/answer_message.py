@@ -12,10 +12,10 @@ from app.models.conversation import MessageRow
 from app.services.answer_queue import CANCELLED, Phase
 from app.services.chat_store import MessageState
 from app.theme import scaled, use_tabular_figures
-from app.views.chat.chip import ElidedLabel
 from app.views.chat.icon_button import IconButton
 from app.views.chat.phrases import phase_text, stats_text, trouble_text
 from app.views.chat.version_switch import VersionSwitch
+from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow
 from app.widgets.markdown_view import MarkdownView
 

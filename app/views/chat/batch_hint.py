@@ -7,8 +7,8 @@ from PySide6.QtWidgets import QHBoxLayout, QPushButton, QWidget
 
 from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_request import BatchRun
-from app.views.chat.chip import Dot, ElidedLabel
-from app.views.chat.phrases import percent
+from app.widgets.chip import Dot, ElidedLabel
+from app.widgets.quantities import percent
 from engine.batch_files.messages import BatchFinished, BatchProgress
 from engine.common.errors import ErrorCode
 from engine.protocol import Failed

@@ -22,15 +22,16 @@ from app.views.chat.composer import Composer
 from app.views.chat.conversation_panel import ConversationPanel
 from app.views.chat.empty_chat import EmptyChat
 from app.views.chat.file_dialogs import ask_export_path, ask_import_path
-from app.views.chat.phrases import percent, translate
+from app.views.chat.phrases import translate
 from app.views.chat.presenter import ChatPresenter
 from app.views.chat.title_bar import TitleBar
-from app.views.chat.toast import Toast
 from app.views.chat.transcript import COLUMN_PX, Transcript
 from app.widgets.banner import Banner
 from app.widgets.markdown_view import import_parser
 from app.widgets.page import BATCH, Page
+from app.widgets.quantities import percent
 from app.widgets.shortcuts import add_shortcut, note_keys
+from app.widgets.toast import Toast
 from engine.common.model_info import ModelInfo
 
 PANEL_FROM_PX = 672

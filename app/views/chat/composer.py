@@ -10,9 +10,9 @@ from app.models.conversation_defaults import preset_of
 from app.services.chat_store import Conversation
 from app.theme import set_look, use_tabular_figures
 from app.views.chat.growing_edit import GrowingEdit
-from app.views.chat.phrases import count, percent, preset_text
-from app.views.chat.sampling_popover import SamplingPopover
 from app.views.chat.system_prompt_popover import SystemPromptPopover
+from app.widgets.quantities import count, percent
+from app.widgets.sampling_popover import SamplingPopover, preset_text
 
 SPACING_PX = 10
 

@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import QCoreApplication, QLocale
+from PySide6.QtCore import QCoreApplication
 
-from app.models.conversation_defaults import Preset
 from app.services.answer_queue import CANCELLED, Phase, Stage
 from app.services.chat_store import Message, MessageState
+from app.widgets.quantities import SEPARATOR, count, number, percent
 from engine.common.errors import ErrorCode
 from engine.common.model_info import ModelInfo
 
 translate = QCoreApplication.translate
-
-SEPARATOR = "  ·  "
-
-
-def count(number: int) -> str:
-    """A whole number with the language's thousands separators."""
-    locale = QLocale()
-    return f"{number:,}" if locale.language() == QLocale.Language.C else locale.toString(number)
-
-
-def decimal(number: float, digits: int = 1) -> str:
-    """A number with the language's decimal mark."""
-    return QLocale().toString(number, "f", digits)
-
-
-def percent(fraction: float) -> str:
-    """A fraction of 1 in whole per cent, never above what is done."""
-    return f"{int(fraction * 100)}%"
 
 
 def phase_text(phase: Phase) -> str:
@@ -51,7 +33,7 @@ def phase_text(phase: Phase) -> str:
 
 def rate(tokens_per_s: float) -> str:
     """Tokens per second."""
-    return translate("Chat", "{0} tokens/s").format(decimal(tokens_per_s))
+    return translate("Chat", "{0} tokens/s").format(number(tokens_per_s, 1))
 
 
 def stats_text(message: Message) -> str:
@@ -63,7 +45,7 @@ def stats_text(message: Message) -> str:
             parts.append(rate(stats.tokens_per_s))
         if stats.ttft_s > 0:
             parts.append(
-                translate("Chat", "first token {0} s").format(decimal(stats.ttft_s, 1 if stats.ttft_s >= 0.95 else 2))
+                translate("Chat", "first token {0} s").format(number(stats.ttft_s, 1 if stats.ttft_s >= 0.95 else 2))
             )
         if stats.generated_tokens:
             tokens = stats.generated_tokens
@@ -105,14 +87,3 @@ def device_text(model: ModelInfo) -> str:
         return f"{translate('Chat', 'CPU')} · {threads}"
     name = translate("Chat", "GPU") if model.device.startswith("cuda") else model.device
     return f"{name} + {translate('Chat', 'CPU')} · {threads}" if model.experts else name
-
-
-def preset_text(preset: Preset | None) -> str:
-    """The name of a preset."""
-    if preset is None:
-        return translate("Chat", "Custom")
-    return {
-        Preset.PRECISE: translate("Chat", "Precise"),
-        Preset.BALANCED: translate("Chat", "Balanced"),
-        Preset.CREATIVE: translate("Chat", "Creative"),
-    }[preset]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from PySide6.QtCore import Signal
 from PySide6.QtWidgets import QLabel, QPlainTextEdit, QWidget
 
-from app.views.chat.popover import Popover
+from app.widgets.popover import Popover
 
 
 class SystemPromptPopover(Popover):

@@ -8,8 +8,9 @@ from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QSizePol
 
 from app.icons import icon
 from app.services.engine_client import EngineClient, EngineState
-from app.views.chat.chip import Chip, ElidedLabel
-from app.views.chat.phrases import device_text, model_text, percent
+from app.views.chat.phrases import device_text, model_text
+from app.widgets.chip import Chip, ElidedLabel
+from app.widgets.quantities import percent
 
 HEIGHT = 56
 SPACING_PX = 12

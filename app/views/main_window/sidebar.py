@@ -10,7 +10,7 @@ from PySide6.QtWidgets import QButtonGroup, QHBoxLayout, QLabel, QPushButton, QV
 
 from app.icons import IconMark, icon
 from app.theme import BODY_PX, body_px
-from app.views.machine_footer import MachineFooter
+from app.views.main_window.machine_footer import MachineFooter
 from app.widgets.page import PageEntry
 from app.widgets.shortcuts import add_shortcut
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import Signal
+from PySide6.QtCore import QCoreApplication, Signal
 from PySide6.QtGui import QIntValidator
 from PySide6.QtWidgets import (
     QDoubleSpinBox,
@@ -16,9 +16,10 @@ from PySide6.QtWidgets import (
 )
 
 from app.models.conversation_defaults import DEFAULT_PRESET, Preset, preset_of
-from app.views.chat.phrases import preset_text
-from app.views.chat.popover import Popover
+from app.widgets.popover import Popover
 from engine.common.config import SamplingParams
+
+translate = QCoreApplication.translate
 
 MOST_TOKENS = 1_000_000
 TEXT_MARGINS = (10, 0, 0, 0)
@@ -190,3 +191,14 @@ class SamplingPopover(Popover):
         box.lineEdit().setTextMargins(*TEXT_MARGINS)
         box.valueChanged.connect(self._on_edited)
         return box
+
+
+def preset_text(preset: Preset | None) -> str:
+    """The name of a preset."""
+    if preset is None:
+        return translate("Chat", "Custom")
+    return {
+        Preset.PRECISE: translate("Chat", "Precise"),
+        Preset.BALANCED: translate("Chat", "Balanced"),
+        Preset.CREATIVE: translate("Chat", "Creative"),
+    }[preset]

@@ -11,10 +11,10 @@ from PySide6.QtWidgets import QFrame, QHBoxLayout, QMainWindow, QStackedWidget, 
 
 from app.icons import logo
 from app.services.engine_client import EngineState
-from app.views.machine_footer import MachineFooter
-from app.views.shortcuts_dialog import ShortcutsDialog
-from app.views.sidebar import Sidebar
-from app.views.starter_panel import StarterPanel
+from app.views.main_window.machine_footer import MachineFooter
+from app.views.main_window.shortcuts_dialog import ShortcutsDialog
+from app.views.main_window.sidebar import Sidebar
+from app.views.main_window.starter_panel import StarterPanel
 from app.widgets.banner import Banner, BannerStack
 from app.widgets.page import TUNE, Page, PageEntry
 from app.widgets.quantities import figures

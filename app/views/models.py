@@ -1,15 +1,17 @@
-"""A page that is not built yet: what will be there, and nothing else."""
+"""The Models page, which is not built yet: what will be there, and nothing else."""
 
 from __future__ import annotations
 
 import html
 
-from PySide6.QtCore import Qt
+from PySide6.QtCore import QCoreApplication, Qt
 from PySide6.QtWidgets import QHBoxLayout, QLabel, QVBoxLayout, QWidget
 
 from app.icons import IconMark
 from app.widgets.page import Page
 from app.widgets.page_header import PageHeader
+
+translate = QCoreApplication.translate
 
 ICON_PX = 40
 TEXT_WIDTH_PX = 480
@@ -50,3 +52,13 @@ class PlaceholderPage(Page):
         column.addLayout(middle, 1)
         self.setAccessibleName(title)
         self.setAccessibleDescription(text)
+
+
+def models_placeholder() -> PlaceholderPage:
+    """What will be there, and what does its work until then."""
+    text = translate(
+        "ModelsPlaceholder",
+        "Your model library: what is here, what fits this machine before it is downloaded, and how fast it would run. "
+        "Until then, “switchyard models” on the command line does it, and Tune says whether a model would fit.",
+    )
+    return PlaceholderPage(translate("ModelsPlaceholder", "Models"), "models", text)
