@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes into resources/THIRD_PARTY.md under which licence each library is; fails if one is not allowed.
+"""Writes each library's licence into resources/THIRD_PARTY.md; fails if one is not allowed.
 
     .venv/bin/python installers/licences.py
 
-What is written is what the installed packages say of themselves.
+Licences come from the metadata of the installed packages.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ALLOWED = frozenset(
 )
 """Licences (SPDX) under which Switchyard may use a library that it does not change."""
 
-# How packages write them that do not use SPDX's names yet.
+# Names used by packages without SPDX expressions.
 _OTHER_NAMES = {
     "apache 2.0": "Apache-2.0",
     "apache 2.0 license": "Apache-2.0",
@@ -53,11 +53,11 @@ _OTHER_NAMES = {
     "python software foundation license": "PSF-2.0",
 }
 _NOT_INSTALLED_EVERYWHERE = {"colorama": "BSD-3-Clause", "hf-xet": "Apache-2.0"}
-"""What other systems need than that on which this runs, as PyPI says it."""
+"""Licences of packages for other systems, from PyPI."""
 
 
 def main() -> int:
-    """Writes the table; 1 if a licence is not allowed or not known, which is said."""
+    """Writes the table; returns 1 if a licence is unknown or not allowed, and reports it."""
     text = THIRD_PARTY.read_text(encoding="utf-8")
     THIRD_PARTY.write_text(text[: text.index(TABLE_HEAD)] + table(), encoding="utf-8")
     wrong = {name: licence_of(name) for name in locked_packages(LOCKED_RUNTIME, LOCKED_TESTS)}
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def table() -> str:
-    """What Switchyard needs to run, by licence, as Markdown."""
+    """Runtime dependencies by licence, as Markdown."""
     names: dict[str, list[str]] = {}
     for name in sorted(locked_packages(LOCKED_RUNTIME)):
         names.setdefault(licence_of(name), []).append(name)
@@ -77,14 +77,14 @@ def table() -> str:
 
 
 def locked_packages(*files: str) -> set[str]:
-    """The names in the lists, and PyTorch's, which is in none."""
+    """The names in the lists, plus PyTorch, which is in none."""
     folder = Path(__file__).resolve().parent
     texts = ((folder / name).read_text(encoding="utf-8") for name in files)
     return {"torch"} | {name for text in texts for name in re.findall(r"^([A-Za-z0-9._-]+)==", text, re.MULTILINE)}
 
 
 def licence_of(name: str) -> str:
-    """The licence of an installed package as an SPDX expression; empty if it names none."""
+    """The licence of an installed package as an SPDX expression; empty if it has none."""
     try:
         metadata = importlib.metadata.metadata(name)
     except importlib.metadata.PackageNotFoundError:
@@ -100,7 +100,7 @@ def licence_of(name: str) -> str:
 
 
 def is_allowed(expression: str) -> bool:
-    """Whether one of the licences that an expression offers is allowed, with all that come along with it."""
+    """Whether an expression has an alternative whose licences are all allowed."""
     return any(all(each in ALLOWED for each in _parts(offer, "AND")) for offer in _parts(expression, "OR"))
 
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Writes the lists of packages that set-up installs, each with its version and the hashes of its files.
+"""Writes the lists of packages that set-up installs, with versions and file hashes.
 
     python3 installers/lock.py          resolve pyproject.toml again, with the newest versions that it allows
 
-`locked-runtime.txt` is what Switchyard needs; `locked-tests.txt` is what the tests need besides.  Both hold for every
-system and Python that Switchyard runs on, and pip installs from them as they are.  They are resolved by uv, which is
-fetched into a temporary environment; set-up itself needs no uv.
+`locked-runtime.txt` has Switchyard's dependencies, `locked-tests.txt` those of the tests. Both hold for every supported
+system and Python version, and pip installs from them unchanged. uv resolves them, in a temporary environment; set-up
+itself needs no uv.
 
-PyTorch is not in them: each machine needs another build of it, from another place.  What its CPU build needs is.
+PyTorch is not in them: its build and source depend on the machine.  The dependencies of its CPU build are.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TORCH_NEEDS = (
     "jinja2",
     "fsspec>=0.8.5",
 )
-"""Of its CPU build; the CUDA build's own libraries come with it."""
+"""Of the CPU build; the CUDA build brings its own libraries."""
 HEADER = """\
 # Made by `python3 installers/lock.py` from pyproject.toml: do not edit.
 # {what}
@@ -43,7 +43,7 @@ HEADER = """\
 
 
 def main() -> int:
-    """Writes both lists; the exit code."""
+    """Writes both lists; returns the exit code."""
     with tempfile.TemporaryDirectory(prefix="switchyard-lock-") as name:
         folder = Path(name)
         uv = _uv(folder)
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def build_requirements(project: str) -> list[str]:
-    """What builds the checkout itself, for its editable installation."""
+    """Build requirements of the checkout, for its editable installation."""
     import tomllib
 
     return [str(each) for each in tomllib.loads(project)["build-system"]["requires"]]
@@ -108,21 +108,21 @@ requires-dist = [{needs}]
 
 
 def _for_real_systems(locked: str) -> str:
-    """Without what only a browser's Python needs, and without saying so of everything else."""
+    """Removes packages for Python in browsers, and the markers that exclude it from all others."""
     entries = re.split(r"^(?=\S)", locked, flags=re.MULTILINE)
     kept = [entry for entry in entries if "sys_platform == 'emscripten'" not in entry]
     return "".join(kept).replace(" ; sys_platform != 'emscripten'", "")
 
 
 def _need_wheels(uv: str, folder: Path, file: str, platform: str, python: str) -> None:
-    """Stops if a package of the list has no wheel for that system: set-up builds nothing from source."""
+    """Exits if a package has no wheel for that system: set-up never builds from source."""
     target = ["--target", str(folder / "nothing"), "--python-platform", platform, "--python-version", python]
     check = ["--dry-run", "--quiet", "--require-hashes", "--only-binary", ":all:", "--no-deps", "--requirement", file]
     _run([uv, "pip", "install", *target, *check], folder)
 
 
 def _run(command: list[str], folder: Path) -> None:
-    # The user's own indices are not asked: what is locked is what PyPI holds.
+    # Ignore the user's indices: lock what PyPI has.
     variables = {name: value for name, value in os.environ.items() if not name.startswith("UV_")}
     variables["MACOSX_DEPLOYMENT_TARGET"] = OLDEST_MACOS
     done = subprocess.run(command, cwd=folder, env=variables, check=False)

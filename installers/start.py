@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""From a fresh checkout to an open window, or to a tested one, in one command that is safe to repeat.
+"""Sets up a fresh checkout and opens the window, or runs the tests; safe to repeat.
 
-    python3 installers/start.py                      set Switchyard up in .venv, get the starter model, open the window
-    python3 installers/start.py test                 set up what the tests need too, and run every check and every test
+    python3 installers/start.py                      set up Switchyard in .venv, get the starter model, open the window
+    python3 installers/start.py test                 also set up the test tools, and run all checks and tests
     python3 installers/start.py test tests/unit -x   the same, but only pytest, with these arguments
 
-Needs Python 3.11 and nothing else.  Everything goes into .venv in the checkout, apart from the starter model, which
-goes into your Switchyard data folder.  (This file parses on Python 3.8, to be able to say so.)
+Needs only Python 3.11.  Everything goes into .venv in the checkout, except for the starter model, which
+goes into your Switchyard data folder.  (This file must parse on Python 3.8, to report an old version.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ USAGE = "Usage: python3 installers/start.py [test [arguments for pytest]]"
 
 
 def main(arguments: list[str]) -> int:
-    """Runs what the arguments ask for; the exit code is 0, that of the window or the tests, or 2 if set-up stopped."""
+    """Runs the command; returns 0, the exit code of the window or the tests, or 2 if set-up failed."""
     if sys.version_info[:2] < OLDEST_PYTHON:
         print(too_old(sys.version_info[:3], sys.executable), file=sys.stderr)
         return 2
@@ -33,9 +33,9 @@ def main(arguments: list[str]) -> int:
         print(f"start.py does not know '{arguments[0]}'.  {USAGE}", file=sys.stderr)
         return 2
 
-    import steps_console  # after the version is known to be new enough
+    import steps_console  # only once the version is known to be new enough
 
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script, which may stop it, too
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job; it must be interruptible too
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return test(arguments[1:]) if arguments else start()
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
         print(f"\n{stopped}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nStopped.  The same command goes on from here.", file=sys.stderr)
+        print("\nStopped.  Run the same command again to continue.", file=sys.stderr)
         return 130
 
 
@@ -55,7 +55,7 @@ def too_old(version: tuple[int, ...], executable: str) -> str:
 
 
 def start() -> int:
-    """Sets up, then opens the window; without a display, converses in the terminal."""
+    """Sets up, then opens the window; without a display, chats in the terminal."""
     import steps_environment
     import steps_machine
 
@@ -67,14 +67,12 @@ def start() -> int:
     if has_display:
         print("Opening the window.", flush=True)
         return subprocess.call([environment.python, "-m", "app.main"], cwd=CHECKOUT, env=environment.variables)
-    print(
-        "There is no display here (neither DISPLAY nor WAYLAND_DISPLAY is set): chatting in the terminal.", flush=True
-    )
+    print("No display (neither DISPLAY nor WAYLAND_DISPLAY is set); chatting in the terminal.", flush=True)
     return subprocess.call([environment.python, "-m", "engine.cli", "chat"], cwd=CHECKOUT, env=environment.variables)
 
 
 def test(pytest_arguments: list[str]) -> int:
-    """Sets up with the test tools, then runs the checks and pytest (only pytest, if it is given arguments)."""
+    """Sets up the test tools, then runs the checks and pytest (only pytest if it has arguments)."""
     import steps_environment
     import steps_machine
 
@@ -94,11 +92,11 @@ def test(pytest_arguments: list[str]) -> int:
     print("\n$ pytest", flush=True)
     if failed:
         print(
-            f"(Whatever the tests say, this will end as failed: {' and '.join(failed)} found something above.)",
+            f"(This run will fail whatever the tests say: {' and '.join(failed)} reported errors above.)",
             flush=True,
         )
-    # All of them take half as long in two processes, each of which gets whole files for as long as there are some, for
-    # what the tests of a file share; who asks for some wants to see them one after the other.
+    # Two processes halve the time of the whole suite; each gets whole files as long as possible, for fixtures that a
+    # file's tests share. A selection of tests runs one by one, to be readable.
     arguments = pytest_arguments or ["-n", "2", "--dist", "worksteal", "--slowest-files", "10"]
     tests = subprocess.call([environment.python, "-m", "pytest", *arguments], cwd=CHECKOUT, env=environment.variables)
     return tests or int(bool(failed))

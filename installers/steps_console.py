@@ -1,4 +1,4 @@
-"""What set-up shows: short named steps with their time; the noise of pip and apt goes into a log."""
+"""Console output of set-up: short named steps with their time; output of pip and apt goes into a log."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ STILL_WORKING_S = 30
 
 
 class SetupError(Exception):
-    """Set-up cannot go on; the message is one sentence for a person: what, and what to do."""
+    """Set-up failed; the message says in one sentence what happened and what to do."""
 
 
 class Step:
     """One named step on the terminal.  Use as a context manager; call `tick` while it runs.
 
-    On a terminal its one line is rewritten with the time it has taken; in a log file a line is added every half minute.
+    On a terminal its line is updated with the elapsed time; in a log file a line is added every half minute.
     """
 
     def __init__(self, name: str) -> None:
@@ -56,10 +56,10 @@ def elapsed(seconds: float) -> str:
 
 
 def run_logged(step: Step, command: list[str], log: Path, variables: dict[str, str] | None = None) -> tuple[int, str]:
-    """Runs a command with its output in the log: its exit code, and what it wrote.
+    """Runs a command with its output in the log; returns its exit code and output.
 
     Raises:
-        KeyboardInterrupt: after the command was ended too.
+        KeyboardInterrupt: after ending the command.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
@@ -86,13 +86,13 @@ def run_logged(step: Step, command: list[str], log: Path, variables: dict[str, s
 
 
 def tail(output: str, log: Path) -> str:
-    """The last lines of a failed command, to show below the sentence that says what failed."""
+    """The last lines of a failed command, shown after the error."""
     lines = [line for line in output.splitlines() if line.strip()][-TAIL_LINES:]
-    return "Its last lines (all of it is in {}):\n{}".format(log, "\n".join("    " + line for line in lines))
+    return "Last lines (full output in {}):\n{}".format(log, "\n".join("    " + line for line in lines))
 
 
 def variables_for_children() -> dict[str, str]:
-    """This process's environment without what would lead a private environment's Python or pip astray."""
+    """This process's environment without variables that would misdirect the private Python or pip."""
     leave_out = ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_PREFIX", "__PYVENV_LAUNCHER__")
     variables = {name: value for name, value in os.environ.items() if name not in leave_out}
     variables["PIP_USER"] = "0"

@@ -1,4 +1,4 @@
-"""The private environment in .venv: made, fixed, and filled with the right packages."""
+"""The private environment in .venv: creates and repairs it, and installs packages."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ LOCKED_RUNTIME, LOCKED_TESTS = "locked-runtime.txt", "locked-tests.txt"
 
 
 def prepare(checkout: Path) -> Environment:
-    """A working environment with Switchyard and its dependencies; does only what is not done yet.
+    """A working environment with Switchyard and its dependencies; skips finished parts.
 
     Raises:
-        SetupError: with what to do about it.
+        SetupError: with a remedy.
     """
     environment = Environment(checkout)
     environment.make()
@@ -41,7 +41,7 @@ def prepare(checkout: Path) -> Environment:
 
 
 class Environment:
-    """`.venv` in the checkout.  A stamp in it for each finished part says what that part was made from."""
+    """`.venv` in the checkout.  A stamp per finished part records what it was made from."""
 
     def __init__(self, checkout: Path) -> None:
         self.checkout = checkout
@@ -49,32 +49,32 @@ class Environment:
         self.log = self.folder / "switchyard-setup.log"
         self.python = str(self.folder / ("Scripts/python.exe" if platform.system() == "Windows" else "bin/python"))
         self.variables = variables_for_children()
-        # Inside .venv, so that an interrupted download goes on and nothing is left elsewhere; gone when done.
+        # Inside .venv, so that an interrupted download continues and nothing is left elsewhere; removed when done.
         self._pip_cache = self.folder / "switchyard-pip-cache"
 
     # --- the environment itself -----------------------------------------------------------------------
 
     def make(self) -> None:
-        """Makes the environment, or makes it again if its Python went away or the checkout was moved."""
+        """Creates the environment, or recreates it if its Python is gone or the checkout was moved."""
         if self.python_version() is not None and self._stamp("place") in (None, str(self.checkout)):
             self._set_stamp("place", str(self.checkout))
             return
         if Path(sys.prefix).resolve() == self.folder.resolve():
             raise SetupError(
-                "The environment in .venv has to be made again, but it is the one that runs this script: "
+                "The environment in .venv must be recreated, but it is running this script: "
                 "type `deactivate`, then run the same command again."
             )
         if importlib.util.find_spec("ensurepip") is None or importlib.util.find_spec("venv") is None:
             steps_machine.install_packages(
-                {"venv": "python3-venv"}, "This Python cannot make environments (its venv module is missing)", self.log
+                {"venv": "python3-venv"}, "This Python cannot create environments (no venv module)", self.log
             )
         steps_machine.need_disk(self.checkout, CPU_DISK_GB, "Switchyard with its libraries")
-        with Step("Making a private environment in .venv") as step:
+        with Step("Creating a private environment in .venv") as step:
             shutil.rmtree(self.folder, ignore_errors=True)
             base = getattr(sys, "_base_executable", None) or sys.executable
             code, output = run_logged(step, [base, "-m", "venv", str(self.folder)], self.log, self.variables)
             if code != 0 or self.python_version() is None:
-                raise SetupError("Python could not make an environment in .venv.  " + tail(output, self.log))
+                raise SetupError("Python could not create an environment in .venv.  " + tail(output, self.log))
             self._set_stamp("place", str(self.checkout))
 
     def python_version(self) -> str | None:
@@ -98,28 +98,28 @@ class Environment:
     # --- packages -------------------------------------------------------------------------------------
 
     def install_torch(self, cuda: bool) -> None:
-        """PyTorch alone: what its CPU build needs is there already, and nothing else may bring in a bigger build.
+        """Installs PyTorch alone: its dependencies are there, and other packages must not pull in a bigger build.
 
-        No hash is asked of it: which build it is depends on the machine and on the user's own sources.
+        Without hashes: the build depends on the machine and on the user's package sources.
         """
         made_from = "{} {} {}".format(TORCH, "cuda" if cuda else "cpu", self.python_version())
         if self._stamp("torch") == made_from:
             return
         steps_machine.need_disk(self.checkout, CUDA_DISK_GB if cuda else CPU_DISK_GB, "PyTorch")
-        if self._stamp("torch") is not None:  # the other build, perhaps: pip would take it for the same
+        if self._stamp("torch") is not None:  # possibly the other build, which pip would consider the same
             with Step("Removing the other build of PyTorch") as step:
                 run_logged(step, [self.python, "-m", "pip", "uninstall", "--yes", "torch"], self.log, self.variables)
         with Step("Installing PyTorch {}, {} build".format(TORCH, "CUDA" if cuda else "CPU")) as step:
             version = self._install_first_available(step, torch_sources(platform.system(), cuda, is_reachable), cuda)
             step.note = f" (torch {version})"
             if cuda and version.endswith("+cpu"):
-                step.note += "; no CUDA build was to be had, so models will run on the CPU"
+                step.note += "; no CUDA build was available, so models will run on the CPU"
         self._set_stamp("torch", made_from)
 
     def _install_first_available(self, step: Step, sources: list[list[str]], cuda: bool) -> str:
         for source in sources:
             if not cuda and platform.system() == "Linux" and source == sources[-1]:
-                # Where the CPU build is not to be had, PyPI's is the CUDA build, three times as big.
+                # Without the CPU build, PyPI has only the CUDA build, three times as big.
                 steps_machine.need_disk(self.checkout, CUDA_DISK_GB, "PyTorch's standard build")
             code, output = self._pip_install(step, source)
             if code == 0:
@@ -138,29 +138,29 @@ class Environment:
         return done.stdout.strip()
 
     def install_libraries(self) -> None:
-        """What Switchyard needs besides PyTorch, in the locked versions and with the locked hashes."""
+        """Installs Switchyard's other dependencies, in locked versions with locked hashes."""
         self._install_locked("libraries", "the libraries", LOCKED_RUNTIME)
 
     def install_test_tools(self) -> None:
-        """What the tests need besides, likewise."""
+        """Installs the dependencies of the tests, likewise."""
         self._install_locked("test", "the test tools", LOCKED_TESTS)
 
     def install_switchyard(self) -> None:
-        """The checkout itself, as it stands; setuptools, which does it, is one of the libraries."""
+        """Installs the checkout itself, editable, with setuptools from the locked packages."""
         editable = ["--no-deps", "--no-build-isolation", "--editable", str(self.checkout)]
         self._install_part("switchyard", "Switchyard", self.checkout / "pyproject.toml", editable)
 
     def build_kernels(self) -> None:
-        """The engine's fast CPU kernels, for this machine.  Without them it runs too, slower: so says the step."""
+        """Builds the engine's fast CPU kernels.  Without them it runs slower, which the step reports."""
         native = self.checkout / "engine" / "kernels" / "native"
         sources = b"".join(source.read_bytes() for source in sorted((native / "src").iterdir()))
         made_from = hashlib.sha256(sources).hexdigest()
         is_windows = platform.system() == "Windows"
-        library = "*.dll" if is_windows else "*.so"  # on a Mac too
+        library = "*.dll" if is_windows else "*.so"  # also on macOS
         if self._stamp("kernels") == made_from and any((native / "built").glob(library)):
             return
-        # On Windows the build itself looks for the compiler, also for the Clang of Visual Studio, and says what to
-        # install where there is none.
+        # On Windows the build looks for the compiler itself, including Visual Studio's Clang, and says what to install
+        # if there is none.
         if not is_windows and not steps_machine.has_compiler():
             steps_machine.want_programs(steps_machine.COMPILER, "the fast CPU kernels", self.log)
             if not steps_machine.has_compiler():
@@ -171,11 +171,11 @@ class Environment:
             if code == 0:
                 self._set_stamp("kernels", made_from)
             else:
-                step.note = f"; going on without them: {(output.strip() or 'no reason given').splitlines()[-1]}"
+                step.note = f"; continuing without them: {(output.strip() or 'no reason given').splitlines()[-1]}"
 
     def _install_locked(self, part: str, what: str, file: str) -> None:
         locked = self.checkout / "installers" / file
-        # Wheels alone: building one from source would take tools that no hash vouches for.
+        # Wheels only: building from source would use tools without locked hashes.
         exactly = ["--require-hashes", "--only-binary", ":all:", "--requirement", str(locked)]
         self._install_part(part, what, locked, exactly)
 
@@ -200,15 +200,15 @@ class Environment:
     # --- the starter model ----------------------------------------------------------------------------
 
     def get_starter_model(self) -> None:
-        """Into the user's data folder, where the window finds it.
+        """Puts it into the user's data folder, where the window finds it.
 
         Raises:
-            SetupError: if it is not there and cannot be fetched; the command has said why.
+            SetupError: if it is missing and cannot be fetched; the command has printed the reason.
         """
         self._pull([self.python, "-m", "engine.cli", "models", "pull", "starter"])
 
     def get_starter_model_for_tests(self) -> None:
-        """Into .cache in the checkout, where the tests look: they themselves need no network and no user's data."""
+        """Puts it into .cache in the checkout, for the tests, which use neither network nor user data."""
         script = (
             "import sys; from tests.starter import lasting_home; from engine.cli import main\n"
             "with lasting_home(): sys.exit(main(['models', 'pull', 'starter']))"
@@ -217,8 +217,8 @@ class Environment:
 
     def _pull(self, command: list[str]) -> None:
         print("* Getting the starter model ...", flush=True)
-        variables = {**self.variables, "PIP_NO_CACHE_DIR": "1"}  # Switchyard keeps the download itself
-        with self.log.open("ab") as details:  # what the model is; progress and complaints are shown
+        variables = {**self.variables, "PIP_NO_CACHE_DIR": "1"}  # Switchyard caches the download itself
+        with self.log.open("ab") as details:  # model details; progress and errors are shown
             code = subprocess.call(command, cwd=self.checkout, env=variables, stdout=details)
         if code != 0:
             raise SetupError("The starter model is not there yet (see above): run the same command again.")
@@ -243,15 +243,15 @@ class Environment:
 
 
 def torch_sources(system: str, cuda: bool, reachable: Callable[[str], bool]) -> list[list[str]]:
-    """pip arguments that get the right build of PyTorch, best first.
+    """pip arguments for the right build of PyTorch, best first.
 
-    The user's own pip sources are asked in every case: a mirror or a wheel beside them may hold what is wanted.
+    The user's pip sources are always included: a mirror or a local wheel may have the right build.
     """
     anything = ["torch==" + TORCH]
     if system == "Darwin":
         return [anything]
     if cuda and system == "Linux":
-        # PyPI's build is the CUDA one; `===` keeps a `+cpu` wheel of the user's sources from passing for it.
+        # PyPI's build is the CUDA one; `===` excludes a `+cpu` wheel from the user's sources.
         return [["torch===" + TORCH], anything]
     build, index = ("cu130", CUDA_INDEX) if cuda else ("cpu", CPU_INDEX)
     exact = [f"torch=={TORCH}+{build}"]
@@ -259,7 +259,7 @@ def torch_sources(system: str, cuda: bool, reachable: Callable[[str], bool]) -> 
 
 
 def is_reachable(index: str) -> bool:
-    """Whether a package index answers soon; pip itself would try for minutes."""
+    """Whether a package index responds soon; pip itself would retry for minutes."""
     request = urllib.request.Request(index + "/torch/", method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S) as answer:
@@ -283,22 +283,22 @@ _OFFLINE = (
 
 
 def is_unavailable(output: str) -> bool:
-    """Whether pip failed because no source holds that version."""
+    """Whether pip failed because no source has that version."""
     return "No matching distribution found" in output or "Could not find a version" in output
 
 
 def explain_pip_failure(output: str, what: str, python: str) -> str:
-    """One sentence: what pip could not do, why, and what to do."""
-    again = "then run the same command again: it goes on where it stopped."
+    """One sentence: what pip failed to do, why, and a remedy."""
+    again = "then run the same command again: it continues where it stopped."
     if "No space left on device" in output:
-        return f"The disk is full, so pip could not install {what}: make room, {again}"
+        return f"The disk is full, so pip could not install {what}: free some space, {again}"
     if any(sign in output for sign in _OFFLINE):
         return f"pip could not reach its package index to install {what}: check the network (or the proxy), {again}"
     if "DO NOT MATCH THE HASHES" in output:
         return (
-            f"pip was sent another file than the one Switchyard knows while it installed {what}, and took nothing of "
-            f"it: check which package index pip is set to, {again}"
+            f"pip received a different file than expected (hash mismatch) while installing {what}, and discarded "
+            f"it: check pip's index setting, {again}"
         )
     if is_unavailable(output):
-        return f"pip finds no {what} for Python {python} on this kind of machine: try Python 3.11 to 3.13, {again}"
-    return f"pip could not install {what}: fix what it names below, {again}"
+        return f"pip found no {what} for Python {python} on this kind of machine: try Python 3.11 to 3.13, {again}"
+    return f"pip could not install {what}: fix the error below, {again}"

@@ -1,4 +1,4 @@
-"""What this machine has and lacks: display, graphics driver, disk space, system libraries and programs."""
+"""Checks of this machine: display, graphics driver, disk space, system libraries and programs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WINDOW_LIBRARIES = {
     "libxkbcommon-x11.so.0": "libxkbcommon-x11-0",
     "libxkbcommon.so.0": "libxkbcommon0",
 }
-# What builds the fast CPU kernels; without it PyTorch's operators do, some times slower.
+# Builds the fast CPU kernels; without it PyTorch's operators are used, several times slower.
 COMPILER = {"c++": "g++"}
 # What the end-to-end tests of the real window need: a private X server, keys and clicks for it, and a private bus on
 # which to see the window as a screen reader does.
@@ -45,7 +45,7 @@ E2E_PROGRAMS = {"Xvfb": "xvfb", "xdotool": "xdotool", "dbus-daemon": "dbus"}
 
 
 def has_display() -> bool:
-    """Whether a window can be shown.  A Qt platform chosen by hand counts as one."""
+    """Whether a window can be shown.  An explicitly set Qt platform counts as one."""
     if platform.system() != "Linux":
         return True
     return any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "QT_QPA_PLATFORM"))
@@ -65,7 +65,7 @@ def has_nvidia_driver() -> bool:
 
 
 def has_compiler() -> bool:
-    """Whether there is a C++ compiler.  On a Mac without Apple's tools, `c++` is only an invitation to install them."""
+    """Whether there is a C++ compiler.  On a Mac without Apple's tools, `c++` is a stub that offers to install them."""
     if platform.system() == "Darwin":
         found = subprocess.run(["xcode-select", "-p"], capture_output=True, check=False)
         return found.returncode == 0
@@ -81,15 +81,15 @@ def need_disk(folder: Path, gigabytes: float, what: str) -> None:
     if free < gigabytes:
         raise SetupError(
             f"{what} needs about {gigabytes:.0f} GB of disk, and {folder} has {free:.1f} GB free: "
-            "make room and run the same command again."
+            "free some space and run the same command again."
         )
 
 
 def need_libraries(libraries: dict[str, str], what: str, log: Path) -> None:
-    """Installs the missing ones where it may.
+    """Installs missing libraries if permitted.
 
     Raises:
-        SetupError: if some are missing still; says the command that installs them.
+        SetupError: if some are still missing; with the command that installs them.
     """
     if platform.system() != "Linux":
         return
@@ -99,14 +99,14 @@ def need_libraries(libraries: dict[str, str], what: str, log: Path) -> None:
 
 
 def want_programs(programs: dict[str, str], what: str, log: Path) -> None:
-    """Installs the missing ones where it may; else says that `what` will be skipped, and how to have it."""
+    """Installs missing programs if permitted; otherwise reports that `what` will be skipped, and the remedy."""
     missing = {name: package for name, package in programs.items() if shutil.which(name) is None}
     if platform.system() != "Linux" or not missing:
         return
     try:
         install_packages(missing, "For {} there is no {}".format(what, " or ".join(missing)), log)
     except SetupError as stopped:
-        print(f"{stopped}\nGoing on without {what}.", flush=True)
+        print(f"{stopped}\nContinuing without {what}.", flush=True)
 
 
 def missing_libraries(libraries: dict[str, str]) -> dict[str, str]:
@@ -131,7 +131,7 @@ def install_packages(missing: dict[str, str], complaint: str, log: Path) -> None
     variables = dict(os.environ, DEBIAN_FRONTEND="noninteractive")
     apt = ["apt-get", "-o", "DPkg::Lock::Timeout=120"]
     with Step("Installing {} with apt-get".format(", ".join(packages))) as step:
-        run_logged(step, [*apt, "update"], log, variables)  # if it fails, the lists here may still do
+        run_logged(step, [*apt, "update"], log, variables)  # if it fails, the existing lists may suffice
         install = [*apt, "install", "--yes", "--no-install-recommends", *packages]
         code, output = run_logged(step, install, log, variables)
         if code != 0:

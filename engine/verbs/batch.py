@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engine.runtime.engine import Engine
 
 _LIMITS = {
-    "arithmetic": "the processor's arithmetic",
+    "arithmetic": "CPU compute",
     "weights": "reading weights from RAM",
     "attention": "attention",
     "disk": "reading experts from disk",
@@ -39,29 +39,29 @@ _LIMITS = {
 _INTERRUPTED = 130
 _MOST_SCHEMA_BYTES = 4 * 2**20
 _PLAIN_TELL_S = 30.0
-"""How often progress is a line of its own where nobody watches a terminal."""
+"""Interval of progress lines if stderr is not a terminal."""
 PATIENCE_S = 120.0
-"""How long a full disk is waited for where nobody watches a terminal."""
+"""How long to wait for space on a full disk if stderr is not a terminal."""
 
 
 def add_parser(subparsers: Any) -> None:
     """Mount the verb."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "batch",
-        help="rows in, rows out: a file of prompts answered into a file",
+        help="rows in, rows out: answers a file of prompts",
         description="Answers every row of a txt, csv, tsv, jsonl, parquet, xlsx, md or pdf file, of a folder of such "
         "files, or of an OpenAI batch file, many at once.  Answers are greedy without --temperature.  A run that "
-        "was stopped or killed continues with --resume; `switchyard jobs` lists, stops and forgets jobs.  A full disk "
-        f"is waited for, without a terminal or with --json for {PATIENCE_S:.0f} s.  Exit codes: 0 "
-        "every row has an answer or a reason why not, 2 a mistake said in one line, 1 a fault of ours, 130 stopped.",
+        "was stopped or killed continues with --resume; `switchyard jobs` lists and stops jobs.  On a full disk it "
+        f"waits (without a terminal or with --json for {PATIENCE_S:.0f} s).  Exit codes: 0 "
+        "every row has an answer or an error, 2 a user error, 1 an internal error, 130 stopped.",
     )
     parser.add_argument("input", metavar="INPUT", help="a file, or a folder of files")
     parser.add_argument(
         "-o", "--output", metavar="OUTPUT", help="csv, tsv, jsonl, parquet or xlsx (default: INPUT.answers.jsonl)"
     )
     parser.add_argument("--model", default="starter", metavar="M", help="starter, a library name or a folder")
-    parser.add_argument("--template", default="", metavar="T", help="the question, such as 'Summarise: {{text}}'")
-    parser.add_argument("--system", default="", metavar="S", help="what the model is told before each row")
+    parser.add_argument("--template", default="", metavar="T", help="the prompt, such as 'Summarise: {{text}}'")
+    parser.add_argument("--system", default="", metavar="S", help="system prompt of every row")
     parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="longest answer (default 512)")
     for name, kind, metavar, text in SAMPLING_OPTIONS:
         if name != "--beams":
@@ -72,48 +72,48 @@ def add_parser(subparsers: Any) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--schema", metavar="FILE", help="a JSON schema that every answer satisfies")
     what.add_argument("--choice", action="append", metavar="C", help="an answer is one of these; repeat for each")
-    parser.add_argument("--tries", type=positive_int, default=3, metavar="N", help="for sampled answers cut too soon")
+    parser.add_argument("--tries", type=positive_int, default=3, metavar="N", help="attempts if an answer is cut off")
     start = parser.add_mutually_exclusive_group()
     for option, text in (
-        ("--resume", "go on where an earlier run stopped"),
+        ("--resume", "continue an earlier run"),
         ("--restart", "discard earlier answers and replace OUTPUT"),
-        ("--retry-failed", "go on, and ask the failed rows again"),
+        ("--retry-failed", "continue, and retry failed rows"),
     ):
         name = option.removeprefix("--").replace("-", "_")
         start.add_argument(option, dest="start", action="store_const", const=name, default="new", help=text)
-    parser.add_argument("--sample", type=positive_int, metavar="N", help="answer only the first N rows, and show them")
+    parser.add_argument("--sample", type=positive_int, metavar="N", help="only answer and show the first N rows")
     long = parser.add_argument_group("long rows")
     long.add_argument(
         "--kv-precision",
         choices=KV_PRECISIONS,
         default="auto",
-        help="int8: keys and values take half the memory, so that more rows share each weight load",
+        help="int8: halves the KV cache, so that more rows share each weight load",
     )
     long.add_argument(
         "--attention-window",
         type=positive_int,
         default=0,
         metavar="N",
-        help="tokens see the last N and the first four (StreamingLLM): faster, and not quite the same answers",
+        help="attend to the last N and the first four tokens (StreamingLLM): faster, slightly different answers",
     )
     form = parser.add_argument_group("how text is read")
-    form.add_argument("--encoding", metavar="E", help="such as cp1252, where it is not UTF-8")
-    form.add_argument("--separator", metavar="C", help="of a csv; found out if not given")
-    form.add_argument("--whole-files", action="store_true", help="a txt file is one row, not a row a line")
+    form.add_argument("--encoding", metavar="E", help="such as cp1252, if not UTF-8")
+    form.add_argument("--separator", metavar="C", help="of a csv (default: detected)")
+    form.add_argument("--whole-files", action="store_true", help="a txt file is a single row, not one row per line")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer the rows; the exit code."""
+    """Answers the rows; returns the exit code."""
     from engine.batch_files.prepared_job import prepare
 
     job = _job(args)
-    if args.sample:  # nothing is written: what is there is in nobody's way
+    if args.sample:  # nothing is written, so existing files do not matter
         job = replace(job, start="resume")
     prepared = prepare(job)
     if not args.sample:
-        prepared.require_own_files()  # what stands in the way of the result is told before a model is loaded
+        prepared.require_own_files()  # report obstacles before loading a model
         _go_on_as_begun(args, prepared)
     engine, _info = load_engine(args)
     try:
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _go_on_as_begun(args: argparse.Namespace, prepared: PreparedJob) -> None:
-    """A job that has answers goes on with weights as they were: what was tuned since, or fits now, is for new jobs."""
+    """A job with answers keeps its precision: later tuning only affects new jobs."""
     from engine.batch_files.job_list import read_job
     from engine.batch_files.journal import journal_path
 
@@ -166,7 +166,7 @@ def _schema(file: str | None) -> str:
         why = reason(error)
     except ValueError as error:
         why = f"it is not JSON: {error}"
-    raise EngineError(ErrorCode.INVALID_REQUEST, f"The schema {file} cannot be read ({why}): check the file.")
+    raise EngineError(ErrorCode.INVALID_REQUEST, f"Cannot read the schema {file} ({why}): check the file.")
 
 
 def _sample(args: argparse.Namespace, prepared: PreparedJob, engine: Engine) -> int:
@@ -261,7 +261,7 @@ def _summary(document: dict[str, Any]) -> str:
 
 
 class _Interrupts:
-    """Ctrl-C stops a job at the next layer, everything kept; the second time it ends the program."""
+    """Ctrl-C stops a job at the next layer, keeping all answers; a second one ends the program."""
 
     def __enter__(self) -> _Interrupts:
         self.count = 0
@@ -278,7 +278,7 @@ class _Interrupts:
 
 
 class _Shown:
-    """Progress on stderr: one line that changes on a terminal, else a line now and then."""
+    """Progress on stderr: one updated line on a terminal, otherwise occasional lines."""
 
     def __init__(self) -> None:
         self.is_terminal = sys.stderr.isatty()
@@ -287,9 +287,9 @@ class _Shown:
         self._waits_since_s = 0.0
 
     def pace(self, pace: Pace, blocked: str) -> None:
-        """Shows how far the job is, or why nothing goes on."""
+        """Shows the progress, or why the job is blocked."""
         now = time.monotonic()
-        # Shares of a reading change all the time; that nothing goes on is news, and so is that it does again.
+        # Progress changes constantly; the start and end of a block are reported at once.
         waits = blocked if not blocked.endswith("%") else ""
         is_news = waits != self._waits
         if is_news:
@@ -310,7 +310,7 @@ class _Shown:
 
 
 def pace_text(pace: Pace) -> str:
-    """A job's progress in one line."""
+    """A job's progress on one line."""
     total = f" of {pace.total:,}" if pace.total is not None else ""
     failed = f", {pace.failed:,} failed" if pace.failed else ""
     rate = f", {pace.tokens_per_s:,.0f} tokens/s" if pace.tokens_per_s else ""
@@ -323,10 +323,10 @@ def pace_text(pace: Pace) -> str:
 
 
 def prediction_text(prediction: JobPrediction) -> str:
-    """How a job is going to run, in a sentence."""
+    """How a job will run, in a sentence."""
     rows = prediction.rows_together
-    share = f"{rows:,} rows share each weight load" if rows > 1 else "one row after the other"
-    pieces = f" in {prediction.micro_batches} pieces" if prediction.micro_batches > 1 else ""
+    share = f"{rows:,} rows share each weight load" if rows > 1 else "one row at a time"
+    pieces = f" in {prediction.micro_batches} chunks" if prediction.micro_batches > 1 else ""
     ends = _between(prediction.seconds_low, prediction.seconds_high)
     return (
         f"{share}{pieces}; about {_rate(prediction.low)} to {_rate(prediction.high)} tokens/s, "

@@ -1,4 +1,4 @@
-"""`switchyard bench`: measure on this machine, with peers in the same run where they can be had."""
+"""`switchyard bench`: benchmarks on this machine, with peers in the same run if available."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
         type=positive_int,
         default=60,
         metavar="N",
-        help="of decoding to be shown; as many again are measured",
+        help="of decoding before measuring for as long again",
     )
     _add_common(monitor, repeats=1)
     monitor.set_defaults(run=_run_monitor)
@@ -54,21 +54,21 @@ def add_parser(subparsers: Any) -> None:
     _add_model(decode)
     decode.set_defaults(model=None)
     decode.add_argument("--tokens", type=positive_int, default=48, metavar="N", help="tokens decoded per repeat")
-    decode.add_argument("--peers", action="store_true", help="run transformers and llama.cpp beside us, in turn")
+    decode.add_argument("--peers", action="store_true", help="also run transformers and llama.cpp, in turn")
     decode.add_argument(
         "--strategies",
         action="store_true",
-        help="a cache for 25%% of the experts against every single way of meeting misses",
+        help="a cache for 25%% of the experts against each single way to serve misses",
     )
     decode.add_argument(
         "--predict",
         action="store_true",
-        help="beside what the planner predicts: --model in every precision, or a set of models without it",
+        help="against the planner's predictions: --model in every precision, or a default set of models",
     )
     decode.add_argument(
         "--brute-force",
         action="store_true",
-        help="every setting that fits, and the plan and what tuning settles on against the best of them",
+        help="time every setting that fits; compare the plan and the tuned settings with the best",
     )
     _add_common(decode, repeats=5)
     add_engine_options(decode)
@@ -79,7 +79,7 @@ def add_parser(subparsers: Any) -> None:
     prefill.add_argument("--prompt-tokens", type=positive_int, default=2000, metavar="N", help="length of the prompt")
     prefill.add_argument("--tokens", type=positive_int, default=96, metavar="N", help="decoded before and after it")
     prefill.add_argument("--peers", action="store_true", help="run transformers and llama.cpp on the CPU as well")
-    prefill.add_argument("--avx2", action="store_true", help="hold everything back to AVX2, as if the CPU had no more")
+    prefill.add_argument("--avx2", action="store_true", help="limit everything to AVX2")
     prefill.add_argument(
         "--strategies", action="store_true", help="run on-demand fetch and all experts on the CPU as well"
     )
@@ -91,7 +91,7 @@ def add_parser(subparsers: Any) -> None:
     _add_model(batch)
     batch.add_argument("--rows", type=positive_int, default=64, metavar="N", help="prompts")
     batch.add_argument("--tokens", type=positive_int, default=32, metavar="N", help="generated for each")
-    batch.add_argument("--peers", action="store_true", help="run transformers and llama.cpp beside us, in turn")
+    batch.add_argument("--peers", action="store_true", help="also run transformers and llama.cpp, in turn")
     batch.add_argument(
         "--schedules", action="store_true", help="on a device: every order of a layer's work against CGOPipe, in turn"
     )
@@ -102,7 +102,7 @@ def add_parser(subparsers: Any) -> None:
     add_engine_options(batch)
     batch.set_defaults(run=_run_batch)
 
-    cache = kinds.add_parser("cache", help="the adopted cache policy on recorded routing; cost of the bookkeeping")
+    cache = kinds.add_parser("cache", help="cache policies on recorded routing; cost of the bookkeeping")
     cache.add_argument(
         "--trace", type=Path, action="extend", nargs="+", default=[], metavar="FILE", help="recorded routing"
     )
@@ -113,7 +113,7 @@ def add_parser(subparsers: Any) -> None:
     _add_model(disk)
     disk.add_argument("--tokens", type=positive_int, default=48, metavar="N", help="tokens decoded per repeat")
     disk.add_argument(
-        "--expert-ram", type=parse_size, metavar="SIZE", help="RAM for experts; half of what they need, if not given"
+        "--expert-ram", type=parse_size, metavar="SIZE", help="RAM for experts (default: half of what they need)"
     )
     _add_common(disk, repeats=3)
     add_engine_options(disk)
@@ -121,7 +121,7 @@ def add_parser(subparsers: Any) -> None:
 
     kernels = kinds.add_parser("kernels", help="CPU expert kernels on cold weights, against the read bandwidth")
     kernels.add_argument("--threads", type=positive_int, metavar="N", help="CPU threads that compute")
-    kernels.add_argument("--tokens", type=positive_int, default=1, metavar="N", help="tokens of a call")
+    kernels.add_argument("--tokens", type=positive_int, default=1, metavar="N", help="tokens per call")
     _add_common(kernels, repeats=5)
     kernels.set_defaults(run=_run_kernels)
 
@@ -129,9 +129,9 @@ def add_parser(subparsers: Any) -> None:
     _add_model(quality)
     quality.add_argument("--text", type=Path, required=True, metavar="FILE", help="plain text in UTF-8")
     quality.add_argument(
-        "--tokens", type=positive_int, default=20_480, metavar="N", help="read so much of it, in windows of 512"
+        "--tokens", type=positive_int, default=20_480, metavar="N", help="length to read, in windows of 512"
     )
-    quality.add_argument("--peers", action="store_true", help="run llama.cpp's Q8_0, Q4_0 and Q4_1 beside us")
+    quality.add_argument("--peers", action="store_true", help="also run llama.cpp's Q8_0, Q4_0 and Q4_1")
     quality.add_argument("--json", action="store_true", help="print one JSON document")
     add_engine_options(quality)
     quality.set_defaults(run=_run_quality)
@@ -214,7 +214,7 @@ def _run_brute_force(args: argparse.Namespace) -> int:
 
 
 def _run_prefill(args: argparse.Namespace) -> int:
-    if args.avx2:  # before torch is imported, which looks once
+    if args.avx2:  # before importing torch, which checks once
         os.environ |= {"SWITCHYARD_ISA": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     from engine.bench.prefill import PrefillPlan, bench_prefill
 
@@ -262,7 +262,7 @@ def _run_kernels(args: argparse.Namespace) -> int:
         build()
     except BuildError as failure:
         raise EngineError(
-            ErrorCode.DEVICE_UNAVAILABLE, f"There are no native kernels to measure, because {failure}."
+            ErrorCode.DEVICE_UNAVAILABLE, f"There are no native kernels to measure: {failure}."
         ) from failure
     return _emit(bench_kernels(args.threads, args.repeats, tokens=args.tokens, on_progress=note), args)
 
@@ -286,7 +286,7 @@ def _run_telemetry(args: argparse.Namespace) -> int:
 def _config(args: argparse.Namespace) -> EngineConfig:
     from engine.bench.synthetic import resolve_model
 
-    checkpoint = resolve_model(args.model, note)  # before torch is imported: a mistyped name is told at once
+    checkpoint = resolve_model(args.model, note)  # before importing torch: report a mistyped name immediately
     from engine.process.environment import quiet_libraries
 
     quiet_libraries()

@@ -1,4 +1,4 @@
-"""`switchyard cache TRACE`: what expert caches of any policy and size would have hit on recorded routing."""
+"""`switchyard cache TRACE`: hit rates of expert caches by policy and size, on recorded routing."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("cache", help="replay recorded routing: hit rates by policy and size")
     parser.add_argument("trace", type=Path, metavar="TRACE", help="recorded routing, an .npz file")
     parser.add_argument(
-        "--slots", type=positive_int, metavar="N", help="slots in all; else 10, 25 and 50%% of the experts"
+        "--slots", type=positive_int, metavar="N", help="total slots (default: 10, 25 and 50%% of the experts)"
     )
     parser.add_argument("--policy", metavar="P", help="lru, fifo, lfu, lfru, random, static or adopted; default: all")
-    parser.add_argument("--ways", action="store_true", help="one cache a layer, of equal ways, not one for all")
+    parser.add_argument("--ways", action="store_true", help="one cache per layer instead of one for all")
     parser.add_argument("--calibration", type=Path, metavar="TRACE", help="ranks the experts for static placement")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=run)
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         bound = belady_hits(trace, slots, per_layer=args.ways)
         results.append(_entry("belady", slots, trace, args.ways, bound.tolist(), float(bound.sum() / trace.accesses)))
         for policy in policies:
-            note(f"{policy}, {slots} slots{' a layer' if args.ways else ''}")
+            note(f"{policy}, {slots} slots{' per layer' if args.ways else ''}")
             done = replay(trace, policy, slots, per_layer=args.ways, popularity=popularity)
             results.append(_replayed(done, trace, args.ways))
     curve = hit_ratio_curve(stack_distances(trace, per_layer=args.ways))
@@ -69,12 +69,12 @@ def _policies(wanted: str | None, known: tuple[str, ...], *, has_calibration: bo
         return [name for name in known if name != "static" or has_calibration]
     if wanted not in known:
         raise EngineError(
-            ErrorCode.INVALID_REQUEST, f"No cache policy is called {wanted!r}; there are {', '.join(known)}."
+            ErrorCode.INVALID_REQUEST, f"There is no cache policy {wanted!r}: use one of {', '.join(known)}."
         )
     if wanted == "static" and not has_calibration:
         raise EngineError(
             ErrorCode.INVALID_REQUEST,
-            "Static placement ranks experts by another trace: name one with --calibration (the same one flatters it).",
+            "Static placement ranks experts by another trace: give one with --calibration (not the same one).",
         )
     return [wanted]
 

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from engine.runtime.engine import Engine
 
 SAMPLING_OPTIONS: tuple[tuple[str, Callable[[str], Any], str, str], ...] = (
-    ("--temperature", float, "X", "0 always takes the likeliest token"),
-    ("--top-k", int, "K", "choose among the K likeliest tokens; 0 is all"),
-    ("--top-p", float, "P", "choose among the likeliest tokens that make up P; 1 is all"),
-    ("--min-p", float, "P", "drop tokens less likely than P times the likeliest"),
+    ("--temperature", float, "X", "0 always takes the most likely token"),
+    ("--top-k", int, "K", "sample from the K most likely tokens; 0 is all"),
+    ("--top-p", float, "P", "sample from the most likely tokens with total probability P; 1 is all"),
+    ("--min-p", float, "P", "drop tokens less likely than P times the most likely one"),
     ("--repetition-penalty", float, "X", "above 1 makes repetition less likely"),
     ("--seed", seed, "S", "the same seed gives the same answer on the same machine"),
-    ("--beams", int, "B", "search B answers at once and give the likeliest"),
+    ("--beams", int, "B", "beam search with width B"),
 )
 
 
@@ -37,12 +37,12 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "chat",
         help="answer once, or converse in the terminal",
-        description="Answers --prompt, or what is piped in, once; with neither it converses in the terminal. "
-        "Sampling that is not given is the model's own.",
+        description="Answers --prompt, or piped input, once; without either it converses in the terminal. "
+        "Sampling options default to the model's own.",
     )
     parser.add_argument("--model", default="starter", metavar="M", help="starter, a library name or a folder")
-    parser.add_argument("--prompt", metavar="T", help="the question; what is piped in is then not read")
-    parser.add_argument("--system", metavar="S", help="what the model is told before the conversation")
+    parser.add_argument("--prompt", metavar="T", help="the prompt; piped input is then ignored")
+    parser.add_argument("--system", metavar="S", help="system prompt")
     parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="longest answer (default 512)")
     for name, kind, metavar, text in SAMPLING_OPTIONS:
         parser.add_argument(name, type=kind, metavar=metavar, help=text)
@@ -50,7 +50,7 @@ def add_parser(subparsers: Any) -> None:
         "--stop", type=stop_string, action="append", metavar="S", help="end the answer before S; may be repeated"
     )
     parser.add_argument(
-        "--record-routing", type=_trace_file, metavar="FILE", help="write which experts were chosen, for the verb cache"
+        "--record-routing", type=_trace_file, metavar="FILE", help="write the routing, for `switchyard cache`"
     )
     parser.add_argument(
         "--trace", type=_trace_file, metavar="FILE", help="write a timeline, for a trace viewer (.csv: a table)"
@@ -60,12 +60,12 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer or converse; the exit code."""
+    """Answers or converses; returns the exit code."""
     given = given_sampling(args)
-    replace(SamplingParams(), **given)  # a value out of range is told before a model is loaded
+    replace(SamplingParams(), **given)  # validate before loading a model
     if args.prompt is None and sys.stdin is not None and sys.stdin.isatty():
         if args.json:
-            raise EngineError(ErrorCode.INVALID_REQUEST, "--json needs a question: give --prompt or pipe text in.")
+            raise EngineError(ErrorCode.INVALID_REQUEST, "--json needs a prompt: give --prompt or pipe text in.")
         from engine.verbs.conversation import converse
 
         engine, info = load_engine(args)
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `SamplingParams` that were given as options."""
+    """The `SamplingParams` fields given as options."""
     names = [name.removeprefix("--").replace("-", "_") for name, *_ in SAMPLING_OPTIONS]
     given = {name: value for name in [*names, "max_tokens"] if (value := getattr(args, name, None)) is not None}
     if args.stop:
@@ -87,16 +87,16 @@ def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_engine(args: argparse.Namespace) -> tuple[Engine, ModelInfo]:
-    """An engine with the model of the options loaded; what a user would not expect of it is said on stderr."""
+    """An engine with the chosen model loaded; notes on unexpected settings go to stderr."""
     from engine.checkpoint.library import resolve
 
-    path = resolve(args.model)  # before torch is imported: a mistyped name is told at once
+    path = resolve(args.model)  # before importing torch: report a mistyped name immediately
     from engine.process.environment import quiet_libraries
 
     quiet_libraries()
     from engine.foreign_text.process import FOREIGN_TEXT
 
-    FOREIGN_TEXT.start()  # it is ready by the time that torch is imported
+    FOREIGN_TEXT.start()  # ready by the time torch is imported
     from engine.runtime.engine import Engine
 
     engine = Engine()
@@ -126,7 +126,7 @@ def _trace_file(text: str) -> Path:
 
 @contextmanager
 def _recorded_routing(engine: Engine, path: Path | None) -> Iterator[None]:
-    """Records what runs inside, if `path` is given, and writes it there."""
+    """If `path` is given, records the routing inside the block and writes it there."""
     if path is None:
         yield
         return
@@ -172,5 +172,5 @@ def _answer_once(args: argparse.Namespace, given: dict[str, Any], question: str)
         "device_note": info.device_note,
         "template_note": info.template_note,
     }
-    emit(document, as_json=args.json, human="")  # the text has been streamed: this ends its line
+    emit(document, as_json=args.json, human="")  # the text has been streamed; this ends its line
     return 0

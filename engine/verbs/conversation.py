@@ -1,4 +1,4 @@
-"""A conversation in the terminal: lines in, streamed answers out, Ctrl-C stops an answer, Ctrl-D leaves."""
+"""A conversation in the terminal: lines in, streamed answers out, Ctrl-C stops an answer, Ctrl-D quits."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from engine.verbs.output import note, write_text
 if TYPE_CHECKING:
     from engine.runtime.engine import Engine
 
-_HELP = "/reset starts over, /quit or Ctrl-D leaves, Ctrl-C stops an answer."
+_HELP = "/reset starts over, /quit or Ctrl-D quits, Ctrl-C stops an answer."
 
 
 def converse(engine: Engine, info: ModelInfo, sampling: SamplingParams, system: str | None) -> int:
-    """Converse until the user leaves; the exit code."""
+    """Converses until the user quits; returns the exit code."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - importing it gives `input` line editing and a history
 
@@ -45,14 +45,14 @@ def _next_line() -> str | None:
         try:
             return input("> ").strip()
         except KeyboardInterrupt:
-            write_text("\n")  # Ctrl-C at the prompt drops the line, as shells do
+            write_text("\n")  # Ctrl-C at the prompt drops the line, like in shells
         except EOFError:
             write_text("\n")
             return None
 
 
 def _turn(engine: Engine, sampling: SamplingParams, messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Answer the last message; the conversation after it, which lacks the message if it could not be answered."""
+    """Answers the last message; returns the new conversation, without the message if answering failed."""
     try:
         with _stopped_by_ctrl_c() as stopped:
             result = engine.generate(
@@ -72,7 +72,7 @@ def _turn(engine: Engine, sampling: SamplingParams, messages: list[ChatMessage])
 
 @contextlib.contextmanager
 def _stopped_by_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Within it Ctrl-C sets a flag instead of tearing the model out of a computation; a second one interrupts."""
+    """Inside the block, Ctrl-C sets a flag instead of interrupting a computation; a second one interrupts."""
     presses = 0
 
     def on_press(_signal: int, _frame: object) -> None:

@@ -1,7 +1,7 @@
-"""`switchyard doctor`: what was detected, what is missing, and what to do about it.
+"""`switchyard doctor`: what was detected, what is missing, how to fix it.
 
-Exits 2 if something keeps Switchyard from answering at all or the window from opening where there is a display;
-0 otherwise, whatever it advises.  Imports neither torch nor Qt: it must work where they do not.
+Exits with 2 if Switchyard cannot answer at all, or cannot open a window although there is a display; otherwise with 0,
+whatever it advises. Imports neither torch nor Qt: it must work where they do not.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _GIB = 2**30
 def add_parser(subparsers: Any) -> None:
     """Mount the verb."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "doctor", help="what was detected, what is missing, what to do"
+        "doctor", help="what was detected, what is missing, how to fix it"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look and tell; the exit code."""
+    """Checks and reports; returns the exit code."""
     hardware = probe()
     findings = [
         *hardware_findings(hardware),
@@ -59,14 +59,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def hardware_findings(hardware: HardwareProfile) -> list[Finding]:
-    """The machine itself."""
+    """Findings about the machine."""
     vectors = ", ".join(hardware.instructions) or "not known"
     memory = f"{hardware.ram_available_bytes / _GIB:.1f} GiB free of {hardware.ram_bytes / _GIB:.1f} GiB"
     where = hardware.where
     if where is not None and where.memory_limit_bytes is not None:
-        memory += ", which is what the container allows"
+        memory += ", the container's limit"
     elif where is not None and where.wsl:
-        memory += ", which is what Windows allows WSL (.wslconfig)"
+        memory += ", the WSL limit (.wslconfig)"
     findings = [
         Finding("system", Status.OK, f"{hardware.os}, {hardware.architecture}"),
         Finding(

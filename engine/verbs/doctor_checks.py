@@ -1,4 +1,4 @@
-"""What `doctor` finds out about software, graphics card and folders."""
+"""`doctor`'s checks of software, graphics cards and folders."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from engine.hardware.probe import GpuInfo, HardwareProfile, Vendor, free_disk_by
 
 _REINSTALL = "Run `python3 installers/start.py` in the checkout again."
 _OLDEST_CAPABILITY = (7, 5)
-"""What builds of torch for CUDA 13 still run on: Turing."""
+"""Oldest GPU generation that torch for CUDA 13 supports: Turing."""
 _GIB = 2**30
 _DISKS = {
     DiskKind.NVME: ", on an NVMe disk",
     DiskKind.SSD: ", on an SSD",
     DiskKind.HDD: ", on a hard disk: a model that does not fit into RAM will be slow",
     DiskKind.NETWORK: ", on a network share: a model that does not fit into RAM will be slow",
-    DiskKind.HOST: ", in a folder of the machine around this one: keep them in this system's own disk for speed",
+    DiskKind.HOST: ", in a folder of the host system: this system's own disk is faster",
 }
 
 
 class Status(StrEnum):
-    """How bad it is: `PROBLEM` keeps Switchyard from working, `ADVICE` does not."""
+    """Severity: `PROBLEM` keeps Switchyard from working, `ADVICE` does not."""
 
     OK = "ok"
     ADVICE = "advice"
@@ -40,7 +40,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at: what it is like, and what to do if that is not as it should be."""
+    """The result of one check, and how to fix it."""
 
     name: str
     status: Status
@@ -49,7 +49,7 @@ class Finding:
 
 
 def software_findings() -> list[Finding]:
-    """Python and the packages that everything stands on, from their metadata: none of them is imported."""
+    """Python and the main packages, from their metadata: none is imported."""
     findings = [Finding("Python", Status.OK, f"{platform.python_version()} ({sys.executable})")]
     for name, distribution in (
         ("torch", "torch"),
@@ -60,7 +60,7 @@ def software_findings() -> list[Finding]:
         if version is None:
             findings.append(Finding(name, Status.PROBLEM, f"{name} is not installed.", _REINSTALL))
         elif name == "transformers" and not version.startswith("5.23."):
-            detail = f"{version}, but Switchyard needs 5.23, whose loading it builds on."
+            detail = f"{version}, but Switchyard needs 5.23 for its model loading."
             findings.append(Finding(name, Status.PROBLEM, detail, _REINSTALL))
         else:
             findings.append(Finding(name, Status.OK, version))
@@ -71,8 +71,8 @@ def gpu_findings(hardware: HardwareProfile) -> list[Finding]:
     """The graphics cards, and whether the installed torch can use them."""
     findings = [_gpu_finding(gpu) for gpu in hardware.gpus]
     if hardware.compute_gpu is None:
-        note = hardware.gpu_note or "There is no graphics card with its own memory."
-        findings.append(Finding("graphics card", Status.OK, f"{note} Models run on the processor."))
+        note = hardware.gpu_note or "There is no discrete graphics card."
+        findings.append(Finding("graphics card", Status.OK, f"{note} Models run on the CPU."))
     elif hardware.gpu_note:
         findings.append(Finding("graphics card", Status.ADVICE, hardware.gpu_note))
     return findings
@@ -99,11 +99,11 @@ def _gpu_finding(gpu: GpuInfo) -> Finding:
 
 
 def _described(gpu: GpuInfo) -> str:
-    """Name, memory, link and driver, as far as they are known."""
+    """Name, memory, link and driver, as far as known."""
     words = [gpu.name]
     if gpu.total_bytes is not None:
         others = gpu.used_by_others_bytes or 0
-        taken = f" ({others / _GIB:.1f} GiB taken by other programs)" if others > _GIB / 4 else ""
+        taken = f" ({others / _GIB:.1f} GiB used by other programs)" if others > _GIB / 4 else ""
         words.append(f"{gpu.total_bytes / _GIB:.0f} GiB{taken}")
     if gpu.pcie_generation is not None:
         lanes = gpu.pcie_width_now or gpu.pcie_width
@@ -114,7 +114,7 @@ def _described(gpu: GpuInfo) -> str:
 
 
 def folder_findings(hardware: HardwareProfile) -> list[Finding]:
-    """Whether our folders can be written, how much fits, and whether the starter model is there."""
+    """Whether our folders are writable, free space, and whether the starter model is there."""
     findings = [
         _folder_finding(name, folder)
         for name, folder in (
@@ -127,7 +127,7 @@ def folder_findings(hardware: HardwareProfile) -> list[Finding]:
     free = hardware.models_disk_free_bytes
     kind = _DISKS.get(hardware.models_disk.kind, "") if hardware.models_disk else ""
     if free is None:
-        findings.append(Finding("disk", Status.ADVICE, "How much space is free could not be read."))
+        findings.append(Finding("disk", Status.ADVICE, "The free space could not be determined."))
     elif free < 2 * _GIB:
         detail = f"{free / _GIB:.1f} GiB free where models are kept ({models_dir()})."
         findings.append(Finding("disk", Status.ADVICE, detail, "Free some space before adding a model."))
@@ -142,7 +142,7 @@ def folder_findings(hardware: HardwareProfile) -> list[Finding]:
 
 
 def measurement_findings(hardware: HardwareProfile) -> list[Finding]:
-    """Whether this machine was measured, and whether it is still the one that was; nothing if it never was."""
+    """Whether this machine's measurements are up to date; nothing if it was never measured."""
     device = "" if hardware.compute_gpu is None else "cuda:0"
     if (known := load_measurements(hardware, device)) is not None:
         detail = " ".join((f"{known.kind}, on {known.taken_at[:10]}.", *known.notes))
@@ -153,12 +153,12 @@ def measurement_findings(hardware: HardwareProfile) -> list[Finding]:
 
 
 def torch_cuda_version() -> str | None:
-    """The CUDA version that the installed torch was built for, read from its files; None for a build without."""
+    """The CUDA version of the installed torch, read from its files; None for a build without CUDA."""
     return _torch_built_for("cuda")
 
 
 def torch_hip_version() -> str | None:
-    """The same for AMD's ROCm."""
+    """The same for ROCm."""
     return _torch_built_for("hip")
 
 
@@ -180,12 +180,12 @@ def _installed(distribution: str) -> str | None:
 
 def _capability(text: str | None) -> tuple[int, int]:
     major, _, minor = (text or "").partition(".")
-    # An unknown one is taken to be new enough: loading a model will tell.
+    # Assume that an unknown one is new enough: loading a model will show.
     return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else (99, 0)
 
 
 def _folder_finding(name: str, folder: Path) -> Finding:
-    """Try to write, without making the folder: that is for whoever first has something to keep there."""
+    """Checks that the folder is writable, without creating it."""
     existing = next((path for path in (folder, *folder.parents) if path.exists()), folder)
     try:
         with tempfile.TemporaryFile(dir=existing):

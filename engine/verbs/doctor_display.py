@@ -1,4 +1,4 @@
-"""What `doctor` finds out about showing a window."""
+"""`doctor`'s checks for showing a window."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from engine.hardware.display import DISPLAY_VARIABLES, has_display
 from engine.verbs.doctor_checks import Finding, Status
 
-# What Qt's own libraries ask the system for (`readelf -d` of libQt6Gui, libQt6XcbQpa, libqxcb), and Debian's packages.
+# System libraries that Qt needs (`readelf -d` of libQt6Gui, libQt6XcbQpa, libqxcb), and Debian's packages.
 _QT_SYSTEM_LIBRARIES = {
     "libEGL.so.1": "libegl1",
     "libGL.so.1": "libgl1",
@@ -33,7 +33,7 @@ _QT_SYSTEM_LIBRARIES = {
 
 
 def display_findings() -> list[Finding]:
-    """Whether there is a display, and on Linux whether the libraries are there that Qt needs to use it."""
+    """Whether there is a display, and on Linux whether Qt's system libraries are installed."""
     if sys.platform != "linux":
         return [Finding("display", Status.OK, "the desktop's own")]
     shown = has_display()
@@ -44,19 +44,19 @@ def display_findings() -> list[Finding]:
         findings.append(
             Finding(
                 "window libraries",
-                # Without a display there is no window to miss them.
+                # Without a display there is no window that needs them.
                 Status.PROBLEM if shown else Status.ADVICE,
                 f"Qt needs {', '.join(missing)}, which cannot be loaded.",
                 f"On Debian or Ubuntu: `sudo apt-get install {packages}`.",
             )
         )
     else:
-        findings.append(Finding("window libraries", Status.OK, "all that Qt needs of the system is there"))
+        findings.append(Finding("window libraries", Status.OK, "all system libraries for Qt are there"))
     return findings
 
 
 def missing_qt_libraries() -> list[str]:
-    """The system libraries that Qt needs for a window and that cannot be loaded."""
+    """System libraries that Qt needs for a window but that cannot be loaded."""
     missing = []
     for library in _QT_SYSTEM_LIBRARIES:
         try:

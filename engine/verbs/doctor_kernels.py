@@ -1,4 +1,4 @@
-"""What `doctor` says of the native kernels, found out by a child process: they come with torch, doctor without it."""
+"""`doctor`'s check of the native kernels, in a child process: it needs torch, which doctor must not import."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from engine.verbs.doctor_checks import Finding, Status
 
 _NAME = "CPU kernels"
 _SECONDS = 120.0
-"""Proving them on a machine that they have not run on, with torch read from a slow disk."""
+"""Time for the first self-test on a machine, with torch on a slow disk."""
 _CALLED = {
-    "PORTABLE": "plain C++ without vector instructions of their own",
+    "PORTABLE": "plain C++ without vector instructions",
     "AVX2": "AVX2",
     "AVX_VNNI": "AVX2 and AVX-VNNI",
     "AVX512": "AVX-512",
@@ -27,7 +27,7 @@ _CALLED = {
 
 
 def kernel_findings(hardware: HardwareProfile) -> list[Finding]:
-    """Which instructions the native kernels use here and on how many threads, or why there are none."""
+    """The instructions and threads that the native kernels use here, or why there are none."""
     command, variables = python_module("engine.kernels.native")
     try:
         child = subprocess.run(
@@ -36,12 +36,12 @@ def kernel_findings(hardware: HardwareProfile) -> list[Finding]:
         found = json.loads(child.stdout)
         isa, note = found["isa"], str(found["note"])
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
-        detail = "Whether the fast CPU kernels work could not be found out."
+        detail = "The fast CPU kernels could not be checked."
         return [Finding(_NAME, Status.ADVICE, detail, "Run `python3 installers/start.py` in the checkout again.")]
     if isa is None:
         detail, _, action = note.rpartition(": ")
-        detail = f"{detail}." if detail else "Left out by SWITCHYARD_NATIVE=0; PyTorch's operators compute."
+        detail = f"{detail}." if detail else "Disabled by SWITCHYARD_NATIVE=0; PyTorch's operators are used."
         return [Finding(_NAME, Status.ADVICE, detail, f"{action[:1].upper()}{action[1:]}")]
     threads = max(1, min(hardware.physical_cores or 1, hardware.usable_cpus))
     on = f"{threads} threads" if threads > 1 else "1 thread"
-    return [Finding(_NAME, Status.OK, f"{_CALLED.get(isa, isa)}, on {on}; tested on this processor.")]
+    return [Finding(_NAME, Status.OK, f"{_CALLED.get(isa, isa)}, on {on}; tested on this CPU.")]

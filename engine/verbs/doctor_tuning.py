@@ -1,4 +1,4 @@
-"""Doctor's line on tuning: done, never done, or of a machine that is no more."""
+"""`doctor`'s check of tuning: done, never done, or outdated."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _SHOWN = 3
 
 
 def tuning_findings(hardware: HardwareProfile) -> list[Finding]:
-    """Which models were tuned on this machine; advice if none was, or the machine is another."""
+    """The models tuned on this machine; advice if there are none, or the machine has changed."""
     results = [one for one in all_results() if one.won is not None]
     if not results:
         action = "Run `switchyard tune --model M` for the model you use."
-        return [Finding("tuning", Status.ADVICE, "Nothing was tuned on this machine yet.", action)]
+        return [Finding("tuning", Status.ADVICE, "No model has been tuned on this machine yet.", action)]
     now = described(hardware)
     here = [one for one in results if not machine_changes(one, now)]
     if not here:
@@ -28,7 +28,7 @@ def tuning_findings(hardware: HardwareProfile) -> list[Finding]:
         why = (
             f"has since run at {doubtful.outrun:.1f} tokens/s, much faster than what was timed"
             if doubtful.outrun
-            else f"was tuned while other programs took {doubtful.others:.0%} of the processor"
+            else f"was tuned while other programs used {doubtful.others:.0%} of the CPU"
         )
         return [Finding("tuning", Status.ADVICE, f"{doubtful.model} {why}.", "Run `switchyard tune` again.")]
     said = [

@@ -1,4 +1,4 @@
-"""`switchyard jobs`: batch jobs of this machine, whoever began them: list, show, stop, remove."""
+"""`switchyard jobs`: all batch jobs on this machine: list, show, stop, remove."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "jobs",
         help="batch jobs: list, show, stop, remove",
-        description="Batch jobs of this machine, begun on the command line or in the window.  A job is named by its "
-        "output file.  `switchyard batch ... --resume` goes on with one that is not finished.",
+        description="Batch jobs of this machine, started on the command line or in the window.  A job is named by its "
+        "output file.  `switchyard batch ... --resume` continues an unfinished one.",
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     for name, text in (
-        ("list", "all jobs, the newest first (what is done without an action)"),
-        ("show", "one job, with the reasons why rows failed"),
-        ("stop", "stop a job wherever it runs; what is answered is kept and written"),
-        ("remove", "forget a job and the answers kept for a resume; its output file stays"),
+        ("list", "all jobs, newest first (the default)"),
+        ("show", "one job, with the reasons of failed rows"),
+        ("stop", "stop a job wherever it runs; its answers are kept and written"),
+        ("remove", "delete a job and its saved answers; its output file stays"),
     ):
         action = actions.add_parser(name, help=text, description=text)
         if name != "list":
@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do the action; the exit code."""
+    """Performs the action; returns the exit code."""
     from engine.batch_files.job_list import known_jobs
 
     if args.action in (None, "list"):
@@ -62,7 +62,7 @@ def _job(output: Path) -> KnownJob:
     job = read_job(journal_path(output))
     if job is None:
         raise EngineError(
-            ErrorCode.INVALID_REQUEST, f"There is no job with the output {output}: `switchyard jobs` lists all."
+            ErrorCode.INVALID_REQUEST, f"There is no job with the output {output}: see `switchyard jobs`."
         )
     return job
 
@@ -84,14 +84,12 @@ def _stop(output: Path, *, as_json: bool) -> None:
 
     job = _job(output)
     if not job.running:
-        raise EngineError(ErrorCode.INVALID_REQUEST, f"The job of {output} does not run: there is nothing to stop.")
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"The job of {output} is not running.")
     ask_to_stop(job.journal)
     until = time.monotonic() + _STOP_S
     while (job := _job(output)).running:
         if time.monotonic() > until:
-            raise EngineError(
-                ErrorCode.BUSY, f"The job of {output} was asked to stop and has not yet: look again with `jobs`."
-            )
+            raise EngineError(ErrorCode.BUSY, f"The job of {output} has not stopped yet: check again with `jobs`.")
         time.sleep(0.2)
     document = _document(job)
     emit(document, as_json=as_json, human=lambda: _line(document))
@@ -103,7 +101,7 @@ def _remove(output: Path, *, as_json: bool) -> None:
     job = _job(output)
     discard(job.journal)
     document = {"removed": str(output), "answers": job.done}
-    emit(document, as_json=as_json, human=f"The job of {output} is forgotten, with {job.done:,} answers.")
+    emit(document, as_json=as_json, human=f"Removed the job of {output} with {job.done:,} answers.")
 
 
 def _document(job: KnownJob) -> dict[str, Any]:

@@ -43,27 +43,27 @@ def add_parser(subparsers: Any) -> None:
 
     def action(name: str, help_text: str, function: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
         sub: argparse.ArgumentParser = actions.add_parser(name, help=help_text)
-        # Given before the action it must survive, hence no default of its own.
+        # No default here: it would override an option given before the action.
         sub.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON document")
         sub.set_defaults(run=run, action=function)
         return sub
 
-    action("list", "what is in the library (also without an action)", _list)
+    action("list", "all models in the library (the default)", _list)
     what = "`starter`, a library name or a checkpoint directory"
     action("show", "one model, in full", _show).add_argument("model", metavar="M", help=what)
-    fitting = action("fit", "whether a model can run on a machine, and how fast: before it is downloaded", _fit)
+    fitting = action("fit", "whether a model can run on a machine, and how fast, without downloading it", _fit)
     fitting.add_argument("model", metavar="M", help=f"{what}, a profile in resources/models, or a hub id")
     add_plan_options(fitting)
     importing = action("import", "add a checkpoint directory", _import)
     importing.add_argument("path", type=Path, metavar="PATH", help="folder with config.json and safetensors files")
-    importing.add_argument("--name", metavar="NAME", help="what to call it (default: the folder's name)")
+    importing.add_argument("--name", metavar="NAME", help="its name (default: the folder's name)")
     action("verify", "check every file of a model", _verify).add_argument("model", metavar="M", help=what)
     action("remove", "delete a model from the library", _remove).add_argument("model", metavar="NAME")
     action("pull", "get a model (only `starter`)", _pull).add_argument("model", metavar="M")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it; the exit code.  EngineError is for the caller to report."""
+    """Performs the action; returns the exit code.  The caller reports EngineErrors."""
     action: Callable[[argparse.Namespace], int] = args.action
     return action(args)
 
@@ -89,7 +89,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _fit(args: argparse.Namespace) -> int:
-    from engine.checkpoint.find_shape import find_shape  # numpy, which no other action needs
+    from engine.checkpoint.find_shape import find_shape  # imports numpy, which no other action needs
     from engine.hardware.machine_files import read_machine
 
     workload, shape = workload_of(args), find_shape(args.model)
@@ -172,7 +172,7 @@ def _pull(args: argparse.Namespace) -> int:
             f"Switchyard can pull only `{STARTER_NAME}` so far: fetch {args.model!r} with "
             "`hf download ORG/NAME --local-dir FOLDER`, then run `switchyard models import FOLDER`.",
         )
-    from engine.checkpoint.starter import build_starter  # numpy, which no other action needs
+    from engine.checkpoint.starter import build_starter  # imports numpy, which no other action needs
 
     with _stopped_by_sigterm(), _ProgressLine("getting the starter model") as progress:
         build_starter(on_progress=progress.update)
@@ -218,8 +218,8 @@ def _verdict(found: Verification) -> str:
         lines = [f"{file}: {what}" for file, what in found.damaged.items()]
         return "\n".join([f"{found.name} is damaged:", *lines, repair])
     if found.checked == "sha256":
-        return f"{found.name}: all {found.files} files are as they were put there (SHA-256)."
-    return f"{found.name}: {found.files} files are complete and well-formed; there are no checksums to compare with."
+        return f"{found.name}: all {found.files} files are unchanged (SHA-256)."
+    return f"{found.name}: {found.files} files are complete and well-formed; there are no checksums."
 
 
 def _count(parameters: int) -> str:
@@ -231,7 +231,7 @@ def _count(parameters: int) -> str:
 
 @contextlib.contextmanager
 def _stopped_by_sigterm() -> Iterator[None]:
-    """A polite request to end is an interruption, so that half-made folders and pip go with us."""
+    """Turns SIGTERM into KeyboardInterrupt, so that staging folders and pip are cleaned up."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -243,7 +243,7 @@ def _stopped_by_sigterm() -> Iterator[None]:
 
 
 class _ProgressLine:
-    """How far a long action is, on stderr: redrawn in place on a terminal, a line now and then elsewhere."""
+    """Progress on stderr: one updated line on a terminal, otherwise occasional lines."""
 
     def __init__(self, label: str) -> None:
         self._label = label

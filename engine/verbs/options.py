@@ -1,4 +1,4 @@
-"""Options that every verb that runs a model has, and the values they take."""
+"""Options of all verbs that run a model, and their value types."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def parse_size(text: str) -> int:
     """Bytes of a size such as `8GB` (8 x 1000^3) or `512MiB` (512 x 1024^2); a unit is required.
 
     Raises:
-        argparse.ArgumentTypeError: not a size, or not more than nothing.
+        argparse.ArgumentTypeError: not a size, or not positive.
     """
     match = _SIZE.fullmatch(text)
     factor = _UNITS.get(match[2].upper()) if match else None
@@ -33,7 +33,7 @@ def parse_size(text: str) -> int:
 
 
 def positive_int(text: str) -> int:
-    """A whole number of at least 1."""
+    """A positive integer."""
     try:
         value = int(text)
     except ValueError:
@@ -44,31 +44,31 @@ def positive_int(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """A whole number, 0 or more."""
+    """A non-negative integer."""
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
     return int(text)
 
 
 def seed(text: str) -> int:
-    """A seed of the random numbers: any whole number from 0 to 2^63 - 1."""
+    """A random seed: an integer from 0 to 2^63 - 1."""
     if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) < 2**63):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 9223372036854775807")
     return int(text)
 
 
 def stop_string(text: str) -> str:
-    """A string that ends an answer; an empty one would end every answer before it began."""
+    """A string that ends an answer; must not be empty."""
     if not text:
-        raise argparse.ArgumentTypeError("an empty string would end the answer before it began")
+        raise argparse.ArgumentTypeError("a stop string must not be empty")
     return text
 
 
 def device_name(text: str) -> str:
-    """A word that `EngineConfig.device` may be; whether the machine has it is asked when a model is loaded."""
+    """A value of `EngineConfig.device`; whether the device exists is checked when a model is loaded."""
     if text in ("auto", "cpu", "cuda") or re.fullmatch(r"cuda:\d+|emulated:[\w.-]+", text, re.ASCII):
         return text
-    raise argparse.ArgumentTypeError(f"{text!r} is not a device; it is one of auto, cpu, cuda, emulated:NAME")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a device; use auto, cpu, cuda or emulated:NAME")
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -81,18 +81,18 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="D",
         help="auto, cpu, cuda or emulated:NAME",
     )
-    group.add_argument("--vram", type=parse_size, metavar="SIZE", help="most video memory to use, such as 8GB")
-    group.add_argument("--ram", type=parse_size, metavar="SIZE", help="most memory to use, such as 512MiB")
-    group.add_argument("--threads", type=positive_int, metavar="N", help="CPU threads that compute")
+    group.add_argument("--vram", type=parse_size, metavar="SIZE", help="limit of video memory, such as 8GB")
+    group.add_argument("--ram", type=parse_size, metavar="SIZE", help="limit of RAM, such as 512MiB")
+    group.add_argument("--threads", type=positive_int, metavar="N", help="number of CPU threads")
     kinds = "; ".join(f"{name} is {FORMATS[name].words}" for name in PRECISIONS if name in FORMATS)
     group.add_argument("--precision", choices=PRECISIONS, default=AUTO, help=f"of the weights in memory: {kinds}")
-    group.add_argument("--graphs", choices=GRAPHS, default="auto", help="whether a card repeats decode steps as graphs")
+    group.add_argument("--graphs", choices=GRAPHS, default="auto", help="whether a card replays decode steps as graphs")
     cache = parser.add_argument_group("the expert cache, for models bigger than the graphics card")
     cache.add_argument(
-        "--cache-slots", type=count, metavar="N", help="experts kept on each device; as many as fit, if not given"
+        "--cache-slots", type=count, metavar="N", help="experts cached on each device (default: as many as fit)"
     )
     cache.add_argument(
-        "--cache-ways", type=positive_int, metavar="M", help="slots of each layer; one pool for all, if not given"
+        "--cache-ways", type=positive_int, metavar="M", help="slots per layer (default: one pool for all layers)"
     )
     cache.add_argument(
         "--cache-policy", choices=CACHE_POLICIES, default="auto", help="eviction policy of the expert cache"
@@ -101,15 +101,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--misses",
         choices=MISSES,
         default="mixed",
-        help="how experts that are not on the device are met; all but mixed are for measurements",
+        help="how cache misses are served; all but mixed are for measurements",
     )
-    cache.add_argument(
-        "--prefetch", choices=PREFETCHES, default="auto", help="predictor of the experts of coming layers"
-    )
+    cache.add_argument("--prefetch", choices=PREFETCHES, default="auto", help="predictor of later layers' experts")
 
 
 def engine_config(args: argparse.Namespace, model: str) -> EngineConfig:
-    """The settings of a run from the parsed options of `add_engine_options`."""
+    """The engine settings from the options of `add_engine_options`."""
     return EngineConfig(
         model=model,
         device=args.device,

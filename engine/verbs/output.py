@@ -1,4 +1,4 @@
-"""What a verb says: one JSON document or text for a person on stdout, and nothing else there."""
+"""Output of verbs: one JSON document, or text for the user, and nothing else on stdout."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from engine.common.plain_text import plain, plain_line
 
 
 def emit(document: Any, *, as_json: bool, human: str | Callable[[], str]) -> None:
-    """Print a verb's result.
+    """Prints a verb's result.
 
     Args:
         document: JSON-like values, dataclasses and paths.
         as_json: print `document` as one JSON document instead of `human`.
-        human: text for a terminal, or a function that makes it.
+        human: text for a terminal, or a function that returns it.
     """
     if as_json:
         text = json.dumps(document, default=_json_value, ensure_ascii=False, indent=2)
@@ -30,34 +30,34 @@ def emit(document: Any, *, as_json: bool, human: str | Callable[[], str]) -> Non
 
 
 def report_error(error: EngineError, *, as_json: bool) -> None:
-    """One line on stderr; with `--json` also the document `{"error": {"code", "message"}}` on stdout."""
+    """One line on stderr; with `--json` also `{"error": {"code", "message"}}` on stdout."""
     print(f"switchyard: {plain_line(error.message)}", file=sys.stderr, flush=True)  # noqa: T201
     if as_json:
         emit({"error": {"code": str(error.code), "message": error.message}}, as_json=True, human="")
 
 
 def note(text: str) -> None:
-    """A remark that is no part of the result: one line on stderr."""
+    """Prints a remark as one line on stderr."""
     print(plain(text), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def show_progress(text: str) -> None:
-    """How far something is: a line of a terminal's stderr that the next one replaces."""
-    width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be taken back
+    """Shows progress on a terminal's stderr, on a line that the next call replaces."""
+    width = shutil.get_terminal_size().columns - 1  # a wrapped line could not be cleared
     sys.stderr.write(f"\r{plain_line(text)[:width]}\x1b[K")
     sys.stderr.flush()
 
 
 def clear_progress() -> None:
-    """Takes that line away."""
+    """Clears that line."""
     sys.stderr.write("\r\x1b[K")
     sys.stderr.flush()
 
 
 def write_text(text: str) -> None:
-    """Text on stdout at once, exactly as it is, unless a terminal shows it: that gets nothing that it would obey.
+    """Writes text to stdout unchanged and flushes; for a terminal, control characters are replaced.
 
-    A model's answer is not trusted: an escape sequence in it could rewrite the terminal.
+    A model's answer is untrusted: an escape sequence in it could rewrite the terminal.
     """
     if sys.stdout.isatty():
         text = plain(text)
@@ -71,4 +71,4 @@ def _json_value(value: Any) -> Any:
         return dataclasses.asdict(value)
     if isinstance(value, Path):
         return str(value)
-    raise TypeError(f"{type(value).__name__} has no place in a JSON document")
+    raise TypeError(f"{type(value).__name__} cannot be converted to JSON")

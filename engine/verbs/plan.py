@@ -1,4 +1,4 @@
-"""`switchyard plan`: how a model would be run on a machine, what it would take, how fast it would be."""
+"""`switchyard plan`: how a model would run on a machine: memory, placement, speed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.verbs.planning import add_plan_options, plan_document, plan_of, plan
 
 def add_parser(subparsers: Any) -> None:
     """Mount the verb."""
-    parser = subparsers.add_parser("plan", help="how a model would be run here, and how fast")
+    parser = subparsers.add_parser("plan", help="how a model would run, and how fast")
     parser.add_argument(
         "--model",
         required=True,
@@ -24,7 +24,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan and tell; see `add_parser`."""
+    """Plans and prints; see `add_parser`."""
     from engine.checkpoint.find_shape import find_shape
 
     workload = workload_of(args)

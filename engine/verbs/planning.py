@@ -1,4 +1,4 @@
-"""What `plan` and `models fit` share: the machine and the workload that are meant, and a plan in words."""
+"""Shared by `plan` and `models fit`: machine and workload options, and plans as text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from engine.tuning.machine_look import MachineLook
 
 _ALIKE = 0.1
-"""A prediction that is off by less is as good as what was measured."""
+"""Deviations below this are not mentioned."""
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
@@ -33,12 +33,12 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         metavar="W",
         help="chat, long-prefill, beam, batch, or PROMPTxGENERATED[xSEQUENCES[xBEAMS]] (default: chat)",
     )
-    parser.add_argument("--device", choices=["auto", "cpu"], default="auto", help="cpu: leave the graphics card alone")
+    parser.add_argument("--device", choices=["auto", "cpu"], default="auto", help="cpu: do not use the graphics card")
     parser.add_argument("--precision", choices=[AUTO, *LADDER], default=AUTO, help="of the experts")
-    parser.add_argument("--vram", type=parse_size, metavar="SIZE", help="most video memory to use, such as 8GB")
-    parser.add_argument("--ram", type=parse_size, metavar="SIZE", help="most memory to use, such as 16GB")
-    parser.add_argument("--threads", type=positive_int, metavar="N", help="CPU threads that compute")
-    parser.add_argument("--context", type=positive_int, metavar="N", help="longest context to have room for")
+    parser.add_argument("--vram", type=parse_size, metavar="SIZE", help="limit of video memory, such as 8GB")
+    parser.add_argument("--ram", type=parse_size, metavar="SIZE", help="limit of RAM, such as 16GB")
+    parser.add_argument("--threads", type=positive_int, metavar="N", help="number of CPU threads")
+    parser.add_argument("--context", type=positive_int, metavar="N", help="longest supported context")
 
 
 def _limits(args: argparse.Namespace) -> Limits:
@@ -69,7 +69,7 @@ def _this_machine(limits: Limits) -> tuple[MachineLook, Limits]:
 
 
 def workload_of(args: argparse.Namespace) -> Workload:
-    """The workload meant.
+    """The chosen workload.
 
     Raises:
         EngineError: `INVALID_REQUEST`.
@@ -83,7 +83,7 @@ def workload_of(args: argparse.Namespace) -> Workload:
 
 
 def plan_of(args: argparse.Namespace, model: ModelShape, workload: Workload) -> Plan:
-    """The plan that was asked for: on this machine with what real tokens of this model have shown, as Tune has it.
+    """The requested plan; on this machine corrected by timings of this model, as in Tune.
 
     Raises:
         EngineError: as `make_plan`.
@@ -99,7 +99,7 @@ def plan_of(args: argparse.Namespace, model: ModelShape, workload: Workload) -> 
     from engine.tuning.machine_look import corrections_here, plan_here
 
     look, limits = _this_machine(_limits(args))
-    if workload != CHAT:  # nothing else is timed
+    if workload != CHAT:  # only chats are timed
         plan = make_plan(look.profile, model, workload, limits, measured=look.measurements is not None)
         return corrected_plan(plan, corrections_here(look, args.model))
     asked = EngineConfig(args.model, args.device, vram_bytes=args.vram, ram_bytes=args.ram, context_tokens=args.context)
@@ -107,7 +107,7 @@ def plan_of(args: argparse.Namespace, model: ModelShape, workload: Workload) -> 
 
 
 def timing_text(speed: Speed) -> str:
-    """Where a speed that was measured comes from, and why it is not what was predicted; empty if it is predicted."""
+    """The origin of a measured speed, and why it differs from the prediction; empty if predicted."""
     if not speed.timed_at:
         return ""
     said = f"Measured with real tokens on {speed.timed_at[:10]}"
@@ -125,7 +125,7 @@ def timing_text(speed: Speed) -> str:
 
 
 def plan_text(plan: Plan) -> str:
-    """A plan for a terminal."""
+    """A plan as text."""
     work, speed, cache = plan.workload, plan.speed, plan.cache
     lines = [
         f"{plan.model} on {plan.machine}, {work.name}: {work.sequences} x {work.prompt_tokens} tokens read, "
@@ -150,7 +150,7 @@ def plan_text(plan: Plan) -> str:
         hits = f", about {cache.hit_rate:.0%} hits" if cache.hit_rate is not None else ""
         lines.append(f"expert cache  {cache.slots} slots, {shape}, {cache.policy}{hits}; misses: {cache.misses}")
     if cache.prefill_threshold is not None and not cache.all_experts:
-        lines.append(f"An expert of {cache.prefill_threshold} rows or more is fetched rather than computed by the CPU.")
+        lines.append(f"An expert with {cache.prefill_threshold} rows or more is fetched, not computed by the CPU.")
     if plan.batch is not None:
         batch = plan.batch
         lines.append(
@@ -173,7 +173,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
-    """A plan as JSON-like values; `timing` says where a measured speed comes from, and is empty if it is predicted."""
+    """A plan as JSON-like values; `timing` is the origin of a measured speed, empty if predicted."""
     return {**asdict(plan), "timing": timing_text(plan.speed)}
 
 

@@ -1,4 +1,4 @@
-"""`switchyard simulate`: predicted timelines and speeds, and every figure of the five papers beside its prediction."""
+"""`switchyard simulate`: predicted timelines and speeds, and the figures of five papers against predictions."""
 
 from __future__ import annotations
 
@@ -24,27 +24,29 @@ def add_parser(subparsers: Any) -> None:
     """Mount the verb."""
     parser = subparsers.add_parser("simulate", help="predicted timeline and speed; the papers' figures")
     parser.add_argument("what", nargs="?", choices=["papers"], help="papers: all published figures and predictions")
-    parser.add_argument("--model", metavar="M", help="a model's profile: a name in resources/models, or a JSON file")
-    parser.add_argument("--hardware", metavar="P", help="a machine's: a name in resources/machines, or a JSON file")
+    parser.add_argument("--model", metavar="M", help="model profile: a name in resources/models, or a JSON file")
+    parser.add_argument("--hardware", metavar="P", help="machine profile: a name in resources/machines, or a JSON file")
     parser.add_argument(
         "--workload",
         default="chat",
         metavar="W",
         help="chat, long-prefill, beam, batch, or PROMPTxGENERATED[xSEQUENCES[xBEAMS]] (default: chat)",
     )
-    parser.add_argument("--policy", metavar="P", help="only this one; default: all, and the one Switchyard would take")
+    parser.add_argument("--policy", metavar="P", help="only this one (default: all, and Switchyard's choice)")
     parser.add_argument("--precision", choices=LADDER, default=LADDER[-1], help="of the experts")
-    parser.add_argument("--threads", type=positive_int, default=0, metavar="N", help="of the CPU; default: all cores")
-    parser.add_argument("--routing", type=Path, metavar="FILE", help="recorded routing to use instead of made-up one")
+    parser.add_argument("--threads", type=positive_int, default=0, metavar="N", help="of the CPU (default: all cores)")
+    parser.add_argument(
+        "--routing", type=Path, metavar="FILE", help="recorded routing to use instead of a synthetic one"
+    )
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write the timeline, for a trace viewer (.csv: a table)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document, the timeline in it")
+    parser.add_argument("--json", action="store_true", help="print one JSON document, including the timeline")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate and report; see `add_parser`."""
+    """Simulates and reports; see `add_parser`."""
     return _papers(as_json=args.json) if args.what else _workload(args)
 
 
@@ -68,7 +70,7 @@ def _table(rows: list[Row], content: dict[str, Any]) -> str:
         following = rows[index + 1] if index + 1 < len(rows) else None
         if row.note and (following is None or following.note != row.note):
             lines.append(f"{'':40}({row.note})")
-    lines.append("\n= : given, the machine's profile holds this number itself; not counted in the medians.")
+    lines.append("\n= : input, taken from the machine's profile; not counted in the medians.")
     medians = content["median_absolute_deviation"]
     lines.append("Median absolute deviation: " + ", ".join(f"{kind} {value:.1%}" for kind, value in medians.items()))
     lines.append("Efficiency factors, the same everywhere:")
@@ -124,7 +126,7 @@ def _write_timeline(outcome: Outcome, setting: Setting, path: Path) -> None:
         "machine": setting.costs.machine.name,
         "precision": setting.costs.precision,
     }
-    # Schedules of many sequences number all layers, those of single requests the ones with experts.
+    # Schedules of many sequences number all layers, those of single requests only layers with experts.
     first_layer = model.dense_layers if outcome.batch is None else 0
     write_timeline(*predicted_records(outcome.spans, first_layer=first_layer), path, about)
 
@@ -140,7 +142,7 @@ def _setting(args: argparse.Namespace) -> Setting:
         if getattr(args, option) is None:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,
-                f"Name what to simulate with --{option}, or say `switchyard simulate papers`.",
+                f"Give --{option}, or run `switchyard simulate papers`.",
             )
     try:
         workload = parse_workload(args.workload)
@@ -160,14 +162,14 @@ def _setting(args: argparse.Namespace) -> Setting:
         ):
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,
-                f"{args.routing} holds {trace.layers} layers of {trace.num_experts} experts, perhaps with gaps, "
+                f"{args.routing} has {trace.layers} layers of {trace.num_experts} experts, perhaps with gaps, but "
                 f"{model.name} has {model.moe_layers} of {model.experts}: use a trace of this model.",
             )
         recorded = trace.experts[trace.prefill_tokens :]
         if len(recorded) < DECODE_STEPS:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,
-                f"{args.routing} holds {len(recorded)} decoded tokens, fewer than {DECODE_STEPS}: record more of them.",
+                f"{args.routing} has {len(recorded)} decoded tokens, fewer than {DECODE_STEPS}: record more.",
             )
     return Setting(costs, workload, recorded=recorded)
 
@@ -179,7 +181,7 @@ def _policy_name(wanted: str) -> str:
         if name.lower() == wanted.lower():
             return name
     raise EngineError(
-        ErrorCode.INVALID_REQUEST, f"No policy is called {wanted!r}; there are {'; '.join(POLICY_NAMES)}."
+        ErrorCode.INVALID_REQUEST, f"There is no policy {wanted!r}: use one of {'; '.join(POLICY_NAMES)}."
     )
 
 

@@ -1,4 +1,4 @@
-"""`--trace FILE`: a timeline of what a command did, for a trace viewer or a spreadsheet."""
+"""`--trace FILE`: a timeline of a command, for a trace viewer or a spreadsheet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def traced(engine: Engine, path: Path | None) -> Iterator[None]:
-    """Records what runs inside, if `path` is given, and writes it there: `.csv` is a table of spans, else a trace.
+    """If `path` is given, records the block and writes it there: a table of spans (`.csv`), otherwise a trace.
 
     Raises:
         EngineError: `INVALID_REQUEST`, if it cannot be written.
@@ -42,10 +42,10 @@ def traced(engine: Engine, path: Path | None) -> Iterator[None]:
 
 
 def write_timeline(spans: Records, steps: Records, path: Path, about: dict[str, str], *, lost: int = 0) -> None:
-    """Writes spans, as a table if the path ends in `.csv` and as a trace else, and says so.
+    """Writes spans, as a table if the path ends in `.csv`, otherwise as a trace, and notes it on stderr.
 
     Args:
-        lost: spans that could not be kept.
+        lost: number of dropped spans.
 
     Raises:
         EngineError: `INVALID_REQUEST`, if it cannot be written.
@@ -63,7 +63,7 @@ def write_timeline(spans: Records, steps: Records, path: Path, about: dict[str, 
             write_trace(spans, steps, path, about)
     except OSError as error:
         raise EngineError(
-            ErrorCode.INVALID_REQUEST, f"The trace cannot be written to {path}: {error.strerror or error}."
+            ErrorCode.INVALID_REQUEST, f"Cannot write the trace to {path}: {error.strerror or error}."
         ) from error
     viewer = "" if table else ", for ui.perfetto.dev or chrome://tracing"
-    note(f"switchyard: {len(spans):,} spans are in {path}{viewer}" + (f"; {lost:,} more were lost" if lost else ""))
+    note(f"switchyard: wrote {len(spans):,} spans to {path}{viewer}" + (f"; {lost:,} more were lost" if lost else ""))

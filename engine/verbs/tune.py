@@ -1,6 +1,6 @@
-"""`switchyard tune`: measure this machine, plan for a model, time real tokens, keep what won.
+"""`switchyard tune`: measure this machine, plan for a model, time real tokens, save the winner.
 
-What was timed while other programs were busy is kept only if somebody at a terminal says so, or `--even-if-busy` does.
+Results taken while other programs were busy are saved only if the user confirms, or with `--even-if-busy`.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from engine.tuning.run import TuningEnding, TuningEvent
 
 _STAGES = {
-    "probing": "looking at the machine",
-    "waiting": "waiting, because other programs take",
+    "probing": "detecting hardware",
+    "waiting": "waiting for other programs, which use",
     "measuring": "measuring",
     "planning": "planning",
     "loading": "loading",
     "timing": "timing",
-    "restoring": "loading what was loaded before",
+    "restoring": "reloading the earlier model",
 }
 
 
 def add_parser(subparsers: Any) -> None:
     """Mount the verb."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "tune", help="measure this machine, time real tokens of the best plans, and keep what won"
+        "tune", help="measure this machine, time real tokens of the best plans, and save the winner"
     )
     parser.add_argument("--model", default="starter", metavar="M", help="starter, a library name or a folder")
     kind = parser.add_mutually_exclusive_group()
@@ -41,12 +41,12 @@ def add_parser(subparsers: Any) -> None:
     kind.add_argument(
         "--thorough", dest="kind", action="store_const", const="thorough", help="measure for about two minutes"
     )
-    parser.add_argument("--measure-again", action="store_true", help="also what was measured on this very machine")
+    parser.add_argument("--measure-again", action="store_true", help="ignore earlier measurements of this machine")
     parser.add_argument(
         "--even-if-busy",
         action="store_true",
-        help="also keep a result that was taken while other programs were busy (otherwise you are asked, and without "
-        "a terminal it is not kept and the exit code is 2)",
+        help="save the result even if other programs were busy (otherwise you are asked; without "
+        "a terminal it is not saved and the exit code is 2)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     add_engine_options(parser)
@@ -54,12 +54,12 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tune and tell; see `add_parser`."""
+    """Tunes and reports; see `add_parser`."""
     from engine.bench.synthetic import resolve_model
     from engine.hardware.other_programs import is_busy
     from engine.process.environment import quiet_libraries
 
-    folder = resolve_model(args.model, note)  # before torch is imported: a mistyped name is told at once
+    folder = resolve_model(args.model, note)  # before importing torch: report a mistyped name immediately
     quiet_libraries()
     from engine.runtime.engine import Engine
     from engine.tuning.messages import StartTuning
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     from engine.tuning.run import tune
 
     engine = Engine()
-    told = _Told()
+    progress = _Progress()
     request = StartTuning(
         "tune",
         engine_config(args, str(folder)),
@@ -76,33 +76,33 @@ def run(args: argparse.Namespace) -> int:
         even_if_busy=args.even_if_busy,
     )
     try:
-        ending = tune(engine, request, told, lambda: False)
+        ending = tune(engine, request, progress, lambda: False)
     finally:
         engine.unload()
-        told.end()
+        progress.end()
     if ending.problem or ending.result is None:
-        raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, ending.problem or "The run did not come to its end.")
+        raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, ending.problem or "The run did not finish.")
     result = ending.result
     busy = is_busy(ending.others) and bool(result.winner) and not ending.saved
     saved = bool(result.winner) and (ending.saved or (busy and _confirmed(ending)))
     emit(_document(ending, saved=saved), as_json=args.json, human=lambda: report_text(result, saved=saved))
     if busy and not saved:
         note(
-            "switchyard: nothing was saved, because other programs were busy: run it again when they have ended, or "
-            "with --even-if-busy"
+            "switchyard: nothing was saved, because other programs were busy: close them and run it again, or add "
+            "--even-if-busy"
         )
     return 0 if saved else 2
 
 
 def _confirmed(ending: TuningEnding) -> bool:
-    """Whether somebody at the terminal wants it all the same; then it is kept."""
+    """Asks at the terminal whether to save anyway, and does; returns whether it was saved."""
     from engine.tuning.keeping import keep_anyway
 
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return False
     sys.stderr.write(
-        f"Other programs took {ending.others:.0%} of the processor while this was timed, so its figures are too low.\n"
-        "Save it all the same? [y/N] "
+        f"Other programs used {ending.others:.0%} of the CPU during the timing, so these figures are too low.\n"
+        "Save anyway? [y/N] "
     )
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
@@ -114,8 +114,8 @@ def _confirmed(ending: TuningEnding) -> bool:
     return True
 
 
-class _Told:
-    """Progress on a terminal: one line that changes, or nothing."""
+class _Progress:
+    """Progress on a terminal: one updated line, or nothing."""
 
     def __init__(self) -> None:
         self._shown = sys.stderr.isatty()

@@ -46,7 +46,7 @@ def test_an_answer_as_a_trace(tiny: Path, tmp_path: Path, capsys: pytest.Capture
 def test_an_answer_as_a_table(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "answer.csv"
     assert chat(tiny, "--trace", str(path)) == 0
-    count = int(capsys.readouterr().err.split(" spans are in")[0].rsplit(" ", 1)[1].replace(",", ""))
+    count = int(capsys.readouterr().err.split(" spans")[0].rsplit(" ", 1)[1].replace(",", ""))
     rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
     assert len(rows) == count > 10
     assert {"prefill", "sample"} <= {row["name"] for row in rows}

@@ -106,7 +106,7 @@ def test_an_amd_card(
 def test_graphics_of_the_processor_are_no_card(machine: HardwareProfile) -> None:
     first, second = doctor_checks.gpu_findings(replace(machine, gpus=(GRAPHICS,), gpu_note=""))
     assert "do not run on it" in first.detail
-    assert "Models run on the processor." in second.detail
+    assert "CPU" in second.detail
     assert first.status == second.status == Status.OK
 
 
@@ -122,7 +122,7 @@ def test_a_card_in_few_words(monkeypatch: pytest.MonkeyPatch, machine: HardwareP
     monkeypatch.setattr(doctor_checks, "torch_cuda_version", lambda: "13.0")
     gpu = replace(GPU, pcie_width=16, pcie_width_now=8, used_by_others_bytes=3 * 2**30)
     (finding,) = doctor_checks.gpu_findings(replace(machine, gpus=(gpu,), gpu_note=""))
-    assert "140 GiB (3.0 GiB taken by other programs), PCIe 5.0 x8, driver 580.65" in finding.detail
+    assert all(fact in finding.detail for fact in ("140 GiB", "3.0 GiB", "PCIe 5.0 x8", "driver 580.65"))
 
 
 def test_two_kinds_of_cores_and_limits(machine: HardwareProfile) -> None:

@@ -79,7 +79,7 @@ def test_the_timeline_as_a_trace(workload: str, tmp_path: Path, capsys: pytest.C
     assert lanes == {span["lane"] for span in document["spans"]}
     assert len(table.read_text("utf-8").splitlines()) == 1 + len(document["spans"])
     assert cli.main([*_CELL, "--trace", str(tmp_path / "nowhere" / "t.json")]) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    assert "nowhere" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_the_timeline_as_a_trace(workload: str, tmp_path: Path, capsys: pytest.C
         ([*_CELL[:3], "--hardware", "toaster"], "'toaster'"),
         (["simulate", "--model", "toaster", *_CELL[3:]], "'toaster'"),
         ([*_CELL, "--workload", "much"], "not a workload"),
-        ([*_CELL, "--policy", "magic"], "No policy is called 'magic'"),
+        ([*_CELL, "--policy", "magic"], "'magic'"),
         ([*_CELL, "--threads", "0"], "whole number"),
         (["simulate", "peppers"], "invalid choice"),
         ([*_CELL[:1], "--model", "kimi-k2", *_CELL[3:], "--policy", "Fiddler"], "does not fit"),

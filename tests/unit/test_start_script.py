@@ -117,9 +117,9 @@ def test_an_index_that_does_not_answer_is_not_waited_for() -> None:
             "ERROR: No matching distribution found for torch==2.13.0",
             "could not reach its package index",
         ),
-        ("ERROR: No matching distribution found for torch==2.13.0", "finds no PyTorch for Python 3.15.0"),
+        ("ERROR: No matching distribution found for torch==2.13.0", "PyTorch for Python 3.15.0"),
         ("error: subprocess-exited-with-error", "pip could not install PyTorch"),
-        ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.", "another file than"),
+        ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.", "hash"),
     ],
 )
 def test_pip_failures_are_told_apart(output: str, expected: str) -> None:
@@ -159,7 +159,7 @@ def test_a_missing_program_is_no_reason_to_stop(
     monkeypatch.setattr("platform.system", lambda: "Linux")
     monkeypatch.setattr(steps_machine, "may_install_packages", lambda: False)
     steps_machine.want_programs({"nosuchprogram": "nosuch"}, "these tests", tmp_path / "log")
-    assert "Going on without these tests" in capsys.readouterr().out
+    assert "without these tests" in capsys.readouterr().out
 
 
 def test_too_little_disk_is_told_before_anything_is_downloaded(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_without_a_compiler_on_windows_the_step_says_what_to_install(
     monkeypatch.setattr(steps_environment.platform, "system", lambda: "Windows")
     monkeypatch.setattr(steps_environment, "run_logged", lambda *_: (1, f"x\n{said}\n"))
     kernels_checkout(tmp_path).build_kernels()
-    assert f"going on without them: {said}" in capsys.readouterr().out
+    assert f"without them: {said}" in capsys.readouterr().out
 
 
 def test_an_environment_that_does_not_run_counts_as_none(tmp_path: Path) -> None:
@@ -317,4 +317,4 @@ def test_the_script_runs_as_a_script() -> None:
         [sys.executable, INSTALLERS / "start.py", "--help"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0
-    assert done.stdout.startswith("From a fresh checkout")
+    assert "installers/start.py test" in done.stdout
