@@ -7,17 +7,17 @@ depend on what was in RAM already.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import torch
 
-from engine.common.errors import EngineError, ErrorCode
+from engine.experts.cache.pool import Slot
 from engine.experts.disk_tier import DiskTier
 from engine.experts.dispatch import BANK_LAYER
-from engine.experts.ram_tier import Acquired, RamTier
+from engine.experts.ram_tier import RamTier
+from engine.experts.record_source import Arrivals, LentSlots, RecordSource, TierRecords
 from engine.experts.recording import FEW_TOKENS
 from engine.experts.sites import ExpertsSite
 from engine.experts.visits import Visits, visits_of
@@ -74,6 +74,7 @@ def bind_disk_backed(
     Args:
         prefetcher: of the bank's RAM tier, if experts are to be predicted.
     """
+    lent = LentSlots(bank.ram)
     ahead = ReadAhead(bank.ram, [layer.num_experts for layer in bank.disk.header.layers])
     for site in sites:
         layer = bank.disk.header.index_of[site.name]
@@ -82,7 +83,8 @@ def bind_disk_backed(
         few = choose_kernel(site.module, slots, kernels)
         assert few is not None
         assert in_torch is not None
-        experts = DiskBackedExperts(bank.ram, layer, site.num_experts, few, in_torch, ahead, prefetcher)
+        source = TierRecords(lent, layer, site.num_experts, few)
+        experts = DiskBackedExperts(source, layer, few, in_torch, ahead, prefetcher)
         setattr(site.module, BANK_LAYER, (slots, experts))
 
 
@@ -126,9 +128,8 @@ class DiskBackedExperts:
     """Computes one layer's experts, those in RAM while the others are read.
 
     Args:
-        tier: where they come into slots; its slots are the experts that the kernels see.
+        source: brings them into slots, which are the experts that the kernels see.
         layer: index of the layer in the tier.
-        num_experts: E.
         few_tokens: computes a step of up to `MAX_TOKENS` tokens.
         many_tokens: computes longer ones.
         ahead: reads the next layer's experts for longer ones.
@@ -137,21 +138,16 @@ class DiskBackedExperts:
 
     def __init__(
         self,
-        tier: RamTier,
+        source: RecordSource,
         layer: int,
-        num_experts: int,
         few_tokens: ExpertKernel,
         many_tokens: ExpertKernel,
         ahead: ReadAhead | None = None,
         prefetcher: Prefetcher | None = None,
     ) -> None:
-        self._tier = tier
-        self._layer = layer
-        self._experts = num_experts
-        self._few_tokens = few_tokens
-        self._many_tokens = many_tokens
-        self._ahead = ahead
-        self._prefetcher = prefetcher
+        self._source, self._layer = source, layer
+        self._few_tokens, self._many_tokens = few_tokens, many_tokens
+        self._ahead, self._prefetcher = ahead, prefetcher
 
     records_itself = True
 
@@ -163,92 +159,52 @@ class DiskBackedExperts:
         Raises:
             EngineError: an expert could not be read.
         """
-        step = visits_of(hidden_states, top_k_index, self._experts)
+        step = visits_of(hidden_states, top_k_index, self._source.num_experts)
         if step.spans:
             self._compute_all(step, hidden_states)
         return step.weighted_sum(top_k_weights)
 
     def _compute_all(self, step: Visits, hidden: torch.Tensor) -> None:
-        """All at once if there are slots for them; else in rounds, of which one is read while another is computed."""
-        tier, layer, wanted = self._tier, self._layer, list(step.spans)
-        capacity = tier.capacity(layer)
-        if len(wanted) > capacity:
-            absent = set(tier.absent(layer, wanted))
-            wanted.sort(key=absent.__contains__)  # first those that are there, then the others in the file's order
-            capacity = max(capacity // 2, 1)
-        now = tier.acquire(layer, wanted[:capacity])
+        """Those that are there first, then the others as they arrive."""
+        told = False
+
+        def tell() -> None:
+            """Once the step's own reads have been asked for: now for those of the layers to come."""
+            nonlocal told
+            if told or arrivals.left:
+                return
+            told = True
+            if step.tokens > MAX_TOKENS:
+                if self._ahead is not None:
+                    self._ahead.begun(self._layer, len(step.spans), arrivals.read)
+            elif self._prefetcher is not None:
+                self._prefetcher.observe(self._layer, list(step.spans), hidden)
+
+        arrivals = Arrivals(self._source, list(step.spans), tell)
+        try:
+            for held, there in arrivals:
+                if not (told or arrivals.left):
+                    tell()
+                self._run(step, held.rows, there)
+        except BaseException:
+            arrivals.release()
+            raise
         if RECORDER.on and step.tokens <= FEW_TOKENS:
             RECORDER.on_cpu += len(step.spans)
-        if RECORDER.on and RECORDER.uses is not None and step.tokens <= FEW_TOKENS:
-            there = tuple(expert for expert in now.slots if expert not in now.arriving)
-            RECORDER.uses.append((RECORDER.step, RECORDER.layer, list(step.spans), there))
-        left = [*now.left, *wanted[capacity:]]
-        following = Acquired(layer)
-        read = list(now.arriving)
-        told = False
-        try:
-            while True:
-                if left:
-                    following = tier.acquire_ahead(layer, left[:capacity])
-                    left = [*following.left, *left[capacity:]]
-                    read += following.arriving
-                if not (left or told):
-                    told = True
-                    self._foretell(step, hidden, read)
-                self._compute(step, now)
-                tier.release(now)
-                if following.slots:
-                    now, following = following, Acquired(layer)
-                elif left:
-                    now = tier.acquire(layer, left[:capacity])
-                    left = [*now.left, *left[capacity:]]
-                    read += now.arriving
-                    if not now.slots:
-                        message = "All places for experts in RAM are taken and not given back."
-                        raise EngineError(ErrorCode.INTERNAL, message)
-                else:
-                    return
-        finally:
-            tier.release(now)
-            tier.release(following)
+            if RECORDER.uses is not None:
+                were_there = tuple(expert for expert in step.spans if expert not in arrivals.read)
+                RECORDER.uses.append((RECORDER.step, RECORDER.layer, list(step.spans), were_there))
 
-    def _foretell(self, step: Visits, hidden: torch.Tensor, read: list[int]) -> None:
-        """The step's own reads have been asked for: now for those of the layers to come."""
-        if step.tokens > MAX_TOKENS:
-            if self._ahead is not None:
-                self._ahead.begun(self._layer, len(step.spans), read)
-        elif self._prefetcher is not None:
-            self._prefetcher.observe(self._layer, list(step.spans), hidden)
-
-    def _compute(self, step: Visits, acquired: Acquired) -> None:
-        """Those that are there first, then each when it has arrived."""
-        arrived: SimpleQueue[int] = SimpleQueue()
-        for expert, arrival in acquired.arriving.items():
-            arrival.add_done_callback(lambda _, expert=expert: arrived.put(expert))  # type: ignore[misc]
-        self._run(step, acquired, [expert for expert in acquired.slots if expert not in acquired.arriving])
-        missing = len(acquired.arriving)
-        while missing:
-            batch = [arrived.get()]
-            while not arrived.empty():
-                batch.append(arrived.get())
-            for expert in batch:
-                acquired.arriving[expert].result()
-            self._run(step, acquired, sorted(batch))
-            missing -= len(batch)
-
-    def _run(self, step: Visits, acquired: Acquired, experts: list[int]) -> None:
-        if not RECORDER.on:
-            self._run_now(step, acquired, experts)
-            return
+    def _run(self, step: Visits, slots: Mapping[int, Slot], experts: list[int]) -> None:
         begun_ns = time.perf_counter_ns()
-        self._run_now(step, acquired, experts)
-        if experts:
+        self._run_now(step, slots, experts)
+        if RECORDER.on:
             RECORDER.span(lanes.CPU_EXPERTS, lanes.EXPERTS, begun_ns, time.perf_counter_ns(), count=len(experts))
 
-    def _run_now(self, step: Visits, acquired: Acquired, experts: list[int]) -> None:
+    def _run_now(self, step: Visits, slots: Mapping[int, Slot], experts: list[int]) -> None:
         # Which kernel computes depends on the step alone, not on how many of its experts happen to be there.
         if step.tokens > MAX_TOKENS:
-            step.compute(self._many_tokens, acquired.slots, experts)
+            step.compute(self._many_tokens, slots, experts)
             return
         batch: list[int] = []
         rows = 0
@@ -256,8 +212,8 @@ class DiskBackedExperts:
             begin, end = step.spans[expert]
             count = end - begin
             if rows + count > MAX_TOKENS:
-                step.compute(self._few_tokens, acquired.slots, batch)
+                step.compute(self._few_tokens, slots, batch)
                 batch, rows = [], 0
             batch.append(expert)
             rows += count
-        step.compute(self._few_tokens, acquired.slots, batch)
+        step.compute(self._few_tokens, slots, batch)

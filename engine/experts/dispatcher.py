@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Protocol
 
 import torch
@@ -22,7 +21,7 @@ from engine.experts.latency import LatencyModel, split_among
 from engine.experts.misses import CACHE_OFF, MIXED, ways_of
 from engine.experts.misses.way import ExpertLayer, Step, Way
 from engine.experts.partial_sums import PartialSums, Routing
-from engine.experts.record_source import Held, RecordSource
+from engine.experts.record_source import Arrivals, Held, RecordSource
 from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import Lookup, VramCache
 from engine.telemetry.recorder import RECORDER
@@ -241,39 +240,14 @@ class HybridExperts(ExpertLayer):
         return look_up(self.layer, routing.experts)
 
     def _meet_misses(self, step: Step) -> None:
-        """Those whose records are in RAM first, the others as they arrive, as many at a time as RAM has slots for."""
-        left: Sequence[int] = step.lookup.misses
+        """Those whose records are in RAM first, the others as they arrive."""
         busy_s = sum(self.latency.gpu_s(step.routing.tokens(expert)) for expert in step.lookup.hits)
-        arriving: dict[Future[None], tuple[int, Held]] = {}
-        while left or arriving:
-            ready: dict[int, Held] = {}
-            if left:
-                held = self.source.acquire_ahead(left) if arriving else self.source.acquire(left)
-                step.held.append(held)
-                ready = {expert: held for expert in held.rows if expert not in held.arriving}
-                arriving.update((arrival, (expert, held)) for expert, arrival in held.arriving.items())
-                left = held.left
-                if not held.rows and not arriving:
-                    self._wait_for_room()
-                    continue
-            if not ready:
-                self._tell(step)
-                done, _ = wait(arriving, return_when=FIRST_COMPLETED)
-                for arrival in done:
-                    arrival.result()
-                    expert, held = arriving.pop(arrival)
-                    ready[expert] = held
-            for held in {id(held): held for held in ready.values()}.values():
-                mine = [expert for expert in sorted(ready) if ready[expert] is held]
-                self._meet(step, held, mine, busy_s)
-                held.release(mine)
+        # Where copies that nobody waits for have all slots in RAM, they go first.
+        arrivals = Arrivals(self.source, step.lookup.misses, lambda: self._tell(step), self.cache.cancel)
+        step.held.append(arrivals)
+        for held, there in arrivals:
+            self._meet(step, held, there, busy_s)
             busy_s = 0.0  # what the device has been given meanwhile is in the backlog of the link
-
-    def _wait_for_room(self) -> None:
-        """All slots in RAM are in use, by copies that nobody waits for: they go first."""
-        self.cache.cancel()
-        if not self.source.wait_for_copies():
-            raise EngineError(ErrorCode.INTERNAL, "All places for experts in RAM are taken and not given back.")
 
     def _meet(self, step: Step, held: Held, experts: list[int], busy_s: float) -> None:
         """Misses whose records are in RAM."""

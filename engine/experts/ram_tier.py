@@ -170,13 +170,16 @@ class RamTier:
             self.trim()
         with self._changed:
             self._check_open()
-            group, first = self._groups[layer], self.key_of(layer, 0)
-            group.tier.observe(layer, [first + expert for expert in experts])
+            group, first = self._groups[layer], layer * self._stride
+            if group.tier.sampler is not None:
+                group.tier.observe(layer, [first + expert for expert in experts])
             acquired, reads = self._grant(layer, experts)
             while not acquired.slots and acquired.left and group.pool.arriving:
                 self._changed.wait()
+                self._check_open()
                 acquired, reads = self._grant(layer, experts)
-        self._follow(reads)
+        if reads:
+            self._follow(reads)
         return acquired
 
     def hold(self, layer: int, experts: Iterable[int]) -> Acquired:
@@ -188,8 +191,10 @@ class RamTier:
     def acquire_ahead(self, layer: int, experts: Sequence[int]) -> Acquired:
         """As `acquire`, for somebody who has others to compute meanwhile: it never waits, and may give none."""
         with self._lock:
+            self._check_open()
             acquired, reads = self._grant(layer, experts)
-        self._follow(reads)
+        if reads:
+            self._follow(reads)
         return acquired
 
     def release(self, acquired: Acquired) -> None:
@@ -274,7 +279,6 @@ class RamTier:
 
     def _grant(self, layer: int, experts: Sequence[int]) -> tuple[Acquired, list[Read]]:
         """Slots for those that can have one now.  Residents are pinned first, so that none leaves for a missing one."""
-        self._check_open()
         tier, counters, acquired = self._groups[layer].tier, self._counters, Acquired(layer)
         first, pool = layer * self._stride, tier.pool_of[layer]
         missing = []
@@ -287,7 +291,8 @@ class RamTier:
                 acquired.arriving[expert] = self._arrivals[key]
                 self._disk.hurry(tier.copies[key].handle)
                 pool.pin(key)
-                tier.count_needed(key)
+                if key in tier.predicted:
+                    tier.count_needed(key)
             else:
                 missing.append(expert)
                 continue

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Protocol
 
 import torch
 
-from engine.common.errors import EngineError
+from engine.common.errors import EngineError, ErrorCode
 from engine.devices.device import Event
 from engine.experts.bank import BankLayer
 from engine.experts.cache.pool import Slot
@@ -87,6 +88,87 @@ class RecordSource(Protocol):
 
     def wait_for_copies(self) -> bool:
         """Waits until a copy has ended that keeps a record; False if none does."""
+
+
+class Arrivals:
+    """Iterates over these distinct experts of a layer: (what holds them, those of them that are there), first all that
+    are in RAM, then the others as they arrive, as many at a time as RAM has slots for.  Each is let go after its turn.
+
+    Args:
+        before_waiting: called before each wait for a read.
+        make_room: called where all slots in RAM are in use by copies that nobody waits for.
+
+    Attributes:
+        left: those that have not been asked for, because there was no slot.
+        read: those that were not there when they were asked for.
+    """
+
+    def __init__(
+        self,
+        source: RecordSource,
+        experts: Sequence[int],
+        before_waiting: Callable[[], object] | None = None,
+        make_room: Callable[[], object] | None = None,
+    ) -> None:
+        self.left, self.read = experts, list[int]()
+        self._source, self._before_waiting, self._make_room = source, before_waiting, make_room
+        self._held: list[Held] = []
+
+    def release(self) -> None:
+        """Lets all go that are still held: for whoever does not come to the end.  Harmless if repeated."""
+        for held in self._held:
+            held.release()
+
+    def __iter__(self) -> Iterator[tuple[Held, list[int]]]:
+        """
+        Raises:
+            EngineError: a record could not be read, or the model has been closed.
+        """
+        source = self._source
+        arrived: SimpleQueue[tuple[int, Held]] = SimpleQueue()
+        coming, room = 0, len(self.left)
+        while self.left or coming:
+            if self.left:
+                # Behind those that come, no more are asked for than have been let go since.
+                asked = self.left[:room] if coming else self.left
+                held = source.acquire_ahead(asked) if coming else source.acquire(asked)
+                self._held.append(held)
+                self.left = [*held.left, *self.left[len(asked) :]] if held.left or coming else ()
+                for expert, arrival in held.arriving.items():
+                    self.read.append(expert)
+                    arrival.add_done_callback(lambda _, expert=expert, held=held: arrived.put((expert, held)))  # type: ignore[misc]
+                coming += len(held.arriving)
+                there = list(held.rows)
+                if held.arriving:
+                    there = [expert for expert in there if expert not in held.arriving]
+                if there:
+                    yield held, there
+                    held.release(there)
+                    room = len(there)
+                    continue
+                if not coming:
+                    self._wait_for_room()
+                    continue
+            if self._before_waiting is not None:
+                self._before_waiting()
+            batch = [arrived.get()]
+            while not arrived.empty():
+                batch.append(arrived.get())
+            coming, room = coming - len(batch), len(batch)
+            by_holder: dict[Held, list[int]] = {}
+            for expert, held in batch:
+                held.arriving[expert].result()
+                by_holder.setdefault(held, []).append(expert)
+            for held, there in by_holder.items():
+                there.sort()
+                yield held, there
+                held.release(there)
+
+    def _wait_for_room(self) -> None:
+        if self._make_room is not None:
+            self._make_room()
+        if not self._source.wait_for_copies():
+            raise EngineError(ErrorCode.INTERNAL, "All places for experts in RAM are taken and not given back.")
 
 
 class _InRam:

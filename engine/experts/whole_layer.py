@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError
 from engine.devices.device import Device, Direction, Event
 from engine.devices.failures import as_engine_error
 from engine.devices.memory_budget import MemoryCategory
 from engine.experts.record import RecordLayout
-from engine.experts.record_source import RecordSource
+from engine.experts.record_source import Arrivals, RecordSource
 from engine.experts.slot_segments import KernelMaker, Segment
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
@@ -110,33 +110,23 @@ class LayerBuffers:
         layer = half.layer
         assert layer is not None
         stream, copied = self.device.h2d_stream, half.copied
-        source, slots = self._sources[layer], half.segment.records.records
-        left: Sequence[int] = [expert for expert in experts if expert not in copied]
-        while left:
-            held = source.acquire(left)
-            try:
-                if not held.rows and not source.wait_for_copies():
-                    raise EngineError(ErrorCode.INTERNAL, "All places for experts in RAM are taken and not given back.")
-                # Those that are there cross the link while the others are read.
-                for expert in sorted(held.rows, key=lambda expert: expert in held.arriving):
-                    if expert in held.arriving:
-                        held.arriving[expert].result()
+        slots = half.segment.records.records
+        arrivals = Arrivals(self._sources[layer], [expert for expert in experts if expert not in copied])
+        try:
+            # Those that are there cross the link while the others are read.
+            for held, there in arrivals:
+                for expert in there:
                     event = stream.copy(slots[expert], held.record(expert), direction=Direction.H2D)
                     held.until(expert, event)
                     copied[expert] = event
                     if RECORDER.on:
+                        number, nbytes = self.layer_numbers[layer], slots[expert].nbytes
                         RECORDER.event(
-                            event,
-                            lanes.H2D,
-                            lanes.WHOLE_LAYER,
-                            self.layer_numbers[layer],
-                            expert,
-                            slots[expert].nbytes,
-                            device=self.device.index,
+                            event, lanes.H2D, lanes.WHOLE_LAYER, number, expert, nbytes, device=self.device.index
                         )
-            finally:
-                held.release()
-            left = held.left
+        except BaseException:
+            arrivals.release()
+            raise
 
     def compute(
         self,

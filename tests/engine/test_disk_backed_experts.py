@@ -14,6 +14,7 @@ from engine.common.errors import EngineError
 from engine.experts.disk_backed import DiskBackedBank, DiskBackedExperts, ReadAhead
 from engine.experts.disk_tier import DiskTier
 from engine.experts.ram_tier import RamTier
+from engine.experts.record_source import LentSlots, TierRecords
 from engine.kernels.native.experts import MAX_TOKENS
 from tests.engine.made_up_bank import LARGE, SMALL, flip, header_of, random_records, write_bank
 
@@ -62,11 +63,11 @@ class Model:
         self.listener = Listener()
         ahead = ReadAhead(self.tier, [layer.num_experts for layer in HEADER.layers])
         self.kernels = [Kernel(self.tier, layer) for layer in range(LAYERS)]
+        lent = LentSlots(self.tier)
         self.layers = [
             DiskBackedExperts(
-                self.tier,
+                TierRecords(lent, layer, HEADER.layers[layer].num_experts, kernel),
                 layer,
-                HEADER.layers[layer].num_experts,
                 kernel,
                 kernel,
                 ahead,

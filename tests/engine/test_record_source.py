@@ -26,15 +26,15 @@ from engine.experts.disk_tier import DiskTier
 from engine.experts.dispatcher import DECODE_TOKENS, HybridExperts
 from engine.experts.latency import LatencyModel
 from engine.experts.misses import MIXED, modes
-from engine.experts.ram_tier import RamTier
-from engine.experts.record_source import Held, LentSlots, TierRecords
+from engine.experts.ram_tier import Acquired, RamTier
+from engine.experts.record_source import Arrivals, Held, LentSlots, TierRecords
 from engine.experts.vram_cache import Place, VramCache, VramPrefetch
 from engine.hardware.profiles import DeviceProfile
 from engine.kernels import choose_kernel
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.reference import reference_experts
 from tests.engine.hybrid_layers import EVEN, EXPERTS, KINDS, LAYERS, routing
-from tests.engine.made_up_bank import SMALL
+from tests.engine.made_up_bank import LARGE, SMALL
 from tests.engine.ram_tier_parts import RECORDS, HeldDisk, make_tier
 from tests.engine.test_expert_kernels import layer_of
 
@@ -193,6 +193,55 @@ class SourceMachine(RuleBasedStateMachine):
 
 SourceMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestSourceMachine = SourceMachine.TestCase
+
+
+@given(
+    slots=st.integers(1, 7),
+    present=st.sets(st.integers(0, 5)),
+    wanted=st.lists(st.integers(0, 5), unique=True),
+    at_once=st.integers(1, 3),
+    fails=st.none() | st.integers(0, 5),
+)
+@settings(deadline=None)
+def test_experts_come_once_each_and_are_let_go(
+    slots: int, present: set[int], wanted: list[int], at_once: int, fails: int | None
+) -> None:
+    """Those in RAM first, and no more at a time than there are slots; whatever fails, nothing stays held."""
+    disk = HeldDisk()
+    tier = make_tier(disk, slots * SMALL.nbytes + LARGE.nbytes, at_least=1)
+    source = TierRecords(LentSlots(tier), 0, 6, _no_kernel)
+    there = sorted(present)[: tier.capacity(0)]
+    tier.acquire(0, there)
+    for read in list(disk.waiting):
+        disk.end(read)
+    tier.release(Acquired(0, dict.fromkeys(there, 0)))
+
+    def read_some() -> None:
+        for read in list(disk.waiting[:at_once]):
+            damaged = EngineError(ErrorCode.CHECKPOINT_DAMAGED, "torn") if read.expert == fails else None
+            disk.end(read, damaged)
+
+    arrivals = Arrivals(source, wanted, read_some)
+    came: list[int] = []
+    try:
+        for held, experts in arrivals:
+            assert experts
+            for expert in experts:
+                assert torch.equal(held.record(expert), RECORDS[0][expert])
+            came += experts
+    except EngineError:
+        assert fails in wanted
+        arrivals.release()
+    else:
+        assert sorted(came) == sorted(wanted)
+        assert not arrivals.left
+        first = [expert for expert in wanted if expert in there]
+        assert came[: len(first)] == first
+        assert not set(arrivals.read) & set(first)
+    for read in list(disk.waiting):
+        disk.end(read)
+    assert not any(group.pool._pins for group in tier._distinct)
+    tier.close()
 
 
 class OnDisk:

@@ -98,7 +98,10 @@ class Pool:
             victim = self._victim()
             if victim is None or (only_if_admitted and not self.policy.admits(key, victim)):
                 return None
-            slot = self._remove(victim)
+            self.policy.remove(victim)
+            slot = self.residents.pop(victim)
+            if self._on_evicted is not None:
+                self._on_evicted(victim)
         self.arriving[key] = slot
         return slot
 
@@ -119,8 +122,11 @@ class Pool:
         """
         if key in self._pins:
             raise ValueError(f"expert {key} is in use")
-        slot = self._remove(key)
+        self.policy.remove(key)
+        slot = self.residents.pop(key)
         self._free.append(slot)
+        if self._on_evicted is not None:
+            self._on_evicted(key)
         return slot
 
     def shrink(self, count: int) -> list[Slot]:
@@ -165,13 +171,6 @@ class Pool:
         for key in list(self.policy.victims()):
             policy.insert(key)
         self.policy = policy
-
-    def _remove(self, key: Key) -> Slot:
-        self.policy.remove(key)
-        slot = self.residents.pop(key)
-        if self._on_evicted is not None:
-            self._on_evicted(key)
-        return slot
 
     def _victim(self) -> Key | None:
         pins = self._pins

@@ -235,15 +235,14 @@ class Tier(Generic[Source, Handle]):
         slots = self.pool_of[layer].use_all(keys)
         if self.predicted:
             for key, slot in zip(keys, slots, strict=True):
-                if slot is not None:
+                if slot is not None and key in self.predicted:
                     self.count_needed(key)
         return slots
 
     def count_needed(self, key: Key) -> None:
-        """If it was predicted, that was right."""
-        if key in self.predicted:
-            self.predicted.discard(key)
-            self.counters.prefetches_used += 1
+        """One of the predicted is needed."""
+        self.predicted.discard(key)
+        self.counters.prefetches_used += 1
 
     def hold(self, layer: int, experts: Iterable[int]) -> dict[int, Slot]:
         """Pins those that are there.  This is no use of them: who leaves is decided as before."""
@@ -306,7 +305,8 @@ class Tier(Generic[Source, Handle]):
         counters, nbytes = self.counters, self._record_nbytes
         if not well:
             copy.pool.abandon(copy.key)
-            self._count_wasted(copy.key)
+            if copy.key in self.predicted:
+                self._count_wasted(copy.key)
             counters.cancelled += copy.cancelled
             counters.failures += not copy.cancelled
             return
@@ -332,12 +332,12 @@ class Tier(Generic[Source, Handle]):
 
     def _count_eviction(self, key: Key) -> None:
         self.counters.evictions += 1
-        self._count_wasted(key)
+        if key in self.predicted:
+            self._count_wasted(key)
 
     def _count_wasted(self, key: Key) -> None:
-        if key in self.predicted:
-            self.predicted.discard(key)
-            self.counters.prefetches_wasted += 1
+        self.predicted.discard(key)
+        self.counters.prefetches_wasted += 1
 
 
 _NO_SLOTS = Pool(range(0), make_policy("lru", 0))

@@ -13,7 +13,7 @@ from engine.devices.device import Event
 from engine.experts.activations import Activations
 from engine.experts.latency import Estimate, LatencyModel
 from engine.experts.partial_sums import PartialSums, Routing, Work
-from engine.experts.record_source import Held, RecordSource
+from engine.experts.record_source import Arrivals, Held, RecordSource
 from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import Lookup, VramCache
 from engine.telemetry import lanes
@@ -40,7 +40,7 @@ class Step:
     routing: Routing = field(init=False)
     sums: PartialSums = field(init=False)
     host_hidden: torch.Tensor | None = None
-    held: list[Held] = field(default_factory=list)
+    held: list[Held | Arrivals] = field(default_factory=list)
     pending: list[Work] = field(default_factory=list)
     pending_experts: int = 0
     on_cpu: int = 0
