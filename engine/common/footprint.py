@@ -83,7 +83,7 @@ def activation_token_bytes(hidden: int, experts_per_token: int, width: int = 2) 
     return hidden * (10 * width + 4 * max(experts_per_token, 1))
 
 
-def piece_tokens(room: int, per_token: int, context_tokens: int) -> int:
+def chunk_tokens(room: int, per_token: int, context_tokens: int) -> int:
     """The longest chunk of a prompt whose activations leave most of `room` bytes to others."""
     fitting = room // (_SHARE * max(per_token, 1))
     return max(_SHORTEST, min(LONG_TOKENS, fitting, context_tokens))
@@ -99,7 +99,7 @@ def piece_room(room: int, per_token: int, context_tokens: int) -> int:
     return max(_SHORTEST * per_token, min(longest, room // _SHARE))
 
 
-def piece_tokens_in_ram(experts: int, experts_per_token: int) -> int:
+def chunk_tokens_in_ram(experts: int, experts_per_token: int) -> int:
     """Tokens of a chunk whose weights are all in RAM: enough per expert to be worth reading its weights."""
     if not experts_per_token:
         return SHORT_TOKENS

@@ -123,11 +123,11 @@ def ram_usable(costs: Costs, limits: Limits) -> int:
 
 
 def activations(costs: Costs, limits: Limits) -> tuple[int, int]:
-    """(tokens of a piece of a prompt on the card, bytes of its activations)."""
+    """(tokens of a chunk of a prompt on the card, bytes of its activations)."""
     model = costs.model
     each = activation_token_bytes(model, costs.precision)
     room = card_usable(costs, limits) - dense_on_card(costs)
-    piece = footprint.piece_tokens(room, each, context_tokens(model, limits))
+    piece = footprint.chunk_tokens(room, each, context_tokens(model, limits))
     return piece, piece * each
 
 

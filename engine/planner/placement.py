@@ -4,7 +4,7 @@ A plan estimates the sizes from a model's shape, and loading counts them in the 
 them is the same function, so that a plan and the model as it is loaded cannot drift apart.  Nothing here allocates
 anything or asks the machine, and nothing that is given is changed.
 
-Decoder layers are cut into runs, one for each device.  A device holds its dense weights, room for a piece of a prompt
+Decoder layers are cut into runs, one for each device.  A device holds its dense weights, room for a chunk of a prompt
 and for a first context, and in what is left all experts or as many slots as fit.  What is not on a device is in RAM;
 experts that do not fit there are read from disk into slots in RAM.
 """
@@ -218,7 +218,7 @@ class OnDevice:
         experts: of slots, or all of them.
         staging: slots that experts pass through, or two whole layers where these are fetched.
         kv: of the context that there is room for from the start.
-        activations: room for a piece of a prompt.
+        activations: room for a chunk of a prompt.
         slots: experts that stay.
     """
 
@@ -268,7 +268,7 @@ class Placement:
         devices: what each holds; none where the CPU computes everything.
         of_layer: index of the device of each decoder layer; empty if nothing is split.
         all_experts: whether all experts are held on the device, and none in RAM.
-        piece_tokens: how much of a prompt the devices have room to compute at once.
+        chunk_tokens: how much of a prompt the devices have room to compute at once.
         context_tokens: there is room for on the devices if experts give way, at most what was asked for.
         ram: what is held there.
         on_disk: bytes of experts that are read from disk as they are needed.
@@ -279,7 +279,7 @@ class Placement:
     devices: tuple[OnDevice, ...]
     of_layer: tuple[int, ...]
     all_experts: bool
-    piece_tokens: int
+    chunk_tokens: int
     context_tokens: int
     ram: InRam
     on_disk: int = 0
@@ -407,7 +407,7 @@ def _place(sizes: Sizes, weights: Weights, budgets: Budgets, config: EngineConfi
         ),
         of_layer=of_layer,
         all_experts=all_experts,
-        piece_tokens=min(need.piece for need in needs),
+        chunk_tokens=min(need.piece for need in needs),
         context_tokens=min(need.context_room(sizes.context_tokens) for need in needs),
         ram=ram,
         on_disk=on_disk,
@@ -449,7 +449,7 @@ def _need(sizes: Sizes, weights: Weights, of_layer: Sequence[int], index: int, d
     return _Need(
         device,
         dense,
-        footprint.piece_tokens(room, each, context),
+        footprint.chunk_tokens(room, each, context),
         footprint.piece_room(room, each, context),
         kv,
         min(context, footprint.KV_TOKENS),

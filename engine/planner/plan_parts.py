@@ -38,7 +38,7 @@ class TierBytes:
         experts: resident experts (slots, or all of them).
         staging: slots that experts pass through.
         kv: keys and values of the context that there is room for from the start.
-        activations: of one piece of a prompt.
+        activations: of one chunk of a prompt.
         headroom: left to drivers, the desktop, the rest of the program.
         other_programs: held by others now.
     """

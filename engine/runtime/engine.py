@@ -36,7 +36,7 @@ class Engine:
 
     @property
     def telemetry(self) -> ModelTelemetry | None:
-        """What can be told of the loaded model while it runs; None while none is loaded."""
+        """Telemetry of the loaded model; None while none is loaded."""
         return self._telemetry
 
     @property
@@ -68,9 +68,9 @@ class Engine:
     def load(
         self, config: EngineConfig, *, on_progress: Callable[[int, int], None], cancelled: Callable[[], bool]
     ) -> ModelInfo:
-        """Load a model in place of the one loaded, which is freed first, whether or not the new one can be had.
+        """Load a model in place of the one loaded, which is freed first, even if the new one cannot be loaded.
 
-        What the settings leave to the engine is as it was tuned for this model on this machine, if it was.
+        Settings left to the engine are those that tuning found for this model on this machine, if there are any.
 
         Raises:
             EngineError: there is no such model, or it cannot be loaded here; the message says why.
@@ -84,7 +84,7 @@ class Engine:
         except EngineError as error:
             if not tuned.is_tuned or error.code not in (ErrorCode.NOT_ENOUGH_MEMORY, ErrorCode.DEVICE_UNAVAILABLE):
                 raise
-            note = f"Not as it was tuned, which is not possible now: {error.message}"
+            note = f"The tuned settings are not possible now: {error.message}"
             info = self.load_exactly(config, on_progress=on_progress, cancelled=cancelled)
         assert self._loaded is not None
         self._loaded.info = replace(info, device_note=" ".join(filter(None, (info.device_note, note))))
@@ -110,7 +110,7 @@ class Engine:
     def time_decode(
         self, tokens: int, seconds: float, on_token: Callable[[int, float], None], cancelled: Callable[[], bool]
     ) -> DecodeRate:
-        """Times so many tokens of the loaded model, or fewer in so many seconds; see `chat_session.time_decode`.
+        """Times up to `tokens` tokens of the loaded model, for about `seconds` at most; see `chat_session.time_decode`.
 
         The conversation that was held is given up.
 
@@ -142,7 +142,7 @@ class Engine:
             self._loaded = None
 
     def default_sampling(self) -> SamplingParams:
-        """How the loaded model's makers suggest to sample (its `generation_config.json`); greedy if they do not say."""
+        """The sampling that the model's `generation_config.json` suggests; greedy if it suggests none."""
         suggested = getattr(self._ready().model, "generation_config", None)
         greedy = SamplingParams(repetition_penalty=_number(suggested, "repetition_penalty", 1.0))
         if not getattr(suggested, "do_sample", None):
@@ -206,7 +206,7 @@ class Engine:
 
     def _drop_session(self) -> None:
         if self._session is not None:
-            with contextlib.suppress(EngineError):  # a device past help says so to whoever uses it next
+            with contextlib.suppress(EngineError):  # a failed device raises again on its next use
                 self._session.clear()
             self._session = None
 

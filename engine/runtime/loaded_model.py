@@ -30,7 +30,7 @@ class LoadedModel:
     Attributes:
         model: transformers' `PreTrainedModel`, in eval mode, without gradients; its experts are served by `bank`.
         tokenizer: transformers' `PreTrainedTokenizerBase`.
-        info: what the window is told about it.
+        info: what the window shows about it.
 
         bank: the weights of all experts but those on disk; `None` for a dense model.
         disk_backed: the experts that are read from disk as they are needed, if they do not fit into RAM.
@@ -39,10 +39,10 @@ class LoadedModel:
         device: where the non-expert weights are.
         devices: what it runs on beside the CPU, if anything.
         graph_device: the one device that all of it is on, if decode steps are to be captured there.
-        foresight: predicts the experts of coming layers, and keeps what is learnt for later sessions.
+        foresight: predicts the experts of coming layers, and keeps what it learns for later sessions.
 
         context_tokens: longest context allowed, prompt and answer together.
-        piece_tokens: how much of a prompt is computed at once.
+        chunk_tokens: how much of a prompt is computed at once.
         ram_bytes: of RAM that all of it may take, if a budget was set.
     """
 
@@ -60,7 +60,7 @@ class LoadedModel:
     foresight: Foresight | None = None
 
     context_tokens: int
-    piece_tokens: int = SHORT_TOKENS
+    chunk_tokens: int = SHORT_TOKENS
     ram_bytes: int | None = None
 
     @contextmanager
@@ -108,7 +108,7 @@ class LoadedModel:
 
 @dataclass
 class LoadingParts:
-    """Belongs to the loading until all of it is handed over; filled phase by phase.
+    """Owned by the loader until the model is complete; filled phase by phase.
 
     Attributes:
         devices: that were opened, until it is decided whether the model runs on them and what is where.

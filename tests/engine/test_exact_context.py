@@ -110,7 +110,7 @@ def test_what_hunyuan_calls_dynamic_has_fixed_angles_and_packs() -> None:
 
 def _assert_chat_is_exact(model: LoadedModel) -> int:
     """Prompts that grow, shrink and follow answers, in pieces; returns how many tokens were reused."""
-    model = replace(model, piece_tokens=16)
+    model = replace(model, chunk_tokens=16)
     session, base, reused = ChatSession(model), random_prompt(100, seed=5), 0
     for length in (5, 36, 70, 20):
         prompt = base[:length]

@@ -30,7 +30,7 @@ def test_pieces_and_reuse_are_exact(family: str) -> None:
     loaded = tiny_loaded(family)
 
     def alone(prompt: list[int]) -> torch.Tensor:
-        loaded.piece_tokens = 1000
+        loaded.chunk_tokens = 1000
         with torch.inference_mode():
             whole = loaded.model(input_ids=torch.tensor([prompt]), use_cache=False).logits[:, -1]
         assert torch.allclose(logits_after(KvSession(loaded), prompt), whole, atol=2e-4)
@@ -38,7 +38,7 @@ def test_pieces_and_reuse_are_exact(family: str) -> None:
 
     for tokens in (7, 13):
         expected = alone(PROMPT)
-        loaded.piece_tokens = tokens
+        loaded.chunk_tokens = tokens
         assert torch.allclose(logits_after(KvSession(loaded), PROMPT), expected, atol=2e-4)
 
     session = ChatSession(loaded)
@@ -49,7 +49,7 @@ def test_pieces_and_reuse_are_exact(family: str) -> None:
     assert isinstance(kv, KvSession)
     for prompt in (continued, continued, PROMPT, edited, edited[:20]):
         expected = alone(prompt)
-        kv._piece_tokens = 7
+        kv._chunk_tokens = 7
         assert torch.allclose(logits_after(kv, prompt), expected, atol=2e-4)
 
 
@@ -105,7 +105,7 @@ def test_a_failed_forward_spoils_the_cache(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_cancelled_prompt_keeps_what_it_has_read() -> None:
     loaded = tiny_loaded("olmoe")
-    loaded.piece_tokens = 8
+    loaded.chunk_tokens = 8
     session = KvSession(loaded)
     seen: list[tuple[int, int]] = []
     with torch.inference_mode(), pytest.raises(RequestCancelled):

@@ -91,9 +91,9 @@ def test_a_model_too_big_for_a_card_runs_on_the_cpu_and_it_is_said(dense: int, s
 
 def test_chunks_of_a_prompt_are_as_long_as_their_activations_allow() -> None:
     card = budgets(8 * MIB)
-    lengths = [decide(sizes(activations=each, context=10**6), card, PLAIN).piece_tokens for each in (1, 2048, 32768)]
+    lengths = [decide(sizes(activations=each, context=10**6), card, PLAIN).chunk_tokens for each in (1, 2048, 32768)]
     assert lengths == [2048, 1024, 64]
-    assert decide(sizes(activations=1, context=100), card, PLAIN).piece_tokens == 100
+    assert decide(sizes(activations=1, context=100), card, PLAIN).chunk_tokens == 100
 
 
 def test_what_does_not_fit_is_refused_with_the_least_that_would_do() -> None:
@@ -219,7 +219,7 @@ def test_never_more_than_there_is(model: Sizes, there_is: Budgets, config: Engin
             assert fewest <= device.free
             if held.experts + held.staging:
                 assert held.held <= device.free
-        activations = placement.piece_tokens * model.activations_per_token
+        activations = placement.chunk_tokens * model.activations_per_token
         assert all(activations <= held.activations for held in placement.devices)
     anywhere = placement.ram.experts - placement.ram.slots + placement.on_disk
     assert anywhere == (0 if placement.all_experts else weights.experts_nbytes)
@@ -253,7 +253,7 @@ def test_more_memory_never_holds_less(
         assert held.kv >= holds.kv
     if before.devices:
         assert after.context_tokens >= before.context_tokens
-        assert after.piece_tokens >= before.piece_tokens
+        assert after.chunk_tokens >= before.chunk_tokens
     if before.all_experts == after.all_experts:
         assert after.ram.experts >= before.ram.experts
         assert after.on_disk <= before.on_disk

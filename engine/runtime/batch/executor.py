@@ -34,7 +34,7 @@ from engine.telemetry.recorder import RECORDER
 
 
 class ContinuousBatch:
-    """Rows under way in one model; kept while somebody else has priority.
+    """Rows under way in one model; kept while another request has priority.
 
     Args:
         most_pages: for tests, fewer pages than the policy's bytes have room for.
@@ -89,7 +89,7 @@ class ContinuousBatch:
         return self._model.time_parts()
 
     def close(self) -> None:
-        """Lets go of all rows and their pages."""
+        """Drops all rows and their pages."""
         if self._sweep is not None:
             self._sweep.close()
             self._sweep = None
@@ -104,7 +104,7 @@ class ContinuousBatch:
         self._model.close()
 
     def _go_on(self, on_row: AnswerCallback, should_yield: Check, cancelled: Check) -> BatchOutcome | None:
-        """The sweep under way, to its end unless somebody wants it to stop between two layers."""
+        """The sweep under way, to its end unless it is to stop between two layers."""
         assert self._sweep is not None
         while True:
             if cancelled():
@@ -179,10 +179,10 @@ class ContinuousBatch:
 def _choose(rows: list[PagedRow], logits: torch.Tensor) -> list[int]:
     """The next token of each row, from logits [R, V]."""
     # Numpy's argmax is vectorised, torch's is not.
-    likeliest = logits.float().numpy().argmax(axis=-1).tolist() if rows else []
+    most_likely = logits.float().numpy().argmax(axis=-1).tolist() if rows else []
     return [
         token if row.sequence.is_greedy else int(row.sequence.choose(row_logits[None]))
-        for row, row_logits, token in zip(rows, logits, likeliest, strict=True)
+        for row, row_logits, token in zip(rows, logits, most_likely, strict=True)
     ]
 
 
@@ -297,7 +297,7 @@ class BatchExecutor:
         Args:
             rows: the rest of them, if an earlier call has yielded: the rows under way come first.
             on_row: called once for each row, also for those that cannot be answered.
-            should_yield: whether somebody else needs the machine: then it comes back within one layer, all rows kept.
+            should_yield: whether another request needs the machine: it then returns within one layer, all rows kept.
             cancelled: whether to stop: as soon, with nothing kept.
 
         Raises:

@@ -101,10 +101,10 @@ class RowFeed:
     Args:
         asked: rows, each with how much of the input has been read with it, 0 to 1.
         has_ending: whether the row of this number is to be passed over.
-        count: told how far the input has been read.
+        count: records how far the input has been read.
         keep: takes the endings of rows that are never asked, with the message that was to be answered.
         must_pause: asked for every row that is read: of a resumed job there may be a million before the next that is
-            to be asked, and nobody shall wait for those.
+            to be asked, and no chat should wait for those.
     """
 
     def __init__(

@@ -148,7 +148,7 @@ class JobRun:
         It is said once: that a retry failed as well is no news.
 
         Raises:
-            EngineError: `DISK_FULL`: nobody is there to make room, or has for as long as it was to be waited.
+            EngineError: `DISK_FULL`: no room was made, and none is expected, or not in the time that was to be waited.
         """
         begun_s = time.monotonic()
         patience = self._watcher.patience_s

@@ -31,7 +31,7 @@ from engine.planner.batch_prediction import (
     predicted_on_card,
 )
 from engine.planner.engine_costs import engine_costs
-from engine.planner.plan_parts import BatchPlan, Limits
+from engine.planner.plan_parts import Limits
 from engine.runtime.batch.policy import BatchPolicy, can_pack, policy_for
 from engine.runtime.batch.request import BatchAnswer
 from engine.runtime.decode.prompt import chat_prompt
@@ -44,7 +44,7 @@ _READ_ROWS = 48
 _TIMED = 0.25
 """How far a prediction may be off, as a share, after answers were timed."""
 _MOST_FACTOR = 8.0
-"""Rows that took so much longer or shorter than predicted say something else than how fast the machine is."""
+"""A larger deviation from the prediction says something else than how fast the machine is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class SampleTime:
 class SweepClock:
     """Times sweeps by what is under way, which it is shown between layers.
 
-    The first sweeps read prompts, and weights that nobody has touched since they were loaded: no later one does, so
+    The first sweeps read prompts, and weights that have not been touched since they were loaded: no later one does, so
     only those count in which the very same rows get one more token each.
 
     Args:
@@ -91,11 +91,11 @@ class SweepClock:
         decoded = rows == self._last[0] and tokens == self._last[1] + rows
         if decoded and self._last_s is not None:
             self._sweeps.append((rows, at - self._last_s))
-        # Every row has its first token: from here on nobody reads a prompt.
+        # Every row has its first token: from here on no prompt is read.
         self._last, self._last_s = now, at if tokens >= rows else None
 
     def leave(self, others: Callable[[], None]) -> None:
-        """Calls `others`, whose time is nobody's here; the sweep under way is not timed."""
+        """Calls `others`, whose time does not count; the sweep under way is not timed."""
         begun_s = self._clock()
         try:
             others()
@@ -152,14 +152,14 @@ def predicted_after(
     On the CPU the rows' own sweeps correct the prediction; on a card a few rows say little about many.  Where no sweep
     was seen whole, as where rows are answered one by one, all of their time does, in which there are cold weights.
     """
-    told = [answer for answer in answers if answer.generated_tokens]
-    if not told:
+    answered = [answer for answer in answers if answer.generated_tokens]
+    if not answered:
         return plan_job(prepared, loaded).prediction
-    generated = statistics.fmean(answer.generated_tokens for answer in told)
+    generated = statistics.fmean(answer.generated_tokens for answer in answered)
     plan = plan_job(prepared, loaded, generated)
     if plan.prediction is None or plan.prediction.schedule or taken.seconds <= 0:
         return plan.prediction
-    prompt = statistics.fmean(answer.prompt_tokens for answer in told)
+    prompt = statistics.fmean(answer.prompt_tokens for answer in answered)
     shape = find_shape(loaded.info.path)
 
     def predicted_s(rows: int, tokens: float) -> float:
@@ -172,7 +172,7 @@ def predicted_after(
         decoding_s = predicted_s(taken.sweep_rows, generated) - predicted_s(taken.sweep_rows, 1.0)
         factor = decoding_s / (generated - 1) / taken.sweep_s
     else:
-        factor = predicted_s(len(told), generated) / taken.seconds
+        factor = predicted_s(len(answered), generated) / taken.seconds
     return plan.prediction.corrected(min(max(factor, 1 / _MOST_FACTOR), _MOST_FACTOR), _TIMED)
 
 
@@ -189,19 +189,20 @@ def plan_rows(rows: JobRows, loaded: LoadedModel, shape: ModelShape, found: Prob
         policy = policy_for(loaded)
         costs = engine_costs(machine, shape, precision, loaded.info.threads)
         together = min(policy.rows, _with_room(policy, rows, shape)) if can_pack(loaded.model) else 1
-        told = predict_on_cpu(costs, rows, together, sweep_tokens=policy.sweep_tokens, off=off)
-        return JobPlan(policy, rows, told)
+        predicted = predict_on_cpu(costs, rows, together, sweep_tokens=policy.sweep_tokens, off=off)
+        return JobPlan(policy, rows, predicted)
     if card is None:
         return JobPlan(policy_for(loaded), rows, None)
     memory = card.memory.total
     if machine.gpu is None and name.startswith(EMULATED):
-        machine = with_emulated(machine, name, memory)  # nobody has measured it: it is as its profile says
+        machine = with_emulated(machine, name, memory)  # not measured: as its profile says
     limits = Limits(vram_bytes=memory, threads=loaded.info.threads, precision=precision)
     best = best_batch(machine, shape, limits, precision, rows)
     if best is None:
         return JobPlan(policy_for(loaded), rows, None)
     plan, lane = best
-    return JobPlan(policy_for(loaded, plan=plan), rows, _told(rows, plan, lane, off))
+    predicted = predicted_on_card(rows, plan.sequences, plan.batches, plan.schedule, plan.tokens_per_s, lane, off)
+    return JobPlan(policy_for(loaded, plan=plan), rows, predicted)
 
 
 def job_rows(prepared: PreparedJob, loaded: LoadedModel, generated_tokens: float | None = None) -> JobRows:
@@ -213,7 +214,7 @@ def job_rows(prepared: PreparedJob, loaded: LoadedModel, generated_tokens: float
             continue
         try:
             lengths.append(len(chat_prompt(loaded.tokenizer, asked.messages)))
-        except EngineError:  # it will be told about its own row
+        except EngineError:  # the row itself will fail with it
             continue
         limits.append(min(asked.sampling.max_tokens, max(1, loaded.context_tokens - lengths[-1])))
     total = count if count < _READ_ROWS else max(count, round(count / reached) if reached > 0 else count)
@@ -228,7 +229,3 @@ def _with_room(policy: BatchPolicy, rows: JobRows, shape: ModelShape) -> int:
     """Rows whose keys and values have room together."""
     each = shape.kv_bytes_per_token() * (rows.prompt_tokens + rows.generated_tokens)
     return max(1, int(policy.kv_bytes // max(each, 1.0)))
-
-
-def _told(rows: JobRows, plan: BatchPlan, lane: str, off: float) -> JobPrediction:
-    return predicted_on_card(rows, plan.sequences, plan.batches, plan.schedule, plan.tokens_per_s, lane, off)

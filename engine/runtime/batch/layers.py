@@ -154,7 +154,7 @@ class NativeRows:
             return torch.add(out, result[0] if isinstance(result, tuple) else result)
 
     def linears(self, layers: Iterable[int]) -> AbstractContextManager[None]:
-        """While in it, these layers' linear layers are computed by the kernels, whoever calls the layers."""
+        """While in it, these layers' linear layers are computed by the kernels, from wherever they are called."""
         return _replaced([pair for index in layers for pair in self._linears[index]])
 
     def _add_experts(self, block: Any, struct: SparseBlockStruct, hidden: torch.Tensor) -> torch.Tensor:
@@ -184,7 +184,7 @@ def _linears(part: Any, kernels: NativeKernels) -> list[tuple[Any, RowsLinear]]:
 
 @contextmanager
 def _replaced(forwards: Iterable[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
-    """Within it these modules have other `forward`s; behind it their own are back, for somebody else may use them."""
+    """Within it these modules have other `forward`s; afterwards their own are back: a chat may come in between."""
     pairs = list(forwards)
     own = [module.__dict__.get("forward") for module, _ in pairs]
     try:

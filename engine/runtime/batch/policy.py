@@ -19,7 +19,7 @@ from engine.runtime.kv.window_masks import window_of_cache_alone
 from engine.runtime.loaded_model import LoadedModel
 
 _MICRO_BATCHES = 8
-"""Of one sweep on a device, if nobody has planned it: attention runs two ahead, a bubble is an eighth of a layer."""
+"""Of one sweep on a device, if there is no plan: attention runs two ahead, a bubble is an eighth of a layer."""
 _KV_SHARE = 0.5
 """Of the RAM that is free: the rest is for activations, for the page cache of an input file, and for others."""
 _LEAST_KV_BYTES = 64 * 2**20
@@ -81,12 +81,12 @@ def policy_for(loaded: LoadedModel, plan: BatchPlan | None = None) -> BatchPolic
         plan: sizes that the planner found best, if it was asked.
     """
     rows = plan.sequences if plan is not None else ROWS_TOGETHER
-    # Where weights come from disk or over a link, a prompt is read in long pieces: each brings them once.  On a card a
-    # piece is what its memory has room for.
-    piece = loaded.piece_tokens
-    at_once = max(piece, rows) if loaded.devices is not None else max(BatchPolicy.micro_batch_tokens, piece)
+    # Where weights come from disk or over a link, a prompt is read in long chunks: each brings them once.  On a card a
+    # chunk is what its memory has room for.
+    chunk = loaded.chunk_tokens
+    at_once = max(chunk, rows) if loaded.devices is not None else max(BatchPolicy.micro_batch_tokens, chunk)
     kv_bytes = max(_LEAST_KV_BYTES, _room(loaded, at_once))
-    sizes = BatchPolicy(rows, kv_bytes, max(BatchPolicy.sweep_tokens, piece), at_once)
+    sizes = BatchPolicy(rows, kv_bytes, max(BatchPolicy.sweep_tokens, chunk), at_once)
     if plan is None:
         return replace(sizes, micro_batch_rows=-(-rows // _MICRO_BATCHES)) if loaded.devices is not None else sizes
     planned, reading = SCHEDULES[plan.decode], SCHEDULES[plan.prefill]

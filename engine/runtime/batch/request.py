@@ -62,7 +62,7 @@ class BatchAnswer:
 class BatchOutcome(Enum):
     """Why `BatchExecutor.run` came back.
 
-    `YIELDED`: somebody else had priority; the rows under way are kept, and the next `run` goes on with them.
+    `YIELDED`: another request had priority; the rows under way are kept, and the next `run` goes on with them.
     """
 
     FINISHED = "finished"
@@ -109,7 +109,7 @@ class Preparation:
     def prepared(
         self, requests: Iterator[BatchRequest], on_row: AnswerCallback, cancelled: CancelCheck = never_cancelled
     ) -> Iterator[PreparedRow]:
-        """Those that can be answered; the others are told to `on_row` at once.
+        """Those that can be answered; the others go to `on_row` at once.
 
         Raises:
             RequestCancelled: `cancelled()` came true while a row's prompt was made.

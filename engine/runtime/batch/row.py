@@ -30,9 +30,9 @@ def prefix_after(before: Prefix, tokens: Sequence[int]) -> Prefix:
 class PagePool:
     """Pages 0 to `capacity` - 1.
 
-    A row reserves all pages that it may come to need before it begins, so that nobody who has begun ever waits or
+    A row reserves all pages that it may come to need before it begins, so that no row that has begun ever waits or
     loses a page.  Pages that hold the beginning of a prompt are shared; when no row holds one any more it is kept as
-    long as nobody needs its place, the one unused for the longest going first.
+    long as its place is not needed, the one unused for the longest going first.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -43,7 +43,7 @@ class PagePool:
         self._page_of: dict[Prefix, int] = {}
         self._prefix_of: dict[int, Prefix] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
-        """Pages that nobody holds but that may be shared again."""
+        """Pages that no row holds but that may be shared again."""
 
     @property
     def held(self) -> int:
@@ -79,14 +79,14 @@ class PagePool:
         if page is None:
             return None
         if self._holders[page] == 0:
-            # It leaves what others have reserved, so whoever shares it gives one of its own reservations for it.
+            # It leaves what others have reserved, so the row that shares it gives up one of its own reservations.
             del self._idle[page]
             self._reserved -= 1
         self._holders[page] += 1
         return page
 
     def is_idle(self, prefix: Prefix) -> bool:
-        """Whether this prefix has a page that nobody holds."""
+        """Whether this prefix has a page that no row holds."""
         page = self._page_of.get(prefix)
         return page is not None and self._holders[page] == 0
 

@@ -57,11 +57,11 @@ def run_whole_job(prepared: PreparedJob, loaded: LoadedModel, watcher: JobWatche
 
 
 def run_sample(prepared: PreparedJob, loaded: LoadedModel, rows: int, watcher: JobWatcher) -> None:
-    """Answers the first rows of a job, and keeps nothing; whoever has priority waits for no more than a layer.
+    """Answers the first rows of a job, and keeps nothing; requests with priority wait for no more than a layer.
 
     Args:
-        watcher: told each answer with the message that it answers, in any order, and at the end how fast the whole job
-            will be: as predicted, corrected by what these rows took.  It hears of no pace.
+        watcher: receives each answer with the message that it answers, in any order, and at the end how fast the whole
+            job will be: as predicted, corrected by what these rows took.  It receives no pace.
     """
     on_answer, cancelled = watcher.on_answer, watcher.cancelled
     asking = Asking(prepared.job.tries, lambda: _constrained(loaded))

@@ -241,11 +241,11 @@ def time_decode(
     on_token: Callable[[int, float], None] = lambda _count, _rate: None,
     cancelled: CancelCheck = never_cancelled,
 ) -> DecodeRate:
-    """Continues a prompt greedily by so many tokens after the first, whatever they are.
+    """Continues a prompt greedily by `tokens` tokens after the first, past any end token.
 
     Args:
         seconds: a slow model is stopped after so long, with the tokens that it has made, four at the least.
-        on_token: told how many there are, and the rate since the first.
+        on_token: called with their number, and the rate since the first.
 
     Raises:
         EngineError: as `ChatSession.generate`.

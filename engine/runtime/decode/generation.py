@@ -18,7 +18,7 @@ TextCallback = Callable[[str, int], None]
 """Text to append, final as it stands (it may be empty), and tokens generated so far."""
 
 CancelCheck = Callable[[], bool]
-"""Whether to stop now; asked once per token and once per piece of a prompt."""
+"""Whether to stop now; asked once per token and once per chunk of a prompt."""
 
 
 class TokenConstraint(Protocol):

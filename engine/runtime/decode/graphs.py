@@ -52,7 +52,7 @@ class _Experts:
     result: torch.Tensor
 
     def replay(self) -> None:
-        # A copy, for whoever learns from hidden states looks at them when the next token's are there already.
+        # A copy: predictors that learn from hidden states read them when the next token's are already there.
         self.result.copy_(compute_experts(self.module, self.hidden.clone(), self.index, self.weights))
 
 
@@ -106,7 +106,7 @@ class GraphStep:
 
     @property
     def is_current(self) -> bool:
-        """Whether experts are computed by whoever computed them then."""
+        """Whether experts are still computed by the same kernels."""
         return all(bound_kernel(module)[1] is kernel for module, kernel in self._kernels)
 
     @property
@@ -159,7 +159,7 @@ class GraphStep:
         self._kernels.append((module, kernel))
         if is_capturable(kernel) and layer.device == hidden.device:
             self._inside[-1].append(module)
-            return kernel(hidden, index, weights)  # nobody can look on while it is repeated
+            return kernel(hidden, index, weights)  # replays run no Python
         self._pieces.append(self._capture.end())
         try:
             result = compute_experts(module, hidden.clone(), index, weights).clone()
@@ -239,7 +239,7 @@ class GraphedSteps:
         return logits.clone()
 
     def leave(self) -> None:
-        """Before somebody else uses the cache: gives all back that is kept elsewhere meanwhile."""
+        """Before other code uses the cache: writes back what is kept elsewhere meanwhile."""
         if self._cache is not None and self._cache.leave():
             self.forget()
 

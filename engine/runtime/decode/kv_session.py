@@ -50,8 +50,8 @@ class KvSession:
         self.graphs = GraphedSteps(self._step, captures) if captures is not None else None
         self._room = KvRoom(loaded.devices, loaded.context_tokens)
         self._beam_room = KvRoom(loaded.devices, loaded.context_tokens)
-        self._piece_tokens = loaded.piece_tokens
-        self._in_pieces = can_continue(loaded.model)
+        self._chunk_tokens = loaded.chunk_tokens
+        self._in_chunks = can_continue(loaded.model)
         self._long_rope = long_rope_boundary(loaded.model)
         self._exact = exact_tokens(loaded.model)
         self._cache: Cache | None = None
@@ -99,7 +99,7 @@ class KvSession:
             logits [1, V] after the prompt, and how many of its tokens were reused.
 
         Raises:
-            RequestCancelled: asked for between two pieces; what was computed so far serves the next prompt.
+            RequestCancelled: asked for between two chunks; what was computed so far serves the next prompt.
         """
         self._beam_room.release()
         self._leave_graphs()
@@ -110,7 +110,7 @@ class KvSession:
         if self._cache is None:
             self._cache = new_cache(self._model, self._context_tokens)
         logits: torch.Tensor | None = None
-        for start, end in self._pieces(reused, total):
+        for start, end in self._chunks(reused, total):
             if cancelled():
                 raise RequestCancelled
             if end == total:
@@ -181,19 +181,19 @@ class KvSession:
         # Of an answer that depends on what is computed together, tokens come one by one, as they came before.
         read = min(self._prompt_tokens, len(ids)) if len(ids) > self._exact else len(ids)
         singles = [(place, place + 1) for place in range(read, len(ids))]
-        for start, end in [*self._pieces(0, read), *singles]:
+        for start, end in [*self._chunks(0, read), *singles]:
             logits = self._forward(torch.tensor([ids[start:end]], device=self._device), ids[start:end])
         assert logits is not None
         return logits
 
-    def _pieces(self, begin: int, total: int) -> Iterator[tuple[int, int]]:
+    def _chunks(self, begin: int, total: int) -> Iterator[tuple[int, int]]:
         """From where to where each forward of a prompt goes."""
-        if not self._in_pieces or total > self._exact or self._crosses(0, total):
+        if not self._in_chunks or total > self._exact or self._crosses(0, total):
             yield begin, total
             return
         last = total - SNAPSHOT_TOKENS
         while begin < total:
-            end = min(begin + self._piece_tokens, total)
+            end = min(begin + self._chunk_tokens, total)
             if begin < last < end and self._forgets():
                 end = last
             yield begin, end
@@ -203,7 +203,7 @@ class KvSession:
         return self._cache is not None and KvSnapshot.worth_taking(self._cache)
 
     def _take_snapshot(self) -> None:
-        if self._ids and self._in_pieces and self._cache is not None and self._forgets():
+        if self._ids and self._in_chunks and self._cache is not None and self._forgets():
             self._snapshot = KvSnapshot(self._cache, len(self._ids))
 
     def _reuse(self, prompt: Sequence[int]) -> int:
@@ -215,7 +215,7 @@ class KvSession:
             shared = self._snapshot.length if self._snapshot is not None and self._snapshot.length <= shared else 0
         keep = (
             shared > 0
-            and (self._in_pieces or len(prompt) - shared == 1)
+            and (self._in_chunks or len(prompt) - shared == 1)
             and max(held, len(prompt)) <= self._exact
             and not self._crosses(shared, len(prompt))
             and not self._crosses(shared, held)

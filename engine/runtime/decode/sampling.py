@@ -31,7 +31,7 @@ class Candidates:
 
 
 def greedy_token(logits: torch.Tensor) -> torch.Tensor:
-    """The likeliest token [B, 1] of logits [B, V]; of equals, the one that `torch.argmax` takes in float32."""
+    """The most likely token [B, 1] of logits [B, V]; of equals, the one that `torch.argmax` takes in float32."""
     if logits.device.type == "cpu" and logits.shape[0] == 1:
         # The same token, several times faster: numpy's argmax is vectorised, torch's is not.
         return torch.tensor([[int(logits[0].float().numpy().argmax())]])
@@ -64,24 +64,24 @@ def candidates(logits: torch.Tensor, sampling: SamplingParams) -> Candidates:
 
     if sampling.top_p < 1:
         if not ordered:
-            probabilities, token_ids = _likeliest(probabilities, sampling.top_p)
+            probabilities, token_ids = _most_likely(probabilities, sampling.top_p)
         before = probabilities.cumsum(dim=-1) - probabilities
-        # The likeliest token has nothing before it, so it always stays.
+        # The most likely token has nothing before it, so it always stays.
         keep = int((before < sampling.top_p).sum())
         probabilities = probabilities[:keep]
         token_ids = token_ids[:keep] if token_ids is not None else None
         ordered = True
 
     if sampling.min_p > 0:
-        likeliest = probabilities[0] if ordered else probabilities.max()
-        kept = (probabilities >= sampling.min_p * likeliest).nonzero().squeeze(-1)
+        most_likely = probabilities[0] if ordered else probabilities.max()
+        kept = (probabilities >= sampling.min_p * most_likely).nonzero().squeeze(-1)
         probabilities = probabilities[kept]
         token_ids = token_ids[kept] if token_ids is not None else kept
     return Candidates(probabilities / probabilities.sum(), token_ids)
 
 
-def _likeliest(probabilities: torch.Tensor, mass: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The likeliest tokens of [V] in falling order, enough of them to hold `mass`: ([m] probabilities, [m] ids).
+def _most_likely(probabilities: torch.Tensor, mass: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The most likely tokens of [V] in falling order, enough of them to hold `mass`: ([m] probabilities, [m] ids).
 
     Tokens below (1 - mass) / V cannot reach 1 - mass even all together, so they are dropped before anything is sorted.
     """

@@ -29,10 +29,10 @@ _PAGE = 256
 def watched_layers(
     model: Any, begin: int, end: int, total: int, on_progress: ProgressCallback, cancelled: CancelCheck
 ) -> Iterator[None]:
-    """While a long piece is computed, progress is told and a cancel heard at every layer.
+    """While a long chunk is computed, every layer reports progress and checks for a cancel.
 
     Raises:
-        RequestCancelled: out of the forward, whose cache is then of no use.
+        RequestCancelled: out of the forward, whose cache must not be used afterwards.
     """
     layers = decoder_layers(model) if end - begin > SHORT_TOKENS else []
     passed = 0
@@ -140,7 +140,7 @@ class TokenStep:
 
         Returns:
             Its logits [1, V]; `None`, and nothing was done, if the library has to compute this step: the cache is not
-            one to write into, or somebody listens to the layers.
+            one to write into, or a hook is registered on a layer.
 
         Raises:
             EngineError: `NOT_ENOUGH_MEMORY`.

@@ -40,7 +40,7 @@ def speed_up_decoder_layers(model: Any, kernels: NativeKernels) -> int:
 
 
 def route_in_library(model: Any) -> None:
-    """Lets the library's own routers choose the experts again, in all layers, for somebody who listens to them."""
+    """Lets the library's own routers choose the experts again, in all layers, so that they can be recorded."""
     for layer in model.modules():
         fast_path = layer.__dict__.get("forward")
         if isinstance(fast_path, SingleTokenLayer):
@@ -120,7 +120,7 @@ class SingleTokenLayer:
         recorder.dense(lanes.ATTENTION, begun_ns, attended_ns, self._number)
         recorder.layer_since_ns = attended_ns
         out = self._library_mlp(out)
-        if recorder.layer_since_ns == attended_ns:  # no experts, which would have told of themselves
+        if recorder.layer_since_ns == attended_ns:  # no experts, which would have recorded their own span
             recorder.layer_since_ns = ended_ns = perf_counter_ns()
             recorder.dense(lanes.DENSE, attended_ns, ended_ns, self._number)
         return out

@@ -115,7 +115,7 @@ class FixedWindowLayer(CacheLayerMixin):  # type: ignore[misc]
         return ring.index_copy_(-2, rows, states)
 
     def is_current(self, held: int) -> bool:
-        """Whether nobody else has changed the layer, which has seen so much."""
+        """Whether the layer is unchanged since: it has seen so many tokens."""
         return bool(self._layer.cumulative_length == self._tokens == held)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -171,7 +171,7 @@ class FixedCache(Cache):  # type: ignore[misc]
 
     @classmethod
     def over(cls, cache: Cache, tokens: int, position: FixedPosition) -> FixedCache | str:
-        """With room for at least `tokens`, or why that cannot be had."""
+        """With room for at least `tokens`, or why that is not possible."""
         growing = [layer for layer in cache.layers if type(layer) is GrowingLayer]
         buffers = [layer.room_for(tokens) for layer in growing]
         if None in buffers:

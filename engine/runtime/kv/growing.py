@@ -25,7 +25,7 @@ def grown_capacity(held: int, tokens: int, most_tokens: int | None = None) -> in
 class GrowingWindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]  # transformers is untyped
     """The library's layer, besides `claim_row`.
 
-    `keys` and `values` are views of a buffer with room behind them as long as nobody has put others in their place:
+    `keys` and `values` are views of a buffer with room behind them as long as they have not been replaced:
     that is how the library's own methods, which all do so, need not know of it.
     """
 
@@ -71,7 +71,7 @@ class GrowingWindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]  # tr
         return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 
     def _move(self, held: int) -> tuple[torch.Tensor, torch.Tensor]:
-        # New buffers rather than the old ones' beginning: somebody may still hold a view of those.
+        # New buffers rather than the old ones' beginning: other code may still hold a view of those.
         capacity = grown_capacity(held, held + 1, 2 * self.sliding_window)
         moved = []
         for old in (self.keys, self.values):
@@ -91,7 +91,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
     """
 
     _is_behind = False
-    """Whether rows were claimed since `keys` and `values` were last looked at: whoever claims does not look."""
+    """Whether rows were claimed since `keys` and `values` were last looked at: claiming code does not look."""
 
     def __init__(self, most_tokens: int | None = None) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
         return self._key_buffer, self._value_buffer
 
     def wrote(self, tokens: int) -> None:
-        """Somebody has written rows into the buffers: they hold so many tokens now."""
+        """Rows have been written into the buffers from outside: they hold so many tokens now."""
         assert self._key_buffer is not None
         assert self._value_buffer is not None
         self._length = tokens

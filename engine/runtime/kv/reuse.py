@@ -1,7 +1,7 @@
 """What may be done to a KV cache without changing a single later token.
 
 Three questions, answered from the layers that the cache really has rather than from the model's name: may its last
-tokens be taken back, if not, can it return to a snapshot, and may a prompt be read in pieces, each continuing the
+tokens be taken back, if not, can it return to a snapshot, and may a prompt be read in chunks, each continuing the
 cache of the one before?
 """
 

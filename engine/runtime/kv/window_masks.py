@@ -48,7 +48,7 @@ def window_of(mask_function: Callable[..., Any], tokens: int) -> int:
         LookupError: the rule is another one.
     """
     places, zero = torch.arange(tokens), torch.tensor(0)
-    # By two neighbours a window is told from a chunk, in which each token sees one more than the one before it.
+    # Two neighbours distinguish a window from a chunk, in which each token sees one more than the one before it.
     seeing = sorted({tokens // 2, max(0, tokens - 2), tokens - 1})
     seen = [mask_function(zero, zero, torch.tensor(place), places).expand(tokens) for place in seeing]
     window = int(seen[-1].sum())

@@ -1,4 +1,4 @@
-"""Binds experts to the devices that compute them, layers to kernels, and whoever predicts what is wanted."""
+"""Binds experts to the devices that compute them, layers to kernels, and predictors to routers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 def bind_experts(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts, config: EngineConfig) -> None:
-    """Hands the experts over to who computes them, devices with all the memory that is left to them.
+    """Binds the experts to what computes them; devices get all the memory that is left to them.
 
     Raises:
         EngineError: a device failed, or has no room for what no step can do without.
@@ -85,7 +85,7 @@ def _bind_devices(opened: OpenedCheckpoint, decision: Decision, parts: LoadingPa
     if decision.dense.type == "cpu" and opened.dtype == torch.bfloat16:
         held.kernels = load_kernels(1)  # the device's own: it computes beside the CPU
     held.activations = [Activations(device) for device in decision.devices]
-    for activations in held.activations:  # what no step can do without: who is refused it runs on the CPU
+    for activations in held.activations:  # no step can do without these: if they do not fit, the model runs on the CPU
         activations.rows((max(profile.experts_per_token, 1), profile.hidden), opened.dtype)
     records = RecordsInRam(parts.bank, parts.disk_backed, parts.kernels)
     experts = [site.num_experts for site in able]
@@ -116,7 +116,7 @@ def _bind_read_ahead(opened: OpenedCheckpoint, decision: Decision, parts: Loadin
 
 @dataclass(frozen=True)
 class ComputedOn:
-    """Stands where other experts have their records: hidden states are brought to this device."""
+    """Takes the place of a bank layer: hidden states are moved to this device."""
 
     device: torch.device
 
@@ -197,7 +197,7 @@ def open_caches(
             latency: LatencyModel | None = None
             for layer, site in enumerate(group):
                 seen, kernel, source = records.of(site)
-                make = makers.setdefault(_likeness(site.module), _maker(site.module, held.kernels))
+                make = makers.setdefault(_kernel_kind(site.module), _maker(site.module, held.kernels))
                 if latency is None:
                     latency = _latency(device, seen, kernel, make, kernels, dtype)
                 place = Place(cache, layer, source)
@@ -214,7 +214,7 @@ def bind_to_devices(
     """Lets every experts module be computed where `open_caches` has put it.
 
     Args:
-        observer: is told of decode steps.
+        observer: is called for each layer of decode steps.
     """
     activations = {activations.device.name: activations for activations in held.activations}
     for layer in bound:
@@ -303,7 +303,7 @@ def _open_cache(
 
 def _kernel(module: Any, records: LayerRecords, kernels: NativeKernels | None) -> ExpertKernel:
     kernel = choose_kernel(module, records, kernels)
-    assert kernel is not None  # modules that compute by themselves are not brought here
+    assert kernel is not None  # modules with their own computation never get here
     return kernel
 
 
@@ -311,7 +311,7 @@ def _maker(module: Any, kernels: NativeKernels | None) -> KernelMaker:
     return lambda records: _kernel(module, records, kernels)
 
 
-def _likeness(module: Any) -> object:
+def _kernel_kind(module: Any) -> object:
     """Equal for modules whose experts compute the same from their weights: these share kernels and what those keep."""
     if module.has_post_expert_norm:
         return id(module)

@@ -53,7 +53,7 @@ class OpenedCheckpoint:
         model: on the meta device.
         sites: its experts modules, in the checkpoint's own precision.
         weights: how many the model has.
-        unread: what the model could take besides text and is not given, for people; may be empty.
+        unread: other inputs of the model than text, which are not supported, in words; may be empty.
     """
 
     directory: Path
@@ -73,7 +73,7 @@ class OpenedCheckpoint:
 
     @property
     def key(self) -> str:
-        """For what is learnt about the model from one session to the next."""
+        """Under which what is learned about the model is kept between sessions."""
         profile = self.profile
         return f"{self.name} {profile.family} {profile.parameters} {profile.bytes}"
 

@@ -75,7 +75,7 @@ class Decision:
 
     @property
     def activations(self) -> list[int]:
-        """Bytes of each device that a piece of a prompt may take."""
+        """Bytes of each device that a chunk of a prompt may take."""
         return [device.activations for device in self.placement.devices]
 
     @property

@@ -26,7 +26,7 @@ class DeviceExperts:
         activations: of each device, on their way.
         layer_buffers: in place of caches, where whole layers are fetched.
         kernels: the native ones that compute for emulated devices.
-        shortages: sentences for the user about what did not fit from the start.
+        shortages: sentences for the user about what did not fit when the model was loaded.
     """
 
     devices: Sequence[Device]
@@ -47,7 +47,7 @@ class DeviceExperts:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences for the user about what could not be had, as of now."""
+        """Sentences for the user about what does not fit, as of now."""
         said = [cache.note for cache in self.all_caches]
         return [*self.shortages, *(note for note in said if note is not None)]
 
@@ -90,7 +90,7 @@ class DeviceExperts:
         return self.slots
 
     def take_back(self) -> None:
-        """Lets caches that had to give memory back have it again, as far as it is free."""
+        """Gives memory back to caches that had to give some up, as far as it is free."""
         for device, caches in zip(self.devices, self.caches, strict=True):
             for cache in caches:
                 missing = self._wanted[id(cache)] - cache.slots
@@ -99,12 +99,12 @@ class DeviceExperts:
                     cache.resize(cache.slots + min(missing, fitting))
 
     def settle_for_less(self) -> None:
-        """From now on caches are wanted as small as they have become."""
+        """From now on the present sizes of the caches are the wanted ones."""
         for cache in self.all_caches:
             self._wanted[id(cache)] = cache.slots
 
     def close(self) -> None:
-        """Frees all slots.  The devices are closed by whoever opened them.  Harmless if repeated."""
+        """Frees all slots.  The owner of the devices closes them.  Harmless if repeated."""
         for buffers in self.layer_buffers:
             buffers.close()
         self.layer_buffers = []
@@ -126,7 +126,7 @@ class ModelDevices:
         layers: what is where; by default all of it is on the first device.
 
     Attributes:
-        experts: slots and whoever computes from them.
+        experts: the expert caches and what computes from them.
         kv: what a cache takes on each device.
     """
 
@@ -166,7 +166,7 @@ class ModelDevices:
             self.count(index, nbytes, MemoryCategory.WEIGHTS)
 
     def expert_budgets(self, context_tokens: int, activations: Sequence[int]) -> list[int]:
-        """Bytes of each device for experts, once there is room for a context and for a piece of a prompt."""
+        """Bytes of each device for experts, once there is room for a context and for a chunk of a prompt."""
         return [
             max(0, device.memory.free - kv.fixed - context_tokens * kv.per_token - room)
             for device, kv, room in zip(self.devices, self.kv, activations, strict=True)
@@ -199,7 +199,7 @@ class ModelDevices:
         return room
 
     def shrink(self) -> bool:
-        """After a device has run out of memory: gives a quarter of the slots back for good.
+        """After a device has run out of memory: gives up a quarter of the slots for good.
 
         Returns:
             Whether there was anything to give.

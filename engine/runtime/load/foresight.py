@@ -1,4 +1,4 @@
-"""Which experts will be wanted: how often each was used in earlier sessions, and who predicts the next.
+"""Which experts will be needed: how often each was used in earlier sessions, and what predicts the next ones.
 
 Only counts are kept, nothing of what was said.
 """
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _VERSION = 1
-_FADING = 0.5
-"""What earlier sessions count beside the last one: what a model is used for changes."""
+_DECAY = 0.5
+"""Weight of earlier sessions relative to the last one: what a model is used for changes."""
 _WORTH_KEEPING = 32
-"""Uses of a layer from which on a session says anything."""
+"""Uses of a layer below which a session says too little."""
 _NAMES = ("gate", "router")
 
 
@@ -76,7 +76,7 @@ class UseCounts:
 
     Args:
         experts: of each layer.
-        following: hears the same.
+        following: receives the same calls.
     """
 
     def __init__(self, experts: Sequence[int], following: StepObserver | None = None) -> None:
@@ -99,7 +99,7 @@ class UseCounts:
             return Popularity([[float(count) for count in counts] for counts in self._counts])
         return Popularity(
             [
-                [new + _FADING * old for new, old in zip(counts, before, strict=True)]
+                [new + _DECAY * old for new, old in zip(counts, before, strict=True)]
                 for counts, before in zip(self._counts, earlier.counts, strict=True)
             ]
         )
@@ -111,7 +111,7 @@ def popularity_file(model_key: str) -> Path:
 
 
 def load_popularity(model_key: str, experts: Sequence[int]) -> Popularity | None:
-    """What is known of a model with so many experts in its layers; None if nothing is, or it cannot be understood."""
+    """The counts of a model with so many experts in its layers; None if there are none that can be read."""
     try:
         content = json.loads(popularity_file(model_key).read_text(encoding="utf-8"))
         counts = [[float(count) for count in layer] for layer in content["counts"]]
@@ -199,7 +199,7 @@ def _wants_hidden_states_only(router: torch.nn.Module) -> bool:
 
 
 class RouterGate:
-    """Asks a router of the library, unnoticed by whoever listens to it.
+    """Calls a router of the library without triggering its hooks.
 
     Args:
         matrix: the parameter that says of which type and on which device its input is, [any, H].
@@ -236,7 +236,7 @@ class RouterGate:
 def prefetcher_of_devices(
     model: Any, bound: Sequence[BoundLayer], config: EngineConfig, per_token: int, model_key: str
 ) -> Prefetcher | None:
-    """A prefetcher over the caches of all devices; None where nobody predicts or there is nowhere to bring experts."""
+    """A prefetcher over the caches of all devices; None if there is no predictor, or no slot to prefetch into."""
     if config.misses in ("off", "layer") or not any(layer.place.cache.slots for layer in bound):
         return None
     latency = bound[0].latency

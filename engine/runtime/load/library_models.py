@@ -146,7 +146,7 @@ class _PositionsOnCpu(TorchFunctionMode):
     """`torch.arange`, with which the frequencies of positions begin, computes on the CPU.
 
     Attributes:
-        asked: whether somebody asked for a device: what is on the CPU in the end may then belong there.
+        asked: whether a device was asked for: what is on the CPU in the end may then belong there.
     """
 
     asked = False
@@ -163,7 +163,7 @@ class _PositionsOnCpu(TorchFunctionMode):
 
 
 def _without_compiler(model_class: Any, config: Any) -> Any | None:
-    """The model, with next to nothing computed on the meta device; None where its makers do not allow for that.
+    """The model, with next to nothing computed on the meta device; None if its code does not work that way.
 
     torch imports its compiler for arithmetic there, which takes longer than all else that is done before weights are
     read, and frequencies of positions are all that most models compute.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from engine.common.config import EngineConfig
-from engine.common.footprint import FEWEST_KV_TOKENS, LONG_TOKENS, piece_tokens_in_ram
+from engine.common.footprint import FEWEST_KV_TOKENS, LONG_TOKENS, chunk_tokens_in_ram
 from engine.common.model_info import ModelInfo
 from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.cuda import cuda_count
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 def open_compute_devices(config: EngineConfig) -> list[Device]:
-    """The devices asked for beside the CPU; whoever asks closes them.
+    """The requested devices besides the CPU; the caller closes them.
 
     Raises:
         EngineError: `DEVICE_UNAVAILABLE` if this machine has no such device, `INVALID_REQUEST` if nothing is called so.
@@ -77,12 +77,12 @@ def load_model(
         RequestCancelled: `cancelled()` was true; everything allocated has been freed.
     """
     set_threads(config.threads)  # before devices are opened: their threads take torch's number over
-    devices = ModelDevices(open_compute_devices(config))  # one that is not there is told before gigabytes are read
+    devices = ModelDevices(open_compute_devices(config))  # a missing one is reported before gigabytes are read
     try:
         return _load(config, devices, on_progress, cancelled)
     except (DeviceMemoryError, torch.OutOfMemoryError) as error:
         refusal = str(error).partition("\n")[0]
-    # Others took the memory while the model was being loaded, or it was misjudged: without the device it runs all the
+    # Other programs took the memory during loading, or the estimate was wrong: without the device it runs all the
     # same.  Not in the handler: the error's traceback holds what was allocated.
     gc.collect()
     _log.warning("loading again for the CPU: %s", refusal)
@@ -210,7 +210,7 @@ def _hand_over(
         foresight=parts.foresight,
         graph_device=_graph_device(parts, config),
         context_tokens=context,
-        piece_tokens=_piece_tokens(opened, decision, parts),
+        chunk_tokens=_chunk_tokens(opened, decision, parts),
         ram_bytes=config.ram_bytes,
     )
 
@@ -224,12 +224,12 @@ def _card_note(decision: Decision) -> str:
     return next(filter(None, (card_note(device.torch_device) for device in decision.devices)), "")
 
 
-def _piece_tokens(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts) -> int:
+def _chunk_tokens(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts) -> int:
     if decision.devices:
-        return decision.placement.piece_tokens
+        return decision.placement.chunk_tokens
     if parts.disk_backed is not None:
         return LONG_TOKENS
-    return piece_tokens_in_ram(opened.profile.experts, opened.profile.experts_per_token)
+    return chunk_tokens_in_ram(opened.profile.experts, opened.profile.experts_per_token)
 
 
 def _graph_device(parts: LoadingParts, config: EngineConfig) -> Device | None:

@@ -141,7 +141,7 @@ class BankSource:
 
 
 class _GivenMemory(ExpertBank):
-    """A bank of one layer in memory that somebody else owns."""
+    """A bank of one layer in memory that the caller owns."""
 
     def __init__(self, records: torch.Tensor) -> None:
         super().__init__(records.device)
@@ -162,8 +162,8 @@ class PreparedBank:
     Attributes:
         path: of the bank file.
         made: whether it had to be made; else it was there.
-        reason: why the one that was there would not do, for a person, to follow `because`; `None` if there was none
-            or it did.
+        reason: why an existing one was not usable, in words that follow `because`; `None` if there was none or
+            it was usable.
         resumed_bytes: of records that an earlier attempt had finished.
     """
 
@@ -187,7 +187,7 @@ def prepare_bank(
     time.  If another process makes the same bank, this one waits and uses that.
 
     Args:
-        on_progress: told (bytes of records written, in all), by the calling thread.
+        on_progress: called with (bytes of records written, in all), by the calling thread.
         cancelled: asked often.
         direct: whether to try to read and write past the page cache.
 
@@ -209,7 +209,7 @@ def prepare_bank(
     try:
         new_folder(path.parent)
         with preparing(path, check):
-            if _is_usable(path, header)[0]:  # somebody else has just made it
+            if _is_usable(path, header)[0]:  # another process has just made it
                 return PreparedBank(path, made=False)
             with BankWriter(path, header, direct=direct) as writer:
                 resumed = sum(header.layers[layer].nbytes for layer in writer.finished)

@@ -63,7 +63,7 @@ class TensorReader:
     """Open files of one checkpoint; a context manager that closes them.  For one thread, which others read for.
 
     Args:
-        on_progress: told (bytes read, bytes in all) now and then.
+        on_progress: called with (bytes read, bytes in all) now and then.
         cancelled: asked before every chunk.
         total: bytes that will be read in all.
         direct: whether to try to read past the page cache, for what is read once.
@@ -115,23 +115,23 @@ class TensorReader:
         return tensor
 
     def read_into(self, places: Iterable[tuple[TensorEntry | ExpertSource, torch.Tensor]]) -> None:
-        """Fills contiguous CPU tensors, each with exactly the bytes of its source; several pieces at a time.
+        """Fills contiguous CPU tensors, each with exactly the bytes of its source; several reads at a time.
 
         Raises:
             As `read`.
         """
         under_way: deque[Future[int]] = deque()
         try:
-            for piece in _pieces(places):
+            for read in _reads(places):
                 if self._cancelled():
                     raise RequestCancelled
-                file = self._open(piece.file)
-                if self._pool is None and piece.is_all:
-                    self._count(self._fill(file, piece))  # a small tensor by itself: not worth a thread
+                file = self._open(read.file)
+                if self._pool is None and read.is_all:
+                    self._count(self._fill(file, read))  # a small tensor by itself: not worth a thread
                     continue
                 if self._pool is None:
                     self._pool = ThreadPoolExecutor(_THREADS, "tensor-reader")
-                under_way.append(self._pool.submit(self._fill, file, piece))
+                under_way.append(self._pool.submit(self._fill, file, read))
                 if len(under_way) > 2 * _THREADS:
                     self._count(under_way.popleft().result())
             while under_way:
@@ -139,7 +139,7 @@ class TensorReader:
         finally:
             for future in under_way:
                 future.cancel()
-            wait(under_way)  # they write into memory that is somebody else's afterwards
+            wait(under_way)  # they write into memory that the caller takes back
 
     def _open(self, path: Path) -> DirectFile:
         if path not in self._files:
@@ -149,24 +149,24 @@ class TensorReader:
                 raise _unreadable(path, error) from error
         return self._files[path]
 
-    def _fill(self, file: DirectFile, piece: _Read) -> int:
+    def _fill(self, file: DirectFile, read: _Read) -> int:
         try:
             if file.is_direct:
                 # Where a tensor begins in its file is not aligned, and so cannot be read directly into its place.
                 scratch = getattr(self._scratch, "bytes", None)
                 if scratch is None:
                     scratch = self._scratch.bytes = memoryview(mmap.mmap(-1, _CHUNK + 2 * mmap.PAGESIZE))
-                found = file.read_around(piece.position, len(piece.target), scratch)
-                _copy(piece.target, found)
+                found = file.read_around(read.position, len(read.target), scratch)
+                _copy(read.target, found)
             else:
-                file.read_into(piece.position, piece.target)
+                file.read_into(read.position, read.target)
         except OSError as error:
             raise _unreadable(file.path, error) from error
         except EOFError as error:
             raise EngineError(
                 ErrorCode.CHECKPOINT_DAMAGED, f"{file.path} is cut short: download or copy the model again."
             ) from error
-        return len(piece.target)
+        return len(read.target)
 
     def _count(self, nbytes: int) -> None:
         self._done += nbytes
@@ -185,7 +185,7 @@ class _Read:
     is_all: bool
 
 
-def _pieces(places: Iterable[tuple[TensorEntry | ExpertSource, torch.Tensor]]) -> Iterator[_Read]:
+def _reads(places: Iterable[tuple[TensorEntry | ExpertSource, torch.Tensor]]) -> Iterator[_Read]:
     places = list(places)
     for source, tensor in places:
         entry, nbytes = source if isinstance(source, TensorEntry) else source.entry, source.nbytes

@@ -1,4 +1,4 @@
-"""What the tiers of the expert cache do, for whoever shows it and for what-ifs about their sizes."""
+"""What the tiers of the expert cache do, to be shown, and for what-ifs about their sizes."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def number_layers(model: Any) -> list[ExpertLayer]:
         if bound is None:
             continue
         number = layer_number(name)
-        if number < 0 or number in taken:  # an encoder's and a decoder's layers, say: told apart all the same
+        if number < 0 or number in taken:  # an encoder's and a decoder's layers, say: they need different numbers
             number = max(taken, default=-1) + 1
         taken.add(number)
         setattr(module, LAYER_NUMBER, number)

@@ -55,7 +55,7 @@ class LinkBytes:
         )
 
     def _on_copy(self, copy: CopyRecord) -> None:
-        # Each stream's copies end one after the other, so nobody else writes to this entry.
+        # Each stream's copies end one after the other, so there is no second writer to this entry.
         counts = self._streams.get(copy.stream)
         if counts is None:
             return
@@ -126,7 +126,7 @@ class ModelTelemetry:
         self._link.stop()
 
     def expert_map(self) -> ExpertMap | None:
-        """Use and whereabouts of all experts; None if there are none."""
+        """Uses and places of all experts; None if there are none."""
         self.uses.settle()
         return expert_map(self._loaded, self._layers, self.uses) if self._layers else None
 
@@ -153,7 +153,7 @@ class ModelTelemetry:
             ram.resize(slots * self._reporter.ram_record_bytes)
 
     def _queued(self) -> QueuedDense | None:
-        """Where the caller's thread only queues; None if it computes, or nobody has the device's clock."""
+        """Where the caller's thread only queues; None if it computes itself, or there is no device clock."""
         followed = [device for device in self._devices if device.compute_follows_caller]
         return QueuedDense(followed, self._recorder) if followed else None
 

@@ -115,5 +115,5 @@ class QueuedDense:
     def _mark(self, device: Device) -> Event | None:
         try:
             return device.compute_stream.record()
-        except EngineError:  # it has been closed: whoever computes says so
+        except EngineError:  # it has been closed: the computation raises its own error
             return None

@@ -17,9 +17,10 @@ from engine.runtime.loaded_model import LoadedModel
 
 
 class RoutingRecorder:
-    """Listens at every routed layer of a loaded model from its making on; `save` writes what it heard.
+    """Records every routed layer of a loaded model from its creation on; `save` writes the trace.
 
-    The native step that routes by itself is left out meanwhile, so recording costs some speed; answers stay the same.
+    The native step, which does its own routing, is bypassed meanwhile: recording costs some
+    speed, answers stay the same.
 
     Raises:
         EngineError: `INVALID_REQUEST`, if the model routes nothing.
@@ -33,13 +34,13 @@ class RoutingRecorder:
         route_in_library(loaded.model)
         for module in loaded.model.modules():
             bound = module.__dict__.get(BANK_LAYER)
-            if bound is None or bound[1] is None:  # a module that computes by itself does not tell
+            if bound is None or bound[1] is None:  # a module with its own computation reports no routing
                 continue
             layer, kernel = bound
             # Of a model that mixes kinds of layers, those with the most experts are the ones that matter.
             count = getattr(module, "num_experts", None)
             self._experts = max(self._experts, layer.num_experts if count is None else count)
-            setattr(module, BANK_LAYER, (layer, _Listening(kernel, self._new_layer())))
+            setattr(module, BANK_LAYER, (layer, _RecordingKernel(kernel, self._new_layer())))
         if not self._choices:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST, f"{loaded.info.name} has no experts whose routing could be recorded."
@@ -86,8 +87,8 @@ class RoutingRecorder:
         return min(sum(rows.shape[0] for rows in choices) for choices in self._choices)
 
 
-class _Listening:
-    """A layer's kernel that notes what it is asked for."""
+class _RecordingKernel:
+    """A layer's kernel that records the experts it is called with."""
 
     def __init__(self, kernel: ExpertKernel, notes: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
         self._kernel = kernel
