@@ -26,7 +26,7 @@ from engine.planner.engine_memory import (
 from engine.planner.klotski import block_times, fewest_batches
 from engine.planner.plan_parts import BatchPlan, Limits, TierBytes
 from engine.planner.plan_search import EXECUTED_SCHEDULES, Question
-from engine.planner.simulator.batch_policies import system_of
+from engine.planner.simulator.batch import system_of
 from engine.planner.simulator.outcome import Outcome
 from engine.planner.simulator.plans import run_policy
 from engine.planner.workload import Workload

@@ -13,7 +13,7 @@ from engine.planner.engine_costs import engine_costs
 from engine.planner.engine_memory import engine_memory, memory_rule
 from engine.planner.plan_parts import Limits
 from engine.planner.precision import worthwhile
-from engine.planner.simulator.batch_policies import CGOPIPE, FLEXGEN_S4, KLOTSKI
+from engine.planner.simulator.batch import CGOPIPE, FLEXGEN_S4, KLOTSKI
 from engine.planner.simulator.outcome import Outcome
 from engine.planner.simulator.plans import POLICY_NAMES, SWITCHYARD, run_policy
 from engine.planner.simulator.requests import Setting

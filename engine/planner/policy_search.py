@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.checkpoint.model_shape import ModelShape
 from engine.hardware.machine import HardwareProfile
 from engine.planner.memory import MemoryRule, usual_rule
-from engine.planner.simulator.batch_costs import distinct_experts
+from engine.planner.simulator.batch_costs import BatchPolicy, distinct_experts
 from engine.planner.workload import Workload
 
 _CACHED = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -20,31 +19,20 @@ _ENOUGH = 0.99
 
 @dataclass(frozen=True, slots=True)
 class SearchedPolicy:
-    """MoE-Lightning's table 1.
+    """What the search knows of a policy.
 
     Attributes:
-        sequences: N.
-        micro_batch: mu.
-        attention_on_card: A_g.
-        experts_on_card: F_g.
-        weights_on_card: r_w.
-        cache_on_card: r_c.
         layer_s: T, seconds per layer of a decode step.
         bottleneck: "link", "CPU" or "GPU".
     """
 
-    sequences: int
-    micro_batch: int
-    attention_on_card: bool
-    experts_on_card: bool
-    weights_on_card: float
-    cache_on_card: float
+    policy: BatchPolicy
     layer_s: float
     bottleneck: str
 
     @property
     def tokens_per_s_per_layer(self) -> float:
-        return self.sequences / self.layer_s
+        return self.policy.sequences / self.layer_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,41 +89,33 @@ class PerformanceModel:
             return 0
         return int(room / (self.kv_bytes() * share)) if share > 0 else 1 << 20
 
-    def layer_seconds(
-        self,
-        sequences: int,
-        micro_batch: int,
-        *,
-        attention_on_card: bool,
-        experts_on_card: bool,
-        weights: float,
-        cache: float,
-    ) -> tuple[float, str]:
+    def layer_seconds(self, policy: BatchPolicy) -> tuple[float, str]:
         """Eqs. 12-14: (T, which of its three terms it is)."""
+        sequences = policy.sequences
         model, gpu, cpu = self.model, self.machine.gpu, self.machine.cpu
         assert gpu is not None
-        count = math.ceil(sequences / micro_batch)
+        count = policy.micro_batches
         kv = 2.0 * model.attention.kv_elements * self.workload.mean_context * sequences
         attention_flops = (
             4.0 * model.attention.heads * model.attention.head_dim * self.workload.mean_context * sequences
         )
-        used = distinct_experts(model.experts, model.experts_per_token, micro_batch)
+        used = distinct_experts(model.experts, model.experts_per_token, policy.micro_batch)
         ffn_bytes = count * (used * model.expert_weights * self.bytes_per_weight + 2.0 * model.layer_weights)
         ffn_flops = 2.0 * sequences * (model.experts_per_token * model.expert_weights + model.layer_weights)
         flops, rate = gpu.flops * gpu.count, gpu.bytes_per_s * gpu.count
         moved = 0.0
         on_card = on_host = 0.0
-        if experts_on_card:
-            moved += self.layer_bytes * (1.0 - weights)
-            on_card += max(ffn_bytes / rate, ffn_flops / flops)
-        else:
+        if policy.cpu_experts:
             on_host += max(self.layer_bytes / cpu.ram_bytes_per_s, ffn_flops / cpu.flops)
-        if attention_on_card:
-            moved += kv * (1.0 - cache)
-            on_card += max(kv / rate, attention_flops / flops)
         else:
+            moved += self.layer_bytes * (1.0 - policy.resident)
+            on_card += max(ffn_bytes / rate, ffn_flops / flops)
+        if policy.cpu_attention:
             moved += 2.0 * sequences * model.hidden
             on_host += max(kv / cpu.ram_bytes_per_s, attention_flops / cpu.flops)
+        else:
+            moved += kv * (1.0 - policy.cached)
+            on_card += max(kv / rate, attention_flops / flops)
         terms = {"link": moved / (self.machine.link.h2d * gpu.count), "CPU": on_host, "GPU": on_card}
         worst = max(terms, key=lambda name: terms[name])
         return terms[worst], worst
@@ -147,12 +127,12 @@ def search_policy(
     workload: Workload,
     *,
     bytes_per_weight: float = 2.0,
-    places_of_experts: tuple[bool, ...] = (True, False),
+    cpu_experts: tuple[bool, ...] = (False, True),
 ) -> SearchedPolicy | None:
     """The policy of highest throughput; among nearly equal ones that of the smallest batch, the balance point (eq. 11).
 
     Args:
-        places_of_experts: values of F_g to try.
+        cpu_experts: whether F_g = 0, each of them tried.
 
     Returns:
         None if not even one sequence's prefill fits on the card, or the model not into RAM.
@@ -160,57 +140,41 @@ def search_policy(
     if machine.gpu is None:
         return None
     performance = PerformanceModel(machine, model, workload, bytes_per_weight)
-    places = itertools.product((False, True), places_of_experts)
-    return best_of([policy for places_of in places for policy in policies(performance, *places_of)])
+    places = itertools.product((True, False), cpu_experts)
+    return best_of([found for attention, experts in places for found in policies(performance, attention, experts)])
 
 
 def policies(
-    performance: PerformanceModel, attention_on_card: bool, experts_on_card: bool, *, cache_in_ram: bool = False
+    performance: PerformanceModel, cpu_attention: bool, cpu_experts: bool, *, cache_in_ram: bool = False
 ) -> Iterator[SearchedPolicy]:
     """The grid of N, mu, r_w and, where attention is on the card, r_c, as far as it fits.
 
     Args:
         cache_in_ram: only r_c = 0.
     """
-    for share in _SHARES:
-        for cache in _CACHED if attention_on_card and not cache_in_ram else _CACHED[:1]:
-            kept = cache * performance.kv_bytes()
-            largest = min(performance.largest_micro_batch(share, kept), performance.workload.sequences)
-            if largest < 1:
-                continue
-            for micro_batch in {largest, max(1, largest // 2), max(1, largest // 4)}:
-                # A cache on the card leaves room for so many sequences beside their prefill.
-                room = performance.card_room(share)
-                room -= micro_batch * performance.prefill_bytes_per_token() * performance.workload.prompt_tokens
-                most = int(room // kept) if kept else performance.workload.sequences
-                yield from _batches(
-                    performance, micro_batch, most, (attention_on_card, experts_on_card), share=share, cache=cache
-                )
+    work = performance.workload
+    for resident, cached in itertools.product(_SHARES, (0.0,) if cpu_attention or cache_in_ram else _CACHED):
+        kept = cached * performance.kv_bytes()
+        largest = min(performance.largest_micro_batch(resident, kept), work.sequences)
+        if largest < 1:
+            continue
+        for micro_batch in {largest, max(1, largest // 2), max(1, largest // 4)}:
+            # A cache on the card leaves room for so many sequences beside their prefill.
+            room = performance.card_room(resident)
+            room -= micro_batch * performance.prefill_bytes_per_token() * work.prompt_tokens
+            most = int(room // kept) if kept else work.sequences
+            limit = min(performance.largest_batch(cached), work.sequences, most)
+            count = 1
+            while micro_batch * count <= limit:
+                policy = BatchPolicy(micro_batch * count, micro_batch, resident, cpu_attention, cpu_experts, cached)
+                yield SearchedPolicy(policy, *performance.layer_seconds(policy))
+                count = max(count + 1, int(count * 1.04))
 
 
 def best_of(found: list[SearchedPolicy]) -> SearchedPolicy | None:
     """The fastest; among nearly equal ones that of the smallest batch, then of the least memory on the card."""
     if not found:
         return None
-    best = max(policy.tokens_per_s_per_layer for policy in found)
-    good = [policy for policy in found if policy.tokens_per_s_per_layer >= _ENOUGH * best]
-    return min(good, key=lambda policy: (policy.sequences, policy.weights_on_card, policy.cache_on_card))
-
-
-def _batches(
-    performance: PerformanceModel, micro_batch: int, most: int, places: tuple[bool, bool], *, share: float, cache: float
-) -> Iterator[SearchedPolicy]:
-    limit = min(performance.largest_batch(cache), performance.workload.sequences, most)
-    count = 1
-    while micro_batch * count <= limit:
-        sequences = micro_batch * count
-        seconds, bottleneck = performance.layer_seconds(
-            sequences,
-            micro_batch,
-            attention_on_card=places[0],
-            experts_on_card=places[1],
-            weights=share,
-            cache=cache,
-        )
-        yield SearchedPolicy(sequences, micro_batch, *places, share, cache, seconds, bottleneck)
-        count = max(count + 1, int(count * 1.04))
+    best = max(each.tokens_per_s_per_layer for each in found)
+    good = [each for each in found if each.tokens_per_s_per_layer >= _ENOUGH * best]
+    return min(good, key=lambda each: (each.policy.sequences, each.policy.resident, each.policy.cached))

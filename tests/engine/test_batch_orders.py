@@ -17,9 +17,9 @@ from engine.common.config import SamplingParams
 from engine.experts.whole_layer import Half, LayerBuffers
 from engine.planner.plan_parts import BatchPlan
 from engine.planner.schedules import CGOPIPE, MULTI_BATCH, SCHEDULES, LayerWork, Schedule, layer_by_layer
+from engine.planner.simulator.batch import CGOPIPE as MOE_LIGHTNING
+from engine.planner.simulator.batch import FLEXGEN_S4, KLOTSKI, system_of
 from engine.planner.simulator.batch_costs import BatchPolicy as Sizes
-from engine.planner.simulator.batch_policies import CGOPIPE as MOE_LIGHTNING
-from engine.planner.simulator.batch_policies import FLEXGEN_S4, KLOTSKI, system_of
 from engine.planner.simulator.sweeps import (
     Copy,
     LayerTimes,

@@ -12,6 +12,7 @@ from engine.planner.batch_plan import best_batch
 from engine.planner.batch_prediction import Bottleneck, JobRows, predict_on_cpu, predicted_on_card
 from engine.planner.engine_costs import engine_costs
 from engine.planner.plan_parts import Limits
+from engine.planner.schedules import SCHEDULES
 from engine.verbs.batch import prediction_text
 
 MODELS = st.sampled_from(model_names())
@@ -85,4 +86,8 @@ def test_a_plan_of_a_card_has_no_more_rows_than_the_job(machine: str, model: str
     assert plan.batches == -(-plan.sequences // plan.micro_batch)
     assert plan.tokens_per_s > 0
     assert plan.cache_on_card == 0, "the pipeline keeps no keys and values on the card"
+    prefill, decode = SCHEDULES[plan.prefill], SCHEDULES[plan.decode]
+    assert prefill.order is not None
+    assert decode.order is not None
+    assert (decode.in_ram is not None) == plan.attention_on_card
     assert lane

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from engine.checkpoint.model_files import model_names, read_model
 from engine.hardware.machine_files import machine_names, read_machine
 from engine.planner.costs import Costs
-from engine.planner.duoserve import peak_memory, predictor_weights
 from engine.planner.fiddler import break_even_rows, hit_rate_bounds, runs_on_cpu
 from engine.planner.klotski import BlockTimes, fewest_batches
 from engine.planner.memory import card_memory, expert_slots, indexes, share_on_disk
+from engine.planner.papers.duoserve import peak_memory, predictor_weights
 from engine.planner.policy_search import PerformanceModel, search_policy
 from engine.planner.roofline import HierarchicalRoofline, Level, operational_intensity, roofline_of
-from engine.planner.simulator.batch_costs import distinct_experts
+from engine.planner.simulator.batch_costs import BatchPolicy, distinct_experts
 from engine.planner.workload import WORKLOADS, Workload, parse_workload
 
 _RATE = st.floats(1e9, 1e15)
@@ -69,19 +69,17 @@ def test_a_searched_policy_keeps_within_memory_and_is_the_best_of_a_sample(machi
     profile, work = read_machine(machine), Workload("batch", 256, 64, sequences=1000)
     for name in model_names()[::5]:
         model = read_model(name)
-        policy = search_policy(profile, model, work)
-        if policy is None:
+        found = search_policy(profile, model, work)
+        if found is None:
             continue
-        performance = PerformanceModel(profile, model, work)
-        assert 1 <= policy.micro_batch <= performance.largest_micro_batch(policy.weights_on_card)
-        assert policy.sequences <= performance.largest_batch(policy.cache_on_card)
-        kept = performance.kv_bytes() * policy.sequences * policy.cache_on_card
-        assert kept <= performance.card_room(policy.weights_on_card)
+        performance, policy = PerformanceModel(profile, model, work), found.policy
+        assert 1 <= policy.micro_batch <= performance.largest_micro_batch(policy.resident)
+        assert policy.sequences <= performance.largest_batch(policy.cached)
+        kept = performance.kv_bytes() * policy.sequences * policy.cached
+        assert kept <= performance.card_room(policy.resident)
         for micro_batch in (1, policy.micro_batch):
-            seconds, _ = performance.layer_seconds(
-                micro_batch, micro_batch, attention_on_card=False, experts_on_card=True, weights=0.0, cache=0.0
-            )
-            assert policy.tokens_per_s_per_layer >= 0.99 * micro_batch / seconds
+            seconds, _ = performance.layer_seconds(BatchPolicy(micro_batch, micro_batch))
+            assert found.tokens_per_s_per_layer >= 0.99 * micro_batch / seconds
 
 
 @given(popularity=st.lists(st.floats(0.01, 1.0), min_size=2, max_size=64), seed=st.integers(0, 99))

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from engine.checkpoint.model_files import read_model
 from engine.checkpoint.model_shape import ModelShape
 from engine.formats import format_of
 from engine.hardware.machine_files import read_machine
 from engine.planner.costs import Costs
-from engine.planner.duoserve import LAYER_WIDTHS, peak_memory, predictor_weights
 from engine.planner.efficiency import Efficiency
+from engine.planner.memory import RUNTIME_BYTES
 from engine.planner.papers.row import DERIVED, THROUGHPUT, Row
 from engine.planner.simulator.requests import Setting, run_requests
 from engine.planner.simulator.strategy import DUOSERVE, ON_DEMAND, WHOLE_LAYER, Strategy
 from engine.planner.workload import Workload
 
+LAYER_WIDTHS = (2048, 1024, 512, 256, 128, 64)
+"""Hidden widths of the predictor: seven fully connected layers with the output's."""
 PAPER = "DuoServe-MoE"
 _PREDICTOR_BYTES = 300e6
 _CONTEXT = 4096
@@ -94,3 +97,46 @@ def _speed_ups(efficiency: Efficiency) -> Iterator[Row]:
     note = "the others copy from pageable memory: pinned memory is part of this paper's implementation"
     yield Row(PAPER, "fig. 5: end to end", "least", "x", THROUGHPUT, 1.42, min(ratios), note=note)
     yield Row(PAPER, "fig. 5: end to end", "most", "x", THROUGHPUT, 7.54, max(ratios), note=note)
+
+
+@dataclass(frozen=True, slots=True)
+class PeakMemory:
+    """Bytes on the card at the peak.
+
+    Attributes:
+        non_experts: weights that always stay.
+        experts: resident and arriving expert records.
+        kv: of the context planned for.
+        unpacked: one expert's 16-bit weights, if a prefill unpacks quantised ones.
+        predictor: of the experts to come.
+    """
+
+    non_experts: float
+    experts: float
+    kv: float
+    unpacked: float
+    predictor: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.non_experts + self.experts + self.kv + self.unpacked + self.predictor + RUNTIME_BYTES
+
+
+def peak_memory(
+    model: ModelShape, precision: str, experts_held: int, *, non_experts: float, context: int, predictor: float = 0.0
+) -> PeakMemory:
+    """Peak with `experts_held` expert records on the card at once: k, a layer's, or all of them."""
+    return PeakMemory(
+        non_experts=non_experts,
+        experts=experts_held * model.expert_bytes(precision),
+        kv=model.kv_bytes_per_token() * context,
+        unpacked=2.0 * model.expert_weights if format_of(precision).bytes_per_weight < 1 else 0.0,
+        predictor=predictor,
+    )
+
+
+def predictor_weights(model: ModelShape) -> int:
+    """Parameters of one layer's predictor: path so far, popularity and affinity in, experts out (eqs. 4, 5)."""
+    inputs = model.moe_layers * model.experts_per_token + model.experts + model.experts * model.experts_per_token
+    widths = (inputs, *LAYER_WIDTHS, model.experts)
+    return sum(wide * (narrow_to + 1) for wide, narrow_to in itertools.pairwise(widths))

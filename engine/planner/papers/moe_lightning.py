@@ -10,9 +10,8 @@ from engine.planner.costs import Costs
 from engine.planner.efficiency import Efficiency
 from engine.planner.papers.row import DERIVED, THROUGHPUT, Row
 from engine.planner.policy_search import search_policy
-from engine.planner.simulator.batch import run_batch
+from engine.planner.simulator.batch import CGOPIPE, DEEPSPEED, FLEXGEN_S3, FLEXGEN_S4, run_batch, system_of
 from engine.planner.simulator.batch_costs import BatchPolicy
-from engine.planner.simulator.batch_policies import CGOPIPE, DEEPSPEED, FLEXGEN_S3, FLEXGEN_S4, system_of
 from engine.planner.workload import Workload
 
 PAPER = "MoE-Lightning"
@@ -74,11 +73,11 @@ def _tokens_per_s(system: str, costs: Costs, prompt: int, generated: int, micro_
 
 
 def _policy(cell: str, costs: Costs, work: Workload, micro_batch: int, count: int) -> Iterator[Row]:
-    found = search_policy(costs.machine, costs.model, work, places_of_experts=(True,))
+    found = search_policy(costs.machine, costs.model, work, cpu_experts=(False,))
     assert found is not None
     note = "of the search, from data sheets; the throughputs above use the published policy"
-    yield Row(PAPER, "4: mu", cell, "sequences", DERIVED, micro_batch, found.micro_batch, note=note)
-    batches = found.sequences / found.micro_batch
+    yield Row(PAPER, "4: mu", cell, "sequences", DERIVED, micro_batch, found.policy.micro_batch, note=note)
+    batches = found.policy.sequences / found.policy.micro_batch
     yield Row(PAPER, "4: N/mu", cell, "micro-batches", DERIVED, count, batches, note=note)
 
 
@@ -87,9 +86,9 @@ def _unpadded(costs: Costs) -> Row:
     gains = []
     for generated in (32, 64, 128, 256):
         work = Workload("MTBench", 77, generated, _RAM)
-        found = search_policy(costs.machine, costs.model, work, places_of_experts=(True,))
+        found = search_policy(costs.machine, costs.model, work, cpu_experts=(False,))
         assert found is not None
-        ours = _tokens_per_s(CGOPIPE, costs, 77, generated, found.micro_batch, found.sequences)
+        ours = _tokens_per_s(CGOPIPE, costs, 77, generated, found.policy.micro_batch, found.policy.sequences)
         gains.append(ours / _tokens_per_s(FLEXGEN_S4, costs, 418, generated, 8, 1112))
     note = "policy of the search for the mean prompt"
     return Row(
