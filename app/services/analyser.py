@@ -167,7 +167,7 @@ def _waiting_in(stretch: Stretch) -> Waiting:
 
 def _advice(waited: Waiting, machine: Machine) -> Advice | None:
     """The change that would help most; None while no model is loaded."""
-    from engine.planner.predict import config_of
+    from engine.planner.predict import running_config
     from engine.telemetry.advice import Running, advise
 
     model, sample, asked = machine.model, machine.sample, machine.config
@@ -178,7 +178,7 @@ def _advice(waited: Waiting, machine: Machine) -> Advice | None:
         vram = sum(max(0, (gpu.vram_total or 0) - (gpu.vram_used or 0)) for gpu in sample.gpus)
         ram = max(0, (sample.ram_total or 0) - (sample.ram_used or 0))
     running = Running(model.precision, model.threads, max(_CORES, model.threads), vram, ram)
-    planned = _planned_speed(config_of(model, asked, None), model.name) if asked is not None else None
+    planned = _planned_speed(running_config(model, asked, None), model.name) if asked is not None else None
     return advise(waited, machine.report, running, planned)
 
 

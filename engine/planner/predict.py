@@ -154,7 +154,7 @@ def _strategy(config: EngineConfig, memory: EngineMemory) -> Strategy:
     return replace(mixed, prefetch=Prefetch.PREDICTED, prefetch_accuracy=0.85) if config.prefetch == "mlp" else mixed
 
 
-def config_of(model: ModelInfo, asked: EngineConfig | None, slots: int | None) -> EngineConfig:
+def running_config(model: ModelInfo, asked: EngineConfig | None, slots: int | None) -> EngineConfig:
     """How a loaded model runs: what was asked for, and what the engine made of it.
 
     Args:
@@ -171,7 +171,7 @@ def config_of(model: ModelInfo, asked: EngineConfig | None, slots: int | None) -
     )
 
 
-def config_of_session(about: Mapping[str, Any], slots: int | None) -> EngineConfig:
+def recorded_config(about: Mapping[str, Any], slots: int | None) -> EngineConfig:
     """The same of what a recorded session says of itself; what it does not say is left to the engine."""
     told = about.get("config")
     known = {field.name for field in fields(EngineConfig)}

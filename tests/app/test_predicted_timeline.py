@@ -25,12 +25,10 @@ from app.views.monitor.second import SecondTimeline
 from app.widgets.timeline.view import TimelineView
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
-from engine.planner.predict import config_of, config_of_session
 from engine.telemetry.lanes import DECODE, PREFILL
 from engine.telemetry.predicted import lengthened
 from engine.telemetry.records import STEP, Records
 from tests.app.recorded import STEP_NS, decoded
-from tests.app.scripted_engine import STARTER
 
 START_NS = 10**12
 PREFILL_NS = 300_000_000
@@ -139,17 +137,6 @@ def test_a_long_answer_repeats_the_last_steps(simulated: int, wanted: int) -> No
         inside = more_spans[name] - START_NS - PREFILL_NS - (more_spans["step"] - 1) * STEP_NS
         assert (inside >= 0).all()
         assert (inside <= STEP_NS).all()
-
-
-def test_the_engine_is_predicted_as_it_runs() -> None:
-    asked_for = EngineConfig("somewhere", device="auto", ram_bytes=2**30, misses="cpu")
-    config = config_of(STARTER, asked_for, 40)
-    assert (config.device, config.precision, config.threads) == ("cpu", "bf16", 2)
-    assert (config.ram_bytes, config.misses, config.cache_slots) == (2**30, "cpu", 40)
-    about = {"model": "starter", "device": "cpu", "precision": "int8", "threads": 2, "config": {"misses": "fetch"}}
-    config = config_of_session(about, None)
-    assert (config.model, config.precision, config.misses) == ("starter", "int8", "fetch")
-    assert config_of_session({"config": "nonsense", "precision": 7}, None).precision == "auto"
 
 
 # --- at the same step -----------------------------------------------------------------------------

@@ -14,8 +14,9 @@ from engine.checkpoint.model_shape import Attention, ModelShape
 from engine.checkpoint.shape_from_headers import shape_of
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.model_info import ModelInfo
 from engine.hardware.machine import CpuProfile, GpuProfile, HardwareProfile, LinkProfile, Origin
-from engine.planner.predict import predict_decode
+from engine.planner.predict import predict_decode, recorded_config, running_config
 from tests.unit.made_up_headers import entries_of
 
 XEON = HardwareProfile(
@@ -129,3 +130,15 @@ def test_a_card_behind_a_slow_link_leaves_misses_to_the_cpu() -> None:
 def test_entries_have_the_bytes_of_their_shapes() -> None:
     found: list[TensorEntry] = entries_of(tensors_of(SHAPES["qwen3-moe-tiny"]))
     assert all(entry.nbytes == 2 * entry.numel for entry in found)
+
+
+def test_the_engine_is_predicted_as_it_runs() -> None:
+    asked_for = EngineConfig("somewhere", device="auto", ram_bytes=2**30, misses="cpu")
+    loaded = ModelInfo("Starter", "", "mixtral", "cpu", "bf16", 2, 1, 1, 1, 1, 8192, 1, 1, 1)
+    config = running_config(loaded, asked_for, 40)
+    assert (config.device, config.precision, config.threads) == ("cpu", "bf16", 2)
+    assert (config.ram_bytes, config.misses, config.cache_slots) == (2**30, "cpu", 40)
+    about = {"model": "starter", "device": "cpu", "precision": "int8", "threads": 2, "config": {"misses": "fetch"}}
+    config = recorded_config(about, None)
+    assert (config.model, config.precision, config.misses) == ("starter", "int8", "fetch")
+    assert recorded_config({"config": "nonsense", "precision": 7}, None).precision == "auto"

@@ -17,7 +17,7 @@ from app.services.session_library import OpenedSession
 from app.services.telemetry_hub import TelemetryHub
 from app.widgets.timeline.navigator import Navigator
 from engine.common.config import EngineConfig
-from engine.planner.predict import config_of, config_of_session
+from engine.planner.predict import recorded_config, running_config
 from engine.telemetry.lanes import DECODE
 from engine.telemetry.messages import CacheReport
 
@@ -94,11 +94,11 @@ class PredictButton(QPushButton):
         if self._session is not None:
             about = self._session.about
             reports = [report for _, report in self._session.reports]
-            return config_of_session(about, _slots(reports[-1] if reports else None)), str(about.get("model", ""))
+            return recorded_config(about, _slots(reports[-1] if reports else None)), str(about.get("model", ""))
         model = self._client.model
         if model is None:
             return None
-        return config_of(model, self._client.config, _slots(self._hub.report)), model.name
+        return running_config(model, self._client.config, _slots(self._hub.report)), model.name
 
     def _ask(self, shape: RequestShape) -> None:
         self._asked = shape
