@@ -1,4 +1,4 @@
-"""Expert computation: `reference` is what it means, the others are how it is done fast."""
+"""Expert computation: `reference` is the definition, the others are fast implementations."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from engine.kernels.torch_experts import TorchExperts
 
 
 def choose_kernel(module: Any, layer: LayerRecords, kernels: NativeKernels | None) -> ExpertKernel | None:
-    """The fastest kernel that can compute this layer's experts; `None` if the module computes by itself.
+    """The fastest kernel for this layer's experts; `None` if the module computes them itself.
 
-    `kernels` are the native ones, where they can be had.
+    `kernels`: the native ones, if available.
     """
     in_torch = choose_torch_kernel(module, layer, kernels)
     if in_torch is not None and runs_kernels(layer.device):
-        from engine.kernels.gpu import experts as on_card  # not to be had without Triton
+        from engine.kernels.gpu import experts as on_card  # needs Triton
 
         if on_card.can_compute(layer, in_torch.math):
             return on_card.CardExperts(layer, in_torch.math)
@@ -30,13 +30,13 @@ def choose_kernel(module: Any, layer: LayerRecords, kernels: NativeKernels | Non
 
 
 def choose_torch_kernel(module: Any, layer: LayerRecords, kernels: NativeKernels | None) -> TorchExperts | None:
-    """One that computes any number of tokens in the same way; `kernels` at most dequantise for it."""
+    """A kernel that handles any number of tokens the same way; it uses `kernels` only to dequantise."""
     if not hasattr(module, "has_gate"):
         return None
     return TorchExperts(layer, ExpertMath.of(module), kernels)
 
 
 def card_note(device: torch.device) -> str:
-    """One sentence for the user where a card computes experts the plain, slower way; else empty."""
+    """A note for the user if a card computes experts with the slower operators; otherwise empty."""
     reason = why_not(device) if device.type == "cuda" else None
     return f"The card computes experts with PyTorch's operators, which is slower: {reason}." if reason else ""

@@ -1,4 +1,4 @@
-"""What lies between an expert's two matrices, where it is something that the native kernels know."""
+"""Activations between an expert's two matrices, as far as the native kernels support them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.formats.tiles import Pairing
 
 
 class ActivationKind(IntEnum):
-    """As switchyard_kernels.h numbers them."""
+    """Numbered as in switchyard_kernels.h."""
 
     SILU = 0
     GELU = 1
@@ -25,11 +25,11 @@ class ActivationKind(IntEnum):
 
 @dataclass(frozen=True)
 class Activation:
-    """act(gate) * up, or act(x) where there is no gate.
+    """act(gate) * up, or act(x) without a gate.
 
     Attributes:
-        pairing: where gate and up lie in the first matrix; `PLAIN` if there is no gate.
-        limit: the gate is clamped to at most this and up to +-this first.
+        pairing: layout of gate and up in the first matrix; `PLAIN` if there is no gate.
+        limit: first clamps the gate to at most this, and up to +-this.
         alpha: of `CLAMPED_SIGMOID`: (up + 1) * gate * sigmoid(alpha * gate).
     """
 
@@ -50,7 +50,7 @@ _FUNCTIONS = {
 
 
 def activation_of(module: Any) -> Activation | None:
-    """The activation of an experts module, or `None` if it is one that only the module itself can compute."""
+    """The activation of an experts module, or `None` if only the module itself can compute it."""
     if not module.has_gate:
         kind = _FUNCTIONS.get(type(getattr(module, "act_fn", None)).__name__)
         return None if kind is None else Activation(kind, Pairing.PLAIN)
@@ -63,7 +63,7 @@ def activation_of(module: Any) -> Activation | None:
 
 
 def _clamped(module: Any, gate: ClampedGate) -> Activation | None:
-    """That of experts with this gate, or `None` if what it reads from them is not what the kernels know."""
+    """The activation of experts with this gate, or `None` if its parameters are unsupported."""
     functions = ("NoneType", "SiLU", "SiLUActivation")
     if not gate.alpha and type(getattr(module, "act_fn", None)).__name__ not in functions:
         return None

@@ -1,6 +1,6 @@
-"""The dense part of a model on graphics cards: which linear layers are quantised there, and how they are computed.
+"""The dense part of a model on graphics cards: quantising and computing linear layers.
 
-On the CPU that is `engine.kernels.native.linear`'s; which layers are taken is the same.
+For the CPU see `engine.kernels.native.linear`; both select the same layers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.kernels.quantise import quantise
 
 
 def is_held_quantised(device: torch.device) -> bool:
-    """Whether linear layers on a device hold their weights quantised, and are quantised on the way there."""
+    """Whether linear layers on a device have quantised weights, quantised while loading."""
     return device.type == "cuda"
 
 
@@ -28,8 +28,8 @@ def quantised_sizes(model: Any, precision: str, sizes: Mapping[str, int]) -> dic
     """Bytes of tensors by name once linear layers are in `precision`.
 
     Args:
-        model: on any device, the meta device as well.
-        sizes: the same before; tied weights are not in it, and are held a second time.
+        model: on any device, including the meta device.
+        sizes: the sizes before; without tied weights, which are stored a second time.
     """
     result = dict(sizes)
     if tiled_format(precision) is None:
@@ -45,17 +45,17 @@ def quantised_sizes(model: Any, precision: str, sizes: Mapping[str, int]) -> dic
 def quantise_on_cards(
     model: Any, precision: str, place_of: Callable[[str], torch.device], kernels: NativeKernels | None
 ) -> int:
-    """Quantises the large linear layers of a model in RAM and puts them on cards, each by itself.
+    """Quantises the large linear layers of a model in RAM and moves them to cards, one by one.
 
-    The parameter `weight` becomes empty; the tiles are a buffer of the module.  A weight that is shared with an
-    embedding stays there.  Everything else is left where it is.
+    The parameter `weight` becomes empty; the tiles are a buffer of the module. A weight shared with an embedding stays.
+    Everything else is unchanged.
 
     Args:
         place_of: module name -> its card.
         kernels: native ones of the CPU, which quantise faster than torch.
 
     Returns:
-        How many layers there were.
+        Number of layers.
     """
     layers = list(_layers(model, precision))
     for name, module, of_this in layers:
@@ -64,13 +64,13 @@ def quantise_on_cards(
         bias = module.bias.detach() if module.bias is not None else None
         forward = CardLinear(matrix, bias, place, with_kernels=of_this.on_card and runs_kernels(place))
         module.weight = torch.nn.Parameter(module.weight.new_empty(0), requires_grad=False)
-        module.register_buffer("tiles", forward.record, persistent=False)  # counted, though not used there
+        module.register_buffer("tiles", forward.record, persistent=False)  # registered only to be counted
         module.forward = forward  # type: ignore[method-assign]
     return len(layers)
 
 
 def _layers(model: Any, precision: str) -> Iterator[tuple[str, torch.nn.Linear, TiledFormat]]:
-    """(name, layer, its format): the head has one of its own, and routers are left alone."""
+    """(name, layer, its format): the head has its own format, and routers are skipped."""
     of_head, of_others = tiled_format(head_format(precision)), tiled_format(precision)
     assert of_head is not None
     assert of_others is not None

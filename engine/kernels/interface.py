@@ -1,4 +1,4 @@
-"""What a kernel for expert computation is, so that another can take its place."""
+"""The interface of kernels that compute experts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RecordPart(Protocol):
 
 
 class RecordFormat(Protocol):
-    """Where the parts of an expert lie, in `nbytes`; `unquantised` is the layout of the same expert in a checkpoint."""
+    """The layout of an expert's record of `nbytes`; `unquantised`: the same expert's layout in a checkpoint."""
 
     @property
     def parts(self) -> Sequence[RecordPart]: ...
@@ -38,7 +38,7 @@ class RecordFormat(Protocol):
 
 @runtime_checkable
 class QuantisedFormat(RecordFormat, Protocol):
-    """The format of records whose matrices are in tiles (`engine.experts.quantised_layout` has it)."""
+    """Layout of records with tiled matrices (see `engine.experts.quantised_layout`)."""
 
     @property
     def pairing(self) -> Pairing: ...
@@ -48,10 +48,10 @@ class QuantisedFormat(RecordFormat, Protocol):
 
 
 class LayerRecords(Protocol):
-    """The records of one layer's experts, as kernels see them (`engine.experts.bank.BankLayer` is one).
+    """The records of one layer's experts, as seen by kernels (such as `engine.experts.bank.BankLayer`).
 
-    `pieces` are uint8 [some, nbytes], one after the other all E records; `rows` has each part as a view [*shape] for
-    each expert.  If there is one piece only, `stacked` has them as a view [E, *shape].
+    `pieces`: segments, uint8 [n, nbytes], together all E records; `rows`: each part as a view [*shape] per expert. If
+    there is only one segment, `stacked` has the parts as views [E, *shape].
     """
 
     @property
@@ -69,7 +69,7 @@ class LayerRecords(Protocol):
 
 
 class ExpertKernel(Protocol):
-    """Computes the experts of one layer; made once per layer, bound to its records."""
+    """Computes the experts of one layer; created once per layer, bound to its records."""
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -78,26 +78,26 @@ class ExpertKernel(Protocol):
 
 
 def rows_at_once(kernel: ExpertKernel) -> int | None:
-    """How many visits a kernel wants to be given at a time, if it has an opinion."""
+    """Visits that a kernel prefers per call, if it has a preference."""
     wanted: int | None = getattr(kernel, "rows_at_once", None)
     return wanted
 
 
 def is_capturable(kernel: ExpertKernel) -> bool:
-    """Whether a kernel waits for nothing, so that a card can be made to repeat a step with it in it."""
+    """Whether a kernel never synchronises, so that steps with it can be captured in a graph."""
     return bool(getattr(kernel, "is_capturable", False))
 
 
 @dataclass(frozen=True)
 class ExpertMath:
-    """What an expert of a module computes, apart from its weights.
+    """The computation of a module's experts, apart from weights.
 
     Attributes:
         first: name of the first matrix, `gate_up_proj` or `up_proj`; `first_bias`, `down_bias`: names or `None`.
-        gate: [.., 2I] -> [.., I] (or [.., I] -> [.., I] if there is no gate); elementwise along the leading dimensions.
-        is_silu_gate: whether `gate` is the usual silu(first half) * second half, which kernels may fuse.
+        gate: [.., 2I] -> [.., I] (or [.., I] -> [.., I] without a gate); elementwise along the leading dimensions.
+        is_silu_gate: whether `gate` is the usual silu(first half) * second half, which kernels can fuse.
         norm: applied to each expert's output, or `None`.
-        activation: what `gate` is, where native kernels know it.
+        activation: the type of `gate`, if native kernels support it.
     """
 
     first: str

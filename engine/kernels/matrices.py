@@ -1,4 +1,4 @@
-"""One matrix of every expert of a layer, as something that multiplies: plain, or in tiles."""
+"""One matrix of every expert of a layer as a multiplication function, plain or tiled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Matrices = Callable[[torch.Tensor, int], torch.Tensor]
 """(x [T, columns], expert) -> [T, rows], bias included."""
 
 _PIECE_BYTES = 4 * 2**20
-"""Dequantised at once: what is read again by the product is still in the cache."""
+"""Weights dequantised at a time: small enough to stay in cache for the product."""
 
 _scratch = threading.local()
 
@@ -26,7 +26,7 @@ _scratch = threading.local()
 def layer_matrices(
     layer: LayerRecords, name: str, biases: Sequence[torch.Tensor] | None, kernels: NativeKernels | None
 ) -> Matrices:
-    """The matrices `name` of a layer; `kernels` dequantise natively, where there are any and it is needed."""
+    """The matrices `name` of a layer; `kernels`, if given, dequantise natively."""
     layout, rows = layer.layout, layer.rows
     if isinstance(layout, QuantisedFormat) and layout.is_tiled(name):
         return TiledMatrices(partial(layout.matrix, rows, name), biases, kernels)
@@ -37,7 +37,7 @@ def layer_matrices(
 
 
 class TiledMatrices:
-    """Dequantises what is multiplied: natively and piece by piece on the CPU, or with torch operators on any device."""
+    """Dequantises before multiplying: natively in chunks on the CPU, or with torch operators on any device."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ def multiply_in_pieces(x: torch.Tensor, matrix: TiledMatrix, kernels: NativeKern
 
 
 def _buffer(numel: int) -> torch.Tensor:
-    """Memory that lives on, one piece per thread: fresh pages for every piece would cost as much as filling them."""
+    """A reusable buffer per thread: fresh pages for every chunk would cost as much as filling them."""
     buffer: torch.Tensor | None = getattr(_scratch, "buffer", None)
     if buffer is None or buffer.numel() < numel:
         buffer = _scratch.buffer = torch.empty(numel, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Matrices to tiles: natively where that is possible, in torch elsewhere."""
+"""Quantises matrices to tiles: natively if possible, otherwise in torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What computing experts means, in the plainest torch there is: every faster way is tested against this.
+"""The definition of expert computation in plain torch: every fast path is tested against this.
 
-The definition is that of transformers' experts interface (`transformers.integrations.moe`), whose attributes are
-honoured one by one.  Weights are the module's own stacked parameters.
+It follows transformers' experts interface (`transformers.integrations.moe`), honouring its attributes. Weights are the
+module's own stacked parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def reference_experts(
             or both with the last two dimensions swapped if `module.is_transposed`; `up_proj` in place of `gate_up_proj`
             if not `module.has_gate`; `*_bias` if `module.has_bias`.
         hidden_states: [T, H].
-        top_k_index, top_k_weights: [T, k]; an id of no expert contributes nothing.
+        top_k_index, top_k_weights: [T, k]; an invalid id contributes nothing.
 
     Returns:
         [T, H], of the type of `hidden_states`.

@@ -1,4 +1,4 @@
-"""Paged attention in torch operators: what native kernels are held to, and what computes where there are none."""
+"""Paged attention in torch operators: the reference for the native kernels, and their fallback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def attend_in_torch(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> torch.Tensor:
-    """As `engine.kernels.native.paged_attention.attend`, in fp32 between what is stored and what is returned."""
+    """Like `engine.kernels.native.paged_attention.attend`, computed in fp32."""
     shape, outs, first = layer.shape, [], 0
     group = shape.heads // shape.kv_heads
     for piece in pieces.pieces:
@@ -40,7 +40,7 @@ def attend_in_torch(
 
 
 def _hidden(held: int, end: int, terms: AttentionTerms) -> torch.Tensor:
-    """[new tokens, all tokens]: what each does not see."""
+    """[new tokens, all tokens]: True where attention is masked."""
     position, other = torch.arange(held, end)[:, None], torch.arange(end)[None]
     hidden = other > position
     if terms.window:

@@ -1,4 +1,4 @@
-"""Experts in torch operators, as few as possible: for any device, and where no native kernel runs."""
+"""Experts in as few torch operators as possible: for any device, and without native kernels."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from engine.kernels.matrices import layer_matrices
 from engine.kernels.native.library import NativeKernels
 
 _ROWS_TOGETHER = 16
-"""Rows of a product are made up to a multiple of this: making a kernel for each count costs more than the idle rows."""
+"""Rows of a product are padded to a multiple: creating a kernel per count costs more than the padding."""
 _ALL_AT_ONCE_BYTES = 16 * 2**20
-"""Up to this size of a layer, reading a few experts for nothing costs less than a loop over the others."""
+"""Up to this layer size, reading unused experts costs less than a loop over the used ones."""
 
 
 class TorchExperts:
-    """Computes one layer's experts; quantised ones by dequantising them, natively where `kernels` are given.
+    """Computes one layer's experts; dequantises quantised ones, natively if `kernels` are given.
 
-    One token: all experts of a small layer in two batched products, the idle ones with weight 0, if nearly all are
-    wanted; else one pair of products per wanted expert, sharing the operators between.  Several tokens: grouped by
-    expert, one pair of products for each, summed in fp32 in the order of the experts.
+    One token: if nearly all experts of a small layer are used, all in two batched products, the unused ones with weight
+    0; otherwise a pair of products per used expert, sharing the other operators. Several tokens: grouped by expert, a
+    pair of products each, summed in fp32 in expert order.
     """
 
     def __init__(self, layer: LayerRecords, math: ExpertMath, kernels: NativeKernels | None = None) -> None:
@@ -37,9 +37,9 @@ class TorchExperts:
         quantised = isinstance(layer.layout, QuantisedFormat)
         self._dtype = torch.bfloat16 if quantised else layer.rows["down_proj"][0].dtype
         in_one_piece = len(layer.pieces) == 1 and layer.pieces[0].nbytes <= _ALL_AT_ONCE_BYTES
-        # One expert by itself is computed as one of several is: it must not matter how many slots a cache has.
+        # One expert alone must give the same result as among several, whatever the number of cache slots.
         if in_one_piece and self._experts > 1 and not quantised and layer.device.type == "cpu":
-            # Decoding writes into the same buffers every time: an allocation per operator is what is saved.
+            # Decoding reuses the same buffers, which saves an allocation per operator.
             first, down = layer.stacked[math.first], layer.stacked["down_proj"]
             self._gates = torch.empty(self._experts, 1, first.shape[1], dtype=self._dtype)
             self._outs = torch.empty(self._experts, 1, down.shape[1], dtype=self._dtype)
@@ -81,7 +81,7 @@ class TorchExperts:
         out = out.view(experts, -1)
         if self.math.norm is not None:
             out = self.math.norm(out)
-        # One column more takes the ids that are no expert.
+        # An extra column takes invalid ids.
         share = torch.zeros(1, experts + 1, dtype=torch.float32, device=weights.device)
         share.scatter_add_(1, index.clamp(max=experts), weights.float())
         return share[:, :experts] @ out.float()
@@ -104,7 +104,7 @@ class TorchExperts:
         width = index.shape[1]
         flat = index.reshape(-1)
         order = flat.argsort(stable=True)
-        # Only those that occur: of many experts, or slots of a cache, a few tokens want few.
+        # Only those that occur: few tokens use few of many experts or slots.
         occurring, counts = flat[order].unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
         tokens = order // width
         shares = weights.reshape(-1)[order].float()[:, None]

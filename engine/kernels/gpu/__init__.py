@@ -1,4 +1,4 @@
-"""Experts on a graphics card, computed from the records: Triton kernels, and whether a card runs them.
+"""Triton kernels that compute experts on a graphics card from their records, and the test whether a card runs them.
 
-Nothing in this package but `kernels_*` needs Triton to be imported, so that it can be asked for on any machine.
+Only `kernels_*` import Triton, so the rest of this package can be imported on any machine.
 """

@@ -1,4 +1,4 @@
-"""One layer's experts on a card: two launches for all of a step's visits, whichever slots they go to."""
+"""One layer's experts on a card: two launches for all visits (token-expert pairs) of a step, whatever their slots."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from engine.kernels.gpu.stored import ALIGNMENT, RecordTable, stored_matrix
 from engine.kernels.interface import ExpertMath, LayerRecords, QuantisedFormat
 
 FEW_VISITS = 32
-"""Up to this many are computed one by one: a token's experts differ, so nothing is gained by sorting."""
+"""Up to this many visits are computed one by one: a token's experts differ, so sorting gains nothing."""
 _MANY_VISITS = 1024
-"""From so many on an expert is taken to have enough of them for big blocks."""
+"""From this many visits per expert, large blocks are used."""
 _INNER_BYTES = 64 * 2**20
-"""For what lies between the two matrices; longer steps are cut."""
+"""Limit of intermediate results; longer steps are split."""
 _SUMMED_TOKENS = 1024
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def can_compute(layer: LayerRecords, math: ExpertMath) -> bool:
-    """Whether the kernels know these experts; `engine.kernels.gpu.proof` says whether a card runs them."""
+    """Whether the kernels support these experts; `engine.kernels.gpu.proof` says whether a card runs them."""
     layout, activation = layer.layout, math.activation
     if any(part.offset % ALIGNMENT for part in layout.parts) or layout.nbytes % ALIGNMENT:
         return False
@@ -35,10 +35,10 @@ def can_compute(layer: LayerRecords, math: ExpertMath) -> bool:
 
 
 class CardExperts:
-    """Computes one layer's experts without waiting for the card anywhere: its steps can be captured in a graph.
+    """Computes one layer's experts without synchronising with the card, so its steps can be captured in a graph.
 
-    Few visits: every one by itself.  Many: sorted by expert on the card, and computed in blocks by its matrix units.
-    What one expert makes of one token is rounded to the hidden states' type; sums over a token's experts are in fp32.
+    Few visits: each one separately. Many: sorted by expert on the card, and computed in blocks by its matrix units. An
+    expert's output for a token is rounded to the hidden states' type; sums over a token's experts are in fp32.
     """
 
     is_capturable = True
@@ -102,7 +102,7 @@ class CardExperts:
         return out.masked_fill_(nobody[:, None], 0)
 
     def _gate(self, inner: torch.Tensor) -> torch.Tensor:
-        """What the kernels do not know is left to the module."""
+        """Activations that the kernels do not support are left to the module."""
         return inner if self.math.activation is not None else self.math.gate(inner).contiguous()
 
     def _nobody(self, ids: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A step's visits sorted by expert on the card: how many each has is never brought to the host."""
+"""A step's visits sorted by expert on the card: the counts never go to the host."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 @dataclass(frozen=True)
 class Groups:
-    """Visits of one expert after the other, and which block of them each program computes.
+    """Visits sorted by expert, and the block of them for each program.
 
     Attributes:
-        order: int64 [visits], those that visit nobody last.
-        ends: int64 [experts], where the visits of each end in `order`.
-        block_expert, block_begin: int64 [programs]; the expert is `experts` where there is nothing to do.
+        order: int64 [visits], visits without an expert last.
+        ends: int64 [experts], end of each expert's visits in `order`.
+        block_expert, block_begin: int64 [programs]; the expert is `experts` if there is nothing to do.
     """
 
     order: torch.Tensor
@@ -27,17 +27,17 @@ def group(ids: torch.Tensor, experts: int, block: int) -> Groups:
     """Sorts visits.
 
     Args:
-        ids: int64 [visits]; who is no expert is at `experts`.
-        block: visits that a program computes.
+        ids: int64 [visits]; `experts` for visits without an expert.
+        block: visits per program.
     """
     visits, place = len(ids), ids.device
     in_order, order = torch.sort(ids, stable=True)
-    # Bounds of all experts at once: a count of each would have to be waited for.
+    # Bounds of all experts by binary search: counting each would synchronise.
     every = torch.arange(experts + 1, device=place)
     bounds = torch.searchsorted(in_order, every)
     begins, ends = bounds[:-1], bounds[1:]
     blocks_end = torch.cumsum((ends - begins + block - 1) // block, 0)
-    # As many programs as there can be blocks: each expert that occurs has at most one that is not full.
+    # Upper bound of blocks: each occurring expert has at most one partial block.
     programs = torch.arange(-(-visits // block) + min(experts, visits), device=place)
     expert = torch.searchsorted(blocks_end, programs, right=True)
     known = expert.clamp(max=experts - 1)

@@ -1,4 +1,4 @@
-"""What lies between an expert's two matrices, inside of Triton kernels: `engine.kernels.activation` has the meaning."""
+"""Activations inside Triton kernels; `engine.kernels.activation` defines them."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803
@@ -11,9 +11,9 @@ import triton.language as tl
 
 @triton.jit
 def activate(gate, up, KIND: tl.constexpr, IS_GATED: tl.constexpr, HAS_LIMIT: tl.constexpr, limit, alpha):
-    """act(gate) * up in fp32, or act(gate) where there is no gate; the numbers are those of `ActivationKind`."""
+    """act(gate) * up in fp32, or act(gate) without a gate; KIND is an `ActivationKind`."""
     if HAS_LIMIT:
-        # Comparisons rather than minimum: those would let a NaN through as the limit.
+        # Comparisons instead of minimum, which would turn a NaN into the limit.
         gate = tl.where(gate > limit, limit, gate)
         if IS_GATED:
             up = tl.where(up > limit, limit, up)

@@ -1,4 +1,4 @@
-"""Products with plain matrices, a row after the other in a record: as `kernels_tiled`, for bf16, fp16 and fp32."""
+"""Products with plain row-major matrices in records: like `kernels_tiled`, for bf16, fp16 and fp32."""
 
 # mypy: ignore-errors
 # ruff: noqa: N803
@@ -13,7 +13,7 @@ from engine.kernels.gpu.kernels_activation import activate
 
 @triton.jit
 def _row_of(output, rows, PAIRING: tl.constexpr, UP: tl.constexpr):
-    """The row of the matrix that makes the gate (or up) of an output; outputs are rows where nothing is paired."""
+    """The matrix row of an output's gate (or up); without pairing, outputs are rows."""
     if PAIRING == 1:
         return output + rows // 2 if UP else output
     if PAIRING == 2:
@@ -43,7 +43,7 @@ def plain_by_visit(
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Few visits: one program for each visit and N outputs; arguments as of `kernels_tiled.tiled_by_visit`.
+    """Few visits: one program for each visit and N outputs; arguments as in `kernels_tiled.tiled_by_visit`.
 
     Elements of the records are of x's type.
     """
@@ -112,7 +112,7 @@ def plain_by_group(
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Many visits, sorted by expert: M visits of one expert and N outputs; arguments as of `tiled_by_group`."""
+    """Many visits, sorted by expert: M visits of one expert and N outputs; arguments as in `tiled_by_group`."""
     program = tl.program_id(0)
     slot = tl.load(block_expert + program)
     if slot < experts:

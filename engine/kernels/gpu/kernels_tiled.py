@@ -1,10 +1,10 @@
-"""Products with matrices in tiles (`engine.formats.tiles`), read as they lie in a record.
+"""Products with tiled matrices (`engine.formats.tiles`), read directly from records.
 
-The 4 bytes of a row within a vector of a tile are one 32-bit word, and the words of 16 rows follow each other: a warp
-reads whole lines, and each word meets 4 (int4: 8) consecutive columns.  No byte is moved within the card for that.
+The 4 bytes of a row within a vector of a tile form one 32-bit word, and the words of 16 rows are adjacent: a warp reads
+whole lines, and each word covers 4 (int4: 8) consecutive columns, without moving bytes within the card.
 
-A record is named by its distance in bytes from `base`, so that one launch serves slots in any number of pieces of
-memory.  Visits are pairs of a row of `x` and an expert; ids that are no expert give zeros.
+A record is addressed by its distance in bytes from `base`, so that one launch serves slots in any number of memory
+segments. A visit is a pair of a row of `x` and an expert; ids that are no expert give zeros.
 """
 
 # mypy: ignore-errors
@@ -28,7 +28,7 @@ def _columns_of(word, c: tl.constexpr, INT4: tl.constexpr):
 
 @triton.jit
 def _vector(x, x_row, word, c: tl.constexpr, columns, INT4: tl.constexpr, HIGH: tl.constexpr):
-    """Elements of one row of x that meet byte `c` of each word, in fp32."""
+    """Elements of one row of x that are multiplied with byte `c` of each word, in fp32."""
     column = _columns_of(word, c, INT4) + (16 if HIGH else 0)
     return tl.load(x + x_row * columns + column, mask=column < columns, other=0.0).to(tl.float32)
 
@@ -68,16 +68,16 @@ def tiled_by_visit(
     HAS_LIMIT: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Few visits: one program for each visit and each block of 32 rows of the matrix.
+    """Few visits: one program per visit and block of 32 rows of the matrix.
 
     Args:
-        x: [T, columns]; visit v is that of row v // width.
+        x: [T, columns]; visit v uses row v // width.
         ids: int64 [visits].
-        table: int64 [experts], where records lie.
-        out: [visits, rows], or [visits, rows / 2] where gate and up are paired.
-        PAIRING: 0 plain, 1 halves, 2 alternating: where biases lie, and whether the halves of a tile are multiplied.
+        table: int64 [experts], distances of records.
+        out: [visits, rows], or [visits, rows / 2] if gate and up are paired.
+        PAIRING: 0 plain, 1 halves, 2 alternating: layout of biases, and whether the halves of a tile are multiplied.
         KIND: of the activation, or -1.
-        WORDS: vectors of a tile that are read at a time.
+        WORDS: vectors of a tile read at a time.
     """
     visit = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -95,7 +95,7 @@ def tiled_by_visit(
         zeros = record + zeros_at
         biases = (record + bias_at).to(tl.pointer_type(tl.bfloat16), bitcast=True)
         x_row = visit // width
-        # Summed per vector of words, and only at the end over them.
+        # Accumulate per vector of words; reduce over them at the end.
         upper_sums = tl.zeros([WORDS, 16], dtype=tl.float32)
         lower_sums = tl.zeros([WORDS, 16], dtype=tl.float32)
         first_group = block.to(tl.int64) * groups
@@ -158,7 +158,7 @@ def tiled_by_visit(
 
 @triton.jit
 def _dequantised(words, scale, zero, c: tl.constexpr, INT4: tl.constexpr, HIGH: tl.constexpr):
-    """Byte `c` (and nibble) of words, as the weights in bf16 that they stand for."""
+    """Byte `c` (and nibble) of words, dequantised to bf16."""
     if INT4:
         q = ((words >> (8 * c + (4 if HIGH else 0))) & 15).to(tl.float32) - zero
     else:
@@ -201,10 +201,10 @@ def tiled_by_group(
 
     Args:
         x: [T, columns].
-        order: int64 [visits], sorted by expert; visit v is that of row v // width of x.
-        block_expert: int64 [grid 0], whose visits a program computes; `experts` where there is nothing to do.
-        block_begin: int64 [grid 0], where its visits begin in `order`.
-        group_end: int64 [experts], where an expert's visits end in `order`.
+        order: int64 [visits], sorted by expert; visit v uses row v // width of x.
+        block_expert: int64 [grid 0], expert of each program; `experts` if there is nothing to do.
+        block_begin: int64 [grid 0], start of its visits in `order`.
+        group_end: int64 [experts], end of an expert's visits in `order`.
         DOT: type of the products' operands.
     """
     program = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""Linear layers whose weights are in tiles on a card."""
+"""Linear layers with tiled weights on a card."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from engine.formats.tiles import TiledMatrix, dequantise
 from engine.kernels.gpu.stored import RecordTable, store
 
 _FEW_TOKENS = 16
-"""Up to this many, reading the weights once for each from the card's cache costs less than dequantising them."""
+"""Up to this many tokens, reading the tiles per token from the card's cache is faster than dequantising."""
 
 
 class CardLinear:
-    """The `forward` of one linear layer in tiles; takes the place of its weight.
+    """The `forward` of one tiled linear layer; replaces its weight.
 
-    Few tokens read the tiles as they are, where the card runs the kernels; else they are dequantised for each call.
+    Few tokens use the tiles directly, if the card runs the kernels; otherwise each call dequantises.
 
     Args:
-        matrix: on any device; it is copied to `device`.
-        with_kernels: whether that card runs them.
+        matrix: on any device; copied to `device`.
+        with_kernels: whether the card runs the kernels.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Launches the kernels: products of visits with stored matrices, with what comes behind them."""
+"""Launches the kernels: products of visits with stored matrices, with bias and activation."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from engine.kernels.gpu.kernels_tiled import tiled_by_group, tiled_by_visit
 from engine.kernels.gpu.stored import RecordTable, StoredMatrix
 
 _ROWS, _COLUMNS = 8, 256
-"""Of a plain matrix, read at a time for one visit."""
+"""Block of a plain matrix per visit."""
 _WORDS = 32
-"""Vectors of a tile read at a time: of both halves, 4 KiB of weights."""
+"""Vectors of a tile read at a time: 4 KiB of weights over both halves."""
 _GROUP_OUTPUTS = 64
 
 
@@ -30,15 +30,15 @@ def multiply_visits(
     width: int,
     activation: Activation | None = None,
 ) -> torch.Tensor:
-    """Each visit by itself: for so few that their experts' weights are what is waited for.
+    """Each visit separately: for few visits, bound by reading weights.
 
     Args:
         x: [T, columns], contiguous, of the matrix's type.
-        ids: int64 [visits]: visit v is that of row v // width of x to expert ids[v].
-        activation: applied to the product, where there is one.
+        ids: int64 [visits]: visit v is row v // width of x to expert ids[v].
+        activation: applied to the product, if any.
 
     Returns:
-        [visits, outputs], zeros for who is no expert.
+        [visits, outputs], zeros for ids that are no expert.
     """
     visits = len(ids)
     out = x.new_empty(visits, matrix.outputs)
@@ -66,10 +66,10 @@ def multiply_groups(
     width: int,
     activation: Activation | None = None,
 ) -> torch.Tensor:
-    """Visits sorted by expert, `block` of them at a time: for so many that an expert's weights serve several.
+    """Visits sorted by expert, `block` at a time: for many visits, which share an expert's weights.
 
     Returns:
-        [visits, outputs], in the order in which visits were given; not written for who visits nobody.
+        [visits, outputs], in the original order of visits; unwritten for visits without an expert.
     """
     out = x.new_empty(visits, matrix.outputs)
     after = _after(matrix, activation)
@@ -93,7 +93,7 @@ def multiply_groups(
 
 
 def operand_type(dtype: torch.dtype) -> Any:
-    """What the card's matrix units are given; the interpreter, which computes with numpy, has no bf16."""
+    """Operand type of the matrix units; Triton's interpreter, which uses numpy, has no bf16."""
     if triton.knobs.runtime.interpret or dtype == torch.float32:
         return tl.float32
     return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
@@ -120,7 +120,7 @@ def _after(matrix: StoredMatrix, activation: Activation | None) -> dict[str, Any
 def _launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], after: dict[str, Any], **constants: Any) -> None:
     place = args[0].device
     if place.type == "cuda":
-        # Triton launches on the current card, whichever the tensors are on.
+        # Triton launches on the current card, not on the tensors' card.
         with torch.cuda.device(place):
             kernel[grid](*args, **after, **constants)
     else:

@@ -1,4 +1,4 @@
-"""Whether a card runs the Triton kernels: asked of the card itself, once, with a small problem of each kind."""
+"""Tests once whether a card runs the Triton kernels, with a small problem of each kind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.kernels.quantise import quantise
 _log = logging.getLogger(__name__)
 
 _OLDEST = (8, 0)
-"""Compute capability of NVIDIA's first cards whose matrix units know bf16."""
+"""Compute capability of NVIDIA's first cards with bf16 matrix units."""
 
 
 def runs_kernels(device: torch.device) -> bool:
@@ -25,7 +25,7 @@ def runs_kernels(device: torch.device) -> bool:
 
 
 def why_not(device: torch.device) -> str | None:
-    """What keeps the kernels from running on a device, in a few words; `None` if nothing does."""
+    """Why the kernels do not run on a device, in a few words; `None` if they do."""
     if device.type != "cuda":
         return "it is not a graphics card"
     return _why_not(device.index if device.index is not None else torch.cuda.current_device())
@@ -42,7 +42,7 @@ def _why_not(index: int) -> str | None:
     try:
         with torch.inference_mode():
             failed = prove(device)
-    except Exception as error:  # whatever a compiler or a driver comes up with: torch's operators take over
+    except Exception as error:  # any compiler or driver error: fall back to torch's operators
         _log.warning("Triton's kernels do not run on cuda:%d", index, exc_info=True)
         return f"Triton failed ({type(error).__name__})"
     if failed is not None:
@@ -52,7 +52,7 @@ def _why_not(index: int) -> str | None:
 
 
 def prove(device: torch.device) -> str | None:
-    """Computes what is known otherwise; names the first kind that comes out wrong."""
+    """Compares results with the reference; returns the first kind that is wrong."""
     for each in FORMATS.values():
         if each is BF16 or (each.on_card and each.is_tiled):
             for visits in (3, 40):

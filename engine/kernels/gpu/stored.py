@@ -1,4 +1,4 @@
-"""Where a card finds the matrices of experts: a table of their records, and what lies where within each."""
+"""Addresses of experts' matrices on a card: a table of records, and the layout of a record."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from engine.kernels.interface import LayerRecords
 
 ALIGNMENT = 64
-"""Bytes: records and their parts begin at multiples of it, so that a card may load vectors."""
+"""Alignment in bytes of records and their parts, for vector loads."""
 
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """A matrix that every record has at the same place; `*_at` are bytes from the record's beginning, -1 for none.
+    """A matrix at the same position in every record; `*_at`: bytes from the record's start, -1 for none.
 
     Attributes:
         rows, columns: of the matrix.
-        dtype: of its elements where it is plain, bf16 where it is in tiles; of biases as well.
-        format: where it is in tiles, else `None`.
-        pairing: where gate and up rows lie; `PLAIN` for all matrices but those.
+        dtype: of its elements if plain, bf16 if tiled; also of biases.
+        format: its tiled format, otherwise `None`.
+        pairing: layout of gate and up rows; `PLAIN` for other matrices.
     """
 
     rows: int
@@ -41,21 +41,21 @@ class StoredMatrix:
 
     @property
     def outputs(self) -> int:
-        """How many numbers a product with it leaves, gate and up having become one."""
+        """Outputs of a product with it, after gate and up are combined."""
         return self.rows if self.pairing is Pairing.PLAIN else self.rows // 2
 
 
 class RecordTable:
-    """The records of a layer as one launch sees them, in however many pieces of memory they lie.
+    """The records of a layer for one launch, in any number of memory segments.
 
     Args:
-        pieces: uint8 [some, record bytes] each, all on one device.
+        pieces: segments, uint8 [n, record bytes] each, all on one device.
 
     Attributes:
-        base: any address near them; `offsets`: int64 [E], bytes from there to each record, on the device.
+        base: an address near them; `offsets`: int64 [E] on the device, bytes from there to each record.
 
     Raises:
-        ValueError: records are not aligned.
+        ValueError: a record is misaligned.
     """
 
     def __init__(self, pieces: list[torch.Tensor]) -> None:
@@ -75,7 +75,7 @@ def stored_matrix(layer: LayerRecords, name: str, bias: str | None, pairing: Pai
     """The matrix `name` of a layer's records.
 
     Args:
-        pairing: of its rows, for a plain matrix; one in tiles has its own.
+        pairing: of its rows, for a plain matrix; a tiled one has its own.
     """
     from engine.kernels.interface import QuantisedFormat
 
@@ -101,7 +101,7 @@ def stored_matrix(layer: LayerRecords, name: str, bias: str | None, pairing: Pai
 
 
 def store(matrix: TiledMatrix, bias: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, StoredMatrix]:
-    """A matrix in tiles, and its bias, as a record by itself: uint8 [1, bytes] on the device, and what lies where."""
+    """A tiled matrix and its bias as a record: uint8 [1, bytes] on the device, and its layout."""
     parts = [matrix.weights, matrix.scales, matrix.zeros, bias, matrix.table]
     offsets, end = [], 0
     for part in parts:

@@ -1,1 +1,1 @@
-"""Native CPU kernels: C++ behind a plain C interface, built where a compiler is, never required."""
+"""Native CPU kernels: C++ behind a C interface, built if there is a compiler, never required."""

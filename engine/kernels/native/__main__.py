@@ -1,6 +1,6 @@
-"""`python -m engine.kernels.native`: build the kernels, prove them on this machine, and say what came of it.
+"""`python -m engine.kernels.native`: builds the kernels, tests them on this machine, and reports the result.
 
-With `--status` nothing is built; what there is is told in JSON: `isa` (a name, or null) and `note` (why there is none).
+With `--status` nothing is built; prints the status as JSON: `isa` (a name, or null) and `note` (why there is none).
 """
 
 import json
@@ -11,7 +11,7 @@ from engine.kernels.native.library import missing_note, prove, usable_isa
 
 
 def main(arguments: list[str]) -> int:
-    """0 if the kernels can be used here, 1 if PyTorch's operators have to do."""
+    """0 if the kernels can be used here, 1 if PyTorch's operators are used instead."""
     if arguments == ["--status"]:
         isa = usable_isa()
         sys.stdout.write(json.dumps({"isa": isa.name if isa else None, "note": "" if isa else missing_note()}))

@@ -1,6 +1,6 @@
 """Builds the native kernels with the machine's C++ compiler: `python -m engine.kernels.native`.
 
-The library's name carries a hash of its sources, so that one built from others is never loaded by mistake.
+The library's name contains a hash of its sources, so that an outdated one is never loaded.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _SUFFIX = ".dll" if sys.platform == "win32" else ".so"
 
 @dataclass(frozen=True, slots=True)
 class _Special:
-    """A source for one kind of processor.
+    """A source for one kind of CPU.
 
     Attributes:
-        options: for instructions that not every processor of the kind has.
-        newest: options unknown to compilers of some years ago: the source has no kernels without them.
+        options: for instructions that not every CPU of the kind has.
+        newest: options unknown to older compilers, which build the source without kernels.
     """
 
     architecture: str
@@ -42,7 +42,7 @@ class _Special:
 _AVX2 = ("-mavx2", "-mfma")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mfma")
 _PAGED = ("-ffp-contract=fast", "-Wno-psabi")
-"""Vectors wider than the target's, and products that are added to sums in one rounding."""
+"""Allows vectors wider than the target's, and FMA contraction."""
 _BF16 = ("-mavx512vnni", "-mavx512bf16")
 _SPECIAL = {
     "kernels_avx2.cpp": _Special("x86", _AVX2),
@@ -65,7 +65,7 @@ _SPECIAL = {
 
 
 def library_path() -> Path:
-    """Where the library for these sources lies once it is built."""
+    """The path of the library for these sources."""
     digest = hashlib.sha256()
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -73,16 +73,16 @@ def library_path() -> Path:
 
 
 def outdated_libraries() -> list[Path]:
-    """Libraries built from other sources: of another version of this program, or for another machine."""
+    """Libraries built from other sources: by another version of this program, or for another machine."""
     current = library_path()
     return [path for path in current.parent.glob(f"switchyard_kernels-*{_SUFFIX}") if path != current]
 
 
 def build() -> Path:
-    """Compiles what is not compiled yet.
+    """Compiles the library unless it exists.
 
     Raises:
-        BuildError: without a compiler, or where it refuses the sources.
+        BuildError: no compiler, or a compile error.
     """
     target = library_path()
     if target.exists():
@@ -93,10 +93,10 @@ def build() -> Path:
         objects = compile_sources(compiler, Path(scratch))
         linked = Path(scratch) / f"linked{_SUFFIX}"
         compiler.link(objects, linked)
-        # Renamed into place: another process sees no library or a whole one.
+        # Renamed into place: another process sees a complete library or none.
         linked.replace(target)
     for outdated in outdated_libraries():
-        with suppress(OSError):  # Windows keeps what a running process has loaded
+        with suppress(OSError):  # Windows locks libraries in use
             outdated.unlink()
     for verdict in target.parent.glob("*.proven.json"):
         if not verdict.with_suffix("").with_suffix(_SUFFIX).exists():
@@ -107,13 +107,13 @@ def build() -> Path:
 def compile_sources(
     compiler: Compiler, folder: Path, more: tuple[str, ...] = (), machine: str | None = None
 ) -> list[Path]:
-    """The objects of all sources for a kind of processor, in `folder`; `more` options come last.
+    """The objects of all sources for a kind of processor, in `folder`; `more`: extra options.
 
     Args:
-        machine: as `platform.machine()` calls it, for a compiler that compiles for another; `None` for this one.
+        machine: target as named by `platform.machine()`, for cross compilers; `None`: this machine.
 
     Raises:
-        BuildError: the compiler refuses them.
+        BuildError: a compile error.
     """
     kind = architecture(machine)
     sources = [
@@ -133,5 +133,5 @@ def _compile(compiler: Compiler, source: Path, folder: Path, more: tuple[str, ..
     except BuildError:
         if not special.newest:
             raise
-        compiler.compile(source, compiled, (*special.options, *more))  # the source then has no kernels
+        compiler.compile(source, compiled, (*special.options, *more))  # builds the source without kernels
     return compiled

@@ -1,4 +1,4 @@
-"""The C++ compilers that the native kernels can be built with, and how each is told what."""
+"""The C++ compilers for the native kernels, and their options."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Compiler:
 
     Attributes:
         command: its program.
-        environment: what it needs beyond this process' environment.
-        for_windows: whether it makes Windows' kind of library.
+        environment: variables to add to this process's environment.
+        for_windows: whether it builds Windows libraries.
     """
 
     command: str
@@ -41,29 +41,29 @@ class Compiler:
 
     @property
     def is_clang_cl(self) -> bool:
-        """Whether it is the Clang that takes Microsoft's options, and its own only when they are marked."""
+        """Whether it is clang-cl, which takes Microsoft's options, and Clang's only with a prefix."""
         return Path(self.command.replace("\\", "/")).stem.lower().startswith("clang-cl")
 
     def compile(self, source: Path, target: Path, options: tuple[str, ...]) -> None:
-        """Makes an object file.  Raises `BuildError` where the compiler refuses the source."""
+        """Compiles an object file.  Raises `BuildError` on errors."""
         if self.is_clang_cl:
             marked = (f"/clang:{option}" for option in (*_OPTIONS, *options) if option != "-pthread")
             self.run(*_WINDOWS_OPTIONS, *marked, "/c", str(source), f"/Fo{target}")
         else:
-            anywhere = () if self.for_windows else ("-fPIC",)  # all code is so there
+            anywhere = () if self.for_windows else ("-fPIC",)  # implied on Windows
             self.run(*_OPTIONS, *anywhere, *options, "-c", str(source), "-o", str(target))
 
     def link(self, objects: list[Path], target: Path) -> None:
-        """Makes a shared library.  Raises `BuildError` where that fails."""
+        """Links a shared library.  Raises `BuildError` on errors."""
         if self.is_clang_cl:
             self.run("/nologo", "/LD", "/MT", *map(str, objects), f"/Fe{target}")
         else:
-            # Windows has no C++ library of this compiler that Python would find.
+            # On Windows, Python would not find this compiler's C++ library.
             alone = ("-static",) if self.for_windows else ()
             self.run("-shared", "-pthread", *alone, *map(str, objects), "-o", str(target))
 
     def run(self, *arguments: str) -> None:
-        """Raises `BuildError` with the compiler's first complaint where it fails."""
+        """Runs the compiler; raises `BuildError` with its first error."""
         command = [self.command, *arguments]
         environment = {**os.environ, **self.environment} if self.environment else None
         try:
@@ -79,7 +79,7 @@ class Compiler:
         except (OSError, subprocess.TimeoutExpired) as error:
             raise BuildError(f"{self.command} could not be run ({error})") from error
         if done.returncode:
-            said = done.stderr + done.stdout  # Microsoft's complains on standard output
+            said = done.stderr + done.stdout  # Microsoft's reports errors on stdout
             first = next((line for line in said.splitlines() if "error" in line), said[:200])
             raise BuildError(f"{self.command} failed: {first}")
 
@@ -102,16 +102,16 @@ def find_compiler() -> Compiler:
 
 _ADVICE = {
     "win32": "install the Build Tools for Visual Studio with 'C++ Clang Compiler for Windows': "
-    "Microsoft's own does not know the vector types that the kernels use",
+    "Microsoft's own lacks the vector types that the kernels use",
     "darwin": "run xcode-select --install",
 }
 
 
 def architecture(machine: str | None = None) -> str:
-    """`x86`, `arm` or `other`: of this Python, which is what the library is loaded into.
+    """`x86`, `arm` or `other`: of this Python, which loads the library.
 
     Args:
-        machine: as `platform.machine()` calls it; `None` for this one.
+        machine: as named by `platform.machine()`; `None`: this machine.
     """
     name = (machine or platform.machine()).lower()
     if sys.maxsize < 2**32:
@@ -120,7 +120,7 @@ def architecture(machine: str | None = None) -> str:
 
 
 def _visual_studio() -> Compiler | None:
-    """The Clang of Visual Studio, with the variables that its own prompt sets, or `None`."""
+    """Visual Studio's Clang, with the variables of its developer prompt, or `None`."""
     programs = Path(os.environ.get("PROGRAMFILES(X86)", r"C:\Program Files (x86)"))
     finder = programs / "Microsoft Visual Studio" / "Installer" / "vswhere.exe"
     kind, folder = ("arm64", "ARM64") if architecture() == "arm" else ("x64", "x64")
@@ -146,6 +146,6 @@ def _visual_studio() -> Compiler | None:
 
 
 def parse_variables(listing: str) -> dict[str, str]:
-    """What `set` prints on Windows, names in capitals."""
+    """Parses the output of Windows' `set`; names in upper case."""
     pairs = (line.partition("=") for line in listing.splitlines())
     return {name.upper(): value for name, equals, value in pairs if equals and name}

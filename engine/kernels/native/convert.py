@@ -1,4 +1,4 @@
-"""Tiles made of matrices and matrices made of tiles, by the native kernels."""
+"""Converts matrices to tiles and back with the native kernels."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _ROUNDS = 16
 
 
 def quantise_natively(weight: torch.Tensor, target: TiledMatrix, kernels: NativeKernels, rounds: int = _ROUNDS) -> None:
-    """Fills `target` from `weight`: bf16 [rows, columns], contiguous, in RAM as `target` is."""
+    """Fills `target` from `weight`: bf16 [rows, columns], contiguous, in RAM, like `target`."""
     struct = matrix_struct(target)
     kernels.quantise(kernels.pool, ctypes.addressof(struct), weight.data_ptr(), rounds)
 
 
 def dequantise_natively(matrix: TiledMatrix, begin: int, end: int, out: torch.Tensor, kernels: NativeKernels) -> None:
-    """Blocks [begin, end) of a matrix in RAM to `out`: bf16 [their rows, columns], contiguous, paired as the matrix is.
+    """Blocks [begin, end) of a matrix in RAM to `out`: bf16 [rows, columns], contiguous, paired like the matrix.
 
     The same values as `engine.formats.tiles.dequantise`.
     """

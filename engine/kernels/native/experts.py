@@ -1,4 +1,4 @@
-"""One call into the native kernels for all experts of a layer, for a decode step as for a prefill."""
+"""One call into the native kernels for all experts of a layer, for decode steps and prefills."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.structs import ExpertsStruct, RecordPartStruct
 
 MAX_TOKENS = 8
-"""A step of so many tokens decodes: the weights' way from RAM is what is waited for.  More are a prefill or a batch."""
+"""Up to this many tokens a step counts as decode, bound by reading weights from RAM; more: prefill or batch."""
 
 
 def can_compute(layer: LayerRecords, math: ExpertMath) -> bool:
-    """Whether the native kernels know these experts: in RAM, in known formats, with a known activation and no norm."""
+    """Whether the native kernels support these experts: in RAM, known formats, known activation, no norm."""
     activation, layout = math.activation, layer.layout
     if layer.device.type != "cpu" or activation is None or math.norm is not None:
         return False
@@ -34,10 +34,10 @@ def can_compute(layer: LayerRecords, math: ExpertMath) -> bool:
 
 
 class NativeExperts:
-    """Computes one layer's experts natively, tokens in bf16; and leaves those of other types to `many_tokens`.
+    """Computes one layer's experts natively for bf16 tokens; other types go to `many_tokens`.
 
-    Of several tokens each expert takes those that want it together: so many, that its weights are worth bringing into
-    the form that matrix instructions multiply, or so few that they are multiplied as they pass by.
+    Several tokens are grouped by expert: large groups convert the expert's weights to the layout of matrix instructions
+    first; small ones multiply while the weights stream by.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class NativeExperts:
 
 
 def _beginnings(layer: LayerRecords) -> ctypes.Array[ctypes.c_void_p] | None:
-    """Addresses of the records, where they do not lie one after the other."""
+    """Addresses of the records, if they are not contiguous."""
     if len(layer.pieces) == 1:
         return None
     addresses = [

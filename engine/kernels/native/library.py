@@ -1,7 +1,7 @@
-"""Loads the native kernels, with the best instruction set that was seen to work on this very machine.
+"""Loads the native kernels, with the best instruction set that works on this machine.
 
-Some virtual machines advertise instructions that they trap on, so every instruction set has to pass its self-test in
-a child process once; the verdict is kept beside the library.
+Some virtual machines advertise instructions that they trap on, so every instruction set has to pass its self-test in a
+child process once; the result is stored beside the library.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SELF_TEST = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).switchyard_s
 
 
 class Isa(IntEnum):
-    """Instruction sets that kernels exist for, as the library numbers them."""
+    """Instruction sets with kernels, numbered as in the library."""
 
     PORTABLE = 0
     AVX2 = 1
@@ -75,17 +75,17 @@ class NativeKernels:
         self.route_rows = library.switchyard_route_rows
 
     def close(self) -> None:
-        """Ends the pool's threads.  No kernel may be called afterwards."""
+        """Ends the pool's threads.  No kernel may be called after this."""
         if self.pool:
             self._library.switchyard_pool_destroy(self.pool)
             self.pool = 0
 
 
 def load_kernels(threads: int) -> NativeKernels | None:
-    """The native kernels with `threads` threads, or `None` where they are not built or do not work.
+    """The native kernels with `threads` threads, or `None` if they are not built or do not work.
 
-    `SWITCHYARD_NATIVE=0` in the environment leaves them out; `SWITCHYARD_ISA=avx2` (or another of `Isa`'s names)
-    holds them back.
+    `SWITCHYARD_NATIVE=0` in the environment disables them; `SWITCHYARD_ISA=avx2` (or another name of `Isa`) limits
+    them.
     """
     isa = usable_isa()
     return NativeKernels(_open(library_path()), isa, threads) if isa is not None else None
@@ -104,19 +104,19 @@ def usable_isa() -> Isa | None:
 
 
 def missing_note() -> str:
-    """What to tell whoever computes on the CPU without these kernels; nothing if the environment left them out."""
+    """A note for users without these kernels; empty if the environment disables them."""
     if os.environ.get("SWITCHYARD_NATIVE") == "0":
         return ""
-    slower = "so PyTorch's operators compute, some times slower"
+    slower = "so PyTorch's operators are used, several times slower"
     if library_path().exists():
         return f"The fast CPU kernels fail their self-test on this processor, {slower}: run the set-up again."
     if outdated_libraries():
         return f"The fast CPU kernels were built for another version or machine, {slower}: run the set-up again."
-    return f"The fast CPU kernels are not there, {slower}: install a C++ compiler and run the set-up again."
+    return f"The fast CPU kernels are missing, {slower}: install a C++ compiler and run the set-up again."
 
 
 def prove(path: Path) -> Isa | None:
-    """The best instruction set that works here."""
+    """The best working instruction set."""
     isas = proven(path)
     return isas[-1] if isas else None
 
@@ -135,7 +135,7 @@ def proven(path: Path) -> list[Isa]:
     isas = [isa for isa, passes in passed.items() if passes]
     if None in passed.values():
         return isas
-    with suppress(OSError):  # a read-only installation: prove it again next time
+    with suppress(OSError):  # a read-only installation: test again next time
         write_whole(verdict_path, json.dumps({"machine": machine, "isas": isas}))
     return isas
 
@@ -153,7 +153,7 @@ def _advertised(path: Path) -> list[Isa]:
 
 
 def _passes(path: Path, isa: Isa) -> bool | None:
-    """Whether the self-test passes; `None` if a machine that slept or had no time for it left that open."""
+    """Whether the self-test passes; `None` if it timed out, as on a suspended or busy machine."""
     command = [sys.executable, "-I", "-S", "-c", _SELF_TEST, str(path), str(int(isa))]
     for _ in range(2):
         try:
@@ -165,12 +165,12 @@ def _passes(path: Path, isa: Isa) -> bool | None:
 
 @cache
 def _open(path: Path) -> ctypes.CDLL:
-    # PyDLL would hold the GIL: other threads (heartbeats, the reader of commands) must run meanwhile.
+    # Not PyDLL, which holds the GIL: other threads (heartbeats, the command reader) must run meanwhile.
     return ctypes.CDLL(str(path))
 
 
 def _processor() -> str:
-    """What tells this processor from another: a virtual machine that moves may lose instructions."""
+    """Identifies this CPU: a migrated virtual machine may lose instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -15,23 +15,23 @@ from engine.kernels.native.structs import MatrixStruct, matrix_struct, plain_str
 from engine.kernels.quantise import quantise
 
 SMALLEST = 64 * 1024
-"""Weights: below this the product costs less than handing it to threads."""
+"""Number of weights below which the product costs less than handing it to threads."""
 
 _FEW_TOKENS = 8
-"""Up to this many, weights are multiplied as they pass by; more of them are brought into tiles together."""
+"""Up to this many tokens, weights are multiplied while streaming; more tokens are packed into tiles."""
 
 _MOST_TOKENS = 128
-"""Of a bf16 layer, where the processor has matrix instructions: beyond, oneDNN uses them better.  Without them it is
-some times slower than our vectors at any number of tokens."""
+"""Most tokens for a bf16 layer on CPUs with matrix instructions: beyond, oneDNN is faster. Without matrix instructions
+it is several times slower than our vectors at any number of tokens."""
 
 ROUTERS = ("gate", "router", "wg", "classifier")
-"""Last names of layers that choose experts: too small to matter, and a rounding there changes the choice."""
+"""Last name components of routers: too small to matter, and rounding would change the routing."""
 
 
 def speed_up_linears(model: torch.nn.Module, kernels: NativeKernels) -> int:
-    """Lets every large bf16 `Linear` of a model on the CPU compute natively what is faster so; returns how many.
+    """Makes every large bf16 `Linear` on the CPU use native kernels where faster; returns their number.
 
-    Other types and subclasses (which may mean something else by it) go the library's way as before.
+    Other types and subclasses (which may behave differently) are unchanged.
     """
     count = 0
     for module in model.modules():
@@ -43,12 +43,12 @@ def speed_up_linears(model: torch.nn.Module, kernels: NativeKernels) -> int:
 
 
 def quantise_linears(model: torch.nn.Module, precision: str, kernels: NativeKernels) -> int:
-    """Replaces the weights of every large bf16 `Linear` of a model on the CPU, routers apart, by ones in tiles.
+    """Replaces the weights of every large bf16 `Linear` on the CPU, except routers, with tiled ones.
 
-    The head has a format of its own: it is where an error comes through to the text at once.
+    The head has its own format: its errors reach the logits directly.
 
-    The parameter `weight` becomes empty; the tiles are buffers of the module.  A weight that is shared with an
-    embedding stays there.  Returns how many were replaced.
+    The parameter `weight` becomes empty; the tiles are buffers of the module. A weight shared with an embedding stays.
+    Returns the number of layers.
     """
     count = 0
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -63,7 +63,7 @@ def quantise_linears(model: torch.nn.Module, precision: str, kernels: NativeKern
 
 
 def linear_struct(module: torch.nn.Linear) -> MatrixStruct | None:
-    """The weights of a linear layer as native kernels read them, or `None` if they cannot."""
+    """The weights of a linear layer for native kernels, or `None` if unsupported."""
     forward = module.__dict__.get("forward")
     if isinstance(forward, QuantisedLinear):
         return forward.struct
@@ -111,7 +111,7 @@ class _PlainLinear:
 
 
 class QuantisedLinear:
-    """The `forward` of one linear layer in tiles; takes the place of its weight."""
+    """The `forward` of one tiled linear layer; replaces its weight."""
 
     def __init__(self, module: torch.nn.Linear, target_format: TiledFormat, kernels: NativeKernels) -> None:
         self._rows, self._columns = module.weight.shape
@@ -121,7 +121,7 @@ class QuantisedLinear:
         self._bias_address = module.bias.data_ptr() if module.bias is not None else None
         self._kernels = kernels
         for suffix, tensor in self.matrix.parts.items():
-            module.register_buffer(f"tiles{suffix}", tensor, persistent=False)  # counted, though not used there
+            module.register_buffer(f"tiles{suffix}", tensor, persistent=False)  # registered only to be counted
         module.weight = torch.nn.Parameter(module.weight.new_empty(0), requires_grad=False)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:

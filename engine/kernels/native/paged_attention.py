@@ -1,4 +1,4 @@
-"""Attention over keys and values in pages: many sequences of different lengths in one native call."""
+"""Attention over paged keys and values: many sequences of different lengths in one native call."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.kernels.native.library import NativeKernels
 
 PAGE_TOKENS = 32
-"""Tokens of one sequence that a page holds."""
+"""Tokens per page, all of one sequence."""
 
 
 class KvType(IntEnum):
-    """How keys and values are held, as the kernels number it; int8 has a scale for each head of each token."""
+    """Types of keys and values, numbered as in the kernels; int8 has a scale per head and token."""
 
     BF16 = 0
     FP16 = 1
@@ -26,7 +26,7 @@ class KvType(IntEnum):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the pages."""
+        """The dtype of pages."""
         return (torch.bfloat16, torch.float16, torch.int8, torch.float32)[self]
 
 
@@ -64,7 +64,7 @@ class StatesStruct(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What one attention layer keeps of a token.
+    """Keys and values of one token in one attention layer.
 
     Attributes:
         heads: of queries; a multiple of `kv_heads`.
@@ -85,13 +85,13 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTerms:
-    """How a layer attends.
+    """Attention parameters of a layer.
 
     Attributes:
         scale: of scores.
-        window: a token sees so many tokens at most, itself among them; 0 sees all.
-        kept: and besides the first so many (StreamingLLM, Xiao et al. 2024, section 3.2).
-        softcap: bounds scores by softcap * tanh(score / softcap); 0 does not.
+        window: sliding window in tokens, including itself; 0: none.
+        kept: also attends to this many first tokens (StreamingLLM, Xiao et al. 2024, section 3.2).
+        softcap: limits scores to softcap * tanh(score / softcap); 0: no limit.
         sinks: [heads] float32 logits of attending to nothing, or `None`.
     """
 
@@ -105,8 +105,8 @@ class AttentionTerms:
 class PagedLayer:
     """The pages of one attention layer, in RAM.
 
-    Keys lie in them as [pages, kv_heads, key_dim, PAGE_TOKENS], values as [pages, kv_heads, PAGE_TOKENS, value_dim].
-    Memory is not touched before tokens come.
+    Keys are stored as [pages, kv_heads, key_dim, PAGE_TOKENS], values as [pages, kv_heads, PAGE_TOKENS, value_dim].
+    Memory is not touched until tokens are added.
     """
 
     def __init__(self, shape: KvShape, kv_type: KvType, pages: int) -> None:
@@ -120,13 +120,13 @@ class PagedLayer:
 
     @classmethod
     def of(cls, shape: KvShape, kv_type: KvType, keys: torch.Tensor, values: torch.Tensor) -> PagedLayer:
-        """Pages that somebody else has allocated, of a type that needs no scales."""
+        """Wraps pages allocated elsewhere, of a type without scales."""
         layer = cls(shape, kv_type, 0)
         layer.keys, layer.values = keys, values
         return layer
 
     def struct(self, terms: AttentionTerms) -> PagedLayerStruct:
-        """As the kernels read it; it points into these pages and into `terms.sinks`."""
+        """The kernels' struct; it points into these pages and `terms.sinks`."""
         shape, sinks = self.shape, terms.sinks
         assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
         return PagedLayerStruct(
@@ -151,9 +151,9 @@ class Piece:
     """The next tokens of one sequence.
 
     Attributes:
-        pages: int32, those of the sequence in order, with room for the new tokens.
+        pages: int32, the sequence's pages in order, with room for the new tokens.
         held: tokens before them.
-        tokens: how many come.
+        tokens: number of new tokens.
     """
 
     pages: torch.Tensor
@@ -162,7 +162,7 @@ class Piece:
 
 
 class Pieces:
-    """The new tokens of some sequences, one sequence after the other."""
+    """The new tokens of several sequences, concatenated."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces = tuple(pieces)
@@ -174,7 +174,7 @@ class Pieces:
 
     @property
     def address(self) -> int:
-        """Of the structs."""
+        """Address of the structs."""
         return ctypes.addressof(self.struct)
 
 
@@ -186,12 +186,12 @@ def attend(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> torch.Tensor:
-    """Puts keys and values of the new tokens into their pages, and attends.
+    """Stores keys and values of the new tokens in their pages, and attends.
 
-    A result is the same whatever other sequences are there, and whether tokens come in one call or in several.
+    Results do not depend on other sequences, nor on how tokens are split over calls.
 
     Args:
-        queries, keys, values: [T, heads, dim] in bf16 or fp32, all three alike; elements of a head side by side.
+        queries, keys, values: [T, heads, dim] in bf16 or fp32, all three equal; elements of a head contiguous.
 
     Returns:
         [T, heads, value_dim], of the same type, contiguous.

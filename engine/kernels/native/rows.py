@@ -22,13 +22,13 @@ def attention_rows(
     cos: torch.Tensor,
     sin: torch.Tensor,
 ) -> torch.Tensor:
-    """Hidden states [T, H] with the attention of a layer added: norm, projections, rotation, pages and output.
+    """Hidden states [T, H] plus the attention of a layer: norm, projections, rotation, pages and output.
 
     Args:
         layer: its weights; `paged` its pages.
-        pieces: whose tokens these are.
+        pieces: the sequences of these tokens.
         hidden: bf16.
-        cos, sin: bf16 [T, angles], one at least for each pair of dimensions.
+        cos, sin: bf16 [T, angles], at least one per pair of dimensions.
 
     Raises:
         EngineError: `NOT_ENOUGH_MEMORY`.
@@ -55,7 +55,7 @@ def attention_rows(
 def route_rows(
     kernels: NativeKernels, block: SparseBlockStruct, hidden: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a sparse block's experts are asked: hidden states [T, H] normed, ids [T, k] and float shares [T, k].
+    """Inputs of a sparse block's experts: normed hidden states [T, H], ids [T, k] and float weights [T, k].
 
     Args:
         block: its norm and its router; `hidden` is bf16, contiguous.
@@ -85,13 +85,13 @@ class RowsLinear:
 
     @staticmethod
     def can(module: torch.nn.Module) -> bool:
-        """Whether this is a linear layer whose weights and bias the kernels read."""
+        """Whether this is a linear layer with weights and bias that the kernels support."""
         if type(module) is not torch.nn.Linear or linear_struct(module) is None:
             return False
         return module.bias is None or (module.bias.dtype == torch.bfloat16 and module.bias.is_contiguous())
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """[.., columns] -> [.., rows] in bf16; other types go the usual way.
+        """[.., columns] -> [.., rows] in bf16; other types use the original forward.
 
         Raises:
             EngineError: `NOT_ENOUGH_MEMORY`.

@@ -103,7 +103,7 @@ class LatentAttentionStruct(ctypes.Structure):
 
 
 def matrix_struct(matrix: TiledMatrix) -> MatrixStruct:
-    """A matrix in tiles, in RAM; the struct points into it."""
+    """A tiled matrix in RAM; the struct points into it."""
     shape = matrix.shape
     return MatrixStruct(
         matrix.weights.data_ptr(),
@@ -118,5 +118,5 @@ def matrix_struct(matrix: TiledMatrix) -> MatrixStruct:
 
 
 def plain_struct(weight: torch.Tensor) -> MatrixStruct:
-    """A matrix in bf16, contiguous, in RAM; the struct points into it."""
+    """A contiguous bf16 matrix in RAM; the struct points into it."""
     return MatrixStruct(weight.data_ptr(), None, None, None, *weight.shape, BF16.native, 0)
