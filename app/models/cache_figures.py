@@ -126,8 +126,10 @@ def _expected(
     below = measured * lru / at if at > 0 else np.zeros_like(lru)
     expected = np.where(slots >= tier.slots, above, below)
     if tier.is_adaptive or tier.policy == "static":
-        chord = np.interp(slots, [0, tier.slots, tier.most_slots], [0, measured, 1]) if tier.slots else lru
-        expected = np.maximum(expected, chord)
+        ends, hits = [0, tier.slots, tier.most_slots], [0.0, measured, 1.0]
+        if tier.slots >= tier.most_slots:  # it holds all that there is: what was measured is what it hits
+            ends, hits = ends[:2], hits[:2]
+        expected = np.maximum(expected, np.interp(slots, ends, hits) if tier.slots else lru)
     return np.asarray(np.clip(np.maximum.accumulate(expected), 0, 1))
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from app.models.cache_figures import FREE, forecast, memory_places, policies, room_slots, sound
@@ -155,6 +155,7 @@ def test_not_a_number_is_nothing() -> None:
 
 
 @given(st.integers(0, 6000), st.integers(1, 6144), st.floats(0, 1), st.floats(0, 1), st.floats(1e-5, 0.1))
+@example(0, 6144, 0.0, 0.0, 0.0625)  # all experts have room, and still none was hit
 def test_ram_beneath_vram_is_foretold_from_what_vram_misses(
     vram: int, ram: int, vram_hits: float, ram_hits: float, miss_s: float
 ) -> None:
