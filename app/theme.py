@@ -141,7 +141,7 @@ def colours() -> Theme:
     return _worn.theme
 
 
-def colour(name: ColourName) -> QColor:
+def themed(name: ColourName) -> QColor:
     """One of them."""
     return QColor(getattr(_worn.theme, name))
 

@@ -7,7 +7,7 @@ from PySide6.QtGui import QPainter, QPaintEvent, QResizeEvent
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QSizePolicy, QWidget
 
 from app.icons import IconMark
-from app.theme import ColourName, colour
+from app.theme import ColourName, themed
 
 SIGN_PX = 14
 
@@ -29,7 +29,7 @@ class Dot(QWidget):
         painter = QPainter(self)
         painter.setRenderHint(QPainter.RenderHint.Antialiasing)
         painter.setPen(Qt.PenStyle.NoPen)
-        painter.setBrush(colour(self._colour))
+        painter.setBrush(themed(self._colour))
         painter.drawEllipse(self.rect())
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from PySide6.QtCore import QEvent, QPointF, QRectF, QSize
-from PySide6.QtGui import QColor, QHelpEvent, QPainter, QPaintEvent, QPen
+from PySide6.QtGui import QHelpEvent, QPainter, QPaintEvent, QPen
 from PySide6.QtWidgets import QSizePolicy, QToolTip, QWidget
 
-from app.theme import colours
+from app.theme import themed
 from app.widgets.quantities import number
 
 _LEAST_PX, _MOST_PX, _GAP_PX = 9, 30, 2
@@ -80,9 +80,8 @@ class CoreGrid(QWidget):
         return _ONE_ROW_PX if rows == 1 else rows * _ROW_PX
 
     def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
-        theme = colours()
         painter = QPainter(self)
-        colour, track, mark = QColor(theme.cpu), QColor(theme.border), QPen(QColor(theme.text), 2)
+        colour, track, mark = themed("cpu"), themed("border"), QPen(themed("text"), 2)
         for cell, share in zip(self.cells(), self._busy, strict=True):
             painter.fillRect(cell, track)
             top = cell.bottom() - cell.height() * share

@@ -9,7 +9,7 @@ from PySide6.QtCore import QEvent, QPointF, QRectF, QSize, Qt
 from PySide6.QtGui import QColor, QFocusEvent, QFont, QFontMetricsF, QHelpEvent, QKeyEvent, QPainter, QPaintEvent, QPen
 from PySide6.QtWidgets import QSizePolicy, QToolTip, QWidget
 
-from app.theme import colours, tabular
+from app.theme import tabular, themed
 from app.widgets.small_font import small_font
 
 Part = Literal["gpu", "cpu", "ram", "disk"]
@@ -202,38 +202,37 @@ class MachinePicture(QWidget):
         painter.end()
 
     def _colour(self, part: Part) -> QColor:
-        theme = colours()
-        return QColor({"gpu": theme.gpu, "cpu": theme.cpu, "ram": theme.pcie, "disk": theme.disk}[part])
+        return themed("pcie" if part == "ram" else part)
 
     def _draw_box(self, painter: QPainter, area: QRectF, box: Box) -> None:
-        theme, colour = colours(), self._colour(box.part)
+        colour = self._colour(box.part)
         pen = QPen(colour, 3.0 if box.part == self._at_work else 1.6)
         if not box.is_there:
-            pen = QPen(QColor(theme.faint), 1.4, Qt.PenStyle.DashLine)
+            pen = QPen(themed("faint"), 1.4, Qt.PenStyle.DashLine)
         for behind in range(min(box.count, 3) - 1, 0, -1):
             painter.setPen(QPen(colour, 1.2))
-            painter.setBrush(QColor(theme.surface))
+            painter.setBrush(themed("surface"))
             painter.drawRoundedRect(
                 area.translated(5.0 * behind, 0).adjusted(0, 5.0 * behind, 0, -5.0 * behind), _RADIUS, _RADIUS
             )
         painter.setPen(pen)
-        painter.setBrush(QColor(theme.surface))
+        painter.setBrush(themed("surface"))
         painter.drawRoundedRect(area, _RADIUS, _RADIUS)
         if self.hasFocus() and box.part == self._current:
-            painter.setPen(QPen(QColor(theme.accent), 2))
+            painter.setPen(QPen(themed("accent"), 2))
             painter.setBrush(Qt.BrushStyle.NoBrush)
             painter.drawRoundedRect(area.adjusted(4, 4, -4, -4), _RADIUS - 3, _RADIUS - 3)
         bold = tabular(self.font())
         bold.setWeight(bold.Weight.DemiBold)
         painter.setFont(bold)
-        painter.setPen(QColor(theme.text))
+        painter.setPen(themed("text"))
         inner = area.adjusted(_PAD, 11, -_PAD, -8)
         metrics = QFontMetricsF(bold)
         painter.drawText(
             inner, Qt.AlignmentFlag.AlignTop, metrics.elidedText(box.title, Qt.TextElideMode.ElideRight, inner.width())
         )
         painter.setFont(self._small())
-        painter.setPen(QColor(theme.muted))
+        painter.setPen(themed("muted"))
         y = inner.top() + metrics.height() + 5
         small = QFontMetricsF(self._small())
         for line in box.lines[:_MOST_LINES]:
@@ -244,7 +243,7 @@ class MachinePicture(QWidget):
             y += self._text_height()
 
     def _draw_link(self, painter: QPainter, part: Part, link: Link) -> None:
-        theme, colour = colours(), self._colour("ram" if part == "gpu" else part)
+        colour = self._colour("ram" if part == "gpu" else part)
         start, end = self._link_line(part)
         half = self._link_width(link) / 2
         across = QPointF(half, 0) if part != "disk" else QPointF(0, half)
@@ -264,7 +263,7 @@ class MachinePicture(QWidget):
             else area.center().y() - height * len(link.labels) / 2
         )
         for number, label in enumerate(link.labels):
-            painter.setPen(QColor(theme.text if number == 0 else theme.muted))
+            painter.setPen(themed("text" if number == 0 else "muted"))
             align = Qt.AlignmentFlag.AlignHCenter if part == "disk" else Qt.AlignmentFlag.AlignLeft
             text = metrics.elidedText(label.text, Qt.TextElideMode.ElideRight, area.width())
             painter.drawText(QRectF(area.left(), y, area.width(), height), align | Qt.AlignmentFlag.AlignVCenter, text)

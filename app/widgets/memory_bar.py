@@ -8,7 +8,7 @@ from PySide6.QtCore import QRectF, QSize, Qt
 from PySide6.QtGui import QBrush, QColor, QPainter, QPainterPath, QPaintEvent
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
-from app.theme import ColourName, colour
+from app.theme import ColourName, themed
 
 HEIGHT_PX = 8
 RADIUS_PX = 2.5
@@ -49,7 +49,7 @@ class MemoryBar(QWidget):
         outline = QPainterPath()
         outline.addRoundedRect(QRectF(self.rect()), RADIUS_PX, RADIUS_PX)
         painter.setClipPath(outline)
-        painter.fillRect(self.rect(), colour("border"))
+        painter.fillRect(self.rect(), themed("border"))
         left = 0.0
         for part in self._parts:
             width = self.width() * min(1.0, part.amount / self._total) if self._total else 0.0
@@ -61,7 +61,7 @@ class MemoryBar(QWidget):
 
 
 def _fill(painter: QPainter, area: QRectF, part: MemoryPart) -> None:
-    solid = colour(part.colour)
+    solid = themed(part.colour)
     if part.hatched:
         faded = QColor(solid)
         faded.setAlpha(110)

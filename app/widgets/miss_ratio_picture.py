@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 from PySide6.QtCore import QCoreApplication, QLineF, QPointF, QRectF, Qt
-from PySide6.QtGui import QBrush, QColor, QFontMetricsF, QPainter, QPen, QPolygonF
+from PySide6.QtGui import QBrush, QFontMetricsF, QPainter, QPen, QPolygonF
 
 from app.models.cache_figures import Forecast
-from app.theme import Theme
+from app.theme import colours, themed
 from app.widgets.quantities import number
 from app.widgets.timeline.colours import faded
 from app.widgets.timeline.plots import polygon
@@ -30,8 +30,8 @@ def plot_area(whole: QRectF, metrics: QFontMetricsF, forecast: Forecast) -> QRec
 class MissRatioPicture:
     """One state of the plot; see `app.widgets.miss_ratio_plot.MissRatioPlot.show_tier` for what it is made of."""
 
-    def __init__(self, theme: Theme, tier: TierReport, forecast: Forecast, room: int, measured: float | None) -> None:
-        self._theme, self._tier, self._forecast = theme, tier, forecast
+    def __init__(self, tier: TierReport, forecast: Forecast, room: int, measured: float | None) -> None:
+        self._tier, self._forecast = tier, forecast
         self._room, self._measured = room, measured
         self._most = tier.most_slots
         self._width = 0.0
@@ -48,17 +48,16 @@ class MissRatioPicture:
         return area.left() + area.width() * slots / self._most
 
     def _draw_axes(self, painter: QPainter, area: QRectF, metrics: QFontMetricsF) -> None:
-        theme = self._theme
         if self._room < self._most:
             full = QRectF(QPointF(self._x(area, self._room), area.top()), area.bottomRight())
             painter.setPen(Qt.PenStyle.NoPen)
-            painter.setBrush(QBrush(faded(QColor(theme.faint), 70), Qt.BrushStyle.BDiagPattern))
+            painter.setBrush(QBrush(faded(themed("faint"), 70), Qt.BrushStyle.BDiagPattern))
             painter.drawRect(full)
         for share in (0.0, 0.5, 1.0):
             y = area.bottom() - share * area.height()
-            painter.setPen(QPen(QColor(theme.border), 1))
+            painter.setPen(QPen(themed("border"), 1))
             painter.drawLine(QLineF(area.left(), y, area.right(), y))
-            painter.setPen(QColor(theme.muted))
+            painter.setPen(themed("muted"))
             box = QRectF(0, y - metrics.height() / 2, area.left() - 6, metrics.height())
             painter.drawText(
                 box, Qt.AlignmentFlag.AlignRight, translate("MissRatioPlot", "{0}%").format(number(100 * share, 0))
@@ -76,18 +75,18 @@ class MissRatioPicture:
             left = self._x(area, self._room) + 4
             if left + width < area.right():  # what does not fit is said by the tool tip
                 box = QRectF(left, area.top() + 4, width, metrics.height() + 2)
-                painter.fillRect(box, QColor(theme.surface))
+                painter.fillRect(box, themed("surface"))
                 painter.drawText(box, Qt.AlignmentFlag.AlignCenter, label)
 
     def _draw_curves(self, painter: QPainter, area: QRectF, metrics: QFontMetricsF) -> None:
-        theme, known = self._theme, self._forecast
+        known = self._forecast
         if not len(known.slots):
             self._draw_legend(painter, area, metrics, [], translate("MissRatioPlot", "no curve yet: too few tokens"))
             return
-        solid = QColor(theme.hit) if theme.is_dark else QColor(theme.hit).darker(150)
+        solid = themed("hit") if colours().is_dark else themed("hit").darker(150)
         bent = QPen(solid, 2)
-        lru = QPen(QColor(theme.muted), 1.2, Qt.PenStyle.DotLine)
-        speed = QPen(QColor(theme.text), 1.4, Qt.PenStyle.DashLine)
+        lru = QPen(themed("muted"), 1.2, Qt.PenStyle.DotLine)
+        speed = QPen(themed("text"), 1.4, Qt.PenStyle.DashLine)
         samples = [(bent, translate("MissRatioPlot", "hits, expected"))]
         xs = area.left() + area.width() * known.slots / self._most
         lines = [(known.hit_rates, bent)]
@@ -97,7 +96,7 @@ class MissRatioPicture:
         painter.save()
         painter.setClipRect(area.adjusted(0, -2, 0, 2))
         painter.setPen(Qt.PenStyle.NoPen)
-        painter.setBrush(faded(QColor(theme.hit), 45))
+        painter.setBrush(faded(themed("hit"), 45))
         ys = area.bottom() - area.height() * known.hit_rates
         corners = [area.bottom()] * 2
         painter.drawPolygon(polygon(np.concatenate((xs, [xs[-1], xs[0]])), np.concatenate((ys, corners))))
@@ -111,7 +110,7 @@ class MissRatioPicture:
             painter.drawPolyline(polygon(xs, area.bottom() - area.height() * shares))
         painter.restore()
         if top:
-            painter.setPen(QColor(theme.muted))
+            painter.setPen(themed("muted"))
             for share in (0.5, 1.0):
                 y = area.bottom() - share * area.height() - metrics.height() / 2
                 box = QRectF(area.right() + 6, y, self._width - area.right() - 6, metrics.height())
@@ -127,7 +126,7 @@ class MissRatioPicture:
         said: str = "",
     ) -> None:
         """Samples of the lines by name, in one row above the plot; `said` comes after them."""
-        muted = QColor(self._theme.muted)
+        muted = themed("muted")
         x, y = area.left(), metrics.height() / 2 + 1
         base = y + metrics.ascent() / 2 - 1
         for pen, text in samples:
@@ -139,7 +138,7 @@ class MissRatioPicture:
         text = translate("MissRatioPlot", "now")
         if self._measured is not None and x + 14 + metrics.horizontalAdvance(text) < self._width:
             painter.setPen(Qt.PenStyle.NoPen)
-            painter.setBrush(QColor(self._theme.text))
+            painter.setBrush(themed("text"))
             painter.drawPolygon(_diamond(QPointF(x + 5, y)))
             painter.setPen(muted)
             painter.drawText(QPointF(x + 14, base), text)
@@ -148,13 +147,13 @@ class MissRatioPicture:
         painter.drawText(QPointF(x, base), said)
 
     def _draw_present(self, painter: QPainter, area: QRectF) -> None:
-        theme, tier = self._theme, self._tier
+        tier = self._tier
         x = self._x(area, tier.slots)
-        painter.setPen(QPen(QColor(theme.muted), 1, Qt.PenStyle.DotLine))
+        painter.setPen(QPen(themed("muted"), 1, Qt.PenStyle.DotLine))
         painter.drawLine(QLineF(x, area.top(), x, area.bottom()))
         if self._measured is not None:
-            painter.setPen(QPen(QColor(theme.surface), 1))
-            painter.setBrush(QColor(theme.text))
+            painter.setPen(QPen(themed("surface"), 1))
+            painter.setBrush(themed("text"))
             painter.drawPolygon(_diamond(QPointF(x, area.bottom() - area.height() * self._measured)))
 
     def draw_handle(
@@ -168,9 +167,9 @@ class MissRatioPicture:
         has_focus: bool,
     ) -> None:
         """The handle at `slots`, and what is said of that size."""
-        theme, metrics = self._theme, QFontMetricsF(painter.font())
+        metrics = QFontMetricsF(painter.font())
         x = self._x(area, slots)
-        accent = QColor(theme.accent)
+        accent = themed("accent")
         painter.setPen(QPen(accent, 2))
         painter.drawLine(QLineF(x, area.top(), x, area.bottom()))
         texts = [text for text in said if text]
@@ -179,14 +178,14 @@ class MissRatioPicture:
         left = x + 10 if x + 10 + width <= area.right() else x - 10 - width
         left = min(max(left, area.left() + 2), max(area.left() + 2, area.right() - width))
         box = QRectF(left, area.bottom() - height - 8, width, height)
-        painter.setPen(QPen(accent if is_moved else QColor(theme.border), 1))
-        painter.setBrush(QColor(theme.raised))
+        painter.setPen(QPen(accent if is_moved else themed("border"), 1))
+        painter.setBrush(themed("raised"))
         painter.drawRoundedRect(box, 6, 6)
-        painter.setPen(QColor(theme.text))
+        painter.setPen(themed("text"))
         for line, text in enumerate(texts):
             row = QRectF(box.left() + 7, box.top() + 4 + line * metrics.height(), width, metrics.height())
             painter.drawText(row, Qt.AlignmentFlag.AlignLeft, text)
-        painter.setPen(QPen(QColor(theme.surface), 1.5))
+        painter.setPen(QPen(themed("surface"), 1.5))
         painter.setBrush(accent)
         grip = QPointF(x, area.bottom())
         if has_focus:

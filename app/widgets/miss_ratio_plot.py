@@ -7,7 +7,7 @@ from PySide6.QtGui import QFocusEvent, QFont, QFontMetricsF, QKeyEvent, QMouseEv
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
 from app.models.cache_figures import NO_FORECAST, Forecast
-from app.theme import colours, scaled, tabular
+from app.theme import scaled, tabular
 from app.widgets.miss_ratio_picture import MissRatioPicture, plot_area
 from app.widgets.quantities import memory, number
 from engine.telemetry.messages import TierReport
@@ -142,7 +142,7 @@ class MissRatioPlot(QWidget):
         painter = QPainter(self)
         painter.setRenderHint(QPainter.RenderHint.Antialiasing)
         painter.setFont(self._font())
-        picture = MissRatioPicture(colours(), self._tier, self._forecast, self._room, self._measured)
+        picture = MissRatioPicture(self._tier, self._forecast, self._room, self._measured)
         picture.draw(painter, self._area(), float(self.width()))
         picture.draw_handle(
             painter, self._area(), self.slots, self.texts(), is_moved=self.is_moved, has_focus=self.hasFocus()

@@ -9,7 +9,7 @@ from PySide6.QtCore import QEvent, QPointF, QRectF, QSize, Qt
 from PySide6.QtGui import QBrush, QColor, QFont, QFontMetricsF, QPainter, QPainterPath, QPaintEvent, QPen, QResizeEvent
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
-from app.theme import ColourName, colour, colours
+from app.theme import ColourName, themed
 from app.widgets.quantities import number
 from app.widgets.small_font import small_font
 
@@ -159,7 +159,6 @@ class PlanBars(QWidget):
         painter.end()
 
     def _draw_tier(self, painter: QPainter, tier: TierBar, area: QRectF) -> None:
-        theme = colours()
         painter.setFont(self._small())
         metrics = QFontMetricsF(self._small())
         line = metrics.height() + 3
@@ -167,7 +166,7 @@ class PlanBars(QWidget):
         bold = self._small()
         bold.setWeight(QFont.Weight.DemiBold)
         painter.setFont(bold)
-        painter.setPen(QColor(theme.text))
+        painter.setPen(themed("text"))
         painter.drawText(head, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter, tier.name)
         painter.setFont(self._small())
         painter.drawText(head, Qt.AlignmentFlag.AlignRight | Qt.AlignmentFlag.AlignVCenter, self._amount(tier))
@@ -178,10 +177,10 @@ class PlanBars(QWidget):
             for x, name, amount, part in row:
                 swatch = QRectF(x, y + (line - _SWATCH_PX) / 2, _SWATCH_PX, _SWATCH_PX)
                 _fill(painter, swatch, part)
-                painter.setPen(QColor(theme.muted))
+                painter.setPen(themed("muted"))
                 left = x + _SWATCH_PX + 6
                 painter.drawText(QRectF(left, y, area.width(), line), Qt.AlignmentFlag.AlignVCenter, name)
-                painter.setPen(QColor(theme.text))
+                painter.setPen(themed("text"))
                 at = left + metrics.horizontalAdvance(f"{name} ")
                 painter.drawText(QRectF(at, y, area.width(), line), Qt.AlignmentFlag.AlignVCenter, amount)
             y += line
@@ -192,20 +191,20 @@ class PlanBars(QWidget):
         outline.addRoundedRect(bar, 4, 4)
         painter.save()
         painter.setClipPath(outline)
-        painter.fillRect(bar, colour("border"))
+        painter.fillRect(bar, themed("border"))
         left = bar.left()
         for part in tier.parts:
             if part.amount > 0 and whole:
                 width = max(2.0, bar.width() * part.amount / whole)
                 _fill(painter, QRectF(left, bar.top(), width, bar.height()), part)
                 left += width
-                painter.setPen(QPen(colour("surface"), 1))
+                painter.setPen(QPen(themed("surface"), 1))
                 painter.drawLine(QPointF(left, bar.top()), QPointF(left, bar.bottom()))
         painter.restore()
 
 
 def _fill(painter: QPainter, area: QRectF, part: BarPart | None) -> None:
-    solid = colour(part.colour if part is not None else "border")
+    solid = themed(part.colour if part is not None else "border")
     if part is None or not part.hatched:
         painter.fillRect(area, solid)
         return

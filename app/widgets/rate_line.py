@@ -6,10 +6,10 @@ from collections import deque
 
 import numpy as np
 from PySide6.QtCore import QLineF, QRectF, QSize
-from PySide6.QtGui import QColor, QPainter, QPaintEvent, QPen
+from PySide6.QtGui import QPainter, QPaintEvent, QPen
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
-from app.theme import colours
+from app.theme import colours, themed
 from app.widgets.timeline.plots import draw_line
 
 VALUES = 180
@@ -46,16 +46,15 @@ class RateLine(QWidget):
         return QSize(40, 18)
 
     def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
-        theme = colours()
         painter = QPainter(self)
         area = QRectF(self.rect()).adjusted(0.5, 2.5, -0.5, -2.5)
-        painter.setPen(QPen(QColor(theme.border), 1))
+        painter.setPen(QPen(themed("border"), 1))
         for y in (area.top(), area.bottom()):
             painter.drawLine(QLineF(area.left(), y, area.right(), y))
         if len(self._values) > 1:
             values = np.array(self._values)
             # The newest at the right edge, however few there are.
             xs = area.right() - area.width() * np.arange(len(values), -1, -1) / VALUES
-            colour = QColor(theme.hit) if theme.is_dark else QColor(theme.hit).darker(150)
+            colour = themed("hit") if colours().is_dark else themed("hit").darker(150)
             draw_line(painter, area, xs, values, QPen(colour, 1.5))
         painter.end()

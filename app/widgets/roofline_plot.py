@@ -9,10 +9,10 @@ import math
 from dataclasses import dataclass
 
 from PySide6.QtCore import QEvent, QPointF, QRectF, QSize, Qt
-from PySide6.QtGui import QColor, QFont, QFontMetricsF, QHelpEvent, QPainter, QPaintEvent, QPen, QPolygonF
+from PySide6.QtGui import QFont, QFontMetricsF, QHelpEvent, QPainter, QPaintEvent, QPen, QPolygonF
 from PySide6.QtWidgets import QSizePolicy, QToolTip, QWidget
 
-from app.theme import colours
+from app.theme import ColourName, themed
 from app.widgets.quantities import arithmetic, figures, rate
 from app.widgets.small_font import small_font
 from engine.planner.plan_parts import RooflinePicture, RooflinePoint
@@ -28,7 +28,7 @@ class Roof:
     name: str
     flops: float
     bytes_per_s: float
-    colour: str
+    colour: ColourName
     dashed: bool = False
 
     def at(self, intensity: float) -> float:
@@ -70,15 +70,14 @@ class RooflinePlot(QWidget):
     # --- what is drawn ----------------------------------------------------------------------------
 
     def _roofs(self, picture: RooflinePicture) -> list[Roof]:
-        theme = colours()
         roofs = []
         if picture.gpu_flops > 0 and picture.gpu_bytes_per_s > 0:
-            roofs.append(Roof(self.tr("GPU"), picture.gpu_flops, picture.gpu_bytes_per_s, theme.gpu))
+            roofs.append(Roof(self.tr("GPU"), picture.gpu_flops, picture.gpu_bytes_per_s, "gpu"))
             if picture.link_bytes_per_s > 0:
                 name = self.tr("GPU over the link")
-                roofs.append(Roof(name, picture.gpu_flops, picture.link_bytes_per_s, theme.pcie, dashed=True))
+                roofs.append(Roof(name, picture.gpu_flops, picture.link_bytes_per_s, "pcie", dashed=True))
         if picture.cpu_flops > 0 and picture.cpu_bytes_per_s > 0:
-            roofs.append(Roof(self.tr("CPU"), picture.cpu_flops, picture.cpu_bytes_per_s, theme.cpu))
+            roofs.append(Roof(self.tr("CPU"), picture.cpu_flops, picture.cpu_bytes_per_s, "cpu"))
         return roofs
 
     def _point_words(self, point: RooflinePoint) -> str:
@@ -140,18 +139,18 @@ class RooflinePlot(QWidget):
         return QPointF(area.left() + across * area.width(), area.bottom() - up * area.height())
 
     def _draw_axes(self, painter: QPainter, area: QRectF, ranges: tuple[float, float, float, float]) -> None:
-        theme, metrics = colours(), QFontMetricsF(painter.font())
-        painter.setPen(QPen(QColor(theme.border), 1))
+        metrics = QFontMetricsF(painter.font())
+        painter.setPen(QPen(themed("border"), 1))
         painter.drawLine(area.bottomLeft(), area.bottomRight())
         left, right, _low, _high = ranges
         for power in range(math.ceil(left), math.floor(right) + 1):
             x = self._at(area, ranges, 10.0**power, 1).x()
-            painter.setPen(QPen(QColor(theme.border), 1))
+            painter.setPen(QPen(themed("border"), 1))
             painter.drawLine(QPointF(x, area.top()), QPointF(x, area.bottom()))
-            painter.setPen(QColor(theme.muted))
+            painter.setPen(themed("muted"))
             box = QRectF(x - 30, area.bottom() + 4, 60, metrics.height())
             painter.drawText(box, Qt.AlignmentFlag.AlignHCenter, f"{10.0**power:g}")
-        painter.setPen(QColor(theme.muted))
+        painter.setPen(themed("muted"))
         line = QRectF(area.left(), area.bottom() + 4 + metrics.height(), area.width(), metrics.height())
         painter.drawText(line, Qt.AlignmentFlag.AlignRight, self._axis_name())
         painter.drawText(QRectF(area.left(), 2, area.width(), metrics.height()), 0, self.tr("operations a second"))
@@ -165,7 +164,7 @@ class RooflinePlot(QWidget):
         knee = roof.flops / roof.bytes_per_s
         xs = [10 ** ranges[0], knee, 10 ** ranges[1]]
         line = QPolygonF([self._at(area, ranges, x, roof.at(x)) for x in xs])
-        pen = QPen(QColor(roof.colour), 2.4, Qt.PenStyle.DashLine if roof.dashed else Qt.PenStyle.SolidLine)
+        pen = QPen(themed(roof.colour), 2.4, Qt.PenStyle.DashLine if roof.dashed else Qt.PenStyle.SolidLine)
         pen.setJoinStyle(Qt.PenJoinStyle.RoundJoin)
         painter.save()
         painter.setClipRect(area.adjusted(0, -4, 0, 2))
@@ -218,20 +217,21 @@ class RooflinePlot(QWidget):
                 if self._place(painter, area, QRectF(x, y, width, metrics.height()), text, roof.colour, taken):
                     return
 
-    def _place(self, painter: QPainter, area: QRectF, box: QRectF, text: str, colour: str, taken: list[QRectF]) -> bool:
+    def _place(
+        self, painter: QPainter, area: QRectF, box: QRectF, text: str, colour: ColourName, taken: list[QRectF]
+    ) -> bool:
         whole = area.adjusted(0, -_TOP + 18, _RIGHT, 0)
         if not whole.contains(box) or any(box.intersects(other) for other in taken):
             return False
         taken.append(box)
-        theme = colours()
-        back = QColor(theme.surface)
+        back = themed("surface")
         back.setAlpha(215)
         painter.setPen(Qt.PenStyle.NoPen)
         painter.setBrush(back)
         painter.drawRoundedRect(box, 3, 3)
-        painter.setBrush(QColor(colour))
+        painter.setBrush(themed(colour))
         painter.drawEllipse(QPointF(box.left() + 3, box.center().y()), 2.5, 2.5)
-        painter.setPen(QColor(theme.text))
+        painter.setPen(themed("text"))
         painter.drawText(box.adjusted(9, 0, 8, 0), Qt.AlignmentFlag.AlignVCenter, text)
         return True
 
@@ -243,18 +243,18 @@ class RooflinePlot(QWidget):
         picture: RooflinePicture,
         taken: list[QRectF],
     ) -> None:
-        theme, metrics = colours(), QFontMetricsF(painter.font())
+        metrics = QFontMetricsF(painter.font())
         for point in picture.points:
             if not 0 < point.intensity < math.inf:
                 continue
             at = self._at(area, ranges, point.intensity, point.flops)
-            painter.setPen(QPen(QColor(theme.muted), 1, Qt.PenStyle.DotLine))
+            painter.setPen(QPen(themed("muted"), 1, Qt.PenStyle.DotLine))
             painter.drawLine(at, QPointF(at.x(), area.bottom()))
-            colour = (
-                theme.cpu if point.bound_by.startswith("CPU") else theme.pcie if point.bound_by == "link" else theme.gpu
+            colour = themed(
+                "cpu" if point.bound_by.startswith("CPU") else "pcie" if point.bound_by == "link" else "gpu"
             )
-            painter.setPen(QPen(QColor(theme.text), 1.5))
-            painter.setBrush(QColor(colour))
+            painter.setPen(QPen(themed("text"), 1.5))
+            painter.setBrush(colour)
             painter.drawEllipse(at, _POINT_PX, _POINT_PX)
             taken.append(QRectF(at.x() - 7, at.y() - 7, 14, 14))
             name = self._point_name(point)
@@ -268,7 +268,7 @@ class RooflinePlot(QWidget):
             free = [box for box in boxes if area.contains(box) and not any(box.intersects(other) for other in taken)]
             box = free[0] if free else boxes[0]
             taken.append(box)
-            painter.setPen(QColor(theme.text))
+            painter.setPen(themed("text"))
             painter.drawText(box.adjusted(3, 0, 10, 0), Qt.AlignmentFlag.AlignVCenter, name)
 
     def event(self, event: QEvent) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from PySide6.QtCore import QRectF, QSize, Qt
-from PySide6.QtGui import QBrush, QColor, QPainter, QPaintEvent
+from PySide6.QtGui import QBrush, QPainter, QPaintEvent
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
-from app.theme import colours
+from app.theme import themed
 from app.widgets.timeline.colours import expert_colours, faded
 
 PATTERNS = (Qt.BrushStyle.SolidPattern, Qt.BrushStyle.FDiagPattern, Qt.BrushStyle.BDiagPattern)
@@ -37,11 +37,10 @@ class ShareBar(QWidget):
 
     def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
         painter = QPainter(self)
-        theme = colours()
-        painter.fillRect(self.rect(), QColor(theme.border))
+        painter.fillRect(self.rect(), themed("border"))
         total = sum(self._shares)
         left = 0.0
-        for share, colour, pattern in zip(self._shares, expert_colours(theme), PATTERNS, strict=True):
+        for share, colour, pattern in zip(self._shares, expert_colours(), PATTERNS, strict=True):
             area = QRectF(left, 0, self.width() * share / total if total > 0 else 0.0, self.height())
             if pattern is not Qt.BrushStyle.SolidPattern:
                 painter.fillRect(area, faded(colour, 170))

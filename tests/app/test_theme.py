@@ -22,10 +22,10 @@ from app.theme import (
     Theme,
     ThemeController,
     body_px,
-    colour,
     colours,
     scaled,
     style_sheet,
+    themed,
     use_tabular_figures,
 )
 from app.views.batch.template_edit import TemplateEdit
@@ -87,7 +87,7 @@ def test_sizes_follow_the_font_size() -> None:
 def test_a_choice_is_applied_everywhere(theme: ThemeController, qtbot: QtBot) -> None:
     theme.set_choice("dark")
     assert colours() is DARK
-    assert colour("gpu").name().upper() == DARK.gpu
+    assert themed("gpu").name().upper() == DARK.gpu
     palette = QGuiApplication.palette()
     assert palette.color(QPalette.ColorRole.Window).name().upper() == DARK.background
     label = QLabel("text")

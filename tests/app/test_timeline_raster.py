@@ -11,7 +11,6 @@ from PySide6.QtGui import QColor, QImage, QPainter
 from PySide6.QtWidgets import QApplication
 
 from app.services.history.buckets import Floats
-from app.theme import LIGHT
 from app.widgets.timeline.lanes import Lane, LaneData
 from app.widgets.timeline.plots import _draw_outlines, draw_lane
 from app.widgets.timeline.raster import LaneRaster, over
@@ -57,7 +56,7 @@ def test_both_ways_look_alike(qapp: QApplication, kind: str, layers: int, with_l
         image = canvas(ratio)
         painter = QPainter(image)
         painter.setClipRect(AREA)
-        draw(painter, AREA, XS, lane, data, LIGHT, COLOUR)
+        draw(painter, AREA, XS, lane, data, COLOUR)
         painter.end()
         images.append(pixels(image))
     # Hatches and the smoothing of edges may differ; the colour that an eye sees of each spot does not.

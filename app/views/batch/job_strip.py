@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from PySide6.QtCore import QEvent, QModelIndex, QPersistentModelIndex, QRect, QRectF, QSize, Qt, Signal
-from PySide6.QtGui import QColor, QFont, QFontMetrics, QKeyEvent, QPainter, QPainterPath
+from PySide6.QtGui import QFont, QFontMetrics, QKeyEvent, QPainter, QPainterPath
 from PySide6.QtWidgets import (
     QAbstractItemView,
     QListView,
@@ -15,7 +15,7 @@ from PySide6.QtWidgets import (
 
 from app.models.jobs import JOB_ROLE, JobListModel
 from app.services.batch_job import JobEntry, JobState
-from app.theme import colours, scaled
+from app.theme import ColourName, scaled, themed
 from app.views.batch.phrases import state_text
 
 Index = QModelIndex | QPersistentModelIndex
@@ -32,7 +32,6 @@ class JobDelegate(QStyledItemDelegate):
 
     def paint(self, painter: QPainter, option: QStyleOptionViewItem, index: Index) -> None:
         job: JobEntry = index.data(JOB_ROLE)
-        theme = colours()
         rect: QRect = option.rect
         state: QStyle.StateFlag = option.state
         painter.save()
@@ -41,23 +40,21 @@ class JobDelegate(QStyledItemDelegate):
         card.addRoundedRect(QRectF(rect).adjusted(1, 1, -7, -1), 8, 8)
         selected = bool(state & QStyle.StateFlag.State_Selected)
         hovered = bool(state & QStyle.StateFlag.State_MouseOver)
-        painter.fillPath(
-            card, QColor(theme.accent_background if selected else theme.hover if hovered else theme.sunken)
-        )
+        painter.fillPath(card, themed("accent_background" if selected else "hover" if hovered else "sunken"))
         if selected and state & QStyle.StateFlag.State_HasFocus:
-            painter.setPen(QColor(theme.accent))
+            painter.setPen(themed("accent"))
             painter.drawPath(card)
         place = rect.adjusted(INSET, 7, -INSET - 6, 0)
         title = self._font(13, QFont.Weight.Medium)
         place.setHeight(QFontMetrics(title).lineSpacing())
-        self._text(painter, place, job.input.name, title, theme.accent_text if selected else theme.text)
+        self._text(painter, place, job.input.name, title, "accent_text" if selected else "text")
         place.translate(0, place.height())
         bad = job.state is JobState.FAILED or bool(job.blocked)
-        self._text(painter, place, self._second_line(job), self._font(12), theme.danger if bad else theme.muted)
+        self._text(painter, place, self._second_line(job), self._font(12), "danger" if bad else "muted")
         if job.share is not None and job.state is not JobState.FINISHED:
             bar = QRectF(rect.x() + INSET, rect.bottom() - 6, rect.width() - 2 * INSET - 6, 3)
-            painter.fillRect(bar, QColor(theme.border))
-            painter.fillRect(QRectF(bar.x(), bar.y(), bar.width() * job.share, 3), QColor(theme.accent))
+            painter.fillRect(bar, themed("border"))
+            painter.fillRect(QRectF(bar.x(), bar.y(), bar.width() * job.share, 3), themed("accent"))
         painter.restore()
 
     def _second_line(self, job: JobEntry) -> str:
@@ -66,9 +63,9 @@ class JobDelegate(QStyledItemDelegate):
             text = f"{text} · " + self.tr("{0} failed").format(job.failed)
         return text
 
-    def _text(self, painter: QPainter, place: QRect, text: str, font: QFont, colour: str) -> None:
+    def _text(self, painter: QPainter, place: QRect, text: str, font: QFont, colour: ColourName) -> None:
         painter.setFont(font)
-        painter.setPen(QColor(colour))
+        painter.setPen(themed(colour))
         shown = QFontMetrics(font).elidedText(text, Qt.TextElideMode.ElideMiddle, place.width())
         painter.drawText(place, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter, shown)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 from PySide6.QtCore import QEvent, QSignalBlocker, QSize
-from PySide6.QtGui import QColor, QFont, QSyntaxHighlighter, QTextCharFormat, QTextDocument
+from PySide6.QtGui import QFont, QSyntaxHighlighter, QTextCharFormat, QTextDocument
 from PySide6.QtWidgets import QPlainTextEdit, QWidget
 
-from app.theme import colours
+from app.theme import themed
 
 _PLACE = re.compile(r"\{\{\s*(.+?)\s*\}\}")
 LINES = 4
@@ -58,10 +58,10 @@ class TemplateEdit(QPlainTextEdit):
         return QSize(120, self.sizeHint().height())
 
     def _apply(self) -> None:
-        places, theme = self._places, colours()
-        for look, colour in ((places.known, theme.accent_text), (places.unknown, theme.danger)):
-            look.setForeground(QColor(colour))
+        places = self._places
+        for look, colour in ((places.known, themed("accent_text")), (places.unknown, themed("danger"))):
+            look.setForeground(colour)
             look.setFontWeight(QFont.Weight.DemiBold)
         places.unknown.setUnderlineStyle(QTextCharFormat.UnderlineStyle.SingleUnderline)
-        places.unknown.setUnderlineColor(QColor(theme.danger))
+        places.unknown.setUnderlineColor(themed("danger"))
         places.rehighlight()

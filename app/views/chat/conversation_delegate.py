@@ -15,12 +15,12 @@ from PySide6.QtCore import (
     Qt,
     Signal,
 )
-from PySide6.QtGui import QColor, QFont, QFontMetrics, QPainter, QPainterPath, QTextDocument
+from PySide6.QtGui import QFont, QFontMetrics, QPainter, QPainterPath, QTextDocument
 from PySide6.QtWidgets import QAbstractItemView, QLineEdit, QStyle, QStyledItemDelegate, QStyleOptionViewItem, QWidget
 
 from app.models.conversation_list import ENTRY_ROLE, Entry
 from app.services.chat_store.records import MATCH_END, MATCH_START
-from app.theme import colours, scaled
+from app.theme import colours, scaled, themed
 
 Index = QModelIndex | QPersistentModelIndex
 RADIUS = 8
@@ -45,14 +45,13 @@ class ConversationDelegate(QStyledItemDelegate):
 
     def paint(self, painter: QPainter, option: QStyleOptionViewItem, index: Index) -> None:
         entry: Entry = index.data(ENTRY_ROLE)
-        theme = colours()
         rect: QRect = option.rect
         state: QStyle.StateFlag = option.state
         painter.save()
         painter.setRenderHint(QPainter.RenderHint.Antialiasing)
         if entry.conversation is None:
             painter.setFont(self._heading_font())
-            painter.setPen(QColor(theme.muted))
+            painter.setPen(themed("muted"))
             place = rect.adjusted(INSET, 0, -INSET, -6)
             flags = Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignBottom
             painter.drawText(place, flags, str(index.data()).upper())
@@ -63,9 +62,9 @@ class ConversationDelegate(QStyledItemDelegate):
         pill = QPainterPath()
         pill.addRoundedRect(QRectF(rect).adjusted(1, 1, -1, -1), RADIUS, RADIUS)
         if selected or hovered:
-            painter.fillPath(pill, QColor(theme.accent_background if selected else theme.hover))
+            painter.fillPath(pill, themed("accent_background" if selected else "hover"))
         if state & QStyle.StateFlag.State_HasFocus and state & QStyle.StateFlag.State_KeyboardFocusChange:
-            painter.setPen(QColor(theme.accent))
+            painter.setPen(themed("accent"))
             painter.drawPath(pill)
         self._paint_title(painter, rect, str(index.data()), entry)
         if self._has_snippet(entry):
@@ -96,7 +95,7 @@ class ConversationDelegate(QStyledItemDelegate):
         font = self._font(12.5)
         font.setWeight(QFont.Weight.Medium if self._has_snippet(entry) else QFont.Weight.Normal)
         painter.setFont(font)
-        painter.setPen(QColor(colours().text))
+        painter.setPen(themed("text"))
         metrics = QFontMetrics(font)
         place = rect.adjusted(INSET, 8, -INSET, 0)
         place.setHeight(metrics.lineSpacing())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from PySide6.QtCore import QEvent, QModelIndex, QPersistentModelIndex, QPointF, QRectF, QSize, Qt
-from PySide6.QtGui import QColor, QFont, QFontMetricsF, QPainter, QPen, QResizeEvent
+from PySide6.QtGui import QFont, QFontMetricsF, QPainter, QPen, QResizeEvent
 from PySide6.QtWidgets import (
     QAbstractItemView,
     QFrame,
@@ -16,7 +16,7 @@ from PySide6.QtWidgets import (
 )
 
 from app.models.plan_table import BAR, NAME, PREDICTED, TIMED, PlanRow, PlanTable
-from app.theme import colours, tabular
+from app.theme import tabular, themed
 from app.widgets.small_font import small_font
 
 _PAD = 8.0
@@ -89,13 +89,13 @@ class RaceDelegate(QStyledItemDelegate):
         self, painter: QPainter, option: QStyleOptionViewItem, index: QModelIndex | QPersistentModelIndex
     ) -> None:
         row: PlanRow = index.data(PlanTable.ROW)
-        theme, area = colours(), QRectF(option.rect)
+        area = QRectF(option.rect)
         painter.save()
         painter.setRenderHint(QPainter.RenderHint.Antialiasing)
         selected = bool(option.state & QStyle.StateFlag.State_Selected) and self._view.hasFocus()
         if selected or row.is_winner:
-            painter.fillRect(option.rect, QColor(theme.accent_background if row.is_winner else theme.hover))
-        painter.setPen(QPen(QColor(theme.border), 1))
+            painter.fillRect(option.rect, themed("accent_background" if row.is_winner else "hover"))
+        painter.setPen(QPen(themed("border"), 1))
         painter.drawLine(area.bottomLeft() + QPointF(0, -0.5), area.bottomRight() + QPointF(0, -0.5))
         if index.column() == NAME:
             self._paint_name(painter, option.font, row, area)
@@ -106,7 +106,7 @@ class RaceDelegate(QStyledItemDelegate):
             if index.column() == TIMED:
                 font.setWeight(QFont.Weight.DemiBold)
             painter.setFont(font)
-            painter.setPen(QColor(theme.text if index.column() == TIMED and not row.problem else theme.muted))
+            painter.setPen(themed("text" if index.column() == TIMED and not row.problem else "muted"))
             flags = Qt.AlignmentFlag.AlignRight | Qt.AlignmentFlag.AlignVCenter
             painter.drawText(area.adjusted(_PAD, 0, -_PAD, 0), flags, index.data())
         painter.restore()
@@ -133,43 +133,40 @@ class RaceDelegate(QStyledItemDelegate):
         return first, smaller.boundingRect(room, flags, second).height() if second else 0.0
 
     def _paint_name(self, painter: QPainter, font: QFont, row: PlanRow, area: QRectF) -> None:
-        theme = colours()
         inner = area.adjusted(_PAD, 0, -_PAD, 0)
         first, second = self._heights(font, row, inner.width())
         top = area.center().y() - (first + second) / 2
         flags = int(Qt.TextFlag.TextWordWrap)
         painter.setFont(_name_font(font, row))
-        painter.setPen(QColor(theme.text))
+        painter.setPen(themed("text"))
         painter.drawText(QRectF(inner.left(), top, inner.width(), first), flags, row.contestant.name)
         painter.setFont(small_font(font, 12))
-        painter.setPen(QColor(theme.danger if row.problem else theme.accent_text if row.is_winner else theme.muted))
+        painter.setPen(themed("danger" if row.problem else "accent_text" if row.is_winner else "muted"))
         painter.drawText(QRectF(inner.left(), top + first, inner.width(), second), flags, self._second_line(row))
 
     # --- the bar ----------------------------------------------------------------------------------
 
     def _paint_bar(self, painter: QPainter, row: PlanRow, area: QRectF, most: float) -> None:
-        theme, one = colours(), row.contestant
+        one = row.contestant
         bar = QRectF(area.left(), area.center().y() - _BAR_PX / 2, area.width(), _BAR_PX)
         painter.setPen(Qt.PenStyle.NoPen)
-        painter.setBrush(QColor(theme.border))
+        painter.setBrush(themed("border"))
         painter.drawRoundedRect(bar, 3, 3)
         if most <= 0:
             return
         per = bar.width() / most
         if row.tokens_per_s:
-            painter.setBrush(
-                QColor(theme.accent if row.is_winner else theme.muted if row.timed is None else theme.idle)
-            )
+            painter.setBrush(themed("accent" if row.is_winner else "muted" if row.timed is None else "idle"))
             painter.drawRoundedRect(QRectF(bar.left(), bar.top(), max(3.0, per * row.tokens_per_s), _BAR_PX), 3, 3)
         if one.predicted_tokens_per_s:  # a bracket from low to high with a mark at the prediction
             y = bar.center().y()
             low, high = bar.left() + per * one.low, bar.left() + per * one.high
-            painter.setPen(QPen(QColor(theme.text), 1.2))
+            painter.setPen(QPen(themed("text"), 1.2))
             painter.drawLine(QPointF(low, y), QPointF(high, y))
             for x in (low, high):
                 painter.drawLine(QPointF(x, y - 3), QPointF(x, y + 3))
             at = bar.left() + per * one.predicted_tokens_per_s
-            painter.setPen(QPen(QColor(theme.text), 2.2))
+            painter.setPen(QPen(themed("text"), 2.2))
             painter.drawLine(QPointF(at, bar.top() - 3), QPointF(at, bar.bottom() + 3))
 
 

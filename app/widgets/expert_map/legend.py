@@ -7,7 +7,7 @@ from PySide6.QtCore import QRectF, QSize, Qt
 from PySide6.QtGui import QColor, QFont, QFontMetricsF, QImage, QPainter, QPaintEvent, QPen, QResizeEvent
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
-from app.theme import colours, scaled, tabular
+from app.theme import scaled, tabular, themed
 from app.widgets.expert_map.data import MapData, place_bits
 from app.widgets.expert_map.picture import cividis
 from app.widgets.quantities import figures
@@ -85,14 +85,14 @@ class MapLegend(QWidget):
         return found
 
     def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
-        theme, line = colours(), self._line_px()
+        line = self._line_px()
         painter = QPainter(self)
         painter.setFont(self._font())
         metrics = QFontMetricsF(painter.font())
         (left, _), *places = self._places(self.width())
         before, after = self._scale_texts()
         flags = Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter
-        painter.setPen(QColor(theme.muted))
+        painter.setPen(themed("muted"))
         wide = metrics.horizontalAdvance(before)
         painter.drawText(QRectF(left, 0, wide + 1, line), flags, before)
         scale = np.ascontiguousarray(cividis())
@@ -103,7 +103,7 @@ class MapLegend(QWidget):
         for (kind, name), (x, row) in zip(self._marks, places, strict=True):
             cell = QRectF(x, row * line + (line - _CELL_PX) / 2, _CELL_PX, _CELL_PX)
             self._draw_mark(painter, cell, kind)
-            painter.setPen(QColor(theme.muted))
+            painter.setPen(themed("muted"))
             wide = metrics.horizontalAdvance(name) + 1
             painter.drawText(QRectF(cell.right() + 6, row * line, wide, line), flags, name)
         painter.end()
@@ -120,7 +120,7 @@ class MapLegend(QWidget):
         elif kind == "disk":
             painter.save()
             painter.setClipRect(cell)
-            painter.setPen(QPen(QColor(colours().surface), 1))
+            painter.setPen(QPen(themed("surface"), 1))
             for offset in range(-_CELL_PX, 2 * _CELL_PX, 4):
                 at = cell.left() + offset
                 painter.drawLine(round(at), round(cell.bottom()), round(at + _CELL_PX), round(cell.top()))

@@ -8,7 +8,7 @@ from PySide6.QtCore import QEvent, QPoint, QRectF, QSize, Qt, Signal
 from PySide6.QtGui import QColor, QImage, QKeyEvent, QMouseEvent, QPainter, QPaintEvent, QPen, QResizeEvent
 from PySide6.QtWidgets import QSizePolicy, QToolTip, QWidget
 
-from app.theme import colours
+from app.theme import themed
 from app.widgets.expert_map.data import MapData, place_text
 from app.widgets.expert_map.picture import draw_map
 from app.widgets.quantities import memory, number
@@ -100,14 +100,14 @@ class ExpertMapView(QWidget):
         return QRectF(0, 0, self.width() - MARGIN_PX - GAP_PX, self.height() - MARGIN_PX - GAP_PX)
 
     def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
-        data, order, theme = self._data, self._order, colours()
+        data, order = self._data, self._order
         if data is None or order is None:
             return
         area, ratio = self._area(), self.devicePixelRatioF()
         painter = QPainter(self)
         if self._image is None:
             size = max(1, round(area.width() * ratio)), max(1, round(area.height() * ratio))
-            self._image = draw_map(data, order, *size, QColor("#FFFFFF"), QColor(theme.surface))
+            self._image = draw_map(data, order, *size, QColor("#FFFFFF"), themed("surface"))
             self._image.setDevicePixelRatio(ratio)
         painter.drawImage(0, 0, self._image)
         self._draw_margins(painter, area, data, order)
@@ -115,10 +115,10 @@ class ExpertMapView(QWidget):
             rows, columns = data.shape
             cell = QRectF(0, 0, area.width() / columns, area.height() / rows)
             cell.moveTo(self._cursor[1] * cell.width(), self._cursor[0] * cell.height())
-            painter.setPen(QPen(QColor(theme.miss), 2))
+            painter.setPen(QPen(themed("miss"), 2))
             painter.drawRect(cell.adjusted(-1, -1, 1, 1))
         if self.hasFocus():
-            painter.setPen(QPen(QColor(theme.accent), 2))
+            painter.setPen(QPen(themed("accent"), 2))
             painter.drawRect(area.adjusted(1, 1, -1, -1))
         painter.end()
 
@@ -126,7 +126,7 @@ class ExpertMapView(QWidget):
         """Bars of the sum of each row's and each column's use."""
         heat = np.take_along_axis(data.heat, order, axis=1).astype(np.float64)
         painter.setPen(Qt.PenStyle.NoPen)
-        painter.setBrush(QColor(colours().idle))
+        painter.setBrush(themed("idle"))
         for sums, is_row in ((heat.sum(axis=1), True), (heat.sum(axis=0), False)):
             room = area.height() if is_row else area.width()
             step = room / len(sums)

@@ -8,7 +8,7 @@ from PySide6.QtGui import QBrush, QColor, QFontMetricsF, QPainter, QPen
 
 from app.services.history.history import History
 from app.services.history.runs import Run
-from app.theme import Theme
+from app.theme import themed
 from app.widgets.timeline.colours import faded, text_on
 from app.widgets.timeline.viewport import Viewport
 from engine.telemetry.analysis import token_ticks
@@ -143,23 +143,23 @@ def span_label(span: np.void) -> str:
     return text
 
 
-def draw_phases(painter: QPainter, area: QRectF, history: History, viewport: Viewport, theme: Theme) -> None:
+def draw_phases(painter: QPainter, area: QRectF, history: History, viewport: Viewport) -> None:
     """Runs of prefill and decode, and a tick for each token."""
     metrics = QFontMetricsF(painter.font())
     for run in history.runs_between(viewport.start_ns, viewport.end_ns):
         left, right = max(viewport.x(run.start_ns), -2.0), min(viewport.x(run.end_ns), viewport.width + 2.0)
         rect = QRectF(area.left() + left, area.top(), max(right - left, 1.0), RUN_PX)
         is_prefill = run.phase == PREFILL
-        painter.fillRect(rect, QColor(theme.accent_background if is_prefill else theme.hover))
-        painter.fillRect(QRectF(rect.left(), rect.top(), min(2.0, rect.width()), RUN_PX), QColor(theme.faint))
+        painter.fillRect(rect, themed("accent_background" if is_prefill else "hover"))
+        painter.fillRect(QRectF(rect.left(), rect.top(), min(2.0, rect.width()), RUN_PX), themed("faint"))
         inner = rect.intersected(area).adjusted(7, 0, -4, 0)
         text = next((text for text in run_labels(run) if metrics.horizontalAdvance(text) <= inner.width()), "")
         if text:
-            painter.setPen(QColor(theme.accent_text if is_prefill else theme.text))
+            painter.setPen(themed("accent_text" if is_prefill else "text"))
             painter.drawText(inner, Qt.AlignmentFlag.AlignVCenter | Qt.AlignmentFlag.AlignLeft, text)
     ticks = visible_ticks(history, viewport)
     top, bottom = area.top() + RUN_PX + 2, area.top() + RUN_PX + 8
-    painter.setPen(QPen(QColor(theme.muted), 1))
+    painter.setPen(QPen(themed("muted"), 1))
     for at in ticks:
         x = area.left() + viewport.x(at)
         painter.drawLine(QPointF(x, top), QPointF(x, bottom))
@@ -168,7 +168,7 @@ def draw_phases(painter: QPainter, area: QRectF, history: History, viewport: Vie
             if run.phase == DECODE:  # more ticks than there are pixels: a band of them
                 left, right = max(viewport.x(run.start_ns), 0.0), min(viewport.x(run.end_ns), float(viewport.width))
                 band = QRectF(area.left() + left, top, max(right - left, 1.0), bottom - top)
-                painter.fillRect(band.adjusted(0, 1, 0, -2), faded(QColor(theme.muted), 110))
+                painter.fillRect(band.adjusted(0, 1, 0, -2), faded(themed("muted"), 110))
 
 
 def visible_ticks(history: History, viewport: Viewport) -> list[int]:
@@ -193,16 +193,14 @@ def run_labels(run: Run) -> tuple[str, ...]:
     return translate("Timeline", "{0} {1} tokens").format(name, run.tokens), f"{name} {run.tokens}", name
 
 
-def draw_path(
-    painter: QPainter, areas: dict[int, QRectF], pieces: list[tuple[float, float, int]], theme: Theme
-) -> None:
+def draw_path(painter: QPainter, areas: dict[int, QRectF], pieces: list[tuple[float, float, int]]) -> None:
     """A critical path: outlines in the lanes that a token waited for, joined from lane to lane.
 
     Args:
         areas: plot of each lane of the engine that is shown.
         pieces: (left, right, lane), from left to right; lane -1 is nothing's.
     """
-    pen = QPen(QColor(theme.text), 1.4)
+    pen = QPen(themed("text"), 1.4)
     painter.setPen(pen)
     before: QPointF | None = None
     for left, right, lane in pieces:

@@ -1,23 +1,17 @@
-"""Colours of lanes by theme, and text that can be read on them."""
+"""Colours of experts, and text that can be read on them."""
 
 from __future__ import annotations
 
 from PySide6.QtGui import QColor
 
-from app.theme import Theme
-from app.widgets.timeline.lanes import Colour
+from app.theme import themed
 
 FILL_ALPHA, FAINT_ALPHA = 105, 55
 
 
-def lane_colour(theme: Theme, name: Colour) -> QColor:
-    """The lane's own colour."""
-    return QColor({"gpu": theme.gpu, "cpu": theme.cpu, "pcie": theme.pcie, "disk": theme.disk}.get(name, theme.muted))
-
-
-def expert_colours(theme: Theme) -> tuple[QColor, QColor, QColor]:
+def expert_colours() -> tuple[QColor, QColor, QColor]:
     """Of hits, fetched ones and those computed on the CPU."""
-    return QColor(theme.hit), QColor(theme.pcie), QColor(theme.miss)
+    return themed("hit"), themed("pcie"), themed("miss")
 
 
 def faded(colour: QColor, alpha: int) -> QColor:

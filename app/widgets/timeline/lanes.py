@@ -19,7 +19,7 @@ translate = QCoreApplication.translate
 Kind = Literal["phase", "share", "bytes", "experts", "rate", "amount"]
 BOTH_WAYS = ("disk_io", "pcie")
 """Lanes whose dashed line is what goes the other way, not all of which the area is a part."""
-Colour = Literal["gpu", "cpu", "pcie", "disk", "text", "muted"]
+Colour = Literal["gpu", "cpu", "pcie", "disk", "muted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def _engine_lanes(*, copies: bool) -> list[Lane]:
         ),
         Lane("disk", translate("Timeline", "Disk"), "bytes", "disk", (engine_lanes.DISK,), weight=0.7),
         Lane("experts", translate("Timeline", "Experts"), "experts", "muted"),
-        Lane("tokens", translate("Timeline", "Tokens/s"), "rate", "text"),
+        Lane("tokens", translate("Timeline", "Tokens/s"), "rate", "muted"),
     ]
     return found
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from PySide6.QtCore import QCoreApplication, QPointF, QRectF, Qt
-from PySide6.QtGui import QColor, QFont, QFontMetricsF, QPainter, QPen
+from PySide6.QtGui import QFont, QFontMetricsF, QPainter, QPen
 
-from app.theme import Theme
+from app.theme import themed
 from app.widgets.help_mark import MARK_PX
 from app.widgets.timeline.blocks import draw_path
 from app.widgets.timeline.colours import FAINT_ALPHA, faded
@@ -60,27 +60,25 @@ def gutter_labels(rows: list[Row], column: int, font: QFont) -> list[GutterLabel
     return found
 
 
-def draw_gutter(painter: QPainter, labels: list[GutterLabel], font: QFont, theme: Theme) -> None:
+def draw_gutter(painter: QPainter, labels: list[GutterLabel], font: QFont) -> None:
     """The words left of the plots."""
     title, caption = title_font(font), caption_font(font)
     for label in labels:
         painter.setFont(title if label.is_title else caption)
-        painter.setPen(QColor(theme.text if label.is_title else theme.muted))
+        painter.setPen(themed("text" if label.is_title else "muted"))
         painter.drawText(label.area, _WRAPPED if label.shown == label.whole else _LINE, label.shown)
 
 
-def draw_selection(
-    painter: QPainter, rows: list[Row], viewport: Viewport, selection: tuple[float, float], theme: Theme
-) -> None:
+def draw_selection(painter: QPainter, rows: list[Row], viewport: Viewport, selection: tuple[float, float]) -> None:
     """The stretch that is averaged."""
     left, right = (_x(rows, viewport, at) for at in selection)
     rect = QRectF(left, 0, right - left, rows[-1].area.bottom())
-    painter.fillRect(rect, faded(QColor(theme.accent), FAINT_ALPHA))
-    painter.setPen(QPen(QColor(theme.accent), 1))
+    painter.fillRect(rect, faded(themed("accent"), FAINT_ALPHA))
+    painter.setPen(QPen(themed("accent"), 1))
     painter.drawRect(rect)
 
 
-def draw_token(painter: QPainter, rows: list[Row], viewport: Viewport, token: TokenPath, theme: Theme) -> None:
+def draw_token(painter: QPainter, rows: list[Row], viewport: Viewport, token: TokenPath) -> None:
     """What a token waited for, through the lanes."""
     areas = {lane: row.area for row in rows for lane in row.lane.spans}
     to_device = next((row.area for row in rows if row.lane.key == "h2d"), None)
@@ -88,15 +86,15 @@ def draw_token(painter: QPainter, rows: list[Row], viewport: Viewport, token: To
         areas.setdefault(SMALL_COPY, to_device)
     left, right = _x(rows, viewport, token.start_ns), _x(rows, viewport, token.end_ns)
     whole = QRectF(left, 0, max(right - left, 1), rows[-1].area.bottom())
-    painter.fillRect(whole, faded(QColor(theme.muted), _TOKEN_ALPHA))
+    painter.fillRect(whole, faded(themed("muted"), _TOKEN_ALPHA))
     pieces = [(_x(rows, viewport, start), _x(rows, viewport, end), lane) for start, end, lane in token.pieces]
-    draw_path(painter, areas, pieces, theme)
+    draw_path(painter, areas, pieces)
 
 
-def draw_cursor(painter: QPainter, rows: list[Row], viewport: Viewport, at_ns: float, theme: Theme) -> None:
+def draw_cursor(painter: QPainter, rows: list[Row], viewport: Viewport, at_ns: float) -> None:
     """The crosshair."""
     x = _x(rows, viewport, at_ns)
-    painter.setPen(QPen(QColor(theme.muted), 1, Qt.PenStyle.DashLine))
+    painter.setPen(QPen(themed("muted"), 1, Qt.PenStyle.DashLine))
     painter.drawLine(QPointF(x, 0), QPointF(x, rows[-1].area.bottom()))
 
 

@@ -10,11 +10,10 @@ from PySide6.QtCore import QCoreApplication, QPointF, QRectF, Qt
 from PySide6.QtGui import QColor, QFont, QFontInfo, QFontMetrics, QPainter, QPen
 
 from app.services.history.history import History
-from app.theme import Theme, tabular
+from app.theme import tabular, themed
 from app.widgets.help_mark import MARK_PX
 from app.widgets.quantities import number
 from app.widgets.timeline.blocks import draw_blocks, draw_phases, fits
-from app.widgets.timeline.colours import lane_colour
 from app.widgets.timeline.lanes import Lane, LaneData, lane_titles, read_lane
 from app.widgets.timeline.plots import draw_lane
 from app.widgets.timeline.viewport import Viewport, duration, tick_ns
@@ -157,7 +156,6 @@ def draw_rows(
     rows: list[Row],
     history: History,
     viewport: Viewport,
-    theme: Theme,
     *,
     zero_ns: float,
     is_recorded: bool = False,
@@ -173,26 +171,26 @@ def draw_rows(
     bottom = rows[-1].area.bottom()
     edges = viewport.edges()
     xs = left + (edges - viewport.start_ns) / viewport.column_ns
-    border = QPen(QColor(theme.border), 1)
+    border = QPen(themed("border"), 1)
     below = QRectF(left, bottom + 3, right - left, painter.fontMetrics().height() + 6)
-    _draw_axis(painter, below, rows[0].area.top(), viewport, theme, zero_ns, is_recorded=is_recorded)
+    _draw_axis(painter, below, rows[0].area.top(), viewport, zero_ns, is_recorded=is_recorded)
     for row in rows:
         painter.setPen(border)
         base = row.area.bottom() + LANE_GAP_PX / 2
         painter.drawLine(QPointF(row.area.left(), base), QPointF(right, base))
         painter.save()
         painter.setClipRect(row.area.adjusted(0, -1, 0, 1))
-        colour = lane_colour(theme, row.lane.colour)
+        colour = themed(row.lane.colour)
         if row.lane.kind == "phase":
-            draw_phases(painter, row.area, history, viewport, theme)
+            draw_phases(painter, row.area, history, viewport)
         elif row.blocks is not None:
             draw_blocks(painter, row.area, row.blocks, viewport, colour, second=CPU_ATTENTION)
         else:
-            draw_lane(painter, row.area, xs, row.lane, row.data, theme, colour)
+            draw_lane(painter, row.area, xs, row.lane, row.data, colour)
         painter.restore()
         if row.data.ceiling is not None and row.blocks is None:
-            _draw_ceiling_label(painter, row, theme)
-    _draw_marks(painter, rows, history, viewport, theme)
+            _draw_ceiling_label(painter, row)
+    _draw_marks(painter, rows, history, viewport)
 
 
 def blended(one: QColor, other: QColor) -> QColor:
@@ -208,22 +206,22 @@ def scaled(font: QFont, part: float) -> QFont:
     return result
 
 
-def _draw_ceiling_label(painter: QPainter, row: Row, theme: Theme) -> None:
+def _draw_ceiling_label(painter: QPainter, row: Row) -> None:
     y = row.area.bottom() - row.area.height() * (row.data.ceiling or 0) / row.data.scale
     text = translate("Timeline", "ceiling {0} GB/s").format(number((row.data.ceiling or 0) / 1e9, 1))
-    painter.setPen(QColor(theme.muted))
+    painter.setPen(themed("muted"))
     at = QRectF(row.area.left(), y + 1, row.area.width() - 4, painter.fontMetrics().height())
     painter.drawText(at, Qt.AlignmentFlag.AlignRight | Qt.AlignmentFlag.AlignTop, text)
 
 
 def _draw_axis(
-    painter: QPainter, area: QRectF, top: float, viewport: Viewport, theme: Theme, zero_ns: float, *, is_recorded: bool
+    painter: QPainter, area: QRectF, top: float, viewport: Viewport, zero_ns: float, *, is_recorded: bool
 ) -> None:
     """Times from `zero_ns`; in short stretches from their own beginning."""
     step = tick_ns(viewport.span_ns, max(2, int(area.width() // 110)))
     is_short = viewport.span_ns <= _SHORT_NS
     zero = viewport.start_ns if is_short else zero_ns
-    faint = blended(QColor(theme.border), QColor(theme.surface))
+    faint = blended(themed("border"), themed("surface"))
     now = "" if is_recorded or is_short else translate("Timeline", "now")
     room = area.right() - (painter.fontMetrics().horizontalAdvance(now) + 12 if now else 0)
     first = int(np.ceil((viewport.start_ns - zero) / step))
@@ -240,25 +238,25 @@ def _draw_axis(
         half = painter.fontMetrics().horizontalAdvance(text) / 2
         middle = min(max(x, area.left() + half), area.right() + RIGHT_PX / 2 - half)
         if middle + half < room or not now:
-            painter.setPen(QColor(theme.muted))
+            painter.setPen(themed("muted"))
             box = QRectF(middle - half - 1, area.top(), 2 * half + 2, height)
             painter.drawText(box, Qt.AlignmentFlag.AlignVCenter | Qt.AlignmentFlag.AlignHCenter, text)
     if now and viewport.end_ns >= zero_ns - 1e9:
-        painter.setPen(QColor(theme.muted))
+        painter.setPen(themed("muted"))
         flags = Qt.AlignmentFlag.AlignVCenter | Qt.AlignmentFlag.AlignRight
         painter.drawText(QRectF(area.left(), area.top(), area.width(), height), flags, now)
 
 
-def _draw_marks(painter: QPainter, rows: list[Row], history: History, viewport: Viewport, theme: Theme) -> None:
+def _draw_marks(painter: QPainter, rows: list[Row], history: History, viewport: Viewport) -> None:
     """What happened, as dotted lines with their words at the top."""
     top, bottom = rows[0].area.top(), rows[-1].area.bottom()
     last_right = -1e9
     for mark in history.marks_between(viewport.start_ns, viewport.end_ns):
         x = rows[0].area.left() + viewport.x(mark.at_ns)
-        painter.setPen(QPen(QColor(theme.muted), 1, Qt.PenStyle.DotLine))
+        painter.setPen(QPen(themed("muted"), 1, Qt.PenStyle.DotLine))
         painter.drawLine(QPointF(x, top), QPointF(x, bottom))
         if x > last_right:
-            painter.setPen(QColor(theme.muted))
+            painter.setPen(themed("muted"))
             width, high = painter.fontMetrics().horizontalAdvance(mark.text), painter.fontMetrics().height()
             to_left = x - width - 8 > max(last_right, rows[0].area.left()) or x + width + 8 > rows[0].area.right()
             box = QRectF(x - width - 4 if to_left else x + 4, rows[0].area.bottom() + 3 - high, width + 2, high)

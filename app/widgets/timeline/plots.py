@@ -10,7 +10,6 @@ from PySide6.QtCore import QPointF, QRectF, Qt
 from PySide6.QtGui import QBrush, QColor, QPaintEngine, QPainter, QPen, QPolygonF
 
 from app.services.history.buckets import Floats
-from app.theme import Theme
 from app.widgets.timeline.colours import FILL_ALPHA, expert_colours, faded
 from app.widgets.timeline.lanes import Lane, LaneData
 from app.widgets.timeline.raster import LaneRaster, Shares, over
@@ -20,9 +19,7 @@ _FAINT_PART = 170 / 255
 """Of a part of a stack, between its hatches."""
 
 
-def draw_lane(
-    painter: QPainter, area: QRectF, xs: Floats, lane: Lane, data: LaneData, theme: Theme, colour: QColor
-) -> None:
+def draw_lane(painter: QPainter, area: QRectF, xs: Floats, lane: Lane, data: LaneData, colour: QColor) -> None:
     """One lane's plot: as pixels on a screen, as lines and areas in a drawing that can be scaled.
 
     Args:
@@ -30,22 +27,20 @@ def draw_lane(
         xs: left edges of its columns, and the right one of the last, [n + 1].
     """
     if painter.paintEngine().type() == QPaintEngine.Type.SVG:
-        _draw_outlines(painter, area, xs, lane, data, theme, colour)
+        _draw_outlines(painter, area, xs, lane, data, colour)
     else:
-        _draw_pixels(painter, area, xs, lane, data, theme, colour)
+        _draw_pixels(painter, area, xs, lane, data, colour)
     if data.ceiling is not None and data.ceiling <= data.scale:
         y = area.bottom() - area.height() * data.ceiling / data.scale
         painter.setPen(QPen(colour, 1.0, Qt.PenStyle.DashLine))
         painter.drawLine(QPointF(area.left(), y), QPointF(area.right(), y))
 
 
-def _draw_pixels(
-    painter: QPainter, area: QRectF, xs: Floats, lane: Lane, data: LaneData, theme: Theme, colour: QColor
-) -> None:
+def _draw_pixels(painter: QPainter, area: QRectF, xs: Floats, lane: Lane, data: LaneData, colour: QColor) -> None:
     raster = LaneRaster(area, xs, painter.device().devicePixelRatioF())
     if lane.kind == "experts":
         below = np.zeros(len(xs) - 1)
-        for part, (own, values) in enumerate(zip(expert_colours(theme), data.values, strict=True)):
+        for part, (own, values) in enumerate(zip(expert_colours(), data.values, strict=True)):
             above = below + _known(values)
             if above.max(initial=0.0) > 0:
                 covered = raster.columns(below, above)
@@ -72,11 +67,9 @@ def _draw_pixels(
         raster.draw(painter, over(*layers), colour)
 
 
-def _draw_outlines(
-    painter: QPainter, area: QRectF, xs: Floats, lane: Lane, data: LaneData, theme: Theme, colour: QColor
-) -> None:
+def _draw_outlines(painter: QPainter, area: QRectF, xs: Floats, lane: Lane, data: LaneData, colour: QColor) -> None:
     if lane.kind == "experts":
-        _draw_stack(painter, area, xs, data.values, theme)
+        _draw_stack(painter, area, xs, data.values)
         return
     below = np.zeros(len(xs) - 1)
     for layer, values in enumerate(data.values):
@@ -162,7 +155,7 @@ def _draw_area(
     draw_line(painter, area, xs, top, QPen(colour, 1.0 if hatched else LINE_PX))
 
 
-def _draw_stack(painter: QPainter, area: QRectF, xs: Floats, shares: Floats, theme: Theme) -> None:
+def _draw_stack(painter: QPainter, area: QRectF, xs: Floats, shares: Floats) -> None:
     """Columns of three parts each; equal neighbours are one rectangle."""
     quantised = np.round(shares * area.height()).astype(np.int32)
     changes = np.flatnonzero((np.diff(quantised, axis=1) != 0).any(axis=0)) + 1
@@ -171,7 +164,7 @@ def _draw_stack(painter: QPainter, area: QRectF, xs: Floats, shares: Floats, the
     patterns = (Qt.BrushStyle.SolidPattern, Qt.BrushStyle.FDiagPattern, Qt.BrushStyle.BDiagPattern)
     bottoms = np.full(len(firsts), area.bottom())
     painter.setPen(Qt.PenStyle.NoPen)
-    for part, (colour, pattern) in enumerate(zip(expert_colours(theme), patterns, strict=True)):
+    for part, (colour, pattern) in enumerate(zip(expert_colours(), patterns, strict=True)):
         heights = quantised[part, firsts]
         rectangles = [
             QRectF(left, bottom - height, right - left, height)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from PySide6.QtCore import QRectF, QSize, Qt, QTimer, Signal
-from PySide6.QtGui import QColor, QHideEvent, QKeyEvent, QMouseEvent, QPainter, QPaintEvent, QPen, QShowEvent
+from PySide6.QtGui import QHideEvent, QKeyEvent, QMouseEvent, QPainter, QPaintEvent, QPen, QShowEvent
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
 from app.services.telemetry_hub import TelemetryHub
-from app.theme import colours, tabular
-from app.widgets.timeline.colours import lane_colour
+from app.theme import tabular, themed
 from app.widgets.timeline.lanes import Lane, lanes_of, read_lane, reading
 from app.widgets.timeline.navigator import BEHIND_NS
 from app.widgets.timeline.picture import scaled
@@ -68,7 +67,6 @@ class TimelineStrip(QWidget):
         lanes = [lane for lane in lanes if lane.key != "disk" or history.devices(lane.spans[0])][:6]
         if not lanes:
             return
-        theme = colours()
         painter = QPainter(self)
         painter.setFont(scaled(tabular(self.font()), 0.76))
         width = (self.width() - _GAP_PX * (len(lanes) - 1)) / len(lanes)
@@ -81,20 +79,20 @@ class TimelineStrip(QWidget):
             text = reading(lane, data, viewport.width - 1)
             spoken.append(f"{lane.title} {text}")
             label = QRectF(left, 0, width, 14)
-            painter.setPen(QColor(theme.muted))
+            painter.setPen(themed("muted"))
             painter.drawText(label, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter, lane.title)
             if lane.kind != "experts":
                 painter.drawText(label, Qt.AlignmentFlag.AlignRight | Qt.AlignmentFlag.AlignVCenter, text)
             painter.save()
             painter.setClipRect(area)
             xs = left + (viewport.edges() - viewport.start_ns) / viewport.column_ns
-            draw_lane(painter, area, xs, lane, data, theme, lane_colour(theme, lane.colour))
+            draw_lane(painter, area, xs, lane, data, themed(lane.colour))
             painter.restore()
-            painter.setPen(QPen(QColor(theme.border), 1))
+            painter.setPen(QPen(themed("border"), 1))
             painter.drawLine(area.bottomLeft(), area.bottomRight())
         self.setAccessibleDescription(", ".join(spoken))
         if self.hasFocus():
-            painter.setPen(QPen(QColor(theme.accent), 2))
+            painter.setPen(QPen(themed("accent"), 2))
             painter.drawRoundedRect(QRectF(self.rect()).adjusted(1, 1, -1, -1), 6, 6)
         painter.end()
 

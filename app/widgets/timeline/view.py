@@ -6,7 +6,6 @@ import time
 
 from PySide6.QtCore import QEvent, QPointF, QRectF, QSize, Qt, QTimer, Signal
 from PySide6.QtGui import (
-    QColor,
     QHelpEvent,
     QHideEvent,
     QKeyEvent,
@@ -22,7 +21,7 @@ from PySide6.QtGui import (
 from PySide6.QtWidgets import QSizePolicy, QToolTip, QWidget
 
 from app.services.history.history import History
-from app.theme import colours
+from app.theme import themed
 from app.widgets.help_mark import MARK_PX, HelpMark
 from app.widgets.timeline.keys import PAN, ZOOM, key_pressed
 from app.widgets.timeline.lane_words import lane_explanation
@@ -216,7 +215,7 @@ class TimelineView(QWidget):
         painter.drawPixmap(0, 0, self._picture)
         self._draw_above(painter)
         if self.hasFocus():
-            painter.setPen(QPen(QColor(colours().accent), 2))
+            painter.setPen(QPen(themed("accent"), 2))
             painter.drawRoundedRect(QRectF(self.rect()).adjusted(1, 1, -1, -1), 6, 6)
         painter.end()
 
@@ -226,25 +225,25 @@ class TimelineView(QWidget):
         if history is not None:
             if self._picture is None:  # the lanes are read when they are drawn
                 self._picture = self._draw(history)
-            painter.fillRect(self.rect(), QColor(colours().surface))
+            painter.fillRect(self.rect(), themed("surface"))
             painter.setFont(axis_font(self.font()))
             self._draw_lanes(painter, history)
             self._draw_above(painter)
 
     def _draw_above(self, painter: QPainter) -> None:
         """What follows the mouse."""
-        theme, rows, viewport = colours(), self._rows, self.navigator.viewport
+        rows, viewport = self._rows, self.navigator.viewport
         if rows:
             painter.save()
             painter.setClipRect(self._plot())
             if self._selection is not None:
-                draw_selection(painter, rows, viewport, self._selection, theme)
+                draw_selection(painter, rows, viewport, self._selection)
             if self._token is not None:
-                draw_token(painter, rows, viewport, self._token, theme)
+                draw_token(painter, rows, viewport, self._token)
             if self._cursor_ns is not None:
-                draw_cursor(painter, rows, viewport, self._cursor_ns, theme)
+                draw_cursor(painter, rows, viewport, self._cursor_ns)
             painter.restore()
-            draw_gutter(painter, self.labels(), self.font(), theme)
+            draw_gutter(painter, self.labels(), self.font())
 
     def _draw(self, history: History) -> QPixmap:
         began_s = time.thread_time()
@@ -290,13 +289,12 @@ class TimelineView(QWidget):
 
     def _draw_lanes(self, painter: QPainter, history: History) -> None:
         navigator = self.navigator
-        zero_ns, theme = navigator.zero_ns, colours()
+        zero_ns = navigator.zero_ns
         draw_rows(
             painter,
             self._rows,
             history,
             navigator.viewport,
-            theme,
             zero_ns=zero_ns,
             is_recorded=navigator.is_recorded,
         )
