@@ -204,12 +204,12 @@ def _claim_data_folder() -> SingleInstance | int:
             _log.info("raised the window that is open with this data folder")
             return 0
         if claim is Claim.HELD_IN_SILENCE:
-            dialogs.tell_silent_holder()
+            dialogs.warn_not_responding()
             return 1
         if claim is Claim.NOT_WRITABLE:
             if holds_our_data(data_dir()) and not os.access(data_dir(), os.W_OK):
                 return instance  # chats can be read all the same; the store says that nothing new is kept
-            dialogs.tell_not_writable()
+            dialogs.warn_not_writable()
             return 1
         change = planned_change()
         if change is None:

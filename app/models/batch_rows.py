@@ -1,4 +1,4 @@
-"""Rows of a batch: the ones of a job that have ended, and the first ones of an input."""
+"""Rows of a batch: a job's finished ones, and the first ones of an input."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Column(IntEnum):
 
 
 class AnsweredRowsModel(QAbstractTableModel):
-    """Rows that have ended; `ROW_ROLE` gives a `BatchRow`.
+    """Finished rows; `ROW_ROLE` gives a `BatchRow`.
 
     Args:
         headings: of the columns, in their order.
         end_text: how a row ended, in words.
-        count_text: a number as people write it.
+        count_text: a number, formatted for display.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class AnsweredRowsModel(QAbstractTableModel):
         self._beginning = ""
 
     def set_beginning(self, text: str) -> None:
-        """What all prompts begin with: it is left out where the prompt is one line among many."""
+        """Sets the prefix that all prompts share: it is left out where a prompt is shown as one line."""
         self._beginning = text if len(one_line(text)) >= LEAST_LEFT_OUT else ""
 
     def rowCount(self, parent: Index | None = None) -> int:
@@ -91,13 +91,13 @@ class AnsweredRowsModel(QAbstractTableModel):
         return one_line(row.prompt)
 
     def set_rows(self, rows: Iterable[BatchRow]) -> None:
-        """Shows these rows and no others."""
+        """Replaces all rows."""
         self.beginResetModel()
         self._rows = list(rows)
         self.endResetModel()
 
     def append(self, rows: Sequence[BatchRow]) -> None:
-        """Rows that follow those that are there."""
+        """Adds rows at the end."""
         if rows:
             first = len(self._rows)
             self.beginInsertRows(QModelIndex(), first, first + len(rows) - 1)
@@ -105,7 +105,7 @@ class AnsweredRowsModel(QAbstractTableModel):
             self.endInsertRows()
 
     def put_latest(self, rows: Sequence[BatchRow]) -> None:
-        """Rows that have just ended, put before the others; the oldest of more than `MOST_LATEST` go."""
+        """Inserts rows that have just finished at the top; beyond `MOST_LATEST` the oldest are dropped."""
         rows = list(rows)[-MOST_LATEST:]
         if not rows:
             return
@@ -120,7 +120,7 @@ class AnsweredRowsModel(QAbstractTableModel):
 
     @property
     def last_row(self) -> int:
-        """Index in the input of the row that stands last; -1 if there is none."""
+        """Index in the input of the row at the end; -1 if there is none."""
         return self._rows[-1].row if self._rows else -1
 
 
@@ -155,7 +155,7 @@ class InputRowsModel(QAbstractTableModel):
         return text if role == Qt.ItemDataRole.ToolTipRole else None
 
     def set_rows(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """Shows these; each row has a text for each column."""
+        """Shows these rows; each has one text per column."""
         self.beginResetModel()
         self._columns = tuple(columns)
         self._rows = tuple(tuple(row) for row in rows)
@@ -163,7 +163,7 @@ class InputRowsModel(QAbstractTableModel):
 
 
 def one_line(text: str) -> str:
-    """Text without line breaks, for a table's cell."""
+    """Text without line breaks, for a table cell."""
     return " ".join(text.split())
 
 

@@ -1,4 +1,4 @@
-"""What a cache report says, made sound, and what it predicts for every size of the cache.
+"""A cache report with invalid values removed, and what it predicts for every cache size.
 
 Pure functions: an engine that sends nonsense gets figures that can be drawn, never an error.
 """
@@ -26,13 +26,13 @@ _MOST_COUNT = 2**50
 
 @dataclass(frozen=True, eq=False)
 class Forecast:
-    """How another size of the topmost tier would do, by the miss-ratio curve.
+    """How another size of the topmost tier would perform, from the miss-ratio curve.
 
     Attributes:
         slots: sizes, rising, [n].
         lru_rates: hit rates of an LRU cache on the recent routing, [n].
-        hit_rates: to be expected of the policy that decides now, through what it hits now, [n].
-        tokens_per_s: predicted, [n]; empty if it cannot be told.
+        hit_rates: expected of the active policy, scaled to its measured hit rate, [n].
+        tokens_per_s: predicted, [n]; empty if unknown.
         gains_nothing: a miss costs no more than a hit, so that no size is faster than another.
     """
 
@@ -43,11 +43,11 @@ class Forecast:
     gains_nothing: bool = False
 
     def hit_rate_at(self, slots: float) -> float | None:
-        """To be expected with so many experts; None while no curve is known."""
+        """Expected with this many experts; None while no curve is known."""
         return float(np.interp(slots, self.slots, self.hit_rates)) if len(self.slots) else None
 
     def tokens_per_s_at(self, slots: float) -> float | None:
-        """Predicted; None if it cannot be told."""
+        """Predicted; None if unknown."""
         return float(np.interp(slots, self.slots, self.tokens_per_s)) if len(self.tokens_per_s) else None
 
 
@@ -55,7 +55,7 @@ NO_FORECAST = Forecast(np.empty(0), np.empty(0), np.empty(0), np.empty(0))
 
 
 def sound(report: CacheReport) -> CacheReport:
-    """The report with every number within what it can be; a curve that makes no sense is left out."""
+    """The report with every number clamped to its valid range; an inconsistent curve is left out."""
     slots, rates = _sound_curve(report)
     return replace(
         report,
@@ -81,16 +81,16 @@ def sound(report: CacheReport) -> CacheReport:
 
 
 def forecast(report: CacheReport, place: int = 0) -> Forecast:
-    """Of one tier of a sound report, the topmost unless `place` says another; `NO_FORECAST` while too little is seen.
+    """For one tier of a sanitised report, the topmost by default; `NO_FORECAST` while there is too little data.
 
-    A lower tier is asked for what the one above it misses: of two LRU caches, the bigger one holds what the smaller
-    one does, so that their curves are one (Mattson et al. 1970).
+    A lower tier gets the misses of the one above: of two LRU caches the bigger one holds everything the smaller
+    one does, so that one curve serves both (Mattson et al. 1970).
     """
     if not report.curve_slots or not 0 <= place < len(report.tiers):
         return NO_FORECAST
     tier = report.tiers[place]
     sizes = np.array(report.curve_slots, np.float64)
-    # More sizes than the curve has points: what is predicted is no straight line between two of them.
+    # More sizes than the curve has points: the prediction is not linear between two of them.
     every = np.unique(np.concatenate((sizes, np.linspace(0, tier.most_slots, 97), [tier.slots])))
     every = every[every <= tier.most_slots]
     lru = np.interp(every, sizes, np.array(report.curve_hit_rates))
@@ -109,17 +109,17 @@ def forecast(report: CacheReport, place: int = 0) -> Forecast:
 
 
 def _measured(tier: TierReport) -> float | None:
-    """What it hits recently, else in all; None if nothing was looked up."""
+    """The recent hit rate, else the total; None if nothing was looked up."""
     return tier.recent_hit_rate if tier.recent_hit_rate >= 0 else hit_rate(tier)
 
 
 def _expected(
     tier: TierReport, slots: NDArray[np.float64], lru: NDArray[np.float64], measured: float
 ) -> NDArray[np.float64]:
-    """LRU's curve, bent through what was measured: misses in proportion above the present size, hits below it.
+    """LRU's curve, scaled to the measured rate: misses in proportion above the present size, hits below it.
 
-    Whoever may choose the policy does at least as well as one that keeps the most popular experts, and its curve lies
-    above its chords: from nothing to the present size, and from there to all experts.
+    The best policy does at least as well as one that keeps the most popular experts, whose curve lies above its
+    chords: from nothing to the present size, and from there to all experts.
     """
     at = float(np.interp(tier.slots, slots, lru))
     above = 1 - (1 - measured) * (1 - lru) / (1 - at) if at < 1 else np.maximum(measured, lru)
@@ -139,7 +139,7 @@ def hit_rate(tier: TierReport) -> float | None:
 
 
 def policies(tier: TierReport) -> tuple[PolicyRate, ...]:
-    """The policy that decides and its shadows, the best first; one that was not simulated has -1."""
+    """The active policy and its shadows, best first; -1 for one that was not simulated."""
     known = {each.name: each for each in tier.shadows}
     own = known.get(tier.policy, PolicyRate(tier.policy, tier.recent_hit_rate))
     others = [each for each in tier.shadows if each.name != tier.policy]
@@ -147,10 +147,10 @@ def policies(tier: TierReport) -> tuple[PolicyRate, ...]:
 
 
 def room_slots(report: CacheReport, tier: TierReport, free_ram: int | None = None) -> int:
-    """How many experts this tier could have, as far as memory is free now; never less than it has.
+    """How many experts this tier could hold in the memory that is free now; never fewer than it has.
 
     Args:
-        free_ram: bytes of RAM that nobody uses; None if that is not known: then RAM is no limit.
+        free_ram: bytes of unused RAM; None if unknown: then RAM is no limit.
     """
     if tier.record_bytes <= 0:
         return tier.most_slots
@@ -164,7 +164,7 @@ def room_slots(report: CacheReport, tier: TierReport, free_ram: int | None = Non
 
 
 def memory_places(parts: tuple[MemoryPart, ...]) -> dict[str, tuple[dict[str, int], int]]:
-    """Place -> (bytes by purpose, total): `free` fills up what is missing, so that the parts add up."""
+    """Place -> (bytes by purpose, total); `free` is set to the rest, so that the parts add up."""
     places: dict[str, tuple[dict[str, int], int]] = {}
     for part in parts:
         if part.place not in places and len(places) == MOST_PLACES:

@@ -1,4 +1,4 @@
-"""The conversation on the screen: the visible path of its tree, one row per turn."""
+"""The conversation on screen: the visible path of its tree, one row per turn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Index = QModelIndex | QPersistentModelIndex
 
 @dataclass(frozen=True, slots=True)
 class MessageRow:
-    """One turn as it is shown: the message, and that it is version `version` of `versions`, counted from 1."""
+    """One turn as shown: the message, which is version `version` of `versions`, counted from 1."""
 
     message: Message
     version: int = 1
@@ -24,7 +24,7 @@ class MessageRow:
 
 
 class ConversationModel(QAbstractListModel):
-    """Rows of one conversation.  `ROW_ROLE` gives a `MessageRow`; nothing here knows the store or the engine."""
+    """Rows of one conversation.  `ROW_ROLE` gives a `MessageRow`; independent of the store and the engine."""
 
     def __init__(self, parent: QObject | None = None) -> None:
         super().__init__(parent)
@@ -64,7 +64,7 @@ class ConversationModel(QAbstractListModel):
         self.endResetModel()
 
     def set_conversation(self, conversation: Conversation) -> None:
-        """Take over new fields of the same conversation."""
+        """Update the fields of the same conversation."""
         self._conversation = conversation
 
     def add(self, message: Message) -> None:
@@ -73,7 +73,7 @@ class ConversationModel(QAbstractListModel):
         self._follow_tree()
 
     def update(self, message: Message) -> None:
-        """Take over a message's text, state and figures."""
+        """Update a message's text, state and stats."""
         self._tree.update(message)
         number = self.row_of(message.id)
         if number is not None:
@@ -81,19 +81,19 @@ class ConversationModel(QAbstractListModel):
             self.dataChanged.emit(self.index(number), self.index(number))
 
     def choose(self, message_id: str) -> None:
-        """Show this version, and what follows it."""
+        """Show this version and the turns that follow it."""
         self._tree.choose(message_id)
         self._follow_tree()
 
     def row_of(self, message_id: str) -> int | None:
-        """Where a message is shown, if it is on the visible path."""
+        """A message's row; None if it is not on the visible path."""
         return next((number for number, row in enumerate(self._rows) if row.message.id == message_id), None)
 
     def _visible(self) -> list[MessageRow]:
         return [MessageRow(message, *self._tree.versions(message.id)) for message in self._tree.path()]
 
     def _follow_tree(self) -> None:
-        """Tell the difference: the rows that stayed the same turn stay, the others leave and come."""
+        """Emit only the difference: rows that still show the same turn stay, the others are replaced."""
         new = self._visible()
         same = 0
         for old_row, new_row in zip(self._rows, new, strict=False):

@@ -1,4 +1,4 @@
-"""Presets of sampling, and the title that a conversation gives itself."""
+"""Sampling presets, and the default title of a conversation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_TITLE = 60
 
 
 class Preset(Enum):
-    """Named ways to choose tokens, all with the mild repetition penalty that keeps a small model from looping."""
+    """Named sampling settings, all with the mild repetition penalty that keeps a small model from looping."""
 
     PRECISE = SamplingParams(temperature=0.2, top_p=0.9, repetition_penalty=1.1, max_tokens=1024)
     BALANCED = SamplingParams(temperature=0.4, top_p=0.95, repetition_penalty=1.1, max_tokens=1024)
@@ -21,14 +21,14 @@ DEFAULT_PRESET = Preset.BALANCED
 
 
 def preset_of(sampling: SamplingParams | None) -> Preset | None:
-    """The preset that these settings are; None for settings of the user's own."""
+    """The preset with these settings; None if they are the user's own."""
     if sampling is None:
         return DEFAULT_PRESET
     return next((preset for preset in Preset if preset.value == sampling), None)
 
 
 def title_from(text: str) -> str:
-    """A short title from a first message: its first line with words in it, cut between words."""
+    """A short title from a first message: its first line that has words, cut between words."""
     line = next((line for line in text.splitlines() if any(c.isalnum() for c in line)), text)
     words = line.strip().lstrip("#>*-` ").split()
     title = ""

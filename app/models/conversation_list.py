@@ -1,4 +1,4 @@
-"""The list of conversations: grouped by when they were last used, or what a search found."""
+"""The list of conversations: grouped by last use, or the results of a search."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Index = QModelIndex | QPersistentModelIndex
 
 
 class Group(Enum):
-    """Headings of the list, in their order."""
+    """Section headings, in their order."""
 
     PINNED = "pinned"
     TODAY = "today"
@@ -30,7 +30,7 @@ class Group(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One line: a heading (`conversation` is None) or a conversation, with a snippet where a search found it."""
+    """One line: a heading (`conversation` is None) or a conversation, with a snippet if a search found it."""
 
     group: Group
     conversation: Conversation | None = None
@@ -39,7 +39,7 @@ class Entry:
 
 
 def group_of(conversation: Conversation, now: datetime) -> Group:
-    """The heading under which a conversation stands, by local calendar days."""
+    """A conversation's section, by local calendar days."""
     if conversation.pinned:
         return Group.PINNED
     days = (now.date() - datetime.fromtimestamp(conversation.updated_at).date()).days
@@ -54,8 +54,8 @@ class ConversationListModel(QAbstractListModel):
     """Headings and conversations in one list; `ENTRY_ROLE` gives an `Entry`.
 
     Args:
-        group_title: the words of a heading, in the user's language.
-        untitled: what a conversation without a title is called.
+        group_title: the text of a heading, in the user's language.
+        untitled: the title shown for a conversation that has none.
         now: the clock.
     """
 
@@ -101,15 +101,15 @@ class ConversationListModel(QAbstractListModel):
         return tuple(self._entries)
 
     def conversation(self, conversation_id: str) -> Conversation | None:
-        """What the list knows of a conversation."""
+        """A conversation in the list; None if it is not there."""
         return self._conversations.get(conversation_id)
 
     def first(self) -> Conversation | None:
-        """The uppermost conversation shown."""
+        """The topmost conversation shown."""
         return next((entry.conversation for entry in self._entries if entry.conversation is not None), None)
 
     def row_of(self, conversation_id: str) -> int | None:
-        """Where a conversation is shown, if it is."""
+        """A conversation's row; None if it is not shown."""
         for number, entry in enumerate(self._entries):
             if entry.conversation is not None and entry.conversation.id == conversation_id:
                 return number
@@ -121,7 +121,7 @@ class ConversationListModel(QAbstractListModel):
         self._rebuild()
 
     def put(self, conversation: Conversation) -> None:
-        """Add a conversation, or take over its new fields."""
+        """Add a conversation, or update its fields."""
         old = self._conversations.get(conversation.id)
         self._conversations[conversation.id] = conversation
         if self._hits is not None:
@@ -138,14 +138,14 @@ class ConversationListModel(QAbstractListModel):
             self._rebuild()
 
     def remove(self, conversation_id: str) -> None:
-        """Take a conversation off the list."""
+        """Remove a conversation from the list."""
         self._conversations.pop(conversation_id, None)
         if self._hits is not None:
             self._hits = tuple(hit for hit in self._hits if hit.conversation.id != conversation_id)
         self._rebuild()
 
     def show_hits(self, hits: Iterable[SearchHit] | None) -> None:
-        """Show what a search found instead of the groups; None shows the groups again."""
+        """Show search results instead of the sections; None shows the sections again."""
         self._hits = None if hits is None else tuple(hits)
         self._rebuild()
 
@@ -153,7 +153,7 @@ class ConversationListModel(QAbstractListModel):
         new = self._wanted()
         if new == self._entries:
             return
-        # Only the changed middle is told, so that selection, scrolling and an editor elsewhere stay.
+        # Only the changed range is reset, so that selection, scroll position and an open editor elsewhere survive.
         old = self._entries
         start = 0
         while start < min(len(old), len(new)) and old[start] == new[start]:

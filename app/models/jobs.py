@@ -15,7 +15,7 @@ Index = QModelIndex | QPersistentModelIndex
 
 
 class JobListModel(QAbstractListModel):
-    """Jobs, the newest first; `JOB_ROLE` gives a `JobEntry`.
+    """Jobs, newest first; `JOB_ROLE` gives a `JobEntry`.
 
     Args:
         describe: a job in words, for screen readers.
@@ -42,7 +42,7 @@ class JobListModel(QAbstractListModel):
         return None
 
     def put(self, job: JobEntry) -> None:
-        """A job that is new, or differs from before."""
+        """Adds a job, or updates it."""
         row = self.row_of(job.key)
         if row >= 0:
             self._jobs[row] = job
@@ -55,7 +55,7 @@ class JobListModel(QAbstractListModel):
         self.endInsertRows()
 
     def remove(self, key: str) -> None:
-        """Takes a job off the list; without effect if it is not there."""
+        """Removes a job; no effect if it is not in the list."""
         row = self.row_of(key)
         if row >= 0:
             self.beginRemoveRows(QModelIndex(), row, row)
@@ -63,5 +63,5 @@ class JobListModel(QAbstractListModel):
             self.endRemoveRows()
 
     def row_of(self, key: str) -> int:
-        """Where a job stands; -1 if it does not."""
+        """A job's row; -1 if it is not in the list."""
         return next((row for row, job in enumerate(self._jobs) if job.key == key), -1)

@@ -1,4 +1,4 @@
-"""The race of plans as a table: predicted and timed side by side, losers and failures with them."""
+"""The plans being compared, as a table: predicted and measured speed, including those that lost or failed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NOWHERE = QModelIndex()
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """A contestant as the table shows it.
+    """A candidate plan as the table shows it.
 
     Attributes:
-        doing: what happens to it now, in words; empty if nothing does.
-        live: tokens/s of the repeat that is being timed; 0 while none is.
-        is_winner: it is what the model runs with from now on.
+        doing: its current step, in words; empty if it is idle.
+        live: tokens/s of the run being timed; 0 if none is.
+        is_winner: whether the model runs with it from now on.
     """
 
     contestant: Contestant
@@ -32,7 +32,7 @@ class PlanRow:
 
     @property
     def tokens_per_s(self) -> float:
-        """Timed, or as it is being timed; 0 if it is not known."""
+        """Measured, final or so far; 0 if unknown."""
         return (self.timed.tokens_per_s if self.timed is not None else 0.0) or self.live
 
     @property
@@ -41,10 +41,10 @@ class PlanRow:
 
 
 class PlanTable(QAbstractTableModel):
-    """Rows in the order in which they are timed, and the fastest first once there is a result."""
+    """Rows in the order they are timed; fastest first once there is a result."""
 
     ROW = Qt.ItemDataRole.UserRole + 1
-    """Role of the `PlanRow`; `MOST` is that of the highest number that is shown, for bars."""
+    """Role of the `PlanRow`; `MOST` gives the highest number shown, for bars."""
     MOST = Qt.ItemDataRole.UserRole + 2
 
     def __init__(self, parent: QObject | None = None) -> None:
@@ -56,40 +56,40 @@ class PlanTable(QAbstractTableModel):
         return tuple(self._rows)
 
     def row_of(self, name: str) -> int | None:
-        """Where a contestant is; None if it is not in the race."""
+        """A candidate's row; None if it is not in the table."""
         return next((at for at, row in enumerate(self._rows) if row.contestant.name == name), None)
 
-    # --- what happens -----------------------------------------------------------------------------
+    # --- progress ---------------------------------------------------------------------------------
 
     def show_contestants(self, contestants: tuple[Contestant, ...]) -> None:
-        """A new race."""
+        """Starts a new comparison."""
         self._reset([PlanRow(one) for one in contestants])
 
     def show_doing(self, name: str, doing: str, live: float = 0.0) -> None:
-        """What happens to a contestant now; nothing happens to the others."""
+        """Sets a candidate's current step; all others become idle."""
         for at, row in enumerate(self._rows):
             mine = row.contestant.name == name
             self._set(at, replace(row, doing=doing if mine else "", live=live if mine else 0.0))
 
     def show_timed(self, timed: Timed) -> None:
-        """A contestant's timing as it stands."""
+        """Updates a candidate's timing."""
         at = self.row_of(timed.contestant.name)
         if at is not None:
             self._set(at, PlanRow(timed.contestant, timed))
 
     def show_result(self, result: TuningResult) -> None:
-        """All of a finished run."""
+        """Shows the whole result."""
         self._reset(
             [PlanRow(one.contestant, one, is_winner=one.contestant.name == result.winner) for one in result.timed]
         )
 
     def show_winner(self, name: str) -> None:
-        """Marks whose settings hold."""
+        """Marks the plan in use."""
         for at, row in enumerate(self._rows):
             self._set(at, replace(row, is_winner=row.contestant.name == name))
 
     def stop(self) -> None:
-        """Nothing happens any more: the run was cancelled, or the engine ended."""
+        """Makes every row idle: tuning was cancelled, or the engine ended."""
         for at, row in enumerate(self._rows):
             self._set(at, replace(row, doing="", live=0.0))
 
@@ -104,7 +104,7 @@ class PlanTable(QAbstractTableModel):
     def _set(self, at: int, row: PlanRow) -> None:
         if row != self._rows[at]:
             self._rows[at] = row
-            # All bars: what is the longest may have changed.
+            # All bars: the longest may have changed.
             self.dataChanged.emit(self.index(0, 0), self.index(len(self._rows) - 1, BAR))
 
     # --- the model --------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class PlanTable(QAbstractTableModel):
         return None
 
     def spoken(self, row: PlanRow) -> str:
-        """A row in words."""
+        """A row in words, for screen readers."""
         one = row.contestant
         said = [one.name, *self.marks(row)]
         if one.predicted_tokens_per_s:
@@ -154,7 +154,7 @@ class PlanTable(QAbstractTableModel):
             said.append(self.tr("timed {0} tokens/s").format(_figures(timed.tokens_per_s)))
             if len(timed.rates) > 1:
                 span = (_figures(min(timed.rates)), _figures(max(timed.rates)), len(timed.rates))
-                said.append(self.tr("{2} repeats from {0} to {1}").format(*span))
+                said.append(self.tr("{2} runs from {0} to {1}").format(*span))
             if timed.ttft_s:
                 said.append(self.tr("first token after {0} s").format(QLocale().toString(timed.ttft_s, "f", 2)))
             if timed.note:
@@ -164,7 +164,7 @@ class PlanTable(QAbstractTableModel):
         return "\n".join(said)
 
     def marks(self, row: PlanRow) -> list[str]:
-        """What is special about a row, in words."""
+        """A row's labels."""
         one = row.contestant
         said = []
         if row.is_winner:

@@ -1,4 +1,4 @@
-"""What a decoded token used, on average of the last ones."""
+"""What a decoded token costs, averaged over the last ones."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ LAST_STEPS = 200
 
 @dataclass(frozen=True, slots=True)
 class TokenFigures:
-    """Of each token.
+    """Means per token.
 
     Attributes:
-        tokens: that these are means of; steps: that they came in.
-        is_batch: whether these were steps of a batch, whose tokens are also those of prompts that were read.
-        experts: how they were met -> experts, see `EXPERT_KINDS`.
+        tokens: how many were averaged; steps: how many steps decoded them.
+        is_batch: whether these were batch steps, whose tokens include those of prompts.
+        experts: how they were served -> experts, see `EXPERT_KINDS`.
         took_s: seconds.
-        h2d_bytes, disk_bytes: payload brought to devices, read from disk.
-        joules: None where neither cards nor processors tell their power.
+        h2d_bytes, disk_bytes: bytes copied to devices, read from disk.
+        joules: None where neither cards nor processors report their power.
     """
 
     tokens: int
@@ -35,14 +35,14 @@ class TokenFigures:
 
     @property
     def used(self) -> float:
-        """Experts, however they were met."""
+        """Experts used, however they were served."""
         return sum(self.experts.values())
 
 
 def token_figures(history: History, until_ns: int | None = None, last: int = LAST_STEPS) -> TokenFigures | None:
-    """Means over the last steps, of those that began before a moment; None if nothing has been decoded.
+    """Means over the last steps that began before a moment; None if nothing has been decoded.
 
-    Either a chat's or a batch's, whichever ran last: a mean of both would be neither.
+    A chat's steps or a batch's, whichever ran last: a mean of both would describe neither.
     """
     steps = history.last_steps(last) if until_ns is None else history.steps_between(0, until_ns)[-last:]
     steps = of_last_kind(steps)
@@ -50,7 +50,7 @@ def token_figures(history: History, until_ns: int | None = None, last: int = LAS
     if not tokens:
         return None
     as_decoded = steps.copy()
-    as_decoded["name"] = DECODE  # steps of a batch use energy for their tokens as well
+    as_decoded["name"] = DECODE  # batch steps use energy for their tokens too
     return TokenFigures(
         tokens,
         len(steps),

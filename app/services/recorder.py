@@ -164,7 +164,7 @@ class _Desk:
     def _take_spans(self, message: TelemetrySpans, at_ns: int) -> None:
         from engine.telemetry.records import SPAN, unpack
 
-        jumped = self._clock.heard(message.clock_ns, at_ns)
+        jumped = self._clock.observe(message.clock_ns, at_ns)
         self.session.clock(message.clock_ns + self._clock.shift_ns, message.wall_s)
         spans = self._clock.aligned(unpack(message.packed, SPAN), at_ns)
         spans.flags.writeable = False

@@ -1,4 +1,4 @@
-"""Before the window opens: carrying out a change of data folder, and what to do when the folder is not there."""
+"""Before the window opens: changing the data folder, and what to do when the folder is missing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ translate = QCoreApplication.translate
 
 
 def carry_out_change(change: FolderChange) -> None:
-    """Does it with a progress dialog; whatever goes wrong is told, and the present folder stays in use."""
+    """Carries it out with a progress dialog; if anything fails, says so and keeps the present folder."""
     dialog = QProgressDialog(
         translate("DataFolderStart", "Copying chats and models to {0}…").format(change.target),
         translate("DataFolderStart", "Keep the current folder"),
@@ -63,12 +63,12 @@ def carry_out_change(change: FolderChange) -> None:
 
 
 def chosen_folder_is_missing() -> bool:
-    """Whether the user's own data folder is not there, as when its drive is not plugged in."""
+    """Whether the user's own data folder is missing, as when its drive is not plugged in."""
     return data_dir() != standard_data_dir() and not data_dir().is_dir()
 
 
 def ask_about_missing_folder() -> bool:
-    """Asks until the folder is there or another decision is made; False to end the program."""
+    """Asks until the folder is there or the user decides otherwise; False to quit."""
     while chosen_folder_is_missing():
         box = QMessageBox()
         box.setWindowTitle("Switchyard")
@@ -92,20 +92,20 @@ def ask_about_missing_folder() -> bool:
     return True
 
 
-def tell_silent_holder() -> None:
-    """Another window has the folder and does not answer."""
+def warn_not_responding() -> None:
+    """Another window uses the folder and does not answer."""
     QMessageBox.warning(
         None,
         "Switchyard",
         translate(
             "DataFolderStart",
-            "Switchyard is already open with the data folder {0}, but does not answer. "
-            "End it (in the system's task list, if need be) and start again.",
+            "Switchyard is already open with the data folder {0}, but does not respond. "
+            "End it, in the system's task manager if necessary, and start again.",
         ).format(data_dir()),
     )
 
 
-def tell_not_writable() -> None:
+def warn_not_writable() -> None:
     """The data folder cannot be written to."""
     QMessageBox.warning(
         None,

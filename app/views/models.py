@@ -1,4 +1,4 @@
-"""The Models page, which is not built yet: what will be there, and nothing else."""
+"""The Models page, a placeholder until it is built."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class PlaceholderPage(Page):
 
 
 def models_placeholder() -> PlaceholderPage:
-    """What will be there, and what does its work until then."""
+    """What the page will do, and what to use until then."""
     text = translate(
         "ModelsPlaceholder",
-        "Your model library: what is here, what fits this machine before it is downloaded, and how fast it would run. "
-        "Until then, “switchyard models” on the command line does it, and Tune says whether a model would fit.",
+        "Your model library: what is here, what fits this machine before you download it, and how fast it would run. "
+        "Until then, use “switchyard models” on the command line; Tune tells you whether a model fits.",
     )
     return PlaceholderPage(translate("ModelsPlaceholder", "Models"), "models", text)

@@ -88,8 +88,8 @@ def test_the_standard_folder_can_take_its_place(answer: Callable[[str, list[str]
 @pytest.mark.parametrize(
     ("tell", "words"),
     [
-        (data_folder_start.tell_silent_holder, "already open"),
-        (data_folder_start.tell_not_writable, "cannot be written to"),
+        (data_folder_start.warn_not_responding, "already open"),
+        (data_folder_start.warn_not_writable, "cannot be written to"),
     ],
 )
 def test_a_start_that_must_end_says_why(
@@ -110,7 +110,7 @@ def test_a_folder_that_cannot_be_written_to_is_opened_if_there_are_chats_to_read
 
     told: list[str] = []
     monkeypatch.setattr(SingleInstance, "claim", lambda _self: Claim.NOT_WRITABLE)
-    monkeypatch.setattr(data_folder_start, "tell_not_writable", lambda: told.append("not writable"))
+    monkeypatch.setattr(data_folder_start, "warn_not_writable", lambda: told.append("not writable"))
     monkeypatch.setattr(os, "access", lambda _path, _mode: False)
     data_dir().mkdir(parents=True, exist_ok=True)
     if has_chats:

@@ -163,7 +163,7 @@ def test_pieces_of_a_prompt_are_one_run() -> None:
 
 def test_one_clock_is_left_alone() -> None:
     clock = ClockAlignment()
-    assert not clock.heard(ORIGIN_NS, ORIGIN_NS + 5_000_000)
+    assert not clock.observe(ORIGIN_NS, ORIGIN_NS + 5_000_000)
     spans, _ = decoded(3, ORIGIN_NS - 10**9)
     assert clock.aligned(spans, ORIGIN_NS) is spans
 
@@ -173,7 +173,7 @@ def test_a_clock_of_its_own_is_moved_to_ours(offset: int) -> None:
     clock = ClockAlignment()
     theirs = 2 * 10**17
     now = theirs + offset
-    clock.heard(theirs, now)
+    clock.observe(theirs, now)
     spans, _ = decoded(3, theirs - 10**9)
     moved = clock.aligned(spans, now)
     assert len(moved) == len(spans)

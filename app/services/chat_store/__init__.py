@@ -1,4 +1,4 @@
-"""Conversations on disk: one SQLite file, written and read by one thread of its own."""
+"""Conversations on disk: one SQLite file, accessed by one dedicated thread."""
 
 from app.services.chat_store.records import (
     AnswerStats,

@@ -1,4 +1,4 @@
-"""What can be asked of the chat database, as plain synchronous calls on one connection."""
+"""The chat database's operations, as plain synchronous calls on one connection."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from app.services.chat_store.schema import transaction
 from engine.common.config import SamplingParams
 
 PURGE_AFTER_S = 3600.0
-"""A deleted chat can be brought back this long; the next start after that removes it for good."""
+"""How long a deleted chat can be restored; the next start after that purges it."""
 
 _LAST_MOMENT = 2.0**32
 
@@ -33,7 +33,7 @@ MESSAGE_COLUMNS = (
 
 
 def conversation_from_row(row: tuple[Any, ...]) -> Conversation:
-    """A record from CONVERSATION_COLUMNS."""
+    """A record from a row of CONVERSATION_COLUMNS."""
     id_, title, pinned, created, updated, system_prompt, sampling, model, draft = row
     return Conversation(
         id=text_of(id_),
@@ -49,7 +49,7 @@ def conversation_from_row(row: tuple[Any, ...]) -> Conversation:
 
 
 def conversation_values(conversation: Conversation) -> tuple[Any, ...]:
-    """CONVERSATION_COLUMNS of a record."""
+    """A record's values, in the order of CONVERSATION_COLUMNS."""
     return (
         conversation.id,
         clean_text(conversation.title),
@@ -64,7 +64,7 @@ def conversation_values(conversation: Conversation) -> tuple[Any, ...]:
 
 
 def message_from_row(row: tuple[Any, ...]) -> Message:
-    """A record from MESSAGE_COLUMNS."""
+    """A record from a row of MESSAGE_COLUMNS."""
     id_, conversation_id, parent_id, role, content, state, reason, reason_code, model, created, stats, chosen = row
     return Message(
         id=text_of(id_),
@@ -83,14 +83,14 @@ def message_from_row(row: tuple[Any, ...]) -> Message:
 
 
 def text_of(value: object) -> str:
-    """A column's text; one damaged bit makes it bytes for SQLite, or text that is not UTF-8."""
+    """A column's text.  One flipped bit can turn a TEXT value into bytes, or into text that is not valid UTF-8."""
     if isinstance(value, str):
         return value
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else ""
 
 
 def _moment(value: object) -> float:
-    """Seconds since 1970; 0 for what is no time that a calendar knows."""
+    """Seconds since 1970; 0 for a value that is not a valid date."""
     return float(value) if isinstance(value, int | float) and 0 <= value < _LAST_MOMENT else 0.0
 
 
@@ -108,7 +108,7 @@ def _stats(value: object) -> AnswerStats | None:
 
 
 def message_values(message: Message) -> tuple[Any, ...]:
-    """MESSAGE_COLUMNS of a record."""
+    """A record's values, in the order of MESSAGE_COLUMNS."""
     stats = None if message.stats is None else json.dumps(dataclasses.asdict(message.stats))
     return (
         message.id,
@@ -127,19 +127,19 @@ def message_values(message: Message) -> tuple[Any, ...]:
 
 
 class ChatDatabase:
-    """The tables behind the store.  Not thread-safe: the store's one thread owns it."""
+    """The tables behind the store.  Not thread-safe: only the store's thread may use it."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.connection = connection
 
     def close(self) -> None:
-        """Give the file back; SQLite folds the log into it."""
+        """Close the file; SQLite checkpoints the write-ahead log into it."""
         self.connection.close()
 
     # --- conversations ---
 
     def conversations(self) -> tuple[Conversation, ...]:
-        """Every conversation that is not deleted, the last used first."""
+        """Every conversation that is not deleted, most recently used first."""
         rows = self.connection.execute(
             f"SELECT {CONVERSATION_COLUMNS} FROM conversations WHERE deleted_at IS NULL ORDER BY updated_at DESC"
         )
@@ -152,8 +152,8 @@ class ChatDatabase:
         ).fetchone()
         return conversation_from_row(row) if row else None
 
-    def knows(self, conversation_id: str, message_ids: Iterable[str]) -> bool:
-        """Whether one of these ids is taken, be it by a deleted chat."""
+    def is_taken(self, conversation_id: str, message_ids: Iterable[str]) -> bool:
+        """Whether one of these ids is taken, even by a deleted chat."""
         ask = self.connection.execute
         return bool(ask("SELECT 1 FROM conversations WHERE id = ?", (conversation_id,)).fetchone()) or any(
             ask("SELECT 1 FROM messages WHERE id = ?", (id_,)).fetchone() for id_ in message_ids
@@ -177,7 +177,7 @@ class ChatDatabase:
                 )
 
     def change_conversation(self, conversation_id: str, changes: dict[str, Any]) -> None:
-        """Change some fields and leave the others: two windows on one file do not undo each other's changes."""
+        """Change only these fields, so that two windows on one file do not overwrite each other's changes."""
         columns = {field.name for field in dataclasses.fields(Conversation)} - {"id"}
         if not changes.keys() <= columns:
             raise ValueError(f"not fields of a conversation: {sorted(changes.keys() - columns)}")
@@ -188,12 +188,12 @@ class ChatDatabase:
             )
 
     def set_deleted(self, conversation_id: str, at: float | None) -> None:
-        """Hide a conversation (`at` in Unix seconds), or bring it back (None)."""
+        """Hide a conversation (`at` in Unix seconds), or restore it (None)."""
         with transaction(self.connection) as c:
             c.execute("UPDATE conversations SET deleted_at = ? WHERE id = ?", (at, conversation_id))
 
     def purge(self, now: float | None = None) -> int:
-        """Remove for good what was deleted long enough ago; returns how many."""
+        """Remove chats whose time to be restored has passed; returns how many."""
         limit = (time.time() if now is None else now) - PURGE_AFTER_S
         with transaction(self.connection) as c:
             return c.execute("DELETE FROM conversations WHERE deleted_at < ?", (limit,)).rowcount
@@ -201,7 +201,7 @@ class ChatDatabase:
     # --- messages ---
 
     def messages(self, conversation_id: str) -> tuple[Message, ...]:
-        """Every message of a conversation in the order in which they came: parents before children."""
+        """Every message of a conversation in insertion order: parents before children."""
         rows = self.connection.execute(
             f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE conversation_id = ? ORDER BY seq", (conversation_id,)
         )
@@ -217,7 +217,7 @@ class ChatDatabase:
             )
 
     def update_message(self, message: Message) -> None:
-        """Write a message's text, state, reason and figures."""
+        """Write a message's text, state, reason and stats."""
         _, _, _, _, content, state, reason, code, model, _, stats, _ = message_values(message)
         with transaction(self.connection) as c:
             c.execute(
@@ -227,7 +227,7 @@ class ChatDatabase:
             )
 
     def save_step(self, message: Message) -> None:
-        """As `update_message`, without waiting for the disk: a crash keeps it, a power cut may lose the last steps."""
+        """As `update_message`, without an fsync: survives a crash, but a power cut may lose the last steps."""
         self.connection.execute("PRAGMA synchronous = NORMAL")
         try:
             self.update_message(message)
@@ -249,7 +249,7 @@ class ChatDatabase:
         )
 
     def end_interrupted(self, reason: str) -> int:
-        """Mark the answers that a crash cut off as partial; returns how many."""
+        """Mark answers that a crash cut off as partial; returns how many."""
         with transaction(self.connection) as c:
             return c.execute(
                 "UPDATE messages SET state = 'partial', reason = ?, reason_code = 'interrupted' "

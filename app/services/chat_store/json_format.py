@@ -1,4 +1,4 @@
-"""Chats as JSON: everything, all versions and branches included, so that import gives back what export wrote."""
+"""Chats as JSON, with every version and branch, so that importing an export restores it exactly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Whole = tuple[Conversation, list[Message]]
 
 
 class NotAChatFileError(Exception):
-    """The file holds no chats that can be read; the argument is half a sentence that says why."""
+    """The file holds no readable chats; the argument is a clause that says why."""
 
 
 def to_json(chats: Iterable[tuple[Conversation, Iterable[Message]]]) -> str:
@@ -57,10 +57,10 @@ def _message_fields(message: Message) -> dict[str, Any]:
 
 
 def from_json(text: str) -> list[Whole]:
-    """The chats of a document, each a sound tree.
+    """The chats of a document, each a valid tree.
 
     Raises:
-        NotAChatFileError: it is not such a document, or a newer one.
+        NotAChatFileError: it is not an export of chats, or it was written by a newer version.
     """
     try:
         raw = parse_json(text)

@@ -1,7 +1,7 @@
-"""Chats as Markdown: the visible path, readable anywhere, and readable back.
+"""Chats as Markdown: the visible path, readable anywhere, and importable again.
 
 Each turn starts with a comment line that a viewer hides; a line of a message that looks like one is escaped with a
-backslash.  Markdown from elsewhere is read by its headings ("## You", "## Assistant").
+backslash.  Markdown from other programs is split at its headings ("## You", "## Assistant").
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def _turn(role: Role, content: str) -> str:
 
 
 def from_markdown(text: str) -> Whole:
-    """A conversation of one path.
+    """The conversation in a document; it has a single path.
 
     Raises:
-        NotAChatFileError: no turns were found in it.
+        NotAChatFileError: no turns were found.
     """
     text = clean_text(text).removeprefix("\ufeff")
     title, turns = _own(text) or _foreign(text)
@@ -64,7 +64,7 @@ def from_markdown(text: str) -> Whole:
 
 
 def _own(text: str) -> tuple[str, list[tuple[Role, str]]] | None:
-    # An editor may have changed the line ends of the marks; those inside a message are the message's own.
+    # An editor may have changed the line endings of the markers; those inside a message belong to the message.
     if not _TURN.search(text) and "\r\n" in text:
         text = text.replace("\r\n", "\n")
     marks = list(_TURN.finditer(text))

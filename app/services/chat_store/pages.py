@@ -1,8 +1,8 @@
-"""Rows read straight from the pages of an SQLite file, for when SQLite itself gives the file up.
+"""Rows read directly from the pages of an SQLite file, for when SQLite itself rejects the file.
 
-The format is that of sqlite.org/fileformat.html.  No page is reached by way of another one: each is read for itself,
-so that a damaged page costs what is on it and nothing else.  A row that its page does not vouch for any longer is
-`doubtful`: it may be what is left of one that was deleted.
+The format is that of sqlite.org/fileformat.html.  Pages are read one by one rather than by following the B-tree, so
+that a damaged page costs only its own contents.  A row whose page is no longer consistent is `doubtful`: it may be
+the remains of a deleted one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 Value = None | int | float | str | bytes
 
 PAGE_BYTES = 4096
-"""SQLite's page size since 2016, which `schema.connect` leaves as it is; used where the header does not tell."""
+"""SQLite's default page size since 2016, which `schema.connect` keeps; used where the header is damaged."""
 
 _TABLE_LEAF, _INDEX_LEAF, _INDEX_INTERIOR = 0x0D, 0x0A, 0x02
 _HEADER_BYTES = 100
@@ -24,18 +24,18 @@ _WAL_HEADER, _WAL_FRAME = struct.Struct(">8I"), struct.Struct(">6I")
 _WAL_MAGIC = 0x377F0682
 _MOST_COLUMNS = 64
 _MOST_SEARCHED = 2000
-"""Pages searched byte by byte; a file with more damage than that has other sorrows."""
+"""How many damaged pages are searched byte by byte; beyond that the file is hardly worth the time."""
 _INT_BYTES = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8}
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A row of a table, or an entry of an index (whose last value is the row's id).
+    """A row of a table, or an entry of an index (whose last value is the row id).
 
     Attributes:
-        rowid: the table's row; 0 for an entry of an index.
+        rowid: the table's row; 0 for an index entry.
         values: text with U+FFFD where it is not UTF-8.
-        is_whole: whether all of it could be read: not if a page of a long text is damaged; the last ones are None then.
+        is_whole: False if part of it is unreadable, such as a damaged page of a long text; those values are None.
     """
 
     rowid: int
@@ -44,10 +44,10 @@ class Record:
 
 
 class Pages:
-    """The pages of the file at `path`, with what was committed to the log beside it.
+    """The pages of the file at `path`, including what its write-ahead log has committed.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,7 +61,7 @@ class Pages:
         self._suspicious: list[int] = []
 
     def rows(self, is_row: Callable[[tuple[Value, ...]], bool]) -> Iterator[Record]:
-        """Every row that a sound page holds, of those tables that `is_row` knows by their values."""
+        """Every row on an intact page that `is_row` recognises by its values."""
         self._suspicious = []
         for number in range(1, self._count + 1):
             page, at = self._page(number), self._header_at(number)
@@ -81,7 +81,7 @@ class Pages:
                 self._suspicious.append(number)
 
     def doubtful_rows(self, wanted: Callable[[int], bool]) -> Iterator[Record]:
-        """Rows whose id is `wanted`, wherever they begin on the pages that `rows` found something wrong with."""
+        """Rows whose id is `wanted`, at any offset of the pages that `rows` found damaged."""
         for number in self._suspicious[:_MOST_SEARCHED]:
             page = self._page(number)
             for offset in range(self._header_at(number) + 8, len(page) - 4):
@@ -93,7 +93,7 @@ class Pages:
                         yield record
 
     def entries(self) -> Iterator[Record]:
-        """Every entry of every index that a sound page holds."""
+        """Every index entry on an intact page."""
         for number in range(1, self._count + 1):
             page, at = self._page(number), self._header_at(number)
             if page[at] not in (_INDEX_LEAF, _INDEX_INTERIOR) or number in self._free:
@@ -126,13 +126,13 @@ class Pages:
             yield int.from_bytes(page[place : place + 2], "big")
 
     def _free_pages(self) -> set[int]:
-        """Pages of the list of free ones, as far as it makes sense."""
+        """The pages of the freelist, as far as it is consistent."""
         free: set[int] = set()
         trunk = int.from_bytes(self._page(1)[32:36], "big") if self._count else 0
         while 1 < trunk <= self._count and trunk not in free:
             page = self._page(trunk)
             if page[4] or page[0]:
-                break  # more than 16 million pages, or no such list
+                break  # more than 16 million pages, or not a freelist
             free.add(trunk)
             leaves = min(int.from_bytes(page[4:8], "big"), len(page) // 4 - 2)
             free |= {int.from_bytes(page[8 + 4 * i : 12 + 4 * i], "big") for i in range(leaves)}
@@ -140,7 +140,7 @@ class Pages:
         return free
 
     def _replay(self, log: bytes) -> None:
-        """Takes over the pages of whole transactions, as SQLite does: up to the first frame whose sum is wrong."""
+        """Apply the log's committed transactions as SQLite does: up to the first frame with a wrong checksum."""
         if len(log) < _WAL_HEADER.size:
             return
         magic, _, size, _, *salt, sum_0, sum_1 = _WAL_HEADER.unpack_from(log)
@@ -173,9 +173,9 @@ class Pages:
         """The record whose payload begins at `at`; None if there is none.
 
         Args:
-            length: of the payload, as the cell tells it.
-            most: bytes of it that stay on the page, before the rest goes to overflow pages.
-            exact: whether the record must be just as long.
+            length: of the payload, from the cell header.
+            most: bytes stored on the page before the rest spills to overflow pages.
+            exact: whether the record must have exactly this length.
         """
         header, first = _varint(page, at)
         end = at + header
@@ -199,7 +199,7 @@ class Pages:
         return Record(rowid, tuple(values), len(payload) == total)
 
     def _payload(self, page: bytes, at: int, total: int, most: int) -> bytes | None:
-        """The payload, as much of it as its pages hold; None if it would not fit onto this one."""
+        """The payload, as much as can be read; None if it could not fit on this page."""
         if total <= most:
             return page[at : at + total] if at + total <= len(page) else None
         fewest = (self._size - 12) * 32 // 255 - 23
@@ -233,7 +233,7 @@ def _checksum(data: bytes, words: str, sum_0: int, sum_1: int) -> tuple[int, int
 
 
 def _varint(page: bytes, at: int) -> tuple[int, int]:
-    """A number of one to nine bytes, and where the next thing begins; (0, the end) where the page ends."""
+    """A varint (one to nine bytes) and the offset after it; (0, the end) if the page ends first."""
     number = 0
     for place in range(at, min(at + 9, len(page))):
         byte = page[place]

@@ -1,4 +1,4 @@
-"""What a chat is made of: plain frozen records that travel between the store's thread and the window."""
+"""A chat's records: plain frozen dataclasses, passed between the store's thread and the window."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROLES: tuple[Role, ...] = ("system", "user", "assistant")
 
 
 class MessageState(StrEnum):
-    """How far a message has come.  Values are stored: never rename one."""
+    """How far a message has come.  Values are stored on disk: never rename one."""
 
     STREAMING = "streaming"
     COMPLETE = "complete"
@@ -28,7 +28,7 @@ class MessageState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AnswerStats:
-    """Figures of one answer, as the engine measured them; times in seconds."""
+    """Statistics of one answer, as measured by the engine; times in seconds."""
 
     finish_reason: str = ""
     prompt_tokens: int = 0
@@ -42,10 +42,10 @@ class Message:
     """One turn, a node of its conversation's tree.
 
     Attributes:
-        parent_id: the turn that it follows; siblings are versions of one another.
-        reason: for a partial or failed answer, one sentence that says why.
+        parent_id: the turn before it; siblings are versions of the same turn.
+        reason: why an answer is partial or failed, in one sentence.
         reason_code: the `ErrorCode` (or `cancelled`, `interrupted`) behind `reason`.
-        chosen: whether this sibling is the one on the visible path.
+        chosen: whether this sibling is on the visible path.
     """
 
     id: str
@@ -64,7 +64,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A conversation without its messages.  `sampling` is None while the defaults are used; times are Unix seconds."""
+    """A conversation without its messages.  `sampling` is None for the defaults; times are Unix seconds."""
 
     id: str
     title: str = ""
@@ -79,7 +79,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class SearchHit:
-    """A conversation that a search found.  Matches in `snippet` stand between MATCH_START and MATCH_END."""
+    """A conversation found by a search.  Matches in `snippet` stand between MATCH_START and MATCH_END."""
 
     conversation: Conversation
     snippet: str
@@ -91,18 +91,18 @@ MATCH_END = "\x03"
 
 
 def new_id() -> str:
-    """A fresh identifier; made by the window, so that nothing has to wait for the disk."""
+    """A fresh id; made by the window, so that nothing has to wait for the disk."""
     return uuid.uuid4().hex
 
 
 def new_conversation(**fields: Any) -> Conversation:
-    """A conversation that starts now."""
+    """A conversation created now."""
     now = time.time()
     return Conversation(id=new_id(), created_at=now, updated_at=now, **fields)
 
 
 def clean_text(text: str) -> str:
-    """`text` as SQLite and UTF-8 can hold it: half a surrogate pair or a NUL becomes U+FFFD."""
+    """`text` as SQLite and UTF-8 can store it: a lone surrogate or a NUL becomes U+FFFD."""
     if "\x00" in text:
         text = text.replace("\x00", "�")
     if text.isascii():
@@ -111,12 +111,12 @@ def clean_text(text: str) -> str:
 
 
 def sampling_to_json(sampling: SamplingParams | None) -> str | None:
-    """JSON text of the settings, or None for the defaults."""
+    """The settings as JSON, or None for the defaults."""
     return None if sampling is None else json.dumps(dataclasses.asdict(sampling))
 
 
 def sampling_from_json(text: str | None) -> SamplingParams | None:
-    """The settings in `text`; None for anything that is not a valid set, which then means the defaults."""
+    """The settings in `text`; None, which means the defaults, if they are invalid."""
     if not text:
         return None
     try:
@@ -127,7 +127,7 @@ def sampling_from_json(text: str | None) -> SamplingParams | None:
 
 
 def sampling_from_dict(raw: object) -> SamplingParams | None:
-    """As `sampling_from_json`, from parsed JSON.  Unknown keys are left out, so that newer files can be read."""
+    """As `sampling_from_json`, from parsed JSON.  Unknown keys are ignored, so that newer files can be read."""
     if not isinstance(raw, dict):
         return None
     known = {field.name for field in dataclasses.fields(SamplingParams)}

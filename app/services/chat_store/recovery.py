@@ -1,4 +1,4 @@
-"""A damaged chat database: put aside with a dated name, and read out row by row into a fresh one."""
+"""Recovery of a damaged chat database: moved to a dated name, and copied row by row into a new one."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ RECOVERED_TITLE = "Recovered chat"
 CUT_OFF = "The rest of this message was on a damaged part of the chat file."
 
 _SURE_CHARACTERS = 16
-"""Ids of so many characters are not alike by chance."""
+"""Ids of at least this length do not collide by chance."""
 
 _SIDE_FILES = ("-wal", "-shm")
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What came of a damaged file: counts of what was read out of it, and where it is kept.
+    """The result of a recovery: how much was read, and where the damaged file is kept.
 
     Attributes:
-        lost: messages that the file tells of, but that could not be read.
+        lost: messages that the indices list but that could not be read.
     """
 
     kept_as: Path
@@ -50,15 +50,15 @@ class Recovery:
 
 
 def open_checked(path: Path) -> ChatDatabase:
-    """The database at `path`, made if there was none.
+    """The database at `path`, created if there was none.
 
     Raises:
         sqlite3.DatabaseError: it is damaged (see `is_damage`) or cannot be opened now.
-        NewerDatabaseError: it is newer than this program.
+        NewerDatabaseError: it was written by a newer version.
     """
     private_folder(path.parent)
     private_file(path)
-    restrict_files(path.parent.glob(f"{path.stem}*"))  # the log beside it, damaged files that were put aside
+    restrict_files(path.parent.glob(f"{path.stem}*"))  # its log and earlier damaged files too
     check_header(path)
     try:
         connection = connect(path)
@@ -68,18 +68,18 @@ def open_checked(path: Path) -> ChatDatabase:
         except BaseException:
             connection.close()
             raise
-    except UnicodeDecodeError as error:  # SQLite's complaint, which names what is damaged as it is written
+    except UnicodeDecodeError as error:  # SQLite's own message quotes the damaged name verbatim
         raise damaged("a name in the schema") from error
     return ChatDatabase(connection)
 
 
 def recover(path: Path) -> tuple[ChatDatabase, Recovery]:
-    """Put the damaged file aside, untouched, and return a fresh database with everything that could be read.
+    """Move the damaged file to a dated name and return a new database with everything that could be read.
 
-    The fresh one is complete before the damaged one is moved.
+    The new one is complete before the damaged one is moved.
 
     Raises:
-        OSError, sqlite3.Error: there was no room for it, say; the damaged file is where it was.
+        OSError, sqlite3.Error: it could not be written, for lack of space for example; the damaged file stays in place.
     """
     with tempfile.TemporaryDirectory(prefix="switchyard-recovery-", dir=path.parent) as folder:
         salvaged = _salvage(path)
@@ -97,16 +97,16 @@ def recover(path: Path) -> tuple[ChatDatabase, Recovery]:
 
 
 def can_be_written(path: Path) -> bool:
-    """Whether chats can be kept in the database at `path`; one that is not there yet is nobody's to refuse."""
+    """Whether the database at `path` can be written to; True if there is none yet."""
     return not path.exists() or (os.access(path.parent, os.W_OK) and os.access(path, os.W_OK))
 
 
 def open_copy(path: Path) -> tuple[ChatDatabase, Recovery | None]:
-    """The chats of a database that must not or cannot be written to, in memory; and what recovery said, if need was.
+    """An in-memory copy of a database that cannot be written to, and the recovery if it was damaged.
 
     Raises:
         OSError, sqlite3.Error: it cannot be read.
-        NewerDatabaseError: it is newer than this program.
+        NewerDatabaseError: it was written by a newer version.
     """
     with tempfile.TemporaryDirectory(prefix="switchyard-chats-") as folder:
         copy = Path(folder) / path.name
@@ -144,15 +144,15 @@ def _put_aside(path: Path) -> Path:
 
 
 def _salvage(path: Path) -> _Salvaged:
-    """Read what can be read of the file at `path`, which is left as it is."""
+    """Read what can be read of the file at `path`, without changing it."""
     pages = Pages(path)
-    # A damaged row id may be that of another row: both are kept, told apart by their own ids.
+    # A damaged row id may equal another row's: both are kept, distinguished by their own ids.
     conversation_rows = {(row.rowid, row.values[1]): row for row in pages.rows(_is_conversation)}
     message_rows: dict[tuple[int, Value], Record] = {}
     for row in pages.rows(_is_message):
         message_rows.setdefault((row.rowid, row.values[1]), row)
     index = _Index(pages)
-    # A row that an index still lists was not deleted, wherever it is found.
+    # A row that an index still lists was not deleted, no matter where it is found.
     missing_conversations = index.conversations - {rowid for rowid, _ in conversation_rows}
     missing_messages = index.messages.keys() - {rowid for rowid, _ in message_rows}
     for row in pages.doubtful_rows(lambda rowid: rowid in missing_conversations or rowid in missing_messages):
@@ -171,12 +171,12 @@ def _salvage(path: Path) -> _Salvaged:
 
 
 def _in_order(rows: Mapping[tuple[int, Value], Record]) -> list[tuple[tuple[int, Value], Record]]:
-    """In the order in which they were written."""
+    """In the order they were written."""
     return sorted(rows.items(), key=lambda item: item[0][0])
 
 
 def _was_deleted(row: Record, kept: Collection[str], deleted: Collection[Value], index: _Index) -> bool:
-    """Whether a message belongs to a deleted conversation, even if the id that says so is what was damaged."""
+    """Whether a message belongs to a deleted conversation, even if its conversation id is damaged."""
     named = text_of(row.values[2])
     if row.values[2] in deleted:
         return True
@@ -189,7 +189,7 @@ def _was_deleted(row: Record, kept: Collection[str], deleted: Collection[Value],
 
 @dataclass(frozen=True, slots=True)
 class _Salvaged:
-    """What was read, in the order in which it was written; `known`: how many messages the indices tell of."""
+    """What was read, in the order it was written; `known`: how many messages the indices list."""
 
     conversations: list[Conversation]
     messages: list[Message]
@@ -197,12 +197,12 @@ class _Salvaged:
 
 
 class _Index:
-    """What the indices tell of rows that their tables should hold.
+    """The rows that the indices say their tables should hold.
 
     Attributes:
         conversations: row ids.
-        messages: id of the conversation by row id; only what two indices agree on.
-        deleted: ids of conversations that wait to be removed for good.
+        messages: conversation id by row id; only where two indices agree.
+        deleted: ids of deleted conversations that are not purged yet.
     """
 
     def __init__(self, pages: Pages) -> None:
@@ -248,7 +248,7 @@ def _is_message(values: tuple[Value, ...]) -> bool:
 
 
 def _nearest(value: Value, allowed: Iterable[str]) -> str | None:
-    """The word that a value was before a character of it was damaged."""
+    """The word that a value was before one of its characters was damaged."""
     text = text_of(value)
     return next((word for word in allowed if word == text or _differ_in_one(word, text)), None)
 
@@ -268,7 +268,7 @@ def _message(row: Record) -> Message:
 
 
 def _trees(conversations: list[Conversation], messages: list[Message]) -> list[tuple[Conversation, list[Message]]]:
-    """Messages under their conversations; those whose conversation is lost get one of their own."""
+    """Messages grouped by conversation; those whose conversation is lost get a new one."""
     known: dict[str, Conversation] = {}
     for conversation in conversations:
         known.setdefault(conversation.id, conversation)
@@ -278,7 +278,7 @@ def _trees(conversations: list[Conversation], messages: list[Message]) -> list[t
         if message.id not in seen:
             seen.add(message.id)
             grouped.setdefault(message.conversation_id, []).append(message)
-    _bring_home(known, grouped)
+    _reattach(known, grouped)
     for conversation_id, orphans in grouped.items():
         if conversation_id not in known:
             times = [message.created_at for message in orphans]
@@ -288,8 +288,8 @@ def _trees(conversations: list[Conversation], messages: list[Message]) -> list[t
     return [(conversation, sound(_joined(grouped.get(id_, ())))) for id_, conversation in known.items()]
 
 
-def _bring_home(known: Mapping[str, Conversation], grouped: dict[str, list[Message]]) -> None:
-    """Put messages of an unknown conversation into the one whose id differs in a single character: that is damage."""
+def _reattach(known: Mapping[str, Conversation], grouped: dict[str, list[Message]]) -> None:
+    """Move messages of an unknown conversation to the one whose id differs in one character: that is a damaged id."""
     for lost in [id_ for id_ in grouped if id_ not in known and len(id_) >= _SURE_CHARACTERS]:
         home = next((id_ for id_ in known if _differ_in_one(id_, lost)), None)
         if home is not None:
@@ -302,7 +302,7 @@ def _differ_in_one(text: str, other: str) -> bool:
 
 
 def _joined(messages: Iterable[Message]) -> list[Message]:
-    """A message whose parent is lost follows the last one before it, so that what is left stays in one piece."""
+    """Reattach each message whose parent is lost to the last one before it: what is left stays one conversation."""
     messages = list(messages)
     ids = {message.id for message in messages}
     joined: list[Message] = []

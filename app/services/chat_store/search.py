@@ -1,4 +1,4 @@
-"""Full-text search over titles and messages: words in any order, the last one as far as it is typed."""
+"""Full-text search over titles and messages: words in any order, the last one as a prefix."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from app.services.chat_store.records import MATCH_END, MATCH_START, SearchHit, c
 MOST_HITS = 100
 _SNIPPET_WORDS = 12
 _AROUND = 40
-# Scripts written without spaces: the index sees a whole clause as one word, so these are searched as plain text.
+# Scripts without spaces: the index would take a whole clause for one word, so these are searched as plain text.
 _UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
 _COLUMNS = ", ".join(f"c.{name}" for name in CONVERSATION_COLUMNS.split(", "))
 
 
 def search(connection: sqlite3.Connection, text: str) -> tuple[SearchHit, ...]:
-    """Conversations that hold every word of `text`, one hit each, titles before messages, best first."""
+    """Conversations that contain every word of `text`, one hit each, titles before messages, best first."""
     text = clean_text(text).strip()
     if not text:
         return ()
@@ -77,5 +77,5 @@ def _around(content: str, text: str) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Without line ends and the marks of Markdown, which say nothing in a list."""
+    """Without line breaks and Markdown markers, which say nothing in a list."""
     return " ".join(re.sub(r"[#>|]+", " ", re.sub(r"[*`]+", "", text)).split())

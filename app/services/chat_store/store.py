@@ -1,4 +1,4 @@
-"""The chat store as the window sees it: calls that return at once, answers by signals."""
+"""The chat store for the window: calls return at once and answer by signals."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ CLOSE_S = 10.0
 
 
 class ChatStore(QObject):
-    """Conversations on disk.  Every call returns at once; records are made, ids included, by whoever calls.
+    """Conversations on disk.  Every call returns at once; the caller makes the records, ids included.
 
-    Signals, all emitted on the thread that the store lives in:
-        listed: tuple[Conversation, ...], the last used first.
+    Signals, all emitted on the store's own thread affinity:
+        listed: tuple[Conversation, ...], most recently used first.
         loaded: Conversation and tuple[Message, ...], parents before children.
-        missing: id of a conversation that was asked for and is not there.
+        missing: id of a requested conversation that does not exist.
         found: the text searched for and tuple[SearchHit, ...].
         imported: tuple[Conversation, ...] that an import added.
-        exported: path of a file that is now written.
-        failed: one sentence: an export, import or search that could not be done.
-        trouble: one sentence when writes have to wait (they are kept and tried again), "" when all are through.
-        notice: one sentence told once, such as that a damaged database was recovered.
+        exported: path of the written file.
+        failed: one sentence: an export, import or search failed.
+        trouble: one sentence when writes are held up (they are kept and retried), "" when all are done.
+        notice: one sentence shown once, such as that a damaged database was recovered.
     """
 
     listed = Signal(object)
@@ -54,7 +54,7 @@ class ChatStore(QObject):
     def __init__(self, path: Path | None = None, parent: QObject | None = None, *, retry_s: float = RETRY_S) -> None:
         super().__init__(parent)
         self.path = path or data_dir() / FILE_NAME
-        # The thread hands over closures; this queued hop runs them on the window's thread.
+        # The thread passes closures; this queued connection runs them on the window's thread.
         self._delivery.connect(self._deliver, Qt.ConnectionType.QueuedConnection)
         self._worker = StoreWorker(
             self.path,
@@ -69,11 +69,11 @@ class ChatStore(QObject):
     # --- conversations ---
 
     def list_conversations(self) -> None:
-        """Ask for every conversation: `listed`."""
+        """Request every conversation: `listed`."""
         self._read(ChatDatabase.conversations, self.listed.emit)
 
     def load(self, conversation_id: str) -> None:
-        """Ask for one conversation and all its messages: `loaded` or `missing`."""
+        """Request one conversation with all its messages: `loaded` or `missing`."""
 
         def run(database: ChatDatabase) -> tuple[Conversation | None, tuple[Message, ...]]:
             return database.conversation(conversation_id), database.messages(conversation_id)
@@ -88,24 +88,24 @@ class ChatStore(QObject):
         self._read(run, done)
 
     def search(self, text: str) -> None:
-        """Ask for the conversations that hold every word of `text`: `found`."""
+        """Request the conversations that contain every word of `text`: `found`."""
         self._read(lambda database: search(database.connection, text), lambda hits: self.found.emit(text, hits))
 
     def create(self, conversation: Conversation, messages: Sequence[Message] = ()) -> None:
-        """Add a conversation, with the messages it starts with."""
+        """Add a conversation with its first messages."""
         self._write(lambda database: database.add_conversations([(conversation, messages)]))
 
     def change(self, conversation_id: str, **changes: Any) -> None:
-        """Change some fields of a conversation."""
+        """Change only these fields of a conversation."""
         self._write(lambda database: database.change_conversation(conversation_id, changes))
 
     def delete(self, conversation_id: str) -> None:
-        """Hide a conversation; `restore` brings it back until a later start removes it for good."""
+        """Hide a conversation; `restore` undoes it until a later start purges it."""
         now = time.time()
         self._write(lambda database: database.set_deleted(conversation_id, now))
 
     def restore(self, conversation_id: str) -> None:
-        """Bring a deleted conversation back."""
+        """Restore a deleted conversation."""
         self._write(lambda database: database.set_deleted(conversation_id, None))
 
     # --- messages ---
@@ -115,11 +115,11 @@ class ChatStore(QObject):
         self._write(lambda database: database.add_message(message))
 
     def update_message(self, message: Message) -> None:
-        """Write a message's text, state and figures for good."""
+        """Write a message's final text, state and stats."""
         self._write(lambda database: database.update_message(message))
 
     def save_step(self, message: Message) -> None:
-        """Write an answer as far as it has come.  A step that has not been written yet is replaced by a newer one."""
+        """Save an answer's progress.  A newer step replaces one that has not been written yet."""
         self._worker.submit(Job(lambda database: database.save_step(message), replaces=message.id))
 
     def choose(self, message_id: str) -> None:
@@ -141,15 +141,15 @@ class ChatStore(QObject):
 
     @property
     def unsaved(self) -> int:
-        """How many writes have not reached the disk yet."""
+        """How many writes are not on disk yet."""
         return self._worker.unsaved()
 
     def flush(self, timeout_s: float = CLOSE_S) -> bool:
-        """Wait until everything asked for is done; False if it took too long.  For tests and for closing."""
+        """Wait until the queue is empty; False on timeout.  For tests and for closing."""
         return self._worker.flush(timeout_s)
 
     def close(self, timeout_s: float = CLOSE_S) -> int:
-        """Write what is queued and close the file; returns how many writes the disk refused.  Safe to repeat."""
+        """Write what is queued and close the file; returns how many writes failed.  Safe to call again."""
         return self._worker.close(timeout_s)
 
     # --- from the thread ---
@@ -178,32 +178,32 @@ class ChatStore(QObject):
 
     def _on_newer(self) -> None:
         sentence = self.tr(
-            "The chats in {path} were written by a newer Switchyard and are left as they are; chats made now are lost "
-            "when the window closes, so update Switchyard first."
+            "The chats in {path} were written by a newer Switchyard and are not changed. Chats made now are lost "
+            "when the window closes: update Switchyard first."
         )
         self._emit_later(self.notice, sentence.format(path=self.path))
 
     def _on_read_only(self) -> None:
         sentence = self.tr(
-            "Your chats are here to read, but {folder} cannot be written to, so nothing new can be kept: what you "
-            "write now is lost when the window closes.  Make the folder writable and start Switchyard again."
+            "{folder} is read-only, so you can read your chats but not save new ones: what you write now is lost "
+            "when the window closes. Make the folder writable and restart Switchyard."
         )
         self._emit_later(self.notice, sentence.format(folder=self.path.parent))
 
     def _on_recovered(self, recovery: Recovery) -> None:
         if recovery.lost:
             sentence = self.tr(
-                "The chat database was damaged; what could be read of it is here (chats: {conversations}, messages: "
-                "{messages}; messages lost: {lost}), and the damaged file is kept as {path}."
+                "The chat database was damaged. Recovered chats: {conversations}, messages: {messages}; messages lost: "
+                "{lost}. The damaged file is kept as {path}."
             )
         elif recovery.messages:
             sentence = self.tr(
                 "The chat database was damaged and has been repaired (chats: {conversations}, messages: {messages}); "
-                "as far as can be told, no message is missing.  The damaged file is kept as {path}."
+                "no message seems to be missing. The damaged file is kept as {path}."
             )
         else:
             sentence = self.tr(
-                "The chat database was damaged, and no message could be read from it; the damaged file is kept as "
+                "The chat database was damaged and no message could be read from it. The damaged file is kept as "
                 "{path}."
             )
         self._emit_later(
@@ -222,12 +222,12 @@ class ChatStore(QObject):
     def _trouble_sentence(self, error: Exception) -> str:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code == sqlite3.SQLITE_FULL or getattr(error, "errno", None) == errno.ENOSPC:
-            text = self.tr("The disk is full, so new text is not saved yet: free some space on the disk of {folder}.")
+            text = self.tr("The disk is full, so new text is not saved: free some space on the disk of {folder}.")
         elif code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            text = self.tr("Another program is using the chats in {folder}, so new text is not saved yet: close it.")
+            text = self.tr("Another program is using the chats in {folder}, so new text is not saved: close it.")
         else:
-            text = self.tr("Chats cannot be saved in {folder} at the moment ({why}): check that it can be written to.")
+            text = self.tr("Chats cannot be saved in {folder} ({why}): check that it can be written to.")
         return text.format(folder=self.path.parent, why=error)
 
     def _interrupted(self) -> str:
-        return self.tr("Switchyard ended while this was being written.")
+        return self.tr("Switchyard closed during this answer.")

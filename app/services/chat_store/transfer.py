@@ -1,4 +1,4 @@
-"""Export to a file and import from one, on the store's thread."""
+"""Export to and import from a file, on the store's thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def export_chats(database: ChatDatabase, conversation_ids: Sequence[str], path: 
     """Write chats to `path`: Markdown if it ends in .md or .markdown, else JSON.
 
     Raises:
-        EngineError: the file cannot be written; what was there before is untouched.
+        EngineError: the file cannot be written; an existing one is untouched.
     """
     chats = [
         (conversation, database.messages(conversation.id))
@@ -45,10 +45,10 @@ def export_chats(database: ChatDatabase, conversation_ids: Sequence[str], path: 
 
 
 def import_chats(database: ChatDatabase, path: Path) -> tuple[Conversation, ...]:
-    """Add the chats of an exported file, as copies where they are already here.
+    """Add the chats of an exported file, as copies where they already exist.
 
     Raises:
-        EngineError: the file cannot be read or holds no chats; nothing is added then.
+        EngineError: the file cannot be read or holds no chats; nothing is added.
     """
     try:
         text = read_foreign(path, LARGEST_IMPORT).decode("utf-8-sig")
@@ -73,9 +73,9 @@ def _not_imported(path: Path, why: str) -> EngineError:
 
 
 def _as_new(database: ChatDatabase, chat: Whole) -> Whole:
-    """The chat under ids that are free: its own where possible, so that an export can be brought back as it was."""
+    """The chat under free ids: its own where possible, so that an export restores as it was."""
     conversation, messages = chat
-    if not database.knows(conversation.id, [message.id for message in messages]):
+    if not database.is_taken(conversation.id, [message.id for message in messages]):
         return chat
     fresh = {message.id: new_id() for message in messages}
     conversation = replace(conversation, id=new_id())

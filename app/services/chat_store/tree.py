@@ -1,6 +1,6 @@
-"""The tree that a conversation is: regenerating makes a sibling, editing makes a branch.
+"""A conversation's tree: regenerating adds a sibling, editing adds a branch.
 
-Every node with children has exactly one chosen child; following the chosen ones from the top gives the visible path.
+Every node with children has exactly one chosen child; the chosen ones from the root form the visible path.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from app.services.chat_store.records import Message
 
 
 class MessageTree:
-    """Messages of one conversation, in the order in which they came."""
+    """Messages of one conversation, in insertion order."""
 
     def __init__(self, messages: Iterable[Message] = ()) -> None:
         self._by_id: dict[str, Message] = {}
@@ -41,20 +41,20 @@ class MessageTree:
             self._chosen[message.parent_id] = message.id
 
     def add(self, message: Message) -> None:
-        """Put a new message under its parent, and on the visible path among its siblings."""
+        """Insert a new message under its parent and choose it among its siblings."""
         self._insert(replace(message, chosen=True))
 
     def update(self, message: Message) -> None:
-        """Take over a message's new text, state and figures; its place stays."""
+        """Replace a message's text, state and stats; its place stays."""
         old = self._by_id[message.id]
         self._by_id[message.id] = replace(message, parent_id=old.parent_id)
 
     def choose(self, message_id: str) -> None:
-        """Show this message rather than its siblings."""
+        """Show this message instead of its siblings."""
         self._chosen[self._by_id[message_id].parent_id] = message_id
 
     def messages(self) -> list[Message]:
-        """All messages, parents before children, `chosen` as it now is."""
+        """All messages, parents before children, with the current `chosen`."""
         return [replace(m, chosen=self._chosen[m.parent_id] == m.id) for m in self._by_id.values()]
 
     def path(self) -> list[Message]:
@@ -72,7 +72,7 @@ class MessageTree:
         return path[-1].id if path else None
 
     def lineage(self, message_id: str) -> list[Message]:
-        """From the first turn down to this message, itself included."""
+        """The path from the first turn to this message, inclusive."""
         lineage: list[Message] = []
         at: str | None = message_id
         while at is not None:
@@ -81,22 +81,22 @@ class MessageTree:
         return lineage[::-1]
 
     def versions(self, message_id: str) -> tuple[int, int]:
-        """(number of this version counted from 1, how many there are)."""
+        """(number of this version counted from 1, number of versions)."""
         siblings = self._children[self._by_id[message_id].parent_id]
         return siblings.index(message_id) + 1, len(siblings)
 
     def sibling(self, message_id: str, offset: int) -> str | None:
-        """The version `offset` places further on, if there is one."""
+        """The version `offset` places further, if there is one."""
         siblings = self._children[self._by_id[message_id].parent_id]
         index = siblings.index(message_id) + offset
         return siblings[index] if 0 <= index < len(siblings) else None
 
 
 def sound(messages: Iterable[Message]) -> list[Message]:
-    """The same messages as a sound tree, for what a damaged or foreign file held.
+    """Turn the messages of a damaged or foreign file into a valid tree.
 
-    Parents come first, a message whose parent is lost (or its own descendant) becomes a first turn, the second of two
-    with one id is dropped, and exactly one sibling of each group is chosen.
+    Parents come first; a message whose parent is missing (or is its own descendant) becomes a first turn; of two with
+    one id the second is dropped; exactly one sibling of each group is chosen.
     """
     by_id: dict[str, Message] = {}
     for message in messages:

@@ -1,7 +1,7 @@
-"""The one thread that touches the chat database, and its queue.
+"""The one thread that accesses the chat database, and its queue.
 
-Jobs run in the order in which they were given.  A write that the disk refuses (full, locked, gone) stays at the head
-of the queue and is tried again; what only reads goes past it.  A database found damaged is recovered on the way.
+Jobs run in order.  A write that fails for now (disk full, locked, gone) stays at the head of the queue and is
+retried; reads overtake it.  A damaged database is recovered when it is found.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _PASSING = frozenset(
 
 @dataclass(slots=True)
 class Job:
-    """One piece of work for the database thread.
+    """One job for the database thread.
 
     Attributes:
         run: called on the thread; its result goes to `done`, also on the thread.
-        writes: whether it must not be lost: it is then tried until it succeeds.
-        replaces: a write with the same key that has not run yet is replaced by this one.
+        writes: whether it must not be lost: it is retried until it succeeds.
+        replaces: a queued write with the same key is replaced by this one.
     """
 
     run: Callable[[ChatDatabase], Any]
@@ -54,14 +54,13 @@ class Job:
 
 
 class StoreWorker:
-    """Runs jobs on a thread of its own.
+    """Runs jobs on its own thread.
 
     Args:
-        on_trouble: called on the thread with the error when writes have to wait, with None when they are through.
-        on_recovered: called on the thread after a damaged file was put aside and read out.
-        on_newer: called on the thread when the file is newer than this program; nothing is written to it then.
-        on_read_only: called on the thread when the file can be read but not written to: the chats are shown, and what
-            is new lives in memory.
+        on_trouble: called on the thread with the error when writes are held up, with None when they are done.
+        on_recovered: called on the thread after a damaged file was recovered.
+        on_newer: called on the thread when the file is newer than this program; it is not written to.
+        on_read_only: called on the thread when the file is read-only: its chats are shown, and new ones live in memory.
     """
 
     def __init__(
@@ -101,17 +100,17 @@ class StoreWorker:
             self._wake.notify_all()
 
     def unsaved(self) -> int:
-        """How many writes have not reached the disk."""
+        """How many writes are not on disk yet."""
         with self._wake:
             return sum(job.writes for job in self._jobs)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until nothing is queued; False if it took too long."""
+        """Wait until the queue is empty; False on timeout."""
         with self._wake:
             return self._wake.wait_for(lambda: not self._jobs or not self._thread.is_alive(), timeout_s)
 
     def close(self, timeout_s: float) -> int:
-        """Write what is queued, close the file and end the thread; returns how many writes could not be made."""
+        """Write what is queued, close the file and end the thread; returns how many writes failed."""
         with self._wake:
             self._closing = True
             self._wake.notify_all()
@@ -130,7 +129,7 @@ class StoreWorker:
             with self._wake:
                 self._jobs.remove(job)
                 self._running = None
-                if was_in_trouble and not self._in_trouble:  # in one step: the write no longer counts as unsaved
+                if was_in_trouble and not self._in_trouble:  # still under the lock: it no longer counts as unsaved
                     self._on_trouble(None)
                 self._wake.notify_all()
         if self._database is not None:
@@ -143,25 +142,25 @@ class StoreWorker:
             self._wake.wait_for(lambda: self._jobs or self._closing)
             if not self._jobs:
                 return None
-            # While a write has to wait, reads go past it.
+            # While a write is held up, reads overtake it.
             reads = (job for job in self._jobs if not job.writes) if self._in_trouble and self._database else ()
             self._running = next(iter(reads), self._jobs[0])
             return self._running
 
     def _try(self, job: Job) -> bool:
-        """Run a job; False if it is to be tried again later."""
+        """Run a job; False if it has to be retried later."""
         try:
             result = self._run_recovering(job)
         except EngineError as error:
-            self._tell_failed(job, error)
+            self._report_failure(job, error)
             return True
         except Exception as error:
             if job.writes and _may_pass(error):
-                self._tell_trouble(error)
+                self._report_trouble(error)
                 return False
-            # Whatever it is, the thread goes on: the next write is somebody's text.
+            # The thread survives any error: the next write may be the user's text.
             _log.error("a job of the chat store failed (%s)", type(error).__name__)
-            self._tell_failed(job, EngineError(ErrorCode.INTERNAL, f"The chat database refused: {error}."))
+            self._report_failure(job, EngineError(ErrorCode.INTERNAL, f"The chat database refused: {error}."))
             return True
         if job.writes:
             self._in_trouble = False
@@ -170,7 +169,7 @@ class StoreWorker:
         return True
 
     def _run_recovering(self, job: Job) -> Any:
-        """The job's result; a database found damaged is recovered, and the job run once more."""
+        """Run the job; if the database turns out to be damaged, recover it and run the job again."""
         try:
             if self._database is None:
                 self._database = self._open()
@@ -190,7 +189,7 @@ class StoreWorker:
                 self._on_recovered(recovery)
             return database
         except NewerDatabaseError:
-            # Not ours to touch: this session's chats live in memory, and the person is told.
+            # Do not touch a newer file: this session's chats live in memory, and the window says so.
             self._on_newer()
             connection = connect(Path(":memory:"))
             migrate(connection)
@@ -205,7 +204,7 @@ class StoreWorker:
         return self._database
 
     def _wait_to_retry(self) -> bool:
-        """Wait a while, or until there is something to read; False if the store is to close without this write."""
+        """Wait for the retry or for a read; False if the store is to close without this write."""
         with self._wake:
             if self._closing:
                 return False
@@ -215,19 +214,19 @@ class StoreWorker:
             )
             return True
 
-    def _tell_trouble(self, error: Exception) -> None:
+    def _report_trouble(self, error: Exception) -> None:
         if not self._in_trouble:
             self._in_trouble = True
             self._on_trouble(error)
 
     @staticmethod
-    def _tell_failed(job: Job, error: EngineError) -> None:
+    def _report_failure(job: Job, error: EngineError) -> None:
         if job.failed is not None:
             job.failed(error)
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether the same call can succeed later: a full disk, a locked or vanished file."""
+    """Whether the same call can succeed later: disk full, file locked or unavailable."""
     if isinstance(error, OSError):
         return True
     code = getattr(error, "sqlite_errorcode", None)

@@ -1,1 +1,1 @@
-"""The past as the Monitor shows it, in bounded memory: spans while they are recent, sums per bucket ever after."""
+"""The Monitor's history, in bounded memory: recent spans one by one, older ones as sums per bucket."""

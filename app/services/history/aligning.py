@@ -1,4 +1,4 @@
-"""Which moment of a request another one is compared at: both show the same step at the same place."""
+"""Aligns a prediction with a recorded request, so that both show the same step at the same place."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from app.services.history.history import History
 from engine.telemetry.lanes import DECODE
 
 _STEPS = 8
-"""Steps after a moment of which the first is looked for: some may not have been told singly."""
+"""How many steps after a moment to search for one that can be matched: some may not be recorded singly."""
 
 
 def aligned_ns(history: History, start_ns: float, end_ns: float, steps_ns: Sequence[int]) -> float | None:
-    """The moment of a prediction that belongs where `start_ns` of a past is.
+    """The moment of a prediction that corresponds to `start_ns` of a recording.
 
-    A request whose beginning is in [start, end) begins where its prediction begins; otherwise the first decode step
-    that begins there does.
+    A request that begins in [start, end) is aligned with the beginning of its prediction; otherwise the first decode
+    step that begins there is aligned with the same step.
 
     Args:
         steps_ns: beginning of each predicted decode step; the prediction begins at 0.
@@ -36,7 +36,7 @@ def aligned_ns(history: History, start_ns: float, end_ns: float, steps_ns: Seque
     steps = steps[(steps["name"] == DECODE) & (steps["start_ns"] >= start_ns)]
     if len(steps):
         number, at_ns = int(steps["step"][0]) - first_decode.first_step, int(steps["start_ns"][0])
-    else:  # beyond its end, or so long ago that steps are not kept: by the mean
+    else:  # past the prediction's end, or steps no longer kept: use the mean
         number = int((start_ns - first_decode.start_ns) / max(one_ns, 1.0))
         at_ns = round(first_decode.start_ns + number * one_ns)
     return steps_ns[number % len(steps_ns)] - (at_ns - start_ns)

@@ -1,4 +1,4 @@
-"""Sums per bucket of time, at five widths, each kept as long as its ring reaches."""
+"""Sums per time bucket at five resolutions, each in a ring buffer."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 BUCKET_NS = 1_000_000
-"""The finest bucket; each level's is ten times as wide as the one's before."""
+"""The finest bucket; each level's are ten times as wide as those of the level before."""
 _FACTOR = 10
 _SIZES = (2**15, 2**14, 2**14, 2**14, 2**14)
-"""Half a minute at 1 ms, nearly three at 10 ms, and so on to 45 hours at 10 s."""
+"""Ring size: 30 s at 1 ms, almost 5 min at 10 ms, and so on to days at 10 s."""
 
 Floats = NDArray[np.float64]
 
 
 class BucketSeries:
-    """One quantity over time.  Any stretch of it can be read at any resolution, from the finest level that has it."""
+    """One quantity over time.  Any range can be read at any resolution, from the finest level that covers it."""
 
     def __init__(self) -> None:
         self._rings = [np.zeros(size, np.float32) for size in _SIZES]
@@ -37,8 +37,8 @@ class BucketSeries:
     def read(self, edges_ns: Floats) -> Floats:
         """Sums between neighbouring edges, [n] for [n + 1] rising, evenly spaced edges.
 
-        Within a bucket the quantity is taken to be spread evenly, so that the sums of a stretch do not depend on
-        where its edges lie.
+        Within a bucket the quantity is taken to be spread evenly, so that the sums of a range do not depend on where
+        its edges are.
         """
         level = self._level(float(edges_ns[0]), float(edges_ns[1] - edges_ns[0]))
         width = BUCKET_NS * _FACTOR**level
@@ -52,7 +52,7 @@ class BucketSeries:
         return np.diff(np.interp(edges_ns / width - first, np.arange(len(until), dtype=np.float64), until))
 
     def copy(self) -> BucketSeries:
-        """Another that has the same past."""
+        """A copy that no longer changes with this one."""
         return copy.deepcopy(self)
 
     def _level(self, start_ns: float, pixel_ns: float) -> int:
@@ -78,7 +78,7 @@ class BucketSeries:
                 ring[np.arange(newest + 1, last + 1) % size] = 0
             self._newest[level] = last
         self._oldest[level] = min(self._oldest[level], first)
-        kept = max(0, self._newest[level] - size + 1 - first)  # what is older than the ring has no place in it
+        kept = max(0, self._newest[level] - size + 1 - first)  # older buckets have left the ring
         if kept < len(values):
             ring[np.arange(first + kept, last + 1) % size] += values[kept:].astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""How long a lane was busy, bucket by bucket, of spans that come in pieces and may lie beside each other."""
+"""How long a lane was busy, per bucket; spans arrive in batches and may overlap."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from app.services.history.buckets import BucketSeries, spread
 
 _TAIL_NS = 2_000_000_000
-"""Spans that come later than this after others of their lane may count twice where they lie beside them."""
+"""Spans that arrive later than this may be counted twice where they overlap others of their lane."""
 
 Moments = NDArray[np.int64]
 
@@ -22,10 +22,10 @@ class BusyTime:
         self._ends: Moments = np.empty(0, np.int64)
 
     def add(self, starts: Moments, ends: Moments) -> None:
-        """More spans, in any order."""
+        """Add spans, in any order."""
         if not len(starts):
             return
-        # Only what reaches into the new spans can overlap them.
+        # Only spans that reach into the new ones can overlap them.
         first = int(np.searchsorted(self._ends, starts.min(), side="right"))
         old = self._starts[first:], self._ends[first:]
         new = union(np.concatenate((old[0], starts)), np.concatenate((old[1], ends)))
@@ -41,7 +41,7 @@ class BusyTime:
 
 
 def union(starts: Moments, ends: Moments) -> tuple[Moments, Moments]:
-    """Disjoint intervals, in order, that cover what these cover."""
+    """Disjoint intervals, in order, that cover the same time as these."""
     order = np.argsort(starts, kind="stable")
     starts, furthest = starts[order], np.maximum.accumulate(ends[order])
     first = np.concatenate(([True], starts[1:] > furthest[:-1]))

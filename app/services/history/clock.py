@@ -1,4 +1,4 @@
-"""Brings moments of the engine's clock onto the window's."""
+"""Converts times of the engine's clock to the window's."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from engine.telemetry.records import Records
 _EARLY_NS = 100_000_000
 _LATE_NS = 10_000_000_000
 MOST_SPAN_NS = 3_600_000_000_000
-"""Nothing that is recorded takes an hour."""
+"""No span lasts an hour."""
 
 
 class ClockAlignment:
-    """The two clocks are one on all systems that we know; where they are not, or one jumps, moments are moved.
+    """The two processes share a clock on every system we know; where they do not, or a clock jumps, times are shifted.
 
-    A message is taken to have been sent when it came, give or take the time that pipes may need.
+    A message is taken to have been sent when it arrived, within the latency of a pipe.
     """
 
     def __init__(self) -> None:
         self.shift_ns = 0
-        """What is added to the engine's moments."""
+        """Added to the engine's times."""
 
-    def heard(self, clock_ns: int, now_ns: int) -> bool:
-        """The engine says that it is `clock_ns` while it is `now_ns` here; whether its clock has jumped."""
+    def observe(self, clock_ns: int, now_ns: int) -> bool:
+        """Compare the engine's `clock_ns` with `now_ns` here; returns whether the engine's clock has jumped."""
         late_ns = now_ns - (clock_ns + self.shift_ns)
         if -_EARLY_NS <= late_ns <= _LATE_NS:
             return False
@@ -31,7 +31,7 @@ class ClockAlignment:
         return True
 
     def aligned(self, records: Records, now_ns: int) -> Records:
-        """Records on the window's clock, without those that cannot be: they end before they begin, or in the future."""
+        """Records on the window's clock, without impossible ones that end before they begin or lie in the future."""
         starts, ends = records["start_ns"], records["end_ns"]
         limit_ns = now_ns - self.shift_ns + _EARLY_NS
         sound = (ends >= starts) & (starts >= max(0, limit_ns - 2 * MOST_SPAN_NS)) & (ends <= limit_ns)

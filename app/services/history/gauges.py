@@ -1,4 +1,4 @@
-"""Samples of the machine over time."""
+"""Sensor samples over time."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from app.services.history.buckets import Floats
 from engine.hardware.sensors import SensorSample
 
 CAPACITY = 2**15
-"""Two hours at 4 Hz; older ones go."""
+"""Two hours at 4 Hz; older samples are dropped."""
 HOLD_NS = 3_000_000_000
-"""So long a sample holds until the next: after that nothing is known."""
+"""A sample is valid this long if no other follows; after that the value is unknown."""
 
 GAUGES = (
     "gpu_busy",
@@ -41,15 +41,15 @@ hertz (of the slowest card), temperatures in degrees Celsius (of the hottest).""
 
 
 def gauges_of(sample: SensorSample) -> dict[str, float | None]:
-    """One number for each gauge, None where the machine does not tell."""
+    """A value for each gauge, None where the machine does not report it."""
     cores = sample.cpu_by_core
     gpus = sample.gpus
 
-    def told(name: str) -> list[float]:
+    def known(name: str) -> list[float]:
         return [float(value) for gpu in gpus if (value := getattr(gpu, name)) is not None]
 
     def total(name: str) -> float | None:
-        return sum(told(name)) if told(name) else None
+        return sum(known(name)) if known(name) else None
 
     busy = [gpu.busy for gpu in gpus if gpu.busy is not None]
     return {
@@ -68,15 +68,15 @@ def gauges_of(sample: SensorSample) -> dict[str, float | None]:
         "disk_write": sample.disk_write,
         "pcie_rx": total("pcie_rx"),
         "pcie_tx": total("pcie_tx"),
-        "gpu_clock": min(told("clock_hz"), default=None),
+        "gpu_clock": min(known("clock_hz"), default=None),
         "cpu_clock": sample.cpu_clock_hz,
-        "gpu_temperature": max(told("temperature_c"), default=None),
+        "gpu_temperature": max(known("temperature_c"), default=None),
         "cpu_temperature": sample.cpu_temperature_c,
     }
 
 
 class GaugeHistory:
-    """Rows of samples in the order of time; one that is older than the last is not taken."""
+    """Samples in the order of time; one older than the last is ignored."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
@@ -89,7 +89,7 @@ class GaugeHistory:
         return min(self._count, self._capacity)
 
     def add(self, at_ns: int, values: Mapping[str, float | None]) -> None:
-        """One sample; gauges that it has not, or that are no numbers, are unknown then."""
+        """Add a sample; gauges that are missing from it or not finite are unknown."""
         if self._count and at_ns <= self._at[self._count - 1]:
             return
         if self._count == 2 * self._capacity:
@@ -103,9 +103,9 @@ class GaugeHistory:
         self._count += 1
 
     def read(self, gauge: str, edges_ns: Floats) -> Floats:
-        """Means between neighbouring edges, [n]; a sample holds until the next, NaN where none does."""
+        """Means between neighbouring edges, [n]; a sample holds until the next, NaN where no sample holds."""
         at, values = self.samples(gauge)
-        first, last = np.searchsorted(at, edges_ns[[0, -1]])  # and the one before, which may hold until then
+        first, last = np.searchsorted(at, edges_ns[[0, -1]])  # and the sample before, which may still hold
         at, values = at[max(int(first) - 1, 0) : int(last) + 1], values[max(int(first) - 1, 0) : int(last) + 1]
         if not len(at):
             return np.full(len(edges_ns) - 1, np.nan)
@@ -120,17 +120,17 @@ class GaugeHistory:
         return np.asarray(np.where(inside > 0, means, held), np.float64)
 
     def knows(self, gauge: str) -> bool:
-        """Whether it was ever told."""
+        """Whether it was ever reported."""
         return gauge in self._told
 
     def samples(self, gauge: str) -> tuple[NDArray[np.int64], Floats]:
-        """Moments and values of all samples that there are."""
+        """Times and values of all samples."""
         first = self._count - len(self)
         column = self._values[first : self._count, GAUGES.index(gauge)]
         return self._at[first : self._count], column.astype(np.float64)
 
     def copy(self) -> GaugeHistory:
-        """Another that has the same past."""
+        """A copy that no longer changes with this one."""
         other = GaugeHistory(self._capacity)
         other._at, other._values, other._count = self._at.copy(), self._values.copy(), self._count
         other._told = self._told.copy()

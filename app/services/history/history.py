@@ -1,4 +1,4 @@
-"""All that the Monitor knows of the past; of one thread at a time.  Times are nanoseconds of one clock."""
+"""Everything the Monitor keeps of the past; not thread-safe.  Times are nanoseconds of one clock."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _PER_DEVICE = frozenset((GPU, H2D, D2H))
 _WITH_BYTES = frozenset((H2D, D2H, DISK))
 MOST_DEVICES = 16
 EXPERT_KINDS = {"hit": "hits", "fetched": "fetched", "cpu": "on_cpu"}
-"""How the experts of a step were met: found in video memory, brought there, or computed on the CPU."""
+"""How a step's experts were served: from video memory, fetched into it, or computed on the CPU."""
 
 
 def experts_met(steps: Records, kind: str) -> Floats:
-    """Experts that were met so in each step, [n].
+    """Experts served this way in each step, [n].
 
-    A step of a batch that has many tokens is counted by the engine as a prefill is; a prefill itself does not count.
+    The engine counts a batch step with many tokens as it counts a prefill; a prefill itself is not counted.
     """
     name = EXPERT_KINDS[kind]
     many = np.where(steps["name"] == BATCH_STEP, steps[f"prefill_{name}"], 0)
@@ -38,21 +38,21 @@ def experts_met(steps: Records, kind: str) -> Floats:
 
 
 def of_last_kind(steps: Records) -> Records:
-    """Of these steps those that made tokens: of a chat, or of a batch, whichever came last."""
+    """The decode steps among these: a chat's or a batch's, whichever came last."""
     made = steps[np.isin(steps["name"], (DECODE, BATCH_STEP)) & (steps["tokens"] > 0)]
     return made[made["name"] == made["name"][-1]] if len(made) else made
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something that happened at a moment: the engine ended, a model was loaded."""
+    """An event: the engine ended, a model was loaded."""
 
     at_ns: int
     text: str
 
 
 class History:
-    """Spans while they are recent, sums over time, samples of the machine, phases and marks."""
+    """Recent spans, sums over time, sensor samples, phases and marks."""
 
     def __init__(self, most_spans: int = MOST_SPANS, most_steps: int = MOST_STEPS) -> None:
         self._spans = RecordHistory(most_spans, no_spans())
@@ -65,12 +65,12 @@ class History:
         self.start_ns: int | None = None
         self.end_ns: int | None = None
         self.revision = 0
-        """Changes whenever something has been added."""
+        """Changes whenever something is added."""
 
     # --- adding -----------------------------------------------------------------------------------
 
     def add_spans(self, spans: Records) -> None:
-        """Spans that have ended, in any order; phases are taken from steps, not from here."""
+        """Add completed spans, in any order; phases come from steps instead."""
         if not len(spans):
             return
         self._spans.add(spans)
@@ -89,7 +89,7 @@ class History:
         self._reach(int(spans["start_ns"].min()), int(spans["end_ns"].max()))
 
     def add_steps(self, steps: Records) -> None:
-        """Steps that have ended, in order."""
+        """Add completed steps, in order."""
         if not len(steps):
             return
         self._steps.add(steps)
@@ -102,17 +102,17 @@ class History:
         self._reach(int(steps["start_ns"].min()), int(steps["end_ns"].max()))
 
     def add_sample(self, at_ns: int, sample: SensorSample) -> None:
-        """A sample of the machine."""
+        """Add a sensor sample."""
         self._gauges.add(at_ns, gauges_of(sample))
         self._reach(at_ns, at_ns)
 
     def add_gauges(self, at_ns: int, values: dict[str, float | None]) -> None:
-        """The same, as it was recorded."""
+        """The same, in the form it was recorded in."""
         self._gauges.add(at_ns, values)
         self._reach(at_ns, at_ns)
 
     def add_mark(self, at_ns: int, text: str) -> None:
-        """Something happened."""
+        """Add an event."""
         self._marks.append(Mark(at_ns, text))
         self.revision += 1
 
@@ -120,30 +120,30 @@ class History:
 
     @property
     def has_engine(self) -> bool:
-        """Whether anything of an engine is known, spans or steps."""
+        """Whether any spans or steps of an engine are known."""
         return bool(self._busy) or bool(self._sums)
 
     @property
     def has_copies(self) -> bool:
-        """Whether anything was ever copied to or from a device, or computed by one."""
+        """Whether anything was ever copied to or from a device, or computed on one."""
         return any(lane in _PER_DEVICE for lane, _ in self._busy)
 
     def devices(self, lane: int) -> list[int]:
-        """Devices that have done something in this lane."""
+        """Devices with spans in this lane."""
         return sorted(device for mine, device in self._busy if mine == lane)
 
     def busy(self, lane: int, edges_ns: Floats) -> Floats:
-        """Share of the time between neighbouring edges in which a lane was busy, [n] in 0..1; the mean over devices."""
+        """Share of the time between neighbouring edges that a lane was busy, [n] in 0..1; the mean over devices."""
         mine = [busy.series for (number, _), busy in self._busy.items() if number == lane]
         total = sum((series.read(edges_ns) for series in mine), np.zeros(len(edges_ns) - 1))
         return np.asarray(np.clip(total / np.diff(edges_ns) / max(len(mine), 1), 0.0, 1.0))
 
     def bytes_per_s(self, lane: int, edges_ns: Floats) -> Floats:
-        """Payload of copies or reads between neighbouring edges, [n]."""
+        """Bytes per second copied or read between neighbouring edges, [n]."""
         return self._read_sum(f"bytes {lane}", edges_ns) / np.diff(edges_ns) * 1e9
 
     def tokens_per_s(self, edges_ns: Floats) -> Floats:
-        """Rate of decoding while something was decoded, [n]; NaN where nothing was."""
+        """Decode rate while decoding, [n]; NaN where nothing was decoded."""
         tokens, decoding = self._read_sum("tokens", edges_ns), self._read_sum("decoding", edges_ns)
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.asarray(np.where(decoding > 0.01 * np.diff(edges_ns), tokens / decoding * 1e9, np.nan))
@@ -155,15 +155,15 @@ class History:
         return np.asarray(counted / np.where(total > 1e-6, total, np.inf))
 
     def gauge(self, name: str, edges_ns: Floats) -> Floats:
-        """A gauge between neighbouring edges, [n]; NaN where it is not known."""
+        """A gauge between neighbouring edges, [n]; NaN where it is unknown."""
         return self._gauges.read(name, edges_ns)
 
     def knows_gauge(self, name: str) -> bool:
-        """Whether the machine has ever told it."""
+        """Whether the machine has ever reported it."""
         return self._gauges.knows(name)
 
     def power(self) -> tuple[list[int], list[float | None]]:
-        """Moments and watts, of cards and processors together, of all samples; None where neither tells."""
+        """Times and total watts of cards and processors, of all samples; None where neither is reported."""
         at, gpu = self._gauges.samples("gpu_power")
         _, cpu = self._gauges.samples("cpu_power")
         known = np.isfinite(gpu) | np.isfinite(cpu)
@@ -171,11 +171,11 @@ class History:
         return at.tolist(), [float(value) if there else None for value, there in zip(watts, known, strict=True)]
 
     def spans_between(self, start_ns: int, end_ns: int) -> Records:
-        """Spans that touch a stretch and are still kept singly."""
+        """Spans that overlap a range and are still kept singly."""
         return self._spans.between(start_ns, end_ns)
 
     def steps_between(self, start_ns: int, end_ns: int) -> Records:
-        """Steps that touch a stretch and are still kept singly."""
+        """Steps that overlap a range and are still kept singly."""
         return self._steps.between(start_ns, end_ns)
 
     def last_steps(self, count: int) -> Records:
@@ -183,24 +183,24 @@ class History:
         return self._steps.last(count)
 
     def runs_between(self, start_ns: float, end_ns: float) -> list[Run]:
-        """Phases that touch a stretch."""
+        """Phases that overlap a range."""
         return self._runs.between(start_ns, end_ns)
 
     def last_request(self, before_ns: float) -> list[Run]:
-        """Phases up to the last decode that began before a moment, of its request, in order; none if nothing did."""
+        """Phases of the last request with a decode that began before a moment, up to that decode; empty if none."""
         return self._runs.last_request(before_ns)
 
     def marks_between(self, start_ns: float, end_ns: float) -> list[Mark]:
-        """What happened in a stretch."""
+        """Events in a range."""
         return [mark for mark in self._marks if start_ns <= mark.at_ns < end_ns]
 
     @property
     def spans_since_ns(self) -> int | None:
-        """From when on spans are kept singly; None if there are none."""
+        """Since when spans are kept singly; None if there are none."""
         return self._spans.start_ns
 
     def copy(self) -> History:
-        """The past as it is now: what is added later does not change it."""
+        """A snapshot: what is added later does not change it."""
         other = History(self._spans.most, self._steps.most)
         other._spans, other._steps = self._spans.copy(), self._steps.copy()
         other._runs, other._gauges = self._runs.copy(), self._gauges.copy()

@@ -1,4 +1,4 @@
-"""Records of one kind, in the pieces in which they came; the oldest pieces go."""
+"""Records of one dtype, in the chunks they arrived in; the oldest chunks are dropped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.telemetry.records import Records
 
 
 class RecordHistory:
-    """The last `most` records, and what came with the oldest of them; read by the stretch of time that they touch."""
+    """At least the last `most` records, in whole chunks; read by time range."""
 
     def __init__(self, most: int, empty: Records) -> None:
         self._most = most
@@ -28,11 +28,11 @@ class RecordHistory:
 
     @property
     def start_ns(self) -> int | None:
-        """When the oldest that is left began; None if there is none."""
+        """Beginning of the oldest record kept; None if there is none."""
         return min((first for first, _, _ in self._pieces), default=None)
 
     def add(self, records: Records) -> None:
-        """Takes them as they are: nobody may write to them any more."""
+        """Add records without copying: the caller must not write to them any more."""
         for piece in [records[at : at + self._most] for at in range(0, len(records), self._most)]:
             self._pieces.append((int(piece["start_ns"].min()), int(piece["end_ns"].max()), piece))
             self._count += len(piece)
@@ -40,7 +40,7 @@ class RecordHistory:
             self._count -= len(self._pieces.popleft()[2])
 
     def between(self, start_ns: int, end_ns: int) -> Records:
-        """All that touch [start, end), in the order in which they came."""
+        """All that overlap [start, end), in order of arrival."""
         found = [piece for first, last, piece in self._pieces if last > start_ns and first < end_ns]
         if not found:
             return self._empty
@@ -49,7 +49,7 @@ class RecordHistory:
         return joined[inside]
 
     def last(self, count: int) -> Records:
-        """The last `count` that came."""
+        """The last `count` to arrive."""
         found: list[Records] = []
         wanted = count
         for _, _, piece in reversed(self._pieces):
@@ -60,16 +60,16 @@ class RecordHistory:
         return joined_records(found[::-1]) if found else self._empty
 
     def copy(self) -> RecordHistory:
-        """Another that has the same past."""
+        """A copy that no longer changes with this one."""
         other = RecordHistory(self._most, self._empty)
         other._pieces, other._count = self._pieces.copy(), self._count
         return other
 
 
 def joined_records(pieces: list[Records]) -> Records:
-    """Pieces of one dtype behind each other.
+    """Concatenate chunks of one dtype.
 
-    As bytes: numpy would compare the fields of every two pieces, which takes longer than to copy them.
+    As bytes: numpy would compare the fields of each pair of chunks, which takes longer than copying them.
     """
     if len(pieces) == 1:
         return pieces[0]

@@ -1,4 +1,4 @@
-"""Phases as runs: a prefill of many pieces is one, and so is a decode of many tokens."""
+"""Phases as runs: a prefill of many chunks is one run, and so is a decode of many tokens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from engine.telemetry.records import Records
 MOST_RUNS = 20_000
 _GAP_NS = 2_000_000
 _KIND = {PROMPT: PREFILL, SAMPLE: PREFILL}
-"""Phases that belong to the run of another."""
+"""Phases that are part of another phase's run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Steps of one phase (`PREFILL`, `DECODE`, `BATCH_STEP`, or a name of its own), one after the other.
+    """Consecutive steps of one phase (`PREFILL`, `DECODE`, `BATCH_STEP`, or another name).
 
     Attributes:
         first_step: number of the first of them.
@@ -31,13 +31,13 @@ class Run:
 
 
 class RunHistory:
-    """The last runs, in the order in which they began."""
+    """The last runs, in the order they began."""
 
     def __init__(self) -> None:
         self._runs: deque[Run] = deque(maxlen=MOST_RUNS)
 
     def add(self, steps: Records) -> None:
-        """More steps, in order."""
+        """Add steps, in order."""
         phases, requests = steps["name"].tolist(), steps["request"].tolist()
         starts, ends, tokens = steps["start_ns"].tolist(), steps["end_ns"].tolist(), steps["tokens"].tolist()
         numbers = steps["step"].tolist()
@@ -53,7 +53,7 @@ class RunHistory:
                 self._runs.append(Run(kind, request, start, end, read, number))
 
     def between(self, start_ns: float, end_ns: float) -> list[Run]:
-        """Those that touch [start, end)."""
+        """Runs that overlap [start, end)."""
         found = []
         for run in reversed(self._runs):
             if run.end_ns <= start_ns:
@@ -63,18 +63,18 @@ class RunHistory:
         return found[::-1]
 
     def last_request(self, before_ns: float) -> list[Run]:
-        """Phases up to the last decode that began before a moment, of its request, in order; none if nothing did."""
+        """Runs of the last request with a decode that began before a moment, up to that decode; empty if none."""
         found: list[Run] = []
         for run in reversed(self._runs):
             if not found and not (run.phase == DECODE and run.start_ns < before_ns):
                 continue
             if found and run.request != found[-1].request:
-                break  # numbers begin again with each engine
+                break  # step numbers restart with each engine
             found.append(run)
         return found[::-1]
 
     def copy(self) -> RunHistory:
-        """Another that has the same past."""
+        """A copy that no longer changes with this one."""
         other = RunHistory()
         other._runs = self._runs.copy()
         return other

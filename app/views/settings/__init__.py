@@ -1,4 +1,4 @@
-"""The Settings page: one card for each subject."""
+"""The Settings page: one card per subject."""
 
 from app.views.settings.page import SettingsPage
 

@@ -1,4 +1,4 @@
-"""Version, licences, and where the logs are."""
+"""Version, licences, and the log folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LICENCES = (
 
 
 class AboutCard(SettingsCard):
-    """What this program is made of."""
+    """Version, components and logs."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -43,7 +43,7 @@ class AboutCard(SettingsCard):
             self.tr("Python {0}, Qt {1}").format(platform.python_version(), PySide6.__version__),
             licences,
         )
-        self.add_row(self.tr("Logs"), self.tr("They hold no prompts and no answers: {0}").format(log_dir()), logs)
+        self.add_row(self.tr("Logs"), self.tr("Contain no prompts and no answers: {0}").format(log_dir()), logs)
 
     def _open_logs(self) -> None:
         private_folder(log_dir())
@@ -56,7 +56,7 @@ class AboutCard(SettingsCard):
 
 
 class LicencesDialog(QDialog):
-    """Every part and its licence, and the full text of the one that is bundled here."""
+    """Every component and its licence, with the full text of the one bundled here."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)

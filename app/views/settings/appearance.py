@@ -1,4 +1,4 @@
-"""Theme and size of text."""
+"""Theme and text size."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ SLIDER_WIDTH_PX = 180
 
 
 class AppearanceCard(SettingsCard):
-    """Changes take effect as they are made."""
+    """Changes take effect immediately."""
 
     def __init__(self, settings: Settings, theme: ThemeController, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.set_heading(self.tr("Appearance"))
         self._settings = settings
         self._theme = theme
-        self.add_row(
-            self.tr("Theme"), self.tr("System follows the desktop, also while the window is open."), self._themes()
-        )
+        self.add_row(self.tr("Theme"), self.tr("System follows the desktop's setting."), self._themes())
         self._size = QSlider(Qt.Orientation.Horizontal, self)
         self._size.setRange(SMALLEST_PX, LARGEST_PX)
         self._size.setPageStep(1)
@@ -69,7 +67,7 @@ class AppearanceCard(SettingsCard):
         self._figure.setText(self.tr("{0} px").format(size))
 
     def _maybe_apply(self) -> None:
-        # While the handle is dragged the slider itself would change its size under the pointer.
+        # While the handle is dragged, a new text size would resize the slider under the pointer.
         if not self._size.isSliderDown():
             self._apply_size()
 

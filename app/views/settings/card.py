@@ -1,4 +1,4 @@
-"""A card of settings: a heading, then rows of a name, its explanation and a control."""
+"""A settings card: a heading, then rows of a name, its explanation and a control."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from app.widgets.card import muted_label
 
 
 class SettingsCard(QFrame):
-    """Rows are added from top to bottom, which is also their tab order."""
+    """Rows are added top to bottom, which is also their tab order."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -29,7 +29,7 @@ class SettingsCard(QFrame):
         """Adds a row; returns the label of its explanation."""
         label = QLabel(name, self)
         label.setWordWrap(True)
-        words = muted_label(self, explanation)  # asks for no width, however long a path it says
+        words = muted_label(self, explanation)  # has no minimum width, however long a path it shows
         label.setVisible(bool(name))
         words.setVisible(bool(explanation))
         left = QVBoxLayout()
@@ -52,5 +52,5 @@ class SettingsCard(QFrame):
         return words
 
     def add_wide(self, widget: QWidget) -> None:
-        """Adds something as wide as the card."""
+        """Adds a widget as wide as the card."""
         self._column.addWidget(widget)

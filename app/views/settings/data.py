@@ -1,4 +1,4 @@
-"""Where chats and models are kept."""
+"""Where chats and models are stored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engine.common.paths import data_dir
 
 
 class DataCard(SettingsCard):
-    """A change is planned here and carried out at the next start."""
+    """A change is scheduled here and carried out at the next start."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -41,7 +41,7 @@ class DataCard(SettingsCard):
         self._show_plan()
 
     def plan(self, target: Path, *, copy: bool) -> None:
-        """Plans the change and says so; what speaks against it is told in its place."""
+        """Schedules the change and shows it, or shows why it is not possible."""
         try:
             plan_change(FolderChange(target, copy))
         except EngineError as error:
@@ -64,9 +64,7 @@ class DataCard(SettingsCard):
         box.setWindowTitle(self.tr("Data folder"))
         box.setText(self.tr("Copy your chats and models to {0}?").format(target))
         box.setInformativeText(
-            self.tr(
-                "They are copied at the next start. The current folder stays as it is until you delete it yourself."
-            )
+            self.tr("They are copied at the next start. The current folder stays until you delete it.")
         )
         copy = box.addButton(self.tr("Copy them"), QMessageBox.ButtonRole.AcceptRole)
         empty = box.addButton(self.tr("Start empty"), QMessageBox.ButtonRole.DestructiveRole)
@@ -86,9 +84,9 @@ class DataCard(SettingsCard):
         self._undo.setVisible(planned is not None)
         if planned is not None:
             sentence = (
-                self.tr("At the next start your chats and models are copied to {0}, which is used from then on.")
+                self.tr("At the next start your chats and models are copied to {0}, which is then used.")
                 if planned.copy
-                else self.tr("From the next start on, the data in {0} is used.")
+                else self.tr("The data in {0} is used from the next start.")
             )
             self._plan.setText(sentence.format(planned.target))
 

@@ -1,4 +1,4 @@
-"""The model that is loaded at the start, and the CPU threads it may use."""
+"""The model loaded at the start, and its CPU threads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMBO_WIDTH_PX = 240
 
 
 class ModelCard(SettingsCard):
-    """Signals: `reload_wanted`, when the default model or its threads are to take effect now; `tune_wanted`."""
+    """Signals: `reload_wanted`, to apply the default model or its threads now; `tune_wanted`."""
 
     reload_wanted = Signal()
     tune_wanted = Signal()
@@ -34,7 +34,7 @@ class ModelCard(SettingsCard):
         self._model.setFixedWidth(COMBO_WIDTH_PX)
         self._show(())
         self._model.activated.connect(self._choose)
-        self.add_row(self.tr("Default model"), self.tr("Loaded whenever Switchyard starts."), self._model)
+        self.add_row(self.tr("Default model"), self.tr("Loaded when Switchyard starts."), self._model)
         self._threads = QSpinBox(self)
         self._threads.setRange(0, os.cpu_count() or 1)
         self._threads.setSpecialValueText(self.tr("Automatic"))
@@ -50,16 +50,14 @@ class ModelCard(SettingsCard):
         self._apply = QPushButton(self.tr("Reload model"), self)
         self._apply.clicked.connect(self._reload)
         self._apply.setEnabled(False)
-        self.add_row("", self.tr("Changes apply at the next start, or right away with this button."), self._apply)
+        self.add_row("", self.tr("Changes apply at the next start, or now with this button."), self._apply)
 
         tune = QPushButton(self.tr("Tune…"), self)
         tune.clicked.connect(self.tune_wanted)
-        self.add_row(
-            self.tr("Speed"), self.tr("Measures this machine, times real tokens and keeps what is fastest."), tune
-        )
+        self.add_row(self.tr("Speed"), self.tr("Times this machine and keeps the fastest settings."), tune)
 
     def close_down(self) -> None:
-        """Waits for a listing under way."""
+        """Waits for a running listing."""
         self._listing.close()
 
     def showEvent(self, event: QShowEvent) -> None:
@@ -92,6 +90,6 @@ class ModelCard(SettingsCard):
 
 
 def _list_models() -> list[LibraryEntry]:
-    from engine.checkpoint.library import list_models  # not before it is needed
+    from engine.checkpoint.library import list_models  # imported late: it is slow to load
 
     return list_models()

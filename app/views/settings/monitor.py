@@ -21,8 +21,8 @@ class MonitorCard(SettingsCard):
         self.add_row(
             self.tr("Record sessions"),
             self.tr(
-                "Timings and counters of what the engine did, to be opened again in the Monitor: no prompts, no "
-                "answers. They stay on this machine and take 512 MB at most; the oldest go."
+                "Timings and counters that the Monitor can open later: no prompts, no answers. They stay on this "
+                "machine and take up to 512 MB; the oldest are deleted."
             ),
             self.record,
         )

@@ -19,7 +19,7 @@ COLUMN_WIDTH_PX = 760
 
 
 class SettingsPage(Page):
-    """Signals: `reload_wanted`, when the default model is to be loaded now."""
+    """Signals: `reload_wanted`, to load the default model now."""
 
     reload_wanted = Signal()
 
@@ -59,5 +59,5 @@ class SettingsPage(Page):
         page.addWidget(scroll, 1)
 
     def close_down(self) -> None:
-        """Waits for what runs in the background."""
+        """Waits for background work."""
         self.model.close_down()
