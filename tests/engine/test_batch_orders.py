@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,16 @@ from transformers import AutoModelForCausalLM
 from engine.common.config import SamplingParams
 from engine.experts.whole_layer import Half, LayerBuffers
 from engine.planner.plan_parts import BatchPlan
-from engine.planner.schedules import CGOPIPE, MULTI_BATCH, SCHEDULES, LayerWork, Schedule, layer_by_layer
+from engine.planner.schedules import (
+    CGOPIPE,
+    CPU_EXPERTS,
+    MULTI_BATCH,
+    S4,
+    SCHEDULES,
+    LayerWork,
+    Schedule,
+    layer_by_layer,
+)
 from engine.planner.simulator.batch import CGOPIPE as MOE_LIGHTNING
 from engine.planner.simulator.batch import FLEXGEN_S4, KLOTSKI, system_of
 from engine.planner.simulator.batch_costs import BatchPolicy as Sizes
@@ -196,7 +206,6 @@ class _Executed:
             executor.run(iter(_rows()), lambda answer: self.answers.__setitem__(answer.row, answer.token_ids))
         finally:
             executor.close()
-        assert self.sweeps
 
 
 def _simulated(
@@ -222,6 +231,7 @@ def test_the_executor_does_what_the_simulator_assumes(
 ) -> None:
     executed = _Executed(monkeypatch, on_card, _policy(schedule))
     simulated, timeline = _simulated(monkeypatch, [(schedule, count) for count in executed.sizes])
+    assert executed.sweeps
     assert executed.sweeps == simulated
     if schedule.whole_layers:  # else what is brought depends on what is wanted
         assert executed.copies == [
@@ -269,6 +279,25 @@ def test_what_a_plan_offers_is_executed(
         attends_there = any(event[0] == "attend_on_device" for event in simulated)
         assert attends_there == (reading or not sizes.cpu_attention)
         assert any(event[0] == "compute_in_ram" for event in simulated) == (sizes.cpu_experts and not reading)
+
+
+@pytest.mark.parametrize(("rows", "by_plan"), [(5, True), (6, False)])
+def test_as_many_rows_as_were_planned_for_go_by_the_plan_however_few_experts_they_want(
+    on_card: LoadedModel, rows: int, by_plan: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = DevicePipeline.__init__
+
+    def make(self: DevicePipeline, *args: Any) -> None:
+        made(self, *args)
+        self.experts_per_token = 0  # no sweep wants most experts
+
+    monkeypatch.setattr(DevicePipeline, "__init__", make)
+    policy = replace(_policy(None), rows=rows, planned=CPU_EXPERTS, planned_reading=S4)
+    executed = _Executed(monkeypatch, on_card, policy)
+    kinds = {event[0] for sweep in executed.sweeps for event in sweep}
+    assert ("compute_in_ram" in kinds) == by_plan
+    assert bool(executed.sweeps) == by_plan
+    assert len(executed.answers) == 5
 
 
 def test_a_new_schedule_is_a_function_and_runs_everywhere(

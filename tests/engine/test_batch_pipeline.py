@@ -16,7 +16,17 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.devices.copy_log import CopyRecord
 from engine.devices.memory_budget import MemoryCategory
 from engine.kernels.native.paged_attention import KvType
-from engine.planner.schedules import CGOPIPE, HYBRID, KLOTSKI, S4, SCHEDULES, Schedule
+from engine.planner.schedules import (
+    CGOPIPE,
+    CPU_EXPERTS,
+    HOT_ONLY,
+    HYBRID,
+    KLOTSKI,
+    KLOTSKI_ON_CARD,
+    S4,
+    SCHEDULES,
+    Schedule,
+)
 from engine.planner.simulator.sweeps import predicted_seconds
 from engine.runtime.batch.executor import BatchExecutor, ContinuousBatch
 from engine.runtime.batch.layers import DecoderLayers
@@ -31,6 +41,13 @@ from tests.engine import on_devices
 from tests.engine.loaded_tiny import NO_END, random_prompt
 from tests.engine.tiny_families import tiny_checkpoint
 
+KINDS = (CGOPIPE, S4, HOT_ONLY, KLOTSKI_ON_CARD, CPU_EXPERTS)
+"""Between them the schedules do all that there is."""
+ORDERED = [
+    pytest.param(each, marks=[] if each in KINDS else [pytest.mark.exhaustive], id=each.name)
+    for each in SCHEDULES.values()
+    if each.order
+]
 LENGTHS = [1, 40, 90, 12, 33, 7, 64]
 
 
@@ -79,8 +96,15 @@ def _answers(loaded: LoadedModel, policy: BatchPolicy) -> dict[int, tuple[int, .
     return answers
 
 
-@pytest.mark.parametrize("schedule", [None, *SCHEDULES.values()], ids=str)
-@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("schedule", "rows"),
+    [
+        pytest.param(each, rows, marks=[] if rows == 3 or each in (None, *KINDS) else [pytest.mark.exhaustive])
+        for each in (None, *SCHEDULES.values())
+        for rows in (1, 3, 8)
+    ],
+    ids=str,
+)
 def test_answers_are_those_of_the_cpu(
     on_card: LoadedModel, wanted: dict[int, tuple[int, ...]], schedule: Schedule | None, rows: int
 ) -> None:
@@ -126,7 +150,7 @@ def test_rows_go_on_after_giving_way(
     assert {row: answer.token_ids for row, answer in answers.items()} == wanted
 
 
-@pytest.mark.parametrize("schedule", [each for each in SCHEDULES.values() if each.order], ids=str)
+@pytest.mark.parametrize("schedule", ORDERED)
 def test_a_batch_stops_when_it_is_cancelled_and_another_one_follows(
     on_card: LoadedModel, wanted: dict[int, tuple[int, ...]], schedule: Schedule
 ) -> None:
@@ -138,7 +162,7 @@ def test_a_batch_stops_when_it_is_cancelled_and_another_one_follows(
     assert _answers(on_card, _policy(schedule)) == wanted
 
 
-@pytest.mark.parametrize("schedule", [each for each in SCHEDULES.values() if each.order], ids=str)
+@pytest.mark.parametrize("schedule", ORDERED)
 def test_rows_are_kept_when_attention_fails(
     on_card: LoadedModel, wanted: dict[int, tuple[int, ...]], schedule: Schedule, monkeypatch: pytest.MonkeyPatch
 ) -> None:

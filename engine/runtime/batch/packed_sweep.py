@@ -100,7 +100,7 @@ class PackedModel:
         """
         tokens, busy_s = sum(each.tokens for each in work), 0.0
         reads = any(each.tokens > 1 for each in work)
-        schedule = self._schedule(tokens, reads)
+        schedule = self._schedule(tokens, len(work), reads)
         parts = self._parts(work, schedule)
         micro_batches = [self._prepare(part) for part in parts]
         for step in self._steps(micro_batches, schedule):
@@ -149,12 +149,15 @@ class PackedModel:
             self._pipeline.close()
             self._pipeline = None
 
-    def _schedule(self, tokens: int, reads: bool) -> Schedule:
-        """What was asked for; else what has been fastest, with `HYBRID` where most experts are not wanted anyway."""
+    def _schedule(self, tokens: int, rows: int, reads: bool) -> Schedule:
+        """What was asked for; else what has been fastest, with `HYBRID` where most experts are not wanted anyway,
+        unless the sweep has as many rows as the plan, which knew that."""
         if self._pipeline is None:
             return HYBRID
+        policy = self._policy
+        as_planned = policy.planned is not None and rows >= policy.rows
         wants_most = tokens * self._pipeline.experts_per_token >= self._pipeline.experts.most
-        chosen = self._policy.schedule or (self._choice.of(tokens, reads=reads) if wants_most else HYBRID)
+        chosen = policy.schedule or (self._choice.of(tokens, reads=reads) if as_planned or wants_most else HYBRID)
         if self._kv_type is KvType.INT8:  # scales are not sent to devices
             return chosen.in_ram or chosen
         return chosen
