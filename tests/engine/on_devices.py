@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.common.cancellation import CancelCheck, never_cancelled
 from engine.common.config import EngineConfig, SamplingParams
 from engine.devices.device import Device
 from engine.devices.memory_budget import MemoryUse
@@ -19,13 +20,11 @@ from engine.experts.bank import BankLayer
 from engine.experts.latency import LatencyModel
 from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.decode.generation import (
-    CancelCheck,
     GenerationResult,
     ProgressCallback,
     TextCallback,
     ignore_progress,
     ignore_text,
-    never_cancelled,
 )
 from engine.runtime.load import binding as device_binding
 from engine.runtime.load.model import load_model

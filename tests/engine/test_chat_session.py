@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from engine.common.cancellation import never_cancelled
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.protocol import ChatMessage
 from engine.runtime.decode.chat_session import ChatSession
-from engine.runtime.decode.generation import ignore_progress, never_cancelled
+from engine.runtime.decode.generation import ignore_progress
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.common.cancellation import RequestCancelled
+from engine.common.cancellation import RequestCancelled, never_cancelled
 from engine.common.config import SamplingParams
 from engine.runtime.decode.chat_session import ChatSession
-from engine.runtime.decode.generation import ignore_progress, never_cancelled
+from engine.runtime.decode.generation import ignore_progress
 from engine.runtime.decode.kv_session import KvSession
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
 from tests.engine.tiny_configs import FAMILIES

@@ -11,7 +11,8 @@ from engine.common.cancellation import RequestCancelled
 from engine.common.errors import EngineError, ErrorCode
 from engine.foreign_text.process import FOREIGN_TEXT, Limits
 from engine.protocol import ChatMessage
-from engine.runtime.decode.prompt import chat_prompt, check_length, implied_stops, template_note
+from engine.runtime.decode.prompt import chat_prompt, check_length, implied_stops
+from engine.runtime.load.tokenizer import template_note
 from tests.engine.loaded_tiny import tiny_tokenizer
 from tests.engine.tiny_tokenizer import TEMPLATE
 

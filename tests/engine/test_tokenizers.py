@@ -13,7 +13,7 @@ import pytest
 from engine.common.errors import EngineError, ErrorCode
 from engine.foreign_text.process import FOREIGN_TEXT, Limits
 from engine.runtime.decode.prompt import encode
-from engine.runtime.load.checkpoint import load_tokenizer
+from engine.runtime.load.tokenizer import load_tokenizer
 from tests.engine.tiny_tokenizer import save_tiny_tokenizer
 from tests.foreign_tokenizers import (
     PANIC_TEXT,

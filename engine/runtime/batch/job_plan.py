@@ -1,4 +1,4 @@
-"""How long sweeps take once they are warm: what a few rows can say of how fast many will be."""
+"""How a job is to be run with a loaded model, and how fast it will be: what its first rows say, and the planner."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class SampleTime:
 
 
 class SweepClock:
-    """Times sweeps by what is under way, which it is shown between layers.
+    """Times sweeps once they are warm, by what is under way, which it is shown between layers.
 
     The first sweeps read prompts, and weights that have not been touched since they were loaded: no later one does, so
     only those count in which the very same rows get one more token each.

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from engine.common.cancellation import CancelCheck
 from engine.common.chat import FinishReason
 from engine.common.config import SamplingParams
 from engine.runtime.decode.detokenizer import decode_text
-from engine.runtime.decode.generation import BeamModel, CancelCheck, Decoded, Session, TextCallback
+from engine.runtime.decode.generation import BeamModel, Decoded, Session, TextCallback
 from engine.runtime.decode.sampling import penalise_repetition
 from engine.runtime.decode.sequence import AnswerLimits, StopStrings
 from engine.telemetry import lanes

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from engine.common.cancellation import RequestCancelled
+from engine.common.cancellation import CancelCheck, RequestCancelled, never_cancelled
 from engine.common.chat import ChatMessage, FinishReason
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.runtime.decode.beam_search import decode_beams
 from engine.runtime.decode.encoder_decoder_session import EncoderDecoderSession, source_prompt
 from engine.runtime.decode.generation import (
-    CancelCheck,
     Decoded,
     GenerationResult,
     ProgressCallback,
@@ -26,7 +25,6 @@ from engine.runtime.decode.generation import (
     TokenConstraint,
     ignore_progress,
     ignore_text,
-    never_cancelled,
 )
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.decode.prompt import chat_prompt, check_length, implied_stops

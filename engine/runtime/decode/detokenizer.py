@@ -1,21 +1,14 @@
-"""Single tokens of a vocabulary, without copying all of it: `get_vocab` takes tens of milliseconds."""
+"""Tokens to text, one at a time, without decoding the answer again for every token."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from engine.runtime.load.tokenizer import token_id
+
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MOST_HELD = 16
 """Tokens held back at most: longer runs of bytes that make no character are shown as they are."""
-
-
-def token_id(tokenizer: Any, token: str) -> int | None:
-    """The id of a token, written as in the vocabulary; `None` if there is no such token."""
-    index = tokenizer.convert_tokens_to_ids(token)
-    # Unknown tokens have the id of the unknown token, if the vocabulary has one.
-    if index is None or tokenizer.convert_ids_to_tokens(index) != token:
-        return None
-    return int(index)
 
 
 def decode_text(tokenizer: Any, ids: list[int]) -> str:

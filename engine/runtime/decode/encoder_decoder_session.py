@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
-from engine.common.cancellation import RequestCancelled
+from engine.common.cancellation import CancelCheck, RequestCancelled, never_cancelled
 from engine.common.chat import ChatMessage
-from engine.runtime.decode.generation import CancelCheck, ProgressCallback, never_cancelled
+from engine.runtime.decode.generation import ProgressCallback
 from engine.runtime.decode.prompt import encodable, encode
 from engine.runtime.kv.memory import cache_bytes
 from engine.runtime.loaded_model import LoadedModel

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from engine.common.cancellation import CancelCheck
 from engine.common.chat import FinishReason
 
 if TYPE_CHECKING:
@@ -16,9 +17,6 @@ ProgressCallback = Callable[[int, int], None]
 
 TextCallback = Callable[[str, int], None]
 """Text to append, final as it stands (it may be empty), and tokens generated so far."""
-
-CancelCheck = Callable[[], bool]
-"""Whether to stop now; asked once per token and once per chunk of a prompt."""
 
 
 class TokenConstraint(Protocol):
@@ -118,8 +116,3 @@ def ignore_progress(done: int, total: int) -> None:
 
 def ignore_text(text: str, generated_tokens: int) -> None:
     """For callers that only want the result."""
-
-
-def never_cancelled() -> bool:
-    """For callers that let it run."""
-    return False

@@ -8,13 +8,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from transformers.cache_utils import Cache
 
-from engine.common.cancellation import RequestCancelled
+from engine.common.cancellation import CancelCheck, RequestCancelled
 from engine.common.errors import EngineError, ErrorCode
-from engine.runtime.decode.generation import CancelCheck, ProgressCallback
+from engine.common.sizes import rounded_down, rounded_up
+from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
+from engine.runtime.decode.generation import ProgressCallback
 from engine.runtime.decode.graphs import GraphedSteps
 from engine.runtime.decode.step_model import StepModel, watched_layers
-from engine.runtime.kv.growing import new_cache
-from engine.runtime.kv.memory import KvRoom, cache_bytes
+from engine.runtime.kv.growing import grown_capacity, new_cache
+from engine.runtime.kv.memory import cache_bytes, cache_layer_bytes
 from engine.runtime.kv.reuse import (
     KvSnapshot,
     can_continue,
@@ -24,6 +26,7 @@ from engine.runtime.kv.reuse import (
     reorder_cache,
     restart_angles,
 )
+from engine.runtime.load.devices import ModelDevices
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry.lanes import PREFILL
 from engine.telemetry.recorder import RECORDER
@@ -270,6 +273,84 @@ class BeamCache:
     def reorder(self, sources: torch.Tensor) -> None:
         """Sequence i continues what sequence `sources[i]` was; [B] int64."""
         reorder_cache(self._cache, sources)
+
+
+class KvRoom:
+    """What one KV cache takes of each device; on the CPU alone there is nothing to count.
+
+    Args:
+        most_tokens: longest context.
+    """
+
+    def __init__(self, devices: ModelDevices | None, most_tokens: int) -> None:
+        self._devices = devices
+        self._most_tokens = most_tokens
+        opened = devices.devices if devices is not None else ()
+        self._reservations = [device.memory.reserve(0, MemoryCategory.KV) for device in opened]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes counted now, on all devices."""
+        return sum(reservation.nbytes for reservation in self._reservations)
+
+    def make(self, cache: Cache | None, tokens: int, rows: int = 1) -> None:
+        """Before a forward that lets each of `rows` sequences hold `tokens`.
+
+        Raises:
+            EngineError: `NOT_ENOUGH_MEMORY`: not even all slots of the expert caches would do.
+        """
+        if self._devices is None:
+            return
+        held = self._held(cache)
+        for index, kv in enumerate(self._devices.kv):
+            now = max(0, held[index] // rows - kv.fixed) // kv.per_token if kv.per_token else 0
+            capacity = now if tokens <= now else grown_capacity(now, tokens, self._most_tokens)
+            self._resize(index, max(held[index], rows * (kv.fixed + capacity * kv.per_token)), tokens)
+
+    def count(self, cache: Cache | None) -> None:
+        """After a forward: the bytes that are really held.
+
+        Raises:
+            EngineError: as `make`.
+        """
+        if self._devices is None:
+            return
+        for index, nbytes in enumerate(self._held(cache)):
+            if nbytes != self._reservations[index].nbytes:
+                self._resize(index, nbytes, cache.get_seq_length() if cache is not None else 0)
+
+    def release(self) -> None:
+        """The cache is gone: its memory is the experts' again."""
+        if self.nbytes:
+            for reservation in self._reservations:
+                reservation.release()
+            assert self._devices is not None
+            self._devices.experts.take_back()
+
+    def _held(self, cache: Cache | None) -> list[int]:
+        held = [0] * len(self._reservations)
+        assert self._devices is not None
+        for layer, nbytes in enumerate(cache_layer_bytes(cache)):
+            held[self._devices.layers.of_cache_layer(layer)] += nbytes
+        return held
+
+    def _resize(self, index: int, nbytes: int, tokens: int) -> None:
+        reservation = self._reservations[index]
+        assert self._devices is not None
+        try:
+            reservation.resize(nbytes)
+            return
+        except DeviceMemoryError as error:
+            self._devices.experts.give_back(index, error.asked - error.free)
+        try:
+            reservation.resize(nbytes)
+        except DeviceMemoryError as error:
+            raise EngineError(
+                ErrorCode.NOT_ENOUGH_MEMORY,
+                f"A context of {tokens:,} tokens needs another {rounded_up(error.asked)} of "
+                f"{self._devices.devices[index].name}, which has {rounded_down(error.free)} left: start a new chat, "
+                "allow it more with --vram, or use --device cpu.",
+            ) from None
 
 
 def _common_prefix(held: Sequence[int], prompt: Sequence[int]) -> int:

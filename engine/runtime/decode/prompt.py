@@ -9,13 +9,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from engine.common.cancellation import CancelCheck, never_cancelled
 from engine.common.chat import ChatMessage
 from engine.common.errors import EngineError, ErrorCode
 from engine.foreign_text.marks import encode_marked
 from engine.foreign_text.process import FOREIGN_TEXT, ForeignTextError
 from engine.foreign_text.templates import TemplateRefusedError
-from engine.runtime.decode.detokenizer import token_id
-from engine.runtime.decode.generation import CancelCheck, never_cancelled
+from engine.runtime.load.tokenizer import knows_chatml, token_id
 
 _CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -24,18 +24,9 @@ _CHATML = (
 _PLAIN_NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
 
 
-def template_note(tokenizer: Any) -> str:
-    """What stands in for a missing chat template, in one sentence; empty if there is a template."""
-    if tokenizer.chat_template is not None:
-        return ""
-    if _knows_chatml(tokenizer):
-        return "The tokenizer has no chat template; ChatML is used, whose turn tokens are in its vocabulary."
-    return "The tokenizer has no chat template; turns are written as plain “User:” and “Assistant:” lines."
-
-
 def implied_stops(tokenizer: Any) -> tuple[str, ...]:
     """Stop strings that the format of the prompt brings with it: plain text has no token that ends a turn."""
-    if tokenizer.chat_template is not None or _knows_chatml(tokenizer):
+    if tokenizer.chat_template is not None or knows_chatml(tokenizer):
         return ()
     return ("\nUser:", "\nSystem:")
 
@@ -55,7 +46,7 @@ def chat_prompt(tokenizer: Any, messages: Sequence[ChatMessage], cancelled: Canc
     if not messages:
         raise EngineError(ErrorCode.INVALID_REQUEST, "There is no message to answer: write one first.")
     messages = [replace(message, content=encodable(message.content)) for message in messages]
-    if tokenizer.chat_template is None and not _knows_chatml(tokenizer):
+    if tokenizer.chat_template is None and not knows_chatml(tokenizer):
         return _without_final_eos(tokenizer, encode(tokenizer, _plain(messages), special=True, cancelled=cancelled))
 
     turns = [{"role": message.role, "content": message.content} for message in messages]
@@ -228,10 +219,6 @@ def _types_control_tokens(tokenizer: Any, messages: Sequence[ChatMessage]) -> bo
 def _plain(messages: Sequence[ChatMessage]) -> str:
     turns = [f"{_PLAIN_NAMES[message.role]}: {message.content.strip()}\n" for message in messages]
     return "".join(turns) + "Assistant:"
-
-
-def _knows_chatml(tokenizer: Any) -> bool:
-    return all(token_id(tokenizer, token) is not None for token in ("<|im_start|>", "<|im_end|>"))
 
 
 def _without_final_eos(tokenizer: Any, ids: list[int]) -> list[int]:

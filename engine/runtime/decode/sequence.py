@@ -13,9 +13,10 @@ import torch
 
 from engine.common.chat import FinishReason
 from engine.common.config import SamplingParams
-from engine.runtime.decode.detokenizer import IncrementalDetokenizer, token_id
+from engine.runtime.decode.detokenizer import IncrementalDetokenizer
 from engine.runtime.decode.generation import TokenConstraint
 from engine.runtime.decode.sampling import greedy_token, make_chooser, penalise_repetition
+from engine.runtime.load.tokenizer import token_id
 
 END_OF_TURN_TOKENS = (
     "<|im_end|>",

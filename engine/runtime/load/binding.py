@@ -20,11 +20,14 @@ from engine.experts.dispatch import BANK_LAYER
 from engine.experts.dispatcher import HybridExperts, StepObserver
 from engine.experts.latency import LatencyModel, load_latency, save_latency
 from engine.experts.latency_measurement import measure
+from engine.experts.prediction.learning import Learning
+from engine.experts.prediction.prefetcher import Prefetcher, make_prefetcher
+from engine.experts.prediction.target import over_disk, over_link
 from engine.experts.record import RecordLayout
 from engine.experts.record_source import LentSlots, RamRecords, RecordSource, TierRecords
 from engine.experts.sites import ExpertsSite
 from engine.experts.slot_segments import KernelMaker
-from engine.experts.vram_cache import Place, VramCache
+from engine.experts.vram_cache import Place, VramCache, VramPrefetch
 from engine.experts.whole_layer import LayerBuffers, WholeLayerExperts
 from engine.formats import careful, format_of
 from engine.kernels import choose_kernel
@@ -41,9 +44,8 @@ from engine.runtime.load.devices import DeviceExperts
 from engine.runtime.load.foresight import (
     Popularity,
     UseCounts,
+    find_gates,
     load_popularity,
-    prefetcher_of_devices,
-    prefetcher_of_ram,
 )
 from engine.runtime.loaded_model import LoadingParts
 
@@ -95,7 +97,7 @@ def _bind_devices(opened: OpenedCheckpoint, decision: Decision, parts: LoadingPa
         bind_whole_layers(bound, held)
         return
     foresight, per_token = parts.foresight, profile.experts_per_token
-    foresight.prefetcher = prefetcher_of_devices(opened.model, bound, config, per_token, opened.key)
+    foresight.prefetcher = _prefetcher_of_devices(opened.model, bound, config, per_token, opened.key)
     uses = UseCounts(experts, foresight.prefetcher)
     foresight.keep_uses(opened.key, uses, known)
     bind_to_devices(bound, held, config, uses)
@@ -109,7 +111,7 @@ def _bind_read_ahead(opened: OpenedCheckpoint, decision: Decision, parts: Loadin
     assert disk_backed is not None
     on_disk = [site for site in decision.sites if site.name in disk_backed.disk.header.index_of]
     per_token = opened.profile.experts_per_token
-    prefetcher = prefetcher_of_ram(opened.model, on_disk, disk_backed, config, per_token, opened.key)
+    prefetcher = _prefetcher_of_ram(opened.model, on_disk, disk_backed, config, per_token, opened.key)
     parts.foresight.prefetcher = prefetcher
     bind_disk_backed(on_disk, disk_backed, parts.kernels, prefetcher)
 
@@ -249,6 +251,65 @@ def bind_whole_layers(bound: Sequence[BoundLayer], held: DeviceExperts) -> None:
         for number, layer in enumerate(group):
             experts = WholeLayerExperts(buffers, number, layer.make_kernel)
             setattr(layer.site.module, BANK_LAYER, (ComputedOn(cache.device.torch_device), experts))
+
+
+def _prefetcher_of_devices(
+    model: Any, bound: Sequence[BoundLayer], config: EngineConfig, per_token: int, model_key: str
+) -> Prefetcher | None:
+    """A prefetcher over the caches of all devices; None if there is no predictor, or no slot to prefetch into."""
+    if config.misses in ("off", "layer") or not any(layer.place.cache.slots for layer in bound):
+        return None
+    latency = bound[0].latency
+    target = VramPrefetch([layer.place for layer in bound])
+    caches = {id(layer.place.cache): number for number, layer in enumerate(bound)}
+    own_ways = config.cache_ways is not None
+    pools = [number if own_ways else caches[id(layer.place.cache)] for number, layer in enumerate(bound)]
+    distinct = list({id(layer.place.cache): layer.place.cache for layer in bound}.values())
+    return make_prefetcher(
+        target,
+        lambda: over_link(latency, [cache.counters for cache in distinct]),
+        layers=len(bound),
+        experts=max(layer.site.num_experts for layer in bound),
+        per_token=per_token,
+        choice=config.prefetch,
+        gates=find_gates(model, [layer.site for layer in bound]),
+        learning=_learning(config, model_key, [layer.site for layer in bound], per_token),
+        pools=pools,
+    )
+
+
+def _prefetcher_of_ram(
+    model: Any, sites: Sequence[ExpertsSite], bank: DiskBackedBank, config: EngineConfig, per_token: int, model_key: str
+) -> Prefetcher | None:
+    """A prefetcher over the slots in RAM of a bank on disk; its layers are the bank's."""
+    by_name = {site.name: site for site in sites}
+    in_order = [by_name[layer.name] for layer in bank.disk.header.layers]
+    layouts = [layer.layout for layer in bank.disk.header.layers]
+    nbytes = max(layout.nbytes for layout in layouts)
+    return make_prefetcher(
+        bank.ram,
+        lambda: over_disk(bank.disk, nbytes),
+        layers=len(in_order),
+        experts=max(site.num_experts for site in in_order),
+        per_token=per_token,
+        choice=config.prefetch,
+        gates=find_gates(model, in_order),
+        learning=_learning(config, model_key, in_order, per_token),
+        pools=[layouts.index(layout) for layout in layouts],  # slots are shared by layers of one layout
+    )
+
+
+def _learning(config: EngineConfig, model_key: str, sites: Sequence[ExpertsSite], per_token: int) -> Learning | None:
+    if config.prefetch not in ("auto", "mlp"):
+        return None
+    experts = max(site.num_experts for site in sites)
+    return Learning(
+        f"{model_key} {len(sites)}",
+        layers=len(sites),
+        experts=experts,
+        per_token=per_token,
+        limit=min(2 * per_token, experts),
+    )
 
 
 def fill_caches(bound: Sequence[BoundLayer], popularity: Popularity) -> None:

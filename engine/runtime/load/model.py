@@ -25,7 +25,6 @@ from engine.hardware.probe import usable_cpus
 from engine.kernels import card_note
 from engine.kernels.native.library import load_kernels, missing_note
 from engine.planner.placement import Note, NoteCode
-from engine.runtime.decode.prompt import template_note
 from engine.runtime.decoder_layers import move_between
 from engine.runtime.kv.memory import measure_kv
 from engine.runtime.kv.reuse import exact_tokens
@@ -35,6 +34,7 @@ from engine.runtime.load.decision import Decision, decide
 from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.foresight import Foresight
 from engine.runtime.load.library_models import quiet_library
+from engine.runtime.load.tokenizer import template_note
 from engine.runtime.load.weights import disk_note, read_weights
 from engine.runtime.loaded_model import LoadedModel, LoadingParts
 
