@@ -16,6 +16,7 @@ from engine.devices.device import Device
 from engine.experts.bank import ExpertBank
 from engine.experts.disk_backed import DiskBackedBank
 from engine.experts.sites import unbind
+from engine.experts.vram_cache import VramCache
 from engine.foreign_text.process import FOREIGN_TEXT
 from engine.kernels.native.library import NativeKernels
 from engine.runtime.decoder_layers import LayerDevices
@@ -62,6 +63,11 @@ class LoadedModel:
     context_tokens: int
     chunk_tokens: int = SHORT_TOKENS
     ram_bytes: int | None = None
+
+    @property
+    def caches(self) -> list[VramCache]:
+        """The expert caches of all its devices."""
+        return self.devices.experts.all_caches if self.devices is not None else []
 
     @contextmanager
     def token_by_token(self) -> Iterator[None]:

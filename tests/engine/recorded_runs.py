@@ -9,7 +9,6 @@ import numpy as np
 
 from engine.common.config import SamplingParams
 from engine.devices.copy_log import CopyRecord
-from engine.experts.vram_cache import VramCache
 from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.request import BatchOutcome, BatchRequest
@@ -48,7 +47,7 @@ def recorded(model: Any, run: Callable[[], object]) -> tuple[Collection, list[Co
 
 def rest(model: Any) -> None:
     """Returns when nothing is on its way to or from a device."""
-    for cache in caches_of(model):
+    for cache in model.caches:
         cache.wait()
     for device in model.devices.devices if model.devices is not None else ():
         device.synchronize()
@@ -83,11 +82,6 @@ def recorded_batch(
         executor.close()
     assert sorted(answered) == list(range(len(rows)))
     return result
-
-
-def caches_of(model: Any) -> list[VramCache]:
-    """Every expert cache on a device."""
-    return model.devices.experts.all_caches if model.devices is not None else []
 
 
 def total(steps: Records, name: str) -> int:

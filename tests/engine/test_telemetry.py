@@ -32,7 +32,7 @@ from engine.telemetry.records import unpack
 from engine.telemetry.trace_export import trace_events
 from tests.engine.loaded_tiny import random_prompt
 from tests.engine.on_devices import NEW_TOKENS, PROMPT, answer, chatting, opened, share_misses
-from tests.engine.recorded_runs import caches_of, of_lane, recorded_chat, total
+from tests.engine.recorded_runs import of_lane, recorded_chat, total
 from tests.engine.test_disk_backed import least_budget, loaded
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.unit.trace_format import check_trace
@@ -65,11 +65,11 @@ def test_bytes_are_those_of_the_link_and_of_the_cache(
     rng = np.random.default_rng(seed)
     prompt = random_prompt(int(rng.integers(2, 90)), seed)
     with opened(checkpoint, **{"devices": 1, "cache_slots": int(rng.integers(0, 9)), **options}) as model:
-        for cache in caches_of(model):
+        for cache in model.caches:
             cache.wait()  # what is known to be used much was sent for when the model was loaded
-        before = [replace(cache.counters) for cache in caches_of(model)]
+        before = [replace(cache.counters) for cache in model.caches]
         collection, heard = recorded_chat(model, prompt, int(rng.integers(2, 16)))
-        after = [cache.counters for cache in caches_of(model)]
+        after = [cache.counters for cache in model.caches]
 
         def counted(name: str) -> int:
             return sum(getattr(each, name) for each in after) - sum(getattr(each, name) for each in before)

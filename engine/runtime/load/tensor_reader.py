@@ -149,7 +149,7 @@ class TensorReader:
                 raise _unreadable(path, error) from error
         return self._files[path]
 
-    def _fill(self, file: DirectFile, read: _Read) -> int:
+    def _fill(self, file: DirectFile, read: _ReadRequest) -> int:
         try:
             if file.is_direct:
                 # Where a tensor begins in its file is not aligned, and so cannot be read directly into its place.
@@ -176,7 +176,7 @@ class TensorReader:
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class _ReadRequest:
     """Bytes to read at once.  `is_all`: there are no others."""
 
     file: Path
@@ -185,7 +185,7 @@ class _Read:
     is_all: bool
 
 
-def _reads(places: Iterable[tuple[TensorEntry | ExpertSource, torch.Tensor]]) -> Iterator[_Read]:
+def _reads(places: Iterable[tuple[TensorEntry | ExpertSource, torch.Tensor]]) -> Iterator[_ReadRequest]:
     places = list(places)
     for source, tensor in places:
         entry, nbytes = source if isinstance(source, TensorEntry) else source.entry, source.nbytes
@@ -195,7 +195,7 @@ def _reads(places: Iterable[tuple[TensorEntry | ExpertSource, torch.Tensor]]) ->
         target = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy is a buffer
         for begin in range(0, nbytes, _CHUNK):
             is_all = len(places) == 1 and nbytes <= _CHUNK
-            yield _Read(entry.file, entry.offset + skip + begin, target[begin : begin + _CHUNK], is_all)
+            yield _ReadRequest(entry.file, entry.offset + skip + begin, target[begin : begin + _CHUNK], is_all)
 
 
 def _copy(target: memoryview, found: memoryview) -> None:

@@ -12,7 +12,7 @@ from engine.experts.cache.tier import CacheSnapshot
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.latency import LatencyModel
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.telemetry.experts import ExpertLayer, ExpertUses
+from engine.runtime.telemetry.experts import ExpertUses, NumberedLayer
 from engine.telemetry.lanes import CPU_EXPERTS, DECODE, DISK, READ
 from engine.telemetry.messages import CacheReport, MemoryPart, PolicyRate, PredictorRate, TierReport
 from engine.telemetry.records import Records
@@ -27,7 +27,7 @@ class CacheReporter:
     """Of one loaded model; remembers what was slowly measured between two reports."""
 
     def __init__(
-        self, loaded: LoadedModel, layers: list[ExpertLayer], uses: ExpertUses, kv_bytes: Callable[[], int]
+        self, loaded: LoadedModel, layers: list[NumberedLayer], uses: ExpertUses, kv_bytes: Callable[[], int]
     ) -> None:
         self._loaded, self._layers, self._uses, self._kv_bytes = loaded, layers, uses, kv_bytes
         self._curve: tuple[tuple[int, ...], tuple[float, ...]] = (), ()
@@ -78,8 +78,7 @@ class CacheReporter:
         )
 
     def _vram(self, tokens: Records) -> TierReport | None:
-        devices = self._loaded.devices
-        caches = devices.experts.all_caches if devices is not None else []
+        caches = self._loaded.caches
         if not caches:
             return None
         snapshots = [cache.snapshot() for cache in caches]

@@ -37,7 +37,7 @@ Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertLayer:
+class NumberedLayer:
     """A layer of experts.
 
     Attributes:
@@ -53,9 +53,9 @@ class ExpertLayer:
     kernel: Any
 
 
-def number_layers(model: Any) -> list[ExpertLayer]:
+def number_layers(model: Any) -> list[NumberedLayer]:
     """The expert layers of a model in its order; from now on what they record carries their numbers."""
-    layers: list[ExpertLayer] = []
+    layers: list[NumberedLayer] = []
     taken: set[int] = set()
     for name, module in model.named_modules():
         bound = module.__dict__.get(BANK_LAYER)
@@ -69,7 +69,7 @@ def number_layers(model: Any) -> list[ExpertLayer]:
         place, kernel = bound
         if isinstance(kernel, HybridExperts | WholeLayerExperts):
             kernel.number_in_model(number)
-        layers.append(ExpertLayer(number, name, _experts_of(module, place, kernel), kernel))
+        layers.append(NumberedLayer(number, name, _experts_of(module, place, kernel), kernel))
     return layers
 
 
@@ -182,7 +182,7 @@ def _joined(experts: list[Sequence[int]]) -> tuple[Ids, Ids]:
     return np.fromiter(chain.from_iterable(experts), np.int64, int(counts.sum())), counts
 
 
-def expert_map(loaded: LoadedModel, layers: list[ExpertLayer], uses: ExpertUses) -> ExpertMap:
+def expert_map(loaded: LoadedModel, layers: list[NumberedLayer], uses: ExpertUses) -> ExpertMap:
     """One moment of `loaded`, whose layers with experts are `layers`; `uses` has been settled."""
     hottest = float(uses.heat.max(initial=0.0))
     heat = np.rint(uses.heat * (255 / hottest if hottest else 0)).astype(np.uint8)
@@ -202,14 +202,14 @@ def expert_map(loaded: LoadedModel, layers: list[ExpertLayer], uses: ExpertUses)
 
 
 def _places(
-    loaded: LoadedModel, layers: list[ExpertLayer], shape: tuple[int, ...]
+    loaded: LoadedModel, layers: list[NumberedLayer], shape: tuple[int, ...]
 ) -> tuple[NDArray[np.uint8], list[int]]:
     """(bits of each expert, bytes of each layer's records)."""
     places = np.zeros(shape, np.uint8)
     nbytes = [0] * len(layers)
     row_of = {layer.number: row for row, layer in enumerate(layers)}
     row_of_name = {layer.name: row for row, layer in enumerate(layers)}
-    bank, disk_backed, devices = loaded.bank, loaded.disk_backed, loaded.devices
+    bank, disk_backed = loaded.bank, loaded.disk_backed
     for name, held in bank.layers.items() if bank is not None else ():
         if (row := row_of_name.get(name)) is not None:
             places[row, : layers[row].experts] |= IN_RAM if held.device.type == "cpu" else IN_VRAM
@@ -225,7 +225,7 @@ def _places(
         for snapshot in disk_backed.ram.snapshots():
             _mark(places, snapshot.residents, stride, rows, IN_RAM)
             _mark(places, snapshot.arriving, stride, rows, ARRIVING)
-    for cache in devices.experts.all_caches if devices is not None else ():
+    for cache in loaded.caches:
         rows = [row_of.get(number, -1) for number in cache.layer_numbers]
         snapshot = cache.snapshot()
         _mark(places, snapshot.residents, cache.key_of(1, 0), rows, IN_VRAM)

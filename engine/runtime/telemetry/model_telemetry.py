@@ -162,9 +162,5 @@ class ModelTelemetry:
             return None
         return GPU if self._devices else CPU_ATTENTION
 
-    def _caches(self) -> list[VramCache]:
-        devices = self._loaded.devices
-        return devices.experts.all_caches if devices is not None else []
-
     def _counted(self) -> tuple[int, ...]:
-        return counted(self._caches(), self._loaded.disk_backed, self._link)
+        return counted(self._loaded.caches, self._loaded.disk_backed, self._link)
