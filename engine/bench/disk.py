@@ -7,6 +7,7 @@ import os
 import subprocess
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,8 +26,7 @@ from engine.common.disk_errors import disk_errors_explained, require_space
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import python_module
 from engine.experts.bank import ExpertBank
-from engine.experts.disk_tier import DiskTier
-from engine.experts.load_prepared import load_prepared
+from engine.experts.disk_tier import DiskTier, Read
 from engine.measure.disk_rates import forget_cached, read_rate, write_rate
 from engine.runtime.load.prepare_bank import BankSource, prepare_bank
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _MMAP = "experts in a plain mmap"
 _PASS_S = mmap_peer.PASS_S
+_LAYERS_AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,42 @@ def _prepare_and_load(
     name = "preparing, bytes read and written"
     report.rows.append(row(name, prepared, "GB/s", peer="the disk by itself", peer_values=moved))
     report.rows.append(row("loading what was prepared", loaded, "GB/s", peer="the disk by itself", peer_values=reads))
+
+
+def load_prepared(disk: DiskTier, bank: ExpertBank, on_progress: Callable[[int, int], None]) -> None:
+    """Allocates and fills every layer of an empty bank on the CPU.
+
+    Args:
+        on_progress: told (bytes of records read, in all) by the calling thread; what it raises ends the loading.
+
+    Raises:
+        EngineError: as `DiskTier.read`.
+    """
+    total, done = disk.header.records_nbytes, 0
+    under_way: deque[Read] = deque()
+    try:
+        for index, spec in enumerate(disk.header.layers):
+            records = bank.add_layer(spec.name, spec.num_experts, spec.layout).records
+            reads = disk.read_all(index, records)
+            under_way.extend(reads)
+            # The next layer is asked for before this one has come, or the disk would idle in between.
+            while len(under_way) > _LAYERS_AHEAD * len(reads):
+                done += _finish(disk, under_way[0])
+                under_way.popleft()
+                on_progress(done, total)
+        while under_way:
+            done += _finish(disk, under_way[0])
+            under_way.popleft()
+            on_progress(done, total)
+    except BaseException:
+        for read in under_way:  # they write into memory that is about to be freed
+            read.exception()
+        raise
+
+
+def _finish(disk: DiskTier, read: Read) -> int:
+    read.result()
+    return read.count * disk.header.layers[read.layer].layout.nbytes
 
 
 def _load_rate(path: Path, size: int) -> float:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
+from engine.bench.disk import load_prepared
 from engine.experts.bank import ExpertBank
 from engine.experts.disk_tier import DiskTier
-from engine.experts.load_prepared import load_prepared
 from engine.runtime.load.fill_bank import fill_bank
 from engine.runtime.load.library_models import quiet_library
 from engine.runtime.load.prepare_bank import BankSource, PreparedBank, prepare_bank

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.bench.disk import load_prepared
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts import disk_tier
 from engine.experts.bank import ExpertBank
 from engine.experts.bank_file import BankFile, DamagedRecordError
 from engine.experts.direct_file import DirectFile
 from engine.experts.disk_tier import DiskTier
-from engine.experts.load_prepared import load_prepared
 from engine.experts.record import allocate_records
 from tests.engine.made_up_bank import CPU, LARGE, SMALL, flip, header_of, write_bank
 

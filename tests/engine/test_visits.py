@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.experts.visits import visits_of
+from engine.experts.disk_backed import visits_of
 
 EXPERTS, HIDDEN = 9, 4
 SCALES = torch.arange(1.0, EXPERTS + 1)
