@@ -392,7 +392,7 @@ def _question(stage: Stage) -> None:
     stage.dialog = ask(
         stage.window,
         "complaints-about-late-deliveries.answers.csv already exists.",
-        "Replacing it discards the answers in it. To keep them, go back and choose another name.",
+        "Replacing it deletes the answers in it. To keep them, choose another name.",
         [("Replace it", "destroy", lambda: None)],
         "Back",
     )

@@ -174,7 +174,7 @@ def test_the_race_as_a_table(qapp: QApplication) -> None:
     table.show_contestants(made.CONTESTANTS)
     assert table.rowCount() == 3
     assert table.data(table.index(0, TIMED)) == ""
-    table.show_doing(made.CONTESTANTS[1].name, "is being timed", 11.5)
+    table.show_doing(made.CONTESTANTS[1].name, "being timed", 11.5)
     assert table.data(table.index(1, TIMED)) == "11.5…"
     table.show_timed(made.timed(made.CONTESTANTS[1], 9.7))
     assert table.data(table.index(1, TIMED)) == "9.7"

@@ -42,7 +42,7 @@ def test_a_file_becomes_a_result_that_is_opened(
         eventually(lambda: "rows share each load of a layer's weights" in window.transcript(), "the plan showed")
         eventually(lambda: "Predicted" in window.transcript(), "it said how sure it is")
         press_by_keys(window, "Answer three rows")
-        eventually(lambda: "Measured on the rows tried" in window.transcript(), "the rows told more", JOB_PATIENCE_S)
+        eventually(lambda: "Measured on the trial rows" in window.transcript(), "the rows told more", JOB_PATIENCE_S)
         assert "3 rows took" in window.transcript()
         assert not known_jobs(), "a sample keeps nothing"
 

@@ -60,7 +60,7 @@ def test_chat_stop_edit_kill_and_restart(screen: Screen, starter: Path, switchya
 
         # An edit: a branch beside the old question, not in its place.
         window.click("Edit and send again", last=True)
-        window.widget("Edit the message")
+        window.widget("Edit message")
         screen.press("ctrl+a")
         screen.type("What is the capital of Italy?")
         screen.press("Return")

@@ -43,14 +43,14 @@ def test_tuned_by_hand_and_used_from_then_on(screen: Screen, starter: Path, swit
     with real_window(screen, switchyard_home, starter) as window:
         wait_for(window, "CPU, ")  # the model is loaded
         window.click("Tune", role="check box")
-        wait_for(window, "Nothing was measured on this machine yet")
+        wait_for(window, "Not measured yet")
         wait_for(window, "predicted, between")  # a plan is there before anything is measured
 
         # Cancelled while it measures: nothing is kept, and it can be begun again.
         start_run(window)
         wait_for(window, "Measuring")
         window.click("Cancel")
-        wait_for(window, "Cancelled: no result was kept")
+        wait_for(window, "Cancelled: nothing was saved")
         assert load_measurements(probe(), "") is None
         assert tuned_files() == []
         wait_for(window, "CPU, ")
@@ -60,7 +60,7 @@ def test_tuned_by_hand_and_used_from_then_on(screen: Screen, starter: Path, swit
         wait_for(window, "Timing real tokens")
         was_busy = "Other programs" in window.transcript()  # then they are not kept without being asked
         screen.press("Escape")
-        wait_for(window, "Cancelled: no result was kept")
+        wait_for(window, "Cancelled: nothing was saved")
         assert was_busy or load_measurements(probe(), "") is not None
         assert tuned_files() == []
         wait_for(window, "CPU, ")

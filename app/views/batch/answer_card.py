@@ -1,4 +1,4 @@
-"""How rows are answered: length, temperature and the rest of the sampling, and what an answer must be."""
+"""How rows are answered: max tokens, temperature and other sampling, and the answer's constraint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AnswerCard(Card):
     """Signals: `changed`, after every edit.
 
     Args:
-        page: what the popover lies over.
+        page: the widget that the popover opens over.
     """
 
     changed = Signal()
@@ -57,7 +57,7 @@ class AnswerCard(Card):
         self.more = QPushButton(self.tr("More sampling…"), self)
         self.more.clicked.connect(lambda: self.popover.edit(self._sampling, self.more))
         line = Flow(
-            self._label(self.tr("At most"), self.max_tokens),
+            self._label(self.tr("Max"), self.max_tokens),
             self.max_tokens,
             self._label(self.tr("tokens"), None),
             self._label(self.tr("Temperature"), self.temperature),
@@ -77,10 +77,8 @@ class AnswerCard(Card):
         grid.setContentsMargins(0, 0, 0, 0)
         grid.setVerticalSpacing(8)
         self.kinds = QButtonGroup(self)
-        buttons: list[QWidget] = [self._label(self.tr("An answer must be"), None)]
-        for number, name in enumerate(
-            (self.tr("Text"), self.tr("One of choices"), self.tr("JSON that follows a schema"))
-        ):
+        buttons: list[QWidget] = [self._label(self.tr("Answer must be"), None)]
+        for number, name in enumerate((self.tr("Text"), self.tr("One of choices"), self.tr("JSON with a schema"))):
             button = QPushButton(name, self)
             button.setProperty("kind", "segment")
             button.setCheckable(True)
@@ -89,7 +87,7 @@ class AnswerCard(Card):
         line = Flow(*buttons, parent=self._must_be)
         self.kinds.button(TEXT).setChecked(True)
         self.kinds.idToggled.connect(lambda _number, on: self._show_kind() if on else None)
-        self.choices = self._box(self.tr("Choices"), self.tr("A choice in each line, such as\npositive\nnegative"))
+        self.choices = self._box(self.tr("Choices"), self.tr("One choice per line, such as\npositive\nnegative"))
         self.schema = self._box(
             self.tr("JSON schema"), '{"type": "object", "properties": {"topic": {"type": "string"}}}'
         )
@@ -99,14 +97,14 @@ class AnswerCard(Card):
             grid.addWidget(widget, row, 0)
         self._show_kind()
 
-    # --- what is chosen ---
+    # --- values ---
 
     @property
     def sampling(self) -> SamplingParams:
         return self._sampling
 
     def constraint(self) -> tuple[str, tuple[str, ...]]:
-        """Schema and choices; at most one of them says something."""
+        """Schema and choices; at most one of them is not empty."""
         kind = self.kinds.checkedId()
         if kind == SCHEMA:
             return self.schema.toPlainText().strip(), ()
@@ -116,14 +114,14 @@ class AnswerCard(Card):
         return "", ()
 
     def problem(self) -> str:
-        """Why the answers cannot be as asked, as a sentence; empty if they can."""
+        """Why these settings are invalid, as a sentence; empty if they are valid."""
         kind = self.kinds.checkedId()
         schema, choices = self.constraint()
         if kind == CHOICES and len(choices) < 2:
-            return self.tr("Write two choices or more, each in a line of its own.")
+            return self.tr("Enter at least two choices, one per line.")
         if kind == SCHEMA:
             if not schema:
-                return self.tr("Write the JSON schema that answers must follow.")
+                return self.tr("Enter the JSON schema that answers must follow.")
             try:
                 if not isinstance(parse_json(schema, deepest=DEEPEST), dict):
                     return self.tr("The schema is not a JSON object.")
@@ -132,9 +130,9 @@ class AnswerCard(Card):
         return ""
 
     def set_openai(self, openai: bool) -> None:
-        """OpenAI requests say themselves what an answer must be; what stands here fills in what they leave out."""
+        """OpenAI requests bring their own constraints; these settings fill in what a request leaves out."""
         self._must_be.setVisible(not openai)
-        self.set_heading(self.tr("Answers, where a request does not say") if openai else self.tr("Answers"))
+        self.set_heading(self.tr("Default answer settings") if openai else self.tr("Answers"))
 
     # --- inside ---
 

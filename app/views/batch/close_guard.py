@@ -1,4 +1,4 @@
-"""Closing the window while a job runs: said before it is done."""
+"""Warns before the window closes while a job runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from app.widgets.asking import ask
 
 
 class CloseGuard(QObject):
-    """Asks when a person closes the window; the system that shuts down is not kept waiting."""
+    """Asks when the user closes the window; does not hold up a system shutdown."""
 
     def __init__(self, jobs: BatchJobs, parent: QWidget) -> None:
         super().__init__(parent)
@@ -32,7 +32,7 @@ class CloseGuard(QObject):
             ask(
                 self._window or self._page,
                 self.tr("A batch job is running."),
-                self.tr("It stops with the window. No answered row is lost: the job is listed at the next start."),
+                self.tr("It stops with the window. No answered row is lost: you can resume it at the next start."),
                 [(self.tr("Stop it and close"), "do", self._leave)],
                 self.tr("Keep the window open"),
             )

@@ -1,4 +1,4 @@
-"""Choosing files and folders."""
+"""File and folder dialogs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.batch_files.opening import INPUT_SUFFIXES
 
 
 def ask_input_files(parent: QWidget, then: Callable[[list[Path]], None]) -> None:
-    """Ask for files of rows."""
+    """Ask for input files."""
     kinds = " ".join(f"*{suffix}" for suffix in INPUT_SUFFIXES)
     dialog = QFileDialog(
         parent,

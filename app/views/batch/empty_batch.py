@@ -1,4 +1,4 @@
-"""What the batch page shows while there is no job: what to do first, and what is accepted."""
+"""Shown on the batch page while there is no job: what to do first, and which files are accepted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTH_PX = 620
 
 
 class EmptyBatch(QScrollArea):
-    """Scrolls where the window is too small for all of it.
+    """Scrolls if the window is too small.
 
     Signals: `file_wanted`, `folder_wanted`: to choose one.
     """
@@ -34,7 +34,7 @@ class EmptyBatch(QScrollArea):
         title = QLabel(self.tr("Drop a file of prompts here"), self._area)
         title.setProperty("role", "title")
         words = QLabel(
-            self.tr("Every row is answered, many at a time, into a file of answers that keeps the columns."), self._area
+            self.tr("Every row is answered, many at a time. The result file keeps the input's columns."), self._area
         )
         kinds = QLabel(
             self.tr(
@@ -82,5 +82,5 @@ class EmptyBatch(QScrollArea):
         self.setWidget(content)
 
     def set_over(self, over: bool) -> None:
-        """Whether something that can be dropped is over the page."""
+        """Whether an accepted drag is over the page."""
         set_look(self._area, "over", "true" if over else "false")

@@ -1,4 +1,4 @@
-"""Rates and times of the day as people write them."""
+"""Rates and times of day, formatted for display."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ translate = QCoreApplication.translate
 
 
 def rate_figure(tokens_per_s: float) -> str:
-    """With a decimal only where that says something."""
+    """With a decimal only where it is significant."""
     return number(tokens_per_s, 1) if tokens_per_s < 10 else count(round(tokens_per_s))
 
 
 def clock_text(moment_s: float, now: datetime | None = None) -> str:
-    """A time of the day; with the day if that is not today.
+    """A time of day; with the date if it is not today.
 
     Args:
         moment_s: seconds since 1970.

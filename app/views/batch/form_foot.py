@@ -1,4 +1,4 @@
-"""The line below the form for a new job: what would happen, what is in the way, and Start."""
+"""The line below the form for a new job: the plan, or what is missing, and Start."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class FormFoot(QWidget):
         line.addWidget(self.start)
 
     def show_state(self, *, able: bool, checking: bool, why_not: str, words: str) -> None:
-        """Whether the job can be started.
+        """Shows whether the job can be started.
 
         Args:
             why_not: a sentence, if it cannot.
-            words: the plan, or what is in the way.
+            words: the plan, or what is missing.
         """
         self.start.setEnabled(able and not checking)
         self.start.setText(self.tr("Checking…") if checking else self.tr("Start"))

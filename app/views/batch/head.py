@@ -1,4 +1,4 @@
-"""The line at the top of the page: which job is shown, and what can be done with it."""
+"""The page's header: which job is shown, and its actions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEAST_NAMES_PX = 180
 
 
 class BatchHead(PageHeader):
-    """Signals: what was chosen in a menu; `moved` says by how many places in the queue.
+    """Signals: the menus' actions; `moved` carries the number of places in the queue.
 
     `pause`, `resume`, `retry` and `open` are buttons.
     """
@@ -44,10 +44,10 @@ class BatchHead(PageHeader):
         self.new.setProperty("kind", "primary")
         more = QMenu(self)
         self.show_folder = more.addAction(self.tr("Show in folder"), self.folder_shown.emit)
-        self.stop = more.addAction(self.tr("Stop and keep the answers so far"), self.stop_wanted.emit)
+        self.stop = more.addAction(self.tr("Stop and keep answers"), self.stop_wanted.emit)
         self.restart = more.addAction(self.tr("Start over…"), self.restart_wanted.emit)
-        self.earlier = more.addAction(self.tr("Earlier in the queue"), lambda: self.moved.emit(-1))
-        self.later = more.addAction(self.tr("Later in the queue"), lambda: self.moved.emit(1))
+        self.earlier = more.addAction(self.tr("Move up in queue"), lambda: self.moved.emit(-1))
+        self.later = more.addAction(self.tr("Move down in queue"), lambda: self.moved.emit(1))
         more.addSeparator()
         self.remove = more.addAction(self.tr("Remove from list"), self.remove_wanted.emit)
         self.menu.setMenu(more)
@@ -57,10 +57,10 @@ class BatchHead(PageHeader):
         self.new.setMenu(kinds)
 
     def show_job(self, job: JobEntry | None, *, on_form: bool, empty: bool, waiting: int = 0) -> None:
-        """Offers what can be done with this job.
+        """Offers this job's actions.
 
         Args:
-            on_form: while a new one is written; empty: while there is none.
+            on_form: whether the form for a new job is shown; empty: whether there are no jobs.
             waiting: jobs in the queue.
         """
         state = job.state if job is not None else None
@@ -84,7 +84,7 @@ class BatchHead(PageHeader):
         self.remove.setVisible(idle or state is JobState.QUEUED)
 
     def show_more(self, text: str) -> None:
-        """How many dropped files come after the one that is shown."""
+        """How many dropped files follow the one shown."""
         self._more.setText(text)
         self._more.setVisible(bool(text))
 

@@ -1,4 +1,4 @@
-"""The input of a new job: its columns and first rows, and how it is read where that is in doubt."""
+"""The input of a new job: its columns and first rows, and reading options where the format is ambiguous."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from engine.batch_files.opening import InputForm
 _ENCODINGS = ("utf-8", "cp1252", "latin-1", "utf-16", "cp1251", "cp1250", "shift_jis", "gb18030", "euc_kr", "big5")
 _SEPARATORS = (",", ";", "\t", "|")
 SHORT, LEAST, MOST = 22, 26, 100
-"""Characters: of a column that is shown whole, of any other at least, of all before the table scrolls."""
+"""Characters: the most for a column shown in full, the least for others, the most for all before scrolling."""
 
 
 class InputCard(Card):
-    """Signals: `form_changed`, an `InputForm`; `change_wanted`, for another file."""
+    """Signals: `form_changed`, an `InputForm`; `change_wanted`, to choose another file."""
 
     form_changed = Signal(object)
     change_wanted = Signal()
@@ -51,7 +51,7 @@ class InputCard(Card):
         for sign in _SEPARATORS:
             self.separator.addItem(self.tr("tab") if sign == "\t" else sign, sign)
         self.whole_files = QCheckBox(self.tr("A text file is one row"), self)
-        self.whole_files.setToolTip(self.tr("Otherwise each of its lines is a row"))
+        self.whole_files.setToolTip(self.tr("Otherwise each line is a row"))
         self.whole_files.clicked.connect(self._on_form)
         for label in (self._words, self._trouble):
             self.body.addWidget(label)
@@ -62,7 +62,7 @@ class InputCard(Card):
         self._preview: InputPreview | None = None
 
     def show_loading(self, name: str) -> None:
-        """Says that a file is being opened."""
+        """Shows that a file is being opened."""
         self._name.set_full_text(name)
         self.aside.setText("")
         tell(self._words, self.tr("Reading the file…"))
@@ -71,7 +71,7 @@ class InputCard(Card):
         self._doubts.hide()
 
     def show_failure(self, path: Path, sentence: str) -> None:
-        """Says why the file cannot be used as it is; another encoding or separator may fix it."""
+        """Shows why the file cannot be read as it is; another encoding or separator may fix it."""
         tell(self._words, "")
         tell(self._trouble, sentence)
         suffix = path.suffix.lower()
@@ -94,29 +94,29 @@ class InputCard(Card):
         self.whole_files.setVisible(preview.has_plain_text)
         self._doubts.setVisible(preview.is_text)
         openai = self.tr(
-            "An OpenAI batch file: each row brings its own messages and settings, and is answered in OpenAI's format."
+            "An OpenAI batch file: rows have their own messages and settings; answers are in OpenAI's format."
         )
         tell(self._words, openai if preview.openai else "")
         tell(self._trouble, self._trouble_text(preview))
         self._show_facts()
 
     def show_total(self, total: int | None) -> None:
-        """How many rows there are, once that is known."""
+        """How many rows there are, once known."""
         self._total = total
         self._show_facts()
 
     def form(self) -> InputForm:
-        """How the file is to be read."""
+        """How to read the file."""
         return InputForm(self.encoding.currentData(), self.whole_files.isChecked(), self.separator.currentData())
 
     def reset_form(self) -> None:
-        """Back to what is found out; emits nothing."""
+        """Back to detected values; emits nothing."""
         self.encoding.setCurrentIndex(0)
         self.separator.setCurrentIndex(0)
         self.whole_files.setChecked(False)
 
     def _share_width(self, preview: InputPreview) -> None:
-        """Short columns get what they need, the others the rest; where there are too many, the table scrolls."""
+        """Short columns get the width they need, the others share the rest; too many columns scroll."""
         longest = [
             max([len(name), *(len(row[place]) for row in preview.rows)]) for place, name in enumerate(preview.columns)
         ]
@@ -131,8 +131,8 @@ class InputCard(Card):
         if not preview.problem:
             return ""
         if "encoding" in preview.problem:
-            return self.tr("Some rows are not valid text in this encoding: choose another one below the table.")
-        return self.tr("Some of the first rows cannot be asked: one {0}.").format(preview.problem)
+            return self.tr("Some rows are not valid text in this encoding: choose another below the table.")
+        return self.tr("Some of the first rows cannot be answered: one {0}.").format(preview.problem)
 
     def _show_facts(self) -> None:
         preview = self._preview

@@ -92,7 +92,7 @@ class JobStrip(QListView):
         self.setWrapping(False)
         self.setHorizontalScrollMode(QAbstractItemView.ScrollMode.ScrollPerPixel)
         self.setVerticalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)  # keys and wheel go on; a bar is tall
+        self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)  # keys and wheel scroll; a bar is tall
         self.setMouseTracking(True)
         self.setModel(model)
         self._jobs = model
@@ -104,7 +104,7 @@ class JobStrip(QListView):
         self._fit()
 
     def choose(self, key: str) -> None:
-        """Marks a job as the one shown, or none; emits nothing."""
+        """Selects the job that is shown, or none; emits nothing."""
         row = self._jobs.row_of(key)
         self._choosing = True
         if row < 0:

@@ -1,4 +1,4 @@
-"""One job: how far it is, its finished rows, its settings."""
+"""One job: its progress, finished rows and settings."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ class JobView(QWidget):
 
     @property
     def key(self) -> str:
-        """The job that is shown; empty before the first."""
+        """The shown job; empty before the first."""
         return self._key
 
     def show_job(self, entry: JobEntry) -> None:
-        """Shows a job, or the same one further on."""
+        """Shows a job, or updates the one shown."""
         self.progress.show_job(entry)
         if entry.key != self._key:
             self._key = entry.key
-            self._scroll.verticalScrollBar().setValue(0)  # another job begins with how far it is
+            self._scroll.verticalScrollBar().setValue(0)  # a different job is shown from its top
             self._side.setCurrentWidget(self.settings)
             self.settings.show_job(entry)
             self.rows.show_job(entry)
@@ -80,16 +80,16 @@ class JobView(QWidget):
             self.rows.update_job(entry)
 
     def forget(self) -> None:
-        """The job that was shown is gone."""
+        """Clears the view: the shown job was removed."""
         self._key = ""
 
     def add_rows(self, key: str, rows: Sequence[BatchRow]) -> None:
-        """Rows of a job that have just ended."""
+        """Adds newly finished rows of a job."""
         if key == self._key:
             self.rows.add_latest(rows)
 
     def close_down(self) -> None:
-        """Waits for what is being read."""
+        """Waits for a running read."""
         self.rows.close_down()
         self.detail.close_down()
 
@@ -105,7 +105,7 @@ class JobView(QWidget):
     def _open_row(self, row: BatchRow) -> None:
         self.detail.show_row(row, self.rows.answers)
         self._side.setCurrentWidget(self.detail)
-        # Where the window is narrow it lies below the rows: laid out first, then brought into view.
+        # In a narrow window it is below the rows: lay out first, then scroll to it.
         QTimer.singleShot(0, self, lambda: self._scroll.ensureWidgetVisible(self.detail, 0, 0))
 
     def _move_to(self, row: BatchRow) -> None:

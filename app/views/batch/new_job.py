@@ -1,4 +1,4 @@
-"""The form for a new job: the file, what to ask, how to answer, where to, three rows tried, Start."""
+"""The form for a new job: input, prompt, answer settings, output, a trial of three rows, Start."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from engine.tuning.batch_forecast import Forecast, ForecastQuestion
 
 WIDTH_PX = 860
 _LAID_OUT_MS = 60
-"""Later than the layout of what has just been added."""
+"""After the layout of what was just added."""
 
 
 class NewJob(QWidget):
     """Signals:
-    start_wanted: a `BatchJob` that has been checked, and its rows in all (None while they are not counted).
-    replace_wanted: a `BatchJob` whose output is there already; `rows` as before.
-    cancelled: the form is not wanted any more.
-    file_wanted: another input is to be chosen.
+    start_wanted: a checked `BatchJob`, and its total rows (None until counted).
+    replace_wanted: a `BatchJob` whose output already exists; total rows as above.
+    cancelled: close the form.
+    file_wanted: choose another input.
     """
 
     start_wanted = Signal(object, object)
@@ -81,18 +81,18 @@ class NewJob(QWidget):
         self._connect(sample)
 
     def open(self, path: Path) -> None:
-        """Begins a job for a file or folder; what was written for another one stays where it fits."""
+        """Starts the form for a file or folder; text from an earlier one is kept where it fits."""
         self._path = path
         self._opening = True
-        self._scroll.verticalScrollBar().setValue(0)  # the last job's form was left at its end
+        self._scroll.verticalScrollBar().setValue(0)  # the form may still be scrolled down from the last job
         self.input.reset_form()
         self._open(InputForm())
 
     def job(self) -> BatchJob:
-        """What the form says.
+        """The job as entered.
 
         Raises:
-            EngineError: `INVALID_REQUEST`, for what cannot be.
+            EngineError: `INVALID_REQUEST`, if it is not valid.
         """
         form = self.input.form()
         openai = self._preview is not None and self._preview.openai
@@ -111,11 +111,11 @@ class NewJob(QWidget):
         )
 
     def refuse(self, sentence: str) -> None:
-        """Says why the job is not started."""
+        """Shows why the job is not started."""
         self._tell(sentence)
 
     def leave(self) -> None:
-        """The form is not wanted for now: what runs for it is ended, and not waited for."""
+        """The form is hidden: cancels what runs for it, without waiting."""
         self._left.set()
         self._looking.forget()
         self._checks.forget()
@@ -124,7 +124,7 @@ class NewJob(QWidget):
         self._sampler.stop()
 
     def close_down(self) -> None:
-        """Ends what runs in the background."""
+        """Stops background work."""
         self.leave()
         self._forecasts.close()
         for task in (self._looking, self._checks):
@@ -159,13 +159,13 @@ class NewJob(QWidget):
         self._show_state()
         if self._opening:
             self._opening = False
-            self._begin_writing(self.answers.max_tokens if preview.openai else self.template.edit)
+            self._focus_first_field(self.answers.max_tokens if preview.openai else self.template.edit)
         path, form, left = preview.path, preview.form, self._left
         self._looking.ask(lambda: count_rows(path, form, left.is_set), self._on_counted)
 
-    def _begin_writing(self, field: QWidget) -> None:
-        """The form is shown from its top; the keyboard goes to what is to be written, unless that is not in view."""
-        self._column.activate()  # what has just been shown has its place only then
+    def _focus_first_field(self, field: QWidget) -> None:
+        """Shows the form from its top; focuses the field to fill in, unless it is out of view."""
+        self._column.activate()  # widgets just shown have no geometry before that
         self._scroll.verticalScrollBar().setValue(0)
         bottom = field.mapTo(self._sheet, field.rect().bottomLeft()).y()
         nobody_went_on = self.window().focusWidget() is self.input.change
@@ -188,7 +188,7 @@ class NewJob(QWidget):
 
     def _try(self) -> None:
         try:
-            job = replace(self.job(), start="resume")  # nothing is written: what is there is in nobody's way
+            job = replace(self.job(), start="resume")  # nothing is written, so an existing output does not matter
         except EngineError as error:
             self.sample.fail(error.message)
             return
@@ -198,12 +198,12 @@ class NewJob(QWidget):
 
     def _on_row_tried(self, rows: Sequence[BatchRow]) -> None:
         self.sample.add(rows)
-        # Below the edge nobody would see it come: laid out first, then brought into view.
+        # It may be below the visible part: lay out first, then scroll to it.
         bar = self._scroll.verticalScrollBar()
         left = self._left
 
         def show() -> None:
-            if not left.is_set():  # another form has its own place
+            if not left.is_set():  # the form may show another job by now
                 bar.setValue(max(bar.value(), self.sample.y() - 18))
 
         QTimer.singleShot(_LAID_OUT_MS, self, show)
@@ -255,7 +255,7 @@ class NewJob(QWidget):
     def _on_changed(self) -> None:
         self._tell("")
         if self.sample.answers and not self._sampler.is_running:
-            self.sample.clear()  # what was tried is not what would run
+            self.sample.clear()  # the trial no longer matches the settings
             self._planned = None
         self._show_state()
 
@@ -266,12 +266,12 @@ class NewJob(QWidget):
         problem = next((text for text in (*wrong, self.output.problem()) if text), "") if ready else ""
         loaded = self._client.model is not None
         self.sample.set_able(
-            ready and not problem and loaded, problem or ("" if loaded else self.tr("No model is loaded yet."))
+            ready and not problem and loaded, problem or ("" if loaded else self.tr("No model is loaded."))
         )
-        told = self.template.trouble.text() or self.answers.trouble.text()  # where it can be fixed
-        words = problem if problem != told else ""
+        shown = self.template.trouble.text() or self.answers.trouble.text()  # already shown beside its field
+        words = problem if problem != shown else ""
         if ready and not problem:
-            words = self._plan_words() if loaded else self.tr("The job begins when a model is loaded.")
+            words = self._plan_words() if loaded else self.tr("The job starts when a model is loaded.")
         able = ready and not problem
         self.foot.show_state(able=able, checking=self._checking, why_not=problem, words=words)
         self._ask_forecast(wanted=able)
@@ -354,7 +354,7 @@ def _wordiest(preview: InputPreview) -> str:
 
 
 def _check(job: BatchJob) -> bool:
-    """Whether an earlier job has this output; what cannot be replaced, even if that is asked for, is refused.
+    """Whether an earlier job has this output; a file that may never be replaced is an error.
 
     Raises:
         EngineError: the job cannot be run as it is.

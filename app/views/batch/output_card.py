@@ -1,4 +1,4 @@
-"""Where the answers go: a name, a kind of file, a folder."""
+"""The result file: name, file type and folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class OutputCard(Card):
         self.name.setAccessibleName(self.tr("Name of the result file"))
         self.name.textEdited.connect(self._on_name)
         self.format = QComboBox(self)
-        self.format.setAccessibleName(self.tr("Kind of file"))
+        self.format.setAccessibleName(self.tr("File type"))
         for suffix in OUTPUT_SUFFIXES:
             self.format.addItem(suffix[1:], suffix)
         self.format.activated.connect(self._on_format)
@@ -51,7 +51,7 @@ class OutputCard(Card):
         self.body.addWidget(self._words)
 
     def suggest(self, preview: InputPreview) -> None:
-        """A free name beside the input."""
+        """Suggests a free name beside the input."""
         suffix = ".jsonl" if preview.openai else usual_suffix(preview.path)
         output = free_output(preview.path, suffix)
         self._folder = output.parent
@@ -61,7 +61,7 @@ class OutputCard(Card):
             self.tr("In OpenAI's output format; rows that fail go into an error file beside it.")
             if preview.openai
             else self.tr(
-                "Keeps the input's columns and adds the answer, how it ended, token counts and, of failed rows, why."
+                "Keeps the input's columns; adds the answer, how it ended, token counts and, for failed rows, why."
             )
         )
         self._show()
@@ -71,12 +71,12 @@ class OutputCard(Card):
         return self._folder / self.name.text().strip()
 
     def problem(self) -> str:
-        """Why there can be no such file, as a sentence; empty if there can."""
+        """Why this file name is invalid, as a sentence; empty if it is valid."""
         name = self.name.text().strip()
         if not name or name in (".", ".."):
             return self.tr("Name the result file.")
         if "/" in name or "\\" in name:
-            return self.tr("The name of the result file contains a slash: choose the folder beside it instead.")
+            return self.tr("The result file's name contains a slash: choose the folder beside it instead.")
         return ""
 
     def _show(self) -> None:

@@ -43,7 +43,7 @@ from engine.protocol import Failed
 
 
 class BatchPage(Page):
-    """Takes its services ready made; jobs go on whichever page is shown."""
+    """Gets its services from outside; jobs run whichever page is shown."""
 
     def __init__(
         self,
@@ -86,13 +86,13 @@ class BatchPage(Page):
         jobs.list_again()
 
     def add_strip(self, make: Callable[[QWidget], QWidget]) -> None:
-        """What shows the machine at work in little; it is made once a job runs."""
+        """A small view of the machine at work; created when a job first runs."""
         self.job_view.progress.add_strip(make)
 
     # --- files --------------------------------------------------------------------------------------
 
     def open_files(self, paths: list[Path]) -> None:
-        """Begins a job for a file or folder; for several, one after the other."""
+        """Opens the form for a file or folder; for several, one after the other."""
         good = [path for path in paths if can_be_read(path)]
         if not good:
             name = paths[0].name if paths else ""
@@ -123,7 +123,7 @@ class BatchPage(Page):
             self.open_files(paths)
 
     def close_down(self) -> None:
-        """Ends what runs in the background."""
+        """Stops background work."""
         self.form.close_down()
         self.job_view.close_down()
 
@@ -153,7 +153,7 @@ class BatchPage(Page):
         self.form.input.change.setFocus()
 
     def _go_home(self) -> None:
-        """The job that runs, or the newest; without any, what to do first."""
+        """Shows the running job or the newest; the empty page if there is none."""
         running = self._jobs.running
         entries = self._jobs.entries
         if running is not None or entries:
@@ -165,7 +165,7 @@ class BatchPage(Page):
 
     def _show_head(self) -> None:
         on_form = self.pages.currentWidget() is self.form
-        self.strip.setVisible(self.model.rowCount() > (0 if on_form else 1))  # one job's name stands above anyway
+        self.strip.setVisible(self.model.rowCount() > (0 if on_form else 1))  # the header already names a single job
         entry = self._jobs.entry(self._shown)
         more = len(self._more)
         waiting = sum(one.state is JobState.QUEUED for one in self._jobs.entries)
@@ -186,13 +186,13 @@ class BatchPage(Page):
             self._show_form(self._more.pop(0))
         else:
             self.show_job(key)
-            self.head.pause.setFocus()  # the button that had the keyboard is gone
+            self.head.pause.setFocus()  # the button that had the focus is gone
 
     def _ask_replace(self, job: BatchJob, total: int | None) -> None:
         ask(
             self,
             self.tr("{0} already exists.").format(Path(job.output).name),
-            self.tr("Replacing it discards the answers in it. To keep them, go back and choose another name."),
+            self.tr("Replacing it deletes the answers in it. To keep them, choose another name."),
             [(self.tr("Replace it"), "destroy", lambda: self._start(replace(job, start="restart"), total))],
             self.tr("Back"),
         )
@@ -247,12 +247,12 @@ class BatchPage(Page):
         ask(
             self,
             self.tr("Start this job over?"),
-            self.tr("The answers that it has are discarded, and its result file is replaced when it is done."),
+            self.tr("Its answers are deleted, and its result file is replaced when it is done."),
             [(self.tr("Start over"), "destroy", lambda: self._jobs.resume(key, "restart"))],
         )
 
     def _resume(self, key: str, start: BatchStart = "resume") -> None:
-        """Goes on with a job; if the model runs another way than when it began, asks which of the two it shall be."""
+        """Resumes a job; if the loaded model differs from the one it began with, asks which one to use."""
         entry, model = self._jobs.entry(key), self._client.model
         config = self._jobs.settings_to_go_on(key) if entry is not None else None
         if entry is None or model is None or config is None:
@@ -268,10 +268,10 @@ class BatchPage(Page):
         rows = self.tr("1 row was") if entry.done == 1 else self.tr("{0} rows were").format(count(entry.done))
         ask(
             self,
-            self.tr("This job began with {0}, and {1} is loaded now.").format(begun, now),
+            self.tr("This job began with {0}; now {1} is loaded.").format(begun, now),
             self.tr(
-                "{0} answered with the former. Load it to go on; chats then use it, too. "
-                "Starting over discards those answers."
+                "{0} answered with the first. Load it to resume; chats then use it too. "
+                "Starting over deletes those answers."
             ).format(rows),
             [
                 (self.tr("Load it and resume"), "do", lambda: before_loading(self._jobs, self, reload)),
@@ -288,7 +288,7 @@ class BatchPage(Page):
         if entry is None:
             return
         if not entry.result_file.exists():
-            words = self.tr("{0} is not there: it is written when the job is done, paused or stopped.")
+            words = self.tr("{0} does not exist yet: it is written when the job is done, paused or stopped.")
             self.trouble.tell(words.format(entry.result_file.name))
             return
         place = entry.result_file.parent if folder else entry.result_file
@@ -325,9 +325,9 @@ class BatchPage(Page):
         add_shortcut(self, QKeySequence.StandardKey.Open, self.tr("Choose a file of prompts"), self.choose_files)
 
     def choose_files(self) -> None:
-        """Asks for files of rows."""
+        """Asks for input files."""
         ask_input_files(self, self.open_files)
 
     def choose_folder(self) -> None:
-        """Asks for a folder of files of rows."""
+        """Asks for an input folder."""
         ask_folder(self, self.tr("Folder of prompts"), "", lambda path: self.open_files([path]))

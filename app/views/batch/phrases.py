@@ -29,18 +29,18 @@ def state_text(job: JobEntry) -> str:
         JobState.PAUSED: translate("Batch", "paused"),
         JobState.STOPPED: translate("Batch", "stopped"),
         JobState.FINISHED: translate("Batch", "done"),
-        JobState.FAILED: translate("Batch", "cannot go on"),
+        JobState.FAILED: translate("Batch", "failed"),
         JobState.ELSEWHERE: translate("Batch", "runs elsewhere"),
     }[job.state].format(job.turn)
 
 
 def job_text(job: JobEntry) -> str:
-    """A job in a sentence, for screen readers and tool tips."""
+    """A job in a sentence, for screen readers and tooltips."""
     return f"{job.input.name} → {job.output.name}, {state_text(job)}. {rows_text(job)}"
 
 
 def rows_text(job: JobEntry) -> str:
-    """How many rows have ended, and how."""
+    """How many rows are finished, and how they ended."""
     if job.total is None:
         text = translate("Batch", "1 row done") if job.done == 1 else translate("Batch", "{0} rows done")
     else:
@@ -52,7 +52,7 @@ def rows_text(job: JobEntry) -> str:
 
 
 def pace_text(job: JobEntry) -> tuple[str, str]:
-    """The rate, and when the job will be done; empty where there is nothing to tell by."""
+    """The rate, and when the job will be done; empty without an estimate."""
     if job.state is not JobState.RUNNING or job.gives_way:
         return "", ""
     rate = translate("Batch", "{0} tokens/s").format(rate_figure(job.tokens_per_s)) if job.tokens_per_s else ""
@@ -73,14 +73,14 @@ def status_text(job: JobEntry) -> str:
         if job.blocked:
             return job.blocked
         if job.gives_way:
-            return translate("Batch", "Paused while you chat; the job goes on right after the answer.")
+            return translate("Batch", "Paused while you chat; resumes after the answer.")
         if job.total is None and not job.done:
             return translate("Batch", "Reading the file…")
         return _running_text(job)
     if job.state is JobState.QUEUED:
-        return job.reason or translate("Batch", "It begins when the job before it is done and a model is loaded.")
+        return job.reason or translate("Batch", "Starts when the job before it is done and a model is loaded.")
     if job.state is JobState.STOPPING:
-        return translate("Batch", "Finishing the layer under way and writing the rows that are done…")
+        return translate("Batch", "Finishing the current layer and saving finished rows…")
     if job.state is JobState.ELSEWHERE:
         return translate("Batch", "Another program is working on this job, such as “switchyard batch”.")
     if job.state is JobState.FINISHED:
@@ -92,7 +92,7 @@ def status_text(job: JobEntry) -> str:
             failed = translate("Batch", "Column “problem” says why rows failed.")
         return " ".join(part for part in (end, failed, _ran_text(job), job.note) if part)
     if job.state is JobState.STOPPED:
-        stopped = translate("Batch", "Stopped: the rows that were answered are in {0}.").format(job.result_file.name)
+        stopped = translate("Batch", "Stopped: the answered rows are in {0}.").format(job.result_file.name)
         return " ".join(part for part in (stopped, job.note) if part)
     go_on = translate("Batch", "Resume continues where it stopped.")
     if job.state is not JobState.PAUSED:
@@ -116,7 +116,7 @@ def _running_text(job: JobEntry) -> str:
     rows = job.under_way or (job.plan.rows_together if job.plan is not None else 0)
     shared = f"{shared_text(rows)}." if rows else ""
     expected = planned_text(job.plan, job.tokens_per_s) if job.plan is not None else ""
-    chat = translate("Batch", "A chat is answered first at any time.")
+    chat = translate("Batch", "Chats are answered first.")
     return " ".join(part for part in (first, shared, expected, chat) if part)
 
 

@@ -1,4 +1,4 @@
-"""How far a job is: per cent, rows, rate, when it will be done, and what it is doing."""
+"""A job's progress: percentage, rows, rate, expected end, and current step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from app.widgets.quantities import percent
 
 
 class ProgressCard(QFrame):
-    """Words, a bar, and while the job runs what shows the machine at work."""
+    """Text, a bar, and while the job runs a view of the machine at work."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -31,7 +31,7 @@ class ProgressCard(QFrame):
         self._bar = QProgressBar(self)
         self._bar.setTextVisible(False)
         self._bar.setRange(0, 1000)
-        self._bar.setAccessibleName(self.tr("Progress of the job"))
+        self._bar.setAccessibleName(self.tr("Job progress"))
         self._status = QLabel(self)
         self._status.setProperty("role", "secondary")
         self._status.setWordWrap(True)
@@ -59,7 +59,7 @@ class ProgressCard(QFrame):
         self._strip: QWidget | None = None
 
     def add_strip(self, make: Callable[[QWidget], QWidget]) -> None:
-        """What stands below the words while a job runs; it is made for the first."""
+        """Shown below the text while a job runs; created for the first one."""
         self._make_strip = make
 
     def _show_strip(self, shown: bool) -> None:
@@ -70,7 +70,7 @@ class ProgressCard(QFrame):
             self._strip.setVisible(shown)
 
     def show_job(self, job: JobEntry) -> None:
-        """Shows how far this job is."""
+        """Shows this job's progress."""
         share = job.share
         self._percent.setText(percent(share) if share is not None else state_text(job).capitalize())
         self._rows.setText(rows_text(job))
@@ -87,5 +87,5 @@ class ProgressCard(QFrame):
         warns = bool(job.blocked) or job.state is JobState.FAILED
         set_look(self._status, "tone", "warning" if warns else "")
         self._status.setText(status)
-        self.setAccessibleName(self.tr("Progress of the job"))
+        self.setAccessibleName(self.tr("Job progress"))
         self.setAccessibleDescription(f"{self._percent.text()}. {self._rows.text()}. {rate} {end}. {status}")

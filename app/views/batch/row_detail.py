@@ -1,4 +1,4 @@
-"""One row with all its text."""
+"""One row with its full text."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RowDetail(Card):
             self.body.addWidget(box, share)
 
     def show_row(self, row: BatchRow, answers: JobAnswers | None) -> None:
-        """Shows what is known of a row at once, and all of it when it has been read."""
+        """Shows what is known of a row at once, and its full text once read."""
         self._show(row)
         if answers is not None:
             self._reading.ask(lambda: answers.whole(row.row), self._on_whole)
@@ -56,7 +56,7 @@ class RowDetail(Card):
         self.closed.emit()
 
     def close_down(self) -> None:
-        """Waits for what is being read."""
+        """Waits for a running read."""
         self._reading.close()
 
     def keyPressEvent(self, event: QKeyEvent) -> None:
@@ -76,9 +76,7 @@ class RowDetail(Card):
             facts = [self.tr("Failed: the row {0}.").format(row.problem)]
         self._facts.setText(SEPARATOR.join(facts))
         if row.prompt or not self.prompt.toPlainText():
-            self.prompt.setPlainText(
-                row.prompt or self.tr("The input cannot be read any more, or the row was not asked.")
-            )
+            self.prompt.setPlainText(row.prompt or self.tr("The input can no longer be read, or the row was not sent."))
         self.answer.setPlainText(row.answer)
 
     def _box(self, name: str) -> QPlainTextEdit:
@@ -86,7 +84,7 @@ class RowDetail(Card):
         box.setReadOnly(True)
         box.setAccessibleName(name)
         box.setTabChangesFocus(True)
-        # What it would like to be high would make the whole page scroll, also while nobody looks at a row.
+        # Its own size hint would make the page scroll even while no row is open.
         box.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Ignored)
         box.setMinimumHeight(BOX_PX)
         return box

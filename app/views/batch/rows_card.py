@@ -1,4 +1,4 @@
-"""Rows that have ended: the latest while the job runs, all of them, or those that failed."""
+"""Finished rows: the latest while the job runs, all of them, or those that failed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WIDTHS: dict[int, int] = {Column.ROW: 6, Column.END: 10, Column.TOKENS: 7}
 
 
 class RowsCard(Card):
-    """Signals: `opened`, the `BatchRow` to be shown whole; `moved`, one that the keys went to; `left`, on Esc."""
+    """Signals: `opened`, the `BatchRow` to show in full; `moved`, the row the keys moved to; `left`, on Esc."""
 
     opened = Signal(object)
     moved = Signal(object)
@@ -52,7 +52,7 @@ class RowsCard(Card):
         self.table.opened.connect(lambda index: self._pass_on(index, self.opened))
         self.table.moved.connect(lambda index: self._pass_on(index, self.moved))
         self.table.left.connect(self.left)
-        self.table.verticalScrollBar().valueChanged.connect(self._read_on)
+        self.table.verticalScrollBar().valueChanged.connect(self._read_more)
         self._nothing = QLabel(self)
         self._nothing.setProperty("role", "secondary")
         self._nothing.setAlignment(Qt.AlignmentFlag.AlignCenter)
@@ -81,12 +81,12 @@ class RowsCard(Card):
         self._select(LATEST if running else ALL)
 
     def update_job(self, entry: JobEntry) -> None:
-        """The same job, further on."""
+        """Updates the job that is shown."""
         before, self._entry = self._entry, entry
         if before is None:
             return
         running, ran = entry.state in UNDER_WAY, before.state in UNDER_WAY
-        if running != ran or entry.done < before.done:  # begun, ended, or rows were taken back
+        if running != ran or entry.done < before.done:  # started, ended, or rows were reset
             self.show_job(entry)
             return
         if entry.failed != before.failed and self.filters.checkedId() == FAILED:
@@ -94,7 +94,7 @@ class RowsCard(Card):
         self._show_words()
 
     def add_latest(self, rows: Sequence[BatchRow]) -> None:
-        """Rows that have just ended."""
+        """Adds newly finished rows."""
         if self.filters.checkedId() == LATEST:
             at_top = self.table.verticalScrollBar().value() == 0
             self.model.put_latest(rows)
@@ -105,13 +105,13 @@ class RowsCard(Card):
             self._complete = False
 
     def close_down(self) -> None:
-        """Waits for what is being read."""
+        """Waits for a running read."""
         self._again.stop()
         self._reading.close()
 
     @property
     def answers(self) -> JobAnswers | None:
-        """The job's answers, for whoever shows one whole."""
+        """The job's answers, to show one in full."""
         return self._answers
 
     # --- reading pages ------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class RowsCard(Card):
             self._reading.ask(page, self._on_page, lambda _error: self._on_page([]))
 
     def _read_latest(self) -> None:
-        """What ended before the page was looked at is in the journal; there its last rows stand for the latest."""
+        """Rows that finished before the page was opened come from the journal, whose last rows are the latest."""
         entry = self._entry
         if entry is not None and entry.done:
             self._read(max(-1, entry.done - 60))
@@ -151,7 +151,7 @@ class RowsCard(Card):
             self.model.append(rows)
         self._show_words()
 
-    def _read_on(self, value: int) -> None:
+    def _read_more(self, value: int) -> None:
         bar = self.table.verticalScrollBar()
         if not self._complete and not self._reading.is_busy and value >= bar.maximum() - NEAR_END_PX:
             self._read(self.model.last_row)
@@ -160,7 +160,7 @@ class RowsCard(Card):
         if self.filters.checkedId() != FAILED:
             return
         if self.table.verticalScrollBar().value() == 0:
-            self._select(FAILED)  # rows end in any order
+            self._select(FAILED)  # rows finish in any order
         else:
             self._read(self.model.last_row)
 

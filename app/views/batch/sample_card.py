@@ -1,4 +1,4 @@
-"""The first rows, three of them if there are as many, answered before the whole job is."""
+"""A trial: up to three of the first rows, answered before the whole job."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ class SampleCard(Card):
         self.clear()
 
     def clear(self) -> None:
-        """Nothing has been tried, or what was tried no longer holds."""
+        """Clears the trial: there is none, or its settings have changed."""
         self._drop_answers()
         self._set_running(False)
         tell(self._trouble, "")
-        tell(self._words, self.tr("See what comes back, and how fast, before all rows are answered."))
+        tell(self._words, self.tr("See the answers, and how fast they come, before you start the job."))
 
     def set_rows(self, rows: int) -> None:
-        """How many there are, or at least: no more are spoken of."""
+        """How many rows there are, or at least how many."""
         self._rows = min(rows, SAMPLE_ROWS)
         self._set_running(self._running)
 
     def begin(self) -> None:
-        """A sample is under way."""
+        """A trial has started."""
         self._drop_answers()
         self._set_running(True)
         tell(self._trouble, "")
         tell(self._words, self.tr("Answering…"))
 
     def add(self, rows: Sequence[BatchRow]) -> None:
-        """Rows that have been answered."""
+        """Adds answered rows."""
         for row in rows:
             place = sum(other.row < row.row for other in self._shown)
             block = _Answer(row, self)
@@ -67,18 +67,18 @@ class SampleCard(Card):
             self._answers.insertWidget(place, block)
 
     def end(self, sentence: str) -> None:
-        """The sample is done; what it says of the whole."""
+        """The trial is done; `sentence` says what it predicts for the job."""
         self._set_running(False)
         tell(self._words, sentence or (self.tr("Stopped.") if not self._shown else ""))
 
     def fail(self, sentence: str) -> None:
-        """There can be no sample, and why."""
+        """The trial failed; `sentence` says why."""
         self._set_running(False)
         tell(self._words, "")
         tell(self._trouble, sentence)
 
     def set_able(self, able: bool, why_not: str) -> None:
-        """Whether rows can be tried now."""
+        """Whether a trial can start now."""
         self.button.setEnabled(able or self._running)
         self.button.setToolTip(why_not)
 

@@ -1,4 +1,4 @@
-"""What a job asks and how: its template and settings."""
+"""A job's template and settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_CHARACTERS = 600
 
 
 class SettingsCard(Card):
-    """To be read, not changed: a job's answers all come of the same settings."""
+    """Read-only: all answers of a job come from the same settings."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
@@ -43,7 +43,7 @@ class SettingsCard(Card):
                 self.tr("Input"),
                 self.tr("Result"),
                 self.tr("Model"),
-                self.tr("At most"),
+                self.tr("Max tokens"),
                 self.tr("Temperature"),
                 self.tr("Answer must be"),
                 self.tr("System prompt"),
@@ -59,19 +59,19 @@ class SettingsCard(Card):
     def changeEvent(self, event: QEvent) -> None:
         super().changeEvent(event)
         if event.type() == QEvent.Type.StyleChange and self._entry is not None:
-            self.show_job(self._entry)  # its columns have a colour of their own
+            self.show_job(self._entry)  # the columns' colour is part of the HTML
 
     def show_job(self, entry: JobEntry) -> None:
         """Shows this job's settings."""
         self._entry = entry
         job = entry.job
-        text = job.template or self.tr("Whatever each row says")
+        text = job.template or self.tr("Each row's own messages")
         shown = html.escape(text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…")
         colour = colours().accent_text
         marked = _PLACE.sub(lambda match: f'<span style="color: {colour}">{match[0]}</span>', shown)
         self._template.setText(marked.replace("\n", "<br>"))
         if job.schema:
-            must_be = self.tr("JSON that follows a schema")
+            must_be = self.tr("JSON with a schema")
         elif job.choices:
             must_be = self.tr("one of {0}").format(", ".join(job.choices))
         else:
@@ -80,8 +80,8 @@ class SettingsCard(Card):
         values = (
             job.input,
             job.output,
-            _name(entry.model) or self.tr("the one that is loaded"),
-            self.tr("{0} tokens").format(count(job.sampling.max_tokens)),
+            _name(entry.model) or self.tr("the loaded one"),
+            count(job.sampling.max_tokens),
             self.tr("0 (the likeliest token)") if temperature == 0 else number(temperature, 2),
             must_be,
             job.system or self.tr("none"),

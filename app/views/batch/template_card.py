@@ -1,4 +1,4 @@
-"""What is asked of each row: the template with the columns in it, and the system prompt."""
+"""The prompt for each row: the template with its columns, and the system prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.common.errors import EngineError
 
 
 class ShortEdit(QPlainTextEdit):
-    """A few lines; more scroll."""
+    """A few lines; longer text scrolls."""
 
     def __init__(self, lines: int, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -32,19 +32,19 @@ class TemplateCard(Card):
     changed = Signal()
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__(self.tr("What to ask of each row"), parent)
+        super().__init__(self.tr("Prompt for each row"), parent)
         self._columns: tuple[str, ...] = ()
         self._chips = Flow(parent=self, gap=6)
         self.edit = TemplateEdit(self)
         self.edit.setAccessibleName(self.tr("Template"))
         self.edit.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
         self._hint = muted_label(
-            self, self.tr("A click on a column puts it where the cursor is; each row's own text goes there.")
+            self, self.tr("Click a column to insert it at the cursor; it stands for each row's own text.")
         )
         self.trouble = warning_label(self)
         self.system = ShortEdit(2, self)
         self.system.setAccessibleName(self.tr("System prompt"))
-        self.system.setPlaceholderText(self.tr("System prompt: what the model is told before each row (optional)"))
+        self.system.setPlaceholderText(self.tr("System prompt: instructions for every row (optional)"))
         self.system.setTabChangesFocus(True)
         self.system.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
         for widget in (self._hint, self._chips, self.edit, self.trouble, self.system):
@@ -53,10 +53,10 @@ class TemplateCard(Card):
         self.system.textChanged.connect(self.changed)
 
     def set_columns(self, columns: tuple[str, ...], suggestion: str, wordiest: str = "") -> None:
-        """The columns of another input; what was written stays if it fits.
+        """Sets the columns of another input; a template that still fits is kept.
 
         Args:
-            wordiest: the column with the longest texts, for an example of what may be written.
+            wordiest: the column with the longest texts, for the example.
         """
         self._columns = columns
         self._chips.clear()
@@ -67,7 +67,7 @@ class TemplateCard(Card):
             chip.setAccessibleName(self.tr("Insert column {0}").format(name))
             chip.clicked.connect(lambda _=False, name=name: self.edit.insert_column(name))
             self._chips.add(chip)
-            self.setTabOrder(before, chip)  # in the order in which they are seen, whenever they were made
+            self.setTabOrder(before, chip)  # in visual order, whenever they were created
             before = chip
             chip.show()
         self._chips.updateGeometry()
@@ -87,9 +87,9 @@ class TemplateCard(Card):
         return self.system.toPlainText().strip()
 
     def problem(self) -> str:
-        """Why the template cannot be used, as a sentence; empty if it can."""
+        """Why the template is invalid, as a sentence; empty if it is valid."""
         if not self.template.strip():
-            return self.tr("Write what to ask, with a column in it.")
+            return self.tr("Write a prompt that includes a column.")
         try:
             parse_template(self.template, self._columns)
         except EngineError as error:

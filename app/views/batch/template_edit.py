@@ -1,4 +1,4 @@
-"""The box in which a template is written, its columns in another colour."""
+"""The template editor, with columns in another colour."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Places(QSyntaxHighlighter):
 
 
 class TemplateEdit(QPlainTextEdit):
-    """`{{column}}` is coloured; a column that there is not is underlined as well."""
+    """`{{column}}` is coloured; an unknown column is also underlined."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -42,12 +42,12 @@ class TemplateEdit(QPlainTextEdit):
                 self._apply()
 
     def set_columns(self, columns: tuple[str, ...]) -> None:
-        """The columns that there are."""
+        """Sets the known columns."""
         self._places.columns = columns
         self._places.rehighlight()
 
     def insert_column(self, name: str) -> None:
-        """Puts a column in where the cursor is."""
+        """Inserts a column at the cursor."""
         self.insertPlainText(f"{{{{{name}}}}}")
         self.setFocus()
 

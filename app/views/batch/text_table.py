@@ -1,4 +1,4 @@
-"""A table of short texts: quiet lines, whole rows chosen, columns that share the width."""
+"""A table of short texts: thin lines, whole rows selected, columns that share the width."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ LINE_FACTOR = 1.9
 
 
 class TextTable(QTableView):
-    """Signals: `opened`, the index of a row that was entered by key or click; `moved`, of one that was gone to;
-    `left`, when Esc is pressed.
-    """
+    """Signals: `opened`, index activated by key or click; `moved`, of the new current row; `left`, on Esc."""
 
     opened = Signal(QModelIndex)
     moved = Signal(QModelIndex)
@@ -53,7 +51,7 @@ class TextTable(QTableView):
                 self.show_rows(self._rows_shown)
 
     def share_width(self, fixed: Mapping[int, int]) -> None:
-        """These columns are so many average characters wide; the others share what is left."""
+        """Sets these columns to a width in average characters; the others share the rest."""
         self._fixed = fixed
         header = self.horizontalHeader()
         width = self.fontMetrics().averageCharWidth()
@@ -65,11 +63,11 @@ class TextTable(QTableView):
                 header.setSectionResizeMode(column, QHeaderView.ResizeMode.Stretch)
 
     def _fit_lines(self) -> None:
-        """Lines as high as the font wants them."""
+        """Sets the row height from the font."""
         self.verticalHeader().setDefaultSectionSize(round(self.fontMetrics().lineSpacing() * LINE_FACTOR))
 
     def show_rows(self, rows: int) -> None:
-        """Becomes as high as the header and so many rows, with room for a scroll bar."""
+        """Sets the height for the header and this many rows, with room for a scroll bar."""
         self._rows_shown = rows
         height = self.horizontalHeader().sizeHint().height() + rows * self.verticalHeader().defaultSectionSize() + 14
         self.setFixedHeight(height)

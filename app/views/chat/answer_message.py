@@ -1,4 +1,4 @@
-"""An answer: its Markdown, a calm note where something went wrong, and the line of figures and actions under it."""
+"""An answer: its Markdown, a note if something went wrong, and the line of statistics and actions below."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from app.widgets.markdown_view import MarkdownView
 COPIED_MS = 1500
 ANSWER_PX = 680
 NARROW_PX = 440
-"""Less, and what to do about a failure stands below the sentence."""
+"""Below this width the action for a failure goes under the sentence."""
 
 Action = Literal["regenerate", "branch", "continue", "restart", "stop"]
 
@@ -50,7 +50,7 @@ class AnswerMessage(QWidget):
         use_tabular_figures(self._figures)
         self._copy = IconButton("copy", self.tr("Copy the answer"), self._copy_text, self)
         self._again = IconButton("refresh", self.tr("Answer again"), lambda: self.acted.emit("regenerate"), self)
-        self._branch = IconButton("branch", self.tr("Go on in a new chat"), lambda: self.acted.emit("branch"), self)
+        self._branch = IconButton("branch", self.tr("Continue in a new chat"), lambda: self.acted.emit("branch"), self)
         self._continue = QPushButton(self.tr("Continue"), self)
         self._continue.setProperty("kind", "quiet")
         self._continue.setProperty("compact", True)
@@ -81,11 +81,11 @@ class AnswerMessage(QWidget):
 
     @property
     def note(self) -> str:
-        """What went wrong, if something did."""
+        """What went wrong, if anything."""
         return self._note_text
 
     def set_row(self, row: MessageRow) -> None:
-        """Show this turn; text that only grew is added to what is drawn."""
+        """Show this turn; text that was only appended is appended to the view."""
         self._row = row
         message = row.message
         streaming = message.state is MessageState.STREAMING
@@ -109,18 +109,18 @@ class AnswerMessage(QWidget):
         self._refresh()
 
     def set_phase(self, phase: Phase | None) -> None:
-        """Say what the answer is waiting for or doing."""
+        """Show what the answer is waiting for or doing."""
         self._phase = phase
         self._refresh()
 
     def set_engine_down(self, down: bool) -> None:
-        """Offer to restart the engine rather than to answer again."""
+        """Offer to restart the engine instead of answering again."""
         if down != self._engine_is_down:
             self._engine_is_down = down
             self._refresh()
 
     def minimumSizeHint(self) -> QSize:
-        # However wide it is now, it lets the window become narrower; the text is then broken again.
+        # Whatever its present width, the window may become narrower; the text then wraps again.
         return QSize(0, super().minimumSizeHint().height())
 
     # --- inside ---
@@ -162,7 +162,7 @@ class AnswerMessage(QWidget):
         waits_for_engine = streaming and self._engine_is_down
         self._note_text = trouble_text(message)
         if waits_for_engine:
-            self._note_text = self.tr("The engine is not running; your message is answered once it is restarted.")
+            self._note_text = self.tr("The engine is not running. Restart it to get your answer.")
         self._note.setVisible(bool(self._note_text))
         self._note_label.setText(self._note_text)
         self._restart.setVisible(self._engine_is_down)

@@ -1,4 +1,4 @@
-"""A line in the chat while a batch job runs, or has stopped with the engine: chats come first, and no row is lost."""
+"""A line in the chat while a batch job runs, or was stopped by the engine's end: chats have priority."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from engine.protocol import Failed
 
 
 class BatchHint(QWidget):
-    """Follows the engine by itself; hidden while no job runs, unless one stays paused since the engine stopped.
+    """Follows the engine; visible only while a job runs, or stays paused because the engine stopped.
 
-    Signals: `opened`, when the job is to be shown.
+    Signals: `opened`, to show the job.
     """
 
     opened = Signal()
@@ -31,7 +31,7 @@ class BatchHint(QWidget):
         self._dot = Dot(self, "cpu")
         self._words = ElidedLabel(self)
         self._words.setProperty("role", "secondary")
-        self.button = QPushButton(self.tr("Show the job"), self)
+        self.button = QPushButton(self.tr("Show job"), self)
         self.button.setProperty("kind", "quiet")
         self.button.setProperty("compact", "true")
         self.button.clicked.connect(self._on_opened)
@@ -73,13 +73,13 @@ class BatchHint(QWidget):
         self.setVisible(self._is_running or self._is_left)
         if self._is_left:
             self._words.set_full_text(
-                self.tr("The batch job stopped with the engine and stays paused; no answered row is lost.")
+                self.tr("The engine stopped, so the batch job is paused; no answered row is lost.")
             )
         if not self._is_running:
             return
         share = "" if self._share is None else f" ({percent(self._share)})"
         if self._client.state is EngineState.BUSY:
-            words = self.tr("The batch job{0} is paused while you chat; it goes on right after the answer.")
+            words = self.tr("The batch job{0} is paused while you chat; it resumes after the answer.")
         else:
-            words = self.tr("A batch job is running{0}. Chats come first: it pauses while you are answered.")
+            words = self.tr("A batch job is running{0}. It pauses while you chat.")
         self._words.set_full_text(words.format(share))

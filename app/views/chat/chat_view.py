@@ -1,4 +1,4 @@
-"""The Chat page: the list of chats, the conversation, and the box one writes in."""
+"""The Chat page: the list of chats, the conversation, and the composer."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from app.widgets.toast import Toast
 from engine.common.model_info import ModelInfo
 
 PANEL_FROM_PX = 672
-"""From this width of the page, at the standard font size, the list of chats has room beside the chat."""
+"""Page width, at the standard font size, from which the list of chats fits beside the chat."""
 _IMPORT_AFTER_MS = 150
-"""Not while the window is being opened."""
+"""Not while the window is opening."""
 
 
 class ChatView(Page):
-    """Takes its services ready made; everything it knows is in the store or on its way there.
+    """Gets its services from outside; all its state is in the store or on its way there.
 
-    Signals: `restart_wanted`: the engine is to start again.
+    Signals: `restart_wanted`: restart the engine.
     """
 
     restart_wanted = Signal()
@@ -86,7 +86,7 @@ class ChatView(Page):
         self._add_shortcuts()
         self._set_widths()
         self.presenter.begin()
-        # The first answer would otherwise wait for the parser's modules, a stall that one sees.
+        # Import the parser's modules now, or the first answer would visibly stall.
         self._importing = LatestTask(self, after_ms=_IMPORT_AFTER_MS)
         self._importing.ask(import_parser)
 
@@ -183,9 +183,9 @@ class ChatView(Page):
             (QKeySequence(standard.New), self.tr("New chat"), self.new_chat),
             (QKeySequence(standard.Find), "", self.search),
             (QKeySequence("Ctrl+K"), self.tr("Search chats"), self.search),
-            (QKeySequence("F2"), self.tr("Rename the chat"), self.rename),
+            (QKeySequence("F2"), self.tr("Rename chat"), self.rename),
             (QKeySequence("Esc"), self.tr("Stop the answer"), self._escape),
-            (QKeySequence(standard.Undo), self.tr("Bring back the deleted chat"), self._undo),
+            (QKeySequence(standard.Undo), self.tr("Restore the deleted chat"), self._undo),
             (QKeySequence("Ctrl+PgUp"), self.tr("Previous chat"), lambda: self.presenter.step(-1)),
             (QKeySequence("Ctrl+PgDown"), self.tr("Next chat"), lambda: self.presenter.step(1)),
             (QKeySequence("Ctrl+L"), self.tr("Write a message"), self.composer.setFocus),
@@ -197,7 +197,7 @@ class ChatView(Page):
         )
 
     def add_strip(self, make: Callable[[QWidget], QWidget]) -> None:
-        """Something narrow above the box one writes in; it is made once the engine has something to do."""
+        """A narrow strip above the composer; created when the engine first has work."""
         self._make_strip = make
 
     def _show_strip(self) -> None:
@@ -210,28 +210,28 @@ class ChatView(Page):
 
     _make_strip: Callable[[QWidget], QWidget] | None = None
 
-    # --- what the page does ---
+    # --- actions of the page ---
 
     def search(self) -> None:
-        """Put the cursor into the search of chats."""
+        """Focus the search field."""
         self._show_chats(True)
         self.panel.focus_search()
 
     def new_chat(self) -> None:
-        """Begin a chat."""
+        """Start a chat."""
         self._show_chats(False)
         self.panel.search.clear()
         self.presenter.new_chat()
         self.composer.setFocus()
 
     def rename(self) -> None:
-        """Edit the title of the chat on the screen."""
+        """Edit the title of the current chat."""
         self.presenter.keep()
         self._show_chats(True)
         self.panel.rename(self.presenter.conversation.id)
 
     def close_down(self) -> None:
-        """Hand what is only in memory to the store; before the window goes."""
+        """Save everything that is only in memory; called before the window closes."""
         self.presenter.flush()
         self._importing.close()
 
@@ -250,7 +250,7 @@ class ChatView(Page):
             self._set_widths()
 
     def _show_chats(self, shown: bool) -> None:
-        """Where there is no room for both, the list of chats takes the place of the chat."""
+        """Where there is no room for both, the list of chats replaces the chat."""
         self._shows_chats = shown
         self._fit()
 
@@ -268,7 +268,7 @@ class ChatView(Page):
 
     def _resend(self, message_id: str, text: str) -> None:
         self.presenter.resend(message_id, text)
-        self.composer.setFocus()  # the box that was written in is gone
+        self.composer.setFocus()  # the box that had the focus is gone
 
     def _send(self, text: str) -> None:
         if self.presenter.send(text):
@@ -323,7 +323,7 @@ class ChatView(Page):
         if url.scheme() in ("http", "https", "mailto"):
             QDesktopServices.openUrl(url)
 
-    # --- what the page is told ---
+    # --- reacting to signals ---
 
     def _on_shown(self, conversation: Conversation) -> None:
         self._on_changed(conversation)
@@ -384,18 +384,18 @@ class ChatView(Page):
         state, model = self._client.state, self._client.model
         if state in (EngineState.LOADING, EngineState.STARTING):
             part = "" if self._client.loading is None else f" {percent(self._client.loading)}"
-            hint = self.tr("The model is loading{0}. You can write already; the answer follows.").format(part)
+            hint = self.tr("The model is loading{0}. You can write now; the answer follows.").format(part)
         elif model is None:
-            hint = self.tr("No model is loaded yet. You can write already; the answer follows once there is one.")
+            hint = self.tr("No model is loaded. You can write now; the answer follows once one is loaded.")
         else:
-            hint = self.tr("{0} answers on this machine; nothing you write leaves it.").format(model.name)
+            hint = self.tr("{0} runs on this machine; nothing you write leaves it.").format(model.name)
         self.empty.set_hint(hint)
         self.model_note.setVisible(model is not None and model.name.casefold() == STARTER)
 
     # --- the context meter ---
 
     def _count(self) -> None:
-        """Exact right after an answer; counted here as soon as something is written or shown that was not asked yet."""
+        """Exact right after an answer; estimated here while there is text that the engine has not counted."""
         model = self._client.model
         limit = model.context_tokens if model is not None else None
         path = [row.message for row in self.presenter.model.rows]

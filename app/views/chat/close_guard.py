@@ -1,4 +1,4 @@
-"""Closing the window while the disk refuses what was written: asked about, not done silently."""
+"""Asks before the window closes while text could not be saved."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from app.services.chat_store import ChatStore
 
 
 class CloseGuard(QObject):
-    """Watches a window; asks before it closes with text that the store could not write yet."""
+    """Watches a window; asks before it closes with unsaved text."""
 
     def __init__(self, store: ChatStore, parent: QWidget) -> None:
         super().__init__(parent)
@@ -31,15 +31,15 @@ class CloseGuard(QObject):
             if not self.ask():
                 event.ignore()
                 return True
-            self._trouble = ""  # asked once is enough
+            self._trouble = ""  # ask only once
         return False
 
     def ask(self) -> bool:
-        """Whether to close and lose what is not saved."""
+        """Whether to close and lose the unsaved text."""
         box = QMessageBox(self._window)
         box.setIcon(QMessageBox.Icon.Warning)
-        box.setText(self.tr("The latest messages are not saved yet."))
-        box.setInformativeText(self._trouble + " " + self.tr("If the window closes now, they are lost."))
+        box.setText(self.tr("The latest messages are not saved."))
+        box.setInformativeText(self._trouble + " " + self.tr("If you close the window now, they are lost."))
         stay = box.addButton(self.tr("Keep the window open"), QMessageBox.ButtonRole.RejectRole)
         leave = box.addButton(self.tr("Close and lose them"), QMessageBox.ButtonRole.DestructiveRole)
         box.setDefaultButton(stay)

@@ -1,4 +1,4 @@
-"""The box one writes in, with the chat's settings, the context meter, and Send or Stop."""
+"""The composer: the input box with the chat's settings, the context meter, and Send or Stop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPACING_PX = 10
 
 
 class Composer(QFrame):
-    """Signals: `sent` (the text), `stopped`, `edited` (the text after every key), and the settings after every edit."""
+    """Signals: `sent` (the text), `stopped`, `edited` (the text after every key), and each setting after an edit."""
 
     sent = Signal(str)
     stopped = Signal()
@@ -27,7 +27,7 @@ class Composer(QFrame):
     sampling_changed = Signal(object)
 
     def __init__(self, page: QWidget) -> None:
-        """`page` is what the cards open over."""
+        """`page` is the widget that popovers open over."""
         super().__init__(page)
         self.setObjectName("composer")
         self._conversation: Conversation | None = None
@@ -81,11 +81,11 @@ class Composer(QFrame):
         return self._system
 
     def show_conversation(self, conversation: Conversation, *, with_draft: bool) -> None:
-        """Show a chat's settings, and its draft if it has just come on the screen."""
+        """Show a chat's settings, and its draft if it has just been opened."""
         self._conversation = conversation
         named = self.tr("System prompt ✓") if conversation.system_prompt.strip() else self.tr("System prompt")
         self.system_button.setText(named)
-        unset = self.tr("What the model is told before the chat")
+        unset = self.tr("Instructions the model reads first")
         self.system_button.setToolTip(conversation.system_prompt[:400] or unset)
         self.sampling_button.setText(preset_text(preset_of(conversation.sampling)))
         self.sampling_button.setToolTip(self.tr("How the next token is chosen"))
@@ -94,7 +94,7 @@ class Composer(QFrame):
             self.set_text(conversation.draft)
 
     def set_text(self, text: str) -> None:
-        """Replace what stands in the box, without an `edited`."""
+        """Replace the text without emitting `edited`."""
         self.box.blockSignals(True)
         self.box.setPlainText(text)
         self.box.blockSignals(False)
@@ -102,13 +102,13 @@ class Composer(QFrame):
         self._show_button()
 
     def set_answering(self, answering: bool) -> None:
-        """Offer to stop rather than to send."""
+        """Show Stop instead of Send."""
         if answering != self._answering:
             self._answering = answering
             self._show_button()
 
     def set_context(self, used: int | None, limit: int | None, *, about: bool) -> None:
-        """Say how much of the context is used; None if that is not known."""
+        """Show how much of the context is used; None if unknown."""
         if limit is None or used is None:
             self._meter_words = ("",)
             self.meter.setToolTip("")
@@ -117,7 +117,7 @@ class Composer(QFrame):
             whole = words.format(count(used), count(limit))
             short = f"{count(used)} / {count(limit)}"
             self._meter_words = (whole, short, percent(min(1.0, used / max(1, limit))), "")
-            tip = self.tr("Counted here, with what you are writing; the engine's own count follows the answer.")
+            tip = self.tr("Estimate, including your draft; the engine counts with the next answer.")
             exact = self.tr("Counted by the engine after the last answer.")
             self.meter.setToolTip(f"{whole}\n{tip if about else exact}")
         self.meter.setAccessibleName(self._meter_words[0])
@@ -128,7 +128,7 @@ class Composer(QFrame):
         self._fit_meter()
 
     def _fit_meter(self) -> None:
-        """Shows the longest words for the context that there is room for beside the buttons."""
+        """Shows the longest form of the meter that fits beside the buttons."""
         margins = self._column.contentsMargins()
         buttons = (self.system_button, self.sampling_button, self.send_button)
         taken = sum(button.sizeHint().width() + SPACING_PX for button in buttons) + 2 * SPACING_PX
@@ -140,12 +140,12 @@ class Composer(QFrame):
             self.meter.setText(words)
 
     def edit_system_prompt(self) -> None:
-        """Open the card with the system prompt."""
+        """Open the system prompt popover."""
         if self._conversation is not None:
             self._system.edit(self._conversation.system_prompt, self.system_button)
 
     def edit_sampling(self) -> None:
-        """Open the card with the sampling."""
+        """Open the sampling popover."""
         if self._conversation is not None:
             self._sampling.edit(self._conversation.sampling, self.sampling_button)
 

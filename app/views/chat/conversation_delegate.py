@@ -1,4 +1,4 @@
-"""How a line of the chat list is painted: headings, titles, and what a search found with its matches in bold."""
+"""Paints the lines of the chat list: headings, titles, and search snippets with the matches in bold."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INSET = 9
 class ConversationDelegate(QStyledItemDelegate):
     """Paints an `Entry`; renaming happens in place.
 
-    Signals: `renamed`, id of a conversation and the title that was typed.
+    Signals: `renamed`, a conversation's id and its new title.
     """
 
     renamed = Signal(str, str)
@@ -84,7 +84,7 @@ class ConversationDelegate(QStyledItemDelegate):
         editor.setGeometry(rect.x(), rect.y() + 1, rect.width(), line)
 
     def setModelData(self, editor: QWidget, _model: QAbstractItemModel, index: Index) -> None:
-        # The model is told by the page, which also tells the store.
+        # The page updates the model, as it also updates the store.
         entry: Entry = index.data(ENTRY_ROLE)
         if isinstance(editor, QLineEdit) and entry.conversation is not None:
             self.renamed.emit(entry.conversation.id, editor.text())

@@ -1,4 +1,4 @@
-"""The list of chats at the left: search, open, rename, pin, delete, export and import."""
+"""The list of chats on the left: search, open, rename, pin, delete, export and import."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class ConversationPanel(QFrame):
         model.rowsInserted.connect(self._select_current)
 
     def fill(self, filling: bool) -> None:
-        """Takes all the room that there is, rather than a strip at the left."""
+        """Fills the page instead of being a sidebar."""
         self._fills = filling
         self._set_width()
 
@@ -109,12 +109,12 @@ class ConversationPanel(QFrame):
     _fills = False
 
     def set_current(self, conversation_id: str) -> None:
-        """Mark the chat on the screen."""
+        """Select the current chat."""
         self._current = conversation_id
         self._select_current()
 
     def focus_search(self) -> None:
-        """Put the cursor into the search field."""
+        """Focus the search field."""
         self.search.setFocus(Qt.FocusReason.ShortcutFocusReason)
         self.search.selectAll()
 
@@ -127,7 +127,7 @@ class ConversationPanel(QFrame):
             self.list.edit(index)
 
     def set_nothing_found(self, nothing: bool) -> None:
-        """Say that a search found nothing."""
+        """Show that a search found nothing."""
         self.nothing.setVisible(nothing)
 
     def eventFilter(self, watched: object, event: QEvent) -> bool:
@@ -202,7 +202,7 @@ class ConversationPanel(QFrame):
             menu.popup(self.list.viewport().mapToGlobal(at))
 
     def menu_for(self, conversation: Conversation) -> QMenu:
-        """What can be done with a chat."""
+        """A chat's context menu."""
         id_, menu = conversation.id, QMenu(self)
         menu.addAction(icon("edit"), self.tr("Rename\tF2"), lambda: self.rename(id_))
         pin = self.tr("Unpin") if conversation.pinned else self.tr("Pin to the top")
@@ -216,7 +216,7 @@ class ConversationPanel(QFrame):
         menu = QMenu(self)
         menu.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
         menu.addAction(icon("import"), self.tr("Import chats…"), self.import_wanted.emit)
-        export = menu.addAction(icon("export"), self.tr("Export this chat…"))
+        export = menu.addAction(icon("export"), self.tr("Export chat…"))
         export.triggered.connect(lambda: self.export_wanted.emit([self._current]))
         export.setEnabled(self._model.conversation(self._current) is not None)
         everything = menu.addAction(icon("export"), self.tr("Export all chats…"))

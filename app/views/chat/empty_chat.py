@@ -1,4 +1,4 @@
-"""What an empty chat shows: what to do first, and a few questions that a small model can answer."""
+"""Shown in an empty chat: what to do first, and a few questions that a small model can answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from PySide6.QtWidgets import (
 )
 
 PADDING = QSize(17, 13)
-"""Of the text in a card; the style sheet's, with its border."""
+"""Padding around a card's text, border included, as in the style sheet."""
 
 SIDE_PX = 24
 GAP_PX = 10
@@ -63,7 +63,7 @@ class ExampleCard(QPushButton):
 
 
 class EmptyChat(QScrollArea):
-    """Scrolls where the window is too small for all of it.
+    """Scrolls if the window is too small.
 
     Signals: `example_chosen`, the text of an example.
     """
@@ -114,7 +114,7 @@ class EmptyChat(QScrollArea):
         self._hint.setText(text)
 
     def set_column_width(self, width: int) -> None:
-        """Widest the examples may become."""
+        """Sets the examples' maximum width."""
         self._middle.setMaximumWidth(width)
         self._arrange()
 
@@ -127,7 +127,7 @@ class EmptyChat(QScrollArea):
         self._arrange()
 
     def _arrange(self) -> None:
-        """Two cards side by side where their text fits into a line each, or else one."""
+        """Two cards side by side if each text fits on one line, else one."""
         room = min(self.viewport().width() - 2 * SIDE_PX, self._middle.maximumWidth())
         widest = max(button.sizeHint().width() for button in self.examples)
         columns = 2 if room >= 2 * widest + GAP_PX else 1
@@ -137,7 +137,7 @@ class EmptyChat(QScrollArea):
                 self._grid.addWidget(button, number // columns, number % columns)
 
     def _texts(self) -> tuple[str, ...]:
-        # Tried with the starter model and the standard sampling, many times each: it answers these well every time.
+        # Tested many times with the starter model and the default sampling: it always answers these well.
         return (
             self.tr("What is the capital of France? Answer in one sentence."),
             self.tr("Write one sentence about the sea."),

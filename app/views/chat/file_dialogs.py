@@ -1,4 +1,4 @@
-"""Asking where to, and where from."""
+"""File dialogs for export and import."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from app.views.chat.phrases import translate
 
 
 def ask_export_path(parent: QWidget, conversation: Conversation | None, then: Callable[[Path], None]) -> None:
-    """Ask for a file to write; one chat can become Markdown, several only JSON."""
-    filters = [translate("Chat", "Everything, with all versions (*.json)")]
+    """Ask for a file to write; one chat can be Markdown, several only JSON."""
+    filters = [translate("Chat", "All versions and branches (*.json)")]
     if conversation is not None:
-        filters.insert(0, translate("Chat", "Markdown, as it is shown (*.md)"))
+        filters.insert(0, translate("Chat", "Markdown, as shown (*.md)"))
     dialog = QFileDialog(parent, translate("Chat", "Export"), QDir.homePath(), ";;".join(filters))
     dialog.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
     dialog.setAcceptMode(QFileDialog.AcceptMode.AcceptSave)

@@ -1,4 +1,4 @@
-"""A plain text box that grows with its text up to a limit, where Enter means "done"."""
+"""A plain text box that grows with its text up to a limit, where Enter submits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOST_LINES = 10
 
 
 class GrowingEdit(QPlainTextEdit):
-    """Signals: `entered` (Enter, without Shift), `focused` (True when it gets the focus)."""
+    """Signals: `entered` (Enter without Shift), `focused` (True when it gains the focus)."""
 
     entered = Signal()
     focused = Signal(bool)
@@ -27,7 +27,7 @@ class GrowingEdit(QPlainTextEdit):
         self._fit()
 
     def event(self, event: QEvent) -> bool:
-        # With nothing to undo here, Ctrl+Z belongs to the page: it brings a deleted chat back.
+        # With nothing to undo here, Ctrl+Z goes to the page, which restores a deleted chat.
         if (
             event.type() == QEvent.Type.ShortcutOverride
             and isinstance(event, QKeyEvent)
@@ -66,7 +66,7 @@ class GrowingEdit(QPlainTextEdit):
         return QSize(super().sizeHint().width(), self.height())
 
     def _fit(self) -> None:
-        # A plain text document measures its height in lines.
+        # QPlainTextDocumentLayout measures height in lines.
         lines = max(1, round(self.document().size().height()))
         most = lines > MOST_LINES
         policy = Qt.ScrollBarPolicy.ScrollBarAsNeeded if most else Qt.ScrollBarPolicy.ScrollBarAlwaysOff

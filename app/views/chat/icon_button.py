@@ -1,4 +1,4 @@
-"""A small button that is only an icon, with words for those who cannot see it."""
+"""A small button with only an icon, and a tooltip and accessible name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIDE_PX = 25
 
 
 class IconButton(QToolButton):
-    """Drawn in the muted colour; `shy` ones are drawn only while their row is pointed at or they have the focus."""
+    """Drawn in the muted colour; `shy` ones are drawn only while their row is hovered or they have the focus."""
 
     def __init__(self, name: str, words: str, do: Callable[[], None], parent: QWidget) -> None:
         super().__init__(parent)
@@ -31,7 +31,7 @@ class IconButton(QToolButton):
         self.setIcon(icon(name, "muted"))
 
     def set_icon(self, name: str, words: str) -> None:
-        """Become another button, such as a tick after copying."""
+        """Change icon and text, such as to a tick after copying."""
         self.setToolTip(words)
         self.setAccessibleName(words)
         self.setIcon(icon(name, "muted"))

@@ -1,4 +1,4 @@
-"""Figures and states of an answer in words."""
+"""Statistics and states of an answer in words."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def phase_text(phase: Phase) -> str:
     if phase.stage is Stage.LOADING:
         return translate("Chat", "waiting for the model to load") + part
     if phase.stage is Stage.QUEUED:
-        return translate("Chat", "waiting for another answer to end")
+        return translate("Chat", "waiting for another answer")
     if phase.stage is Stage.READING:
         return translate("Chat", "reading the prompt") + part
     if phase.tokens_per_s <= 0:
@@ -37,7 +37,7 @@ def rate(tokens_per_s: float) -> str:
 
 
 def stats_text(message: Message) -> str:
-    """The figures under an answer that has ended, and how it ended where that is not the usual way."""
+    """The statistics under a finished answer, and how it ended if not normally."""
     parts: list[str] = []
     stats = message.stats
     if stats is not None:
@@ -65,7 +65,7 @@ def trouble_text(message: Message) -> str:
     """What went wrong with an answer and what to do; empty if nothing did."""
     if message.role != "assistant" or message.reason_code in ("", CANCELLED):
         return ""
-    text = message.reason or translate("Chat", "The answer could not be finished.")
+    text = message.reason or translate("Chat", "The answer is incomplete.")
     if message.state is MessageState.PARTIAL:
         text += " " + translate("Chat", "The text so far is kept.")
     elif message.reason_code == ErrorCode.PROMPT_TOO_LONG.value:

@@ -1,4 +1,4 @@
-"""What can be done on the chat page, without its widgets: conversations, turns, and what is kept of them."""
+"""The chat page's logic without its widgets: conversations, turns, and what is saved of them."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ LAST_CHAT = "last_chat"
 
 
 class ChatPresenter(QObject):
-    """Keeps the store, the list and the conversation on the screen in step.
+    """Keeps the store, the list and the current conversation in sync.
 
-    What was opened stays in memory, so that nothing on the screen waits for, or depends on, the disk.
+    Opened chats stay in memory, so that nothing on screen waits for, or depends on, the disk.
 
     Signals:
-        shown: another `Conversation` is on the screen, its draft and settings with it.
-        changed: the `Conversation` on the screen has new fields.
-        deleted: a `Conversation` that `undo_delete` brings back.
-        draft_replaced: text that belongs into the box now.
+        shown: another `Conversation` is on screen, with its draft and settings.
+        changed: the current `Conversation` has new fields.
+        deleted: a `Conversation` that `undo_delete` can restore.
+        draft_replaced: new text for the composer.
     """
 
     shown = Signal(object)
@@ -80,7 +80,7 @@ class ChatPresenter(QObject):
 
     @property
     def conversation(self) -> Conversation:
-        """The one on the screen; not in the store before something is in it."""
+        """The current one; not in the store until it has content."""
         return self._conversation
 
     @property
@@ -88,12 +88,12 @@ class ChatPresenter(QObject):
         return self._is_stored
 
     def begin(self) -> None:
-        """Show an empty chat, then the list and the last chat as soon as they are read."""
+        """Show an empty chat, then the list and the last chat once they are read."""
         self._show(new_conversation(), MessageTree(), stored=False)
         self._store.list_conversations()
 
     def new_chat(self) -> None:
-        """An empty chat; the one on the screen if it is one."""
+        """Show an empty chat; the current one if it is empty."""
         if self._is_stored:
             self._leave()
             self._show(new_conversation(), MessageTree(), stored=False)
@@ -124,42 +124,42 @@ class ChatPresenter(QObject):
     # --- a conversation's own fields ---
 
     def keep(self) -> None:
-        """Put the chat on the screen into the list, though there is nothing in it yet."""
+        """Put the current chat into the list, even if it is still empty."""
         self._store_if_new()
 
     def rename(self, conversation_id: str, title: str) -> None:
-        """Give a conversation another title; an empty one changes nothing."""
+        """Rename a conversation; an empty title changes nothing."""
         title = " ".join(title.split())
         if title:
             self._change(conversation_id, title=title)
 
     def set_pinned(self, conversation_id: str, pinned: bool) -> None:
-        """Keep a conversation at the top of the list, or let it go."""
+        """Pin a conversation to the top of the list, or unpin it."""
         self._change(conversation_id, pinned=pinned)
 
     def set_system_prompt(self, text: str) -> None:
-        """What the model is told before the chat."""
+        """The instructions that the model reads first."""
         self._store_if_new()
         self._change(self._conversation.id, system_prompt=text)
 
     def set_sampling(self, sampling: SamplingParams) -> None:
-        """How tokens are chosen in this chat."""
+        """How tokens are sampled in this chat."""
         self._store_if_new()
         self._change(self._conversation.id, sampling=None if sampling == DEFAULT_PRESET.value else sampling)
 
     def set_draft(self, text: str) -> None:
-        """What stands in the box; saved a moment later."""
+        """The composer's text; saved after a short delay."""
         self._draft = text
         self._draft_timer.start()
 
     def flush(self) -> None:
-        """Hand everything that is only in memory to the store."""
+        """Save everything that is only in memory."""
         if self._draft_timer.isActive():
             self._draft_timer.stop()
             self._save_draft()
 
     def delete(self, conversation_id: str) -> None:
-        """Take a conversation off the list; `undo_delete` brings it back."""
+        """Remove a conversation from the list; `undo_delete` restores it."""
         known = self._conversation if conversation_id == self._conversation.id else None
         conversation = self.list_model.conversation(conversation_id) or known
         if conversation is None or (known is not None and not self._is_stored):
@@ -178,7 +178,7 @@ class ChatPresenter(QObject):
         self.deleted.emit(conversation)
 
     def undo_delete(self) -> bool:
-        """Bring the last deleted conversation back and show it; False if there is none."""
+        """Restore the last deleted conversation and show it; False if there is none."""
         if not self._deleted:
             return False
         conversation = self._deleted.pop()
@@ -191,13 +191,13 @@ class ChatPresenter(QObject):
 
     @property
     def answering_id(self) -> str | None:
-        """The answer on the screen that is waiting or being written."""
+        """The answer in the current chat that is waiting or being written."""
         rows = self.model.rows
         last = rows[-1].message if rows else None
         return last.id if last is not None and last.state is MessageState.STREAMING else None
 
     def send(self, text: str) -> bool:
-        """Ask; False if there is nothing to ask or an answer is still being written."""
+        """Send a message; False if it is empty or an answer is still being written."""
         if not text.strip() or self.answering_id is not None:
             return False
         self._draft_timer.stop()
@@ -213,7 +213,7 @@ class ChatPresenter(QObject):
         return True
 
     def resend(self, message_id: str, text: str) -> None:
-        """Ask an edited question as another version of it; what followed the first one is kept."""
+        """Send an edited message as another version; what followed the first one is kept."""
         if text.strip() and self.answering_id is None:
             self._ask(text, self.model.tree[message_id].parent_id)
 
@@ -223,12 +223,12 @@ class ChatPresenter(QObject):
             self._answer(self.model.tree[message_id].parent_id)
 
     def go_on(self, message_id: str) -> None:
-        """Ask the model to continue an answer that was cut off."""
+        """Ask the model to continue an incomplete answer."""
         if self.answering_id is None and message_id in self.model.tree:
             self._ask(translate("Chat", "Please continue."), message_id)
 
     def branch(self, message_id: str) -> None:
-        """Go on in a new chat that holds everything up to this message."""
+        """Continue in a new chat that holds everything up to this message."""
         source = self._conversation
         lineage = self.model.tree.lineage(message_id)
         now = self._now()
@@ -250,7 +250,7 @@ class ChatPresenter(QObject):
             self._choose(sibling)
 
     def stop(self) -> bool:
-        """End the answer on the screen; False if none is being written."""
+        """Stop the current chat's answer; False if none is being written."""
         answering = self.answering_id
         if answering is not None:
             self.queue.stop(answering)
@@ -282,7 +282,7 @@ class ChatPresenter(QObject):
         self._choose_wanted()
 
     def _show_near(self, row: int | None) -> None:
-        """After a deletion: what is now at its place in the list."""
+        """After a deletion: open what is now at its place in the list."""
         rest = [entry.conversation for entry in self.list_model.entries[row or 0 :] if entry.conversation is not None]
         near = rest[0] if rest else self.list_model.first()
         self._show(new_conversation(), MessageTree(), stored=False)
@@ -345,7 +345,7 @@ class ChatPresenter(QObject):
         self._store.choose(message_id)
 
     def _choose_wanted(self) -> None:
-        """Put the message that a search found on the visible path, with all that leads to it."""
+        """Put the message that a search found on the visible path, with all its ancestors."""
         wanted, self._wanted_message = self._wanted_message, ""
         if wanted and wanted in self.model.tree and self.model.row_of(wanted) is None:
             for message in self.model.tree.lineage(wanted):
@@ -364,7 +364,7 @@ class ChatPresenter(QObject):
             tree.update(answer)
 
     def _on_listed(self, conversations: tuple[Conversation, ...]) -> None:
-        # What was made before the list was read is newer than what was read.
+        # Chats made before the list was read are newer than the list.
         own = [self._conversation] if self._is_stored else []
         read = [conversation for conversation in conversations if conversation.id not in {c.id for c in own}]
         self.list_model.set_conversations([*read, *own])

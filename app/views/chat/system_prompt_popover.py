@@ -15,9 +15,7 @@ class SystemPromptPopover(Popover):
 
     def __init__(self, parent: QWidget) -> None:
         super().__init__(self.tr("System prompt"), parent)
-        hint = QLabel(
-            self.tr("What the model is told before the chat, such as who it is and how it should answer."), self
-        )
+        hint = QLabel(self.tr("Instructions the model reads first, such as who it is and how to answer."), self)
         hint.setProperty("role", "secondary")
         hint.setWordWrap(True)
         self.text = QPlainTextEdit(self)

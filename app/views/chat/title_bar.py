@@ -1,4 +1,4 @@
-"""The line above the chat: its title, what model answers and where it runs."""
+"""The line above the chat: its title, the model and the device."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from app.widgets.quantities import percent
 HEIGHT = 56
 SPACING_PX = 12
 LEAST_TITLE_CHARACTERS = 14
-"""Less of a title says nothing: something else makes room for it."""
+"""A shorter title is useless: something else makes room for it."""
 
 
 class TitleBar(QFrame):
-    """Follows the engine by itself; the title is told.
+    """Follows the engine; the title is set by the page.
 
-    Signals: `new_chat`, `rename` (the title was double-clicked), `chats_wanted` (the list of chats, or not any more).
+    Signals: `new_chat`, `rename` (the title was double-clicked), `chats_wanted` (whether to show the list of chats).
     """
 
     new_chat = Signal()
@@ -77,7 +77,7 @@ class TitleBar(QFrame):
         self._fit()
 
     def offer_chats(self, offered: bool, *, shown: bool) -> None:
-        """A button for the list of chats, where there is no room for it beside the chat."""
+        """Show a button for the list of chats when it does not fit beside the chat."""
         self.chats_button.setVisible(offered)
         self.chats_button.setChecked(shown)
         self._fit()
@@ -96,7 +96,7 @@ class TitleBar(QFrame):
             self._fit()
 
     def _fit(self) -> None:
-        """Where it is narrow, the device goes first (the model's tooltip says it), then the key, then the model."""
+        """When space runs out, hide the device (the model's tooltip has it), then the shortcut, then the model."""
         margins = self._row.contentsMargins()
         words = self._title.full_text[:LEAST_TITLE_CHARACTERS]
         room = self.width() - margins.left() - margins.right() - self._title.fontMetrics().horizontalAdvance(words)

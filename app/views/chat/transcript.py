@@ -1,4 +1,4 @@
-"""The turns of the conversation, from top to bottom, in a view that stays at the end only if the reader is there."""
+"""The turns of the conversation in a view that follows the end only if the reader is there."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.user_message import UserMessage
 
 COLUMN_PX = 744
-"""Widest the transcript and the box below it become, at the standard font size."""
+"""Maximum width of the transcript and the composer, at the standard font size."""
 
 TURN_GAP = 20
 NEAR_END_PX = 24
 SLICE_S = 0.012
-"""Widgets of a long conversation are made for this long at a time, the last turns first."""
+"""Time slice for creating widgets of a long conversation, last turns first."""
 
 Turn = UserMessage | AnswerMessage
 
@@ -77,11 +77,11 @@ class Transcript(QScrollArea):
         model.dataChanged.connect(self._on_changed)
         self._set_margins()
 
-    # --- what the page asks ---
+    # --- for the page ---
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The widgets made so far, top to bottom."""
+        """The widgets created so far, top to bottom."""
         return tuple(self._turns)
 
     def turn(self, message_id: str) -> Turn | None:
@@ -89,7 +89,7 @@ class Transcript(QScrollArea):
         return next((turn for turn in reversed(self._turns) if turn.message_id == message_id), None)
 
     def set_phase(self, message_id: str, phase: Phase | None) -> None:
-        """Say what an answer is waiting for or doing."""
+        """Show what an answer is waiting for or doing."""
         turn = self.turn(message_id)
         if isinstance(turn, AnswerMessage):
             turn.set_phase(phase)
@@ -102,14 +102,14 @@ class Transcript(QScrollArea):
                 turn.set_engine_down(down)
 
     def jump_to_end(self) -> None:
-        """Go to the latest text, and stay with it."""
+        """Scroll to the latest text, and follow it."""
         self._at_end = True
         bar = self.verticalScrollBar()
         bar.setValue(bar.maximum())
         self._show_jump()
 
     def show_message(self, message_id: str) -> None:
-        """Scroll to a message, such as one that a search found."""
+        """Scroll to a message, such as a search result."""
         self.build_all()
         turn = self.turn(message_id)
         if turn is not None:
@@ -117,7 +117,7 @@ class Transcript(QScrollArea):
             QTimer.singleShot(0, turn, lambda: self.ensureWidgetVisible(turn, 0, 80))
 
     def build_all(self) -> None:
-        """Make every widget now."""
+        """Create all widgets now."""
         while self._unbuilt:
             self._insert(0, self._unbuilt.pop())
         self._build.stop()
@@ -142,7 +142,7 @@ class Transcript(QScrollArea):
         self.build_all()
         for number in range(first, last + 1):
             self._insert(number, self._model.rows[number])
-        self._column.activate()  # so that its first picture is not one of widgets without their sizes
+        self._column.activate()  # so that the first paint does not show widgets of size zero
 
     def _on_removed(self, _parent: QModelIndex, first: int, last: int) -> None:
         self.build_all()
@@ -151,7 +151,7 @@ class Transcript(QScrollArea):
         del self._turns[first : last + 1]
 
     def _on_changed(self, first: QModelIndex, last: QModelIndex) -> None:
-        unbuilt = len(self._unbuilt)  # of the first turns
+        unbuilt = len(self._unbuilt)  # how many of the first turns
         for number in range(first.row(), last.row() + 1):
             row = self._model.rows[number]
             if number < unbuilt:
@@ -213,7 +213,7 @@ class Transcript(QScrollArea):
             self._set_margins()
 
     def _set_margins(self) -> None:
-        # Centred in the whole width, scroll bar or not, so that it stays in line with the box below.
+        # Centred in the full width, scroll bar included, so that it lines up with the composer.
         width = min(scaled(COLUMN_PX), self.width() - 48)
         side = max((self.width() - width) // 2, 24)
         self._column.setContentsMargins(side, 26, max(side - (self.width() - self.viewport().width()), 8), 20)

@@ -1,4 +1,4 @@
-"""What the user wrote: a bubble at the right, which turns into a box to edit it."""
+"""A user's message: a bubble on the right, which turns into an editor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BUBBLE_PX = 540
 PADDING = QSize(16, 9)
 LINE_HEIGHT = 140
 BESIDE_PX = 150
-"""Room kept beside a bubble for its actions."""
+"""Space kept beside a bubble for its actions."""
 EDIT_BESIDE_PX = 12
 
 
@@ -68,7 +68,7 @@ class UserMessage(QWidget):
     def set_row(self, row: MessageRow) -> None:
         """Show this turn."""
         self._row = row
-        # Rich text only for the line height: every character of the message is escaped.
+        # Rich text only for the line height: the whole message is escaped.
         escaped = html.escape(row.message.content)
         self._text.setText(f'<div style="white-space: pre-wrap; line-height: {LINE_HEIGHT}%">{escaped}</div>')
         self._text.setAccessibleName(self.tr("You: {0}").format(row.message.content))
@@ -76,12 +76,12 @@ class UserMessage(QWidget):
         self._fit()
 
     def start_editing(self) -> None:
-        """Turn the bubble into a box with the text in it."""
+        """Turn the bubble into an editor with its text."""
         if self._editor is not None:
             return
         self._text.hide()
         editor = self._editor = GrowingEdit(self._bubble)
-        editor.setAccessibleName(self.tr("Edit the message"))
+        editor.setAccessibleName(self.tr("Edit message"))
         editor.setPlainText(self._row.message.content)
         editor.selectAll()
         editor.entered.connect(self._resend)
@@ -94,7 +94,7 @@ class UserMessage(QWidget):
         cancel = QPushButton(self.tr("Cancel"), self._actions)
         cancel.setProperty("kind", "quiet")
         cancel.clicked.connect(self.stop_editing)
-        send = QPushButton(self.tr("Send as a new version"), self._actions)
+        send = QPushButton(self.tr("Send as new version"), self._actions)
         send.clicked.connect(self._resend)
         line.addWidget(cancel)
         line.addWidget(send)
@@ -105,7 +105,7 @@ class UserMessage(QWidget):
         editor.setFocus()
 
     def stop_editing(self) -> None:
-        """Show the text again as it was."""
+        """Show the unchanged text again."""
         if self._editor is not None:
             self._editor.deleteLater()
             self._editor = None
@@ -130,7 +130,7 @@ class UserMessage(QWidget):
         return False
 
     def minimumSizeHint(self) -> QSize:
-        # The bubble has a fixed width; but the window may become narrower, and the bubble then follows.
+        # The bubble has a fixed width, but the window may become narrower; the bubble then follows.
         return QSize(0, super().minimumSizeHint().height())
 
     def resizeEvent(self, event: QResizeEvent) -> None:
@@ -166,7 +166,7 @@ class UserMessage(QWidget):
             return
         most = min(widest, max(self.width() - BESIDE_PX, 120))
         metrics = QFontMetrics(self._text.font())
-        # Qt puts all of the line's extra height below its text: half of it belongs above.
+        # Qt puts a line's extra height below its text: move half of it above.
         lift = round(metrics.height() * (LINE_HEIGHT - 100) / 200)
         self._inside.setContentsMargins(
             PADDING.width(), PADDING.height() + lift, PADDING.width(), PADDING.height() - lift
@@ -177,5 +177,5 @@ class UserMessage(QWidget):
         )
         width = min(longest + 3, room)
         self._bubble.setFixedWidth(width + 2 * PADDING.width())
-        self._text.setMinimumHeight(0)  # a label's height for a width is never below its minimum
+        self._text.setMinimumHeight(0)  # or the minimum would bound heightForWidth from below
         self._text.setFixedHeight(max(self._text.heightForWidth(width), metrics.lineSpacing()))

@@ -1,4 +1,4 @@
-"""Leafing through the versions of a turn: ‹ 2 of 3 ›."""
+"""Switches between the versions of a turn: ‹ 2 of 3 ›."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from app.views.chat.icon_button import IconButton
 
 
 class VersionSwitch(QWidget):
-    """Hidden while there is one version.
+    """Hidden while there is only one version.
 
     Signals: `step`, -1 or 1.
     """
@@ -34,7 +34,7 @@ class VersionSwitch(QWidget):
         return self._label.text()
 
     def show_version(self, version: int, versions: int) -> None:
-        """Say which of how many."""
+        """Show which version of how many."""
         self._label.setText(self.tr("{0} of {1}").format(version, versions))
         self._back.setEnabled(version > 1)
         self._on.setEnabled(version < versions)

@@ -1,4 +1,4 @@
-"""Cards of a page in three thirds of its width, or one below the other where that would be cramped."""
+"""Cards of a page in a grid of three columns, or in one column where that would be cramped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ THIRDS = 3
 
 
 def arrange(grid: QGridLayout, cards: Iterable[QWidget], shown: Sequence[tuple[QWidget, int]], *, wide: bool) -> None:
-    """Shows some of the cards in this order, each as many thirds wide as is said, and hides the others."""
+    """Shows some of the cards in this order, each spanning its number of columns, and hides the others."""
     for card in cards:
         grid.removeWidget(card)
         card.setVisible(any(card is one for one, _thirds in shown))

@@ -1,4 +1,4 @@
-"""The cards of the Tune page, and which of them a step shows."""
+"""The cards of the Tune page, and which of them each step shows."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from engine.tuning.machine_look import MachineLook
 
 
 class TuneCards(QWidget):
-    """One above all that says what is tuned, the others below it in the order that suits the step."""
+    """The run card on top, the others below in the order that suits the step."""
 
     def __init__(self, model: str, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.run = RunCard(model, self)
         self.machine = Card(self.tr("Your machine"), self)
-        self.machine.aside.setText(self.tr("Links grow wider with bandwidth; hollow ones are assumed."))
+        self.machine.aside.setText(self.tr("Wider links have more bandwidth; hollow ones are assumed."))
         self.picture = MachinePicture(self)
-        self.machine_note = muted_label(self, self.tr("Looking at the machine…"))
+        self.machine_note = muted_label(self, self.tr("Looking up the hardware…"))
         self.machine.body.addWidget(self.picture)
         self.machine.body.addWidget(self.machine_note)
         self.machine.body.addStretch(1)
         self.numbers = NumbersCard(self)
         self.plan = PlanCard(self)
-        self.work = Card(self.tr("Where work belongs"), self)
+        self.work = Card(self.tr("Where to compute"), self)
         self.roofline = RooflinePlot(self)
         self.work.body.addWidget(self.roofline, 1)
         self.what_if = WhatIfCard(self)
@@ -51,17 +51,17 @@ class TuneCards(QWidget):
         column.addStretch(1)
 
     def show_machine(self, look: MachineLook, found: Found) -> None:
-        """The picture of the machine, with what a run has found so far; below it what is wrong with a driver."""
+        """The machine's picture, with what a run has measured so far; below it any driver problem."""
         self.picture.show_machine(*machine_boxes(look, found))
         note = driver_trouble(look)
         self.machine_note.setText(note)
         self.machine_note.setVisible(bool(note))
 
     def show_step(self, step: int, *, what_if: bool, wide: bool) -> None:
-        """Shows the cards of a step, in two columns or, where those would be cramped, in one.
+        """Shows a step's cards, in two columns, or in one where those would be cramped.
 
         Args:
-            what_if: whether the card that tries out other hardware is asked for; it belongs to plans.
+            what_if: whether to show the what-if card; it belongs to the plan step.
         """
         machine: list[tuple[QWidget, int]] = [(self.machine, 2), (self.numbers, 1)]
         plan: list[tuple[QWidget, int]] = [(self.plan, 2), (self.work, 1)]

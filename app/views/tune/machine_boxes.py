@@ -1,4 +1,4 @@
-"""A look at the machine as boxes and links, every number with where it comes from."""
+"""The machine as boxes and links, every number with its source."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.tuning.messages import Measured, TuningNumber
 
 translate = QCoreApplication.translate
 Found = Mapping[Measured, TuningNumber]
-"""The best number of each kind that a run under way has found."""
+"""The best number of each kind that the current run has measured."""
 
 PART_OF: dict[Measured, Part] = {
     "ram": "ram",
@@ -48,26 +48,26 @@ def machine_boxes(look: MachineLook, found: Found) -> tuple[tuple[Box, ...], tup
 
 
 def driver_trouble(look: MachineLook) -> str:
-    """Why a driver does not tell of a card that may well be there, and what to do; empty if nothing is wrong."""
+    """Why a driver does not report a card that may well exist, and what to do; empty if nothing is wrong."""
     note = look.probe.gpu_note
     return "" if note in _NO_DRIVER else note
 
 
 def origin_words(origin: Origin | None) -> str:
-    """Where a number comes from."""
+    """A number's source."""
     return {
         Origin.MEASURED: translate("Tune", "measured on this machine"),
         Origin.DRIVER: translate("Tune", "reported by the driver or the system"),
-        Origin.ASSUMED: translate("Tune", "assumed, from data sheets of its kind"),
+        Origin.ASSUMED: translate("Tune", "assumed, from data sheets"),
     }.get(origin or Origin.ASSUMED, "")
 
 
 _NO_DRIVER = ("", "No NVIDIA driver was found.", "The NVIDIA driver lists no graphics card.")
-"""Nothing to fix: most such machines have no card."""
+"""Not worth a warning: most such machines have no card."""
 
 
 class _Numbers:
-    """Numbers of a look: what a run has just found comes first, what is assumed is marked."""
+    """A machine's numbers: those just measured come first, assumed ones are marked."""
 
     def __init__(self, look: MachineLook, found: Found) -> None:
         self._origins, self._found = look.profile.origins, found
@@ -93,17 +93,17 @@ class _Numbers:
 def _gpu(look: MachineLook, found: Found) -> Box:
     gpu, numbers = look.profile.gpu, _Numbers(look, found)
     cards = [card for card in look.probe.gpus if not card.is_integrated]
-    told = origin_words(Origin.DRIVER)
+    source = origin_words(Origin.DRIVER)
     if gpu is None:
         integrated = next((card for card in look.probe.gpus if card.is_integrated), None)
         note = look.probe.gpu_note
         lines = [BoxLine(translate("Tune", "The CPU computes everything."))]
         if note and not driver_trouble(look):
-            lines.append(BoxLine(note, told))
+            lines.append(BoxLine(note, source))
         if integrated is not None:
-            lines.append(BoxLine(translate("Tune", "{0} is part of the processor").format(integrated.name), told))
+            lines.append(BoxLine(translate("Tune", "{0} is part of the processor").format(integrated.name), source))
         return Box("gpu", translate("Tune", "No graphics card"), tuple(lines), is_there=False)
-    lines = [BoxLine(gpu.name, told), BoxLine(_card_memory(look), told)]
+    lines = [BoxLine(gpu.name, source), BoxLine(_card_memory(look), source)]
     speed = numbers.line("gpu.bytes_per_s", gpu.bytes_per_s, "gpu_memory")
     power = numbers.line("gpu.flops", gpu.flops, "gpu_flops", flops=True)
     lines.append(BoxLine(f"{speed.text} · {power.text}", _joined(speed, power)))
@@ -111,9 +111,9 @@ def _gpu(look: MachineLook, found: Found) -> Box:
         lines.append(BoxLine(translate("Tune", "not used by the engine"), translate("Tune", "reported by the engine")))
     elif len(cards) > 1:
         others = ", ".join(card.name for card in cards[1:])
-        lines.append(BoxLine(translate("Tune", "and {0} more: {1}").format(len(cards) - 1, others), told))
+        lines.append(BoxLine(translate("Tune", "and {0} more: {1}").format(len(cards) - 1, others), source))
     else:
-        lines += _slot(cards[0] if cards else None, told)
+        lines += _slot(cards[0] if cards else None, source)
     return Box("gpu", translate("Tune", "GPU"), tuple(lines), count=max(1, len(cards)))
 
 
@@ -127,18 +127,18 @@ def _card_memory(look: MachineLook) -> str:
     return translate("Tune", "{0}, {1} free").format(total, memory(gpu.free_bytes))
 
 
-def _slot(card: GpuInfo | None, told: str) -> list[BoxLine]:
+def _slot(card: GpuInfo | None, source: str) -> list[BoxLine]:
     if card is None or not card.driver:
         return []
-    return [BoxLine(translate("Tune", "driver {0}").format(card.driver), told)]
+    return [BoxLine(translate("Tune", "driver {0}").format(card.driver), source)]
 
 
 def _cpu(look: MachineLook, found: Found) -> Box:
     probe, cpu, numbers = look.probe, look.profile.cpu, _Numbers(look, found)
-    told = origin_words(Origin.DRIVER)
+    source = origin_words(Origin.DRIVER)
     cores = translate("Tune", "1 core") if cpu.cores == 1 else translate("Tune", "{0} cores").format(cpu.cores)
     vector = next((name for flag, name in _SETS if flag in probe.instructions), "")
-    lines = [BoxLine(_plain_name(cpu.name), told), BoxLine(f"{cores} · {vector}" if vector else cores, told)]
+    lines = [BoxLine(_plain_name(cpu.name), source), BoxLine(f"{cores} · {vector}" if vector else cores, source)]
     lines.append(numbers.line("cpu.flops", cpu.flops, "cpu_flops", flops=True))
     if cpu.weights_bytes_per_s:
         best = max(cpu.weights_bytes_per_s, key=lambda threads: cpu.weights_bytes_per_s[threads])
@@ -153,17 +153,18 @@ def _cpu(look: MachineLook, found: Found) -> Box:
 
 def _ram(look: MachineLook) -> Box:
     probe, measured = look.probe, look.measurements
-    told = origin_words(Origin.DRIVER)
+    source = origin_words(Origin.DRIVER)
     lines = [
         BoxLine(
-            translate("Tune", "{0}, {1} free").format(memory(probe.ram_bytes), memory(probe.ram_available_bytes)), told
+            translate("Tune", "{0}, {1} free").format(memory(probe.ram_bytes), memory(probe.ram_available_bytes)),
+            source,
         )
     ]
     limit = probe.where.memory_limit_bytes if probe.where is not None else None
     if limit is not None and limit <= probe.ram_bytes:
-        lines.append(BoxLine(translate("Tune", "as much as the container may use"), told))
+        lines.append(BoxLine(translate("Tune", "the container's limit"), source))
     if probe.where is not None and probe.where.wsl:
-        lines.append(BoxLine(translate("Tune", "what Windows leaves to WSL"), told))
+        lines.append(BoxLine(translate("Tune", "the limit set for WSL"), source))
     pinned = measured.pinned_limit_bytes if measured is not None else None
     if look.profile.gpu is not None and pinned:
         lines.append(BoxLine(translate("Tune", "pinnable: {0}").format(memory(pinned)), origin_words(Origin.MEASURED)))
@@ -171,15 +172,15 @@ def _ram(look: MachineLook) -> Box:
 
 
 def _disk(look: MachineLook) -> Box:
-    disk, told = look.probe.models_disk, origin_words(Origin.DRIVER)
+    disk, source = look.probe.models_disk, origin_words(Origin.DRIVER)
     if disk is None:
-        silent = BoxLine(translate("Tune", "It does not answer."), told)
+        silent = BoxLine(translate("Tune", "It does not respond."), source)
         return Box("disk", translate("Tune", "Disk"), (silent,), is_there=False)
     known = [disk.model] if disk.model else [name for name in (disk.device, disk.file_system) if name]
     kind = ", ".join((_disk_kind(disk.kind), *known))
-    lines: tuple[BoxLine, ...] = (BoxLine(kind[:1].upper() + kind[1:], told),)
+    lines: tuple[BoxLine, ...] = (BoxLine(kind[:1].upper() + kind[1:], source),)
     if disk.free_bytes is not None:
-        lines += (BoxLine(translate("Tune", "{0} free").format(memory(disk.free_bytes)), told),)
+        lines += (BoxLine(translate("Tune", "{0} free").format(memory(disk.free_bytes)), source),)
     return Box("disk", translate("Tune", "Disk"), lines)
 
 

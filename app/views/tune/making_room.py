@@ -1,4 +1,4 @@
-"""Tuning wants the engine to itself: what it would interrupt is said before, and a batch job goes on afterwards."""
+"""Tuning needs the engine to itself: asks before it interrupts anything, and resumes a batch job afterwards."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class MakingRoom(QObject):
         self._precision = ""
 
     def before_run(self, run: Callable[[], object]) -> None:
-        """Does `run` at once if the engine has nothing to do, else when the user agrees to what that means."""
+        """Does `run` at once if the engine is idle, else after the user agrees."""
         if self._jobs.running is not None:
             self._ask(
                 self.tr("A batch job is running."),
                 self.tr(
-                    "Tuning needs the engine to itself: the job is paused, and goes on by itself when tuning has "
-                    "ended. No answered row is lost."
+                    "Tuning needs the engine to itself, so the job is paused and resumes when tuning ends. "
+                    "No answered row is lost."
                 ),
                 [(self.tr("Pause it and tune"), lambda: self._begin(run))],
             )
         elif self._client.answering:
             self._ask(
                 self.tr("An answer is being written."),
-                self.tr("Tuning needs the engine to itself. An answer that is stopped keeps the text it has."),
+                self.tr("Tuning needs the engine to itself. A stopped answer keeps its text so far."),
                 [
                     (self.tr("Tune after the answer"), lambda: self._begin(run)),
                     (self.tr("Stop the answer"), lambda: self._stop_answers(run)),
@@ -46,11 +46,11 @@ class MakingRoom(QObject):
             self._begin(run)
 
     def before_loading(self, load: Callable[[], object]) -> None:
-        """Does `load`, which loads the model with other settings, at once if no batch job runs, else if it may stop."""
+        """Does `load`, which reloads the model, at once if no batch job runs, else after the user agrees."""
         before_loading(self._jobs, self._page, load)
 
     def run_ended(self) -> str:
-        """Lets jobs go on that were held; a sentence about those that cannot, or an empty text."""
+        """Resumes paused jobs; returns a sentence about those that cannot be resumed, or an empty text."""
         held, self._holds = self._holds, False
         if not held:
             return ""
@@ -58,14 +58,14 @@ class MakingRoom(QObject):
         now = self._client.model.precision if self._client.model is not None else self._precision
         waiting = [entry for entry in jobs.entries if entry.state is JobState.QUEUED and entry.done]
         stays = waiting if now != self._precision else []
-        for entry in stays:  # answers of two precisions are not mixed: the engine would refuse
+        for entry in stays:  # the engine would refuse to mix answers of two precisions
             jobs.pause(entry.key)
         jobs.go_on()
         if not stays:
             return ""
         return self.tr(
             "The batch job for {0} stays paused: it began in {1}, and the model now runs in {2}. “Keep as before” lets "
-            "it be resumed."
+            "you resume it."
         ).format(stays[0].output.name, self._precision, now)
 
     # --- inside -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The numbers that were measured, one below the other as they are found."""
+"""The measured numbers, listed as they come in."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ORDER: tuple[Measured, ...] = (
 
 
 class NumbersCard(Card):
-    """Shows what is kept of an earlier run, or what a run under way has found."""
+    """Shows an earlier run's saved numbers, or those of the current run."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
@@ -41,13 +41,13 @@ class NumbersCard(Card):
         self.body.addStretch(1)
 
     def show_kept(self, look: MachineLook) -> None:
-        """What is known of this machine."""
+        """The numbers known of this machine."""
         measured = look.measurements
         if measured is None:
             self.words.setText(
                 self.tr(
-                    "Nothing has been measured on this machine yet. Numbers with “about” are assumed, from data sheets "
-                    "of hardware of its kind; ten seconds make them real."
+                    "Not measured yet. Numbers with “about” are assumed, from data sheets of similar hardware; "
+                    "measuring takes ten seconds."
                 )
             )
             self._show({})
@@ -59,20 +59,20 @@ class NumbersCard(Card):
         names: dict[str, list[str]] = {}
         for name, why in measured.skipped.items():
             names.setdefault(why, []).append(name)
-        skipped = [self.tr("Left out: {0} ({1}).").format(", ".join(left), why) for why, left in names.items()]
+        skipped = [self.tr("Skipped: {0} ({1}).").format(", ".join(left), why) for why, left in names.items()]
         unsteady = [
-            self.tr("{0} kept changing by {1}%, no matter how often it was repeated.").format(name, round(100 * by))
+            self.tr("{0} varied by {1}% in every repeat.").format(name, round(100 * by))
             for name, by in measured.unsteady.items()
         ]
         busy = (busy_note(measured.others),) if is_busy(measured.others) else ()
         self._show_notes((*busy, *measured.notes, *unsteady, *skipped))
 
     def show_found(self, found: Found) -> None:
-        """What a run has found so far."""
+        """The numbers measured so far."""
         self.words.setText(
-            self.tr("Each number is taken several times; the best of each kind so far:")
+            self.tr("Each is measured several times; the best of each kind so far:")
             if found
-            else self.tr("Numbers appear here as they are found.")
+            else self.tr("Numbers appear here as they are measured.")
         )
         self._show(
             {measured_name(what): (number_words(found[what]), found[what].detail) for what in _ORDER if what in found}

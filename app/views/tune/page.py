@@ -1,4 +1,4 @@
-"""The Tune page: the machine, its measurements, a plan, timed tokens: four steps that can be gone through freely."""
+"""The Tune page in four steps that can be visited freely: machine, measurements, plan, timed tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LOOK_AGAIN_MS = 10_000
 
 
 class TunePage(Page):
-    """Follows a run from step to step until the user goes to one.
+    """Follows a run from step to step until the user picks one.
 
     Args:
         jobs: the window's batch jobs, which a run has to pause.
@@ -57,7 +57,7 @@ class TunePage(Page):
         self._follows = False
         self._step = MACHINE
         self._planned_with: MachineLook | None = None
-        self._told_changes: tuple[str, ...] = ()
+        self._shown_changes: tuple[str, ...] = ()
         self._again = QTimer(self, interval=LOOK_AGAIN_MS)
         self._again.timeout.connect(self._look_again)
         self._lay_out()
@@ -66,7 +66,7 @@ class TunePage(Page):
 
     @property
     def step(self) -> int:
-        """The step that is shown."""
+        """The current step."""
         return self._step
 
     def show_step(self, step: int) -> None:
@@ -77,17 +77,17 @@ class TunePage(Page):
         self.scrolling.verticalScrollBar().setValue(0)
 
     def on_outrun(self) -> None:
-        """A kept result was outrun: if it is shown, that it was."""
+        """A saved result was exceeded in use: updates it if it is shown."""
         if self.isVisible():
             self.recall()
 
     def recall(self) -> None:
-        """Shows the latest kept result of the model; what a run has just found and not kept stays in sight."""
+        """Shows the model's latest saved result; a new, unsaved one stays visible."""
         if not self.tuning.is_running and not self.following.has_unsaved:
             self.tuning.recall(self.cards.run.model)
 
     def close_down(self) -> None:
-        """Waits for what runs in the background."""
+        """Waits for background work."""
         self.planning.close()
         self.cards.what_if.planning.close()
         self._listing.close()
@@ -136,9 +136,9 @@ class TunePage(Page):
         self.tuning.looked.connect(self._on_looked)
         self.planning.planned.connect(self._on_planned)
         context = Qt.ShortcutContext.WidgetWithChildrenShortcut
-        add_shortcut(self, "Esc", self.tr("Cancel the run"), following.cancel, context=context)
+        add_shortcut(self, "Esc", self.tr("Cancel tuning"), following.cancel, context=context)
 
-    # --- looking ----------------------------------------------------------------------------------
+    # --- the machine ------------------------------------------------------------------------------
 
     def showEvent(self, event: QShowEvent) -> None:
         super().showEvent(event)
@@ -163,12 +163,12 @@ class TunePage(Page):
             self._arrange()
 
     def _look(self) -> None:
-        """Looks at the machine, and plans again in any case."""
+        """Queries the machine, and updates the plan even if nothing has changed."""
         self._planned_with = None
         self.tuning.look()
 
     def _look_again(self) -> None:
-        """Other programs take memory and give it back while the page is open."""
+        """Other programs allocate and free memory while the page is open."""
         if not self.tuning.is_running and not self.tuning.is_looking:
             self.tuning.look()
 
@@ -186,12 +186,10 @@ class TunePage(Page):
                 self._ask_for_plan()
         if self.tuning.is_running or not look.changed:
             self.changed.hide()
-        elif look.changed != self._told_changes:  # said once: who dismisses it is not told again
-            self._told_changes = look.changed
+        elif look.changed != self._shown_changes:  # shown once: not again after it was dismissed
+            self._shown_changes = look.changed
             said = " ".join(look.changed)
-            self.changed.tell(
-                self.tr("Your hardware has changed since it was last tuned. {0} Tune again.").format(said)
-            )
+            self.changed.tell(self.tr("Your hardware has changed since the last tuning. {0} Tune again.").format(said))
 
     # --- planning ---------------------------------------------------------------------------------
 
@@ -252,7 +250,7 @@ class TunePage(Page):
 
     def _on_began(self) -> None:
         self._follows = True
-        self._told_changes = ()
+        self._shown_changes = ()
         self.changed.hide()
 
     def _on_stopped(self, problem: str) -> None:
@@ -274,6 +272,6 @@ class TunePage(Page):
 
 
 def _library() -> list[str]:
-    from engine.checkpoint.library import list_models  # not before it is needed
+    from engine.checkpoint.library import list_models  # imported late: it is slow to load
 
     return [entry.name for entry in list_models() if not entry.problem]

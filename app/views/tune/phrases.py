@@ -1,4 +1,4 @@
-"""What the Tune page says: stages of a run, purposes of memory, a plan's speed."""
+"""The Tune page's texts: stages of a run, uses of memory, a plan's speed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ _ALIKE = 0.1
 
 
 def stage_sentence(progress: TuningProgress) -> str:
-    """What a run does now."""
+    """The run's current stage."""
     texts = {
-        "probing": translate("Tune", "Looking at the machine"),
-        "waiting": translate("Tune", "Other programs take {0} of the processor: waiting a moment for them").format(
-            progress.name
-        ),
+        "probing": translate("Tune", "Looking up the hardware"),
+        "waiting": translate("Tune", "Waiting for other programs, which use {0} of the CPU").format(progress.name),
         "measuring": translate("Tune", "Measuring {0}").format(progress.name)
         if progress.name
         else translate("Tune", "Measuring"),
@@ -37,7 +35,7 @@ def stage_sentence(progress: TuningProgress) -> str:
 
 
 def measured_name(what: Measured) -> str:
-    """What a number that is found is of."""
+    """What a measured number is about."""
     return {
         "ram": translate("Tune", "Reading RAM"),
         "cpu_flops": translate("Tune", "CPU arithmetic"),
@@ -67,13 +65,13 @@ def speed_headline(plan: Plan) -> str:
 
 
 def speed_range(plan: Plan) -> str:
-    """Where the figure comes from: a prediction and how sure it is, or a timing and why that is the one that counts."""
+    """Where the figure comes from: a prediction and its range, or a timing and why it takes precedence."""
     speed = plan.speed
     if speed.timed_at:
         return _timed_words(speed)
-    return translate(
-        "Tune", "predicted, between {0} and {1} when nothing else is busy; first token after {2} s"
-    ).format(figures(speed.low), figures(speed.high), figures(speed.ttft_s))
+    return translate("Tune", "predicted, between {0} and {1} on an idle machine; first token after {2} s").format(
+        figures(speed.low), figures(speed.high), figures(speed.ttft_s)
+    )
 
 
 def _timed_words(speed: Speed) -> str:
@@ -84,21 +82,21 @@ def _timed_words(speed: Speed) -> str:
     words = (
         translate(
             "Tune",
-            "{0}, which is the figure to go by. {1} had been predicted, {2}% too high: a prediction adds up what "
-            "memory and processor can do, and leaves out what the engine does between.",
+            "{0}: use this figure. The prediction was {1}, {2}% too high: it adds up what memory and "
+            "processor can do, and leaves out the engine's overhead.",
         )
         if off > 0
         else translate(
             "Tune",
-            "{0}, which is the figure to go by. {1} had been predicted, {2}% too low: a prediction adds up what "
-            "memory and processor were measured to do one by one, and together they do better.",
+            "{0}: use this figure. The prediction was {1}, {2}% too low: it is based on memory and "
+            "processor measured one at a time, and together they are faster.",
         )
     )
     return words.format(timed, figures(speed.predicted), number(100 * abs(off), 0))
 
 
 def plan_summary(plan: Plan) -> str:
-    """Precision, policy, threads, cache in a line."""
+    """Precision, policy, threads and cache in one line."""
     parts = [plan.precision, plan.policy]
     parts.append(
         translate("Tune", "1 thread") if plan.threads == 1 else translate("Tune", "{0} threads").format(plan.threads)
@@ -113,11 +111,11 @@ def plan_summary(plan: Plan) -> str:
 
 
 def disk_warning(plan: Plan, look: MachineLook | None) -> str:
-    """That the disk has no room for what is to lie there; empty if it has, or nobody knows."""
+    """A warning if the disk has no room for the experts; empty if it has, or if that is unknown."""
     disk = look.probe.models_disk if look is not None else None
     if disk is None or disk.free_bytes is None or plan.disk_bytes <= disk.free_bytes:
         return ""
-    return translate("Tune", "The disk has no room: {0} of experts would lie there, and {1} are free.").format(
+    return translate("Tune", "Not enough disk space: {0} of experts need it, and {1} are free.").format(
         memory(plan.disk_bytes), memory(disk.free_bytes)
     )
 
@@ -129,7 +127,7 @@ def tier_bars(plan: Plan, look: MachineLook | None) -> tuple[TierBar, ...]:
         bars.append(TierBar(translate("Tune", "VRAM"), _parts(plan.card, plan.cache.slots), plan.card.total))
     bars.append(TierBar(translate("Tune", "RAM"), _parts(plan.ram, 0), plan.ram.total))
     if plan.disk_bytes:
-        part = BarPart(translate("Tune", "experts read as they are needed"), plan.disk_bytes, "disk")
+        part = BarPart(translate("Tune", "experts read on demand"), plan.disk_bytes, "disk")
         disk = look.probe.models_disk if look is not None else None
         free = disk.free_bytes if disk is not None and disk.free_bytes else 0
         total = free if free > plan.disk_bytes else 0

@@ -1,4 +1,4 @@
-"""A plan: how fast it will be, what it takes of each memory, what limits it and what would help."""
+"""A plan: its speed, its memory, its bottleneck and what would help."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.tuning.machine_look import MachineLook
 
 
 class PlanCard(Card):
-    """Shows one plan, or the sentence why there is none."""
+    """Shows a plan, or why there is none."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
@@ -62,7 +62,7 @@ class PlanCard(Card):
                 self.tr("{0} {1}: {2}").format(one.precision, one.policy, figures(one.speed.decode_tokens_per_s))
                 for one in here
             )
-            self.others.setText(self.tr("Other ways, in tokens/s: {0}.").format(said))
+            self.others.setText(self.tr("Alternatives, in tokens/s: {0}.").format(said))
         self.others.setVisible(bool(here))
 
     def _fill(self, plan: Plan | None, problem: str, model: str) -> None:

@@ -1,4 +1,4 @@
-"""The race on the real engine, and what came of it: before and after, and whose settings hold."""
+"""Plans timed on the real engine, and the result: before and after, and which plan is in use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.tuning.result import TuningResult
 
 
 class RaceCard(Card):
-    """Signals: `use_wanted(str)`, with the name of the contestant that the model is to run with."""
+    """Signals: `use_wanted(str)`, the name of the plan to use for the model."""
 
     use_wanted = Signal(str)
 
@@ -28,7 +28,7 @@ class RaceCard(Card):
         self._in_use = ""
         self._is_saved = True
         self.empty = muted_label(
-            self, self.tr("Nothing was timed yet: “Tune” runs real tokens of the best plans and of how it runs now.")
+            self, self.tr("Nothing timed yet: “Tune” times the best plans and the current settings with real tokens.")
         )
         self.view = RaceView(table, self)
         self.gain = QLabel(self)
@@ -36,7 +36,7 @@ class RaceCard(Card):
         use_tabular_figures(self.gain)
         self.verdict = muted_label(self, role="")
         self.warning = warning_label(self)
-        self.use = QPushButton(self.tr("Use the winner now"), self)
+        self.use = QPushButton(self.tr("Use fastest now"), self)
         self.use.setProperty("kind", "primary")
         self.keep = QPushButton(self.tr("Keep as before"), self)
         buttons = QHBoxLayout()
@@ -46,7 +46,7 @@ class RaceCard(Card):
         buttons.addStretch(1)
         self.legend = muted_label(
             self,
-            self.tr("Bars: timed, which is what counts. Brackets: what had been predicted before, from low to high."),
+            self.tr("Bars: measured, which is what counts. Brackets: the predicted range."),
             role="caption",
         )
         self.body.addWidget(self.empty)
@@ -68,16 +68,16 @@ class RaceCard(Card):
 
     @property
     def in_use(self) -> str:
-        """Name of the contestant that the loaded model runs with; empty if it is not loaded."""
+        """Name of the plan in use by the loaded model; empty if it is not loaded."""
         return self._in_use
 
     @property
     def has_offer(self) -> bool:
-        """Whether the winner waits to be used: then that is the page's filled button."""
+        """Whether the fastest plan is not in use yet: its button is then the page's primary one."""
         return self.use.isVisibleTo(self)
 
     def show_none(self) -> None:
-        """Nothing was timed, or a race goes on: there is nothing to choose."""
+        """Nothing was timed, or timing is in progress: there is nothing to choose."""
         self._result = None
         self.aside.setText("")
         for widget in (self.gain, self.verdict, self.warning, self.use, self.keep):
@@ -85,11 +85,11 @@ class RaceCard(Card):
         self._show_table()
 
     def show_result(self, result: TuningResult, in_use: str, *, saved: bool = True) -> None:
-        """A finished race.
+        """A complete result.
 
         Args:
-            in_use: name of the contestant that the loaded model runs with; empty if it is not loaded.
-            saved: whether it is kept; else there is nothing to choose from it.
+            in_use: name of the plan in use by the loaded model; empty if it is not loaded.
+            saved: whether it is saved; otherwise no plan can be chosen from it.
         """
         self._result, self._in_use, self._is_saved = result, in_use, saved
         self._table.show_result(result)
@@ -104,14 +104,14 @@ class RaceCard(Card):
         elif won is not None:
             self.gain.setText(self.tr("{0} tokens/s").format(figures(won.tokens_per_s)))
         self.gain.setVisible(won is not None and saved)
-        tell(self.warning, self._doubt(result) if saved else "")  # else it is said beside the button that saves it
-        told = () if result.was_busy else result.notes  # all of them have the cause that the warning names
-        self.verdict.setText("\n".join((verdict(result, saved=saved), *told)))
+        tell(self.warning, self._doubt(result) if saved else "")  # else it is shown beside the button that saves it
+        notes = () if result.was_busy else result.notes  # the warning covers all of them
+        self.verdict.setText("\n".join((verdict(result, saved=saved), *notes)))
         self.verdict.show()
         self._show_buttons()
 
     def show_in_use(self, name: str) -> None:
-        """The user has chosen."""
+        """The user has chosen a plan."""
         self._in_use, self._is_saved = name, True
         if self._result is not None:
             tell(self.warning, self._doubt(self._result))
@@ -119,7 +119,7 @@ class RaceCard(Card):
         self._show_buttons()
         chosen = next((one for one in self._table.rows if one.contestant.name == name), None)
         if chosen is not None:
-            words = self.tr("This model runs with it from now on: {0}, {1} tokens/s.")
+            words = self.tr("This model now runs with it: {0}, {1} tokens/s.")
             self.verdict.setText(words.format(name, figures(chosen.tokens_per_s)))
 
     # --- inside -----------------------------------------------------------------------------------
@@ -138,22 +138,22 @@ class RaceCard(Card):
         self.keep.setVisible(able and before is not None and self._in_use != before.contestant.name)
 
     def _doubt(self, result: TuningResult) -> str:
-        """Why the figures are not to be trusted, and what to do; empty if they are."""
+        """Why the figures are unreliable, and what to do; empty if they are fine."""
         if result.outrun and result.won is not None:
             return self.tr(
-                "This model has since run at {0} tokens/s, much faster than the {1} timed here: something else kept "
-                "the machine busy then. Plans no longer go by these figures. Tune again."
+                "This model has since run at {0} tokens/s, much faster than the {1} timed here: the machine was "
+                "busy then. Plans no longer use these figures. Tune again."
             ).format(figures(result.outrun), figures(result.won.tokens_per_s))
         if result.was_busy:
             return self.tr(
-                "Other programs took {0}% of the processor while this was timed: every figure is too low, and the "
-                "wrong settings may have won. Plans do not go by these figures. Tune again when those programs have "
+                "Other programs used {0}% of the CPU while this was timed: every figure is too low, and the "
+                "wrong plan may have won. Plans do not use these figures. Tune again when those programs have "
                 "finished."
             ).format(number(100 * result.others, 0))
         return ""
 
     def _best(self) -> str | None:
-        """The race's own winner, whatever was chosen since; none where that is not saved."""
+        """The fastest plan, whatever was chosen since; None if the result is not saved."""
         return self._result.winner or None if self._result is not None and self._is_saved else None
 
     def _use(self) -> None:

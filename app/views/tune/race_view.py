@@ -1,4 +1,4 @@
-"""The table of the race, painted: two lines for a plan, a bar for what was timed, a bracket for the prediction."""
+"""The table of timed plans: two lines for a plan, a bar for its timing, a bracket for its prediction."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BAR_PX = 12.0
 
 
 class RaceView(QTableView):
-    """As high as its rows; nothing scrolls in it."""
+    """As high as its rows; it does not scroll."""
 
     def __init__(self, table: PlanTable, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -32,7 +32,7 @@ class RaceView(QTableView):
         self.name_width = 200
         self.setModel(table)
         self.setItemDelegate(RaceDelegate(table, self))
-        self.setAccessibleName(self.tr("Plans, predicted and timed"))
+        self.setAccessibleName(self.tr("Plans, predicted and measured"))
         self.setSelectionBehavior(QAbstractItemView.SelectionBehavior.SelectRows)
         self.setSelectionMode(QAbstractItemView.SelectionMode.SingleSelection)
         self.setEditTriggers(QAbstractItemView.EditTrigger.NoEditTriggers)
@@ -171,7 +171,7 @@ class RaceDelegate(QStyledItemDelegate):
 
 
 def _name_font(font: QFont, row: PlanRow) -> QFont:
-    """The winner's name is bold, and so wider: it is measured as it is painted."""
+    """The fastest plan's name is bold, and so wider: it must be measured as it is painted."""
     found = QFont(font)
     found.setWeight(QFont.Weight.DemiBold if row.is_winner else QFont.Weight.Normal)
     return found

@@ -1,4 +1,4 @@
-"""All that the page shows as plain text, to be pasted somewhere."""
+"""The page's contents as plain text, for the clipboard."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.tuning.result import TuningResult
 
 
 def page_report(look: MachineLook | None, plan: Plan | None, result: TuningResult | None) -> str:
-    """Machine with the origin of every number, plan with its memory, and the race."""
+    """The machine with each number's source, the plan with its memory, and the timings."""
     parts = []
     if look is not None:
         boxes, links = machine_boxes(look, {})
@@ -28,7 +28,7 @@ def page_report(look: MachineLook | None, plan: Plan | None, result: TuningResul
             lines.append(_tier("VRAM", plan.card))
         lines.append(_tier("RAM", plan.ram))
         if plan.disk_bytes:
-            lines.append(f"  Disk: {memory(plan.disk_bytes)} of experts, read as they are needed")
+            lines.append(f"  Disk: {memory(plan.disk_bytes)} of experts, read on demand")
         parts.append("\n".join([*lines, f"  {plan.bottleneck}", f"  {plan.what_helps}"]))
     if result is not None:
         parts.append(report_text(result))

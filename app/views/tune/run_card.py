@@ -1,4 +1,4 @@
-"""What is tuned and how thoroughly; while a run goes on, what it does and how to stop it."""
+"""What to tune and how thoroughly; during a run, its progress and a Cancel button."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _STEPS = 1000
 
 
 class CancelButton(QPushButton):
-    """Stands where the button that began the run was: the second click of a double-click on that one is not for it."""
+    """Takes the place of the start button: the second click of a double-click on that one must not cancel the run."""
 
     def mouseDoubleClickEvent(self, event: QMouseEvent) -> None:
-        event.accept()  # no press, so no click when it is released
+        event.accept()  # no press event, so no click on release
 
 
 class RunCard(Card):
@@ -55,7 +55,7 @@ class RunCard(Card):
         self.models.setInsertPolicy(QComboBox.InsertPolicy.NoInsert)
         self.models.setAccessibleName(self.tr("Model"))
         self.models.setToolTip(
-            self.tr("A model of your library, or a hub id such as Qwen/Qwen3-30B-A3B: would it fit?")
+            self.tr("A library model, or a hub id such as Qwen/Qwen3-30B-A3B to see whether it would fit"),
         )
         self.models.setMinimumWidth(200)
         self.typed = QLineEdit(self)
@@ -68,7 +68,7 @@ class RunCard(Card):
         group = QButtonGroup(self)
         group.addButton(self.quick)
         group.addButton(self.thorough)
-        self.measure_only = QPushButton(self.tr("Only measure"), self)
+        self.measure_only = QPushButton(self.tr("Measure only"), self)
         self.measure_only.setProperty("kind", "quiet")
         self.start = QPushButton(self.tr("Tune"), self)
         self.start.setProperty("kind", "primary")
@@ -85,7 +85,7 @@ class RunCard(Card):
         self.notes.hide()
         self.unsaved = warning_label(self)
         self.keep = QPushButton(self.tr("Save anyway"), self)
-        self.keep.setToolTip(self.tr("Keeps figures that other programs have made too low"))
+        self.keep.setToolTip(self.tr("Saves figures that are too low because other programs were busy"))
         self.keep.hide()
         self._lay_out()
         self._show_running(running=False)
@@ -99,7 +99,7 @@ class RunCard(Card):
 
     @property
     def model(self) -> str:
-        """`starter`, a library name, a folder, or whatever was typed."""
+        """`starter`, a library name, a folder, or free text."""
         return self._model
 
     @property
@@ -107,7 +107,7 @@ class RunCard(Card):
         return "thorough" if self.thorough.isChecked() else "quick"
 
     def show_models(self, names: Sequence[str]) -> None:
-        """The library's models; the chosen one stays."""
+        """Updates the library's models; keeps the selection."""
         self._names = list(dict.fromkeys((*names, *([self._model] if self._in_library else []))))
         self.models.clear()
         for name in self._names:
@@ -115,7 +115,7 @@ class RunCard(Card):
         self._show_model()
 
     def choose(self, model: str) -> None:
-        """Chooses a model of the library; emits nothing."""
+        """Selects a model of the library; emits nothing."""
         self._model, self._in_library = model, True
         if model not in self._names:
             self._names.append(model)
@@ -123,7 +123,7 @@ class RunCard(Card):
         self._show_model()
 
     def show_waiting(self, text: str) -> None:
-        """A run was asked for, and has not told anything yet."""
+        """A run was requested, and has not reported anything yet."""
         self._show_running(running=True)
         self.cancel.setEnabled(True)
         self.cancel.setText(self.tr("Cancel"))
@@ -133,7 +133,7 @@ class RunCard(Card):
         self.show_unsaved("")
 
     def show_progress(self, sentence: str, done: float) -> None:
-        """What a run does, and how far that is."""
+        """The run's current stage and progress."""
         self.bar.setRange(0, _STEPS)
         self.bar.setValue(round(_STEPS * done))
         self.bar.setAccessibleDescription(sentence)
@@ -141,35 +141,35 @@ class RunCard(Card):
             self.doing.setText(sentence)
 
     def show_cancelling(self) -> None:
-        """Cancel was pressed, and holds."""
+        """Cancel was pressed."""
         self.cancel.setEnabled(False)
         self.cancel.setText(self.tr("Cancelling"))
-        self.doing.setText(self.tr("Cancelling. What was loaded before is loaded again."))
+        self.doing.setText(self.tr("Cancelling. The previous model is loaded again."))
 
     def show_idle(self, again: bool) -> None:
-        """No run goes on; `again`: one did before."""
+        """No run is in progress; `again`: there was one before."""
         self.start.setText(self.tr("Tune again") if again else self.tr("Tune"))
         self._show_running(running=False)
         self._show_can_run()
 
     def show_notes(self, *notes: str) -> None:
-        """Sentences below, until others replace them."""
+        """Sentences below, until the next ones replace them."""
         said = [note for note in dict.fromkeys(notes) if note]
         self.notes.setText("\n".join(said))
         self.notes.setVisible(bool(said))
 
     def show_unsaved(self, sentence: str) -> None:
-        """Why what came of a run is not saved, and a button that saves it all the same; empty if there is nothing."""
+        """Why a result is not saved, and a button to save it anyway; empty to hide both."""
         tell(self.unsaved, sentence)
         self.keep.setVisible(bool(sentence))
 
     def set_primary(self, *, primary: bool) -> None:
-        """There is one filled button on a page: this one, unless something else is to be done first."""
+        """A page has one primary button: this one, unless something else is to be done first."""
         kind = "primary" if primary else ""
         set_look(self.start, "kind", kind)
 
     def minimumSizeHint(self) -> QSize:
-        # As narrow as in two lines; the width then decides whether one will do.
+        # The width of two lines; the actual width then decides whether one is enough.
         size = super().minimumSizeHint()
         return QSize(min(size.width(), 380), size.height())
 
@@ -234,9 +234,7 @@ class RunCard(Card):
     def _show_can_run(self) -> None:
         for button in (self.start, self.measure_only):
             button.setEnabled(self._in_library)
-        tip = (
-            "" if self._in_library else self.tr("Only models of the library can be timed; this one can be planned for.")
-        )
+        tip = "" if self._in_library else self.tr("Only library models can be timed; for this one you can make a plan.")
         self.start.setToolTip(tip)
 
     def _on_activated(self, at: int) -> None:

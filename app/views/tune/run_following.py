@@ -1,4 +1,4 @@
-"""A tuning run on the page: how far it is, what it has found, and what came of it."""
+"""A tuning run on the page: its progress, its measurements and its result."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from engine.tuning.settled import with_timed
 
 
 class RunFollowing(QObject):
-    """Starts runs and shows in the cards what they tell.
+    """Starts runs and shows their progress in the cards.
 
     Signals:
-        began: a run was asked for.
-        reached(int): the step that it has come to.
+        began: a run was requested.
+        reached(int): the step it has reached.
         planned(Plan): the engine's first choice.
-        stopped(str): it ended half-way, for this reason; empty if it was cancelled.
-        ended: however it went.
+        stopped(str): it ended early, for this reason; empty if it was cancelled.
+        ended: emitted after every run.
     """
 
     began = Signal()
@@ -73,28 +73,28 @@ class RunFollowing(QObject):
         cards.race.use_wanted.connect(self._use)
 
     def ask_to_run(self, *, only_measure: bool) -> None:
-        """Begins a run, if the user agrees where that takes the engine from something else."""
+        """Starts a run, asking first if the engine is busy."""
         if not self._tuning.is_running:
             self._room.before_run(lambda: self._run(only_measure=only_measure))
 
     def cancel(self) -> None:
-        """Stops the run, if there is one."""
+        """Cancels the run, if there is one."""
         if self._tuning.is_running and not self._tuning.is_cancelling:
             self._cards.run.show_cancelling()
             self._tuning.cancel()
 
     @property
     def has_unsaved(self) -> bool:
-        """Whether the last run found something that is not saved."""
+        """Whether the last run's result is not saved."""
         return self._unsaved is not None
 
     def forget_unsaved(self) -> None:
-        """Nobody wants it any more."""
+        """Discards it."""
         self._unsaved = None
         self._cards.run.show_unsaved("")
 
     def draw_machine(self) -> None:
-        """The picture of the machine, with what the run has found so far."""
+        """The machine's picture, with the run's measurements so far."""
         if self._tuning.machine is not None:
             self._cards.show_machine(self._tuning.machine, self._found)
 
@@ -106,20 +106,20 @@ class RunFollowing(QObject):
         cards, run = self._cards, self._cards.run
         self._found, self._plan, self._unsaved = {}, None, None
         waits = bool(self._client.answering)
-        run.show_waiting(self.tr("Waiting for the answer to end") if waits else self.tr("Waiting for the engine"))
+        run.show_waiting(self.tr("Waiting for the answer") if waits else self.tr("Waiting for the engine"))
         cards.numbers.show_found({})
         if not only_measure:
             cards.table.clear()
             cards.race.show_none()
         self.began.emit()
         self.reached.emit(MEASURE)
-        # Somebody who only measures wants new numbers; whoever tunes takes those that are still true.
+        # “Measure only” always measures again; tuning reuses numbers that are still valid.
         until: Until = "measured" if only_measure else "timed"
         self._tuning.start(run.model, run.kind, until, measure_again=only_measure or self._has_numbers())
         run.cancel.setFocus()
 
     def _has_numbers(self) -> bool:
-        """Whether numbers are there already: then pressing the button again means to take them again."""
+        """Whether there are measurements already: then pressing the button means to measure again."""
         return self._tuning.machine is not None and self._tuning.machine.measurements is not None
 
     def _on_progress(self, event: TuningProgress) -> None:
@@ -128,7 +128,7 @@ class RunFollowing(QObject):
         if event.stage in ("loading", "timing"):
             self.reached.emit(TIMED)
             live = number.value if number is not None and event.stage == "timing" else 0.0
-            doing = self.tr("is being timed") if event.stage == "timing" else self.tr("is being loaded")
+            doing = self.tr("being timed") if event.stage == "timing" else self.tr("being loaded")
             cards.table.show_doing(event.name, doing, live)
         elif event.stage == "measuring" and number is not None:
             known = self._found.get(number.what)
@@ -170,7 +170,7 @@ class RunFollowing(QObject):
             run.show_notes(event.message, of_jobs)
             self.stopped.emit("")
         elif event.problem or not event.finished:
-            problem = event.problem or self.tr("Cancelled: no result was kept, and everything runs as before.")
+            problem = event.problem or self.tr("Cancelled: nothing was saved or changed.")
             run.show_notes(problem, event.note, of_jobs)
             self.stopped.emit(event.problem)
         elif result is not None:
@@ -180,7 +180,7 @@ class RunFollowing(QObject):
             self.reached.emit(TIMED)
         else:
             self._take_unsaved(event)
-            if event.note or of_jobs:  # else what was said of the measurements stays
+            if event.note or of_jobs:  # else keep the note on the measurements
                 run.show_notes(event.note, of_jobs)
             self.reached.emit(PLAN)
         if had_focus:
@@ -193,7 +193,7 @@ class RunFollowing(QObject):
         if isinstance(event, TuningFinished) and not event.saved and is_busy(event.others):
             self._unsaved = event
             words = self.tr(
-                "Not saved: other programs took {0}% of the processor meanwhile, so these figures are too low. Close "
+                "Not saved: other programs used {0}% of the CPU, so these figures are too low. Close "
                 "them or let them finish, then tune again."
             )
             self._cards.run.show_unsaved(words.format(number(100 * event.others, 0)))
@@ -239,4 +239,4 @@ class RunFollowing(QObject):
     def _on_chosen(self, name: str) -> None:
         self._cards.race.show_in_use(name)
         self._cards.run.set_primary(primary=not self._cards.race.has_offer)
-        self._cards.run.show_notes(self.tr("Saved. The model is being loaded with it."))
+        self._cards.run.show_notes(self.tr("Saved. Loading the model with it."))

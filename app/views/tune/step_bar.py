@@ -1,4 +1,4 @@
-"""The wizard's steps: where one is, and where one may go."""
+"""The steps of the Tune page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MACHINE, MEASURE, PLAN, TIMED = range(4)
 
 
 class StepBar(QWidget):
-    """Signals: `chosen(int)`, when the user goes to a step."""
+    """Signals: `chosen(int)`, when the user picks a step."""
 
     chosen = Signal(int)
 
@@ -43,18 +43,18 @@ class StepBar(QWidget):
         self._name_them()
 
     def show_short(self, *, short: bool) -> None:
-        """Whether only the step that is shown has its name, where there is no room for all."""
+        """Whether only the current step shows its name, for lack of room."""
         if short != self._short:
             self._short = short
             self._name_them()
 
     def minimumSizeHint(self) -> QSize:
-        # Of the short names: the full ones are there only where there is room.
+        # Of the short names: the full ones are shown only where they fit.
         widest = max(self.fontMetrics().horizontalAdvance(name) for name in self._names)
         return QSize(widest + 44 + 3 * 56, super().minimumSizeHint().height())
 
     def full_width(self) -> int:
-        """Pixels that all names take."""
+        """Width in pixels of all full names."""
         texts = [self._text(at, short=False) for at in range(len(self._names))]
         return sum(self.fontMetrics().horizontalAdvance(text) + 44 for text in texts)
 
@@ -62,7 +62,7 @@ class StepBar(QWidget):
         for at in range(len(self._names)):
             button = self._group.button(at)
             button.setText(self._text(at, short=self._short))
-            button.setShortcut(f"Alt+{at + 1}")  # a new text takes the old shortcut away
+            button.setShortcut(f"Alt+{at + 1}")  # setting a text clears the shortcut
 
     def _text(self, at: int, *, short: bool) -> str:
         button = self._group.button(at)

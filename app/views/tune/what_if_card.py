@@ -1,4 +1,4 @@
-"""What if: other hardware, and what the same model would do on it."""
+"""What if: how the same model would run on other hardware."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class WhatIfCard(Card):
             widget.setAccessibleName(name)
             widget.setMinimumWidth(130)
             widget.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Preferred)  # all of one height
-        self.reset = QPushButton(self.tr("As it is"), self)
+        self.reset = QPushButton(self.tr("Reset"), self)
         self.close_button = QPushButton(self.tr("Close"), self)
         self.close_button.setProperty("kind", "quiet")
         self.result = QLabel(self)
@@ -103,22 +103,22 @@ class WhatIfCard(Card):
         self._show("", "")
 
     def show_base(self, look: MachineLook, config: EngineConfig, plan: Plan | None) -> None:
-        """The machine as it is, what runs on it, and how fast that is predicted to be."""
+        """The actual machine, its configuration, and its predicted speed."""
         self._look, self._config, self._before = look, config, plan
         self._ask()
 
     def clear(self) -> None:
-        """Everything as it is."""
+        """Resets everything to the actual machine."""
         self.card.setCurrentIndex(0)
         for box in (self.vram, self.ram, self.link, self.disk):
             box.setValue(0)
         self._ask()
 
     def change(self) -> Change | None:
-        """What is another; None if nothing is.
+        """What differs from the actual machine; None if nothing does.
 
         Raises:
-            EngineError: what was typed is no card that is known.
+            EngineError: the typed name is not a known card.
         """
         assert self._look is not None
         vram = self.vram.value() * _GIB or None
@@ -168,10 +168,10 @@ class WhatIfCard(Card):
             self._show("", error.message)
             return
         if change is None:
-            self._show("", self.tr("Change something above to see what it would bring."))
+            self._show("", self.tr("Change something above to see its effect."))
             return
         if change.gpu is None and change.link_bytes_per_s is not None and self._look.profile.gpu is None:
-            self._show("", self.tr("There is no graphics card for the link: choose one first."))
+            self._show("", self.tr("The link needs a graphics card: choose one first."))
             return
         self._show("", self.tr("Planning…"))
         self.planning.ask(PlanQuestion(self._look, self._config, change))

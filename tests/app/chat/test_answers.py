@@ -127,7 +127,7 @@ def test_an_answer_goes_on_while_another_chat_is_shown(page: ChatView, engine: S
     page.new_chat()
     assert shown(page) == []
     type_and_send(qtbot, page, "second chat")
-    assert last_answer(page).figures == "waiting for another answer to end"
+    assert last_answer(page).figures == "waiting for another answer"
     engine.write("two")
     page.presenter.open(first)
     qtbot.waitUntil(lambda: last_answer(page).body.markdown() == "one two")

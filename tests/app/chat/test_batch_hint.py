@@ -28,9 +28,11 @@ def test_a_job_is_told_and_gives_way(open_page: Callable[[], ChatView], engine: 
     engine.start_batch(BatchJob("in.csv", "out.csv"))
     engine.tell(30, 120)
     assert hint.isVisible()
-    assert hint.text == "A batch job is running (25%). Chats come first: it pauses while you are answered."
+    assert "running" in hint.text
+    assert "25%" in hint.text
     type_and_send(qtbot, page, "Hello?")
-    assert hint.text == "The batch job (25%) is paused while you chat; it goes on right after the answer."
+    assert "paused" in hint.text
+    assert "25%" in hint.text
     engine.write("Hello!")
     engine.finish()
     assert "is running" in hint.text
@@ -60,6 +62,6 @@ def test_a_job_that_stays_paused_after_the_engine_died_says_so_until_it_goes_on(
         engine.fail_job(ErrorCode.ENGINE_DIED, "The engine was killed.")
         engine.restart()
         assert hint.isVisible()
-        assert "stays paused" in hint.text
+        assert "engine stopped" in hint.text
         see()
-        assert "stays paused" not in hint.text or not hint.isVisible()
+        assert "engine stopped" not in hint.text or not hint.isVisible()
