@@ -12,7 +12,7 @@ from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
-from engine.planner.planned import Plan
+from engine.planner.plan_parts import Plan
 from engine.planner.what_helps import Change
 from engine.tuning.machine_look import MachineLook, plan_here
 

@@ -28,7 +28,7 @@ from engine.planner.plan_parts import BatchPlan, Limits, TierBytes
 from engine.planner.plan_search import EXECUTED_SCHEDULES, Question
 from engine.planner.simulator.batch import system_of
 from engine.planner.simulator.outcome import Outcome
-from engine.planner.simulator.plans import run_policy
+from engine.planner.simulator.plans import run_all
 from engine.planner.workload import Workload
 
 _MOST_SEQUENCES = 512
@@ -70,7 +70,7 @@ def best_batch(
     )
     question = Question(machine, model, work, limits, precision)
     setting = question.setting(_DRAWN_LAYERS)
-    outcomes = [found for name in EXECUTED_SCHEDULES if (found := run_policy(name, setting)) is not None]
+    outcomes = run_all(setting, EXECUTED_SCHEDULES)
     plan = plan_batch(question, outcomes)
     if plan is None:
         return None

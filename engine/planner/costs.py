@@ -9,12 +9,42 @@ from functools import cached_property
 from engine.checkpoint.model_shape import ModelShape
 from engine.formats import format_of, head_format
 from engine.hardware.machine import HardwareProfile
-from engine.planner.efficiency import EFFICIENCY, Efficiency
 
 LAYER_OPERATORS = 12
 """Operators of an attention block and its router in a framework's eager decode step."""
 EXPERT_OPERATORS = 5
 """Operators of one expert: three products, an activation, a weighted sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """How far from its data sheet a machine stays: the only numbers in the model that were fitted, and all there are.
+
+    They hold for every machine, model, schedule and paper alike.
+
+    Attributes:
+        arithmetic: share of the peak 16-bit rate that matrix products reach, on a card as on a processor.
+        card_memory: share of a card's memory bandwidth that weights are read with.
+        host_memory: share of the RAM's theoretical bandwidth that weights and cached keys and values are read with,
+            where the machine's profile holds no measurement of it.
+        operator_s: seconds that a framework needs to launch one operator.
+    """
+
+    arithmetic: float = 0.16
+    card_memory: float = 0.55
+    host_memory: float = 0.5
+    operator_s: float = 20e-6
+
+
+EFFICIENCY = Efficiency()
+"""The factors in use."""
+
+MEANINGS = {
+    "arithmetic": "share of the peak 16-bit rate that matrix products reach",
+    "card_memory": "share of a card's memory bandwidth at which weights are read",
+    "host_memory": "share of the RAM's theoretical bandwidth at which weights and KV are read, where never measured",
+    "operator_s": "seconds to launch one operator",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from engine.checkpoint.model_shape import ModelShape
 from engine.formats import careful
 from engine.hardware.machine import HardwareProfile, Origin
-from engine.planner.costs import Costs, Dispatch
-from engine.planner.efficiency import Efficiency
+from engine.planner.costs import Costs, Dispatch, Efficiency
 
 OF_DATA_SHEETS = Efficiency(arithmetic=0.35, card_memory=0.6, host_memory=0.56, operator_s=15e-6)
 """On a card as the library launches its operators; on the CPU as the native kernels read weights."""

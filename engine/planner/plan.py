@@ -20,6 +20,7 @@ from engine.planner.plan_parts import (
     Alternative,
     CachePlan,
     Limits,
+    Plan,
     Speed,
 )
 from engine.planner.plan_search import (
@@ -32,7 +33,6 @@ from engine.planner.plan_search import (
     search,
 )
 from engine.planner.plan_words import bottleneck_sentence, help_sentence
-from engine.planner.planned import Plan
 from engine.planner.roofline import roofline_picture
 from engine.planner.simulator.outcome import Outcome
 from engine.planner.what_helps import what_helps

@@ -15,7 +15,7 @@ from engine.planner.plan_parts import Limits
 from engine.planner.precision import worthwhile
 from engine.planner.simulator.batch import CGOPIPE, FLEXGEN_S4, KLOTSKI
 from engine.planner.simulator.outcome import Outcome
-from engine.planner.simulator.plans import POLICY_NAMES, SWITCHYARD, run_policy
+from engine.planner.simulator.plans import run_all
 from engine.planner.simulator.requests import Setting
 from engine.planner.workload import Workload
 
@@ -83,7 +83,7 @@ def runs_here(policy: str, workload: Workload) -> bool:
 
 def search(question: Question) -> list[Outcome]:
     """Every policy that fits, the fastest first: none is left out, so that none can be faster than the first."""
-    return _run([name for name in POLICY_NAMES if name != SWITCHYARD], question.setting(_LONGER))
+    return run_all(question.setting(_LONGER))
 
 
 def in_order(outcomes: Iterable[Outcome], workload: Workload) -> list[Outcome]:
@@ -100,7 +100,7 @@ def in_order(outcomes: Iterable[Outcome], workload: Workload) -> list[Outcome]:
 def quick_best(question: Question) -> Outcome | None:
     """The fastest of a few policies, for comparing machines and precisions."""
     names = _SHORTLIST if question.workload.sequences == 1 else _BATCH_SHORTLIST
-    found = _run(names, replace(question.setting(_QUICK), even_only=True))
+    found = run_all(replace(question.setting(_QUICK), even_only=True), names)
     return found[0] if found else None
 
 
@@ -121,8 +121,3 @@ def _can_be_loaded(question: Question) -> bool:
         engine_memory(costs, question.limits, on_card=on_card) is not None
         for on_card in {question.limits.use_card and costs.machine.gpu is not None, False}
     )
-
-
-def _run(names: Iterable[str], setting: Setting) -> list[Outcome]:
-    outcomes = [run_policy(name, setting) for name in names]
-    return sorted((outcome for outcome in outcomes if outcome), key=lambda outcome: -outcome.tokens_per_s)

@@ -14,9 +14,8 @@ from engine.formats import AUTO, FORMATS, LADDER, measured_as
 from engine.hardware.core_kinds import compute_threads
 from engine.hardware.machine import HardwareProfile
 from engine.planner.plan import make_plan
-from engine.planner.plan_parts import Limits
+from engine.planner.plan_parts import Limits, Plan
 from engine.planner.plan_search import ENGINE_SETTINGS
-from engine.planner.planned import Plan
 from engine.planner.precision import worthwhile
 from engine.planner.predict import predict_decode
 from engine.planner.workload import CHAT

@@ -6,9 +6,8 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from engine.planner.plan_parts import Speed
+from engine.planner.plan_parts import Plan, Speed
 from engine.planner.plan_words import help_sentence
-from engine.planner.planned import Plan
 from engine.planner.simulator.strategy import HOST_ONLY
 from engine.planner.workload import Workload
 from engine.tuning.result import Correction, Timed

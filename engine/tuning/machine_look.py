@@ -15,8 +15,7 @@ from engine.hardware.measurement_files import changes, described, load_measureme
 from engine.hardware.probe import HardwareProfile as Probe
 from engine.hardware.probe import probe as probe_machine
 from engine.hardware.profiles import EMULATED, with_emulated
-from engine.planner.plan_parts import Limits
-from engine.planner.planned import Plan
+from engine.planner.plan_parts import Limits, Plan
 from engine.planner.what_helps import Change, what_if
 from engine.tuning.applying import machine_changes
 from engine.tuning.keeping import all_results, kept_corrections, model_mark

@@ -16,7 +16,7 @@ from typing import Literal
 from engine.common.config import EngineConfig
 from engine.common.model_info import ModelInfo
 from engine.hardware.measured import Measurements
-from engine.planner.planned import Plan
+from engine.planner.plan_parts import Plan
 from engine.tuning.result import Contestant, Timed, TuningKind, TuningResult
 
 Stage = Literal["probing", "waiting", "measuring", "planning", "loading", "timing", "restoring"]

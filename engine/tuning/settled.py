@@ -15,9 +15,8 @@ from engine.hardware.machine import HardwareProfile
 from engine.hardware.measurement_files import described
 from engine.hardware.probe import HardwareProfile as Probe
 from engine.planner.plan import Limits, make_plan
-from engine.planner.plan_parts import Alternative, Speed
+from engine.planner.plan_parts import Alternative, Plan, Speed
 from engine.planner.plan_search import ENGINE_SETTINGS
-from engine.planner.planned import Plan
 from engine.planner.precision import worthwhile
 from engine.planner.predict import predict_decode
 from engine.planner.workload import CHAT

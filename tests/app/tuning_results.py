@@ -21,8 +21,7 @@ from engine.hardware.measured import (
 from engine.hardware.measurement_files import described
 from engine.hardware.probe import HardwareProfile as Probe
 from engine.planner.plan import make_plan
-from engine.planner.plan_parts import Limits
-from engine.planner.planned import Plan
+from engine.planner.plan_parts import Limits, Plan
 from engine.tuning.keeping import facts
 from engine.tuning.machine_look import MachineLook
 from engine.tuning.result import Contestant, Timed, TuningResult

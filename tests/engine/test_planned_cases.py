@@ -14,8 +14,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.devices.memory_budget import MemoryCategory
 from engine.hardware.machine import CpuProfile, GpuProfile, HardwareProfile, LinkProfile
 from engine.planner.plan import make_plan
-from engine.planner.plan_parts import Limits
-from engine.planner.planned import Plan
+from engine.planner.plan_parts import Limits, Plan
 from engine.planner.workload import CHAT
 from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.load.model import load_model

@@ -23,7 +23,7 @@ from app.widgets.banner import Banner
 from app.widgets.page import Page
 from app.widgets.page_header import PageHeader
 from app.widgets.shortcuts import add_shortcut
-from engine.planner.planned import Plan
+from engine.planner.plan_parts import Plan
 from engine.tuning.machine_look import MachineLook
 
 LOOK_AGAIN_MS = 10_000

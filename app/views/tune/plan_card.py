@@ -9,7 +9,7 @@ from app.views.tune.phrases import disk_warning, plan_summary, speed_headline, s
 from app.widgets.card import Card, muted_label
 from app.widgets.plan_bars import PlanBars
 from app.widgets.quantities import figures
-from engine.planner.planned import Plan
+from engine.planner.plan_parts import Plan
 from engine.tuning.machine_look import MachineLook
 
 

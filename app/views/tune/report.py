@@ -5,8 +5,7 @@ from __future__ import annotations
 from app.views.tune.machine_boxes import machine_boxes
 from app.views.tune.phrases import plan_summary, speed_headline, speed_range
 from app.widgets.quantities import memory
-from engine.planner.plan_parts import TierBytes, total_held
-from engine.planner.planned import Plan
+from engine.planner.plan_parts import Plan, TierBytes, total_held
 from engine.tuning.machine_look import MachineLook
 from engine.tuning.report import report_text
 from engine.tuning.result import TuningResult

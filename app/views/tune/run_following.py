@@ -16,7 +16,7 @@ from app.views.tune.phrases import number_words, stage_sentence
 from app.views.tune.step_bar import MEASURE, PLAN, TIMED
 from app.widgets.quantities import number
 from engine.hardware.other_programs import is_busy
-from engine.planner.planned import Plan
+from engine.planner.plan_parts import Plan
 from engine.protocol import Failed
 from engine.tuning.messages import (
     Measured,

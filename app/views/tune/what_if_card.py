@@ -24,7 +24,7 @@ from app.widgets.quantities import figures
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 from engine.hardware.card_choices import card_choices, typed_card
-from engine.planner.planned import Plan
+from engine.planner.plan_parts import Plan
 from engine.planner.what_helps import Change
 from engine.tuning.machine_look import MachineLook
 

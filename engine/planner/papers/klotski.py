@@ -13,8 +13,7 @@ import numpy as np
 
 from engine.checkpoint.model_files import read_model
 from engine.hardware.machine_files import read_machine
-from engine.planner.costs import Costs
-from engine.planner.efficiency import Efficiency
+from engine.planner.costs import Costs, Efficiency
 from engine.planner.memory import RUNTIME_BYTES, USABLE_SHARE
 from engine.planner.papers.row import DERIVED, THROUGHPUT, Row
 from engine.planner.schedules import HOT_ONLY_ON_CARD, KLOTSKI_ON_CARD, MULTI_BATCH_ON_CARD, Schedule

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from engine.checkpoint.model_files import read_model
 from engine.hardware.machine_files import read_machine
-from engine.planner.costs import Costs
-from engine.planner.efficiency import Efficiency
+from engine.planner.costs import Costs, Efficiency
 from engine.planner.papers.row import DERIVED, THROUGHPUT, Row
 from engine.planner.policy_search import search_policy
 from engine.planner.simulator.batch import CGOPIPE, DEEPSPEED, FLEXGEN_S3, FLEXGEN_S4, run_batch, system_of

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from engine.planner.efficiency import EFFICIENCY, MEANINGS, Efficiency
+from engine.planner.costs import EFFICIENCY, MEANINGS, Efficiency
 from engine.planner.papers import collaborative, duoserve, fiddler, klotski, moe_lightning
 from engine.planner.papers.row import DERIVED, THROUGHPUT, Row
 

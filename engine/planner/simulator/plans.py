@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from engine.planner.memory import card_memory
@@ -19,7 +19,9 @@ BATCH_SYSTEMS = (DEEPSPEED, FLEXGEN_S4, FLEXGEN_S3, CGOPIPE, KLOTSKI)
 REQUEST_STRATEGIES: dict[str, Strategy] = {strategy.name: strategy for strategy in (*PUBLISHED, *OWN)}
 """Schedules of single requests, by policy."""
 
-POLICY_NAMES = (SWITCHYARD, *REQUEST_STRATEGIES, *BATCH_SYSTEMS)
+POLICIES = (*REQUEST_STRATEGIES, *BATCH_SYSTEMS)
+"""All that there are to choose from."""
+POLICY_NAMES = (SWITCHYARD, *POLICIES)
 
 
 def run_policy(name: str, setting: Setting, *, record: bool = False) -> Outcome | None:
@@ -42,9 +44,10 @@ def run_policy(name: str, setting: Setting, *, record: bool = False) -> Outcome 
     return list(_tries(name, setting, record=True))[best]
 
 
-def run_all(setting: Setting) -> list[Outcome]:
-    """Every policy that fits, the fastest first."""
-    outcomes = [run_policy(name, setting) for name in POLICY_NAMES if name != SWITCHYARD]
+def run_all(setting: Setting, names: Iterable[str] | None = None) -> list[Outcome]:
+    """Every policy that fits, or every one of these, the fastest first."""
+    names = POLICIES if names is None else names
+    outcomes = [run_policy(name, setting) for name in names]
     return sorted((outcome for outcome in outcomes if outcome), key=lambda outcome: -outcome.tokens_per_s)
 
 
