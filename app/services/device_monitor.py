@@ -65,6 +65,9 @@ class DeviceMonitor(QObject):
 
     sampled = Signal(object)
     hardware_found = Signal(object)
+    _sampled_there = Signal(object)
+    _hardware_found_there = Signal(object)
+    """On the thread.  What is public is emitted on the GUI's: whoever connects may be gone before an event arrives."""
 
     def __init__(
         self,
@@ -77,6 +80,8 @@ class DeviceMonitor(QObject):
         self._make_sensors, self._look = make_sensors, look
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
+        self._sampled_there.connect(self.sampled)
+        self._hardware_found_there.connect(self.hardware_found)
 
     def start(self) -> None:
         """Begins; without effect if it has, or after `stop`."""
@@ -94,7 +99,7 @@ class DeviceMonitor(QObject):
         sensors = self._sample(None)
         profile = None if self._stopping.is_set() else self._probed()
         if profile is not None:
-            self._emit(self.hardware_found, profile)
+            self._emit(self._hardware_found_there, profile)
         pause_s = EVERY_S
         while not self._stopping.wait(pause_s):
             began_s = time.thread_time()
@@ -107,7 +112,7 @@ class DeviceMonitor(QObject):
         """One sample; the sensors to ask next time."""
         try:
             sensors = sensors or self._make_sensors()
-            self._emit(self.sampled, sensors.sample())
+            self._emit(self._sampled_there, sensors.sample())
         except Exception:  # the next may work: drivers are reset, laptops' cards fall asleep
             _log.exception("no sample of the machine")
             return None

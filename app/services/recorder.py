@@ -56,7 +56,11 @@ class Recorder(QObject):
     ready = Signal()
     recorded = Signal(object)
     failed = Signal(str)
-    _lost = Signal()
+    _ready_there = Signal()
+    _recorded_there = Signal(object)
+    _failed_there = Signal(str)
+    _lost_there = Signal()
+    """On the thread.  What is public is emitted on the GUI's: whoever connects may be gone before an event arrives."""
 
     def __init__(self, parent: QObject | None = None, *, is_on: bool = True) -> None:
         super().__init__(parent)
@@ -64,7 +68,10 @@ class Recorder(QObject):
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self.dropped = 0
         """Messages that were lost since it began."""
-        self._lost.connect(self._count_lost)
+        self._ready_there.connect(self.ready)
+        self._recorded_there.connect(self.recorded)
+        self._failed_there.connect(self.failed)
+        self._lost_there.connect(self._count_lost)
         self.write_sessions(is_on)
 
     @property
@@ -111,13 +118,15 @@ class Recorder(QObject):
     def _run(self) -> None:
         import app.services.history.history  # noqa: F401  # loads numpy here, not on the GUI's thread
 
-        desk = _Desk(lambda made: self._emit(self.recorded, made), lambda reason: self._emit(self.failed, reason))
-        self._emit(self.ready)
+        desk = _Desk(
+            lambda made: self._emit(self._recorded_there, made), lambda reason: self._emit(self._failed_there, reason)
+        )
+        self._emit(self._ready_there)
         while (work := self._inbox.get()) is not None:
             try:
                 work(desk)
             except EngineError:  # its records are not records; the others are
-                self._emit(self._lost)
+                self._emit(self._lost_there)
             except Exception:
                 _log.exception("telemetry was not understood")
         desk.session.end()

@@ -37,14 +37,13 @@ def test_this_machine_tells_of_itself(monitors: list[DeviceMonitor], qtbot: QtBo
         monitors[0].start()
     samples: list[SensorSample] = []
     monitors[0].sampled.connect(samples.append)
-    qtbot.waitUntil(lambda: len(samples) > 1, timeout=20_000)
+    qtbot.waitUntil(lambda: any(each.cpu_by_core for each in samples), timeout=20_000)  # clocks tick slowly
     said = samples[-1]
     assert said.ram_ours is not None
     assert said.ram_used is not None
     assert said.ram_total is not None
     assert 0 < said.ram_ours < said.ram_total
     assert 0 < said.ram_used <= said.ram_total
-    assert said.cpu_by_core is not None
 
 
 def test_everybody_hears_the_same_on_the_guis_thread(monitors: list[DeviceMonitor], qtbot: QtBot) -> None:
