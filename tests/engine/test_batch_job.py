@@ -19,6 +19,7 @@ from engine.batch_files.prepared_job import prepare
 from engine.common.config import BatchJob, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from tests.engine.shuffled_executor import ShuffledExecutor, Watch, results_in, run_job, write_rows
+from tests.refusals import refused
 
 
 @pytest.fixture
@@ -137,7 +138,7 @@ def test_an_input_that_changes_ends_the_job_and_keeps_its_answers(home: Path, mo
             file.write('{"text": "one more"}\n')
 
     watch._give_way = touch_then_change  # type: ignore[method-assign]
-    with pytest.raises(EngineError, match="was changed while the job ran"):
+    with refused(ErrorCode.INVALID_REQUEST, "changed"):
         run_job(job, ShuffledExecutor(room=10), watch)
     write_rows(path, 40)
     assert run_job(replace(job, start="resume"), ShuffledExecutor(), Watch()).finished
@@ -256,6 +257,6 @@ def test_what_a_kill_left_half_written_goes_and_what_is_of_no_job_stays(home: Pa
     assert run_job(BatchJob(str(home / "in.jsonl"), str(home / "out.csv")), ShuffledExecutor(), Watch()).finished
     assert sorted(path.name for path in home.glob(".*")) == [".out.csv.mine.part"]
     (home / "mine.csv").write_text("precious")
-    with pytest.raises(EngineError, match="not written by this job"):
+    with refused(ErrorCode.INVALID_REQUEST, "not written"):
         run_job(BatchJob(str(home / "in.jsonl"), str(home / "mine.csv"), start="resume"), ShuffledExecutor(), Watch())
     assert (home / "mine.csv").read_text() == "precious"

@@ -133,7 +133,7 @@ def test_a_context_beyond_all_memory_is_refused_and_a_shorter_one_still_answered
     folder, library = checkpoint("qwen3_moe", checkpoints)
     with opened(folder, vram_bytes=MIB // 4) as model, chatting(model) as session:
         assert model.devices is not None
-        with pytest.raises(EngineError, match=r"needs another .* of emulated:slow-link#0") as refused:
+        with pytest.raises(EngineError, match="emulated:slow-link#0") as refused:
             answer(session, TEXT[:200], beams=16)
         assert refused.value.code is ErrorCode.NOT_ENOUGH_MEMORY
         assert list(answer(session, TEXT[:40]).token_ids) == library_tokens(library, TEXT[:40], 12)

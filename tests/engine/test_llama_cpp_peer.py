@@ -171,7 +171,7 @@ def test_every_type_of_matrix_loads_and_answers(quantisation: Quantisation, tmp_
 @needs_peer
 def test_a_file_that_is_no_model_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"no model")
-    with pytest.raises(PeerError, match=r"cannot load the file"):
+    with pytest.raises(PeerError, match="cannot load"):
         LlamaCppPeer("llama.cpp", tmp_path / "model.gguf", 1, 64, python=PEER)
 
 
@@ -186,7 +186,8 @@ def test_a_bench_goes_on_without_a_peer_that_dies() -> None:
     report = Report({})
     rates = _rates({"ours": lambda: 2.0, "llama.cpp": dies_at_last}, 4, report, lambda _text: None)
     assert rates == {"ours": [2.0] * 4}
-    assert report.peers_not_run == [{"peer": "llama.cpp", "reason": "its process died of SIGILL"}]
+    (missing,) = report.peers_not_run
+    assert (missing["peer"], "SIGILL" in missing["reason"]) == ("llama.cpp", True)
 
 
 def test_without_llama_cpp_no_file_is_written_for_it(switchyard_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,4 +113,4 @@ def test_without_a_compiler_the_bench_says_so(
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert cli.main(["bench", "kernels"]) == 2
-    assert "no C++ compiler was found" in capsys.readouterr().err
+    assert "C++ compiler" in capsys.readouterr().err

@@ -64,7 +64,7 @@ def test_a_library_of_another_interface_is_not_used_and_told(pretended: Make, mo
     monkeypatch.setattr(library, "library_path", lambda: path)
     assert proven(path) == []
     assert load_kernels(threads=2) is None
-    assert "fail their self-test" in missing_note()
+    assert "self-test" in missing_note()
 
 
 def test_a_file_that_is_no_library_is_not_used(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_library_built_from_other_sources_is_ignored_and_told(
     assert "install a C++ compiler" in missing_note()
     (tmp_path / "switchyard_kernels-fedcba9876543210-x86_64.so").write_bytes(b"of another version")
     assert load_kernels(threads=2) is None
-    assert "built for another version or machine" in missing_note()
+    assert "another version" in missing_note()
 
 
 def test_a_new_build_takes_the_place_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

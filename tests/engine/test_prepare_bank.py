@@ -224,7 +224,7 @@ def test_another_source_makes_another_bank(change: Callable[[Path], None], mixtr
     done = prepare(source, path)
     assert done.made
     assert done.reason is not None
-    assert "the model that it was made of has changed" in done.reason
+    assert "changed" in done.reason
     assert_holds(path, source)
 
 
@@ -233,7 +233,7 @@ def test_another_precision_makes_another_bank(mixtral: Path, tmp_path: Path) -> 
     source = BankSource.open(mixtral, "bf16")
     reason = prepare(source, tmp_path / "tiny.bank").reason
     assert reason is not None
-    assert "fp32 rather than bf16" in reason
+    assert all(precision in reason for precision in ("fp32", "bf16"))
     assert_holds(tmp_path / "tiny.bank", source)
 
 

@@ -22,11 +22,12 @@ from engine.batch_files.messages import (
 from engine.batch_files.pace import Pace
 from engine.batch_files.prepared_job import PreparedJob
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
-from engine.common.errors import EngineError
+from engine.common.errors import ErrorCode
 from engine.planner.batch_prediction import Bottleneck, JobPrediction, JobRows
 from engine.process.batch import BatchService
 from engine.process.requests import Request, RequestQueue, cancelled_event
 from engine.protocol import ChatMessage, Event, Finished, Generate, LoadModel
+from tests.refusals import refused
 
 _PACE = Pace(done=2, failed=1, total=None, tokens_per_s=3.0, remaining_low_s=None, remaining_high_s=None)
 
@@ -152,7 +153,7 @@ def test_a_sample_shows_each_row_as_it_comes(job: BatchJob) -> None:
 def test_a_job_that_cannot_be_begun_is_refused(job: BatchJob) -> None:
     Path(job.input).unlink()
     process = Process(Engine())
-    with pytest.raises(EngineError, match="There is no file"):
+    with refused(ErrorCode.INVALID_REQUEST):
         process.batches.run(Engine(), StartBatch("job", job))
 
 

@@ -105,7 +105,7 @@ def test_an_amd_card(
 
 def test_graphics_of_the_processor_are_no_card(machine: HardwareProfile) -> None:
     first, second = doctor_checks.gpu_findings(replace(machine, gpus=(GRAPHICS,), gpu_note=""))
-    assert "do not run on it" in first.detail
+    assert "do not run" in first.detail
     assert "CPU" in second.detail
     assert first.status == second.status == Status.OK
 
@@ -132,7 +132,7 @@ def test_two_kinds_of_cores_and_limits(machine: HardwareProfile) -> None:
         where=Surroundings(None, True, 2**33, 2.0),
     )
     found = {finding.name: finding.detail for finding in doctor.hardware_findings(limited)}
-    assert "8 performance and 16 efficiency cores" in found["processor"]
+    assert all(kind in found["processor"] for kind in ("8 performance", "16 efficiency"))
     assert "container" in found["memory"]
     inside = replace(machine, where=Surroundings(2, True, None, None))
     assert "WSL" in {finding.name: finding.detail for finding in doctor.hardware_findings(inside)}["memory"]
@@ -193,4 +193,4 @@ def test_missing_libraries_are_named_with_the_command(
     shown, libraries = doctor_display.display_findings()
     assert (shown.status == Status.OK) == bool(display)
     assert libraries.status == status
-    assert libraries.action == "On Debian or Ubuntu: `sudo apt-get install libxcb-cursor0 libegl1`."
+    assert "sudo apt-get install libxcb-cursor0 libegl1" in libraries.action

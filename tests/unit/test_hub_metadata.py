@@ -138,7 +138,7 @@ def test_a_single_file_without_an_index(hub: type[Hub]) -> None:
 
 
 def test_what_is_not_there_is_said(hub: type[Hub]) -> None:
-    with pytest.raises(EngineError, match="no model org/other") as refused:
+    with pytest.raises(EngineError, match="org/other") as refused:
         read_hub_model("org/other")
     assert refused.value.code is ErrorCode.MODEL_NOT_FOUND
     hub.files.pop("model.safetensors.index.json")
@@ -162,7 +162,7 @@ def test_cancelled(hub: type[Hub]) -> None:
 
 def test_without_a_network_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(EngineError, match="check the network, or give a folder") as refused:
+    with pytest.raises(EngineError, match="network") as refused:
         find_shape("org/model")
     assert refused.value.code is ErrorCode.DOWNLOAD_FAILED
     assert "\n" not in refused.value.message

@@ -126,5 +126,5 @@ def test_without_it_the_message_says_what_to_install(
     if what == "no Visual Studio":
         finder.unlink()
     on_windows(monkeypatch, tmp_path, "")
-    with pytest.raises(BuildError, match="C\\+\\+ Clang Compiler for Windows"):
+    with pytest.raises(BuildError, match="Clang"):
         find_compiler()

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from engine.cli import main
-from engine.common.errors import EngineError
+from engine.common.errors import EngineError, ErrorCode
 from engine.experts.cache.policies import POLICY_NAMES
 from engine.experts.replay.bounds import belady_hits, hit_ratio_curve, stack_distances
 from engine.experts.replay.simulation import ADOPTED, popularity_of, replay
 from engine.experts.replay.trace_file import RoutingTrace, read_trace, write_trace
+from tests.refusals import refused
 
 _EXPERTS = 6
 
@@ -97,7 +98,7 @@ def test_a_trace_survives_the_disk(tmp_path: Path) -> None:
 def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "bad.npz"
     path.write_bytes(content)
-    with pytest.raises(EngineError, match=r"bad\.npz is not a routing trace"):
+    with refused(ErrorCode.INVALID_REQUEST, "bad.npz"):
         read_trace(path)
 
 
@@ -109,7 +110,7 @@ def test_pickled_arrays_and_nonsense_are_refused(tmp_path: Path) -> None:
     np.savez(path, experts=np.full((2, 1, 1), 7, np.int16), num_experts=3)
     with pytest.raises(EngineError, match="outside"):
         read_trace(path)
-    with pytest.raises(EngineError, match="no routing trace at"):
+    with refused(ErrorCode.INVALID_REQUEST, "routing trace"):
         read_trace(tmp_path / "absent.npz")
 
 

@@ -238,7 +238,7 @@ def test_automatic_settings_become_what_won(model: Path) -> None:
     run(MadeUpEngine(speeds), EngineConfig(str(model)))
     applied = apply_tuning(EngineConfig(str(model)), model, lambda: MACHINE)
     assert (applied.config.precision, applied.config.threads) == ("int8", 2)
-    assert applied.note == "Tuned on 21 Nov 2026: 10000.0 tokens/s."
+    assert all(fact in applied.note for fact in ("21 Nov 2026", "10000.0 tokens/s"))
 
 
 def test_explicit_settings_overrule(model: Path) -> None:
@@ -336,7 +336,7 @@ def test_a_machine_that_slows_down_meanwhile_is_said_and_treats_all_alike(model:
 
     ending = run(MadeUpEngine(slowing), EngineConfig(str(model)))
     assert ending.result is not None
-    assert any("slower while plans were timed" in note for note in ending.result.notes)
+    assert any("slower" in note for note in ending.result.notes)
     assert ending.result.won is not None
     assert ending.result.won.precision == "int8"
 
