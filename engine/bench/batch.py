@@ -1,4 +1,4 @@
-"""`switchyard bench batch`: tokens per second of many rows together, against one after the other and against peers."""
+"""`switchyard bench batch`: tokens per second of many rows together, against one at a time and against peers."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from engine.runtime.loaded_model import LoadedModel
 
 _MEAN, _LONGEST = 77, 418
-"""Prompt tokens of MTBench's questions, as MoE-Lightning counts them (its table 3)."""
+"""Prompt tokens of MTBench's questions, according to MoE-Lightning, table 3."""
 _ALONE = 8
-"""Rows that are enough to see how fast they go one after the other."""
+"""Rows timed one at a time."""
 _NO_END: frozenset[int] = frozenset()
 _Contestant = Callable[[Sequence[Sequence[int]], int], float]
-"""Prompts, and how many tokens to generate for each, to tokens per second."""
+"""(prompts, tokens to generate for each) -> tokens per second."""
 _TRANSFORMERS = "transformers' batched generate"
 
 
 @dataclass(frozen=True, slots=True)
 class BatchBenchPlan:
-    """What to run: `rows` prompts of MTBench's lengths, `tokens` generated for each; `peers` beside us."""
+    """What to run: `rows` prompts of MTBench's lengths, `tokens` generated for each; `peers`: also run the peers."""
 
     rows: int
     tokens: int
@@ -55,7 +55,7 @@ def prompt_lengths(rows: int, seed: int = 0) -> list[int]:
 
 
 def bench_batch(config: EngineConfig, plan: BatchBenchPlan, report: Report, say: Callable[[str], None]) -> None:
-    """Adds rows: generated tokens per second, prompts included in the time, against each contestant in the same run.
+    """Adds rows: generated tokens per second, including prompt time, against each contestant in the same run.
 
     Raises:
         EngineError: as `load_model`.
@@ -102,7 +102,7 @@ def batch_rate(executor: BatchExecutor, prompts: Sequence[Sequence[int]], tokens
         BatchRequest(number, ids=tuple(prompt), sampling=sampling, end_ids=_NO_END)
         for number, prompt in enumerate(prompts)
     )
-    executor.forget_prefixes()  # a second run must not find the first one's prompts
+    executor.forget_prefixes()  # a second run must not reuse the first one's prompts
     started = time.perf_counter()
     executor.run(requests, answers.append)
     return sum(answer.generated_tokens for answer in answers) / (time.perf_counter() - started)

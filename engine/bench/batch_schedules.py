@@ -1,4 +1,4 @@
-"""`switchyard bench batch --schedules`: the orders of a layer's work on a device, on the same rows, in turn."""
+"""`switchyard bench batch --schedules`: schedules of a layer's work on a device, on the same rows, in turn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engine.runtime.loaded_model import LoadedModel
 
 _WARM_UP_TOKENS = 2
 _SIMPLE = "simple pipeline"
-"""Klotski's table 3 begins with it: each micro-batch goes through the whole model by itself."""
+"""The baseline of Klotski's table 3: each micro-batch passes the whole model separately."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +37,18 @@ class SchedulesPlan:
 
 
 def bench_schedules(config: EngineConfig, plan: SchedulesPlan, report: Report, say: Callable[[str], None]) -> None:
-    """Adds rows: generated tokens per second by each schedule, as measured and as simulated; CGOPipe against each
-    other one; and how busy the link was.
+    """Adds rows: generated tokens per second of each schedule, measured and simulated; CGOPipe against each other one;
+    and utilisation of the link.
 
-    The simulation knows the parts of sweeps, timed with nothing beside them; what overlaps is its own.  Nothing is
-    cached on the device, so that all schedules move the same weights.
+    The simulation only uses the parts of a sweep, timed separately; it models their overlap. Nothing is cached on the
+    device, so that all schedules move the same weights.
 
     Raises:
-        EngineError: as `load_model`; `INVALID_REQUEST` if no experts are brought to a device.
+        EngineError: as `load_model`; `INVALID_REQUEST` if no experts are fetched to a device.
     """
     config = replace(config, cache_slots=0)
     if config.threads is None and config.device.startswith("emulated:"):
-        config = replace(config, threads=1)  # the emulated card computes as well
+        config = replace(config, threads=1)  # the emulated card needs the other core
     with opened(config) as loaded:
         device = _device(loaded)
         vocabulary = int(loaded.model.config.get_text_config().vocab_size)
@@ -81,7 +81,7 @@ def bench_schedules(config: EngineConfig, plan: SchedulesPlan, report: Report, s
 
 
 def _predicted(loaded: LoadedModel, plan: SchedulesPlan, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Tokens per second by each schedule that is simulated, from sweeps whose parts are timed one after the other."""
+    """Tokens per second by each schedule that is simulated, from sweeps whose parts are timed separately."""
     policies = _policies(loaded, plan)
     executor = BatchExecutor(loaded, policies[CGOPIPE.name])
     try:
@@ -107,7 +107,7 @@ def _predicted(loaded: LoadedModel, plan: SchedulesPlan, prompts: Sequence[Seque
 
 
 def busy_share(copies: Sequence[CopyRecord], since_s: float, until_s: float) -> float:
-    """The part of a time in which at least one of these copies was under way."""
+    """The fraction of an interval in which at least one of these copies was running."""
     total, reached = 0.0, since_s
     for copy in sorted(copies, key=lambda copy: copy.started_s):
         begin, end = max(copy.started_s, reached), min(copy.ended_s, until_s)
@@ -127,7 +127,7 @@ def _policies(loaded: LoadedModel, plan: SchedulesPlan) -> dict[str, BatchPolicy
 def _run(
     loaded: LoadedModel, device: Device, policy: BatchPolicy, prompts: Sequence[Sequence[int]], tokens: int
 ) -> tuple[float, float]:
-    """(tokens per second, share of the time from the first copy to the last in which the link was busy)."""
+    """(tokens per second, busy fraction of the link from the first copy to the last)."""
     copies: list[CopyRecord] = []
     executor = BatchExecutor(loaded, policy)
     stop = device.copy_log.listen(copies.append)

@@ -1,6 +1,6 @@
-"""What the expert caches cost a layer besides moving bytes: looking up, pinning, counting, choosing who leaves.
+"""Bookkeeping cost of expert caches per layer: lookups, pinning, counting, eviction choices.
 
-Counted is the processor's time, so that it says the same on a busy machine.
+Measures CPU time, which is the same on a busy machine.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from engine.kernels.interface import ExpertKernel
 
 _LAYOUT = RecordLayout.of({"down_proj": ((8, 8), torch.bfloat16)}, transposed=False)
-"""The smallest record there is: one page."""
+"""The smallest record: one page."""
 _RESIDENT_SHARE = 0.25
 
 
 def vram_cache_us(routing: RoutingTrace) -> float:
-    """Microseconds of a layer's `acquire` and `release`, the mean over the second half of the routing.
+    """Mean microseconds of a layer's `acquire` and `release` over the second half of the routing.
 
-    The first half fills the cache.  Misses are post-fetched between the timed calls, as in a run, on the CPU as a
-    device, whose copies have ended when they are begun.
+    The first half fills the cache. Misses are post-fetched between the timed calls, as in a run, with the CPU as
+    device, whose copies finish immediately.
     """
     steps, spent_s, timed = _steps(routing), 0.0, 0
     records = allocate_records(routing.num_experts, _LAYOUT, torch.device("cpu"))
@@ -63,7 +63,7 @@ def vram_cache_us(routing: RoutingTrace) -> float:
 
 
 def ram_tier_us(routing: RoutingTrace) -> float:
-    """Microseconds of a layer's `acquire` and `release` where all experts are in RAM, over the second half."""
+    """Microseconds of a layer's `acquire` and `release` with all experts in RAM, over the second half."""
     steps, spent_s, timed = _steps(routing), 0.0, 0
     with tempfile.TemporaryDirectory(prefix="switchyard-bench-") as folder:
         path = Path(folder) / "made-up.bank"
@@ -84,7 +84,7 @@ def ram_tier_us(routing: RoutingTrace) -> float:
 
 
 def _steps(routing: RoutingTrace) -> list[tuple[int, list[int]]]:
-    """(layer, experts in ascending order), as a run asks for them."""
+    """(layer, experts in ascending order), in the order of a run."""
     return [
         (layer, sorted(expert for expert in experts if expert >= 0))
         for token in routing.experts.tolist()

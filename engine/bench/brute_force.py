@@ -1,4 +1,4 @@
-"""`switchyard bench decode --brute-force`: what is chosen against the best of all settings, each of them timed."""
+"""`switchyard bench decode --brute-force`: the chosen settings against the best of all, each of them timed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from engine.tuning.result import Contestant, Timed
 def bench_brute_force(
     config: EngineConfig, tokens: int, repeats: int, report: Report, say: Callable[[str], None]
 ) -> None:
-    """Adds a row for every setting that fits, and two that hold against the best of them in the same precision: the
-    plan made from measurements alone, and what tuning settles on after timing a few.
+    """Adds a row for every setting that fits, and two that compare with the best of the same precision: the plan from
+    measurements alone, and the result of tuning.
 
     Args:
-        config: what is given stays; what is `auto` or None is searched.
+        config: explicit settings stay; those that are `auto` or None are searched.
 
     Raises:
-        EngineError: the model fits nowhere, or nothing could be run.
+        EngineError: the model fits nowhere, or nothing could run.
     """
     machine = probe()
     say("measuring the machine, unless that was done")
@@ -81,7 +81,7 @@ def _timed(entrants: list[Contestant], pace: Pace, say: Callable[[str], None]) -
         raced = race(engine, entrants, pace, watcher)
     finally:
         engine.unload()
-    # At their best: other programs make everything slower and nothing faster.
+    # The best of the repeats: other programs can only slow things down.
     return [replace(one, tokens_per_s=max(one.rates)) if one.rates and not one.problem else one for one in raced]
 
 

@@ -16,15 +16,15 @@ from engine.experts.replay.trace_file import RoutingTrace, read_trace
 
 SHARES = (0.1, 0.25, 0.5)
 BOOKKEEPING_LIMIT_US = 20.0
-"""For one layer of one step, on one core."""
+"""Microseconds per layer and step, on one core."""
 _LAYERS, _EXPERTS, _TOP_K = 60, 256, 8
 
 
 def bench_cache(traces: Sequence[Path], repeats: int, report: Report, say: Callable[[str], None]) -> None:
-    """Adds rows for every trace (or a made-up one, if none is given) and for the bookkeeping.
+    """Adds rows for every trace (or a synthetic one, if none is given) and for the bookkeeping.
 
     Raises:
-        EngineError: `INVALID_REQUEST` if a file is no routing trace.
+        EngineError: `INVALID_REQUEST` if a file is not a routing trace.
     """
     named = [(path.stem, read_trace(path)) for path in traces] or [("made-up routing", made_up_trace(600, 8, 64, 8))]
     for name, trace in named:
@@ -41,7 +41,7 @@ def bench_cache(traces: Sequence[Path], repeats: int, report: Report, say: Calla
 
 
 def made_up_trace(tokens: int, layers: int, experts: int, top_k: int, seed: int = 0) -> RoutingTrace:
-    """Routing with popular experts and topics that last: what caches live from in recorded routing."""
+    """Synthetic routing with popular experts and persistent topics, like recorded routing."""
     draw = np.random.default_rng(seed)
     popularity = draw.normal(0, 0.7, (layers, experts))
     topic = draw.normal(0, 1, (layers, experts))

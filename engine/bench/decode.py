@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Peer(Protocol):
-    """Who decodes beside us."""
+    """A contestant in decoding."""
 
     @property
     def name(self) -> str: ...
@@ -34,7 +34,7 @@ class Peer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """What to run: `tokens` decoded per repeat, after one warm-up; `peers`: transformers and llama.cpp beside us."""
+    """What to run: `tokens` decoded per repeat, after one warm-up; `peers`: also run transformers and llama.cpp."""
 
     tokens: int
     repeats: int
@@ -44,7 +44,7 @@ class DecodePlan:
 def bench_decode(config: EngineConfig, plan: DecodePlan, report: Report, say: Callable[[str], None]) -> None:
     """Adds rows to `report`: our decode rate, against each peer and against the memory-bandwidth limit.
 
-    Every repeat runs all contestants one after the other, so that a noisy moment hits them alike.
+    Every repeat runs all contestants one after the other, so that noise affects all alike.
     """
     say("loading the model")
     loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
@@ -90,7 +90,7 @@ def _rates(
 
 
 def _bytes_per_token(loaded: LoadedModel) -> float:
-    """Bytes of weights that one token has to read: all but the experts it does not use and the embedding table."""
+    """Bytes of weights that one token has to read: all except unused experts and the embedding table."""
     info = loaded.info
     used = info.experts_per_token / info.experts if info.experts else 0.0
     output, table = loaded.model.get_output_embeddings(), loaded.model.get_input_embeddings()

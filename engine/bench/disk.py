@@ -1,4 +1,4 @@
-"""`switchyard bench disk`: preparing a model, loading what was prepared, and decoding with half its experts in RAM."""
+"""`switchyard bench disk`: preparing a model, loading the prepared bank, and decoding with half its experts in RAM."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class DiskPlan:
 
 
 def bench_disk(config: EngineConfig, plan: DiskPlan, report: Report, say: Callable[[str], None]) -> None:
-    """Adds rows: each rate against what the disk does in the same run, and decoding against plain paging.
+    """Adds rows: each rate against the disk's in the same run, and decoding against plain mmap.
 
     The prepared bank is removed again unless it was there before.
 
@@ -57,7 +57,7 @@ def bench_disk(config: EngineConfig, plan: DiskPlan, report: Report, say: Callab
         EngineError: `INVALID_REQUEST` if the model has no experts; as `prepare_bank` and `load_model`.
     """
     directory = Path(config.model)
-    if config.precision == "auto":  # which would avoid the disk
+    if config.precision == "auto":  # `auto` would avoid the disk
         config = replace(config, precision="bf16")
     source = BankSource.open(directory, config.precision)
     bank = bank_path(directory, source.precision)
@@ -84,7 +84,7 @@ def _scratch(parent: Path) -> Iterator[Path]:
 def _prepare_and_load(
     source: BankSource, scratch: Path, plan: DiskPlan, report: Report, say: Callable[[str], None]
 ) -> None:
-    """Rates in bytes per second of what has to be read and written, each beside the disk's own."""
+    """Rates in bytes per second of required reads and writes, each beside the disk's own."""
     header, made, raw = source.header(), scratch / "prepared.bank", scratch / "raw"
     checkpoint = sum(source.nbytes(layer) for layer in range(len(source.sites)))
     size = header.records_nbytes
@@ -102,7 +102,7 @@ def _prepare_and_load(
         begun_s = time.perf_counter()
         prepare_bank(source, made, on_progress=_ignore, cancelled=_never)
         prepared.append((checkpoint + size) / (time.perf_counter() - begun_s) / 1e9)
-        # What reading and then writing them would take.
+        # The time of reading and then writing them.
         moved.append((checkpoint + size) / (checkpoint / read_bps + size / write_bps) / 1e9)
         loaded.append(_load_rate(made, size) / 1e9)
         reads.append(read_bps / 1e9)
@@ -195,7 +195,7 @@ def _decode(
 
 
 def _dense_bytes(source: BankSource) -> int:
-    """Everything of the model but its experts, as it is held; at most that if it is quantised."""
+    """Bytes in memory of everything but the experts; an upper bound if quantised."""
     width = 4 if source.precision == "fp32" else 2
     return sum(width * entry.numel for entry in source.plan.rest.values())
 
@@ -214,7 +214,7 @@ def _our_rate(loaded: LoadedModel, text: ForcedText) -> tuple[float, float]:
 
 
 def _mapped_rate(config: EngineConfig, text: ForcedText, bank: Path, expert_ram: int, report: Report) -> float | None:
-    """Tokens per second of `engine.bench.mmap_peer`; None if it could not be run, which the report says."""
+    """Tokens per second of `engine.bench.mmap_peer`; None if it failed, which the report notes."""
     command, own = python_module("engine.bench.mmap_peer")
     try:
         with memory_group() as group:

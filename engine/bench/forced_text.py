@@ -1,4 +1,4 @@
-"""Decoding a text that is given beforehand: every contestant computes the same tokens, and so the same experts."""
+"""Teacher-forced decoding of a fixed text: every contestant computes the same tokens, hence the same experts."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     from engine.runtime.loaded_model import LoadedModel
 
 _FEWEST_STEPS = 3
-"""Timed whatever they take."""
+"""Steps that are always timed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForcedText:
-    """Token ids: the prompt, and what is decoded after it as if the model had said it."""
+    """Token ids: the prompt, and the forced continuation."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
 
 
 def random_text(vocabulary: int, prompt: int, answer: int, seed: int = 0) -> ForcedText:
-    """Any ids, for a model that never learnt any text."""
+    """Random ids, for a model with random weights."""
     draw = random.Random(seed)
     ids = [draw.randrange(min(3, vocabulary - 1), vocabulary) for _ in range(prompt + answer)]
     return ForcedText(tuple(ids[:prompt]), tuple(ids[prompt:]))
 
 
 def own_text(loaded: LoadedModel, prompt: Sequence[int], answer: int) -> ForcedText:
-    """The prompt and what the model makes of it, greedy, running on over the end of its answer."""
+    """The prompt and the model's greedy continuation, past the end of its answer."""
     ids: list[int] = []
     with _session(loaded) as session:
         logits, _ = session.prefill(list(prompt), _ignore, _never)
@@ -58,7 +58,7 @@ def decode_seconds(loaded: LoadedModel, text: ForcedText, at_most_s: float = flo
             for token in text.answer:
                 ids = torch.tensor([[token]], device=loaded.device)
                 begun_s = time.perf_counter()
-                session.step(ids, token).argmax().item()  # a card's step has ended when its result is here
+                session.step(ids, token).argmax().item()  # reading the result waits for the card
                 seconds.append(time.perf_counter() - begun_s)
                 if len(seconds) >= _FEWEST_STEPS and sum(seconds) > at_most_s:
                     break
@@ -76,7 +76,7 @@ def prefill_seconds(loaded: LoadedModel, prompt: Sequence[int]) -> float:
 
 @contextmanager
 def _session(loaded: LoadedModel) -> Iterator[KvSession]:
-    """A context of its own, whose memory is given back at the end."""
+    """A separate context, freed at the end."""
     session = KvSession(loaded)
     try:
         with torch.inference_mode():

@@ -26,10 +26,10 @@ from engine.runtime.load.model import set_threads
 
 PRECISIONS = tuple(each.name for each in FORMATS.values() if each.native is not None)
 _COLD_BYTES = 3 * 2**29
-"""Weights that a run goes through before it meets the first again: more than any cache holds."""
+"""Bytes of weights that a run cycles through: more than any cache holds."""
 _LIMIT = "read"
 _CALL_SECONDS = 0.15
-"""Of one burst of calls: long enough for the clock, short enough to take turns often."""
+"""Duration of a burst of calls: long enough for the clock, short enough to alternate often."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Shape:
 
     Attributes:
         hidden, inner: widths of an expert.
-        top_k: experts for a token.
+        top_k: experts per token.
     """
 
     name: str
@@ -63,9 +63,9 @@ def bench_kernels(
     tokens: int = 1,
     on_progress: Callable[[str], None] = lambda _what: None,
 ) -> Report:
-    """GB of weights per second that a layer's experts of `tokens` tokens are computed with, and torch's operators'.
+    """GB of weights per second for a layer's experts with `tokens` tokens, by our kernels and torch's operators.
 
-    Needs some 2 GB of RAM.  Where the kernels are not built, torch's operators are measured alone.
+    Needs about 2 GB of RAM.  Without native kernels, only torch's operators are measured.
     """
     count = set_threads(threads)
     report = Report({"threads": count})
@@ -86,7 +86,7 @@ def _bench_shape(
     module = StandardExperts(1, shape.hidden, shape.inner, torch.nn.SiLU())
     layer = _layer(module, shape, precision)
     math = ExpertMath.of(module)
-    # The limit is a contestant: memory is now faster and now slower, on virtual machines by several times.
+    # The limit is measured in turn too: memory speed varies, on virtual machines by several times.
     runs: dict[str, Callable[[], float]] = {_LIMIT: _Read(layer.records)}
     pools: list[NativeKernels] = []
     if precision == "bf16":
@@ -120,14 +120,14 @@ def _bench_shape(
                     "GB/s",
                     peer="torch" if "torch" in values else None,
                     peer_values=values.get("torch"),
-                    limit=max(limits),  # a limit is no average
+                    limit=max(limits),  # a limit is a maximum, not an average
                 )
             )
     return limits
 
 
 class _Read:
-    """Reads the records and does next to nothing with them; gives GB per second."""
+    """Reads the records with almost no compute; returns GB per second."""
 
     def __init__(self, records: torch.Tensor) -> None:
         self._numbers = records.view(torch.int64)
@@ -141,7 +141,7 @@ class _Read:
 
 
 class _Run:
-    """Calls one kernel with ever other experts; gives GB of weights per second."""
+    """Calls one kernel with different experts each time; returns GB of weights per second."""
 
     def __init__(self, kernel: ExpertKernel, layer: BankLayer, shape: Shape, tokens: int) -> None:
         self._kernel = kernel
@@ -160,7 +160,7 @@ class _Run:
 
 
 class _With:
-    """A run with an instruction set: which one is in use is the library's own state."""
+    """A run with an instruction set: the choice is global state of the library."""
 
     def __init__(self, kernels: NativeKernels, isa: Isa, run: Callable[[], float]) -> None:
         self._kernels, self._isa, self._run = kernels, isa, run
@@ -183,7 +183,7 @@ def _ever_other(experts: int, top_k: int) -> Iterator[list[int]]:
 
 
 def _layer(module: StandardExperts, shape: Shape, precision: str) -> BankLayer:
-    """Copies of one random expert, so many that none is in a cache when its turn comes."""
+    """Copies of one random expert, so many that none is cached when it is used again."""
     plain = RecordLayout.of(
         {name: (tuple(p.shape[1:]), torch.bfloat16) for name, p in module.named_parameters()}, transposed=False
     )

@@ -1,4 +1,4 @@
-"""A memory control group of its own for a child process: the only fair way to page a file with less RAM than it has."""
+"""A memory control group for a child process: the fair way to page a file with limited RAM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
 _SLACK = 32 * 2**20
-"""The kernel counts in batches, and a process goes on allocating a little.  To the advantage of who is limited."""
+"""Slack: the kernel counts in batches, and a process keeps allocating a little.  It favours the limited process."""
 
 
 class MemoryGroup:
@@ -23,18 +23,18 @@ class MemoryGroup:
         self._is_v1 = (folder / "memory.limit_in_bytes").exists()
 
     def join(self) -> None:
-        """Puts this process into the group.
+        """Moves this process into the group.
 
         Raises:
-            OSError: it may not.
+            OSError: not permitted.
         """
         (self.folder / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
 
     def limit_file_pages(self, nbytes: int) -> None:
-        """From now on the group may have so many bytes of file pages beside the memory that it has allocated.
+        """Limits the group's file pages to `nbytes`, in addition to its current memory.
 
         Raises:
-            OSError: it may not be limited.
+            OSError: not permitted.
         """
         statistics = (self.folder / "memory.stat").read_text(encoding="ascii").split()
         fields = {name: int(value) for name, value in zip(statistics[::2], statistics[1::2], strict=True)}
@@ -49,7 +49,7 @@ def memory_group() -> Iterator[MemoryGroup]:
     """A new group below our own, removed at the end, when its processes have ended.
 
     Raises:
-        OSError: there are no control groups, or we may not make one.
+        OSError: there are no control groups, or creating one is not permitted.
     """
     parent = _own_group()
     folder = Path(tempfile.mkdtemp(prefix="switchyard-bench-", dir=parent))

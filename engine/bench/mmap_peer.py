@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engine.runtime.loaded_model import LoadedModel
 
 PASS_S = 30.0
-"""Of the text in each of its two passes, the first of which fills the page cache."""
+"""Tokens per pass; the first of two passes fills the page cache."""
 
 
 def request(config: EngineConfig, text: ForcedText, bank: Path, group: Path, expert_ram: int) -> str:
@@ -70,7 +70,7 @@ def main() -> None:
 def _map_experts(loaded: LoadedModel, path: Path) -> None:
     """Binds every experts module that is read from disk to its records in the mapped file, and frees their slots."""
     with path.open("rb") as stream:
-        # Private and writable, because torch has no read-only tensors; nobody writes.
+        # Private and writable because torch has no read-only tensors; never written.
         mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
     everything = torch.frombuffer(mapped, dtype=torch.uint8)
     with BankFile(path) as file:

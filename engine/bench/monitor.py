@@ -1,4 +1,4 @@
-"""`switchyard bench monitor`: what the window costs while its Monitor shows a fast decode."""
+"""`switchyard bench monitor`: CPU cost of the window while its Monitor shows a fast decode."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SHARE_LIMIT_PERCENT = 10.0
 
 
 def bench_monitor(seconds: int, repeats: int, report: Report, say: Callable[[str], None]) -> None:
-    """Adds the rows.  The window is the real one, on the display there is, else drawn off screen.
+    """Adds the rows.  The window is the real one, on the display if there is one, otherwise offscreen.
 
     Args:
-        seconds: of decoding before anything is measured; half of that each of the two measurements takes.
+        seconds: of decoding before measuring; each of the two measurements takes half of that.
 
     Raises:
-        EngineError: `MODEL_NOT_FOUND` without the starter; `INTERNAL` if the window did not come up.
+        EngineError: `MODEL_NOT_FOUND` without the starter; `INTERNAL` if the window did not open.
     """
     starter = resolve("starter")
     shares: list[float] = []

@@ -1,4 +1,4 @@
-"""How likely contestants think the tokens of a text are, against a reference that is kept on disk."""
+"""Compares contestants' next-token probabilities on a text with a reference stored on disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 Window = tuple[int, ...]
-"""Token ids of a piece of text, at least 2."""
+"""Token ids of a window of text, at least 2."""
 
 Contestant = Callable[[Window], torch.Tensor]
 """A window -> logits of any floating type, [len(window) - 1, vocabulary]: row t is for the token after the t-th."""
@@ -18,12 +18,12 @@ Contestant = Callable[[Window], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One contestant's figures for every token of all windows but the first of each, fp32 or bool [tokens].
+    """One contestant's figures for all tokens of all windows except first ones, fp32 or bool [tokens].
 
     Attributes:
-        surprise: nats, minus the log-probability of the token that came.
-        divergence: nats, the Kullback-Leibler divergence of its distribution from the reference's.
-        agrees: whether its likeliest token is the reference's.
+        surprise: nats, negative log-likelihood of the actual token.
+        divergence: nats, the Kullback-Leibler divergence from the reference's distribution.
+        agrees: whether its most likely token is the reference's.
     """
 
     surprise: torch.Tensor
@@ -37,14 +37,14 @@ class Score:
 
 
 class Reference:
-    """The distributions that others are compared with.
+    """The reference distributions.
 
-    On disk, because one over the whole vocabulary for every token takes gigabytes.
+    On disk, as distributions over the vocabulary for every token take gigabytes.
 
     Args:
-        contestant: who it is.
+        contestant: the reference model.
         windows: the text.
-        folder: where its logits are written; they are the caller's to delete.
+        folder: folder for its logits; the caller deletes it.
     """
 
     def __init__(self, contestant: Contestant, windows: Sequence[Window], folder: Path) -> None:
@@ -62,10 +62,10 @@ class Reference:
         self.score = Score(together, torch.zeros_like(together), torch.ones_like(together, dtype=torch.bool))
 
     def compare(self, contestant: Contestant) -> Score:
-        """The score of another one on the same windows.
+        """The score of another contestant on the same windows.
 
         Raises:
-            ValueError: it has another vocabulary.
+            ValueError: its vocabulary size differs.
         """
         scores = []
         for window, file in zip(self._windows, self._files, strict=True):
@@ -75,7 +75,7 @@ class Reference:
             kept = torch.from_file(str(file), size=theirs.numel(), dtype=self._dtype).view_as(theirs)
             ours = kept.float().log_softmax(-1)
             agrees = theirs.argmax(-1) == ours.argmax(-1)
-            # An id that the reference rules out adds nothing.
+            # An id with zero reference probability adds nothing.
             divergence = (ours.exp() * (ours - theirs)).nan_to_num_(0.0, posinf=torch.inf).sum(-1)
             scores.append(Score(_surprise(theirs, window), divergence, agrees))
         parts = ("surprise", "divergence", "agrees")

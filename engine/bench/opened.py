@@ -1,4 +1,4 @@
-"""Models that a bench opens and closes again, one configuration after the other."""
+"""Opens models for benches, one configuration at a time."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def opened_with_cache(config: EngineConfig) -> Iterator[LoadedModel]:
 
 
 def with_quarter_resident(config: EngineConfig) -> EngineConfig:
-    """A cache for a quarter of the experts, unless `config` says how many; with one CPU thread on an emulated device,
-    whose own computing needs the other processor.
+    """A cache for a quarter of the experts, unless `config` sets it; with one CPU thread on an emulated device, which
+    computes on the other core.
     """
     if config.cache_slots is None:
         profile = read_profile(Path(config.model))
@@ -74,7 +74,7 @@ def _device_count(spec: str) -> int:
 
 
 def without_cache(config: EngineConfig) -> EngineConfig:
-    """Nothing is kept on the device."""
+    """The configuration without an expert cache."""
     return replace(config, cache_slots=0)
 
 

@@ -1,4 +1,4 @@
-"""The peers that benches run beside us, each on the same prompt, tokens, precision and threads."""
+"""Peers for benches, each with the same prompt, tokens, precision and threads."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ OFFLOAD = "transformers with accelerate's offload"
 
 
 class TransformersPeer:
-    """transformers' own model on a checkpoint directory, on the CPU unless `placement` says otherwise.
+    """transformers' model of a checkpoint directory, on the CPU unless `placement` says otherwise.
 
     Args:
         experts_implementation: how transformers computes experts; `None` is its default for the model.
-        placement: more arguments for `from_pretrained`.
+        placement: extra arguments for `from_pretrained`.
 
     Raises:
-        OSError, ValueError, KeyError, RuntimeError, ImportError: whatever keeps the library from loading it.
+        OSError, ValueError, KeyError, RuntimeError, ImportError: any error of the library while loading.
     """
 
     def __init__(
@@ -47,22 +47,22 @@ class TransformersPeer:
 
     @property
     def vocabulary(self) -> int:
-        """How many ids there are."""
+        """Vocabulary size."""
         return int(self._model.config.get_text_config().vocab_size)
 
     def decode_rate(self, prompt: Sequence[int], tokens: int) -> float:
-        """Tokens per second of decode: the time of `tokens` + 1 new tokens less that of the first."""
+        """Tokens per second of decode: the time of `tokens` + 1 new tokens minus that of the first."""
         seconds_first = self._time(prompt, 1)
         seconds_all = self._time(prompt, tokens + 1)
         return tokens / (seconds_all - seconds_first)
 
     def prefill_rate(self, prompt: Sequence[int]) -> float:
-        """Tokens per second from an empty context to the first new token; a short prompt goes first to warm up."""
+        """Tokens per second from an empty context to the first new token; after a short warm-up prompt."""
         self._time(prompt[: min(len(prompt), 80)], 1)
         return len(prompt) / self._time(prompt, 1)
 
     def batch_rate(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
-        """Generated tokens per second of one padded batch, its prompts included in the time."""
+        """Generated tokens per second of one padded batch, including prompt time."""
         longest = max(len(prompt) for prompt in prompts)
         ids = torch.tensor([[*[0] * (longest - len(prompt)), *prompt] for prompt in prompts])
         mask = torch.tensor([[*[0] * (longest - len(prompt)), *[1] * len(prompt)] for prompt in prompts])
@@ -91,7 +91,7 @@ class TransformersPeer:
 
 
 def accelerate_offload(path: Path, dtype: torch.dtype, vram_bytes: int | None) -> TransformersPeer:
-    """The same model through accelerate: what does not fit the card's memory lies in RAM and is fetched as it is used.
+    """The same model through accelerate: weights that do not fit on the card stay in RAM and are fetched on use.
 
     Raises:
         RuntimeError: there is no CUDA card.

@@ -1,8 +1,8 @@
-"""`switchyard bench decode --predict`: decode speed as the planner predicts it, beside what the engine reaches.
+"""`switchyard bench decode --predict`: the planner's predicted decode speed against the measured one.
 
-The machine is measured and the model timed in turn, many short times, and of both the best counts: other programs make
-everything slower and nothing faster.  The text is given beforehand: random for models that never learnt any, so that
-their routing is no loop.
+The machine is measured and the model timed alternately in many short runs, and the best of both counts: other programs
+can only slow things down. The text is fixed beforehand: random for models with random weights, so that their routing
+does not loop.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _DEVICES = ("cpu", "emulated:pcie3-x8-8gb")
 
 @dataclass(frozen=True, slots=True)
 class PredictionPlan:
-    """`models` (none: a set of shapes), each in its `precisions` and on its `devices`; see `bench decode`."""
+    """`models` (none: a default set of shapes), each in all `precisions` and on all `devices`; see `bench decode`."""
 
     tokens: int
     repeats: int
@@ -63,10 +63,10 @@ class PredictionPlan:
 
 
 def bench_predictions(config: EngineConfig, plan: PredictionPlan, report: Report, say: Callable[[str], None]) -> None:
-    """Adds a row for each model, precision and device: tokens/s, and how far the prediction is off.
+    """Adds a row for each model, precision and device: tokens/s, and the deviation of the prediction.
 
     Args:
-        config: what else is set; its model, precision and device are of no account.
+        config: other settings; its model, precision and device are ignored.
     """
     machine = probe()
     for model in plan.models or _MODELS:
@@ -86,7 +86,7 @@ def bench_predictions(config: EngineConfig, plan: PredictionPlan, report: Report
                     MemoryError,
                     RuntimeError,
                     OSError,
-                ) as error:  # of this case, not of the others
+                ) as error:  # affects only this case
                     report.skip_peer(name, (str(error).strip().splitlines() or [type(error).__name__])[0])
                 else:
                     report.rows.append(found)
@@ -111,18 +111,18 @@ def _case(
         vocabulary = loaded.model.config.get_text_config().vocab_size
 
         def text(number: int) -> ForcedText:
-            """Another one each time: a cache must not know by heart what it is timed with."""
+            """A different text each time: the cache must not have seen the timed one."""
             drawn = random_text(vocabulary, _PROMPT_TOKENS, plan.tokens, seed=number)
             return own_text(loaded, drawn.prompt, plan.tokens) if has_own_text else drawn
 
-        decode_seconds(loaded, text(0), _PASS_S)  # fills the cache, and its policy settles
+        decode_seconds(loaded, text(0), _PASS_S)  # fills the cache and lets its policy settle
         with recorded_routing(loaded.model) as recorder:
             decode_seconds(loaded, text(1), _PASS_S)
         rates, rounds = [], []
         for number in range(plan.repeats):
             rounds.append(_measured(machine, config, device))
             steps = decode_seconds(loaded, text(2 + number), _PASS_S)[1:]
-            # Without a cache all steps are alike, and the quickest was disturbed least; with one they are not.
+            # Without a cache all steps are equal, so the fastest was disturbed least; with a cache they vary.
             rates.append(1 / min(steps) if device is None else len(steps) / sum(steps))
         size = shape.expert_bytes(config.precision)
         profile = machine_profile(machine, _together(rounds), precision=config.precision, expert_bytes=size)
@@ -133,7 +133,7 @@ def _case(
 
 
 def _together(rounds: Sequence[Measurements]) -> Measurements:
-    """All rounds as one: of bandwidths the planner takes the best, and of copies the quickest are kept."""
+    """Merges all rounds: the planner takes the best bandwidths, and the fastest copies are kept."""
     quickest: dict[tuple[str, bool, bool, int], CopyTime] = {}
     for copy in (copy for found in rounds for copy in found.copies):
         key = (copy.direction, copy.pinned, copy.both_ways, copy.nbytes)
@@ -149,9 +149,9 @@ def _together(rounds: Sequence[Measurements]) -> Measurements:
 
 
 def _measured(machine: HardwareProfile, config: EngineConfig, device: Device | None) -> Measurements:
-    """What a thorough measurement finds of what decoding needs: of common shapes, whatever the model's is."""
+    """The parts of a thorough measurement that decoding needs, for common shapes."""
     threads = config.threads
-    # All threads in any case: it is what a card that is emulated and the CPU beside it share.
+    # Always with all threads, which an emulated card shares with the CPU.
     counts = (lambda most: tuple(sorted({threads, most}))) if threads is not None else one_and_all
     of_cpu: Sequence[Measurement] = (
         RamBandwidth(counts, _SAMPLES, 0.6),
@@ -180,7 +180,7 @@ def _measured(machine: HardwareProfile, config: EngineConfig, device: Device | N
 
 
 class _AtItsBest(Run):
-    """Takes the quickest of some milliseconds each, in place of the median of a machine that has nothing else to do."""
+    """Takes the fastest of short repeats instead of the median, which needs an idle machine."""
 
     def steady(self, name: str, once: Callable[[], float], repeats: int = 5) -> float:  # noqa: ARG002 - as in `Run`
         """See `Run.steady`."""

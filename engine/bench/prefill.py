@@ -1,4 +1,4 @@
-"""`switchyard bench prefill`: tokens per second of a long prompt, and what it leaves of the decode cache."""
+"""`switchyard bench prefill`: tokens per second of a long prompt, and its effect on the decode cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PrefillPlan:
     Attributes:
         prompt_tokens: of the long prompt.
         decode_tokens: decoded before and after it, to see what the cache hits.
-        strategies: run the single ways of meeting misses as well; then the device keeps 25% of the experts unless the
+        strategies: also run the single ways to serve misses; then the device keeps 25% of the experts unless the
             configuration says otherwise.
         peers: run transformers and llama.cpp as well.
     """
@@ -46,10 +46,10 @@ class PrefillPlan:
 def bench_prefill(config: EngineConfig, plan: PrefillPlan, report: Report, say: Callable[[str], None]) -> None:
     """Adds rows: our rate, against each contestant in the same run, and the decode hit rate before and after.
 
-    Each repeat opens one contestant after the other, so that two never share the memory.
+    Each repeat opens one contestant after the other, so that no two share the memory.
 
     Raises:
-        EngineError: as `load_model`; for strategies, `INVALID_REQUEST` without a device that shares the experts.
+        EngineError: as `load_model`; for strategies, `INVALID_REQUEST` without a device with an expert cache.
     """
     if plan.strategies:
         config = with_quarter_resident(config)
@@ -99,7 +99,7 @@ def _our_rate(loaded: LoadedModel, plan: PrefillPlan, hits: tuple[list[float], l
 
 def _rate(loaded: LoadedModel, plan: PrefillPlan) -> float:
     prompt, another = (random_text(_vocabulary(loaded), plan.prompt_tokens, 0, seed=seed).prompt for seed in (1, 2))
-    prefill_seconds(loaded, another)  # what happens only the first time: memory is touched, products are prepared
+    prefill_seconds(loaded, another)  # first-time costs: touching memory, preparing products
     return len(prompt) / prefill_seconds(loaded, prompt)
 
 
@@ -116,7 +116,7 @@ def _vocabulary(loaded: LoadedModel) -> int:
 
 
 def _run_transformers(config: EngineConfig, plan: PrefillPlan, rates: dict[str, list[float]], report: Report) -> None:
-    """Each of the two ways in which transformers itself can run the model, unless it has turned out not to."""
+    """Runs transformers in both of its modes, except for a mode that failed before."""
     path, dtype = Path(config.model), torch.float32 if config.precision == "fp32" else torch.bfloat16
     ways: dict[str, Callable[[], TransformersPeer]] = {
         _TRANSFORMERS: lambda: TransformersPeer(_TRANSFORMERS, path, dtype),
@@ -132,7 +132,7 @@ def _run_transformers(config: EngineConfig, plan: PrefillPlan, rates: dict[str, 
             continue
         prompt = random_text(peer.vocabulary, plan.prompt_tokens, 0, seed=1).prompt
         rates.setdefault(name, []).append(peer.prefill_rate(prompt))
-        del peer  # before the next one is loaded
+        del peer  # free it before loading the next one
 
 
 def _rows(

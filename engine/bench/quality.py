@@ -1,4 +1,4 @@
-"""`switchyard bench quality`: what int8 and int4 cost on a text of the user's, with llama.cpp's types beside them."""
+"""`switchyard bench quality`: the quality cost of int8 and int4 on the user's text, compared with llama.cpp's types."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _PEERS: dict[str, tuple[Quantisation, ...]] = {
     "int8": (Quantisation.Q8_0,),
     "int4": (Quantisation.Q4_0, Quantisation.Q4_1),
 }
-"""llama.cpp's types of about as many bits; all scale groups of 32."""
+"""llama.cpp's types with similar bits; all use groups of 32."""
 
 
 @dataclass(frozen=True, slots=True)
 class QualityPlan:
-    """The first `tokens` of the file `text`, in windows of `window`; `peers`: whether llama.cpp reads the same ones."""
+    """The first `tokens` of the file `text`, in windows of `window`; `peers`: also run llama.cpp on them."""
 
     text: Path
     tokens: int
@@ -41,10 +41,10 @@ class QualityPlan:
 
 
 def bench_quality(config: EngineConfig, plan: QualityPlan, report: Report, say: Callable[[str], None]) -> None:
-    """Adds rows to `report`: perplexity, divergence from bf16 and agreement of the likeliest token, by precision.
+    """Adds rows to `report`: perplexity, divergence from bf16 and agreement of the most likely token, by precision.
 
-    Every window starts from an empty context and all its tokens but the first count: the perplexities can be compared
-    with each other, not with those of programs that count only tokens after much context.
+    Every window starts from an empty context, and all its tokens but the first count: the perplexities are comparable
+    with each other, but not with those of programs that only count tokens after a long context.
 
     Raises:
         EngineError: the text cannot be read or is too short, the model reads no text of this kind, or as `load_model`.
@@ -76,7 +76,7 @@ def bench_quality(config: EngineConfig, plan: QualityPlan, report: Report, say: 
 
 
 def _file_for_peer(checkpoint: Path, quantisation: Quantisation, say: Callable[[str], None]) -> Path:
-    """Not written where nobody can run it."""
+    """Written only if llama.cpp can run it."""
     if peer_python() is None:
         raise PeerError(f"its binding is not built: run {HOW_TO_BUILD}")
     say(f"llama.cpp, {quantisation.value}")
@@ -101,7 +101,7 @@ def _describe(name: str, score: Score, reference: Score, report: Report) -> None
 
 
 def _perplexity(name: str, score: Score, peer: str, other: Score) -> Row:
-    """Lower is better: the ratio is the other's over ours."""
+    """Lower is better, so the ratio is the other's over ours."""
     ratio = other.perplexity / score.perplexity
     return Row(f"perplexity of {name}", score.perplexity, "", 1, peer, other.perplexity, ratio)
 
@@ -121,7 +121,7 @@ def _contestant_in_llama_cpp(peer: LlamaCppPeer) -> Contestant:
 
 
 def _windows(loaded: LoadedModel, text: str, plan: QualityPlan) -> list[Window]:
-    """Pieces of the text as the model reads it, one after the other; a last one of a single token tells nothing."""
+    """Consecutive windows of the tokenized text; a last one with a single token is dropped."""
     if loaded.model.config.is_encoder_decoder:
         raise EngineError(
             ErrorCode.INVALID_REQUEST,

@@ -1,4 +1,4 @@
-"""What every benchmark prints: the machine, rows of figures, and the peers that could not be run, with the reason."""
+"""The report of a benchmark: the machine, rows of figures, and peers that could not run, with reasons."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Row:
 
     Attributes:
         value: median over `repeats` runs, in `unit`.
-        peer, peer_value: what it was compared with in the same run, and that one's median.
-        ratio: ours over the peer's, turned so that above 1 is better for us.
-        limit: the physical limit in the same unit; `of_limit` is the part of it that was reached.
-        predicted: what a model of the machine makes of the ratio, or of the value if there is no peer; `deviation` is
-            how far the measurement is above that (0.1 is 10%).
+        peer, peer_value: the contestant in the same run, and its median.
+        ratio: ours over the peer's, inverted if necessary so that above 1 is better for us.
+        limit: the physical limit in the same unit; `of_limit` is the fraction reached.
+        predicted: the machine model's value for the ratio, or for the value without a peer; `deviation` is how far the
+            measurement is above it (0.1 is 10%).
     """
 
     name: str
@@ -68,7 +68,7 @@ class Report:
     peers_not_run: list[dict[str, str]] = field(default_factory=list)
 
     def skip_peer(self, peer: str, reason: str) -> None:
-        """Name a peer that could not be run, and why, instead of leaving it out in silence."""
+        """Reports a peer that could not run, and why, instead of omitting it silently."""
         self.peers_not_run.append({"peer": peer, "reason": reason})
 
     def document(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Report:
         }
 
     def text(self) -> str:
-        """The same as a table for people."""
+        """The same as a text table."""
         width = max([52, *(len(_label(entry)) for entry in self.rows)])
         lines = [f"{'':{width}} {'value':>10}  {'unit':9} {'peer':>10} {'ratio':>7} {'of limit':>9} {'predicted':>10}"]
         for entry in self.rows:

@@ -1,4 +1,4 @@
-"""`switchyard bench startup`: seconds to a usable window and to the first token, and how long the GUI had to wait."""
+"""`switchyard bench startup`: seconds to a usable window and to the first token, and the longest wait of the GUI."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _PATIENCE_S = 300.0
 
 
 def bench_startup(repeats: int, report: Report, say: Callable[[str], None]) -> None:
-    """Adds the rows.  The window is the real one, on the display there is, else drawn off screen.
+    """Adds the rows.  The window is the real one, on the display if there is one, otherwise offscreen.
 
     Raises:
-        EngineError: `MODEL_NOT_FOUND` without the starter; `INTERNAL` if the window or the engine did not come up.
+        EngineError: `MODEL_NOT_FOUND` without the starter; `INTERNAL` if the window or the engine did not start.
     """
     starter = resolve("starter")
     windows: list[float] = []
@@ -77,7 +77,7 @@ def _longest_gui_wait_ms(starter: Path) -> float:
 
 
 def run_window(home: Path, report_variable: str, variables: dict[str, str]) -> dict[str, object]:
-    """The real window in a home of its own, until it has written its report and closed itself."""
+    """Runs the real window in a separate home until it has written its report and closed itself."""
     report = home / "report.json"
     command, own = python_module("app.main")
     environment = {**os.environ, **own, **variables, "SWITCHYARD_HOME": str(home), report_variable: str(report)}
@@ -91,7 +91,7 @@ def run_window(home: Path, report_variable: str, variables: dict[str, str]) -> d
 
 
 def _first_token_seconds(starter: Path) -> float:
-    """From starting the engine process to the first text of an answer."""
+    """Seconds from starting the engine process to the first text of an answer."""
     command, variables = python_module("engine.worker")
     started = time.perf_counter()
     pipe, environment = subprocess.PIPE, {**os.environ, **variables}

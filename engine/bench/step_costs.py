@@ -1,4 +1,4 @@
-"""Times the parts of a decode step by themselves: the constants that strategies are predicted from."""
+"""Times the parts of a decode step separately: the constants for predicting strategies."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _CALLS = 40
 _MOST_S = 3.0
 
 Choice = Callable[[int, "HybridExperts"], Sequence[int] | None]
-"""(number of the layer in its cache, its experts) -> the experts to ask for, or None to pass on to the next layer."""
+"""(layer number in its cache, its experts) -> experts to request, or None to skip the layer."""
 
 
 def rest_seconds(loaded: LoadedModel, text: ForcedText) -> float:
-    """A decode step whose expert layers cost nothing (mean)."""
+    """Mean seconds of a decode step without its expert layers."""
     with replaced_kernels(loaded.model, lambda _experts: lambda hidden, _index, _weights: torch.zeros_like(hidden)):
         return statistics.fmean(decode_seconds(loaded, text, at_most_s=_MOST_S)[1:])
 
 
 def layer_seconds(loaded: LoadedModel, choose: Choice) -> float | None:
-    """One expert layer of one token that asks for the experts of `choose` (mean); None if it chooses none."""
+    """Mean seconds of a single-token expert layer with the experts of `choose`; None if it skips all layers."""
     layers = _numbered([experts for _, experts in hybrid_layers(loaded.model)])
     width, top_k = loaded.model.config.get_text_config().hidden_size, loaded.info.experts_per_token
     dtype = next(loaded.model.parameters()).dtype
@@ -45,7 +45,7 @@ def layer_seconds(loaded: LoadedModel, choose: Choice) -> float | None:
             chosen = choose(number, experts)
             if chosen is None:
                 continue
-            # What is no expert is passed over, so that fewer can be asked for than a token chooses.
+            # Invalid ids are skipped, so fewer experts can be requested than a token uses.
             ids = [*chosen, *[loaded.info.experts] * (top_k - len(chosen))]
             index = torch.tensor([ids], device=loaded.device)
             begun_s = time.perf_counter()
@@ -57,7 +57,7 @@ def layer_seconds(loaded: LoadedModel, choose: Choice) -> float | None:
 
 
 def no_expert(_number: int, _experts: HybridExperts) -> Sequence[int]:
-    """Asks for none: what is left is the routing's way to the CPU, and the sum."""
+    """Requests none: what remains is copying the routing to the CPU, and the sum."""
     return []
 
 

@@ -1,4 +1,4 @@
-"""GGUF files written from a checkpoint's own weights, so that a peer that reads GGUF computes with the same model."""
+"""Writes GGUF files from a checkpoint's weights, so that a peer that reads GGUF runs the same model."""
 
 from engine.bench.gguf_export.cached import gguf_of
 from engine.bench.gguf_export.quantisation import Quantisation

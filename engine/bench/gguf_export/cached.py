@@ -1,4 +1,4 @@
-"""The GGUF file of a checkpoint, made once and found again until the checkpoint changes."""
+"""The GGUF file of a checkpoint, cached until the checkpoint changes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from engine.common.disk_errors import disk_errors_explained, require_space
 from engine.common.paths import cache_dir
 
 _FORMAT = 1
-"""Part of the file's name: raised when the same checkpoint would be written differently."""
+"""Part of the file's name: increase it when the output for a checkpoint changes."""
 
 
 def gguf_of(checkpoint: Path, quantisation: Quantisation, say: Callable[[str], None] = lambda _text: None) -> Path:
-    """The GGUF file with this checkpoint's weights, in the cache folder, written now unless it is there.
+    """The GGUF file with this checkpoint's weights, in the cache folder, written if missing.
 
     Args:
-        say: hears what takes long.
+        say: called with progress messages.
 
     Raises:
         EngineError: as `write_gguf`, and `DISK_FULL`.
@@ -45,7 +45,7 @@ def gguf_of(checkpoint: Path, quantisation: Quantisation, say: Callable[[str], N
             say(f"{10 * tenths}% of {total / 1e9:.1f} GB")
 
     with disk_errors_explained(folder), staging_folder(folder) as staged:
-        # What the checkpoint takes is more than any file made of it, but for float32 norms.
+        # The checkpoint's size bounds the file's, except for float32 norms.
         require_space(folder, sum(entry.nbytes for entry in tensors.values()))
         write_gguf(checkpoint, staged / path.name, quantisation, on_progress)
         (staged / path.name).replace(path)

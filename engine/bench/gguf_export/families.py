@@ -1,4 +1,4 @@
-"""What llama.cpp has to know about each family: its name there, its hyperparameters and the names of its tensors."""
+"""Families in llama.cpp's terms: architecture, hyperparameters and tensor names."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from engine.common.errors import EngineError, ErrorCode
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor of the file to be written.
+    """One tensor of the GGUF file.
 
     Attributes:
-        name: its name there.
+        name: its name in the file.
         shape: its shape, outermost dimension first.
         sources: the checkpoint's tensors; several are stacked along a new first dimension.
-        is_matrix: whether it is quantised; norms and routers stay float32, as llama.cpp wants them.
+        is_matrix: whether it is quantised; norms and routers stay float32, as llama.cpp requires.
         rotary_heads: how many heads' rows are reordered (see `quantisation.encoded`); 0 for none.
     """
 
@@ -33,15 +33,15 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one `model_type` of transformers is written.
+    """How a transformers `model_type` is written.
 
     Attributes:
         architecture: llama.cpp's name.
-        reorders_rotary: whether that architecture rotates pairs of neighbours, so that q and k are reordered.
+        reorders_rotary: whether the architecture rotates adjacent pairs, so that q and k are reordered.
         block: the checkpoint's name of the sparse block ("" for a dense feed-forward network).
         experts: the checkpoint's names of gate, up and down.
-        expert_width: key of `config.json` that says how wide an expert is.
-        renormalises: whether llama.cpp's graph divides the chosen experts' weights by their sum.
+        expert_width: key of `config.json` with the width of an expert.
+        renormalises: whether llama.cpp's graph normalises the selected experts' weights.
     """
 
     architecture: str
@@ -73,7 +73,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a `config.json`.
 
     Raises:
-        EngineError: `MODEL_UNSUPPORTED` if it is not written to GGUF here, or a part that llama.cpp leaves out.
+        EngineError: `MODEL_UNSUPPORTED` if it is unsupported here, or has a part that llama.cpp ignores.
     """
     kind = config["model_type"]
     family = FAMILIES.get(kind)
@@ -100,7 +100,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def add_hyperparameters(writer: GGUFWriter, family: Family, config: Mapping[str, Any]) -> None:
-    """Writes the architecture's keys, and a vocabulary of bare ids: whoever uses the file feeds ids."""
+    """Writes the architecture's keys, and a vocabulary of bare ids: the benches use ids only."""
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     rope_theta = (config.get("rope_parameters") or {}).get("rope_theta") or config.get("rope_theta", 10000.0)
@@ -135,7 +135,7 @@ def gguf_tensors(
     """Every tensor of the file, in its order.
 
     Raises:
-        EngineError: `MODEL_UNSUPPORTED` if the checkpoint has a tensor that would be left out, or lacks one.
+        EngineError: `MODEL_UNSUPPORTED` if the checkpoint has an unsupported tensor, or lacks one.
     """
     left = dict(checkpoint)
 

@@ -1,4 +1,4 @@
-"""How a GGUF file holds matrices, and checkpoints' tensors turned into that.
+"""Matrix types of GGUF files, and conversion of checkpoint tensors.
 
 Formats: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and `ggml-quants.c`; encoded by the `gguf` package,
 whose results are those of llama.cpp's own reference functions.
@@ -38,11 +38,11 @@ class Quantisation(Enum):
 
     @property
     def file_type(self) -> LlamaFileType:
-        """What the file as a whole calls itself."""
+        """The type of the file as a whole."""
         return LlamaFileType[f"MOSTLY_{self.value}"]
 
     def type_for(self, row: int) -> GGMLQuantizationType:
-        """The type of a matrix with `row` numbers in each row: bfloat16 where groups do not divide it."""
+        """The type of a matrix with rows of `row` elements: bfloat16 if groups do not divide it."""
         group, _nbytes = GGML_QUANT_SIZES[self.tensor_type]
         return self.tensor_type if row % group == 0 else GGMLQuantizationType.BF16
 
@@ -57,8 +57,8 @@ def encoded(entry: TensorEntry, kind: GGMLQuantizationType, rotary_heads: int = 
     """A tensor of a checkpoint, uint8 [.., bytes of a row].
 
     Args:
-        rotary_heads: if not 0, the rows of each of so many heads are brought from the order in which transformers
-            rotates them (first half against second) to that of llama.cpp's "llama" architecture (pairs of neighbours).
+        rotary_heads: if not 0, the rows of each of these heads are reordered from transformers' rotary layout (first
+            half against second) to that of llama.cpp's "llama" architecture (adjacent pairs).
 
     Raises:
         EngineError: `MODEL_UNSUPPORTED` if the tensor is neither bfloat16 nor float16 nor float32.

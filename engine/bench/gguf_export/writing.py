@@ -1,4 +1,4 @@
-"""Writes one GGUF file, tensor by tensor: never more than one layer's experts of one kind are in memory."""
+"""Writes one GGUF file, tensor by tensor: with at most one layer's experts of one kind in memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def write_gguf(
     quantisation: Quantisation,
     on_progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> None:
-    """Writes the checkpoint directory's weights to `target`, in place and flushed: the caller renames it.
+    """Writes the checkpoint directory's weights to `target`, not atomic, but flushed: the caller renames it.
 
-    Every matrix is of the same type, embedding and head too; norms and routers are float32.
+    All matrices have the same type, including embedding and head; norms and routers are float32.
 
     Args:
-        on_progress: hears how many bytes of the file's tensors are written, of how many.
+        on_progress: called with bytes written and total bytes.
 
     Raises:
         EngineError: `MODEL_UNSUPPORTED`, `CHECKPOINT_DAMAGED`.

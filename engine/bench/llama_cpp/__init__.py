@@ -1,4 +1,4 @@
-"""llama.cpp as a peer of the benches: built for this machine, run in a process of its own."""
+"""llama.cpp as a peer of the benches: built for this machine, run in a separate process."""
 
 from engine.bench.llama_cpp.installation import HOW_TO_BUILD, peer_python
 from engine.bench.llama_cpp.peer import LlamaCppPeer, PeerError

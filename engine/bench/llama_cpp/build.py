@@ -1,7 +1,7 @@
-"""Builds llama-cpp-python from its source for the instructions that this machine really runs.
+"""Builds llama-cpp-python from its source for the instructions that work on this machine.
 
-Everything lies in one folder of the cache and is taken up again where it stopped: the source that was fetched, the
-virtual environment, the objects that were compiled.  The result is proven by running it before it counts as built.
+Everything is in one cache folder, and continues where it stopped: source, virtual environment, object files. The result
+is tested before it counts as built.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class BuildError(Exception):
 
 
 def build(say: Say, jobs: int = 2) -> list[str]:
-    """Builds and proves it, at low priority; the names of the instructions that it uses beyond the ordinary.
+    """Builds and tests it, at low priority; returns the names of the special instructions used.
 
     Args:
-        say: hears each step.
+        say: called with each step.
         jobs: compilers that run at once.
 
     Raises:
-        BuildError: without a compiler or network, or if nothing that was built runs.
+        BuildError: no compiler or network, or no build works.
         OSError: if the cache folder cannot be written.
     """
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
@@ -65,7 +65,7 @@ def build(say: Say, jobs: int = 2) -> list[str]:
 
 
 def build_for_avx2(say: Say, jobs: int = 2) -> None:
-    """Builds its libraries for AVX2 alone as well, beside a build that `build` has made.
+    """Builds its libraries for AVX2 alone as well, in addition to a build by `build`.
 
     Raises:
         BuildError: there is no such build, or no AVX2, or it cannot be compiled.
@@ -160,7 +160,7 @@ def _compile(say: Say, jobs: int, instructions: Sequence[Instructions], tree: Pa
 
 
 def _install() -> None:
-    """Puts the binding and its libraries where the environment's Python finds them."""
+    """Installs the binding and its libraries into the environment."""
     site = sysconfig.get_path("platlib", "venv", {"base": str(home() / "venv"), "platbase": str(home() / "venv")})
     target = Path(site) / "llama_cpp"
     shutil.rmtree(target, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Runs llama.cpp in the Python that has its binding: one JSON object a line on stdin, one answer a line on stdout.
+"""Runs llama.cpp in the Python with its binding: one JSON request per line on stdin, one answer per line on stdout.
 
     {"do": "load", "path", "threads", "context", "sequences"} -> {"seconds"}
     {"do": "prefill", "ids"}                     -> {"seconds"}
@@ -6,7 +6,7 @@
     {"do": "parallel", "prompts", "tokens"}      -> {"seconds"}          greedy, all together, prompts included
     {"do": "logits", "ids", "path"}              -> {"vocabulary"}       path receives float32 [ids, vocabulary]
 
-Every answer may be {"error": sentence} instead.  This file is executed by itself: it imports nothing of ours.
+Every answer may be {"error": sentence} instead.  This file runs standalone: it imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 
 
 class Model:
-    """One model with one context, on the CPU; all else as llama.cpp has it by default, repacked weights for one."""
+    """One model with one context, on the CPU; otherwise with llama.cpp's defaults, such as repacked weights."""
 
     def __init__(self, path: str, threads: int, context: int, sequences: int = 1) -> None:
         llama_cpp.llama_backend_init()
@@ -67,7 +67,7 @@ class Model:
         started = time.perf_counter()
         last: list[int] = []
         limit = llama_cpp.llama_n_batch(self._context)
-        # Prompts are packed one after the other; whichever ends in a batch gets its first token from it.
+        # Prompts are packed together; one that ends in a batch gets its first token from it.
         flat = [
             (token, place, sequence, place + 1 == len(prompt))
             for sequence, prompt in enumerate(prompts)
@@ -82,7 +82,7 @@ class Model:
         return time.perf_counter() - started
 
     def _run_parallel(self, tokens: list[tuple[int, int, int, bool]]) -> list[int]:
-        """(token, position, sequence, whether the next one is wanted) -> the likeliest next ones."""
+        """(token, position, sequence, whether the next one is wanted) -> the most likely next ones."""
         batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
         try:
             batch.n_tokens = len(tokens)
@@ -99,7 +99,7 @@ class Model:
         return [self._best(at) for at, token in enumerate(tokens) if token[3]]
 
     def logits(self, ids: list[int], path: str) -> int:
-        """Writes the logits after every id, from an empty context; how many ids there are."""
+        """Writes the logits after every id, from an empty context; returns the vocabulary size."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
         limit = llama_cpp.llama_n_batch(self._context)
         with open(path, "wb") as file:
@@ -140,7 +140,7 @@ class Model:
 
 def main() -> None:
     """Answers until stdin ends."""
-    # llama.cpp prints where it likes: what goes to stdout from C goes to stderr instead.
+    # llama.cpp prints from C: redirect its stdout to stderr.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     model: Model | None = None

@@ -1,4 +1,4 @@
-"""Where the built binding lies, and which Python runs it."""
+"""Locations of the built binding and of the Python that runs it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 from engine.common.paths import cache_dir
 
 VERSION = "0.3.36"
-"""Of llama-cpp-python; the optional extra `peers` of pyproject.toml names the same."""
+"""Of llama-cpp-python; must match the optional extra `peers` of pyproject.toml."""
 SDIST_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 HOW_TO_BUILD = "python -m engine.bench.llama_cpp build"
 
 
 def home() -> Path:
-    """The folder of the build: sources, objects and a virtual environment of its own."""
+    """The folder of the build: sources, objects and its virtual environment."""
     return cache_dir() / f"llama-cpp-python-{VERSION}"
 
 
 def receipt() -> Path:
-    """Written last by a build: what it was built for."""
+    """Written last by a build: the instructions it was built for."""
     return home() / "built.json"
 
 
@@ -36,24 +36,24 @@ def avx2_tree() -> Path:
 
 
 def held_back() -> bool:
-    """Whether the environment holds our own kernels back to AVX2: then llama.cpp has to be, too."""
+    """Whether the environment limits our kernels to AVX2: then llama.cpp must be limited too."""
     return os.environ.get("SWITCHYARD_ISA", "").lower() == "avx2"
 
 
 def how_to_build() -> str:
-    """The command that makes the build which is wanted."""
+    """The command for the required build."""
     return f"{HOW_TO_BUILD} --avx2" if held_back() else HOW_TO_BUILD
 
 
 def peer_environment() -> dict[str, str]:
-    """The environment of the peer's process: the binding loads its libraries from where that says."""
+    """The environment of the peer's process: it locates the binding's libraries."""
     return {**os.environ, "LLAMA_CPP_LIB_PATH": str(avx2_tree() / "bin")} if held_back() else dict(os.environ)
 
 
 def peer_python() -> Path | None:
-    """The Python that can import the binding: that of our build, or this one where the extra is installed.
+    """The Python that can import the binding: that of our build, or this one if the extra is installed.
 
-    Held back, that of our build alone, and if it was made for AVX2 too.
+    If limited to AVX2, only our build's, and only if it includes AVX2.
     """
     if held_back() and not (avx2_tree() / "built").is_file():
         return None

@@ -1,8 +1,8 @@
-"""Which instructions this machine really runs, found by running them.
+"""Detects the instructions that work on this machine, by running them.
 
-`-march=native` believes what the CPU advertises; a virtual machine may trap on some of it, and a compiler may get some
-of it wrong.  So every group that llama.cpp has code for is compiled into a small program of its own, and is used if
-that gives the right answer.
+`-march=native` trusts what the CPU advertises; a virtual machine may trap on some of it, and a compiler may miscompile
+some of it. So every instruction group that llama.cpp uses is compiled into a small test program, and used if that gives
+the right result.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ int main(int c, char **) {{ {program} }}
 
 
 def is_x86() -> bool:
-    """Whether these groups are about this machine at all."""
+    """Whether these groups apply to this machine."""
     return platform.machine().lower() in ("x86_64", "amd64")
 
 

@@ -1,4 +1,4 @@
-"""Which files llama.cpp runs beside a model of ours."""
+"""The GGUF files that llama.cpp runs for comparison with a model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from engine.common.errors import EngineError
 from engine.common.paths import cache_dir
 
 _SAME_BITS = {"int8": Quantisation.Q8_0, "int4": Quantisation.Q4_0}
-"""Like ours, both scale groups of 32."""
+"""Both use groups of 32, like ours."""
 
 
 def files_beside(checkpoint: Path, precision: str, report: Report, say: Callable[[str], None]) -> dict[str, Path]:
-    """GGUF files by the peer's name: the checkpoint with as many bits as our `precision`, and for the starter also the
-    dense model that it was made of, as published.
+    """GGUF files by the peer's name: the checkpoint at the same bits as `precision`, and for the starter also its
+    published dense parent.
 
-    What cannot be had is noted in the report; without llama.cpp nothing is written.
+    Missing ones are noted in the report; without llama.cpp nothing is written.
     """
     if peer_python() is None:
         report.skip_peer("llama.cpp", f"its binding is not built: run {how_to_build()}")

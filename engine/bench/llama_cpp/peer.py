@@ -1,4 +1,4 @@
-"""llama.cpp in a child process: if it dies, one peer is missing and the bench goes on."""
+"""llama.cpp in a child process: if it dies, that peer is missing and the bench continues."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _FAREWELL_S = 20
 
 
 class PeerError(Exception):
-    """The peer cannot be run, or died; the message is one sentence."""
+    """The peer cannot run, or died; the message is one sentence."""
 
 
 class LlamaCppPeer:
     """One GGUF file run by llama.cpp on the CPU, greedy, at batch 1.  Close it, or use it as a context manager.
 
     Args:
-        name: what the report calls it.
+        name: its name in the report.
         gguf: the file.
         threads: of prefill and decode.
-        context: tokens that prompt and answer may have together, of all sequences.
-        sequences: that are decoded in parallel.
-        python: an interpreter that can import `llama_cpp`; by default the one that was built.
+        context: total tokens of prompts and answers of all sequences.
+        sequences: number decoded in parallel.
+        python: an interpreter that can import `llama_cpp`; by default that of our build.
 
     Raises:
-        PeerError: if there is no such interpreter, or the file cannot be loaded.
+        PeerError: there is no such interpreter, or the file cannot be loaded.
     """
 
     def __init__(
@@ -72,17 +72,17 @@ class LlamaCppPeer:
         """Tokens per second of `tokens` greedy steps after the prompt.
 
         Raises:
-            PeerError: if it dies or refuses; so do the others.
+            PeerError: if it dies or refuses; also raised by the methods below.
         """
         return tokens / float(self._ask(do="decode", ids=list(prompt), tokens=tokens)["seconds"])
 
     def prefill_rate(self, prompt: Sequence[int]) -> float:
-        """Prompt tokens per second, from an empty context; a short prompt goes first to warm up."""
+        """Prompt tokens per second, from an empty context; after a short warm-up prompt."""
         self._ask(do="prefill", ids=list(prompt[:80]))
         return len(prompt) / float(self._ask(do="prefill", ids=list(prompt))["seconds"])
 
     def parallel_rate(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
-        """Tokens per second of all prompts together, each continued greedily by `tokens`; the prompts' time counts."""
+        """Tokens per second of all prompts together, each continued greedily by `tokens`, including prompt time."""
         ids = [list(prompt) for prompt in prompts]
         return len(ids) * tokens / float(self._ask(do="parallel", prompts=ids, tokens=tokens)["seconds"])
 
@@ -91,7 +91,7 @@ class LlamaCppPeer:
         return list(self._ask(do="decode", ids=list(prompt), tokens=tokens - 1)["ids"])
 
     def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
-        """[len(ids), vocabulary]: what it makes of each token and those before it, from an empty context."""
+        """[len(ids), vocabulary]: logits after each token, from an empty context."""
         with tempfile.TemporaryDirectory(prefix="switchyard-logits-") as scratch:
             path = Path(scratch) / "logits"
             vocabulary = int(self._ask(do="logits", ids=list(ids), path=str(path))["vocabulary"])
@@ -143,7 +143,7 @@ class LlamaCppPeer:
         return f"its process ended with status {code}{self._last_words()}"
 
     def _last_words(self) -> str:
-        """What it last said that looks like a reason, in brackets; its stderr is long."""
+        """The last line of its stderr that looks like a reason, in brackets."""
         self._words.seek(0)
         lines = self._words.read().decode("utf-8", "replace").splitlines()
         telling = [line.strip() for line in lines if "error" in line.lower() or "failed" in line.lower()]

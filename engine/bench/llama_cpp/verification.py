@@ -1,4 +1,4 @@
-"""Runs a small model of each kind in the peer's process: what is built for instructions that trap dies here."""
+"""Runs a small model of each kind in the peer's process: a build with trapping instructions dies here."""
 
 from __future__ import annotations
 
