@@ -89,10 +89,10 @@ def licence_of(name: str) -> str:
         metadata = importlib.metadata.metadata(name)
     except importlib.metadata.PackageNotFoundError:
         return _NOT_INSTALLED_EVERYWHERE.get(name, "")
-    told = [metadata["License-Expression"] or "", (metadata["License"] or "").strip()]
+    named = [metadata["License-Expression"] or "", (metadata["License"] or "").strip()]
     classifiers = metadata.get_all("Classifier") or []
-    told += [each.rpartition(" :: ")[2] for each in classifiers if each.startswith("License :: ")]
-    for text in told:
+    named += [each.rpartition(" :: ")[2] for each in classifiers if each.startswith("License :: ")]
+    for text in named:
         expression = _OTHER_NAMES.get(text.lower(), text)
         if expression and "\n" not in expression and expression != "DFSG approved":
             return expression

@@ -115,7 +115,7 @@ def load_prepared(disk: DiskTier, bank: ExpertBank, on_progress: Callable[[int, 
     """Allocates and fills every layer of an empty bank on the CPU.
 
     Args:
-        on_progress: told (bytes of records read, in all) by the calling thread; what it raises ends the loading.
+        on_progress: called with (bytes read, total bytes) on the calling thread; an exception from it stops loading.
 
     Raises:
         EngineError: as `DiskTier.read`.
@@ -127,7 +127,7 @@ def load_prepared(disk: DiskTier, bank: ExpertBank, on_progress: Callable[[int, 
             records = bank.add_layer(spec.name, spec.num_experts, spec.layout).records
             reads = disk.read_all(index, records)
             under_way.extend(reads)
-            # The next layer is asked for before this one has come, or the disk would idle in between.
+            # Request the next layer before this one has arrived, so that the disk never idles.
             while len(under_way) > _LAYERS_AHEAD * len(reads):
                 done += _finish(disk, under_way[0])
                 under_way.popleft()
@@ -137,7 +137,7 @@ def load_prepared(disk: DiskTier, bank: ExpertBank, on_progress: Callable[[int, 
             under_way.popleft()
             on_progress(done, total)
     except BaseException:
-        for read in under_way:  # they write into memory that is about to be freed
+        for read in under_way:  # wait: they write into memory that is about to be freed
             read.exception()
         raise
 
@@ -231,7 +231,7 @@ def _mapped_rate(config: EngineConfig, text: ForcedText, bank: Path, expert_ram:
         if done.returncode == 0:
             return float(json.loads(done.stdout)["tokens_per_s"])
         lines = done.stderr.strip().splitlines()
-        reason = lines[-1] if lines else f"it ended with {done.returncode}, perhaps for want of memory"
+        reason = lines[-1] if lines else f"it ended with {done.returncode}, perhaps out of memory"
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         reason = f"its memory cannot be limited here: {error}" if isinstance(error, OSError) else str(error)
     if not any(skipped["peer"] == _MMAP for skipped in report.peers_not_run):

@@ -1,6 +1,6 @@
-"""`switchyard bench decode --strategies`: the expert cache against every single way of meeting a miss.
+"""`switchyard bench decode --strategies`: the expert cache against every single strategy for misses.
 
-Each strategy is the model loaded with its own configuration, decoding the same text; in every repeat all have a turn.
+Each strategy loads the model with its own configuration and decodes the same text; every repeat runs all of them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 _PROMPT_TOKENS = 32
 _PASS_S = 10.0
-"""A strategy that is too slow for the whole text in this time is timed on its beginning."""
+"""Time limit of a run: slower strategies are timed on the beginning of the text."""
 
 _BUFFERED_LAYERS = 2
-"""A whole-layer prefetch holds the layer that is computed and the next: a model of no more is all there."""
+"""A whole-layer prefetch holds the current layer and the next: a model with no more would be fully resident."""
 
 OURS: Misses = "mixed"
 SINGLES: dict[Misses, str] = {
@@ -43,8 +43,8 @@ class StrategyPlan:
     """What to run.
 
     Attributes:
-        tokens: decoded in each repeat, after as many to warm up.
-        has_own_text: whether the model knows how to write; else its text is drawn at random.
+        tokens: decoded in each repeat, after equally many for warm-up.
+        has_own_text: whether the model generates meaningful text; otherwise a random text is used.
     """
 
     tokens: int
@@ -54,7 +54,7 @@ class StrategyPlan:
 
 @dataclass(slots=True)
 class _Notes:
-    """What is found out on the way: rates of each strategy, and the parts of a step by themselves."""
+    """Intermediate results: rates of each strategy, and separate times of the parts of a step."""
 
     rates: dict[Misses, list[float]] = field(default_factory=dict)
     steps: list[LayerStep] = field(default_factory=list)
@@ -64,7 +64,7 @@ class _Notes:
     resident: float = 0.0
 
     def measure(self, name: str, loaded: LoadedModel, choose: Callable[[int], Choice], most: int) -> None:
-        """Times a layer that asks for 1 and for `most` experts that are met in the way that `name` says."""
+        """Times a layer with 1 and with `most` experts that are served as `name` says."""
         for count in sorted({min(1, most), most}):
             seconds = layer_seconds(loaded, choose(count))
             if seconds is not None:
@@ -75,7 +75,7 @@ class _Notes:
         return statistics.median(self.parts[name, count])
 
     def line(self, name: str) -> tuple[float, float]:
-        """(seconds that it costs that there are any, seconds of each of them), beyond those of a layer without any."""
+        """(fixed seconds, seconds per expert), in addition to a layer without any."""
         counts = sorted(count for known, count in self.parts if known == name)
         if not counts:
             return 0.0, 0.0
@@ -87,13 +87,13 @@ class _Notes:
 
 
 def bench_strategies(config: EngineConfig, plan: StrategyPlan, report: Report, say: Callable[[str], None]) -> None:
-    """Adds a row for each strategy: ours over it, as measured and as the latency model predicts.
+    """Adds a row for each strategy: our speedup over it, measured and predicted by the latency model.
 
     Args:
-        config: with the device; unless it says how many slots the cache has, 25% of the experts have one.
+        config: with the device; by default the cache has slots for 25% of the experts.
 
     Raises:
-        EngineError: `INVALID_REQUEST` if the model has no experts that a device and the CPU could share.
+        EngineError: `INVALID_REQUEST` if the model has no experts to share between a device and the CPU.
     """
     config = with_quarter_resident(config)
     notes, text = _Notes(), None
@@ -107,7 +107,7 @@ def bench_strategies(config: EngineConfig, plan: StrategyPlan, report: Report, s
                     text = text or _text(loaded, plan)
                     rate = _our_rate(loaded, text, notes)
             else:
-                assert text is not None  # ours came first
+                assert text is not None  # ours runs first
                 with opened(without_cache(replace(config, misses=misses))) as loaded:
                     rate = _single_rate(loaded, text, misses, notes)
             notes.rates.setdefault(misses, []).append(rate)
@@ -122,7 +122,7 @@ def _text(loaded: LoadedModel, plan: StrategyPlan) -> ForcedText:
 def _our_rate(loaded: LoadedModel, text: ForcedText, notes: _Notes) -> float:
     notes.layers, notes.experts = len(hybrid_layers(loaded.model)), loaded.info.experts
     notes.resident = sum(cache.slots for cache in caches_of(loaded)) / (notes.layers * notes.experts)
-    # Twice over: the first pass fills the cache, and its policy settles.
+    # Two passes: the first fills the cache and lets its policy settle.
     decode_seconds(loaded, text, _PASS_S)
     with recorded_steps(loaded.model) as steps:
         seconds = decode_seconds(loaded, text, _PASS_S)
@@ -143,7 +143,7 @@ def _single_rate(loaded: LoadedModel, text: ForcedText, misses: Misses, notes: _
 
 
 def _several(loaded: LoadedModel) -> int:
-    """Enough experts to tell apart what each of them costs, of those that a token chooses."""
+    """Enough of a token's experts to separate their individual cost."""
     return max(1, loaded.info.experts_per_token // 2)
 
 
@@ -168,7 +168,7 @@ def _rows(notes: _Notes, config: EngineConfig, report: Report) -> None:
 
 def _model(notes: _Notes) -> StrategyModel:
     (hits_s, hit_s), (cpu_side_s, cpu_s), (fetches_s, fetch_s) = (notes.line(name) for name in ("hit", "cpu", "fetch"))
-    # Of several fetched experts, each is computed while the next arrives: what each adds is its way over the link.
+    # Fetched experts are computed while the next arrives: each adds only its transfer time.
     latency = LatencyModel("measured here", 1, cpu_s, 0.0, hit_s, 1, 0.0, 0.0, 1 / max(fetch_s, 1e-9))
     # What a miss adds here, where it is sent to the cache, over what it adds where there is none.
     post_fetch_s = max(0.0, notes.line("miss")[1] - cpu_s)

@@ -1,8 +1,8 @@
-"""What each way of meeting misses should take by the latency model, for the very routing of a measured run.
+"""Predicted time of each strategy for misses by the latency model, on the routing of a measured run.
 
-A layer's experts are computed on two sides that work at once: the device (hits, then what was fetched, as it arrives)
-and the CPU.  The later of the two ends the layer.  Nothing is fitted to the times of the run: the constants are
-measured apart from it, the routing and the hits are those of the run.
+A layer's experts run on two sides concurrently: the device (hits, then fetched experts as they arrive) and the CPU. The
+later one ends the layer. Nothing is fitted to the run's times: the constants are measured separately; routing and hits
+are the run's.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class StepCosts:
     """Measured constants of one model on one device, in seconds.
 
     Attributes:
-        rest_s: all of a decode step but its expert layers.
-        layer_s: an expert layer that needs no expert: its routing brought to the CPU, its sum made.
-        hits_s, cpu_side_s, fetches_s: what it costs that there are any hits, experts for the CPU or fetched ones,
-            besides what each of them costs.
-        post_fetch_s: what it costs each expert that the CPU computes that it is sent to the cache for later.
+        rest_s: a decode step without its expert layers.
+        layer_s: an expert layer without experts: copying the routing to the CPU, and the sum.
+        hits_s, cpu_side_s, fetches_s: fixed cost of having any hits, CPU experts or fetched experts, in addition to the
+            cost of each.
+        post_fetch_s: extra cost of an expert on the CPU for sending it to the cache.
     """
 
     rest_s: float
@@ -40,7 +40,7 @@ class StrategyModel:
     """Predicts seconds per token.
 
     Attributes:
-        latency: of one expert, not corrected by the run that is predicted.
+        latency: of one expert, not corrected by the predicted run.
         experts: of each layer.
     """
 
@@ -52,7 +52,7 @@ class StrategyModel:
         """Mean over the recorded steps.
 
         Args:
-            misses: the strategy; the recorded hits count for `mixed` only, the others keep nothing.
+            misses: the strategy; the recorded hits count for `mixed` only, the others have no cache.
             layers: expert layers of one token.
         """
         layer_s = {"mixed": self._mixed, "cpu": self._cpu, "fetch": self._fetch, "off": self._off, "layer": self._layer}

@@ -1,4 +1,4 @@
-"""`switchyard bench telemetry`: what watching costs, decode with all telemetry on against off, in turn."""
+"""`switchyard bench telemetry`: the cost of telemetry: decode with it on and off, in turn."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from engine.telemetry.messages import WatchTelemetry
 from engine.telemetry.recorder import RECORDER
 
 TARGET = 0.99
-"""Of the speed without."""
+"""Required fraction of the speed without telemetry."""
 _PROMPT = "A railway switchyard sorts freight cars. Explain in plain words how the hump and the switches work."
 _PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class TelemetryPlan:
-    """What to run: `tokens` decoded with telemetry and without in each of so many repeats, after one warm-up."""
+    """What to run: `tokens` decoded with telemetry and without in each repeat, after one warm-up."""
 
     tokens: int
     repeats: int
 
 
 def bench_telemetry(config: EngineConfig, plan: TelemetryPlan, report: Report, say: Callable[[str], None]) -> None:
-    """Adds rows to `report`: the decode rate with everything recorded, packed and written, against that without.
+    """Adds rows to `report`: the decode rate with everything recorded, packed and written, against the rate without.
 
-    Whoever is first changes with every repeat, so that neither gains by a machine that warms up or slows down.
+    The order alternates, so that neither gains from a machine that warms up or slows down.
     """
     say("loading the model")
     loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
     with ExitStack() as opened:
         opened.callback(loaded.close)
-        # What a window would read: all that is sent is written, as in the engine process.
+        # Stands for the window: everything sent is written, as in the engine process.
         nowhere = Path(os.devnull).open("wb")  # noqa: SIM115 - closed by the stack
         opened.callback(nowhere.close)
         writer = EventWriter(nowhere.fileno(), on_broken=lambda: None)
@@ -56,16 +56,16 @@ def bench_telemetry(config: EngineConfig, plan: TelemetryPlan, report: Report, s
         opened.callback(service.model_is, None)
         rates = _rates(loaded, service, plan, say)
     low, high = median_interval([on / off for on, off in zip(rates[True], rates[False], strict=True)])
-    say(f"95% confidence of the ratio, {plan.repeats} pairs: {low:.4f} to {high:.4f} (at least {TARGET} is wanted)")
+    say(f"95% confidence of the ratio, {plan.repeats} pairs: {low:.4f} to {high:.4f} (target: at least {TARGET})")
     report.rows.append(
         row("decode, all telemetry on", rates[True], "tokens/s", peer="telemetry off", peer_values=rates[False])
     )
 
 
 def median_interval(values: list[float]) -> tuple[float, float]:
-    """Between which two of the values, [n] with n at least 1, their true median lies at about 95% confidence.
+    """The two of the values, [n] with n at least 1, that bound the true median at about 95% confidence.
 
-    By order statistics: nothing is assumed of how they are spread.  Few values give all that there are.
+    By order statistics, without assumptions on the distribution.  Few values give the whole range.
     """
     ordered, count = sorted(values), len(values)
     out = max(0, math.floor((count - 1.96 * math.sqrt(count)) / 2))
@@ -90,7 +90,7 @@ def _rates(
 
 
 def _switch(service: TelemetryService, *, on: bool) -> None:
-    """Returns when it is so: the service does it on its own thread."""
+    """Waits until it is so: the service acts on its own thread."""
     service.watch(WatchTelemetry(on, expert_map=on))
     give_up_s = time.monotonic() + _PATIENCE_S
     while RECORDER.on != on and time.monotonic() < give_up_s:

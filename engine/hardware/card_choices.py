@@ -1,4 +1,4 @@
-"""Graphics cards to try out in a plan: those that come with the program, and whatever is typed."""
+"""Graphics cards to choose for a plan: those shipped with the program, and names typed by the user."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:gb|gib|g)\b", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class CardChoice:
-    """A card for people to pick: `NVIDIA GeForce RTX 3060, 12 GB`, and a machine that has it."""
+    """A card to choose: `NVIDIA GeForce RTX 3060, 12 GB`, and a machine that has it."""
 
     name: str
     machine: HardwareProfile
@@ -25,12 +25,12 @@ class CardChoice:
 
 @cache
 def card_choices() -> tuple[CardChoice, ...]:
-    """Every card of the machines that come with the program, once, by name."""
+    """Every card of the shipped machine profiles, without duplicates, by name."""
     found: dict[str, CardChoice] = {}
     for name in machine_names():
         try:
             machine = read_machine(name)
-        except EngineError:  # one broken file is no reason to offer none
+        except EngineError:  # one broken file must not hide the others
             continue
         if machine.gpu is not None:
             count = f"{machine.gpu.count} × " if machine.gpu.count > 1 else ""
@@ -40,10 +40,10 @@ def card_choices() -> tuple[CardChoice, ...]:
 
 
 def typed_card(text: str, base: HardwareProfile, vram_bytes: int | None) -> HardwareProfile:
-    """The machine with the card that somebody typed, such as `rtx 4070 12 gb`.
+    """The machine with the card typed by the user, such as `rtx 4070 12 gb`.
 
     Raises:
-        EngineError: `INVALID_REQUEST`, no such card is known, or not how much memory it has.
+        EngineError: `INVALID_REQUEST`, the card or its memory size is unknown.
     """
     size = _SIZE.search(text)
     key = card_key(_SIZE.sub(" ", text))
@@ -55,7 +55,7 @@ def typed_card(text: str, base: HardwareProfile, vram_bytes: int | None) -> Hard
     if known is None:
         near = [one.name for one in card_choices() if key and key in card_key(one.name)][:3]
         hint = f" Did you mean {' or '.join(near)}?" if near else " Choose one from the list, or type its full name."
-        raise EngineError(ErrorCode.INVALID_REQUEST, f"No card called “{text.strip()}” is known.{hint}")
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"There is no known card “{text.strip()}”.{hint}")
     memory = round(float(size[1]) * _GIB) if size else vram_bytes
     if not memory:
         raise EngineError(

@@ -75,8 +75,8 @@ def fast_cpus(devices: Path = _DEVICES) -> frozenset[int]:
         return fast
     system = devices / "system" / "cpu"
     cpus = cpus_of(text_of(system / "online"))
-    for told in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):
-        values = {cpu: number_of(system / f"cpu{cpu}" / told) for cpu in cpus}
+    for file in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):
+        values = {cpu: number_of(system / f"cpu{cpu}" / file) for cpu in cpus}
         known = {cpu: value for cpu, value in values.items() if value}
         if known and len(known) == len(cpus) and min(known.values()) < _SLOW * max(known.values()):
             return frozenset(cpu for cpu, value in known.items() if value >= _SLOW * max(known.values()))
@@ -87,8 +87,8 @@ def _cores_elsewhere(allowed: int) -> int:
     """Number of fast physical cores on macOS and Windows, where core ids cannot be matched with affinity."""
     fast = None
     if platform.system() == "Darwin":
-        told = output_of("sysctl", "-n", "hw.perflevel0.physicalcpu") or ""
-        fast = int(told) if told.isdecimal() else None
+        count = output_of("sysctl", "-n", "hw.perflevel0.physicalcpu") or ""
+        fast = int(count) if count.isdecimal() else None
     elif platform.system() == "Windows":
         from engine.hardware.windows_cpu import windows_cpu
 

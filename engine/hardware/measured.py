@@ -234,9 +234,9 @@ def _gpu(probe: Probe, measured: Measurements | None, origins: Numbers) -> GpuPr
         card = GpuProfile(measured.device, measured.device_bytes, flops or 1e12, bandwidth or 1e10)
         origins["gpu.memory_bytes"] = Origin.DRIVER
     elif probe.compute_gpu is not None and probe.compute_gpu.total_bytes:
-        card, told = assumed_card(probe.compute_gpu)
+        card, known = assumed_card(probe.compute_gpu)
         origins["gpu.memory_bytes"] = Origin.DRIVER
-        origins |= {f"gpu.{name}": origin for name, origin in told.items()}
+        origins |= {f"gpu.{name}": origin for name, origin in known.items()}
     else:
         return None
     origins["gpu.flops"] = Origin.MEASURED if flops else origins.get("gpu.flops", Origin.ASSUMED)

@@ -96,8 +96,8 @@ def _process_s(pid: int) -> float | None:
 
 
 def _usable() -> Iterable[int] | None:
-    told = getattr(os, "sched_getaffinity", None)
+    affinity = getattr(os, "sched_getaffinity", None)
     try:
-        return None if told is None else set(told(0))
+        return None if affinity is None else set(affinity(0))
     except OSError:
         return None

@@ -222,20 +222,20 @@ def _energy(sys_root: Path) -> dict[str, tuple[int, int]]:
 
 def _cpu_clock_hz() -> float | None:
     try:
-        told = psutil.cpu_freq()
+        clock = psutil.cpu_freq()
     except (OSError, AttributeError, NotImplementedError):
         return None
-    return told.current * 1e6 if told is not None and told.current else None
+    return clock.current * 1e6 if clock is not None and clock.current else None
 
 
 def _cpu_temperature_c() -> float | None:
     read = getattr(psutil, "sensors_temperatures", None)
     try:
-        told = read() if read is not None else {}
+        sensors = read() if read is not None else {}
     except (OSError, ValueError):
         return None
     names = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")
     for name in names:
-        if found := [float(each.current) for each in told.get(name, ())]:
+        if found := [float(each.current) for each in sensors.get(name, ())]:
             return max(found)
     return None

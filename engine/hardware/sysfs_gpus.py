@@ -81,16 +81,16 @@ def _is_integrated(card: SysfsCard, total: int | None) -> bool:
 
 
 def _name(card: SysfsCard) -> str:
-    told = text_of(card.device / "product_name")
+    name = text_of(card.device / "product_name")
     ids = [text_of(card.device / file) for file in ("vendor", "device")]
-    if told is None and all(ids):
-        told = _listed_name(*(str(number).removeprefix("0x").lower() for number in ids))
-    if told is None and card.vendor is Vendor.AMD:
-        told = _rocm_name(card.bus)
+    if name is None and all(ids):
+        name = _listed_name(*(str(number).removeprefix("0x").lower() for number in ids))
+    if name is None and card.vendor is Vendor.AMD:
+        name = _rocm_name(card.bus)
     maker = {Vendor.AMD: "AMD", Vendor.INTEL: "Intel"}.get(card.vendor, "")
-    if told is None:
+    if name is None:
         return f"{maker} graphics {ids[1] or ''}".strip()
-    return told if maker.lower() in told.lower() else f"{maker} {told}"
+    return name if maker.lower() in name.lower() else f"{maker} {name}"
 
 
 def _listed_name(vendor: str, device: str) -> str | None:

@@ -62,8 +62,8 @@ if sys.platform == "win32":
         needed = ctypes.c_uint32(0)
         kernel.GetLogicalProcessorInformationEx(_ALL_RELATIONS, None, ctypes.byref(needed))
         room = ctypes.create_string_buffer(needed.value)
-        told = kernel.GetLogicalProcessorInformationEx(_ALL_RELATIONS, room, ctypes.byref(needed))
-        return room.raw[: needed.value] if told else b""
+        succeeded = kernel.GetLogicalProcessorInformationEx(_ALL_RELATIONS, room, ctypes.byref(needed))
+        return room.raw[: needed.value] if succeeded else b""
 
     def _features() -> frozenset[str]:
         kernel = ctypes.WinDLL("kernel32")

@@ -1,4 +1,4 @@
-"""How a job would run and how fast, before a row of it has been answered and without a model that is loaded."""
+"""Predicts how a job would run and how fast, before its first answer and without a loaded model."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from engine.planner.engine_costs import engine_costs
 from engine.tuning.machine_look import MachineLook, look_at_machine
 
 _READ_ROWS = 48
-"""Rows whose prompts are looked at: enough for a mean, and a moment's work."""
+"""Rows sampled for the mean prompt length."""
 _BYTES_PER_TOKEN = 4
 _TOKENS_PER_TURN = 5
 _KV_SHARE = 0.5
-"""Of the RAM that is free, for keys and values."""
+"""Fraction of free RAM for keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForecastQuestion:
-    """What is to be predicted.
+    """The input of a prediction.
 
     Attributes:
-        model: that is loaded; config: as it was asked for.
-        total: rows of the input; None if nobody has counted them.
+        model: the model; config: the requested settings.
+        total: rows of the input; None if not counted.
     """
 
     job: BatchJob
@@ -54,11 +54,11 @@ class ForecastQuestion:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A job before it has run.
+    """The prediction for a job.
 
     Attributes:
-        plan: with answers as long as they may be.
-        alone_tokens_per_s: with one row after the other; 0 if that was not predicted.
+        plan: with answers of maximum length.
+        alone_tokens_per_s: one row at a time; 0 if not predicted.
     """
 
     plan: BatchPlanned
@@ -92,17 +92,17 @@ def forecast_of(question: ForecastQuestion) -> Forecast | None:
     if best is None:
         return None
     plan, lane = best
-    told = predicted_on_card(rows, plan.sequences, plan.batches, plan.schedule, plan.tokens_per_s, lane, off)
-    return Forecast(BatchPlanned.of("", told))
+    prediction = predicted_on_card(rows, plan.sequences, plan.batches, plan.schedule, plan.tokens_per_s, lane, off)
+    return Forecast(BatchPlanned.of("", prediction))
 
 
 def _on_cpu(look: MachineLook, shape: ModelShape, rows: JobRows, precision: str, threads: int, off: float) -> Forecast:
     costs = engine_costs(look.machine(precision), shape, precision, threads)
     each = shape.kv_bytes_per_token() * (rows.prompt_tokens + rows.generated_tokens)
     room = max(1, int(_KV_SHARE * look.probe.ram_available_bytes // max(each, 1.0)))
-    told = predict_on_cpu(costs, rows, min(ROWS_TOGETHER, room), sweep_tokens=SWEEP_TOKENS, off=off)
+    prediction = predict_on_cpu(costs, rows, min(ROWS_TOGETHER, room), sweep_tokens=SWEEP_TOKENS, off=off)
     alone = predict_on_cpu(costs, rows, 1, sweep_tokens=round(rows.prompt_tokens) or 1, off=off)
-    return Forecast(BatchPlanned.of("", told), alone.tokens_per_s)
+    return Forecast(BatchPlanned.of("", prediction), alone.tokens_per_s)
 
 
 def _rows(prepared: PreparedJob, question: ForecastQuestion) -> JobRows | None:

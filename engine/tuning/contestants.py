@@ -160,8 +160,8 @@ def _predicted(situation: Situation, how: str, config: EngineConfig) -> Candidat
         return None
     on_card, rate = found.memory.card is not None, found.tokens_per_s
     threads = config.threads or compute_threads()
-    told = corrected(situation.corrections, found.precision, threads, rate, on_card=on_card, off=found.high / rate - 1)
-    return Candidate(how, config, found.precision, rate, *told, on_card=on_card)
+    rates = corrected(situation.corrections, found.precision, threads, rate, on_card=on_card, off=found.high / rate - 1)
+    return Candidate(how, config, found.precision, rate, *rates, on_card=on_card)
 
 
 def _plan(situation: Situation, precision: str) -> Plan:

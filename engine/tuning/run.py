@@ -214,7 +214,7 @@ class _Tuning:
             found = replace(found, measurements=replace(found.measurements, others=others))
         kept = found.measurements
         notes = kept.notes
-        told = (busy_note(others),) if is_busy(others) else ()
+        busy = (busy_note(others),) if is_busy(others) else ()
         if not found.kept and not self._may_save:
             self._unsaved, self._saved = kept, False
         elif not found.kept:
@@ -223,7 +223,7 @@ class _Tuning:
             except OSError as error:
                 notes = (*notes, f"Could not save the measurements: {error.strerror or error}.")
         self._notes += notes
-        notes = (*notes, *told)
+        notes = (*notes, *busy)
         skipped = tuple(f"{name}: {reason}" for name, reason in kept.skipped.items())
         kind: TuningKind = "thorough" if kept.kind == "thorough" else "quick"
         self._tell(

@@ -102,7 +102,7 @@ def test_options_change_the_shape() -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("synthetic:nothing", "No synthetic model"),
+        ("synthetic:nothing", "nothing"),
         (TINY + "?layers=0", "layers=0"),
         (TINY + "?width=3", "width=3"),
         (TINY + "?layers=x", "layers=x"),

@@ -1,4 +1,4 @@
-"""Models of a published model's shape with random weights: speed can be measured without a download."""
+"""Models of a published model's shape with random weights, to measure speed without a download."""
 
 from engine.bench.synthetic.checkpoint import is_synthetic, make_synthetic, resolve_model
 

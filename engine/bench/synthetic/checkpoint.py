@@ -1,4 +1,4 @@
-"""`synthetic:NAME?layers=4` on a bench's command line: the checkpoint is made once, then found again."""
+"""`synthetic:NAME?layers=4` on a bench's command line: the checkpoint is created once and cached."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.common.paths import cache_dir
 
 _PREFIX = "synthetic:"
 _FORMAT = 2
-"""Part of the folder's name: raised when the same shape would be filled with other weights."""
+"""Part of the folder's name: increase it when the weights of a shape change."""
 _SMALLEST = {"layers": 1, "vocab": 259, "experts": 1}
 _LARGEST = {"layers": 1000, "vocab": 2**20, "experts": 4096}
 
@@ -30,7 +30,7 @@ def is_synthetic(model: str) -> bool:
 
 
 def resolve_model(model: str, say: Callable[[str], None]) -> Path:
-    """The checkpoint directory of what a bench calls a model: as elsewhere, and synthetic ones besides.
+    """The checkpoint directory of a bench's model: as elsewhere, or a synthetic one.
 
     Raises:
         EngineError: as `engine.checkpoint.library.resolve` and `make_synthetic`.
@@ -39,11 +39,11 @@ def resolve_model(model: str, say: Callable[[str], None]) -> Path:
 
 
 def make_synthetic(model: str, say: Callable[[str], None] = lambda _text: None) -> Path:
-    """The checkpoint directory of `synthetic:NAME`, made now unless it is there.
+    """The checkpoint directory of `synthetic:NAME`, created if missing.
 
     Args:
         model: `synthetic:NAME?option=number&...`; the options are `layers`, `vocab` and `experts`.
-        say: hears what takes long.
+        say: called with progress messages.
 
     Raises:
         EngineError: `MODEL_NOT_FOUND` if no such shape is known, `INVALID_REQUEST` for an option that makes no sense,
@@ -54,11 +54,11 @@ def make_synthetic(model: str, say: Callable[[str], None] = lambda _text: None) 
     if (folder / "config.json").is_file():
         return folder
     nbytes = 2 * _parameters(shape)
-    say(f"making {name} with random weights in {folder.parent}: {nbytes / 1e9:.1f} GB, kept for the next time")
+    say(f"making {name} with random weights in {folder.parent}: {nbytes / 1e9:.1f} GB, cached")
     with disk_errors_explained(folder.parent), staging_folder(folder.parent) as staged:
         require_space(folder.parent, nbytes)
         _write(staged, shape)
-        if not folder.exists():  # somebody else may have been quicker, and is using theirs
+        if not folder.exists():  # another process may have created it meanwhile
             put_in_place(staged, folder)
     return folder
 
@@ -69,7 +69,7 @@ def _parse(model: str) -> tuple[str, Shape]:
     shape = SHAPES.get(name)
     if shape is None:
         raise EngineError(
-            ErrorCode.MODEL_NOT_FOUND, f"No synthetic model is called {name!r}: there are {', '.join(SHAPES)}."
+            ErrorCode.MODEL_NOT_FOUND, f"There is no synthetic model {name!r}: use one of {', '.join(SHAPES)}."
         )
     options: dict[str, int] = {}
     for part in filter(None, query.split("&")):
@@ -78,13 +78,13 @@ def _parse(model: str) -> tuple[str, Shape]:
         if not usable or not _SMALLEST[key] <= int(value) <= _LARGEST[key]:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,
-                f"{part!r} is not an option of a synthetic model: write, say, {_PREFIX}{name}?layers=4&vocab=8192.",
+                f"{part!r} is not an option of a synthetic model: use for example {_PREFIX}{name}?layers=4&vocab=8192.",
             )
         options[key] = int(value)
     shape = shape.changed(**options)
     if shape.experts < shape.top_k:
         raise EngineError(
-            ErrorCode.INVALID_REQUEST, f"A token of {name} uses {shape.top_k} experts, so it needs as many at least."
+            ErrorCode.INVALID_REQUEST, f"A token of {name} uses {shape.top_k} experts, so it needs at least that many."
         )
     return "-".join([name, *(f"{key}{value}" for key, value in sorted(options.items()))]), shape
 

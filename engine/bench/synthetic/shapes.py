@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Role(Enum):
-    """What a tensor is for, and so how it is filled."""
+    """The role of a tensor, which determines how it is filled."""
 
     MATRIX = "matrix"
     EMBEDDING = "embedding"
@@ -22,7 +22,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of a checkpoint; `fan_in` is how many inputs each of its outputs sums up."""
+    """One tensor of a checkpoint; `fan_in`: inputs per output."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Dimensions of one model.  `family` is transformers' `model_type`; `source` is where the dimensions are from."""
+    """Dimensions of one model.  `family` is transformers' `model_type`; `source`: origin of the dimensions."""
 
     family: str
     source: str
@@ -69,7 +69,7 @@ SHAPES: dict[str, Shape] = {
     "qwen3-moe-small": Shape("qwen3_moe", "", 8, 512, 256, 128, 8, 8, 2, 64, 8192, 40960, 1e6, 1024),
     "qwen3-moe-tiny": Shape("qwen3_moe", "", 2, 64, 32, 16, 4, 4, 2, 16, 512, 4096, 1e6, 128),
 }
-"""The last two are like Qwen3-30B-A3B, made small for quick runs and for tests."""
+"""The last two are like Qwen3-30B-A3B, reduced for quick runs and tests."""
 
 
 def config_of(shape: Shape) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def config_of(shape: Shape) -> dict[str, Any]:
 
 
 def tensors_of(shape: Shape) -> Iterator[list[TensorSpec]]:
-    """The tensors of each file of the checkpoint: embedding, one file a layer, head."""
+    """The tensors of each file of the checkpoint: embedding, one file per layer, head."""
     hidden = shape.hidden
     yield [TensorSpec("model.embed_tokens.weight", (shape.vocab, hidden), Role.EMBEDDING)]
     for layer in range(shape.layers):
@@ -114,7 +114,7 @@ def tensors_of(shape: Shape) -> Iterator[list[TensorSpec]]:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What sets a family apart: its part of the configuration, and the tensors of layer i besides its two norms."""
+    """A family's part of the configuration, and its tensors of layer i except the two norms."""
 
     config: Callable[[Shape], dict[str, Any]]
     layer: Callable[[Shape, str, int], Iterator[TensorSpec]]
@@ -209,7 +209,7 @@ def _gpt_oss_layer(shape: Shape, prefix: str, _layer: int) -> Iterator[TensorSpe
     experts, hidden, inner = shape.experts, shape.hidden, shape.intermediate
     yield _linear(f"{prefix}mlp.router", experts, hidden, Role.ROUTER)
     yield TensorSpec(f"{prefix}mlp.router.bias", (experts,), Role.ZEROS)
-    # Inputs first, gate and up interleaved, all experts in one tensor: as the family's bf16 files have them.
+    # Inputs first, gate and up interleaved, all experts in one tensor: as in the family's bf16 files.
     fused = f"{prefix}mlp.experts."
     yield TensorSpec(f"{fused}gate_up_proj", (experts, hidden, 2 * inner), Role.MATRIX, hidden)
     yield TensorSpec(f"{fused}gate_up_proj_bias", (experts, 2 * inner), Role.ZEROS)

@@ -1,4 +1,4 @@
-"""A tokenizer for a model that never learnt to read: any text goes in, byte by byte, and every id has a text."""
+"""A tokenizer for models with random weights: encodes any text byte by byte, and every id has a text."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Random weights, made quickly: windows of blocks of normal numbers, scaled so that a model of any depth behaves.
+"""Fast random weights: windows into blocks of normal numbers, scaled so that a model of any depth behaves.
 
-What "behaves" means: activations stay finite over long contexts, other tokens choose other experts, and some experts
-are chosen more often than others, as in trained models (a cache would otherwise have nothing to learn).
+"Behaves" means: activations stay finite over long contexts, different tokens select different experts, and some experts
+are selected more often than others, as in trained models (otherwise caches could learn nothing).
 """
 
 from __future__ import annotations

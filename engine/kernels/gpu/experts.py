@@ -78,7 +78,7 @@ class CardExperts:
             return torch.zeros_like(hidden)
         out = self._few(hidden, ids, width) if len(ids) <= FEW_VISITS else self._many(hidden, ids, width)
         if self.math.norm is not None:
-            out = self.math.norm(out).masked_fill(self._nobody(ids)[:, None], 0)
+            out = self.math.norm(out).masked_fill(self._invalid(ids)[:, None], 0)
         if width == 1:
             return torch.mul(out, weights.float(), out=torch.empty_like(out))
         result = torch.empty_like(hidden)
@@ -94,16 +94,16 @@ class CardExperts:
 
     def _many(self, hidden: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Tensor:
         block = 64 if len(ids) >= _MANY_VISITS else 16
-        nobody = self._nobody(ids)
-        groups = group(ids.masked_fill(nobody, self._experts), self._experts, block)
+        invalid = self._invalid(ids)
+        groups = group(ids.masked_fill(invalid, self._experts), self._experts, block)
         count = len(ids)
         inner = multiply_groups(self._first, self._table, hidden, count, groups, block, width, self.math.activation)
         out = multiply_groups(self._down, self._table, self._gate(inner), count, groups, block, 1)
-        return out.masked_fill_(nobody[:, None], 0)
+        return out.masked_fill_(invalid[:, None], 0)
 
     def _gate(self, inner: torch.Tensor) -> torch.Tensor:
         """Activations that the kernels do not support are left to the module."""
         return inner if self.math.activation is not None else self.math.gate(inner).contiguous()
 
-    def _nobody(self, ids: torch.Tensor) -> torch.Tensor:
+    def _invalid(self, ids: torch.Tensor) -> torch.Tensor:
         return (ids < 0) | (ids >= self._experts)
