@@ -35,8 +35,8 @@ class ConstrainedAnswers:
         except (ValueError, TypeError, AttributeError) as error:
             raise EngineError(
                 ErrorCode.MODEL_UNSUPPORTED,
-                f"Answers of this model cannot be held to a schema or to choices, its tokenizer is of a kind that "
-                f"does not allow it ({str(error)[:80]}): ask without.",
+                f"Answers of this model cannot be limited to a schema or to choices: its kind of tokenizer "
+                f"does not allow it ({str(error)[:80]}): leave them out.",
             ) from None
         self._grammars: dict[Constraint, str] = {}
 

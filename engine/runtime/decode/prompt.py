@@ -126,7 +126,7 @@ def _template(tokenizer: Any) -> str:
     if isinstance(template, dict):
         template = template.get("default")
     if not isinstance(template, str):
-        raise _template_at_fault("is none of several that is called the default one")
+        raise _template_at_fault("has several versions, but none named default")
     return template
 
 

@@ -337,16 +337,16 @@ def _open_cache(
     share: float,
     uses: dict[Key, float] | None,
 ) -> VramCache:
-    """As many slots as the budget allows, or as are wanted."""
+    """As many slots as the budget allows, or as were asked for."""
     layout, layers = group[0].layout, len(group)
     experts = max(site.num_experts for site in group)
     slots, staging, wanted = cache_slots(budget, layout.nbytes, layers * experts, share, config)
     if config.cache_slots and slots < wanted and config.misses != "layer":
-        held.shortages.append(f"Only {slots} experts fit {device.name} beside the rest.")
+        held.shortages.append(f"There is room for only {slots} experts on {device.name}.")
     policy = config.cache_policy
     if policy == "static" and uses is None:
         held.shortages.append(
-            "Which experts are used most is not known yet: the policy is found out until the next start."
+            "Which experts are used most is not known yet: until the next start the cache picks its policy itself."
         )
         policy = "auto"
     return VramCache(

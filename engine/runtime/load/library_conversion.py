@@ -201,7 +201,7 @@ class PartConverter:
         except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
             raise EngineError(
                 ErrorCode.CHECKPOINT_DAMAGED,
-                f"The checkpoint's tensors do not make up {target}: download or copy the model again.",
+                f"The checkpoint's tensors do not add up to {target}: download or copy the model again.",
             ) from error
         finally:
             self.converter.collected_tensors.clear()

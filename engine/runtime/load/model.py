@@ -175,7 +175,7 @@ def _hand_over(
         *context_notes(opened.model, opened.profile.trained_tokens, context),
         devices_note(devices, sum(site.nbytes for site in decision.sites), all_experts=placement.all_experts),
         disk_note(parts.disk_backed) if parts.disk_backed is not None else "",
-        f"The model reads text here, no {opened.unread.replace(' and ', ' or ')}." if opened.unread else "",
+        f"Switchyard gives this model text only, no {opened.unread.replace(' and ', ' or ')}." if opened.unread else "",
         missing_note() if slow else "",
         _card_note(decision),
     ]
@@ -257,18 +257,18 @@ def placement_note(note: Note) -> str:
 
 
 def context_notes(model: Any, trained_tokens: int, context_tokens: int) -> list[str]:
-    """Sentences for the user about a context that is not like others: stretched, or read again for every answer."""
+    """Sentences for the user about an unusual context: stretched, or read again for every answer."""
     notes = []
     if 0 < trained_tokens < context_tokens:
         notes.append(
-            f"The model was made for contexts of {trained_tokens:,} tokens, which its rotary embedding stretches to "
+            f"The model was trained on contexts of {trained_tokens:,} tokens, which its rotary embedding stretches to "
             f"{context_tokens:,}: beyond {trained_tokens:,}, answers may get worse."
         )
     exact = exact_tokens(model)
     if exact < context_tokens:
         beyond = f"longer than {exact:,} tokens " if exact else ""
         notes.append(
-            f"A chat {beyond}is read again from its beginning for every answer, which takes longer: this model's "
+            f"A chat {beyond}is read from its beginning again for every answer, which takes longer: this model's "
             "answers depend on which tokens are read together."
         )
     return notes
