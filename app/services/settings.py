@@ -168,11 +168,11 @@ class Settings(QObject):
         return {}
 
     def _keep_aside(self) -> None:
-        aside = self._path.with_name(f"{self._path.name}.broken-{time.strftime('%Y-%m-%d-%H%M%S')}")
+        moved = self._path.with_name(f"{self._path.name}.broken-{time.strftime('%Y-%m-%d-%H%M%S')}")
         try:
-            self._path.replace(aside)
+            self._path.replace(moved)
         except OSError:
-            aside = self._path
+            moved = self._path
         self.notice = translate(
             "Settings", "The settings file was damaged; it is kept as {0}, and default settings are used."
-        ).format(aside)
+        ).format(moved)

@@ -1,4 +1,4 @@
-"""What is asked before it is done."""
+"""Confirmation dialogs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ask(
     choices: Sequence[tuple[str, Literal["do", "destroy"], Answer]],
     cancel: str = "",
 ) -> QMessageBox:
-    """Ask before something is done; Esc and the button that is set beforehand leave everything as it is."""
+    """Asks before an action; Esc and the default button cancel it."""
     box = QMessageBox(parent)
     box.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
     box.setIcon(QMessageBox.Icon.NoIcon)
@@ -52,7 +52,7 @@ def ask(
 
 
 def before_loading(jobs: BatchJobs, parent: QWidget, load: Answer) -> None:
-    """Does `load`, which loads a model, at once if no job runs, else when the user agrees that the job is paused."""
+    """Does `load`, which loads a model, at once if no job runs, else after the user agrees to pause the job."""
     running = jobs.running
     if running is None:
         load()
@@ -68,8 +68,8 @@ def before_loading(jobs: BatchJobs, parent: QWidget, load: Answer) -> None:
         translate("Asking", "A batch job is running."),
         translate(
             "Asking",
-            "Loading a model pauses it. No answered row is lost: it can be resumed later, with the model and the "
-            "precision that it began with.",
+            "Loading a model pauses it. No answered row is lost: you can resume it later, with the same model and "
+            "precision.",
         ),
         [(translate("Asking", "Pause the job"), "do", pause_and_load)],
     )

@@ -1,4 +1,4 @@
-"""A calm line across the page: an icon, a sentence, and what can be done about it."""
+"""A line across the page: an icon, a sentence, and buttons."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MARKS: dict[Kind, tuple[str, ColourName]] = {
 }
 ICON_PX = 20
 LARGEST_SHARE = 0.36
-"""Of a window's height: several banners at once scroll, so that what they are about stays in reach."""
+"""Share of the window's height: more banners than fit scroll, so that the page below stays usable."""
 
 
 class Banner(QFrame):
@@ -42,11 +42,11 @@ class Banner(QFrame):
 
     @property
     def text(self) -> str:
-        """The sentence now shown."""
+        """The current sentence."""
         return self._text.text()
 
     def add_action(self, label: str, do: Callable[[], None], *, kind: str = "") -> QPushButton:
-        """A button at the end of the line."""
+        """Adds a button at the end of the line."""
         button = QPushButton(label, self)
         button.setProperty("kind", kind)
         button.clicked.connect(lambda: do())
@@ -61,7 +61,7 @@ class Banner(QFrame):
 
 
 class BannerStack(QScrollArea):
-    """Banners below each other, as high as they need to be; in a small window they scroll."""
+    """Banners stacked at their natural height; in a small window they scroll."""
 
     def __init__(self, banners: Sequence[QWidget], parent: QWidget) -> None:
         super().__init__(parent)
@@ -93,7 +93,7 @@ class BannerStack(QScrollArea):
         shown = [banner for banner in self._banners if not banner.isHidden()]
         width = self.viewport().width()
         wanted = sum(max(one.heightForWidth(width), one.minimumSizeHint().height()) for one in shown)
-        least = shown[0].heightForWidth(width) if shown else 0  # the first is always whole
+        least = shown[0].heightForWidth(width) if shown else 0  # the first is never cut off
         height = min(wanted, max(least, int(LARGEST_SHARE * self.window().height())))
         if height != self.height():
             self.setFixedHeight(height)

@@ -1,4 +1,4 @@
-"""A card with a heading, something said beside it, and a body."""
+"""A card with a heading, a note beside it, and a body."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QSizePolicy, QVBoxLay
 from app.widgets.help_mark import HelpMark
 from app.widgets.wrapped_label import WrappedLabel
 
-LEAST_ASIDE_CHARACTERS = 24
+LEAST_CAPTION_CHARACTERS = 24
 
 
 class Card(QFrame):
-    """`body` takes what the card shows; `head` takes controls at the right of the heading."""
+    """`body` takes the contents; `head` takes controls to the right of the heading."""
 
     def __init__(self, heading: str, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -22,19 +22,19 @@ class Card(QFrame):
         self.heading = QLabel(heading, self)
         self.heading.setProperty("role", "heading")
         self.heading.setTextFormat(Qt.TextFormat.PlainText)
-        self.aside = muted_label(self)
-        self._is_below, self._aside_at = False, 0
+        self.caption = muted_label(self)
+        self._is_below, self._caption_at = False, 0
         self.head = QHBoxLayout()
         self.head.setSpacing(10)
         self.head.addWidget(self.heading)
-        self.head.addWidget(self.aside, 1)
+        self.head.addWidget(self.caption, 1)
         self.body = QVBoxLayout(self)
         self.body.setContentsMargins(16, 14, 16, 16)
         self.body.setSpacing(10)
         self.body.addLayout(self.head)
 
     def explain(self, text: str) -> None:
-        """Puts a "?" beside the heading that says what the card shows."""
+        """Adds a "?" beside the heading that explains the card."""
         self.help = HelpMark(self.heading.text(), text, self)
         self.head.insertWidget(1, self.help)
 
@@ -43,26 +43,27 @@ class Card(QFrame):
         self._fit()
 
     def _fit(self) -> None:
-        """What is said beside the heading stands below it where it would be squeezed there."""
+        """Moves the note below the heading where there is too little room beside it."""
         widgets = [item.widget() for at in range(self.head.count()) if (item := self.head.itemAt(at)) is not None]
-        beside = [one for one in widgets if one is not None and one is not self.aside and not one.isHidden()]
+        beside = [one for one in widgets if one is not None and one is not self.caption and not one.isHidden()]
         margins = self.body.contentsMargins()
         room = self.width() - margins.left() - margins.right()
         room -= sum(one.sizeHint().width() + self.head.spacing() for one in beside)
-        metrics = self.aside.fontMetrics()
-        needed = min(metrics.horizontalAdvance(self.aside.text()), LEAST_ASIDE_CHARACTERS * metrics.averageCharWidth())
-        below = bool(self.aside.text()) and needed > room
+        metrics = self.caption.fontMetrics()
+        advance, character = metrics.horizontalAdvance(self.caption.text()), metrics.averageCharWidth()
+        needed = min(advance, LEAST_CAPTION_CHARACTERS * character)
+        below = bool(self.caption.text()) and needed > room
         if below != self._is_below:
             self._is_below = below
             if below:
-                self._aside_at = self.head.indexOf(self.aside)
-                self.head.removeWidget(self.aside)
-                self.head.insertStretch(self._aside_at, 1)  # what stands at the right stays there
-                self.body.insertWidget(1, self.aside)
+                self._caption_at = self.head.indexOf(self.caption)
+                self.head.removeWidget(self.caption)
+                self.head.insertStretch(self._caption_at, 1)  # keeps the controls at the right
+                self.body.insertWidget(1, self.caption)
             else:
-                self.body.removeWidget(self.aside)
-                self.head.takeAt(self._aside_at)
-                self.head.insertWidget(self._aside_at, self.aside, 1)
+                self.body.removeWidget(self.caption)
+                self.head.takeAt(self._caption_at)
+                self.head.insertWidget(self._caption_at, self.caption, 1)
 
     def set_heading(self, text: str) -> None:
         self.heading.setText(text)
@@ -78,7 +79,7 @@ def muted_label(parent: QWidget, text: str = "", *, role: str = "secondary") -> 
 
 
 def warning_label(parent: QWidget) -> QLabel:
-    """What is wrong, in a line that `tell` shows."""
+    """A warning line, shown by `tell`."""
     label = muted_label(parent)
     label.setProperty("tone", "warning")
     label.hide()
@@ -86,7 +87,7 @@ def warning_label(parent: QWidget) -> QLabel:
 
 
 def tell(label: QLabel, text: str) -> None:
-    """Shows a line that is there only while it has something to say."""
+    """Sets a line's text; the line is hidden while it is empty."""
     label.setText(text)
     label.setAccessibleName(text)
     label.setVisible(bool(text))

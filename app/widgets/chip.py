@@ -1,4 +1,4 @@
-"""A pill with a short text, such as the model's name, and a dot or sign before it."""
+"""A pill with a short text, such as the model's name, and a dot or warning sign before it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIGN_PX = 14
 
 
 class Dot(QWidget):
-    """A filled circle; what it means is always said in words beside it."""
+    """A filled circle; its meaning is always in words beside it."""
 
     def __init__(self, parent: QWidget, colour: ColourName = "idle") -> None:
         super().__init__(parent)
@@ -21,7 +21,7 @@ class Dot(QWidget):
         self.setFixedSize(8, 8)
 
     def set_colour(self, colour: ColourName) -> None:
-        """Paint it in another colour."""
+        """Change its colour."""
         self._colour = colour
         self.update()
 
@@ -34,7 +34,7 @@ class Dot(QWidget):
 
 
 class ElidedLabel(QLabel):
-    """A line that ends in an ellipsis where there is no room for all of it."""
+    """A line that ends in an ellipsis where it does not fit."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -44,14 +44,14 @@ class ElidedLabel(QLabel):
         self.setSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Preferred)
 
     def set_full_text(self, text: str) -> None:
-        """Show this text, as much of it as fits."""
+        """Show this text, elided if necessary."""
         self._full = " ".join(line.strip() for line in text.splitlines())
         self.setAccessibleName(self._full)
         self._fit()
         self.updateGeometry()
 
     def set_tip(self, tip: str) -> None:
-        """What the tooltip says besides the text that has no room."""
+        """Sets a tooltip, shown after the full text if that is elided."""
         self._tip = tip
         self._fit()
 
@@ -80,7 +80,7 @@ class ElidedLabel(QLabel):
 
 
 class Chip(QFrame):
-    """A text in a pill, with a dot if `dot` is given a colour and a warning sign if `warns`."""
+    """A text in a pill, with a dot if `dot` names a colour and a warning sign if `warns`."""
 
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
@@ -104,7 +104,7 @@ class Chip(QFrame):
         return self._label.full_text
 
     def show_text(self, text: str, *, dot: ColourName | None = None, warns: bool = False, tip: str = "") -> None:
-        """Say something else."""
+        """Change the contents."""
         self._label.set_full_text(text)
         self._dot.setVisible(dot is not None)
         if dot is not None:

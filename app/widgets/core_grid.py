@@ -1,4 +1,4 @@
-"""How busy each logical CPU is: a bar for each, in as many rows as they need."""
+"""How busy each logical CPU is: one bar each, in as many rows as they need."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from app.theme import themed
 from app.widgets.quantities import number
 
 _LEAST_PX, _MOST_PX, _GAP_PX = 9, 30, 2
-"""A cell's width with the gap after it."""
+"""A cell's width, including the gap after it."""
 _ONE_ROW_PX, _ROW_PX = 34, 20
 BUSY = 0.9
-"""From here on a CPU is as busy as it gets: it has a line on top, so that colour is not all that says so."""
+"""Counts as fully busy: drawn with a line on top, so that colour is not the only cue."""
 
 
 class CoreGrid(QWidget):
-    """Cells in the system's order, from left to right and top to bottom."""
+    """Cells in the system's order, left to right and top to bottom."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -29,7 +29,7 @@ class CoreGrid(QWidget):
         self.setSizePolicy(policy)
 
     def show_cores(self, busy: Sequence[float]) -> None:
-        """Shares of 0 to 1, one for each CPU."""
+        """Shares of 0 to 1, one per CPU."""
         shown = tuple(min(max(share, 0.0), 1.0) for share in busy)
         if len(shown) != len(self._busy):
             self.updateGeometry()
@@ -38,19 +38,19 @@ class CoreGrid(QWidget):
             self.update()
         if shown:
             most = max(range(len(shown)), key=shown.__getitem__)
-            text = self.tr("{0} CPUs, {1}% busy on average; the busiest is number {2} with {3}%")
+            text = self.tr("{0} CPUs, {1}% busy on average; busiest: number {2} with {3}%")
             mean = number(100 * sum(shown) / len(shown), 0)
             self.setAccessibleName(text.format(len(shown), mean, most, number(100 * shown[most], 0)))
 
     def grid(self, width: int) -> tuple[int, int]:
-        """(rows, columns) in a widget of that width."""
+        """(rows, columns) at this width."""
         count = max(len(self._busy), 1)
         columns = min(count, max(1, width // _LEAST_PX))
         rows = -(-count // columns)
         return rows, -(-count // rows)
 
     def cells(self) -> list[QRectF]:
-        """Where each CPU's bar stands."""
+        """Each CPU's bar."""
         rows, columns = self.grid(self.width())
         wide = min(self.width() / columns, _MOST_PX)
         high = self.height() / rows
@@ -60,7 +60,7 @@ class CoreGrid(QWidget):
         ]
 
     def text_at(self, at: QPointF) -> str:
-        """What is known of the CPU there; empty between them."""
+        """A description of the CPU there; empty between CPUs."""
         for index, (cell, share) in enumerate(zip(self.cells(), self._busy, strict=True)):
             if cell.contains(at):
                 return self.tr("CPU {0}: {1}% busy").format(index, number(100 * share, 0))

@@ -1,4 +1,4 @@
-"""Widgets in lines that wrap, as words do."""
+"""Widgets in lines that wrap like words."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from PySide6.QtWidgets import QLayout, QLayoutItem, QSizePolicy, QWidget
 
 
 class FlowLayout(QLayout):
-    """From left to right; what does not fit goes on in the next line.
+    """Left to right; what does not fit wraps to the next line.
 
-    With `ends_right` the last item stands at the right end where it shares a line with others.
+    With `ends_right` the last item is right-aligned if it shares a line with others.
     """
 
     def __init__(self, parent: QWidget | None = None, spacing: int = 6, *, ends_right: bool = False) -> None:
         super().__init__(parent)
         self._items: list[QLayoutItem] = []
         self._gap, self._ends_right = spacing, ends_right
-        self._heights: dict[int, int] = {}  # Qt asks again and again, in a long conversation for every line of it
+        self._heights: dict[int, int] = {}  # Qt calls heightForWidth repeatedly, in a long conversation for every line
         self.setContentsMargins(0, 0, 0, 0)
 
     def addItem(self, item: QLayoutItem) -> None:
@@ -51,7 +51,7 @@ class FlowLayout(QLayout):
         self._arrange(rect, move=True)
 
     def sizeHint(self) -> QSize:
-        # All in one line: who shares a row with it leaves it that much, if there is that much.
+        # All in one line: widgets beside it leave that much room if there is enough.
         hints = [item.sizeHint() for item in self._items if not item.isEmpty()]
         width = sum(hint.width() for hint in hints) + self._gap * max(0, len(hints) - 1)
         return QSize(width, max((hint.height() for hint in hints), default=0)).expandedTo(self.minimumSize())
@@ -97,7 +97,7 @@ class FlowLayout(QLayout):
 class Flow(QWidget):
     """Holds widgets in lines that wrap.
 
-    Its least height is that of one line: Qt would take the height at the least width, and leave a gap below.
+    Its minimum height is one line: Qt would take the height at the minimum width, and leave a gap below.
     """
 
     def __init__(self, *widgets: QWidget, parent: QWidget, gap: int = 8, ends_right: bool = False) -> None:
@@ -110,11 +110,11 @@ class Flow(QWidget):
             self.add(widget)
 
     def add(self, widget: QWidget) -> None:
-        """One more, at the end."""
+        """Appends a widget."""
         self._lines.addWidget(widget)
 
     def clear(self) -> None:
-        """Deletes all that it holds."""
+        """Deletes all its widgets."""
         while (item := self._lines.takeAt(0)) is not None:
             widget = item.widget()
             if widget is not None:

@@ -1,4 +1,4 @@
-"""A "?" that explains what it stands beside, in a sentence or two."""
+"""A "?" that explains the widget beside it in a sentence or two."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _GAP_PX = 4
 
 
 class HelpMark(QToolButton):
-    """Reached by the keyboard; a screen reader reads the explanation as its description.
+    """Can be reached by keyboard; a screen reader reads the explanation as its description.
 
     Args:
         about: the name of what is explained.
-        text: two sentences for somebody who has never heard of it.
+        text: two sentences for a reader who is new to it.
     """
 
     def __init__(self, about: str, text: str, parent: QWidget | None = None) -> None:
@@ -35,12 +35,12 @@ class HelpMark(QToolButton):
 
     @property
     def explanation(self) -> str:
-        """What it says."""
+        """The text."""
         return self._explanation
 
     @property
     def bubble(self) -> HelpBubble | None:
-        """What is open; None once it has been closed."""
+        """The open bubble; None if it is closed."""
         return self._bubble if self._bubble is not None and self._bubble.isVisible() else None
 
     def explain(self) -> None:
@@ -57,7 +57,7 @@ class HelpMark(QToolButton):
 
 
 class HelpBubble(QFrame):
-    """A heading and a text in a small window of their own."""
+    """A heading and a text in a small window of its own."""
 
     def __init__(self, about: str, text: str, parent: QWidget) -> None:
         super().__init__(parent, Qt.WindowType.Popup)
@@ -77,7 +77,7 @@ class HelpBubble(QFrame):
         self.setFixedWidth(_WIDTH_PX)
 
     def open_below(self, widget: QWidget) -> None:
-        """Below the widget, or above where there is no room; never beyond the screen."""
+        """Below the widget, or above if there is no room; always within the screen."""
         self.ensurePolished()
         self.resize(_WIDTH_PX, self.heightForWidth(_WIDTH_PX))
         room = widget.screen().availableGeometry()

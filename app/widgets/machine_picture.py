@@ -1,4 +1,4 @@
-"""A picture of the machine: boxes for cards, RAM, CPU and disk, and links as wide as their bandwidth."""
+"""The machine as a diagram: boxes for cards, RAM, CPU and disk, and links as wide as their bandwidth."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LONGEST_LABEL = "about 0.50 GB/s"
 
 @dataclass(frozen=True, slots=True)
 class BoxLine:
-    """A line in a box: its text, and where it comes from, in words."""
+    """A line in a box: its text, and its source in words."""
 
     text: str
     origin: str = ""
@@ -34,8 +34,8 @@ class Box:
     """A part of the machine.
 
     Attributes:
-        lines: four at most are drawn.
-        is_there: else it is drawn as a calm outline.
+        lines: at most four are drawn.
+        is_there: a missing part is drawn as a faint outline.
         count: of the same kind; more than one are drawn as a stack.
     """
 
@@ -47,7 +47,7 @@ class Box:
 
     @property
     def spoken(self) -> str:
-        """All of it in words."""
+        """Its contents in words."""
         return f"{self.title}: " + "; ".join(
             f"{one.text} ({one.origin})" if one.origin else one.text for one in self.lines
         )
@@ -55,12 +55,12 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A way between a part and the RAM.
+    """A link between a part and the RAM.
 
     Attributes:
-        bytes_per_s: which makes its width.
+        bytes_per_s: sets its width.
         labels: drawn beside it.
-        is_measured: else it is drawn hollow.
+        is_measured: otherwise it is drawn hollow.
     """
 
     part: Part
@@ -74,7 +74,7 @@ class Link:
 
 
 class MachinePicture(QWidget):
-    """Boxes are gone through with the arrow keys; each says where its numbers come from, also when hovered."""
+    """Arrow keys move between boxes; each shows its numbers' sources, also on hover."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -97,13 +97,13 @@ class MachinePicture(QWidget):
         self.update()
 
     def show_at_work(self, part: Part | None) -> None:
-        """Marks the part that is being measured."""
+        """Highlights the part that is being measured."""
         if part != self._at_work:
             self._at_work = part
             self.update()
 
     def spoken_at(self, point: QPointF) -> str:
-        """What there is to say about what lies under a point; empty if nothing does."""
+        """The description of the item at a point; empty if there is none."""
         for part, area in self._areas().items():
             if part in self._boxes and area.contains(point):
                 return self._explained(part)
@@ -118,7 +118,7 @@ class MachinePicture(QWidget):
     def minimumSizeHint(self) -> QSize:
         return QSize(360, self._height())
 
-    # --- where things are -------------------------------------------------------------------------
+    # --- geometry ---------------------------------------------------------------------------------
 
     def changeEvent(self, event: QEvent) -> None:
         super().changeEvent(event)
@@ -132,7 +132,7 @@ class MachinePicture(QWidget):
         return small_font(self.font(), 12.5)
 
     def _box_height(self, *parts: Part) -> float:
-        """Of a row of boxes: as high as the fullest of them."""
+        """Height of a row of boxes: that of the one with the most lines."""
         lines = max(
             (min(_MOST_LINES, len(self._boxes[part].lines)) for part in parts if part in self._boxes), default=1
         )
@@ -145,7 +145,7 @@ class MachinePicture(QWidget):
         return round(self._box_height("gpu", "cpu") + self._box_height("ram", "disk") + self._gap() + 6)
 
     def _areas(self) -> dict[Part, QRectF]:
-        """RAM lies under the card and, for a part, under the CPU, so that both links go straight down."""
+        """RAM spans below the card and part of the CPU, so that both links are vertical."""
         width, top = float(self.width()), 3.0
         upper, lower = self._box_height("gpu", "cpu"), self._box_height("ram", "disk")
         low = top + upper + self._gap()
@@ -167,12 +167,12 @@ class MachinePicture(QWidget):
         if part == "gpu":
             x = areas["gpu"].left() + 0.3 * areas["gpu"].width()
         else:
-            x = (areas["cpu"].left() + ram.right()) / 2  # the middle of where both are
+            x = (areas["cpu"].left() + ram.right()) / 2  # the middle of their overlap
         return QPointF(x, areas[part].bottom()), QPointF(x, ram.top())
 
     def _link_width(self, link: Link) -> float:
         most = max((one.bytes_per_s for one in self._links.values()), default=0.0)
-        # By the square root: a disk beside RAM would be a hair.
+        # Square root: on a linear scale a disk's link would be too thin beside RAM's.
         return max(_NARROWEST, _WIDEST * (link.bytes_per_s / most) ** 0.5) if most else _NARROWEST
 
     def _link_area(self, part: Part, link: Link) -> QRectF:

@@ -1,4 +1,4 @@
-"""A thin bar of what fills a memory, part by part."""
+"""A thin bar of what a memory is used for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RADIUS_PX = 2.5
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """One part: its name for the legend, its bytes, its colour, and whether it is hatched as not ours."""
+    """One part: its name for the legend, its bytes, its colour, and whether it is hatched because it is not ours."""
 
     name: str
     amount: int
@@ -37,7 +37,7 @@ class MemoryBar(QWidget):
         return QSize(120, HEIGHT_PX)
 
     def show_parts(self, parts: tuple[MemoryPart, ...], total: int) -> None:
-        """`total` in bytes; parts that do not fit are cut, so that the bar never lies by overflowing."""
+        """`total` in bytes; parts beyond it are cut off."""
         if (parts, total) != (self._parts, self._total):
             self._parts, self._total = parts, total
             self.update()
@@ -54,7 +54,7 @@ class MemoryBar(QWidget):
         for part in self._parts:
             width = self.width() * min(1.0, part.amount / self._total) if self._total else 0.0
             if width > 0.0:
-                width = max(width, 2.0)  # what is there can be seen
+                width = max(width, 2.0)  # small parts stay visible
                 _fill(painter, QRectF(left, 0, min(width, self.width() - left), self.height()), part)
                 left += width
         painter.end()

@@ -1,4 +1,4 @@
-"""A memory's name, how much of it is taken, a bar of its parts, and the legend that names them."""
+"""A memory's name, its usage, a bar of its parts, and the legend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from app.widgets.quantities import memory, used_of
 
 
 class MemoryGauge(QWidget):
-    """A name, `used / total`, and the bar beneath."""
+    """A name, `used / total`, and the bar below."""
 
     def __init__(self, name: str, parent: QWidget) -> None:
         super().__init__(parent)
@@ -33,7 +33,7 @@ class MemoryGauge(QWidget):
         column.addWidget(self._bar)
 
     def set_narrow(self, narrow: bool) -> None:
-        """Only the name and the bar."""
+        """Shows only the name and the bar."""
         self._amount.setVisible(not narrow)
 
     def show_parts(self, parts: tuple[MemoryPart, ...], used: int, total: int, *, source: str) -> None:
@@ -46,7 +46,7 @@ class MemoryGauge(QWidget):
 
 
 class MemoryLegend(QWidget):
-    """Every part of the bars by name and amount, with its colour and hatching."""
+    """Each part's name, amount, colour and hatching."""
 
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)

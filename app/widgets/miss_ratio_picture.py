@@ -1,4 +1,4 @@
-"""The drawing of a miss-ratio plot: axes, curves, the present size, and the handle."""
+"""Draws a miss-ratio plot: axes, curves, the current size, and the handle."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ translate = QCoreApplication.translate
 
 HANDLE_PX = 6.0
 _DIFFERS = 0.02
-"""Of two curves, from when on both are drawn."""
+"""Difference of two curves from which both are drawn."""
 
 
 def plot_area(whole: QRectF, metrics: QFontMetricsF, forecast: Forecast) -> QRectF:
-    """Where curves are drawn: what is left beside the figures of the axes."""
+    """The area for the curves: without the axis labels."""
     right = metrics.horizontalAdvance("000") + 8 if len(forecast.tokens_per_s) else 4
     left = metrics.horizontalAdvance("100%") + 8
     return whole.adjusted(left, metrics.height() + 10, -right, -metrics.height() - 8)
 
 
 class MissRatioPicture:
-    """One state of the plot; see `app.widgets.miss_ratio_plot.MissRatioPlot.show_tier` for what it is made of."""
+    """One state of the plot; see `app.widgets.miss_ratio_plot.MissRatioPlot.show_tier` for its arguments."""
 
     def __init__(self, tier: TierReport, forecast: Forecast, room: int, measured: float | None) -> None:
         self._tier, self._forecast = tier, forecast
@@ -37,7 +37,7 @@ class MissRatioPicture:
         self._width = 0.0
 
     def draw(self, painter: QPainter, area: QRectF, width: float) -> None:
-        """All but the handle, `width` pixels wide with what stands beside `area`."""
+        """Everything but the handle, `width` pixels wide including the labels beside `area`."""
         self._width = width
         metrics = QFontMetricsF(painter.font())
         self._draw_axes(painter, area, metrics)
@@ -73,7 +73,7 @@ class MissRatioPicture:
             label = translate("MissRatioPlot", "no room")
             width = metrics.horizontalAdvance(label) + 8
             left = self._x(area, self._room) + 4
-            if left + width < area.right():  # what does not fit is said by the tool tip
+            if left + width < area.right():  # else only the tooltip has it
                 box = QRectF(left, area.top() + 4, width, metrics.height() + 2)
                 painter.fillRect(box, themed("surface"))
                 painter.drawText(box, Qt.AlignmentFlag.AlignCenter, label)
@@ -81,7 +81,7 @@ class MissRatioPicture:
     def _draw_curves(self, painter: QPainter, area: QRectF, metrics: QFontMetricsF) -> None:
         known = self._forecast
         if not len(known.slots):
-            self._draw_legend(painter, area, metrics, [], translate("MissRatioPlot", "no curve yet: too few tokens"))
+            self._draw_legend(painter, area, metrics, [], translate("MissRatioPlot", "too few tokens for a curve"))
             return
         solid = themed("hit") if colours().is_dark else themed("hit").darker(150)
         bent = QPen(solid, 2)
@@ -125,7 +125,7 @@ class MissRatioPicture:
         samples: list[tuple[QPen, str]],
         said: str = "",
     ) -> None:
-        """Samples of the lines by name, in one row above the plot; `said` comes after them."""
+        """Line samples with names, in one row above the plot, followed by `said`."""
         muted = themed("muted")
         x, y = area.left(), metrics.height() / 2 + 1
         base = y + metrics.ascent() / 2 - 1
@@ -166,7 +166,7 @@ class MissRatioPicture:
         is_moved: bool,
         has_focus: bool,
     ) -> None:
-        """The handle at `slots`, and what is said of that size."""
+        """The handle at `slots`, and the label for that size."""
         metrics = QFontMetricsF(painter.font())
         x = self._x(area, slots)
         accent = themed("accent")
@@ -203,6 +203,6 @@ def _diamond(at: QPointF) -> QPolygonF:
 
 
 def _round_up(value: float) -> float:
-    """The next number of one figure, or two and a half: where an axis ends."""
+    """The next number with one significant digit, or 2.5: the end of an axis."""
     power = float(10 ** np.floor(np.log10(max(value, 1e-6))))
     return next(step * power for step in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 20) if step * power >= value * 1.02)

@@ -1,4 +1,4 @@
-"""Hit rate and predicted speed at every size of the expert cache, with a handle to choose one."""
+"""Hit rate and predicted speed for every size of the expert cache, with a handle to choose one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _LEAST_SLOTS = 1
 
 
 class MissRatioPlot(QWidget):
-    """One tier: sizes along the bottom, hit rate at the left, predicted tokens per second at the right.
+    """One tier: sizes on the x axis, hit rate on the left, predicted tokens per second on the right.
 
-    The handle stands at the present size until it is moved.  Without a curve the axis and the handle are there all the
-    same: a tier can be resized before enough has been seen to predict anything.
+    The handle is at the current size until it is moved.  Axis and handle are shown even without a curve: a tier can
+    be resized before there is enough data to predict anything.
 
     Signals:
-        moved(int): experts at the handle, while it is moved.
-        chosen(int): the handle was let go, or Enter pressed.
+        moved(int): experts at the handle, while it is dragged.
+        chosen(int): the handle was released, or Enter pressed.
     """
 
     moved = Signal(int)
@@ -43,19 +43,17 @@ class MissRatioPlot(QWidget):
         self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Expanding)
         self.setCursor(Qt.CursorShape.SplitHCursor)
         self.setAccessibleName(self.tr("Miss-ratio curve"))
-        self.setToolTip(
-            self.tr("Drag the handle to resize the cache now. Hatched: more than there is memory for at the moment.")
-        )
+        self.setToolTip(self.tr("Drag the handle to resize the cache. Hatched: more than the free memory."))
 
     # --- what is shown ----------------------------------------------------------------------------
 
     def show_tier(self, tier: TierReport | None, forecast: Forecast, room: int, measured: float | None) -> None:
-        """Another report.
+        """Shows a report.
 
         Args:
-            forecast: `NO_FORECAST` while none is known.
-            room: experts that there is memory for.
-            measured: the hit rate of the present size, if anything was looked up.
+            forecast: `NO_FORECAST` while there is none.
+            room: experts that fit in memory.
+            measured: the hit rate at the current size, if anything was looked up.
         """
         self._tier, self._forecast, self._room, self._measured = tier, forecast, room, measured
         if tier is None:
@@ -67,31 +65,31 @@ class MissRatioPlot(QWidget):
 
     @property
     def slots(self) -> int:
-        """Where the handle stands, in experts."""
+        """The handle's position, in experts."""
         if self._wanted is not None:
             return self._wanted
         return self._tier.slots if self._tier is not None else 0
 
     @property
     def is_moved(self) -> bool:
-        """Whether the handle stands somewhere else than the present size."""
+        """Whether the handle is away from the current size."""
         return self._wanted is not None
 
     def set_slots(self, slots: int) -> None:
-        """Moves the handle; nothing is emitted."""
+        """Moves the handle; emits nothing."""
         if self._tier is not None and slots != self.slots:
             self._wanted = min(max(slots, _LEAST_SLOTS), self._most)
             self.setAccessibleDescription(self._spoken())
             self.update()
 
     def put_back(self) -> None:
-        """The handle to the present size."""
+        """Resets the handle to the current size."""
         self._wanted, self._dragging = None, False
         self.setAccessibleDescription(self._spoken())
         self.update()
 
     def texts(self) -> tuple[str, str]:
-        """What the handle's place would give: (`1,012 experts · 2.1 GB`, `hit 64% · 24.6 tokens/s`)."""
+        """What the handle's size would give: (`1,012 experts · 2.1 GB`, `hit 64% · 24.6 tokens/s`)."""
         tier = self._tier
         if tier is None:
             return "", ""
@@ -109,7 +107,7 @@ class MissRatioPlot(QWidget):
         if self._tier is None:
             return ""
         size, gives = self.texts()
-        keys = self.tr("Left and right move the handle, Enter resizes the cache, Escape puts the handle back.")
+        keys = self.tr("Left and right move the handle, Enter resizes the cache, Escape resets the handle.")
         return " ".join(filter(None, (size + ":" if gives else size + ".", gives + "," if gives else "", keys)))
 
     def sizeHint(self) -> QSize:
@@ -156,7 +154,7 @@ class MissRatioPlot(QWidget):
             event.ignore()
             return
         self._before_drag, self._dragging = self._wanted, True
-        # Whoever takes the handle itself moves it from where it stands; elsewhere it comes to the mouse.
+        # Pressing the handle drags it from where it is; pressing elsewhere moves it there.
         if abs(event.position().x() - self._x(self.slots)) > _GRAB_PX:
             self._move_to(self._slots_at(event.position().x()))
 

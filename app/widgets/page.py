@@ -1,4 +1,4 @@
-"""What the pages of the window have in common, and what the window knows of each."""
+"""The base class of pages, and the window's registry entry for one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ CHAT, BATCH, MONITOR, TUNE, MODELS, SETTINGS = "chat", "batch", "monitor", "tune
 
 
 class Page(QWidget):
-    """Signals: `page_wanted(str)`: the user wants to see the page of this name."""
+    """Signals: `page_wanted(str)`: the user wants to go to the page of this name."""
 
     page_wanted = Signal(str)
 
     def close_down(self) -> None:
-        """Before the window goes: ends what the page does in the background."""
+        """Stops the page's background work before the window closes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class PageEntry:
     """A page of the window.
 
     Attributes:
-        name: what the page and its icon are called.
-        label: for people.
-        make: called once, when the page is first wanted, so that the window opens sooner.
+        name: of the page and its icon.
+        label: shown to the user.
+        make: called when the page is first shown, so that the window opens sooner.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The line at the top of a page: its title, and what can be done on it."""
+"""The line at the top of a page: its title and its actions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ GAP_PX, NARROW_GAP_PX = 12, 6
 
 
 class PageHeader(QWidget):
-    """Title at the left; `row` takes further widgets at the right.
+    """Title on the left; `row` takes further widgets on the right.
 
-    Where they do not fit beside each other, what `set_middle` was given moves to a line of its own, and then the title,
-    which the sidebar says too, makes room.
+    If they do not fit, the widget of `set_middle` moves to a line of its own, and then the title, which the sidebar
+    shows too, is elided.
     """
 
     def __init__(self, title: str, parent: QWidget | None = None) -> None:
@@ -39,7 +39,7 @@ class PageHeader(QWidget):
         column = QVBoxLayout(self)
         column.setContentsMargins(0, 0, 0, 0)
         column.setSpacing(0)
-        column.addStretch(1)  # buttons do not grow, so that the row would not fill the height and the line would rise
+        column.addStretch(1)  # buttons do not grow vertically: without this, the line would be centred
         column.addLayout(self.row)
         column.addLayout(self._below)
         column.addStretch(1)
@@ -47,7 +47,7 @@ class PageHeader(QWidget):
         self.setMinimumHeight(HEIGHT_PX)
 
     def set_middle(self, widget: QWidget, *, least_px: int = 0, stretch: int = 0) -> None:
-        """What stands beside the title where there is room for it, or for `least_px` of it if it can be elided."""
+        """Sets the widget beside the title, shown there if it fits, or if `least_px` fit and it can be elided."""
         self._middle, self._middle_stretch, self._least_middle_px = widget, stretch, least_px
         self.row.setStretch(0, 0)
         self.row.insertWidget(1, widget, stretch, Qt.AlignmentFlag.AlignVCenter)
@@ -65,7 +65,7 @@ class PageHeader(QWidget):
         return handled
 
     def minimumSizeHint(self) -> QSize:
-        # However wide its buttons are, the page may become narrower: `_fit` then finds another place for some.
+        # However wide the buttons are, the page may become narrower: `_fit` then moves some.
         return QSize(0, super().minimumSizeHint().height())
 
     def _fit(self) -> None:
@@ -96,6 +96,6 @@ class PageHeader(QWidget):
             self._below.setContentsMargins(SIDE_PX, 0, SIDE_PX, side)
             self.row.setContentsMargins(SIDE_PX, side, SIDE_PX, side)
         spacing = NARROW_GAP_PX if tight else GAP_PX
-        if self.row.spacing() != spacing:  # setting it asks for another layout, whatever it was before
+        if self.row.spacing() != spacing:  # setting it always invalidates the layout
             self.row.setSpacing(spacing)
         self.title.setVisible(title + buttons - (GAP_PX - NARROW_GAP_PX) * len(others) <= room)

@@ -1,4 +1,4 @@
-"""What a plan takes of each memory: a bar for each tier, and under it every part by name and amount."""
+"""A plan's memory: a bar per tier, and below it every part by name and amount."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TENTHS = 10
 
 @dataclass(frozen=True, slots=True)
 class BarPart:
-    """Part of a tier; `colour` names one of the theme's."""
+    """A part of a tier; `colour` names one of the theme's."""
 
     name: str
     amount: int
@@ -30,7 +30,7 @@ class BarPart:
 
 @dataclass(frozen=True, slots=True)
 class TierBar:
-    """A tier: its parts, and its size, 0 if there is none to tell."""
+    """A tier: its parts, and its size, 0 if unknown."""
 
     name: str
     parts: tuple[BarPart, ...]
@@ -42,9 +42,9 @@ class TierBar:
 
 
 def adding_up(amounts: Sequence[int]) -> list[int]:
-    """Bytes in tenths of a GB that add up to the rounded sum, so that the numbers on the screen do.
+    """Bytes in tenths of a GB that add up to the rounded sum, so that the displayed numbers do too.
 
-    Where rounding each would miss it, those nearest to the next tenth get it (largest remainder).
+    Where rounding each one would miss the sum, those closest to the next tenth are rounded up (largest remainder).
     """
     exact = [amount * _TENTHS / _GIB for amount in amounts]
     whole = [int(one) for one in exact]
@@ -56,7 +56,7 @@ def adding_up(amounts: Sequence[int]) -> list[int]:
 
 
 class PlanBars(QWidget):
-    """As high as its labels need at the width that it has."""
+    """As high as its labels need at its width."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -66,7 +66,7 @@ class PlanBars(QWidget):
         self.setAccessibleName(self.tr("Memory by tier"))
 
     def show_tiers(self, tiers: tuple[TierBar, ...]) -> None:
-        """Draws these."""
+        """Draws these tiers."""
         self._tiers = tiers
         said = []
         for tier in tiers:
@@ -99,7 +99,7 @@ class PlanBars(QWidget):
     # --- words ------------------------------------------------------------------------------------
 
     def _labels(self, tier: TierBar) -> list[tuple[str, str, BarPart | None]]:
-        """(name, amount, part) of what is there, free room last: together they are the total."""
+        """(name, amount, part) of each non-empty part, free space last: together they are the total."""
         parts = [part for part in tier.parts if part.amount > 0]
         amounts = [_tenths(one) if one else self.tr("under {0}").format(_tenths(1)) for one in self._tenths(tier)]
         found: list[tuple[str, str, BarPart | None]] = [
@@ -110,7 +110,7 @@ class PlanBars(QWidget):
         return found
 
     def _tenths(self, tier: TierBar) -> list[int]:
-        """Of every part that is there, and of what is free if anything is."""
+        """Amounts of each non-empty part, and of free space if there is any."""
         free = tier.total - tier.used
         amounts = [part.amount for part in tier.parts if part.amount > 0]
         return adding_up([*amounts, free] if tier.total and free > 0 else amounts)

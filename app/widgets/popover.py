@@ -10,7 +10,7 @@ GAP = 8
 
 
 class Popover(QFrame):
-    """Its content goes into `column`.  It lies over `page`, so that it needs no window of its own."""
+    """Contents go into `column`.  It is a child of `page`, so that it needs no window of its own."""
 
     def __init__(self, title: str, page: QWidget) -> None:
         super().__init__(page)
@@ -43,14 +43,14 @@ class Popover(QFrame):
         self._button = button
         self._place()
         self.show()
-        self._place()  # with the sizes that its widgets have now that they are shown
+        self._place()  # again, as only visible widgets have their final sizes
         self.raise_()
         application = QApplication.instance()
         if application is not None:
             application.installEventFilter(self)
 
     def _place(self) -> None:
-        """Above its button, within the page; it scrolls where the page is too small for it."""
+        """Above its button, within the page; it scrolls if the page is too small."""
         page = self.parentWidget()
         if page is None or self._button is None:
             return
@@ -67,7 +67,7 @@ class Popover(QFrame):
         self.move(at)
 
     def close_and_return(self) -> None:
-        """Close it, and give the focus back to the button."""
+        """Close it, and return the focus to the button."""
         had_focus = self.isAncestorOf(QApplication.focusWidget() or self)
         self.hide()
         if had_focus and self._button is not None:
@@ -93,6 +93,6 @@ class Popover(QFrame):
             inside = isinstance(watched, QWidget) and (watched is self or self.isAncestorOf(watched))
             if isinstance(watched, QWidget) and not inside:
                 self.hide()
-                # A click on its own button closes it and does not open it again.
+                # A click on its own button closes it without opening it again.
                 return watched is self._button
         return False

@@ -1,11 +1,11 @@
-"""Numbers as the window writes them."""
+"""Numbers formatted for display."""
 
 from __future__ import annotations
 
 from PySide6.QtCore import QLocale
 
 SEPARATOR = "  ·  "
-"""Between figures of one line."""
+"""Separates figures on one line."""
 _GIB = 2**30
 _MIB = 2**20
 
@@ -28,12 +28,12 @@ def rate(bytes_per_s: float) -> str:
 
 
 def arithmetic(flops: float) -> str:
-    """Products and sums per second: `42 TFLOP/s`, `380 GFLOP/s`."""
+    """Floating-point operations per second: `42 TFLOP/s`, `380 GFLOP/s`."""
     return f"{figures(flops / 1e12)} TFLOP/s" if flops >= 1e12 else f"{figures(flops / 1e9)} GFLOP/s"
 
 
 def figures(value: float) -> str:
-    """About three figures: `264`, `24.6`, `3.21`, `0.042`."""
+    """Three significant digits: `264`, `24.6`, `3.21`, `0.042`."""
     size = abs(value)
     return number(value, 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 0.1 or size == 0 else 3)
 
@@ -44,11 +44,11 @@ def number(value: float, decimals: int) -> str:
 
 
 def count(value: int) -> str:
-    """A whole number with the language's thousands separators."""
+    """An integer with the locale's thousands separators."""
     locale = QLocale()
     return f"{value:,}" if locale.language() == QLocale.Language.C else locale.toString(value)
 
 
 def percent(fraction: float) -> str:
-    """A fraction of 1 in whole per cent, never above what is done."""
+    """A fraction of 1 in whole per cent, rounded down."""
     return f"{int(fraction * 100)}%"

@@ -1,4 +1,4 @@
-"""A thin line of a share over the last minutes, to stand beside its number."""
+"""A sparkline of a share over the last minutes, shown beside its number."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from app.theme import colours, themed
 from app.widgets.timeline.plots import draw_line
 
 VALUES = 180
-"""One a second: three minutes."""
+"""One per second: three minutes."""
 
 
 class RateLine(QWidget):
-    """From 0 at the bottom to 1 at the top; a gap where nothing was known."""
+    """From 0 at the bottom to 1 at the top; unknown values leave a gap."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -26,16 +26,16 @@ class RateLine(QWidget):
 
     @property
     def values(self) -> tuple[float, ...]:
-        """The last ones; NaN where nothing was known."""
+        """The last values; NaN where unknown."""
         return tuple(self._values)
 
     def add(self, value: float | None) -> None:
-        """One more; None for nothing known."""
+        """Appends a value; None if unknown."""
         self._values.append(np.nan if value is None else value)
         self.update()
 
     def clear(self) -> None:
-        """Another model, or none."""
+        """Removes all values, for another model or none."""
         self._values.clear()
         self.update()
 
@@ -53,7 +53,7 @@ class RateLine(QWidget):
             painter.drawLine(QLineF(area.left(), y, area.right(), y))
         if len(self._values) > 1:
             values = np.array(self._values)
-            # The newest at the right edge, however few there are.
+            # The newest is at the right edge, however few there are.
             xs = area.right() - area.width() * np.arange(len(values), -1, -1) / VALUES
             colour = themed("hit") if colours().is_dark else themed("hit").darker(150)
             draw_line(painter, area, xs, values, QPen(colour, 1.5))

@@ -1,4 +1,4 @@
-"""The roofline of a machine for a model's experts: what can be reached at each operational intensity, and by whom.
+"""A machine's roofline for a model's experts: attainable speed by operational intensity, with measured points.
 
 MoE-Lightning's Hierarchical Roofline Model (its section 3), on logarithmic axes.
 """
@@ -23,7 +23,7 @@ _POINT_PX = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Roof:
-    """What can be reached: a slope that a bandwidth makes, up to the arithmetic."""
+    """A roof: a slope set by a bandwidth, up to the peak compute."""
 
     name: str
     flops: float
@@ -32,12 +32,12 @@ class Roof:
     dashed: bool = False
 
     def at(self, intensity: float) -> float:
-        """Attainable operations per second at so many for each byte."""
+        """Attainable operations per second at this many operations per byte."""
         return min(self.flops, self.bytes_per_s * intensity)
 
 
 class RooflinePlot(QWidget):
-    """Roofs and points are labelled where they are; colour is never all that tells them apart."""
+    """Roofs and points are labelled, so that colour is never the only cue."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -46,13 +46,13 @@ class RooflinePlot(QWidget):
         self.setAccessibleName(self.tr("Roofline"))
 
     def show_picture(self, picture: RooflinePicture | None) -> None:
-        """Draws this; None draws nothing."""
+        """Draws this; None clears the plot."""
         self._picture = picture
         self.setAccessibleDescription(self.spoken())
         self.update()
 
     def spoken(self) -> str:
-        """The picture in words."""
+        """The plot in words."""
         if self._picture is None:
             return ""
         roofs = [
@@ -82,13 +82,13 @@ class RooflinePlot(QWidget):
 
     def _point_words(self, point: RooflinePoint) -> str:
         bounds = {
-            "link": self.tr("the link to the card limits it"),
-            "GPU memory": self.tr("the card's memory limits it"),
-            "GPU arithmetic": self.tr("the card's arithmetic limits it"),
-            "CPU memory": self.tr("RAM limits it"),
-            "CPU arithmetic": self.tr("the CPU's arithmetic limits it"),
+            "link": self.tr("limited by the link to the card"),
+            "GPU memory": self.tr("limited by the card's memory"),
+            "GPU arithmetic": self.tr("limited by GPU compute"),
+            "CPU memory": self.tr("limited by RAM"),
+            "CPU arithmetic": self.tr("limited by CPU compute"),
         }
-        return self.tr("{0}: {1} operations for each byte, {2}, {3}").format(
+        return self.tr("{0}: {1} operations per byte, {2}, {3}").format(
             self._point_name(point),
             figures(point.intensity),
             arithmetic(point.flops),
@@ -96,11 +96,11 @@ class RooflinePlot(QWidget):
         )
 
     def _point_name(self, point: RooflinePoint) -> str:
-        names = {"decode": self.tr("writing"), "prefill": self.tr("reading the prompt"), "batch": self.tr("batch")}
+        names = {"decode": self.tr("decode"), "prefill": self.tr("prefill"), "batch": self.tr("batch")}
         return names.get(point.name, point.name)
 
     def _ranges(self, picture: RooflinePicture, roofs: list[Roof]) -> tuple[float, float, float, float]:
-        """Logarithms of the least and most intensity and rate that are shown."""
+        """Logarithms of the lowest and highest intensity and speed shown."""
         knees = [roof.flops / roof.bytes_per_s for roof in roofs]
         xs = [point.intensity for point in picture.points if 0 < point.intensity < math.inf] + knees
         left, right = math.log10(min(xs)) - 0.5, math.log10(max(xs)) + 0.45
@@ -153,10 +153,10 @@ class RooflinePlot(QWidget):
         painter.setPen(themed("muted"))
         line = QRectF(area.left(), area.bottom() + 4 + metrics.height(), area.width(), metrics.height())
         painter.drawText(line, Qt.AlignmentFlag.AlignRight, self._axis_name())
-        painter.drawText(QRectF(area.left(), 2, area.width(), metrics.height()), 0, self.tr("operations a second"))
+        painter.drawText(QRectF(area.left(), 2, area.width(), metrics.height()), 0, self.tr("operations/s"))
 
     def _axis_name(self) -> str:
-        return self.tr("operations for each byte →")
+        return self.tr("operations per byte →")
 
     def _draw_roof(
         self, painter: QPainter, area: QRectF, ranges: tuple[float, float, float, float], roof: Roof
@@ -181,7 +181,7 @@ class RooflinePlot(QWidget):
         roof: Roof,
         taken: list[QRectF],
     ) -> None:
-        """Above the slope where there is room, its middle first."""
+        """Above the slope if there is room, trying its middle first."""
         text, metrics = f"{roof.name} · {rate(roof.bytes_per_s)}", QFontMetricsF(painter.font())
         width, height = metrics.horizontalAdvance(text) + 8, metrics.height()
         knee = math.log10(roof.flops / roof.bytes_per_s)
@@ -207,8 +207,8 @@ class RooflinePlot(QWidget):
         roof: Roof,
         taken: list[QRectF],
     ) -> None:
-        """The arithmetic, under the flat part or over it; left away where there is no room."""
-        if roof.dashed:  # the same as the card's own
+        """The peak compute, below the flat part or above it; omitted if there is no room."""
+        if roof.dashed:  # the same as the card's own roof
             return
         text, metrics = arithmetic(roof.flops), QFontMetricsF(painter.font())
         width, end = metrics.horizontalAdvance(text) + 12, self._at(area, ranges, 10 ** ranges[1], roof.flops)

@@ -1,4 +1,4 @@
-"""How tokens are chosen in one chat: a preset, or figures of the user's own."""
+"""Sampling settings of a chat: a preset, or custom values."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SamplingPopover(Popover):
         self.seed.setPlaceholderText(self.tr("random"))
         self.seed.setValidator(QIntValidator(0, 2**31 - 1, self.seed))
         self.stop = QLineEdit(self)
-        self.stop.setPlaceholderText(self.tr("none; separate several with a comma"))
+        self.stop.setPlaceholderText(self.tr("none; separate with commas"))
         for line_edit in (self.seed, self.stop):
             line_edit.textEdited.connect(self._on_edited)
 
@@ -70,28 +70,28 @@ class SamplingPopover(Popover):
                 self.temperature,
                 self.tr("0 always takes the likeliest token; higher is more varied"),
             ),
-            (self.tr("Top-k"), self.top_k, self.tr("Choose among the k likeliest tokens")),
+            (self.tr("Top-k"), self.top_k, self.tr("Sample from the k likeliest tokens")),
             (
                 self.tr("Top-p"),
                 self.top_p,
-                self.tr("Choose among the likeliest tokens that together reach p; 1 is off"),
+                self.tr("Sample from the likeliest tokens with a total probability of p; 1 is off"),
             ),
             (
                 self.tr("Min-p"),
                 self.min_p,
-                self.tr("Drop tokens less likely than this share of the likeliest; 0 is off"),
+                self.tr("Drop tokens below this share of the likeliest one's probability; 0 is off"),
             ),
             (
                 self.tr("Repetition penalty"),
                 self.repetition_penalty,
-                self.tr("Above 1, tokens that were already used become less likely; 1 is off"),
+                self.tr("Above 1, tokens already used become less likely; 1 is off"),
             ),
             (self.tr("Seed"), self.seed, self.tr("The same seed gives the same answer to the same chat")),
-            (self.tr("Max tokens"), self.max_tokens, self.tr("Where an answer is cut off")),
+            (self.tr("Max tokens"), self.max_tokens, self.tr("Answers stop at this length")),
             (
                 self.tr("Beams"),
                 self.beams,
-                self.tr("Beam search, if above 1; it ignores temperature, top-k, top-p and min-p"),
+                self.tr("Beam search if above 1; ignores temperature, top-k, top-p and min-p"),
             ),
         )
         field: QWidget
@@ -100,18 +100,18 @@ class SamplingPopover(Popover):
             self._label(name, field, tip, grid, at_row, at_column)
             field.setFixedWidth(112)
         self._label(
-            self.tr("Stop strings"), self.stop, self.tr("An answer ends where one of these would come"), grid, 4, 0, 3
+            self.tr("Stop strings"), self.stop, self.tr("An answer ends before the first of these"), grid, 4, 0, 3
         )
         self.column.addLayout(grid)
 
     def edit(self, sampling: SamplingParams | None, button: QWidget) -> None:
-        """Open with these settings; None are the defaults."""
+        """Open with these settings; None means the defaults."""
         self.fill(sampling or DEFAULT_PRESET.value)
         self.open_above(button)
         self.temperature.setFocus()
 
     def without_beams(self) -> None:
-        """Offer no beam search, where there is none."""
+        """Hide beam search where it is not available."""
         self.beams.hide()
         for label in self.findChildren(QLabel):
             if label.buddy() is self.beams:
@@ -133,7 +133,7 @@ class SamplingPopover(Popover):
         self._show_preset(sampling)
 
     def sampling(self) -> SamplingParams:
-        """What the fields say now."""
+        """The settings as entered."""
         stop = (text.strip().replace("\\n", "\n") for text in self.stop.text().split(","))
         return SamplingParams(
             temperature=round(self.temperature.value(), 4),

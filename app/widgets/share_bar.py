@@ -1,4 +1,4 @@
-"""How experts were met, as one bar: found, fetched, computed on the CPU; told apart by hatching as well."""
+"""How experts were served, as one bar: hit, fetched, computed on the CPU; hatching tells them apart too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATTERNS = (Qt.BrushStyle.SolidPattern, Qt.BrushStyle.FDiagPattern, Qt.BrushStyl
 
 
 class ShareBar(QWidget):
-    """Shares of hits, fetched ones and those on the CPU; one share alone is a swatch for a legend."""
+    """Shares of hits, fetches and CPU computation; with only one share it serves as a legend swatch."""
 
     def __init__(self, size: QSize, parent: QWidget | None = None) -> None:
         super().__init__(parent)

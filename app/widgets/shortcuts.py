@@ -1,4 +1,4 @@
-"""Keys that do something, with the words that the list of shortcuts has for them."""
+"""Keyboard shortcuts, with their descriptions for the list of shortcuts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from PySide6.QtWidgets import QWidget
 _NOTED = "notedKeys"
 
 Key = tuple[str, str]
-"""The keys as they are called on this platform, and what they do."""
+"""The keys as this platform names them, and what they do."""
 
 
 def add_shortcut(
@@ -22,19 +22,19 @@ def add_shortcut(
     *,
     context: Qt.ShortcutContext = Qt.ShortcutContext.WindowShortcut,
 ) -> None:
-    """Keys that do `do` while `widget` is shown; `words` say what that is, empty for a second way to the same."""
+    """Runs `do` on these keys while `widget` is shown; `words` describe it, empty for a second shortcut to the same."""
     shortcut = QShortcut(QKeySequence(keys), widget, context=context)
     shortcut.setWhatsThis(words)
     shortcut.activated.connect(lambda: do())
 
 
 def note_keys(widget: QWidget, keys: Iterable[Key]) -> None:
-    """Keys that the widget handles by itself, such as Enter in a text box."""
+    """Lists keys that the widget handles itself, such as Enter in a text box."""
     widget.setProperty(_NOTED, [list(key) for key in keys])
 
 
 def keys_of(widget: QWidget, *, besides: QWidget | None = None) -> list[Key]:
-    """All that was added or noted within a widget, but for what lies within `besides`."""
+    """All shortcuts within a widget, except those within `besides`."""
     return list(_keys(widget, besides))
 
 

@@ -1,4 +1,4 @@
-"""Fonts in proportion to another, whichever way its size was given."""
+"""Fonts sized relative to another, whether that one is in points or pixels."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from app.theme import BODY_PX, tabular
 
 
 def small_font(font: QFont, px: float) -> QFont:
-    """A font that is `px` high where body text has its usual size, with digits of equal width."""
+    """A font that is `px` high when body text has its default size, with tabular digits."""
     result = tabular(font)
     share = px / BODY_PX
     if font.pointSizeF() > 0:
         result.setPointSizeF(font.pointSizeF() * share)
-    else:  # before a style sheet has given it points
+    else:  # no style sheet has set points yet
         result.setPixelSize(max(1, round(font.pixelSize() * share)))
     return result

@@ -1,4 +1,4 @@
-"""A short message at the foot of the page that goes away by itself, with one thing to do about it."""
+"""A short message at the bottom of the page that disappears after a while, with one action."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MARGIN_PX = 24
 
 
 class Toast(QWidget):
-    """Takes a strip of the page's layout while it is shown, so that it covers nothing that one may want to read."""
+    """Takes its own strip of the page's layout while shown, so that it covers nothing."""
 
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
@@ -43,11 +43,11 @@ class Toast(QWidget):
         return self._text.text()
 
     def set_widest(self, width: int) -> None:
-        """Widest the card becomes."""
+        """Sets the card's maximum width."""
         self.setMaximumWidth(width + 2 * MARGIN_PX)
 
     def tell(self, text: str, action: str = "", do: Callable[[], object] = bool) -> None:
-        """Show `text` for a while; the button does `do`."""
+        """Show `text` for a while; the button runs `do`."""
         self._do = do
         self._text.setText(text)
         self.setAccessibleName(text)

@@ -1,4 +1,4 @@
-"""Text that wraps, in which a word that is longer than its line, such as a folder, is shortened in its middle."""
+"""Text that wraps; a word that is too long for its line, such as a path, is elided in the middle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WORDS = re.compile(r"[^\s/\\-]+[/\\-]?|[/\\-]")
 
 
 class WrappedLabel(QLabel):
-    """Plain text that can be selected; where a word is shortened, the tooltip says all of it."""
+    """Selectable plain text; where a word is elided, the tooltip has the full text."""
 
     def __init__(self, text: str = "", parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -30,7 +30,7 @@ class WrappedLabel(QLabel):
         self._fit()
 
     def text(self) -> str:
-        """All of it, whether there is room or not."""
+        """The full text, even if it does not fit."""
         return self._whole
 
     @property
@@ -57,7 +57,7 @@ class WrappedLabel(QLabel):
         def shortened(word: re.Match[str]) -> str:
             return metrics.elidedText(word.group(), Qt.TextElideMode.ElideMiddle, room)
 
-        placed = self.testAttribute(Qt.WidgetAttribute.WA_Resized)  # before that it has no width of its own
+        placed = self.testAttribute(Qt.WidgetAttribute.WA_Resized)  # before that its width is not final
         shown = _WORDS.sub(shortened, self._whole) if placed else self._whole
         if shown != super().text():
             super().setText(shown)

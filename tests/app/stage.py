@@ -216,7 +216,7 @@ class Stage:
         self.window.show_page(BATCH)
         self.batch.open_files([self.table()])
         self.until(self.batch.form.foot.start.isEnabled)
-        self.until(lambda: "40 rows" in self.batch.form.input.aside.text())
+        self.until(lambda: "40 rows" in self.batch.form.input.caption.text())
 
     def start_job(self) -> None:
         self.fill_form()

@@ -139,7 +139,7 @@ def test_the_card_asks_for_another_size_and_tells_what_came_of_it(card: CacheCar
     card.show_report(report())
     assert "60%" in _texts(card)
     assert "55% in all" in _texts(card)
-    assert "LFRU" in card.aside.text()
+    assert "LFRU" in card.caption.text()
     with qtbot.waitSignal(card.resize_wanted) as wanted:
         card.plot.chosen.emit(2000)
     assert wanted.args == ["vram", 2000]

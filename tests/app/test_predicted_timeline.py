@@ -182,7 +182,7 @@ def test_it_stands_beneath_the_real_one(
         widget.show()
     first.navigator.set_source(history_of(asked(50)), recorded=True)
     second.show_predicted(found, 98.1)
-    assert "98.1 measured" in second.aside.text()
+    assert "98.1 measured" in second.caption.text()
     assert "aligned at the same step" in second.said.text()
     at = START_NS + PREFILL_NS + 20 * STEP_NS
     first.navigator.show(at, at + 5 * STEP_NS)

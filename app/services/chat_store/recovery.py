@@ -90,10 +90,10 @@ def recover(path: Path) -> tuple[ChatDatabase, Recovery]:
             database.add_conversations(trees)
         finally:
             database.close()
-        aside = _put_aside(path)
+        moved = _rename_damaged(path)
         os.replace(fresh, path)
     kept = sum(len(tree) for _, tree in trees)
-    return open_checked(path), Recovery(aside, len(trees), kept, max(0, salvaged.known - kept))
+    return open_checked(path), Recovery(moved, len(trees), kept, max(0, salvaged.known - kept))
 
 
 def can_be_written(path: Path) -> bool:
@@ -129,18 +129,18 @@ def open_copy(path: Path) -> tuple[ChatDatabase, Recovery | None]:
     return ChatDatabase(memory), recovery
 
 
-def _put_aside(path: Path) -> Path:
+def _rename_damaged(path: Path) -> Path:
     stamp = time.strftime("%Y-%m-%d-%H%M%S")
-    aside = path.with_name(f"{path.stem}.damaged-{stamp}{path.suffix}")
+    moved = path.with_name(f"{path.stem}.damaged-{stamp}{path.suffix}")
     number = 1
-    while aside.exists():
+    while moved.exists():
         number += 1
-        aside = path.with_name(f"{path.stem}.damaged-{stamp}-{number}{path.suffix}")
-    os.replace(path, aside)
+        moved = path.with_name(f"{path.stem}.damaged-{stamp}-{number}{path.suffix}")
+    os.replace(path, moved)
     for side in _SIDE_FILES:
         with suppress(FileNotFoundError):
-            os.replace(f"{path}{side}", f"{aside}{side}")
-    return aside
+            os.replace(f"{path}{side}", f"{moved}{side}")
+    return moved
 
 
 def _salvage(path: Path) -> _Salvaged:

@@ -64,7 +64,7 @@ class InputCard(Card):
     def show_loading(self, name: str) -> None:
         """Shows that a file is being opened."""
         self._name.set_full_text(name)
-        self.aside.setText("")
+        self.caption.setText("")
         tell(self._words, self.tr("Reading the file…"))
         tell(self._trouble, "")
         self.table.hide()
@@ -143,7 +143,7 @@ class InputCard(Card):
         if self._total is not None:
             rows = self.tr("1 row") if self._total == 1 else self.tr("{0} rows").format(count(self._total))
             parts.insert(0, rows)
-        self.aside.setText(SEPARATOR.join(parts))
+        self.caption.setText(SEPARATOR.join(parts))
 
     def _combo(self, name: str) -> QComboBox:
         combo = QComboBox(self)

@@ -99,13 +99,13 @@ class ExpertCard(Card):
         self.legend.show_data(data)
         self._show_parts()
         if data is None:
-            self.aside.setText("")
+            self.caption.setText("")
             self._hint.setText(self.tr("Load a model with experts and ask something: each expert is a square here."))
             return
         rows, columns = data.shape
-        self.aside.setText(self.tr("{0} × {1}").format(rows, columns))
-        self.aside.setToolTip(self.tr("{0} layers with {1} experts each").format(rows, columns))
-        self.aside.setAccessibleName(self.aside.toolTip())
+        self.caption.setText(self.tr("{0} × {1}").format(rows, columns))
+        self.caption.setToolTip(self.tr("{0} layers with {1} experts each").format(rows, columns))
+        self.caption.setAccessibleName(self.caption.toolTip())
 
     def _show_parts(self) -> None:
         """The map or the table, and what belongs to it."""

@@ -28,7 +28,7 @@ class MachineCard(Card):
                 "is much busier than our share of it, other programs are slowing the model down."
             )
         )
-        self.aside.setText(self.tr("from sensors and drivers"))
+        self.caption.setText(self.tr("from sensors and drivers"))
         self.cpu = _line(self)
         self.cores = CoreGrid(self)
         self._gpus = QVBoxLayout()

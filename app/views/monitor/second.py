@@ -44,11 +44,11 @@ class SecondTimeline(Card):
         first.pointed.connect(self._point)
         self.hide()
 
-    def show_history(self, title: str, aside: str, history: History) -> None:
+    def show_history(self, title: str, caption: str, history: History) -> None:
         """Shows another past that does not change."""
         self._predicted = None
         self.said.hide()
-        self._show(title, aside, history)
+        self._show(title, caption, history)
 
     def show_predicted(self, predicted: Predicted, measured_tokens_per_s: float | None) -> None:
         """Shows what the simulator predicts for the request that the first shows."""
@@ -73,10 +73,10 @@ class SecondTimeline(Card):
         self.dismiss()
         self.dismissed.emit()
 
-    def _show(self, title: str, aside: str, history: History) -> None:
+    def _show(self, title: str, caption: str, history: History) -> None:
         self.heading.setText(title)
-        self.aside.setText(aside)
-        self.setAccessibleName(f"{title}. {aside}")
+        self.caption.setText(caption)
+        self.setAccessibleName(f"{title}. {caption}")
         self.view.navigator.set_source(history, recorded=True)
         self.show()
         self._follow()

@@ -26,7 +26,7 @@ class TuneCards(QWidget):
         super().__init__(parent)
         self.run = RunCard(model, self)
         self.machine = Card(self.tr("Your machine"), self)
-        self.machine.aside.setText(self.tr("Wider links have more bandwidth; hollow ones are assumed."))
+        self.machine.caption.setText(self.tr("Wider links have more bandwidth; hollow ones are assumed."))
         self.picture = MachinePicture(self)
         self.machine_note = muted_label(self, self.tr("Looking up the hardware…"))
         self.machine.body.addWidget(self.picture)

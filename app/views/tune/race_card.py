@@ -79,7 +79,7 @@ class RaceCard(Card):
     def show_none(self) -> None:
         """Nothing was timed, or timing is in progress: there is nothing to choose."""
         self._result = None
-        self.aside.setText("")
+        self.caption.setText("")
         for widget in (self.gain, self.verdict, self.warning, self.use, self.keep):
             widget.hide()
         self._show_table()
@@ -95,7 +95,7 @@ class RaceCard(Card):
         self._table.show_result(result)
         if not saved:
             self._table.show_winner("")
-        self.aside.setText(self.tr("{0}, {1}").format(result.model, day(result.taken_at)))
+        self.caption.setText(self.tr("{0}, {1}").format(result.model, day(result.taken_at)))
         before, won = result.before, result.won
         gained = won is not None and not won.contestant.is_before and saved and result.is_trusted
         if gained and won is not None and before is not None and before.tokens_per_s:

@@ -47,7 +47,7 @@ class RunCard(Card):
     def __init__(self, model: str, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
         self.heading.hide()
-        self.aside.hide()
+        self.caption.hide()
         self.setAccessibleName(self.tr("Tuning"))
         self._model, self._in_library, self._names = model, True, [model]
         self.models = QComboBox(self)

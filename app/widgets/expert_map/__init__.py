@@ -1,1 +1,1 @@
-"""Layers x experts: how much each is used, and where it is."""
+"""Layers x experts: how often each is used, and where it is stored."""

@@ -20,13 +20,13 @@ MOST_CELLS = 2**20
 
 @dataclass(frozen=True, eq=False)
 class MapData:
-    """All of it row by row, [layers, experts].
+    """The map as arrays, [layers, experts].
 
     Attributes:
-        layers: number of each row's layer.
+        layers: each row's layer number.
         heat: 0 to 255, decayed use; places: bits, see `engine.telemetry.messages`.
-        hottest: uses that 255 of heat stands for.
-        exists: false where a layer has fewer experts than the widest one.
+        hottest: uses that a heat of 255 stands for.
+        exists: False where a layer has fewer experts than the widest one.
     """
 
     layers: tuple[int, ...]
@@ -49,7 +49,7 @@ class MapData:
         return int(rows), int(columns)
 
     def order(self, *, by_use: bool) -> NDArray[np.intp]:
-        """Expert of each column, row by row, [layers, experts]: by number, or the most used first."""
+        """The expert in each column, [layers, experts]: by number, or most used first."""
         rows, columns = self.shape
         if not by_use:
             return np.broadcast_to(np.arange(columns), (rows, columns))
@@ -58,19 +58,19 @@ class MapData:
 
 
 def map_data(event: ExpertMap) -> MapData:
-    """What the event holds.
+    """The event's arrays.
 
     Raises:
-        EngineError: `PROTOCOL`, if its parts do not fit each other.
+        EngineError: `PROTOCOL`, if their sizes do not match.
     """
     rows, columns = len(event.layers), event.experts
     if not (0 < rows * columns <= MOST_CELLS and len(event.record_bytes) == rows):
-        raise EngineError(ErrorCode.PROTOCOL, "A map of experts has no shape that it could have.")
+        raise EngineError(ErrorCode.PROTOCOL, "An expert map has an invalid shape.")
 
     def grid(text: str, dtype: type[np.generic]) -> NDArray[np.generic]:
         values = unpack(text, np.dtype(dtype), MOST_CELLS)
         if len(values) != rows * columns:
-            raise EngineError(ErrorCode.PROTOCOL, "A part of a map of experts is too short or too long.")
+            raise EngineError(ErrorCode.PROTOCOL, "Part of an expert map has the wrong size.")
         return values.reshape(rows, columns)
 
     return MapData(
@@ -87,7 +87,7 @@ def map_data(event: ExpertMap) -> MapData:
 
 
 def place_bits(data: MapData) -> tuple[bool, bool, bool, bool]:
-    """Whether any expert is in VRAM, in RAM, on disk, on its way."""
+    """Whether any expert is in VRAM, in RAM, on disk, being fetched."""
     seen = int(np.bitwise_or.reduce(data.places, axis=None)) if data.places.size else 0
     return bool(seen & IN_VRAM), bool(seen & IN_RAM), bool(seen & ON_DISK), bool(seen & ARRIVING)
 
@@ -96,7 +96,7 @@ def place_text(place: int) -> str:
     """Where an expert is, by its bits: `in VRAM, in RAM`."""
     names = (
         (IN_VRAM, translate("ExpertMap", "in VRAM")),
-        (ARRIVING, translate("ExpertMap", "on its way")),
+        (ARRIVING, translate("ExpertMap", "fetching")),
         (IN_RAM, translate("ExpertMap", "in RAM")),
         (ON_DISK, translate("ExpertMap", "on disk")),
     )

@@ -1,4 +1,4 @@
-"""The key of the map: what its colours mean, and how an expert's place is marked."""
+"""The map's legend: the colour scale, and the marks for where an expert is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BAR_PX, _CELL_PX, _GAP_PX = 84, 12, 14
 
 
 class MapLegend(QWidget):
-    """A bar of cividis with its values, and a cell for each way of being somewhere that is seen; it wraps."""
+    """The cividis scale with its values, and a cell for each place that occurs; it wraps."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -28,14 +28,14 @@ class MapLegend(QWidget):
         self.setToolTip(self.tr("Recent uses: each counts half as much after 128 tokens"))
 
     def show_data(self, data: MapData | None) -> None:
-        """The key of this map; empty for none."""
+        """The legend for this map; empty for None."""
         vram, ram, disk, arriving = place_bits(data) if data is not None else (False, False, False, False)
         self._hottest = data.hottest if data is not None else 0.0
         names = {
             "vram": (vram, self.tr("in VRAM")),
             "ram": (ram, self.tr("in RAM")),
             "disk": (disk, self.tr("only on disk")),
-            "arriving": (arriving and vram, self.tr("on its way")),
+            "arriving": (arriving and vram, self.tr("fetching")),
         }
         marks = [(kind, name) for kind, (is_seen, name) in names.items() if is_seen]
         if marks != self._marks:
@@ -51,7 +51,7 @@ class MapLegend(QWidget):
     def resizeEvent(self, event: QResizeEvent) -> None:
         super().resizeEvent(event)
         if event.size().height() < self.heightForWidth(event.size().width()):
-            self.updateGeometry()  # fewer stand in a line than when room was made for them
+            self.updateGeometry()  # fewer fit on a line than at the last layout
 
     def hasHeightForWidth(self) -> bool:
         return True
@@ -71,7 +71,7 @@ class MapLegend(QWidget):
         return self.tr("recent uses 0"), figures(self._hottest)
 
     def _places(self, width: int) -> list[tuple[float, int]]:
-        """(left, row) of the bar and of each mark."""
+        """(left, row) of the scale and of each mark."""
         metrics = QFontMetricsF(self._font())
         before, after = self._scale_texts()
         widths = [metrics.horizontalAdvance(before) + metrics.horizontalAdvance(after) + _BAR_PX + 12]

@@ -1,4 +1,4 @@
-"""The map as pixels, in a handful of array operations however many experts there are."""
+"""Renders the map to pixels, in a handful of array operations however many experts there are."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _CIVIDIS = (
     "#00224E", "#05306B", "#213D6B", "#3C4C6D", "#545B70", "#6A6A75", "#7F7A78",
     "#958B78", "#AD9C72", "#C5AE69", "#DEC15A", "#F5D63F", "#FEE838",
 )  # fmt: skip
-"""Stops of cividis (Nuñez, Anderton, Renslow 2018): even in brightness, and the same to colour-blind eyes."""
+"""Stops of cividis (Nuñez, Anderton, Renslow 2018): uniform in lightness, and safe for colour-blind readers."""
 OUTLINE_FROM_PX, MARK_FROM_PX = 8, 3
-"""Smaller cells are not outlined but have a mark at their left; the smallest have none."""
+"""Smaller cells have a mark at their left instead of an outline; the smallest have none."""
 
 Pixels = NDArray[np.uint32]
 
 
 def cividis() -> Pixels:
-    """256 colours as 0xFFRRGGBB, from little used to much."""
+    """256 colours as 0xFFRRGGBB, from least to most used."""
     stops = np.array([[QColor(name).red(), QColor(name).green(), QColor(name).blue()] for name in _CIVIDIS], np.float64)
     at = np.linspace(0, len(stops) - 1, 256)
     parts = [np.interp(at, np.arange(len(stops)), stops[:, part]).round().astype(np.uint32) for part in range(3)]
@@ -34,7 +34,7 @@ _COLOURS = cividis()
 def draw_map(
     data: MapData, order: NDArray[np.intp], width: int, height: int, outline: QColor, background: QColor
 ) -> QImage:
-    """The map as `width` x `height` pixels: colour by use, outlined what is in VRAM, striped what is not in RAM."""
+    """The map as `width` x `height` pixels: coloured by use, outlined if in VRAM, striped if not in RAM."""
     rows, columns = data.shape
     heat = np.take_along_axis(data.heat, order, axis=1)
     places = np.take_along_axis(data.places, order, axis=1)
@@ -56,7 +56,7 @@ def draw_map(
         else:
             mark = np.roll(left, 1) | ((np.roll(left, 2) | np.roll(left, 3)) & wide)
             inner = np.broadcast_to(mark[None, :], gaps.shape)
-        if wide:  # a dark edge: white alone would be lost on yellow
+        if wide:  # a dark edge: white alone would not show on yellow
             edge = np.roll(left, 4 if cell_height < OUTLINE_FROM_PX else 2)
             pixels[edge[None, :] & ~gaps & ((where & IN_VRAM) != 0)] = QColor("#14161A").rgb()
         pixels[inner & ~gaps & ((where & IN_VRAM) != 0)] = outline.rgb()
@@ -66,11 +66,11 @@ def draw_map(
     stripes = (np.arange(width)[None, :] + np.arange(height)[:, None]) % 4 == 0
     pixels[stripes & (where != 0) & ((where & (IN_RAM | IN_VRAM)) == 0)] = background.rgb()
     image = QImage(pixels.tobytes(), width, height, 4 * width, QImage.Format.Format_RGB32)
-    return image.copy()  # the bytes go with the array
+    return image.copy()  # QImage does not own the array's memory
 
 
 def _narrowed(values: NDArray[np.uint8], most: int) -> NDArray[np.uint8]:
-    """No more columns than pixels: of those that share one the greatest shows."""
+    """Reduces to at most one column per pixel, keeping the maximum."""
     columns = values.shape[1]
     if columns <= most:
         return values

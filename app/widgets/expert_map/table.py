@@ -1,4 +1,4 @@
-"""The map as a table, for screen readers and for whoever prefers numbers: a row for each expert, sorted at will."""
+"""The map as a sortable table, for screen readers and exact numbers: one row per expert."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYER, EXPERT, USES, HITS, LAST, BYTES, PLACE = range(7)
 
 
 class ExpertTable(QAbstractTableModel):
-    """All experts that exist, by layer and number until a column is chosen to sort by."""
+    """All experts that exist, by layer and number until sorted by a column."""
 
     def __init__(self, parent: QObject | None = None) -> None:
         super().__init__(parent)
@@ -25,7 +25,7 @@ class ExpertTable(QAbstractTableModel):
         self._sorted: tuple[int, Qt.SortOrder] = LAYER, Qt.SortOrder.AscendingOrder
 
     def show_data(self, data: MapData | None) -> None:
-        """Another moment; the order stays the one that was chosen."""
+        """Shows new data; the sort order is kept."""
         before = len(self._cells)
         self._data = data
         cells = np.flatnonzero(data.exists) if data is not None else np.empty(0, np.intp)
@@ -90,7 +90,7 @@ class ExpertTable(QAbstractTableModel):
         return place_text(int(data.places[row, expert]))
 
     def _ordered(self, cells: NDArray[np.intp]) -> NDArray[np.intp]:
-        """The cells, which come by layer and number, in the order that was chosen."""
+        """The cells, which come by layer and number, in the chosen order."""
         data, (column, order) = self._data, self._sorted
         if data is None or not len(cells):
             return cells

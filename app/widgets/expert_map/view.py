@@ -1,4 +1,4 @@
-"""The map of experts as a widget."""
+"""The expert map as a widget."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GAP_PX = 4
 
 
 class ExpertMapView(QWidget):
-    """Signals: `said(str)`, about the expert under the mouse or the cursor; empty if there is none."""
+    """Signals: `said(str)`, a description of the expert under the mouse or the cursor; empty if there is none."""
 
     said = Signal(str)
 
@@ -41,7 +41,7 @@ class ExpertMapView(QWidget):
         return self._data
 
     def show_data(self, data: MapData | None) -> None:
-        """Another moment of the map; None for none."""
+        """Shows new data; None clears the map."""
         self._data = data
         self._order = data.order(by_use=self._by_use) if data is not None else None
         if self._cursor is not None and data is not None:
@@ -51,7 +51,7 @@ class ExpertMapView(QWidget):
         self._say()
 
     def sort_by_use(self, by_use: bool) -> None:
-        """Columns by use, the most used first, in place of the experts' numbers."""
+        """Orders columns by use, most used first, instead of by number."""
         self._by_use = by_use
         self.show_data(self._data)
 
@@ -62,7 +62,7 @@ class ExpertMapView(QWidget):
         return QSize(180, 120)
 
     def text_at(self, row: int, column: int) -> str:
-        """What is known of the expert that is shown there."""
+        """A description of the expert shown there."""
         if self._data is None or self._order is None:
             return ""
         data, expert = self._data, int(self._order[row, column])
@@ -73,9 +73,7 @@ class ExpertMapView(QWidget):
         head = self.tr("Layer {0}, expert {1}").format(data.layers[row], expert)
         parts = [head, self.tr("used {0} times").format(number(uses, 0))]
         if place & (IN_VRAM | ON_DISK) or data.hits.any():
-            parts.append(
-                self.tr("hit {0}%").format(number(100 * hits / uses, 0)) if uses else self.tr("never asked for")
-            )
+            parts.append(self.tr("hit {0}%").format(number(100 * hits / uses, 0)) if uses else self.tr("never used"))
         if last := int(data.last_step[row, expert]):
             parts.append(self.tr("last {0} steps ago").format(max(0, data.step - last)))
         parts += [memory(data.record_bytes[row]), place_text(place)]
@@ -123,7 +121,7 @@ class ExpertMapView(QWidget):
         painter.end()
 
     def _draw_margins(self, painter: QPainter, area: QRectF, data: MapData, order: NDArray[np.intp]) -> None:
-        """Bars of the sum of each row's and each column's use."""
+        """Bars of each row's and each column's total use."""
         heat = np.take_along_axis(data.heat, order, axis=1).astype(np.float64)
         painter.setPen(Qt.PenStyle.NoPen)
         painter.setBrush(themed("idle"))

@@ -1,9 +1,9 @@
-"""A streaming Markdown view: `MarkdownView`; `import_parser` spares the first one the wait for its modules.
+"""A streaming Markdown view: `MarkdownView`; call `import_parser` early to load its modules before the first text.
 
-Its blocks are widgets of our own.  HTML was tried: a text browser for each block, given markdown-it's HTML (code by
-Pygments' formatter) again whenever text arrives.  A growing list of 200 items and a table of 80 rows took 0.6 to 0.7 of
-the time of these widgets, a paragraph as long, but 300 lines of code four to five times as long.  Copying lost the
-numbers and bullets of lists and the columns of tables, and with each token the selection in the block was gone.
+Its blocks are custom widgets.  HTML was tried: a text browser per block that is given markdown-it's HTML (code from
+Pygments' formatter) again whenever text arrives.  It took 0.6 to 0.7 of the time of these widgets for a growing list
+of 200 items and a table of 80 rows, the same for a paragraph, but four to five times as long for 300 lines of code.
+Copying lost list markers and table columns, and each token cleared the selection in its block.
 """
 
 from app.widgets.markdown_view.stream_parser import import_parser

@@ -31,7 +31,7 @@ _COPIED_MS = 2_000
 
 
 class CopyButton(QAbstractButton):
-    """A quiet text button that says for two seconds that it has copied."""
+    """A quiet text button that shows "Copied" for two seconds."""
 
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
@@ -55,7 +55,7 @@ class CopyButton(QAbstractButton):
         self._reset.start()
 
     def sizeHint(self) -> QSize:
-        # Not the widget's own font, which the style sheet sets to that of body text.
+        # Not the widget's own font, which the style sheet sets to the body text's.
         metrics = QFontMetrics(self._style.small_font) if self._style is not None else self.fontMetrics()
         widest = max(metrics.horizontalAdvance(text) for text in (self.tr("Copy"), self.tr("Copied")))
         return QSize(widest + 16, metrics.height() + 8)
@@ -85,7 +85,7 @@ class CopyButton(QAbstractButton):
 
 
 class CodeCard(QWidget):
-    """One code block.  Text that only grows is appended; colours follow a few times per second while it does."""
+    """One code block.  Growing text is appended; highlighting follows a few times per second."""
 
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
@@ -119,7 +119,7 @@ class CodeCard(QWidget):
     def highlighter(self) -> CodeHighlighter:
         return self._highlighter
 
-    # What the column asks of every pane
+    # The pane interface
 
     def begin(self, segment: Segment, style: Style) -> None:
         assert isinstance(segment, CodeBlock)
@@ -148,14 +148,14 @@ class CodeCard(QWidget):
         is_too_wide = self._text.document().idealWidth() > width - 2 * self._padding() - 2
         if is_too_wide:
             height += self._text.horizontalScrollBar().sizeHint().height()
-        # Only what can be scrolled is worth a stop of the Tab key.
+        # Only code that can be scrolled is worth a tab stop.
         self._text.setFocusPolicy(Qt.FocusPolicy.StrongFocus if is_too_wide else Qt.FocusPolicy.ClickFocus)
         return height
 
     def browser(self) -> DocumentPane:
         return self._text
 
-    # Inside
+    # Private
 
     def _header_height(self) -> int:
         return self._button.sizeHint().height() + 8
@@ -167,7 +167,7 @@ class CodeCard(QWidget):
         return self._style.px(0.85) if self._style is not None else 12
 
     def _set_code(self, code: str) -> None:
-        """Brings the document to `code`, by appending where it only grew."""
+        """Updates the document to `code`, by appending if it only grew."""
         if code == self._code and not self._text.document().isEmpty():
             return
         assert self._style is not None
@@ -190,7 +190,7 @@ class CodeCard(QWidget):
         cursor.insertText(added, char)
         cursor.endEditBlock()
         if added == code:
-            # The pane's own cursor was carried to the end, and would take the view along with it.
+            # The pane's own cursor moved to the end, and would scroll the view with it.
             self._text.moveCursor(QTextCursor.MoveOperation.Start)
         self._code = code
 
@@ -200,7 +200,7 @@ class CodeCard(QWidget):
             self._timer.start(round(pause))
 
     def _scan(self) -> None:
-        """Starts a scan, or goes on with the one under way."""
+        """Starts a scan, or continues the current one."""
         started = time.perf_counter()
         wanted = (self._code, self._language)
         if not self._is_scanning:

@@ -1,4 +1,4 @@
-"""The column of panes that shows a list of segments, brought up to date by rewriting only from the first difference."""
+"""The column of panes for a list of segments, updated by rewriting only from the first difference."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _PANES: dict[type, type[Pane]] = {TextBlock: TextPane, CodeBlock: CodeCard, Tabl
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """The column before a segment was written: how many panes, and if the last is a run of text, how far it went."""
+    """The column's state before a segment was written: number of panes, and how far the last text run went."""
 
     panes: int
     run: RunState | None
 
 
 class PaneColumn:
-    """Owns the panes; lays none of them out itself beyond their place and height."""
+    """Owns the panes, and sets only their position and height."""
 
     def __init__(self, parent: QWidget, on_new_browser: Callable[[DocumentPane], None]) -> None:
         self._parent = parent
@@ -39,10 +39,10 @@ class PaneColumn:
         self._shown: list[Segment] = []
         self._marks: list[_Mark] = []
         self._gaps: list[int] = []  # above each pane
-        self._certain = 0  # segments known to agree with the target, from the last time
-        self._heights: list[int] = []  # of the panes that are laid out for `_width`
+        self._certain = 0  # segments known to match the target since the last update
+        self._heights: list[int] = []  # of the panes laid out for `_width`
         self._width = -1
-        self._placed = 0  # panes at the top that stand where they belong
+        self._placed = 0  # panes at the top that are in their final position
         self.panes: list[Pane] = []
         self.written_segments = 0
 
@@ -51,7 +51,7 @@ class PaneColumn:
         return self._shown
 
     def clear(self) -> None:
-        """Takes all panes away."""
+        """Removes all panes."""
         for pane in self.panes:
             _dispose(pane)
         self.panes, self._shown, self._marks, self._gaps, self._heights = [], [], [], [], []
@@ -63,7 +63,7 @@ class PaneColumn:
         """Shows `finished` and then `tail`; stops after `deadline` (of `time.perf_counter`) and then returns False.
 
         Args:
-            recheck: compare also those finished segments that have been compared before.
+            recheck: also compare finished segments that were compared before.
         """
         if recheck:
             self._certain = 0
@@ -83,9 +83,9 @@ class PaneColumn:
         return is_complete
 
     def place(self, width: int, style: Style) -> int:
-        """Puts every pane in its place for a column of `width`; returns the height of the whole.
+        """Positions every pane in a column of `width`; returns the total height.
 
-        Panes that are laid out for this width already and have not been written to since are left alone.
+        Panes that are already laid out for this width and have not changed since are skipped.
         """
         height = self.height_for(width, style)
         top = 0
@@ -99,7 +99,7 @@ class PaneColumn:
         return height
 
     def height_for(self, width: int, style: Style) -> int:
-        """The height at `width`; the panes are laid out for it, so `place` must follow for the width they have."""
+        """The height at `width`; it lays the panes out for it, so `place` must follow for the actual width."""
         if width != self._width:
             self._width = width
             self._touch(0)
@@ -108,7 +108,7 @@ class PaneColumn:
         return sum(self._gaps) + sum(self._heights)
 
     def _touch(self, index: int) -> None:
-        """From this pane on the layout is no longer valid."""
+        """Invalidates the layout from this pane on."""
         del self._heights[index:]
         self._placed = min(self._placed, index)
 
@@ -127,7 +127,7 @@ class PaneColumn:
         return index
 
     def _rewind(self, count: int) -> list[Pane]:
-        """Goes back to the first `count` segments; returns the panes that are free now, topmost first."""
+        """Goes back to the first `count` segments; returns the panes no longer used, topmost first."""
         mark = self._marks[count]
         spare = self.panes[mark.panes :]
         del self.panes[mark.panes :], self._gaps[mark.panes :], self._shown[count:], self._marks[count:]
@@ -157,7 +157,7 @@ class PaneColumn:
         self._gaps.append(gap)
 
     def _take(self, segment: Segment, spare: list[Pane]) -> Pane:
-        """A pane for `segment`: the one that stood here if it is of the right kind, so that it keeps its focus."""
+        """A pane for `segment`: the previous one here if it is of the right kind, so that it keeps its focus."""
         kind = _PANES[type(segment)]
         while spare:
             pane = spare.pop(0)
@@ -179,6 +179,6 @@ def _rest(finished: Sequence[Segment], tail: Sequence[Segment], start: int) -> l
 
 
 def _dispose(pane: Pane) -> None:
-    # It keeps its parent: without one, Python would own it and could destroy it in the middle of an event of its own.
+    # It keeps its parent: without one, Python would own it and could destroy it during one of its own events.
     pane.hide()
     pane.deleteLater()

@@ -1,4 +1,4 @@
-"""A piece of an answer that shows a text document: selectable, inert, without scroll bars of its own."""
+"""Part of an answer shown as a text document: selectable, inert, without scroll bars of its own."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _CURSOR_GAP = 3
 
 
 class InertDocument(QTextDocument):
-    """A document without resources: Qt's own would look for a picture on the disk by itself."""
+    """A document without resources: QTextDocument itself would load images from the disk."""
 
     def loadResource(self, kind: int, name: QUrl | str) -> None:  # noqa: ARG002
-        """Nothing in an answer is ever loaded, from the network or from the disk."""
+        """Never loads anything, neither from the network nor from the disk."""
         return
 
 
 class DocumentPane(QTextBrowser):
-    """A `QTextBrowser` that loads nothing, opens nothing, and leaves vertical scrolling to what surrounds it."""
+    """A `QTextBrowser` that loads nothing, opens nothing, and leaves vertical scrolling to its parents."""
 
     link_clicked = Signal(QUrl)
     copy_requested = Signal()
     select_all_requested = Signal()
-    menu_requested = Signal(QPoint, str)  # where on the screen, and the address of the link there
+    menu_requested = Signal(QPoint, str)  # global position, and the address of the link there
 
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
@@ -57,7 +57,7 @@ class DocumentPane(QTextBrowser):
         self.setFocusPolicy(Qt.FocusPolicy.ClickFocus)
         self.setDocument(InertDocument(self))
         self.document().setDocumentMargin(0)
-        # The owner says how wide the lines are, not the widget, which gets its new size only later.
+        # The owner sets the line width, not the widget, which is resized only later.
         self.setLineWrapMode(QTextBrowser.LineWrapMode.FixedPixelWidth)
         self.setLineWrapColumnOrWidth(640)
         self.setWordWrapMode(QTextOption.WrapMode.WrapAtWordBoundaryOrAnywhere)
@@ -68,12 +68,12 @@ class DocumentPane(QTextBrowser):
         return
 
     def set_wrap_width(self, width: int) -> None:
-        """Lays the text out for `width`, whatever size the pane has at the moment."""
+        """Lays the text out for `width`, whatever the pane's present size."""
         if self.lineWrapColumnOrWidth() != width:
             self.setLineWrapColumnOrWidth(width)
 
     def set_stream_cursor(self, colour: QColor | None) -> None:
-        """Shows a block after the last character, or hides it; it does not blink."""
+        """Shows a block cursor after the last character, or hides it; it does not blink."""
         if colour != self._stream_cursor:
             self._stream_cursor = colour
             self.viewport().update()
@@ -83,7 +83,7 @@ class DocumentPane(QTextBrowser):
         return self._stream_cursor is not None
 
     def selected_text(self) -> str:
-        """The selection as plain text, nothing if there is none."""
+        """The selection as plain text; empty if there is none."""
         return plain(self.textCursor().selectedText())
 
     def clear_selection(self) -> None:
@@ -93,7 +93,7 @@ class DocumentPane(QTextBrowser):
             self.setTextCursor(cursor)
 
     def select(self, anchor: int, position: int) -> None:
-        """Selects between two positions of the document; -1 stands for its end."""
+        """Selects between two positions of the document; -1 is its end."""
         end = max(0, self.document().characterCount() - 1)
         cursor = self.textCursor()
         cursor.setPosition(end if anchor < 0 else min(anchor, end))
@@ -163,5 +163,5 @@ class DocumentPane(QTextBrowser):
 
 
 def plain(selected: str) -> str:
-    """A document's characters with ordinary line breaks; a document's objects and frames leave no trace."""
+    """A document's text with ordinary line breaks, without object and frame characters."""
     return selected.replace("\u2029", "\n").replace("\u2028", "\n").replace("\ufdd0", "").replace("\ufdd1", "")

@@ -1,4 +1,4 @@
-"""Syntax colours by Pygments, worked out in small slices so that the window never waits for them."""
+"""Syntax highlighting by Pygments, in small time slices so that it never blocks the window."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from PySide6.QtGui import QFont, QSyntaxHighlighter, QTextCharFormat, QTextDocum
 
 from app.widgets.markdown_view.style import Style
 
-MAX_CHARACTERS = 100_000  # longer code stays plain
-MAX_LINE = 5_000  # so does code with a longer line: some lexers take quadratic time in it
+MAX_CHARACTERS = 100_000  # longer code is not highlighted
+MAX_LINE = 5_000  # nor is code with a longer line: some lexers take quadratic time in it
 
 LineFormats: TypeAlias = list[tuple[int, int, str]]
 """(start, length, token style) in UTF-16 units."""
 
-# Pygments token names, most particular first, and the style that draws them.
+# Pygments token names, most specific first, and their styles.
 _TOKEN_STYLES = (
     ("Token.Comment", "comment"),
     ("Token.Keyword.Type", "type"),
@@ -42,7 +42,7 @@ _TOKEN_STYLES = (
 
 
 def token_style(token: str) -> str:
-    """The style of a Pygments token type given by name; empty for plain text."""
+    """The style of a Pygments token type by name; empty for plain text."""
     for prefix, name in _TOKEN_STYLES:
         if token == prefix or token.startswith(prefix + "."):
             return name
@@ -51,20 +51,20 @@ def token_style(token: str) -> str:
 
 @cache
 def _aliases() -> dict[str, tuple[str, str]]:
-    """Language name -> (module, class) of every lexer that comes with Pygments; installed plug-ins are not searched."""
+    """Language name -> (module, class) of every lexer bundled with Pygments; plug-ins are not searched."""
     from pygments.lexers._mapping import LEXERS
 
     return {alias.lower(): (entry[0], name) for name, entry in LEXERS.items() for alias in entry[2]}
 
 
 def find_lexer(language: str) -> tuple[str, str] | None:
-    """Module and class of the lexer for a language as a fence names it, or None."""
+    """Module and class of the lexer for a fence's language, or None."""
     name = language.lower().strip("{}.")
     return _aliases().get(name) or _aliases().get(name.split(":")[0]) if name else None
 
 
 class CodeHighlighter(QSyntaxHighlighter):
-    """Colours a document from the outcome of the last complete or partial scan of its text."""
+    """Highlights a document with the results of the last complete or partial scan of its text."""
 
     def __init__(self, document: QTextDocument) -> None:
         super().__init__(document)
@@ -85,7 +85,7 @@ class CodeHighlighter(QSyntaxHighlighter):
         self.rehighlight()
 
     def start(self, code: str, language: str) -> bool:
-        """Begins a new scan; False if this code is not highlighted at all."""
+        """Starts a new scan; False if this code is not highlighted at all."""
         self._scan = None
         if len(code) > MAX_CHARACTERS or any(len(line) > MAX_LINE for line in code.split("\n")):
             return False
@@ -97,7 +97,7 @@ class CodeHighlighter(QSyntaxHighlighter):
         return True
 
     def advance(self, seconds: float) -> bool:
-        """Scans on for about so long, colouring lines whose look changed; False when nothing is left to do."""
+        """Continues the scan for about this long, updating lines whose formats changed; False when it is complete."""
         deadline = time.perf_counter() + seconds
         document = self.document()
         while self._scan is not None and document is not None:
@@ -106,7 +106,7 @@ class CodeHighlighter(QSyntaxHighlighter):
             except StopIteration:
                 self._scan = None
             except Exception:
-                # A lexer is a big heap of regular expressions; one that fails leaves its code plain.
+                # Lexers are large sets of regular expressions; if one fails, its code stays plain.
                 self._scan = None
             else:
                 if found is not None:
@@ -116,7 +116,7 @@ class CodeHighlighter(QSyntaxHighlighter):
         return False
 
     def reset(self) -> None:
-        """Forgets all colours."""
+        """Removes all colours."""
         self._scan = None
         self._lines = []
 
@@ -135,9 +135,9 @@ class CodeHighlighter(QSyntaxHighlighter):
 
 
 def _scan(module: str, class_name: str, code: str) -> Iterator[tuple[int, LineFormats] | None]:
-    """Line numbers and their formats, from top to bottom; yields for every line, also those without any.
+    """Line numbers and their formats, top to bottom; yields for every line, also those without any.
 
-    Yields None between the slow steps of the first use of a language: the import, and compiling its expressions.
+    Yields None between the slow steps of a language's first use: the import, and compiling its expressions.
     """
     lexer_class: Any = getattr(importlib.import_module(module), class_name)
     yield None

@@ -1,4 +1,4 @@
-"""Paints what stands before list items: bullets, numbers and tick boxes."""
+"""Paints list markers: bullets, numbers and checkboxes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class PlacedMarker:
     is_right_to_left: bool
 
     def box(self, style: Style) -> QRectF:
-        """The indentation beside the line, which is what the marker may fill."""
+        """The indentation beside the line, which the marker may fill."""
         width = max(style.indent, number_width(self.marker, style))
         left = self.text_edge if self.is_right_to_left else self.text_edge - width
         return QRectF(left, self.baseline - style.px(1.2), width, style.px(1.6))
 
 
 def number_width(marker: Marker, style: Style) -> int:
-    """How much room a number needs beside its item, nothing for other markers."""
+    """The width a number needs beside its item, 0 for other markers."""
     if marker.number is None or marker.checked is not None:
         return 0
     return QFontMetrics(tabular(style.font)).horizontalAdvance(marker.text()) + round(style.px(1) * _NUMBER_GAP_EMS)

@@ -1,4 +1,4 @@
-"""Leaves mathematics alone: between its delimiters, `*`, `_` and `\\` are not Markdown."""
+"""Keeps mathematics verbatim: between its delimiters, `*`, `_` and `\\` are not Markdown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from markdown_it.rules_inline import StateInline
 
 _OPENERS = {"\\(": "\\)", "\\[": "\\]", "$$": "$$"}
 _MAX_LENGTH = 2_000
-# As Pandoc has it: no space inside the dollars, and no digit after them, so that two prices are not a formula.
+# As in Pandoc: no space inside the dollars and no digit after them, so that two prices are not a formula.
 _DOLLARS = re.compile(r"\$(?![\s$])[^$\n]{0,500}?(?<![\s\\])\$(?!\d)")
 
 
@@ -29,7 +29,7 @@ def _maths(state: StateInline, silent: bool) -> bool:
             return False
         end = match.end()
     if not silent:
-        # A text of its own, line breaks included, that no other rule looks into.
+        # One token, line breaks included, that no other rule parses.
         state.push("maths", "", 0).content = source[start:end]
     state.pos = end
     return True

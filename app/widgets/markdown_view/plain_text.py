@@ -12,7 +12,7 @@ def spans_text(spans: Iterable[Span]) -> str:
 
 
 def segment_text(segment: Segment) -> str:
-    """One segment without its markup; list items keep their markers, table cells are parted by tabs."""
+    """One segment without its markup; list items keep their markers, table cells are separated by tabs."""
     if isinstance(segment, TextBlock):
         text = spans_text(segment.spans)
         depth = segment.containers.count("l")

@@ -1,8 +1,8 @@
-"""What a Markdown text is made of, flattened: a plain list of segments from top to bottom.
+"""A Markdown text, flattened: a plain list of segments from top to bottom.
 
 Containers (lists and block quotes) are not nodes but a string that each segment carries, outermost first: `q` for a
 block quote, `l` for a list.  A list item's text is a `TextBlock` in an `l` with a marker.  The flat form is what a
-column of widgets needs, and two texts look alike exactly when their segments are equal.
+column of widgets needs, and two texts look the same exactly when their segments are equal.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Alignment: TypeAlias = Literal["left", "center", "right"]
 
 
 class Gap(Enum):
-    """How much space lies above a segment."""
+    """The size of the space above a segment."""
 
     ITEM = "item"  # between the items of a tight list
     LOOSE = "loose"  # between the items of a loose list
@@ -25,7 +25,7 @@ class Gap(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of text in one style.  `href` is empty or an http, https or mailto address; line breaks are `\\n`."""
+    """A run of text in one style.  `href` is empty or an http, https or mailto address; line breaks are `\\n`."""
 
     text: str
     bold: bool = False
@@ -37,7 +37,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """What stands before a list item: a bullet, a number, or a box that is or is not ticked."""
+    """A list item's marker: a bullet, a number, or a checkbox."""
 
     number: int | None = None
     checked: bool | None = None
@@ -91,5 +91,5 @@ Segment: TypeAlias = TextBlock | CodeBlock | TableBlock | RuleBlock
 
 
 def quote_part(containers: str) -> str:
-    """The containers up to the innermost block quote: what decides which column of text a segment stands in."""
+    """The containers up to the innermost block quote: they decide which column of text a segment is in."""
     return containers[: containers.rfind("q") + 1]

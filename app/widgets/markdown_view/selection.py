@@ -1,4 +1,4 @@
-"""Selecting with the mouse across the panes of one answer, each of which can only select inside itself."""
+"""Mouse selection across the panes of one answer, each of which can only select within itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Origin:
 
 
 class CrossSelection(QObject):
-    """Watches the panes and extends a drag that leaves the pane it began in over the panes between."""
+    """Watches the panes and extends a drag that leaves its first pane over the panes between."""
 
     def __init__(self, view: QWidget, browsers: Callable[[], Sequence[DocumentPane]]) -> None:
         super().__init__(view)
@@ -41,7 +41,7 @@ class CrossSelection(QObject):
             browser.select(0, -1)
 
     def text(self) -> str:
-        """What is selected, the panes parted by an empty line."""
+        """The selected text, panes separated by an empty line."""
         return "\n\n".join(text for browser in self._browsers() if (text := browser.selected_text()))
 
     def eventFilter(self, watched: QObject, event: QEvent) -> bool:
@@ -61,7 +61,7 @@ class CrossSelection(QObject):
         return False
 
     def _extend(self, browser: DocumentPane, pointer: QPoint) -> bool:
-        """Follows a drag; True where the pane itself must not."""
+        """Follows a drag; True if the pane itself must not handle it."""
         origin = self._origin
         if origin is None or origin.browser is not browser:
             return False
@@ -89,7 +89,7 @@ class CrossSelection(QObject):
         return True
 
     def _under(self, browsers: Sequence[DocumentPane], pointer: QPoint) -> DocumentPane:
-        """The pane at the pointer's height, or the nearest one."""
+        """The pane at the pointer's height, or the closest one."""
 
         def distance(browser: DocumentPane) -> int:
             y = browser.mapFromGlobal(pointer).y()
@@ -98,7 +98,7 @@ class CrossSelection(QObject):
         return min(browsers, key=distance)
 
     def _scroll_to(self, pointer: QPoint) -> None:
-        """Keeps the pointer in sight of the scroll area that the answer stands in, if there is one."""
+        """Keeps the pointer visible in the enclosing scroll area, if there is one."""
         area = self._view.parentWidget()
         while area is not None and not isinstance(area, QScrollArea):
             area = area.parentWidget()

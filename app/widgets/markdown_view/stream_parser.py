@@ -1,12 +1,12 @@
-"""Parses Markdown as it arrives: blocks that can no longer change are read once, only the open end is read again.
+"""Parses Markdown as it arrives: blocks that can no longer change are parsed once, only the open end is reparsed.
 
-Where a top-level block begins on a line of its own, markdown-it reads from there exactly what it would have read in one
-go, because at that point it holds no state but the link references.  So the parser cuts the text before the last block
-that has at least one complete line, hands out everything above the cut for good, and keeps the rest as the tail.
+At the start of a top-level block on a line of its own, markdown-it has no state but the link references, so parsing
+from there gives the same result as parsing the whole text.  The parser therefore cuts the text before the last block
+that has at least one complete line: everything above the cut is final, the rest is the tail.
 
-Two limits keep hostile text harmless.  No more than `WINDOW` characters are ever parsed at a time: a block longer than
-that is cut at a place that depends on the text alone, so that streaming cannot change the outcome.  And text with an
-absurd number of brackets, or nested deeper than `MAX_NESTING`, is shown as it stands.
+Two limits make hostile text harmless.  At most `WINDOW` characters are parsed at a time: a longer block is cut at a
+position that depends only on the text, so that streaming cannot change the result.  Text with an absurd number of
+brackets, or nested deeper than `MAX_NESTING`, is shown verbatim.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WINDOW = 20_000
 MAX_NESTING = 40
 MAX_BRACKETS = 1_000
 
-# Unpaired surrogates, control characters, and what QTextDocument uses for its own structure.
+# Lone surrogates, control characters, and what QTextDocument uses for its own structure.
 _UNSHOWABLE = re.compile("[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f\x80-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffc\ufffe\uffff]")
 _LINE_SEPARATORS = re.compile("[\u2028\u2029]")
 
@@ -35,25 +35,25 @@ _LINE_SEPARATORS = re.compile("[\u2028\u2029]")
 class StreamParser:
     """Turns appended text into segments.
 
-    `finished` only ever grows, except that `finish` may read blocks again that used a link reference before its
-    definition had come.  `tail` is what the rest looks like at the moment.
+    `finished` only grows, except that `finish` may parse blocks again that used a link reference before it was
+    defined.  `tail` is the present state of the rest.
     """
 
     def __init__(self) -> None:
         self._markdown = _markdown()
         self._references: dict[str, Any] = {}
         self._pending = ""
-        self._searched = 0  # characters of `_pending` in which no further cut can be found
+        self._searched = 0  # characters of `_pending` that contain no further cut
         self._held_return = False
-        self._prefix = ""  # opens again what a cut went through: a fence, or a table with its header
-        self._regions: list[tuple[str, slice]] = []  # source that may refer to links, and where its segments lie
+        self._prefix = ""  # reopens the block at a cut: a fence, or a table with its header
+        self._regions: list[tuple[str, slice]] = []  # source that may use link references, and its segments
         self._tail: list[Segment] | None = []
         self.is_finished = False
         self.finished: list[Segment] = []
         self.parsed_characters = 0
 
     def append(self, text: str) -> None:
-        """Takes more text without parsing it yet; O(len(text)).
+        """Adds text without parsing it yet; O(len(text)).
 
         Raises:
             RuntimeError: after `finish`.
@@ -68,7 +68,7 @@ class StreamParser:
             self._tail = None
 
     def advance(self) -> bool:
-        """Moves text from the tail to `finished`, at most a window of it; says whether there may be more to move."""
+        """Moves text from the tail to `finished`, at most one window; returns whether there may be more to move."""
         if len(self._pending) >= WINDOW:
             self._finish_window()
             return True
@@ -80,7 +80,7 @@ class StreamParser:
         return False
 
     def finish(self) -> None:
-        """Declares the text complete, and reads again what a late link reference changed."""
+        """Marks the text as complete, and parses again what a late link definition changed."""
         if self.is_finished:
             return
         if self._held_return:
@@ -94,9 +94,9 @@ class StreamParser:
             self._resolve_late_references()
 
     def tail(self) -> list[Segment]:
-        """What the text after the finished blocks looks like as long as nothing more comes."""
+        """The text after the finished blocks, as if nothing followed."""
         if self._tail is None:
-            # The tail may define references, but the definition may still grow, so it is not kept.
+            # The tail may contain link definitions, but they may still grow, so they are not kept.
             self._tail = self._read(self._prefix + self._pending, dict(self._references)) if self._pending else []
         return self._tail
 
@@ -117,7 +117,7 @@ class StreamParser:
         for index in range(len(blocks) - 1, 0, -1):
             start, previous_end = blocks[index][0], blocks[index - 1][1]
             between = "".join(lines[previous_end:start])
-            # A link definition right above might still take this block's first line as its title.
+            # A link definition just above could still take this block's first line as its title.
             if not between.strip() or not lines[start - 1].strip():
                 return sum(len(line) + 1 for line in lines[:start]) - len(self._prefix)
         return 0
@@ -134,7 +134,7 @@ class StreamParser:
         self._prefix = prefix
 
     def _forced_cut(self, window: str, newline: int) -> tuple[int, str]:
-        """Where to cut a block that fills the whole window, and what must open it again below the cut."""
+        """Where to cut a block that fills the whole window, and the prefix that reopens it below the cut."""
         cut = newline if newline > WINDOW // 2 else WINDOW
         tokens = self._block_tokens(self._prefix + window[:cut], dict(self._references))
         first = tokens[0] if tokens else None
@@ -171,7 +171,7 @@ class StreamParser:
         return tokens
 
     def _read(self, source: str, references: dict[str, Any]) -> list[Segment]:
-        """Segments of `source`; link definitions found in it are added to `references`."""
+        """Segments of `source`; adds its link definitions to `references`."""
         tokens = self._block_tokens(source, references)
         env = _env(references)
 
@@ -187,7 +187,7 @@ class StreamParser:
         for start, end, first, last in _top_level(tokens):
             block = tokens[first:last]
             if max(token.level for token in block) >= MAX_NESTING - 2:
-                # markdown-it drops what lies deeper than its limit; the reader must not lose it.
+                # markdown-it drops what is nested deeper than its limit; show it verbatim instead.
                 lines = lines or source.split("\n")
                 segments.append(TextBlock((Span("\n".join(lines[start:end])),)))
             else:
@@ -196,13 +196,13 @@ class StreamParser:
 
 
 def import_parser() -> None:
-    """Does ahead, on any thread, what the first text would wait for."""
+    """Loads the parser before the first text needs it; callable from any thread."""
     _markdown()
 
 
 @cache
 def _markdown() -> MarkdownIt:
-    """The parser's rules, which hold no state of a text; imported for the first text, not for the empty window."""
+    """The parser's rules, which hold no state of a text; imported with the first text, not at start-up."""
     from markdown_it import MarkdownIt
 
     from app.widgets.markdown_view.maths import leave_maths_alone
@@ -232,6 +232,6 @@ def _top_level(tokens: Sequence[Token]) -> list[tuple[int, int, int, int]]:
 
 
 def _clean(text: str) -> str:
-    """Line breaks as `\\n`, and the replacement character for what cannot be shown."""
+    """Normalises line breaks to `\\n`, and replaces what cannot be shown by the replacement character."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     return _UNSHOWABLE.sub("\ufffd", _LINE_SEPARATORS.sub("\n", text))

@@ -1,4 +1,4 @@
-"""Colours, fonts and distances of an answer, derived from the theme and from the widget's font."""
+"""An answer's colours, fonts and spacing, derived from the theme and the widget's font."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from PySide6.QtGui import QColor, QFont, QFontDatabase, QFontInfo, QFontMetricsF
 from app.theme import Theme
 from app.widgets.markdown_view.segments import Gap, Segment, TextBlock
 
-# Okabe and Ito's hues, darkened or lightened until each is 4.5:1 or more on the code card of its theme.
+# Okabe and Ito's hues, darkened or lightened to at least 4.5:1 on their theme's code card.
 _LIGHT_SYNTAX = {
     "keyword": "#0069A3",
     "string": "#0B6B4F",
@@ -57,7 +57,7 @@ class Style:
         return self.px(1.1)
 
     def left_of(self, containers: str) -> int:
-        """How far the inside of these containers is from the left edge."""
+        """Distance of these containers' contents from the left edge."""
         visible = containers[:MAX_VISIBLE_DEPTH]
         return visible.count("l") * self.indent + visible.count("q") * self.quote_indent
 
@@ -71,7 +71,7 @@ class Style:
         return self.px(_GAP_EMS[segment.gap])
 
     def line_distance(self, font: QFont) -> float:
-        """Space between two lines, so that a line is about one and a half ems high."""
+        """Space between two lines, so that a line is about 1.5 em high."""
         px = QFontInfo(font).pixelSize()
         wanted = px * (1.5 if px <= self.body_px else 1.3)
         return max(0.0, wanted - QFontMetricsF(font).height())
@@ -101,7 +101,7 @@ class Style:
         return font
 
     def syntax(self, name: str) -> QColor:
-        """The colour of a kind of token; names are those of `token_style` in the highlighter."""
+        """The colour of a kind of token, named as by `token_style` in the highlighter."""
         if name == "comment":
             return QColor(self.theme.muted)
         return QColor((_DARK_SYNTAX if self.theme.is_dark else _LIGHT_SYNTAX)[name])

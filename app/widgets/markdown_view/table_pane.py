@@ -1,4 +1,4 @@
-"""A table: as wide as its text needs, wrapped to the answer's width, scrolled sideways where even that is too wide."""
+"""A table: as wide as its text needs, wrapped to the answer's width, scrolled sideways if still too wide."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ALIGNMENTS: dict[Alignment, Qt.AlignmentFlag] = {
 
 
 class TablePane(DocumentPane):
-    """One table in a document of its own."""
+    """One table in its own document."""
 
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
@@ -62,7 +62,7 @@ class TablePane(DocumentPane):
                 inside.setBlockFormat(form)
                 insert_spans(inside, spans, char, style)
                 _frame_cell(cell, style, is_header=row == 0, is_last=row == len(segment.rows) - 1)
-        cursor.movePosition(QTextCursor.MoveOperation.End)  # the empty line that a document has below a table
+        cursor.movePosition(QTextCursor.MoveOperation.End)  # the empty block that Qt keeps below a table
         below = QTextBlockFormat()
         below.setLineHeight(1, QTextBlockFormat.LineHeightTypes.FixedHeight.value)
         cursor.setBlockFormat(below)
@@ -88,7 +88,7 @@ class TablePane(DocumentPane):
             return super().end_of_text()
         cells = [self._table.cellAt(self._table.rows() - 1, column) for column in range(self._table.columns())]
         ends = [cell.lastCursorPosition() for cell in cells]
-        # markdown-it fills up a row that is not complete yet with empty cells.
+        # markdown-it fills an incomplete row with empty cells.
         return next((end for end in reversed(ends) if not end.atBlockStart()), ends[0])
 
     def browser(self) -> DocumentPane:

@@ -15,12 +15,12 @@ from app.widgets.markdown_view.segments import Marker, Segment, TextBlock, quote
 from app.widgets.markdown_view.style import Style
 from app.widgets.markdown_view.text_writer import append_block, list_depth
 
-MAX_CHARACTERS = 16_000  # of one run, so that laying one out stays quick
+MAX_CHARACTERS = 16_000  # per run, so that its layout stays fast
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """How far a run had been written, for going back to it."""
+    """How far a run had been written, to rewind to it."""
 
     position: int = 0
     blocks: int = 0
@@ -30,7 +30,7 @@ class RunState:
 
 
 class TextPane(DocumentPane):
-    """Text blocks that stand in the same block quote (or in none), one after another."""
+    """Consecutive text blocks of one block quote (or none)."""
 
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
@@ -43,10 +43,10 @@ class TextPane(DocumentPane):
         self._placed_markers: list[PlacedMarker] = []
         self._style: Style | None = None
 
-    # What the column asks of every pane
+    # The pane interface
 
     def begin(self, segment: Segment, style: Style) -> None:
-        """Starts an empty run of the given style, in the quote that `segment` stands in."""
+        """Starts an empty run in this style, in the quote that contains `segment`."""
         self.containers = quote_part(segment.containers)
         self._style = style
         self.rewind(RunState())
@@ -86,7 +86,7 @@ class TextPane(DocumentPane):
         return RunState(position, self._blocks, len(self._code_ranges), len(self._markers), self._links)
 
     def rewind(self, state: RunState) -> None:
-        """Takes away what was written after `state`."""
+        """Removes what was written after `state`."""
         if state.blocks == 0:
             if self.document().characterCount() > 1 or self._blocks:
                 self.document().clear()
@@ -96,7 +96,7 @@ class TextPane(DocumentPane):
             form, char = cursor.blockFormat(), cursor.blockCharFormat()
             cursor.movePosition(QTextCursor.MoveOperation.End, QTextCursor.MoveMode.KeepAnchor)
             cursor.removeSelectedText()
-            # Of an empty block and what is removed below it, Qt keeps the format of the latter.
+            # When an empty block merges with what is removed below it, Qt keeps the latter's format.
             cursor.setBlockFormat(form)
             cursor.setBlockCharFormat(char)
         del self._code_ranges[state.code_ranges :]
@@ -117,7 +117,7 @@ class TextPane(DocumentPane):
     # Selection
 
     def selected_text(self) -> str:
-        """The selected text; a list item selected from its beginning keeps its marker."""
+        """The selected text; a list item selected from its beginning includes its marker."""
         cursor = self.textCursor()
         start, end = cursor.selectionStart(), cursor.selectionEnd()
         if start == end:
@@ -154,7 +154,7 @@ class TextPane(DocumentPane):
         super().paintEvent(event)
 
     def _boxes(self) -> list[QRectF]:
-        """The boxes behind inline code, one for every line that a piece of code touches; places the markers too."""
+        """The boxes behind inline code, one per line that it touches; also places the markers."""
         if self._code_boxes is None:
             self._code_boxes = [box for start, end in self._code_ranges for box in self._boxes_of(start, end)]
             self._placed_markers = [self._place(number, *found) for number, found in self._markers.items()]
@@ -194,13 +194,13 @@ class TextPane(DocumentPane):
 
 
 def _x(line: QTextLine, position: int) -> float:
-    # PySide6 returns the x and the position, which its stubs do not say.
+    # PySide6 returns (x, position), unlike its stubs.
     found: object = line.cursorToX(position)
     return float(found[0] if isinstance(found, tuple) else found)  # type: ignore[arg-type]
 
 
 def _utf16_length(text: str) -> int:
-    """Length as a QTextDocument counts it."""
+    """Length in UTF-16 code units, as QTextDocument counts."""
     return len(text) if text.isascii() else len(text.encode("utf-16-le")) // 2
 
 

@@ -19,7 +19,7 @@ def base_format(font: QFont, colour: str) -> QTextCharFormat:
 
 
 def insert_spans(cursor: QTextCursor, spans: Iterable[Span], base: QTextCharFormat, style: Style) -> None:
-    """Inserts spans at the cursor, each in `base` changed by its own marks."""
+    """Inserts spans at the cursor, each in `base` with its own attributes."""
     for span in spans:
         char = QTextCharFormat(base)
         if span.code:
@@ -40,7 +40,7 @@ def insert_spans(cursor: QTextCursor, spans: Iterable[Span], base: QTextCharForm
 
 
 def append_block(cursor: QTextCursor, block: TextBlock, gap: int, is_first: bool, style: Style) -> None:
-    """Writes `block` at the end of the document that `cursor` is at the end of."""
+    """Appends `block`; `cursor` is at the end of the document."""
     theme = style.theme
     font = style.heading_font(block.heading) if block.heading else style.font
     muted = "q" in block.containers and not block.heading
@@ -50,7 +50,7 @@ def append_block(cursor: QTextCursor, block: TextBlock, gap: int, is_first: bool
     form.setLineHeight(style.line_distance(font), QTextBlockFormat.LineHeightTypes.LineDistanceHeight.value)
     if block.heading:
         form.setHeadingLevel(block.heading)
-    # The marker is painted into the indentation by the pane.
+    # The pane paints the marker into the indentation.
     form.setIndent(list_depth(block))
     if block.marker is not None:
         form.setLeftMargin(max(0, number_width(block.marker, style) - style.indent))
@@ -63,5 +63,5 @@ def append_block(cursor: QTextCursor, block: TextBlock, gap: int, is_first: bool
 
 
 def list_depth(block: TextBlock) -> int:
-    """How many lists a block is indented by within its block quote."""
+    """How many lists indent a block within its block quote."""
     return min(len(block.containers) - len(quote_part(block.containers)), MAX_VISIBLE_DEPTH)

@@ -1,4 +1,4 @@
-"""From markdown-it's flat token stream to segments."""
+"""Converts markdown-it's flat token stream to segments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from markdown_it.token import Token
 
 InlineParser = Callable[[str], "Sequence[Token] | None"]
-"""Inline Markdown to its tokens, or None where the text is to be shown as it stands."""
+"""Inline Markdown to its tokens, or None if the text is to be shown verbatim."""
 
 _ALLOWED_LINK = re.compile(r"(?:https?://|mailto:)", re.IGNORECASE)
 _TASK = re.compile(r"\[([ xX])\](?:[ \t]+|$)")
@@ -37,12 +37,12 @@ class _List:
 
 
 def allowed_link(href: str) -> str:
-    """`href` if it is an http, https or mailto address, and otherwise nothing."""
+    """`href` if it is an http, https or mailto address, otherwise an empty string."""
     return href if _ALLOWED_LINK.match(href) else ""
 
 
 class TokenReader:
-    """Reads the block tokens of whole top-level blocks; one reader per run of tokens."""
+    """Reads the block tokens of whole top-level blocks; use one reader per token list."""
 
     def __init__(self, parse_inline: InlineParser) -> None:
         self._parse_inline = parse_inline
@@ -102,7 +102,7 @@ class TokenReader:
         self._containers = self._containers[:-1]
 
     def _flush_marker(self) -> None:
-        """Gives an item that has no text of its own (empty, or begun by code or a quote) a line for its marker."""
+        """Adds an empty line for the marker of an item without text of its own (empty, or begun by code or a quote)."""
         if self._marker is not None:
             self._add_text(())
 
@@ -184,7 +184,7 @@ class TokenReader:
 
 
 def read_spans(tokens: Sequence[Token]) -> tuple[Span, ...]:
-    """Inline tokens as spans; neighbours in the same style become one."""
+    """Inline tokens as spans; neighbours in the same style are merged."""
     style = {"strong": 0, "em": 0, "s": 0}
     hrefs: list[str] = []
     spans: list[Span] = []
@@ -206,7 +206,7 @@ def read_spans(tokens: Sequence[Token]) -> tuple[Span, ...]:
             # Models write \\( and \\[ for mathematics far more often than to escape a bracket.
             add(token.markup if token.content in tuple("()[]") else token.content)
         elif kind in ("softbreak", "hardbreak"):
-            # A model that begins a new line means one, in verse and addresses for instance, so both kinds are shown.
+            # A model means its line breaks, as in verse and addresses, so soft breaks are shown too.
             add("\n")
         elif kind == "code_inline":
             add(token.content, code=True)

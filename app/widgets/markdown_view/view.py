@@ -1,4 +1,4 @@
-"""The widget that shows one answer in Markdown, also while it is still being written."""
+"""The widget that shows one Markdown answer, also while it streams in."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from app.widgets.markdown_view.selection import CrossSelection
 from app.widgets.markdown_view.stream_parser import StreamParser
 from app.widgets.markdown_view.style import MAX_VISIBLE_DEPTH, Style
 
-_SLICE_S = 0.012  # work done in one go before other events get their turn
-_IDLE_SHARE = 4  # while text streams in, at least this many times as long as an update took passes before the next one
-_LEAST_PAUSE_S = 0.025  # shorter ones are left out
+_SLICE_S = 0.012  # of work before other events are processed
+_IDLE_SHARE = 4  # while streaming, the pause after an update is at least this many times its duration
+_LEAST_PAUSE_S = 0.025  # shorter pauses are skipped
 
 
 class MarkdownView(QWidget):
     """Shows an answer in Markdown; nothing in it is ever loaded, run or opened.
 
-    Text streams in through `append_markdown` until `finish`, as often as its owner likes; `set_markdown` shows a
-    complete text.  It is drawn a few milliseconds at a time; `flush` draws all at once.  The height follows from the
-    width, so that the view stands in a scroll area without a scroll bar of its own.
+    Text streams in through `append_markdown` until `finish`; `set_markdown` shows a complete text.  It is drawn in
+    time slices; `flush` draws everything at once.  The height follows from the width, so that the view fits in a
+    scroll area without a scroll bar of its own.
 
-    The mouse selects within a block and, dragged on, over all blocks between.  Ctrl+A selects the whole answer, Ctrl+C
-    copies what is selected as plain text and, where nothing is, the whole answer as Markdown.  The Tab key stops at the
-    answer, at blocks with links, at Copy buttons and at code that can be scrolled sideways.
+    The mouse selects within a block and, dragged further, across blocks.  Ctrl+A selects the whole answer, Ctrl+C
+    copies the selection as plain text or, without one, the whole answer as Markdown.  Tab stops are the answer,
+    blocks with links, Copy buttons and code that scrolls sideways.
 
     Signals:
-        link_activated: a link was clicked, or activated by the keyboard; the owner decides whether to open it.
+        link_activated: a link was clicked, or activated by keyboard; the owner decides whether to open it.
     """
 
     link_activated = Signal(QUrl)
@@ -76,13 +76,13 @@ class MarkdownView(QWidget):
     # The text
 
     def set_markdown(self, text: str) -> None:
-        """Shows a complete text in place of what was there."""
+        """Shows a complete text instead of the present one."""
         self._restart()
         self._take(text)
         self.finish()
 
     def append_markdown(self, text: str) -> None:
-        """Adds text at the end; what was finished with `finish` or `set_markdown` goes on streaming."""
+        """Appends text; resumes streaming if the text was complete."""
         if not self._is_streaming:
             so_far = self.markdown()
             self._restart()
@@ -94,31 +94,31 @@ class MarkdownView(QWidget):
             self._timer.start(0)
 
     def finish(self) -> None:
-        """Declares the text complete and takes the cursor away; without effect on a finished text."""
+        """Marks the text as complete and hides the cursor; no effect on a complete text."""
         self._is_streaming = False
         self._timer.start(0)
 
     def flush(self) -> None:
-        """Draws everything that is still to be drawn, now."""
+        """Draws all pending text now."""
         self._timer.stop()
         while not self._update_slice(float("inf")):
             pass
 
     def markdown(self) -> str:
-        """The source, exactly as it was given."""
+        """The source, unchanged."""
         if len(self._source) > 1:
             self._source = ["".join(self._source)]
         return self._source[0] if self._source else ""
 
     def plain_text(self) -> str:
-        """The answer without its markup."""
+        """The answer without markup."""
         while self._parser.advance():
             pass
         return plain_text([*self._parser.finished, *self._parser.tail()])
 
     def copy_all(self) -> None:
-        """Puts the whole answer on the clipboard as it was written, in Markdown."""
-        # As text and not as a QMimeData of ours: the clipboard may outlive the interpreter that such an object needs.
+        """Copies the whole answer as Markdown."""
+        # As text instead of a custom QMimeData: the clipboard may outlive the interpreter that such an object needs.
         QGuiApplication.clipboard().setText(self.markdown())
 
     def select_all(self) -> None:
@@ -126,7 +126,7 @@ class MarkdownView(QWidget):
         self._selection.select_all()
 
     def selected_text(self) -> str:
-        """The selection as plain text; it may reach over several blocks."""
+        """The selection as plain text; it may span several blocks."""
         return self._selection.text()
 
     # Geometry
@@ -141,7 +141,7 @@ class MarkdownView(QWidget):
             height = self._column.height_for(width, self._style)
             self._heights[width] = max(height, self._line_height())
             if width != self.width():
-                # Asked for a width that the view may never get: the panes must not stay laid out for it.
+                # The view may never get this width: restore the layout for the present one.
                 self._put_back.start()
         return self._heights[width]
 
@@ -156,7 +156,7 @@ class MarkdownView(QWidget):
         if event.size().width() != event.oldSize().width():
             self._place()
 
-    # Inside
+    # Private
 
     @property
     def column(self) -> PaneColumn:
@@ -191,7 +191,7 @@ class MarkdownView(QWidget):
             self._timer.start(round(took * _IDLE_SHARE * 1000))
 
     def _update_slice(self, deadline: float) -> bool:
-        """Parses and draws until the deadline; True when the answer is as it should be."""
+        """Parses and draws until the deadline; True when the answer is up to date."""
         may_have_more = True
         while may_have_more and time.perf_counter() < deadline:
             may_have_more = self._parser.advance()
@@ -208,15 +208,15 @@ class MarkdownView(QWidget):
         return is_drawn and not may_have_more
 
     def _place(self) -> None:
-        """Lays the panes out for the present width, and tells the layout around if the height is another now."""
+        """Lays the panes out for the present width, and updates the geometry if the height changed."""
         self._put_back.stop()
         before = self._heights.get(self.width())
         height = max(self._column.place(self.width(), self._style), self._line_height())
         if before != height:
             self._heights = {self.width(): height}
         if before != height or self.height() != height:
-            # A minimum as well as a hint: a column that is one layout behind would otherwise squeeze the answer and cut
-            # its last lines off.
+            # A minimum as well as a hint: a parent layout that is one pass behind would otherwise squeeze the answer
+            # and cut off its last lines.
             self.setMinimumHeight(height)
             self.updateGeometry()
         self.update()
@@ -257,7 +257,7 @@ class MarkdownView(QWidget):
         menu.popup(global_position)
 
     def build_menu(self, link: str) -> QMenu:
-        """The context menu; `link` is the address of the link it is for, or empty."""
+        """The context menu; `link` is the clicked link's address, or empty."""
         menu = QMenu(self)
         copy = menu.addAction(self.tr("Copy"), self._copy_selection)
         copy.setEnabled(bool(self.selected_text()))
@@ -315,7 +315,7 @@ class MarkdownView(QWidget):
         painter.end()
 
     def _quote_bars(self) -> list[QRectF]:
-        """One bar per block quote, along all the panes that stand in it."""
+        """One bar per block quote, beside all its panes."""
         bars: list[QRectF] = []
         open_bars: dict[str, QRectF] = {}
         for pane in self._column.panes:

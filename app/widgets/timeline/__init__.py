@@ -1,1 +1,1 @@
-"""Lanes of what the machine and the engine did, on one time axis."""
+"""The machine's and the engine's activity in lanes on one time axis."""

@@ -1,4 +1,4 @@
-"""Single spans with their names, and phases."""
+"""Named spans and phases."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ translate = QCoreApplication.translate
 MOST_ROWS = 4
 RUN_PX = 19
 _APART_PX = 3
-"""Ticks that are nearer to each other are a band."""
+"""Ticks closer together are merged into a band."""
 _NAME_PX = 14
 """A narrower block has no room for its name."""
 _LETTERS = {
@@ -52,18 +52,18 @@ _LETTERS = {
     READ: "R",
     READ_AHEAD: "R",
 }
-"""Attention, experts, weights on their way, whole layers, hidden states, reads."""
+"""Attention, experts, weights being fetched, whole layers, hidden states, reads."""
 
 
 def fits(spans: Records, viewport: Viewport) -> bool:
-    """Whether there is room for each of these spans by itself."""
+    """Whether each of these spans can be drawn separately."""
     return 0 < len(spans) <= 0.6 * viewport.width
 
 
 def rows_of(spans: Records) -> list[int]:
-    """A row for each span, so that none lies on another as far as `MOST_ROWS` suffice; devices share no row."""
+    """A row per span without overlaps, as far as `MOST_ROWS` allow; devices do not share rows."""
     rows = np.zeros(len(spans), np.int64)
-    free: list[tuple[int, int]] = []  # (device, when it is free) of each row
+    free: list[tuple[int, int]] = []  # each row's (device, time it becomes free)
     for index in np.lexsort((spans["start_ns"], spans["device"])).tolist():
         start, end, device = (int(spans[name][index]) for name in ("start_ns", "end_ns", "device"))
         mine = [row for row, (owner, until) in enumerate(free) if owner == device and until <= start]
@@ -94,7 +94,7 @@ def block_rects(area: QRectF, spans: Records, viewport: Viewport) -> list[QRectF
 def draw_blocks(
     painter: QPainter, area: QRectF, spans: Records, viewport: Viewport, colour: QColor, *, second: int = -1
 ) -> None:
-    """Spans as blocks; those of lane `second`, and what is done for later, are hatched."""
+    """Spans as blocks; those of lane `second`, and prefetched ones, are hatched."""
     metrics = QFontMetricsF(painter.font())
     names, lanes = spans["name"].tolist(), spans["lane"].tolist()
     for index, rect in enumerate(block_rects(area, spans, viewport)):
@@ -122,7 +122,7 @@ def draw_blocks(
 
 
 def span_labels(span: np.void) -> tuple[str, ...]:
-    """`experts ×7 · layer 12`, and shorter ones: `experts 12`, and `E12` as the papers' figures have it."""
+    """`experts ×7 · layer 12`, and shorter ones: `experts 12`, and `E12` as in the papers' figures."""
     whole, name = span_label(span), span_name(int(span["name"]))
     letter = _LETTERS.get(int(span["name"]), "")
     if span["layer"] < 0:
@@ -144,7 +144,7 @@ def span_label(span: np.void) -> str:
 
 
 def draw_phases(painter: QPainter, area: QRectF, history: History, viewport: Viewport) -> None:
-    """Runs of prefill and decode, and a tick for each token."""
+    """Runs of prefill and decode, with a tick per token."""
     metrics = QFontMetricsF(painter.font())
     for run in history.runs_between(viewport.start_ns, viewport.end_ns):
         left, right = max(viewport.x(run.start_ns), -2.0), min(viewport.x(run.end_ns), viewport.width + 2.0)
@@ -165,19 +165,19 @@ def draw_phases(painter: QPainter, area: QRectF, history: History, viewport: Vie
         painter.drawLine(QPointF(x, top), QPointF(x, bottom))
     if not ticks and viewport.column_ns < 1e9:
         for run in history.runs_between(viewport.start_ns, viewport.end_ns):
-            if run.phase == DECODE:  # more ticks than there are pixels: a band of them
+            if run.phase == DECODE:  # more ticks than pixels: a band
                 left, right = max(viewport.x(run.start_ns), 0.0), min(viewport.x(run.end_ns), float(viewport.width))
                 band = QRectF(area.left() + left, top, max(right - left, 1.0), bottom - top)
                 painter.fillRect(band.adjusted(0, 1, 0, -2), faded(themed("muted"), 110))
 
 
 def visible_ticks(history: History, viewport: Viewport) -> list[int]:
-    """Moments of tokens, if they are far enough from each other to be told apart."""
+    """Times of tokens, if they are far enough apart to be drawn separately."""
     runs = history.runs_between(viewport.start_ns, viewport.end_ns)
     tokens = sum(run.tokens for run in runs if run.phase == DECODE)
     longest = sum(run.end_ns - run.start_ns for run in runs if run.phase == DECODE)
     if viewport.span_ns > 120e9 or tokens * _APART_PX * viewport.column_ns > 2 * longest:
-        return []  # far too many: they need not even be looked at
+        return []  # far too many: do not even read them
     moments = token_ticks(history.steps_between(int(viewport.start_ns), int(viewport.end_ns)))
     if len(moments) < 2:
         return [int(at) for at in moments]
@@ -194,11 +194,11 @@ def run_labels(run: Run) -> tuple[str, ...]:
 
 
 def draw_path(painter: QPainter, areas: dict[int, QRectF], pieces: list[tuple[float, float, int]]) -> None:
-    """A critical path: outlines in the lanes that a token waited for, joined from lane to lane.
+    """A critical path: outlines in the lanes that a token waited for, connected across lanes.
 
     Args:
-        areas: plot of each lane of the engine that is shown.
-        pieces: (left, right, lane), from left to right; lane -1 is nothing's.
+        areas: plot of each visible engine lane.
+        pieces: (left, right, lane), from left to right; lane -1 is time not spent in any lane.
     """
     pen = QPen(themed("text"), 1.4)
     painter.setPen(pen)

@@ -1,4 +1,4 @@
-"""Colours of experts, and text that can be read on them."""
+"""Colours of experts, and readable text on them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ FILL_ALPHA, FAINT_ALPHA = 105, 55
 
 
 def expert_colours() -> tuple[QColor, QColor, QColor]:
-    """Of hits, fetched ones and those computed on the CPU."""
+    """Of hits, fetches and experts computed on the CPU."""
     return themed("hit"), themed("pcie"), themed("miss")
 
 
 def faded(colour: QColor, alpha: int) -> QColor:
-    """The colour, as something lies behind it."""
+    """The colour with this opacity, for backgrounds."""
     result = QColor(colour)
     result.setAlpha(alpha)
     return result
 
 
 def text_on(colour: QColor) -> QColor:
-    """Black or white, whichever is easier to read on `colour` (WCAG's relative luminance)."""
+    """Black or white, whichever has more contrast on `colour` (WCAG's relative luminance)."""
 
     def linear(part: float) -> float:
         return part / 12.92 if part <= 0.04045 else float(((part + 0.055) / 1.055) ** 2.4)

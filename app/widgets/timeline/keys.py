@@ -1,4 +1,4 @@
-"""What the keys do on a timeline."""
+"""The timeline's keys."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ translate = QCoreApplication.translate
 
 
 def timeline_keys() -> list[Key]:
-    """What `key_pressed` answers to, for the list of shortcuts."""
+    """The keys that `key_pressed` handles, for the list of shortcuts."""
     return [
         ("← →", translate("Timeline", "Move through time")),
-        ("Page Up, Page Down", translate("Timeline", "Move by almost a whole picture")),
+        ("Page Up, Page Down", translate("Timeline", "Move by almost a full view")),
         ("↑ ↓", translate("Timeline", "Zoom in, zoom out")),
-        (translate("Timeline", "Space"), translate("Timeline", "Freeze the picture, or follow what happens now")),
+        (translate("Timeline", "Space"), translate("Timeline", "Freeze the view, or follow live")),
         (translate("Timeline", "Home"), translate("Timeline", "Go back to now")),
         (", .", translate("Timeline", "Move the crosshair; with Shift, farther")),
-        ("[ ]", translate("Timeline", "Choose the previous or next token")),
-        ("Shift+← →", translate("Timeline", "Select a stretch")),
-        (translate("Timeline", "Enter"), translate("Timeline", "Zoom to the chosen token or stretch")),
+        ("[ ]", translate("Timeline", "Select the previous or next token")),
+        ("Shift+← →", translate("Timeline", "Select a range")),
+        (translate("Timeline", "Enter"), translate("Timeline", "Zoom to the selected token or range")),
         (translate("Timeline", "Esc"), translate("Timeline", "Clear the selection")),
     ]
 
 
 def key_pressed(view: TimelineView, key: int, *, shift: bool) -> bool:
-    """Does what the key stands for; whether it stands for anything."""
+    """Handles a key; False if it is not one of the timeline's."""
     navigator = view.navigator
     middle = navigator.viewport.at(navigator.viewport.width / 2)
     cursor = view.cursor_ns if view.cursor_ns is not None else middle
@@ -75,7 +75,7 @@ def key_pressed(view: TimelineView, key: int, *, shift: bool) -> bool:
 
 
 def _stretch_selection(view: TimelineView, direction: int) -> None:
-    """Moves the end of the selection; without one it begins at the crosshair."""
+    """Moves the end of the selection; without one, starts it at the crosshair."""
     view.navigator.freeze()
     viewport = view.navigator.viewport
     step = direction * viewport.span_ns / _STRETCHES

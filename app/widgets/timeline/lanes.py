@@ -1,4 +1,4 @@
-"""The lanes from top to bottom, and what each shows of a history."""
+"""The lanes from top to bottom, and their data from a history."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ translate = QCoreApplication.translate
 
 Kind = Literal["phase", "share", "bytes", "experts", "rate", "amount"]
 BOTH_WAYS = ("disk_io", "pcie")
-"""Lanes whose dashed line is what goes the other way, not all of which the area is a part."""
+"""Lanes whose dashed line is the opposite direction, not the total that the area is part of."""
 Colour = Literal["gpu", "cpu", "pcie", "disk", "muted"]
 
 
@@ -27,9 +27,9 @@ class Lane:
     """One row of the timeline.
 
     Attributes:
-        key: names it for good, in tables and files.
-        spans: the engine's lanes whose spans are drawn when there is room for each.
-        gauges: of the machine, for lanes that show samples; the second is drawn as a dashed line.
+        key: a stable id, for tables and files.
+        spans: the engine's lanes whose spans are drawn when each fits separately.
+        gauges: for lanes that show sensor samples; the second is drawn as a dashed line.
         weight: its share of the height.
     """
 
@@ -44,13 +44,13 @@ class Lane:
 
 @dataclass
 class LaneData:
-    """What a lane shows in a viewport.
+    """A lane's data in a viewport.
 
     Attributes:
-        values: areas on top of each other, [layers, n], in the lane's unit.
-        line: a dashed line, [n], NaN where nothing is known; None if the lane has none.
-        scale: value at the lane's top.
-        ceiling: a measured limit, dashed; None if none is known.
+        values: stacked areas, [layers, n], in the lane's unit.
+        line: a dashed line, [n], NaN where unknown; None if the lane has none.
+        scale: the value at the lane's top.
+        ceiling: a measured limit, dashed; None if unknown.
     """
 
     values: Floats
@@ -61,14 +61,14 @@ class LaneData:
 
 
 def lanes_of(history: History, *, machine: bool) -> list[Lane]:
-    """The engine's lanes, as far as its model has such devices, and the machine's if they are wanted."""
+    """The engine's lanes for the devices its model uses, and the machine's if requested."""
     if not history.has_engine:
         return machine_lanes(history)
     return _engine_lanes(copies=history.has_copies) + (machine_lanes(history) if machine else [])
 
 
 def lane_titles() -> list[str]:
-    """The names of all lanes there are, whatever this machine has."""
+    """The names of all possible lanes, whatever this machine has."""
     return [lane.title for lane in (*_engine_lanes(copies=True), *_sensor_lanes())]
 
 
@@ -96,7 +96,7 @@ def _engine_lanes(*, copies: bool) -> list[Lane]:
 
 
 def machine_lanes(history: History) -> list[Lane]:
-    """What sensors tell; lanes of sensors that this machine has not are left out."""
+    """Lanes of sensors; those that this machine lacks are left out."""
     return [lane for lane in _sensor_lanes() if any(map(history.knows_gauge, lane.gauges))]
 
 
@@ -140,7 +140,7 @@ def _sensor_lanes() -> list[Lane]:
 
 
 def read_lane(lane: Lane, history: History, viewport: Viewport, ceilings: dict[str, float]) -> LaneData:
-    """What the lane shows, column by column."""
+    """A lane's data, column by column."""
     edges = viewport.edges()
     if lane.gauges:
         return _gauge_data(lane, history, edges)
@@ -156,7 +156,7 @@ def read_lane(lane: Lane, history: History, viewport: Viewport, ceilings: dict[s
         rates = history.bytes_per_s(lane.spans[0], edges)
         ceiling = ceilings.get(lane.key)
         top = max(float(rates.max(initial=0.0)), 1e6)
-        # A lane that does next to nothing would be a mountain range under its own scale.
+        # On its own scale, an almost idle lane would look busy.
         return LaneData(rates[None], scale=nice(max(top, 1.08 * ceiling if ceiling else 1e8)), ceiling=ceiling)
     if lane.kind == "experts":
         names = (translate("Timeline", "hit"), translate("Timeline", "fetched"), translate("Timeline", "CPU"))
@@ -164,7 +164,7 @@ def read_lane(lane: Lane, history: History, viewport: Viewport, ceilings: dict[s
     if lane.kind == "rate":
         rates = history.tokens_per_s(edges)
         known = rates[np.isfinite(rates)]
-        # The very fastest column is often one short step: it may touch the top.
+        # The highest column is often one short step: it may touch the top.
         top = float(np.percentile(known, 98)) if len(known) else 1.0
         return LaneData(np.zeros((0, len(rates))), line=rates, scale=nice(1.15 * max(top, 1.0)))
     return LaneData(np.zeros((0, len(edges) - 1)))
@@ -178,7 +178,7 @@ def _gauge_data(lane: Lane, history: History, edges: Floats) -> LaneData:
 
 
 def nice(value: float) -> float:
-    """The next of 1, 1.5, 2, 3, 4, 5, 6, 8, 10 of a decade: a scale that does not tremble."""
+    """The next of 1, 1.5, 2, 3, 4, 5, 6, 8, 10 of a decade, so that the scale does not jitter."""
     decade = 10.0 ** np.floor(np.log10(max(value, 1e-9)))
     for step in (1, 1.5, 2, 3, 4, 5, 6, 8, 10):
         if value <= step * decade * 1.0001:
@@ -216,7 +216,7 @@ def _both_ways(into: float, out: float) -> str:
 
 
 def reading(lane: Lane, data: LaneData, column: int) -> str:
-    """What a lane says at a column, as a short text; empty if nothing."""
+    """A lane's value at a column, as short text; empty if there is none."""
     columns = data.values.shape[1] if data.values.size else (len(data.line) if data.line is not None else 0)
     if not 0 <= column < columns:
         return ""

@@ -1,4 +1,4 @@
-"""Where in time one looks: at the living end, or at a past that stands still while recording goes on."""
+"""The visible time range: following the live end, or frozen while recording continues."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from app.services.history.history import History
 from app.widgets.timeline.viewport import Viewport
 
 BEHIND_NS = 300_000_000
-"""The living end lies so far behind the newest: by then every lane's news have come."""
+"""How far the live view lags behind the newest data: by then every lane's records have arrived."""
 WHOLE = 0
-"""Instead of a length: all of the session."""
+"""Instead of a length: the whole session."""
 _MARGIN = 1.02
 
 
 class Navigator(QObject):
-    """Signals: `moved` after every change of what is shown; `live_changed(bool)`."""
+    """Signals: `moved` after every change of the visible range; `live_changed(bool)`."""
 
     moved = Signal()
     live_changed = Signal(bool)
@@ -32,33 +32,33 @@ class Navigator(QObject):
 
     @property
     def history(self) -> History | None:
-        """What is shown: the living past, or a copy of it."""
+        """The history shown: the live one, or a frozen copy."""
         return self._still if self._still is not None else self._source
 
     @property
     def is_live(self) -> bool:
-        """Whether the end is followed."""
+        """Whether the view follows the live end."""
         return self._still is None and not self._is_recorded
 
     @property
     def zero_ns(self) -> float:
-        """The moment that times are told from: the end of what goes on, the beginning of what was recorded."""
+        """The origin of displayed times: now when live, the beginning of a recording."""
         history = self.history
         moment = None if history is None else history.start_ns if self._is_recorded else history.end_ns
         return float(moment) if moment is not None else self.viewport.end_ns
 
     @property
     def is_recorded(self) -> bool:
-        """Whether it has no living end."""
+        """Whether it is a recording, without a live end."""
         return self._is_recorded
 
     @property
     def preset_ns(self) -> int:
-        """The length chosen, `WHOLE` for the whole session; -1 once it was zoomed."""
+        """The chosen length, `WHOLE` for the whole session; -1 once zoomed."""
         return self._preset_ns
 
     def set_source(self, history: History | None, *, recorded: bool) -> None:
-        """Shows another history; one that is `recorded` has no living end."""
+        """Shows another history; a `recorded` one has no live end."""
         was_live = self.is_live
         self._source, self._still, self._is_recorded = history, None, recorded
         if recorded:
@@ -71,18 +71,18 @@ class Navigator(QObject):
         self.moved.emit()
 
     def set_width(self, width: int) -> None:
-        """The number of columns; the length stays."""
+        """Sets the number of columns; the length stays."""
         self.viewport = replace(self.viewport, width=max(width, 1))
         self.follow()
 
     def set_preset(self, span_ns: int) -> None:
-        """One of the lengths to choose from."""
+        """Sets one of the preset lengths."""
         self._preset_ns = span_ns
         self._to_preset()
         self.moved.emit()
 
     def follow(self) -> None:
-        """What is live has its end at the right."""
+        """Scrolls a live view to the newest data."""
         if self.is_live and self._source is not None:
             if self._preset_ns == WHOLE:
                 self._to_preset()
@@ -90,14 +90,14 @@ class Navigator(QObject):
                 self.viewport = self.viewport.ending_at(self._end_ns())
 
     def freeze(self) -> None:
-        """The picture stands still; without effect if it does."""
+        """Freezes the view; no effect if it is frozen."""
         if self.is_live and self._source is not None:
             self._still = self._source.copy()
             self.live_changed.emit(False)
             self.moved.emit()
 
     def go_live(self) -> None:
-        """Back to the end."""
+        """Returns to the live end."""
         if self._still is not None:
             self._still = None
             self.live_changed.emit(True)
@@ -114,18 +114,18 @@ class Navigator(QObject):
             self.go_live()
 
     def pan(self, part: float) -> None:
-        """By `part` of what is shown; what is live stands still from then on."""
+        """Moves by `part` of the visible range; freezes a live view."""
         self.freeze()
         self._move(self.viewport.panned(part))
 
     def zoom(self, factor: float, anchor_ns: float | None = None) -> None:
-        """`factor` times as much time, around a moment; around the end while it is followed."""
+        """Shows `factor` times as much time, around a moment; around the end while live."""
         self._preset_ns = -1
         anchor = self.viewport.end_ns if self.is_live or anchor_ns is None else anchor_ns
         self._move(self.viewport.zoomed(factor, anchor))
 
     def show(self, start_ns: float, end_ns: float) -> None:
-        """A stretch, with a little room around it."""
+        """Shows a range with some margin."""
         self.freeze()
         self._preset_ns = -1
         span = max((end_ns - start_ns) * 1.1, 1.0)
@@ -133,7 +133,7 @@ class Navigator(QObject):
         self._move(viewport.zoomed(1.0, viewport.start_ns + span / 2))
 
     def place(self, viewport: Viewport) -> None:
-        """Just there: for a picture that another one leads."""
+        """Sets exactly this range: for a view that follows another one."""
         self._preset_ns = -1
         self.viewport = viewport
         self.moved.emit()

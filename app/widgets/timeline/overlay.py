@@ -1,4 +1,4 @@
-"""What lies above the picture: names of lanes and what they read, crosshair, selection, a token's path."""
+"""Drawn above the picture: lane names and readings, crosshair, selection, a token's path."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _WRAPPED = int(_LINE | Qt.TextFlag.TextWordWrap)
 
 @dataclass(frozen=True, slots=True)
 class GutterLabel:
-    """Words left of a plot.
+    """Text to the left of a plot.
 
     Attributes:
-        whole: all of them; `shown` ends in an ellipsis where there is no room for that.
-        is_title: the lane's name, not what it reads.
+        whole: the full text; `shown` is elided if it does not fit.
+        is_title: the lane's name, not its reading.
     """
 
     area: QRectF
@@ -40,7 +40,7 @@ class GutterLabel:
 
 
 def gutter_labels(rows: list[Row], column: int, font: QFont) -> list[GutterLabel]:
-    """Each lane's name, and under it what it reads at `column`."""
+    """Each lane's name, and below it its reading at `column`."""
     title, caption = QFontMetricsF(title_font(font)), QFontMetricsF(caption_font(font))
     found = []
     for row in rows:
@@ -61,7 +61,7 @@ def gutter_labels(rows: list[Row], column: int, font: QFont) -> list[GutterLabel
 
 
 def draw_gutter(painter: QPainter, labels: list[GutterLabel], font: QFont) -> None:
-    """The words left of the plots."""
+    """The text to the left of the plots."""
     title, caption = title_font(font), caption_font(font)
     for label in labels:
         painter.setFont(title if label.is_title else caption)
@@ -70,7 +70,7 @@ def draw_gutter(painter: QPainter, labels: list[GutterLabel], font: QFont) -> No
 
 
 def draw_selection(painter: QPainter, rows: list[Row], viewport: Viewport, selection: tuple[float, float]) -> None:
-    """The stretch that is averaged."""
+    """The selected range."""
     left, right = (_x(rows, viewport, at) for at in selection)
     rect = QRectF(left, 0, right - left, rows[-1].area.bottom())
     painter.fillRect(rect, faded(themed("accent"), FAINT_ALPHA))
@@ -79,7 +79,7 @@ def draw_selection(painter: QPainter, rows: list[Row], viewport: Viewport, selec
 
 
 def draw_token(painter: QPainter, rows: list[Row], viewport: Viewport, token: TokenPath) -> None:
-    """What a token waited for, through the lanes."""
+    """A token's critical path through the lanes."""
     areas = {lane: row.area for row in rows for lane in row.lane.spans}
     to_device = next((row.area for row in rows if row.lane.key == "h2d"), None)
     if to_device is not None:

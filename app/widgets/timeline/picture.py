@@ -1,4 +1,4 @@
-"""The timeline as a picture: everything but what follows the mouse."""
+"""The timeline's picture: everything except what follows the mouse."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _LEAST_AXIS_PX = 24
 _LEAST_LANE_PX = 27
 _LEAST_PHASE_PX = 32
 _NAME_MARGIN_PX = 6
-"""A lane's name and what it reads may reach so far beyond its plot: into the gap to the next."""
+"""How far a lane's name and reading may extend beyond its plot, into the gap to the next."""
 _SHORT_NS = 2e9
-"""So short a stretch has an axis of its own: what matters is how long things take, not when it was."""
+"""Shorter ranges have times relative to their own beginning: durations matter then, not when it was."""
 _BLOCKS_BELOW_NS = 3e9
-"""Single spans are looked for only in less time than this: in more there are always too many."""
+"""Spans are drawn one by one only in shorter ranges: in longer ones there are always too many."""
 
 
 @dataclass
 class Row:
-    """A lane, where its plot is, and what it shows."""
+    """A lane, its plot's position, and its data."""
 
     lane: Lane
     area: QRectF
@@ -51,12 +51,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the words of the timeline need, in pixels.
+    """Sizes in pixels that the timeline's text needs.
 
     Attributes:
-        gutter: width of what stands left of the plots: the longest name of a lane, and the mark beside it.
-        lane: least height of a plot beside which a name and what is read have room.
-        phase: height of the lane of phases.
+        gutter: width to the left of the plots: the longest lane name and its help mark.
+        lane: minimum height of a plot, so that name and reading fit.
+        phase: height of the phase lane.
         axis: height of the times below.
     """
 
@@ -67,7 +67,7 @@ class Sizes:
 
 
 def sizes_for(font: QFont) -> Sizes:
-    """What the words need in this font."""
+    """The sizes for this font."""
     return _sizes(font.toString())
 
 
@@ -77,7 +77,7 @@ def _sizes(described: str) -> Sizes:
     font.fromString(described)
     title, caption, axis = (QFontMetrics(one) for one in (title_font(font), caption_font(font), axis_font(font)))
     longest = max(map(title.horizontalAdvance, lane_titles()))
-    # In small fonts the mark reaches down to what a lane reads.
+    # In small fonts the help mark overlaps the reading's line.
     longest = max(longest + _NAME_GAP_PX, caption.horizontalAdvance(_WIDEST_READING) + 1)
     beside = title.height() + caption.height() - _NAME_MARGIN_PX
     return Sizes(
@@ -89,31 +89,31 @@ def _sizes(described: str) -> Sizes:
 
 
 def title_font(font: QFont) -> QFont:
-    """Of the names of lanes."""
+    """For lane names."""
     result = scaled(font, 0.9)
     result.setWeight(QFont.Weight.DemiBold)
     return result
 
 
 def caption_font(font: QFont) -> QFont:
-    """Of what lanes read."""
+    """For readings."""
     return scaled(tabular(font), 0.8)
 
 
 def axis_font(font: QFont) -> QFont:
-    """Of what stands in and below the plots."""
+    """For text in and below the plots."""
     return scaled(tabular(font), 0.82)
 
 
 def least_height(lanes: list[Lane], font: QFont) -> int:
-    """The least height in which every lane's words have room."""
+    """The minimum height in which every lane's text fits."""
     sizes = sizes_for(font)
     own = sum(sizes.phase if lane.kind == "phase" else sizes.lane for lane in lanes)
     return own + LANE_GAP_PX * (len(lanes) + 1) + sizes.axis
 
 
 def lane_areas(lanes: list[Lane], width: float, height: float, font: QFont) -> list[QRectF]:
-    """Plots of all lanes in a widget of that size: by weight, but none less high than its words."""
+    """Plots of all lanes in a widget of this size: by weight, but at least as high as their text."""
     sizes = sizes_for(font)
     room = height - sizes.axis - LANE_GAP_PX * len(lanes)
     highs: dict[str, float] = {lane.key: sizes.phase for lane in lanes if lane.kind == "phase"}
@@ -135,7 +135,7 @@ def lane_areas(lanes: list[Lane], width: float, height: float, font: QFont) -> l
 def read_rows(
     lanes: list[Lane], areas: list[QRectF], history: History, viewport: Viewport, ceilings: dict[str, float]
 ) -> list[Row]:
-    """Everything that the lanes show of a history."""
+    """Each lane's data from a history."""
     spans: Records | None = None
     if viewport.span_ns < _BLOCKS_BELOW_NS:
         spans = history.spans_between(int(viewport.start_ns), int(viewport.end_ns) + 1)
@@ -163,7 +163,7 @@ def draw_rows(
     """All plots, the lines between them, marks and the axis.
 
     Args:
-        zero_ns: the moment that times on the axis are told from; now, unless it `is_recorded`.
+        zero_ns: the origin of times on the axis; now, unless it `is_recorded`.
     """
     if not rows:
         return
@@ -194,13 +194,13 @@ def draw_rows(
 
 
 def blended(one: QColor, other: QColor) -> QColor:
-    """Half of each: what is not transparent is drawn faster."""
+    """Half of each: opaque colours are drawn faster."""
     pairs = ((one.red(), other.red()), (one.green(), other.green()), (one.blue(), other.blue()))
     return QColor(*((mine + theirs) // 2 for mine, theirs in pairs))
 
 
 def scaled(font: QFont, part: float) -> QFont:
-    """The same font at `part` of its size, whatever unit it was given in."""
+    """The font at `part` of its size, in points or pixels."""
     result = QFont(font)
     result.setPixelSize(max(9, round(QFontInfo(font).pixelSize() * part)))
     return result
@@ -217,7 +217,7 @@ def _draw_ceiling_label(painter: QPainter, row: Row) -> None:
 def _draw_axis(
     painter: QPainter, area: QRectF, top: float, viewport: Viewport, zero_ns: float, *, is_recorded: bool
 ) -> None:
-    """Times from `zero_ns`; in short stretches from their own beginning."""
+    """Times relative to `zero_ns`; in short ranges, to their own beginning."""
     step = tick_ns(viewport.span_ns, max(2, int(area.width() // 110)))
     is_short = viewport.span_ns <= _SHORT_NS
     zero = viewport.start_ns if is_short else zero_ns
@@ -248,7 +248,7 @@ def _draw_axis(
 
 
 def _draw_marks(painter: QPainter, rows: list[Row], history: History, viewport: Viewport) -> None:
-    """What happened, as dotted lines with their words at the top."""
+    """Events, as dotted lines with labels at the top."""
     top, bottom = rows[0].area.top(), rows[-1].area.bottom()
     last_right = -1e9
     for mark in history.marks_between(viewport.start_ns, viewport.end_ns):

@@ -16,15 +16,15 @@ from app.widgets.timeline.raster import LaneRaster, Shares, over
 
 LINE_PX = 1.3
 _FAINT_PART = 170 / 255
-"""Of a part of a stack, between its hatches."""
+"""Opacity of a stack's part between its hatching."""
 
 
 def draw_lane(painter: QPainter, area: QRectF, xs: Floats, lane: Lane, data: LaneData, colour: QColor) -> None:
-    """One lane's plot: as pixels on a screen, as lines and areas in a drawing that can be scaled.
+    """One lane's plot: as pixels on a screen, as paths in a vector drawing.
 
     Args:
-        area: the whole plot of the lane.
-        xs: left edges of its columns, and the right one of the last, [n + 1].
+        area: the lane's whole plot.
+        xs: left edges of its columns, and the right edge of the last, [n + 1].
     """
     if painter.paintEngine().type() == QPaintEngine.Type.SVG:
         _draw_outlines(painter, area, xs, lane, data, colour)
@@ -83,13 +83,13 @@ def _draw_outlines(painter: QPainter, area: QRectF, xs: Floats, lane: Lane, data
 
 
 def _known(values: Floats) -> Floats:
-    """What is not known counts for nothing."""
+    """Unknown values as 0."""
     known = np.isfinite(values)
     return values if known.all() else np.where(known, values, 0.0)
 
 
 def _top(below: Floats, above: Floats, scale: float, *, hatched: bool) -> Floats:
-    """Where the line on top of an area runs; where nothing is, and nothing beside it, there is none."""
+    """The line along an area's top; NaN where the area and its neighbours are empty."""
     there = above > below
     if hatched:
         return np.where(there, above / scale, np.nan)
@@ -100,7 +100,7 @@ def _top(below: Floats, above: Floats, scale: float, *, hatched: bool) -> Floats
 
 
 def draw_line(painter: QPainter, area: QRectF, xs: Floats, shares: Floats, pen: QPen, *, dashed: bool = False) -> None:
-    """A line through the middles of columns; it has gaps where `shares` [n] of the height are not known."""
+    """A line through the centres of columns; it has gaps where `shares` [n] of the height are NaN."""
     if dashed:
         pen.setStyle(Qt.PenStyle.CustomDashLine)
         pen.setDashPattern([3.0, 3.0])
@@ -120,7 +120,7 @@ def draw_line(painter: QPainter, area: QRectF, xs: Floats, shares: Floats, pen: 
 
 
 def polygon(xs: Floats, ys: Floats) -> QPolygonF:
-    """Points as Qt wants them, without a Python object for each."""
+    """Points as Qt needs them, without a Python object per point."""
     result = QPolygonF()
     result.resize(len(xs))
     if len(xs):
@@ -156,7 +156,7 @@ def _draw_area(
 
 
 def _draw_stack(painter: QPainter, area: QRectF, xs: Floats, shares: Floats) -> None:
-    """Columns of three parts each; equal neighbours are one rectangle."""
+    """Columns of three parts; equal neighbours are merged into one rectangle."""
     quantised = np.round(shares * area.height()).astype(np.int32)
     changes = np.flatnonzero((np.diff(quantised, axis=1) != 0).any(axis=0)) + 1
     firsts = np.concatenate(([0], changes))

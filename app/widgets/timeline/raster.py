@@ -1,7 +1,7 @@
-"""Areas, lines and stacks of columns as pixels, computed as arrays.
+"""Areas, lines and stacks of columns rasterised with arrays.
 
-Ten times cheaper and more than the painter's polygons of a thousand corners, and as smooth: how much of each pixel is
-covered is computed exactly along its column.
+At least ten times cheaper than QPainter's polygons with a thousand corners, and as smooth: each pixel's coverage is
+computed exactly along its column.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from PySide6.QtGui import QColor, QImage, QPainter
 from app.services.history.buckets import Floats
 
 Shares = NDArray[np.float32]
-"""How much of each pixel is covered, [height, width] in 0..1."""
+"""Coverage of each pixel, [height, width] in 0..1."""
 _HATCH_PX = 8
 _DASH_PX = 6
 _MARGIN_PX = 1
@@ -24,10 +24,10 @@ _MARGIN_PX = 1
 
 
 class LaneRaster:
-    """The pixels of one plot, which is all in one colour or a stack of columns.
+    """The pixels of one plot, in one colour or as a stack of columns.
 
     Args:
-        area: of the plot, in the painter's units; `ratio` pixels are one of them.
+        area: of the plot, in the painter's units, each `ratio` pixels wide.
         xs: edges of its columns, [n + 1].
     """
 
@@ -52,7 +52,7 @@ class LaneRaster:
         return self._between(low, high)
 
     def line(self, shares: Floats, width: float, *, dashed: bool = False) -> Shares:
-        """Along a curve through the middles of columns, [n]; gaps where it is NaN."""
+        """Along a curve through the centres of columns, [n]; gaps where it is NaN."""
         known = np.isfinite(shares)
         if not known.any():
             return np.zeros(self._size, np.float32)
@@ -67,16 +67,16 @@ class LaneRaster:
         return np.asarray(np.clip(covered, 0, 1, out=covered))
 
     def hatched(self, *, forward: bool = False) -> Shares:
-        """Diagonal lines over all of it, rising to the right unless `forward`; as Qt's brushes have them."""
+        """Diagonal lines over the whole plot, rising to the right unless `forward`, as in Qt's brushes."""
         return _hatched(*self._size, self._ratio, forward=forward)
 
     def columns(self, below: Floats, above: Floats) -> Shares:
-        """As `area`, but each column is level."""
+        """As `area`, but each column is flat."""
         low, high = self._y(below[self._column]), self._y(above[self._column])
         return self._between(low, high)
 
     def draw(self, painter: QPainter, covered: Shares, colour: QColor) -> None:
-        """Puts a colour there, as opaque as `covered` says."""
+        """Draws a colour with the opacity in `covered`."""
         pixels = _shades(colour.rgb()).take((covered * np.float32(255) + np.float32(0.5)).astype(np.uint8))
         height, width = self._size
         image = QImage(pixels.data, width, height, 4 * width, QImage.Format.Format_ARGB32_Premultiplied)
@@ -111,7 +111,7 @@ def _hatched(height: int, width: int, ratio: float, *, forward: bool) -> Shares:
 
 
 def over(*layers: Shares) -> Shares:
-    """What several layers of one colour cover together."""
+    """Combined coverage of several layers of one colour."""
     free = 1 - layers[0]
     for layer in layers[1:]:
         free *= 1 - layer

@@ -1,4 +1,4 @@
-"""What is said of a moment, of a stretch, and of one token."""
+"""Texts about a moment, a range, and one token."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from engine.telemetry.records import Records, no_spans
 translate = QCoreApplication.translate
 
 _LONGEST_S = 120.0
-"""Averages of a longer stretch are taken from sums, not from spans."""
+"""Averages of longer ranges are computed from sums, not from spans."""
 
 
 def lane_title(lane: str) -> str:
-    """What is done in a lane of the engine, in words that stand after "61%"."""
+    """A lane's activity, in words that follow "61%"."""
     return {
         "gpu": translate("Timeline", "computing on the GPU"),
         "h2d": translate("Timeline", "copying weights to the GPU"),
@@ -30,7 +30,7 @@ def lane_title(lane: str) -> str:
         "cpu_attention": translate("Timeline", "attention and other layers on the CPU"),
         "disk": translate("Timeline", "reading from disk"),
         "small_copy": translate("Timeline", "passing results to the GPU"),
-        OTHER: translate("Timeline", "choosing tokens and bookkeeping"),
+        OTHER: translate("Timeline", "sampling and bookkeeping"),
     }.get(lane, lane)
 
 
@@ -63,7 +63,7 @@ class TokenPath:
 
 
 def token_at(history: History, at_ns: float, reach_ns: float) -> TokenPath | None:
-    """The token whose tick is nearest to a moment, no further than `reach_ns`; None if there is none."""
+    """The token whose tick is closest to a moment, within `reach_ns`; None if there is none."""
     steps = history.steps_between(int(at_ns - reach_ns) - 1, int(at_ns + reach_ns) + 1)
     steps = steps[((steps["name"] == DECODE) | (steps["name"] == SAMPLE)) & (steps["tokens"] > 0)]
     if not len(steps):
@@ -74,7 +74,7 @@ def token_at(history: History, at_ns: float, reach_ns: float) -> TokenPath | Non
 
 
 def token_beside(history: History, at_ns: float, direction: int) -> TokenPath | None:
-    """The token after a moment, or the one before."""
+    """The token after a moment, or before it."""
     steps = history.last_steps(1 << 15)
     steps = steps[(steps["name"] == DECODE) & (steps["tokens"] > 0)]
     found = steps[steps["end_ns"] > at_ns][:1] if direction > 0 else steps[steps["end_ns"] < at_ns][-1:]
@@ -93,7 +93,7 @@ def path_of(history: History, step: Records) -> TokenPath:
 
 
 def averages_text(history: History, start_ns: float, end_ns: float) -> str:
-    """Averages of a stretch, as one line."""
+    """Averages over a range, in one line."""
     averages = range_averages(
         history.spans_between(int(start_ns), int(end_ns)) if end_ns - start_ns < _LONGEST_S * 1e9 else no_spans(),
         history.steps_between(int(start_ns), int(end_ns)),
@@ -109,7 +109,7 @@ def averages_text(history: History, start_ns: float, end_ns: float) -> str:
     for lane, rate_gb in averages.gigabytes_per_s.items():
         parts.append(f"{lane_name(lane)} {number(rate_gb, 2)} GB/s")
     for counter, words in (
-        ("hits", translate("Timeline", "{0} hits a token")),
+        ("hits", translate("Timeline", "{0} hits per token")),
         ("fetched", translate("Timeline", "{0} fetched")),
         ("on_cpu", translate("Timeline", "{0} on the CPU")),
     ):
@@ -119,7 +119,7 @@ def averages_text(history: History, start_ns: float, end_ns: float) -> str:
 
 
 def lane_name(lane: str) -> str:
-    """A lane of the engine, as its heading."""
+    """An engine lane's name."""
     return {
         "gpu": translate("Timeline", "GPU"),
         "h2d": translate("Timeline", "to the GPU"),

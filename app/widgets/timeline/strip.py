@@ -1,4 +1,4 @@
-"""The lanes in little, for pages that are about something else."""
+"""A miniature timeline, for pages about something else."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _LANES = ("gpu", "h2d", "cpu", "disk", "experts", "tokens")
 
 
 class TimelineStrip(QWidget):
-    """The last twenty seconds, lane beside lane.  Hidden it neither reads nor paints.
+    """The last twenty seconds of every lane.  It neither reads nor paints while hidden.
 
-    Signals: `opened`, when it is clicked or Enter is pressed: the user wants to see the Monitor.
+    Signals: `opened`, on click or Enter: the user wants to see the Monitor.
     """
 
     opened = Signal()
@@ -37,7 +37,7 @@ class TimelineStrip(QWidget):
         self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
         self.setFixedHeight(HEIGHT_PX)
         self.setCursor(Qt.CursorShape.PointingHandCursor)
-        self.setAccessibleName(self.tr("What the machine does"))
+        self.setAccessibleName(self.tr("Machine activity"))
         self.setToolTip(self.tr("The last 20 seconds. Click for the Monitor."))
         self._refreshing = QTimer(self, interval=_REFRESH_MS)
         self._refreshing.timeout.connect(self._refresh)

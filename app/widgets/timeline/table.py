@@ -1,4 +1,4 @@
-"""The timeline as a table, for screen readers and for whoever prefers numbers."""
+"""The timeline as a table, for screen readers and exact numbers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Index = QModelIndex | QPersistentModelIndex
 
 
 class LaneTable(QAbstractTableModel):
-    """A row for each lane, for stacks for each of their parts: at the end, on average, at most."""
+    """A row per lane, for stacks one per part: last value, average, maximum."""
 
     def __init__(self, parent: QObject | None = None) -> None:
         super().__init__(parent)
         self._rows: list[tuple[str, str, str, str]] = []
 
     def show_lanes(self, lanes: list[tuple[Lane, LaneData]]) -> None:
-        """What the timeline shows now."""
+        """Shows the timeline's current data."""
         rows = [row for lane, data in lanes for row in rows_of_lane(lane, data)]
         if len(rows) != len(self._rows):
             self.beginResetModel()
@@ -50,15 +50,15 @@ class LaneTable(QAbstractTableModel):
         if orientation == Qt.Orientation.Horizontal and role == Qt.ItemDataRole.DisplayRole:
             return (
                 translate("Timeline", "Lane"),
-                translate("Timeline", "At the end"),
-                translate("Timeline", "On average"),
-                translate("Timeline", "At most"),
+                translate("Timeline", "Last"),
+                translate("Timeline", "Average"),
+                translate("Timeline", "Max"),
             )[section]
         return None
 
 
 def rows_of_lane(lane: Lane, data: LaneData) -> list[tuple[str, str, str, str]]:
-    """(name, at the end, on average, at most) of a lane; none for phases, which are no numbers."""
+    """A lane's (name, last, average, maximum); none for phases, which have no values."""
     if lane.kind == "phase":
         return []
     series: list[tuple[str, Floats]] = []

@@ -1,4 +1,4 @@
-"""The timeline as a widget: mouse, keys, and what follows them."""
+"""The timeline widget: mouse, keys, and what follows them."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ _EMPTY_PX = 233
 _TICK_REACH_PX = 6.0
 _REFRESH_MS = (100, 1000)
 _NEW_COLUMNS = 10
-"""Come between two paintings."""
+"""Pause between two paints."""
 _PAINTING_PART = 1 / 40
-"""Of the time at most: what takes long to paint is painted more rarely."""
+"""Maximum share of time spent painting: a slow paint lengthens the pause."""
 
 
 class TimelineView(QWidget):
-    """Shows what `navigator` looks at.  While it is hidden it neither reads nor paints.
+    """Shows the range of `navigator`.  It neither reads nor paints while hidden.
 
     Signals:
-        said(str): what is under the crosshair, in the selection, or of the token chosen; empty if nothing is.
-        pointed(object): the moment of the crosshair, nanoseconds; None if it has gone.
+        said(str): about the crosshair, the selection or the selected token; empty if there is none.
+        pointed(object): the time at the crosshair, nanoseconds; None when it disappears.
     """
 
     said = Signal(str)
@@ -98,7 +98,7 @@ class TimelineView(QWidget):
         self.setAccessibleDescription(
             self.tr(
                 "Arrow keys move and zoom, Space freezes, Home returns to now, comma and full stop move the crosshair, "
-                "square brackets walk from token to token, Enter zooms to a token. A table says the same in words."
+                "square brackets step through tokens, Enter zooms to a token. The table has the same data as text."
             )
         )
         self._refreshing = QTimer(self)
@@ -109,7 +109,7 @@ class TimelineView(QWidget):
 
     @property
     def rows(self) -> list[Row]:
-        """The lanes as they were drawn last."""
+        """The lanes as last drawn."""
         return self._rows
 
     @property
@@ -117,18 +117,18 @@ class TimelineView(QWidget):
         return self._shows_machine
 
     def set_shows_machine(self, shows: bool) -> None:
-        """Whether the lanes of the machine's sensors stand below the engine's."""
+        """Whether to show the sensors' lanes below the engine's."""
         self._shows_machine = shows
         self._redraw()
         self.updateGeometry()
 
     @property
     def marks(self) -> dict[str, HelpMark]:
-        """The "?" of each lane that is shown, by its key."""
+        """Help marks of the visible lanes, by key."""
         return {lane.key: self._marks[lane.key] for lane in self._lanes if lane.key in self._marks}
 
     def explain_lanes(self) -> None:
-        """Puts a "?" beside each lane's name from now on."""
+        """Adds a help mark to each lane's name."""
         self._explains = True
         self._place_marks()
 
@@ -139,11 +139,11 @@ class TimelineView(QWidget):
             self._redraw()
 
     def labels(self) -> list[GutterLabel]:
-        """The words left of the plots, as they are painted."""
+        """The text to the left of the plots, as painted."""
         return gutter_labels(self._rows, self._column_read(), self.font()) if self._rows else []
 
     def read_lanes(self) -> list[tuple[Lane, LaneData]]:
-        """The lanes and what they show now, whether it is painted or not."""
+        """The lanes and their current data, painted or not."""
         history = self.navigator.history
         if history is None:
             return []
@@ -152,7 +152,7 @@ class TimelineView(QWidget):
         return [(lane, read_lane(lane, history, self.navigator.viewport, self._ceilings)) for lane in lanes]
 
     def refresh(self) -> None:
-        """Draws what is new, if anything is."""
+        """Redraws if there is new data."""
         history = self.navigator.history
         if self.navigator.is_live and history is not None and history.revision != self._drawn_revision:
             self.navigator.follow()
@@ -194,7 +194,7 @@ class TimelineView(QWidget):
         self._redraw()
 
     def _fit(self) -> None:
-        """As many columns as there is room for beside the names, whatever size these have."""
+        """As many columns as fit beside the names."""
         columns = max(self.width() - self._gutter - RIGHT_PX, 1)
         if columns != self.navigator.viewport.width:
             self.navigator.set_width(columns)
@@ -220,10 +220,10 @@ class TimelineView(QWidget):
         painter.end()
 
     def paint_onto(self, painter: QPainter) -> None:
-        """The same in lines and areas, for a drawing that can be scaled."""
+        """Draws it as paths, for vector graphics."""
         history = self.navigator.history
         if history is not None:
-            if self._picture is None:  # the lanes are read when they are drawn
+            if self._picture is None:  # lanes are read when they are drawn
                 self._picture = self._draw(history)
             painter.fillRect(self.rect(), themed("surface"))
             painter.setFont(axis_font(self.font()))
@@ -261,7 +261,7 @@ class TimelineView(QWidget):
         self._drawn_revision = history.revision
         self._rows = read_rows(lanes, areas, history, viewport, self._ceilings)
         if self._explains and [(row.lane.key, row.area.topLeft()) for row in self._rows] != self._placed:
-            QTimer.singleShot(0, self, self._place_marks)  # not in the middle of painting
+            QTimer.singleShot(0, self, self._place_marks)  # not during painting
         painter = QPainter(picture)
         painter.setFont(axis_font(self.font()))
         self._draw_lanes(painter, history)
@@ -270,7 +270,7 @@ class TimelineView(QWidget):
         return picture
 
     def _place_marks(self) -> None:
-        """A mark at the right of each lane's name; in the order of the lanes, also for the Tab key."""
+        """Places a help mark to the right of each lane's name; tab order follows the lanes."""
         self._placed = [(row.lane.key, row.area.topLeft()) for row in self._rows]
         before: QWidget = self
         for row in self._rows:
@@ -300,7 +300,7 @@ class TimelineView(QWidget):
         )
 
     def _column_read(self) -> int:
-        """Column under the crosshair, or the last one."""
+        """The column under the crosshair, or the last one."""
         viewport = self.navigator.viewport
         if self._cursor_ns is not None and viewport.start_ns <= self._cursor_ns <= viewport.end_ns:
             return int((self._cursor_ns - viewport.edges()[0]) // viewport.column_ns)
@@ -320,7 +320,7 @@ class TimelineView(QWidget):
         return super().event(event)
 
     def tip_at(self, at: QPointF) -> str:
-        """What is there in whole, where it is painted with an ellipsis; empty elsewhere."""
+        """The full text where it is painted elided; empty elsewhere."""
         return next((one.whole for one in self.labels() if one.shown != one.whole and one.area.contains(at)), "")
 
     # --- the mouse --------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ class TimelineView(QWidget):
             self.navigator.pan((self._pressed.x() - at.x()) / max(self.navigator.viewport.width, 1))
             self._pressed = at
         elif self._pressed is not None and abs(at.x() - self._pressed.x()) > _DRAG_PX:
-            self.navigator.freeze()  # what is selected must not run away
+            self.navigator.freeze()  # a selection must not scroll away
             self.select(*sorted((self._at(self._pressed.x()), self._at(at.x()))))
         elif self._plot().contains(at):
             self.set_cursor(self._at(at.x()))
@@ -395,40 +395,40 @@ class TimelineView(QWidget):
 
     @property
     def cursor_ns(self) -> float | None:
-        """Where the crosshair is."""
+        """The time at the crosshair."""
         return self._cursor_ns
 
     @property
     def selection(self) -> tuple[float, float] | None:
-        """The stretch that is selected."""
+        """The selected range."""
         return self._selection
 
     @property
     def token(self) -> TokenPath | None:
-        """The token that is chosen or under the mouse."""
+        """The token selected or under the mouse."""
         return self._token
 
     def set_cursor(self, at_ns: float | None) -> None:
-        """Puts the crosshair at a moment, or takes it away."""
+        """Moves the crosshair to a time, or hides it."""
         self._cursor_ns = at_ns
         self._say()
         self.update()
         self.pointed.emit(at_ns)
 
     def select(self, start_ns: float, end_ns: float) -> None:
-        """Selects a stretch; its averages are said."""
+        """Selects a range and reports its averages."""
         self._selection = (start_ns, end_ns)
         self._say()
         self.update()
 
     def clear_selection(self) -> None:
-        """Nothing is selected, and no token chosen."""
+        """Clears the selected range and token."""
         self._selection, self._token, self._token_is_kept = None, None, False
         self._say()
         self.update()
 
     def step_token(self, direction: int) -> None:
-        """Chooses the token after the chosen one, or the one before; the last one in sight if none is."""
+        """Selects the token after the selected one, or before it; without a selection, the last visible one."""
         if self.navigator.history is None:
             return
         viewport = self.navigator.viewport

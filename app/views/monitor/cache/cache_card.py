@@ -140,7 +140,7 @@ class CacheCard(Card):
         self.plot.setEnabled(not self.is_recorded)
         if report is None or tier is None:
             self.plot.show_tier(None, NO_FORECAST, 0, None)
-            self.aside.setText("" if report is None else self.tr("nothing to cache"))
+            self.caption.setText("" if report is None else self.tr("nothing to cache"))
             self._say(self._calm(report))
             return
         measured = tier.recent_hit_rate if tier.recent_hit_rate >= 0 else hit_rate(tier)
@@ -148,8 +148,8 @@ class CacheCard(Card):
         self.plot.show_tier(tier, known, room_slots(report, tier, self._free_ram), measured)
         self.size_field.show_tier(tier, self.plot.slots)
         adopted = self.tr("policy {0}, adopted") if tier.is_adaptive else self.tr("policy {0}")
-        self.aside.setText(adopted.format(policy_name(tier.policy)))
-        self.aside.setToolTip(self.tr("Chosen while running, by each policy's hit rate") if tier.is_adaptive else "")
+        self.caption.setText(adopted.format(policy_name(tier.policy)))
+        self.caption.setToolTip(self.tr("Chosen while running, by each policy's hit rate") if tier.is_adaptive else "")
         self._say_outcome()
         notes = [tier.note, report.note]
         if known.gains_nothing:

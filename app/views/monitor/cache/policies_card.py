@@ -58,7 +58,7 @@ class PoliciesCard(Card):
             for widget in widgets:
                 widget.hide()
         if tiers:
-            self.aside.setText(self.tr("recent hit rate, each on its own"))
+            self.caption.setText(self.tr("recent hit rate, each on its own"))
             self.note.setText(self._told(tiers))
 
     def _told(self, tiers: tuple[TierReport, ...]) -> str:
