@@ -281,8 +281,8 @@ class LineReader:
         """
         *ended, rest = data.split(b"\n")
         lines = []
-        for piece in ended:
-            self._rest += piece
+        for line in ended:
+            self._rest += line
             lines.append(bytes(self._rest))
             self._rest.clear()
         self._rest += rest

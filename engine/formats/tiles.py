@@ -20,7 +20,7 @@ from engine.formats.weight_format import GROUP, TILE_ROWS, TiledFormat
 
 ROUNDS = 16
 """Optimisation rounds over all starts, for formats that optimise."""
-_PIECE = 1 << 22
+_CHUNK = 1 << 22
 """Weights quantised per step: bounds the memory for intermediate results."""
 
 
@@ -132,16 +132,16 @@ def quantise_in_torch(weight: torch.Tensor, target: TiledMatrix, rounds: int = R
     """Fills `target` from `weight` [rows, columns], of any floating type, by its format's `fit`."""
     shape = target.shape
     blocks = to_blocks(weight.detach(), shape)
-    step = max(1, _PIECE // max(1, blocks[0].numel()))
+    step = max(1, _CHUNK // max(1, blocks[0].numel()))
     for begin in range(0, shape.blocks, step):
-        piece = slice(begin, begin + step)
-        of_piece = TiledMatrix(
-            TiledShape(blocks[piece].shape[0] * TILE_ROWS, shape.columns, shape.format),
-            target.weights[piece],
-            target.scales[piece],
-            target.zeros[piece] if target.zeros is not None else None,
+        chunk = slice(begin, begin + step)
+        of_chunk = TiledMatrix(
+            TiledShape(blocks[chunk].shape[0] * TILE_ROWS, shape.columns, shape.format),
+            target.weights[chunk],
+            target.scales[chunk],
+            target.zeros[chunk] if target.zeros is not None else None,
         )
-        pack(*shape.format.fit(blocks[piece], rounds), of_piece)
+        pack(*shape.format.fit(blocks[chunk], rounds), of_chunk)
 
 
 def pack(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, target: TiledMatrix) -> None:

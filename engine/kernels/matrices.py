@@ -17,7 +17,7 @@ from engine.kernels.native.library import NativeKernels
 Matrices = Callable[[torch.Tensor, int], torch.Tensor]
 """(x [T, columns], expert) -> [T, rows], bias included."""
 
-_PIECE_BYTES = 4 * 2**20
+_CHUNK_BYTES = 4 * 2**20
 """Weights dequantised at a time: small enough to stay in cache for the product."""
 
 _scratch = threading.local()
@@ -54,33 +54,33 @@ class TiledMatrices:
         if self._kernels is None or x.device.type != "cpu":
             out = linear(x, dequantise(matrix, x.dtype))
         else:
-            out = multiply_in_pieces(x, matrix, self._kernels)
+            out = multiply_in_chunks(x, matrix, self._kernels)
         if self._biases is not None:
             out += self._biases[expert]
         return out
 
 
-def multiply_in_pieces(x: torch.Tensor, matrix: TiledMatrix, kernels: NativeKernels) -> torch.Tensor:
+def multiply_in_chunks(x: torch.Tensor, matrix: TiledMatrix, kernels: NativeKernels) -> torch.Tensor:
     """x [T, columns] bf16 -> [T, rows], dequantising some blocks of rows at a time."""
     shape = matrix.shape
     out = x.new_empty(x.shape[0], shape.rows)
-    at_once = max(1, _PIECE_BYTES // (64 * shape.columns))
+    at_once = max(1, _CHUNK_BYTES // (64 * shape.columns))
     buffer = _buffer(min(at_once, shape.blocks) * 32 * shape.columns)
     pairs = shape.rows // 2
     for begin in range(0, shape.blocks, at_once):
         end = min(begin + at_once, shape.blocks)
         if shape.pairing is Pairing.HALVES:
             first, last = begin * 16, min(end * 16, pairs)
-            piece = buffer[: 2 * (last - first) * shape.columns].view(-1, shape.columns)
-            dequantise_natively(matrix, begin, end, piece, kernels)
-            gate, up = linear(x, piece).chunk(2, dim=-1)
+            chunk = buffer[: 2 * (last - first) * shape.columns].view(-1, shape.columns)
+            dequantise_natively(matrix, begin, end, chunk, kernels)
+            gate, up = linear(x, chunk).chunk(2, dim=-1)
             out[:, first:last] = gate
             out[:, pairs + first : pairs + last] = up
         else:
             first, last = begin * 32, min(end * 32, shape.rows)
-            piece = buffer[: (last - first) * shape.columns].view(-1, shape.columns)
-            dequantise_natively(matrix, begin, end, piece, kernels)
-            out[:, first:last] = linear(x, piece)
+            chunk = buffer[: (last - first) * shape.columns].view(-1, shape.columns)
+            dequantise_natively(matrix, begin, end, chunk, kernels)
+            out[:, first:last] = linear(x, chunk)
     return out
 
 

@@ -25,8 +25,8 @@ def write_rate(path: Path, nbytes: int, check: Callable[[], None] = lambda: None
     Raises:
         OSError: the disk failed.
     """
-    piece = _piece()
-    piece.random_()
+    block = _block()
+    block.random_()
     count = max(1, nbytes // PIECE_BYTES)
     file = DirectFile(path, writable=True)
     try:
@@ -34,7 +34,7 @@ def write_rate(path: Path, nbytes: int, check: Callable[[], None] = lambda: None
 
         def write(number: int) -> None:
             check()
-            file.write(number * PIECE_BYTES, bytes_of(piece))
+            file.write(number * PIECE_BYTES, bytes_of(block))
 
         _in_threads(write, count)
         file.sync()
@@ -46,14 +46,14 @@ def write_rate(path: Path, nbytes: int, check: Callable[[], None] = lambda: None
 def read_rate(
     path: Path,
     depth: int = DEFAULT_READERS,
-    piece_bytes: int = PIECE_BYTES,
+    block_bytes: int = PIECE_BYTES,
     check: Callable[[], None] = lambda: None,
 ) -> float:
     """Bytes per second of reading a non-empty file.
 
     Args:
         depth: reads in flight.
-        piece_bytes: of one read, at most `PIECE_BYTES`.
+        block_bytes: of one read, at most `PIECE_BYTES`.
         check: called before each read; an exception from it stops reading.
 
     Raises:
@@ -61,21 +61,21 @@ def read_rate(
     """
     forget_cached([path])
     size = path.stat().st_size
-    piece_bytes = min(piece_bytes, size)
-    count = size // piece_bytes
-    pieces = [_piece()[:piece_bytes] for _ in range(depth)]
+    block_bytes = min(block_bytes, size)
+    count = size // block_bytes
+    blocks = [_block()[:block_bytes] for _ in range(depth)]
     file = DirectFile(path)
     try:
         begun_s = time.perf_counter()
 
         def read(number: int) -> None:
             check()
-            piece = pieces.pop()
-            file.read_into(number * piece_bytes, bytes_of(piece))
-            pieces.append(piece)
+            block = blocks.pop()
+            file.read_into(number * block_bytes, bytes_of(block))
+            blocks.append(block)
 
         _in_threads(read, count, depth)
-        return count * piece_bytes / (time.perf_counter() - begun_s)
+        return count * block_bytes / (time.perf_counter() - begun_s)
     finally:
         file.close()
 
@@ -93,7 +93,7 @@ def forget_cached(files: Iterable[Path]) -> None:
                 os.close(descriptor)
 
 
-def _piece() -> torch.Tensor:
+def _block() -> torch.Tensor:
     return allocate_records(1, RecordLayout((), PIECE_BYTES), torch.device("cpu"))[0]
 
 

@@ -129,9 +129,9 @@ def waiting(spans: Records, steps: Records) -> Waiting:
     lasts = np.searchsorted(spans["start_ns"], steps["end_ns"])
     for step, first, last in zip(steps, firsts, lasts, strict=True):
         mine = spans[first:last]
-        for piece in critical_path(mine, int(step["start_ns"]), int(step["end_ns"])):
-            lane = int(mine["lane"][piece.span]) if piece.span >= 0 else -1
-            spent[LANES[lane] if 0 <= lane < len(LANES) else OTHER] += piece.end_ns - piece.start_ns
+        for segment in critical_path(mine, int(step["start_ns"]), int(step["end_ns"])):
+            lane = int(mine["lane"][segment.span]) if segment.span >= 0 else -1
+            spent[LANES[lane] if 0 <= lane < len(LANES) else OTHER] += segment.end_ns - segment.start_ns
     total = max(1, sum(spent.values()))
     share = {name: part / total for name, part in sorted(spent.items(), key=lambda item: -item[1]) if part}
     return Waiting(int(steps["tokens"].sum()), total / 1e9, share)

@@ -150,5 +150,5 @@ def _micros(nanoseconds: int) -> float:
 
 def joined(parts: Iterable[Records], empty: Records) -> Records:
     """Concatenates records."""
-    pieces = list(parts)
-    return np.concatenate(pieces) if pieces else empty
+    present = list(parts)
+    return np.concatenate(present) if present else empty

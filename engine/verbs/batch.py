@@ -326,10 +326,10 @@ def prediction_text(prediction: JobPrediction) -> str:
     """How a job will run, in a sentence."""
     rows = prediction.rows_together
     share = f"{rows:,} rows share each weight load" if rows > 1 else "one row at a time"
-    pieces = f" in {prediction.micro_batches} chunks" if prediction.micro_batches > 1 else ""
+    chunks = f" in {prediction.micro_batches} chunks" if prediction.micro_batches > 1 else ""
     ends = _between(prediction.seconds_low, prediction.seconds_high)
     return (
-        f"{share}{pieces}; about {_rate(prediction.low)} to {_rate(prediction.high)} tokens/s, "
+        f"{share}{chunks}; about {_rate(prediction.low)} to {_rate(prediction.high)} tokens/s, "
         f"{_LIMITS[prediction.bottleneck.value]} limits it; done in {ends} "
         f"if answers are about {prediction.job.generated_tokens:,.0f} tokens long."
     )
