@@ -11,10 +11,12 @@ from engine.common.errors import EngineError, ErrorCode
 
 _log = logging.getLogger(__name__)
 
+_CPU_WORDS = ("DefaultCPUAllocator", "not enough memory", "can't allocate memory")
+
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: torch reports it differently for the CPU and for devices."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    """Whether an allocation failed: torch reports it differently for devices and, only in words, for the CPU."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in _CPU_WORDS)
 
 
 def as_engine_error(error: BaseException, stream: str) -> EngineError:

@@ -72,6 +72,28 @@ def linear_struct(module: torch.nn.Linear) -> MatrixStruct | None:
     return plain_struct(weight) if plain else None
 
 
+def is_readable(linear: torch.nn.Linear) -> bool:
+    """Whether the kernels can read the weights and the bias of a linear layer in place."""
+    return linear_struct(linear) is not None and (linear.bias is None or is_plain(linear.bias))
+
+
+def is_plain(weight: torch.Tensor | None) -> bool:
+    """Whether the kernels can read a tensor in place: bf16, contiguous, in RAM."""
+    return (
+        weight is not None and weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.is_contiguous()
+    )
+
+
+def address_of(tensor: torch.Tensor | None) -> int | None:
+    """Where it lies; `None` becomes a null pointer."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def out_of_memory() -> EngineError:
+    """What to raise when a kernel had no memory for its buffers."""
+    return EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There was no memory left to compute a layer.")
+
+
 def _is_plain(module: torch.nn.Module) -> bool:
     if type(module) is not torch.nn.Linear:
         return False
@@ -106,7 +128,7 @@ class _PlainLinear:
         kernels, input = self._kernels, input.contiguous()
         multiply = kernels.linear if tokens == 1 else kernels.linear_rows
         if multiply(kernels.pool, self._address, tokens, input.data_ptr(), self._bias_address, out.data_ptr()):
-            raise _out_of_memory()
+            raise out_of_memory()
         return out
 
 
@@ -132,9 +154,5 @@ class QuantisedLinear:
         out = rows.new_empty(tokens, self._rows)
         multiply = kernels.linear if tokens <= _FEW_TOKENS else kernels.linear_rows
         if multiply(kernels.pool, self._address, tokens, rows.data_ptr(), self._bias_address, out.data_ptr()):
-            raise _out_of_memory()
+            raise out_of_memory()
         return out.view(*input.shape[:-1], self._rows).to(input.dtype)
-
-
-def _out_of_memory() -> EngineError:
-    return EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There was no memory left to compute a linear layer.")

@@ -14,6 +14,7 @@ from engine.common.cancellation import CancelCheck, RequestCancelled, never_canc
 from engine.common.chat import ChatMessage, FinishReason
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
+from engine.devices.failures import is_out_of_memory
 from engine.runtime.decode.beam_search import decode_beams
 from engine.runtime.decode.encoder_decoder_session import EncoderDecoderSession, source_prompt
 from engine.runtime.decode.generation import (
@@ -168,7 +169,7 @@ class ChatSession:
         except RequestCancelled:
             return GenerationResult("", "cancelled", len(ids), 0, 0, 0.0, 0.0)
         except (MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             self._session.clear()
             raise EngineError(
@@ -277,10 +278,3 @@ def time_decode(
     (first, first_s), (last, last_s) = arrivals[0], arrivals[-1]
     rate = (last - first) / (last_s - first_s) if last > first else 0.0
     return DecodeRate(rate, first_s - begun, last - first)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch or Python ran out of memory; on the CPU torch says so only in words."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return "not enough memory" in str(error) or "can't allocate memory" in str(error)

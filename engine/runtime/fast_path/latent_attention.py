@@ -13,9 +13,8 @@ import torch
 
 from engine.families import fast_path_of
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.linear import linear_struct
+from engine.kernels.native.linear import address_of, is_plain, is_readable, linear_struct, out_of_memory
 from engine.kernels.native.structs import LatentAttentionStruct, MatrixStruct
-from engine.runtime.fast_path.weights import address_of, is_plain, is_readable, out_of_memory
 from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
 
 _HALVES, _PAIRS_TO_HALVES, _PAIRS = 0, 1, 2

@@ -13,9 +13,8 @@ from engine.families import fast_path_of
 from engine.families.family import Router
 from engine.kernels.native.experts import NativeExperts
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.linear import linear_struct
+from engine.kernels.native.linear import address_of, is_plain, is_readable, linear_struct, out_of_memory
 from engine.kernels.native.structs import MatrixStruct, RouterStruct, SparseBlockStruct
-from engine.runtime.fast_path.weights import address_of, is_plain, is_readable, out_of_memory
 
 _SCORING = {"softmax": 0, "sigmoid": 1}
 """As switchyard_kernels.h numbers them."""
