@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import make_private
 from engine.common.paths import own_dirs, python_module
-from engine.hardware.display import has_display
+from engine.hardware.surroundings import has_display
 from engine.process.failures import as_engine_error, log_failure
 from engine.process.logs import log_to_file
 from engine.verbs.output import note, report_error

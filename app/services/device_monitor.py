@@ -15,7 +15,7 @@ from PySide6.QtCore import QObject, Signal, SignalInstance
 
 from engine.common.paths import sessions_dir
 from engine.hardware.nvml import own_processes
-from engine.hardware.probe import HardwareProfile, probe
+from engine.hardware.probe import Probe, probe
 from engine.hardware.sensors import DeviceSensors, SensorSample
 
 _log = logging.getLogger("switchyard.devices")
@@ -60,7 +60,7 @@ class DeviceMonitor(QObject):
 
     Signals:
         sampled(SensorSample): twice a second.
-        hardware_found(HardwareProfile): once, soon after the first sample.
+        hardware_found(Probe): once, soon after the first sample.
     """
 
     sampled = Signal(object)
@@ -74,7 +74,7 @@ class DeviceMonitor(QObject):
         parent: QObject | None = None,
         *,
         make_sensors: Callable[[], Sensors] = _real_sensors,
-        look: Callable[[], HardwareProfile] = probe,
+        look: Callable[[], Probe] = probe,
     ) -> None:
         super().__init__(parent)
         self._make_sensors, self._look = make_sensors, look
@@ -118,7 +118,7 @@ class DeviceMonitor(QObject):
             return None
         return sensors
 
-    def _probed(self) -> HardwareProfile | None:
+    def _probed(self) -> Probe | None:
         try:
             return self._look()
         except Exception:

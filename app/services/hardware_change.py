@@ -6,7 +6,7 @@ from PySide6.QtCore import QObject, Signal
 
 from app.services.background import LatestTask
 from app.services.device_monitor import DeviceMonitor
-from engine.hardware.probe import HardwareProfile
+from engine.hardware.probe import Probe
 
 
 class HardwareChange(QObject):
@@ -26,7 +26,7 @@ class HardwareChange(QObject):
         """Waits for a comparison under way."""
         self._comparing.close()
 
-    def _compare(self, probe: HardwareProfile) -> None:
+    def _compare(self, probe: Probe) -> None:
         self._comparing.ask(lambda: _changes(probe), self._on_compared)
 
     def _on_compared(self, changed: tuple[str, ...]) -> None:
@@ -34,7 +34,7 @@ class HardwareChange(QObject):
             self.noticed.emit(changed)
 
 
-def _changes(probe: HardwareProfile) -> tuple[str, ...]:
+def _changes(probe: Probe) -> tuple[str, ...]:
     from engine.tuning.machine_look import changes_since  # with the planner, which the window does not open with
 
     gpu = probe.compute_gpu

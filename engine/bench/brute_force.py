@@ -9,8 +9,7 @@ from engine.bench.report import Report, row
 from engine.checkpoint.find_shape import find_shape
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
-from engine.hardware.measured import machine_profile
-from engine.hardware.measurement_files import save_measurements
+from engine.hardware.measured import machine_profile, save_measurements
 from engine.hardware.probe import probe
 from engine.planner.plan_parts import Limits
 from engine.runtime.engine import Engine

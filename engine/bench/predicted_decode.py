@@ -24,7 +24,7 @@ from engine.common.paths import models_dir
 from engine.devices.opening import open_devices
 from engine.formats import LADDER
 from engine.hardware.measured import Arithmetic, CopyTime, ExpertTime, Measurements, RamRead, machine_profile
-from engine.hardware.probe import HardwareProfile, probe
+from engine.hardware.probe import Probe, probe
 from engine.measure.arithmetic import CpuArithmetic, DeviceArithmetic
 from engine.measure.experts import CpuExperts
 from engine.measure.link import Copies
@@ -98,7 +98,7 @@ def _case(
     config: EngineConfig,
     shape: ModelShape,
     plan: PredictionPlan,
-    machine: HardwareProfile,
+    machine: Probe,
     *,
     has_own_text: bool,
 ) -> Row:
@@ -148,7 +148,7 @@ def _together(rounds: Sequence[Measurements]) -> Measurements:
     )
 
 
-def _measured(machine: HardwareProfile, config: EngineConfig, device: Device | None) -> Measurements:
+def _measured(machine: Probe, config: EngineConfig, device: Device | None) -> Measurements:
     """The parts of a thorough measurement that decoding needs, for common shapes."""
     threads = config.threads
     # Always with all threads, which an emulated card shares with the CPU.

@@ -7,7 +7,7 @@ from typing import Protocol
 import psutil
 import torch
 
-from engine.hardware.cgroup import memory_limits
+from engine.hardware.surroundings import memory_limits
 
 PAGE = 4096
 """Alignment in bytes of all allocations, so that they can be pinned and read from disk directly."""

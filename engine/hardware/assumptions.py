@@ -10,9 +10,8 @@ from engine.common.errors import EngineError
 from engine.common.paths import resources_dir
 from engine.hardware.disk import DiskInfo, DiskKind
 from engine.hardware.gpu_info import GpuInfo, Vendor
-from engine.hardware.machine import GpuProfile, LinkProfile, Origin
-from engine.hardware.machine_files import machine_names, read_machine
-from engine.hardware.probe import HardwareProfile as Probe
+from engine.hardware.machine import GpuProfile, LinkProfile, Origin, machine_names, read_machine
+from engine.hardware.probe import Probe
 
 _LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 _COPY_SHARE = 0.8

@@ -8,8 +8,7 @@ from functools import cache
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.hardware.assumptions import assumed_link, card_key, known_cards
-from engine.hardware.machine import GpuProfile, HardwareProfile
-from engine.hardware.machine_files import machine_names, read_machine
+from engine.hardware.machine import GpuProfile, HardwareProfile, machine_names, read_machine
 
 _GIB = 2**30
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:gb|gib|g)\b", re.IGNORECASE)

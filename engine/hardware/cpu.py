@@ -1,16 +1,106 @@
-"""The CPU: its name, cores, caches and vector instructions."""
+"""The CPU: its name, cores, caches and vector instructions, and which of its cores compute.
+
+The fast cores of a hybrid CPU compute, one thread each, within affinity and quota. Experts and linear layers wait for
+memory and share a core's execution units: a core's second thread gains nothing, and a slow core makes the fast ones
+wait at the end of every layer. Threads are counted, not pinned: the scheduler moves busy threads to fast cores by
+itself and knows what else runs, and a pinned thread that loses its core to another program stalls the whole team.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import platform
 import re
+import struct
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from engine.hardware.surroundings import cpu_quota
 from engine.hardware.system_files import cpus_of, number_of, output_of, text_of
+
+_ALL_RELATIONS = 0xFFFF
+_CORE, _CACHE = 0, 2
+_INSTRUCTION_CACHE = 1
+_FEATURES = {38: "sse4_2", 39: "avx", 40: "avx2", 41: "avx512f", 19: "asimd", 43: "asimddp"}
+"""Numbers of `IsProcessorFeaturePresent`."""
+
+
+def windows_cpu() -> CpuInfo:
+    """This machine's CPU."""
+    return windows_cpu_of(_windows_topology(), _windows_features(), _windows_name())
+
+
+def windows_cpu_of(topology: bytes, features: frozenset[str], name: str | None) -> CpuInfo:
+    """The CPU described by consecutive `SYSTEM_LOGICAL_PROCESSOR_INFORMATION_EX` structures."""
+    classes: list[int] = []
+    caches = {2: 0, 3: 0}
+    offset = 0
+    while offset + 8 <= len(topology):
+        relation, size = struct.unpack_from("<II", topology, offset)
+        if size < 8 or offset + size > len(topology):
+            break
+        if relation == _CORE:
+            classes.append(topology[offset + 9])
+        elif relation == _CACHE and size >= 20:
+            level, _, _, nbytes, kind = struct.unpack_from("<BBHII", topology, offset + 8)
+            if level in caches and kind != _INSTRUCTION_CACHE:
+                caches[level] += nbytes
+        offset += size
+    mixed = len(set(classes)) > 1
+    frugal = classes.count(min(classes)) if mixed else 0
+    frequency = psutil.cpu_freq()
+    return CpuInfo(
+        name=name,
+        physical_cores=len(classes) or psutil.cpu_count(logical=False),
+        logical_cores=psutil.cpu_count(),
+        performance_cores=len(classes) - frugal if mixed else None,
+        efficiency_cores=frugal if mixed else None,
+        l2_bytes=caches[2] or None,
+        l3_bytes=caches[3] or None,
+        instructions=tuple(name for name in KNOWN_INSTRUCTIONS if name in features),
+        max_hz=frequency.max * 1e6 if frequency is not None and frequency.max else None,
+    )
+
+
+if sys.platform == "win32":
+
+    def _windows_topology() -> bytes:
+        kernel = ctypes.WinDLL("kernel32")
+        needed = ctypes.c_uint32(0)
+        kernel.GetLogicalProcessorInformationEx(_ALL_RELATIONS, None, ctypes.byref(needed))
+        room = ctypes.create_string_buffer(needed.value)
+        succeeded = kernel.GetLogicalProcessorInformationEx(_ALL_RELATIONS, room, ctypes.byref(needed))
+        return room.raw[: needed.value] if succeeded else b""
+
+    def _windows_features() -> frozenset[str]:
+        kernel = ctypes.WinDLL("kernel32")
+        return frozenset(name for number, name in _FEATURES.items() if kernel.IsProcessorFeaturePresent(number))
+
+else:
+
+    def _windows_topology() -> bytes:
+        return b""
+
+    def _windows_features() -> frozenset[str]:
+        return frozenset()
+
+
+def _windows_name() -> str | None:
+    if sys.platform == "win32":
+        import winreg
+
+        try:
+            with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, r"HARDWARE\DESCRIPTION\System\CentralProcessor\0") as key:
+                return str(winreg.QueryValueEx(key, "ProcessorNameString")[0]).strip()
+        except OSError:
+            pass
+    return platform.processor() or None
+
 
 KNOWN_INSTRUCTIONS = (
     *("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16"),
@@ -46,20 +136,11 @@ class CpuInfo:
     max_hz: float | None = None
     numa_nodes: int | None = None
 
-    @property
-    def has_smt(self) -> bool | None:
-        """Whether a core runs several threads; None if unknown."""
-        if self.physical_cores is None or self.logical_cores is None:
-            return None
-        return self.logical_cores > self.physical_cores
-
 
 def cpu_info() -> CpuInfo:
     """This machine's CPU."""
     system = platform.system()
     if system == "Windows":
-        from engine.hardware.windows_cpu import windows_cpu
-
         return windows_cpu()
     return _apple_cpu() if system == "Darwin" else linux_cpu()
 
@@ -154,3 +235,80 @@ def apple_cpu(values: dict[str, str]) -> CpuInfo:
         instructions=tuple(name for name in KNOWN_INSTRUCTIONS if name in flags),
         max_hz=float(number("hw.cpufrequency_max") or 0) or None,
     )
+
+
+_DEVICES = Path("/sys/devices")
+_SLOW = 0.6
+"""Below this fraction of the fastest core's capacity or clock, a core counts as an efficiency core.
+
+Cores of one kind differ by a few per cent (favoured cores); the middle tier of three still counts as fast."""
+
+
+def compute_threads(allowed: frozenset[int] | None = None, quota: float | None = None) -> int:
+    """The optimal number of compute threads: one per fast physical core that this process may use, at least one.
+
+    Args:
+        allowed: logical CPUs of this process' affinity; `None` asks the system.
+        quota: CPU time, in CPUs, that it may use; `None` asks the control groups.
+    """
+    if allowed is None:
+        allowed = allowed_cpus()
+    if quota is None:
+        quota = cpu_quota()
+    cores = len(compute_cpus(allowed)) if platform.system() == "Linux" else _cores_elsewhere(len(allowed))
+    return max(1, cores if quota is None else min(cores, int(quota)))
+
+
+def allowed_cpus() -> frozenset[int]:
+    """Logical CPUs that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    try:
+        return frozenset(psutil.Process().cpu_affinity() or ())
+    except (AttributeError, psutil.Error, OSError):  # not supported on macOS
+        return frozenset(range(os.cpu_count() or 1))
+
+
+def compute_cpus(allowed: frozenset[int], devices: Path = _DEVICES) -> tuple[int, ...]:
+    """One logical CPU for each allowed fast physical core, according to Linux.
+
+    Efficiency cores only if nothing else is allowed.
+    """
+    fast = (fast_cpus(devices) or allowed) & allowed or allowed
+    first: dict[tuple[str | int, ...], int] = {}
+    for cpu in sorted(fast):
+        topology = devices / "system" / "cpu" / f"cpu{cpu}" / "topology"
+        package, core = text_of(topology / "physical_package_id"), text_of(topology / "core_id")
+        # Core ids are unique only within a package and, on some Arm CPUs, within a cluster.
+        cluster = text_of(topology / "cluster_id") or ""
+        first.setdefault((cpu,) if package is None or core is None else (package, cluster, core), cpu)
+    return tuple(first.values())
+
+
+def fast_cpus(devices: Path = _DEVICES) -> frozenset[int]:
+    """Logical CPUs of the fast kind; empty if all are alike or the kind is unknown.
+
+    Intel's hybrids are listed by kind; Arm's have a capacity; for others the maximum clock decides.
+    """
+    fast, frugal = (cpus_of(text_of(devices / kind / "cpus")) for kind in ("cpu_core", "cpu_atom"))
+    if fast and frugal:
+        return fast
+    system = devices / "system" / "cpu"
+    cpus = cpus_of(text_of(system / "online"))
+    for file in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):
+        values = {cpu: number_of(system / f"cpu{cpu}" / file) for cpu in cpus}
+        known = {cpu: value for cpu, value in values.items() if value}
+        if known and len(known) == len(cpus) and min(known.values()) < _SLOW * max(known.values()):
+            return frozenset(cpu for cpu, value in known.items() if value >= _SLOW * max(known.values()))
+    return frozenset()
+
+
+def _cores_elsewhere(allowed: int) -> int:
+    """Number of fast physical cores on macOS and Windows, where core ids cannot be matched with affinity."""
+    fast = None
+    if platform.system() == "Darwin":
+        count = output_of("sysctl", "-n", "hw.perflevel0.physicalcpu") or ""
+        fast = int(count) if count.isdecimal() else None
+    elif platform.system() == "Windows":
+        fast = windows_cpu().performance_cores
+    return max(1, min(fast or psutil.cpu_count(logical=False) or 1, allowed))

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from engine.hardware.bounded import BoundedCalls
-from engine.hardware.system_files import number_of, text_of
+from engine.hardware.system_files import BoundedCalls, number_of, text_of
 
 SYS = Path("/sys")
 _NETWORK_SYSTEMS = frozenset(

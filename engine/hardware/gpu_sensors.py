@@ -9,8 +9,8 @@ from pathlib import Path
 import pynvml
 
 from engine.hardware.gpu_info import Vendor
+from engine.hardware.gpus import DRM, SysfsCard, sysfs_cards
 from engine.hardware.nvml import Card, Nvml, NvmlUnavailableError, memory_of, own_processes
-from engine.hardware.sysfs_gpus import DRM, SysfsCard, sysfs_cards
 from engine.hardware.system_files import number_of
 
 _TIMEOUT_S = 2.0

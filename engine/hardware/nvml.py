@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import psutil
 import pynvml
 
-from engine.hardware.bounded import BoundedCalls
 from engine.hardware.gpu_info import GpuInfo, Vendor
+from engine.hardware.system_files import BoundedCalls
 
 T = TypeVar("T")
 

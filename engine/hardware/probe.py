@@ -12,18 +12,17 @@ from dataclasses import dataclass
 import psutil
 
 from engine.common.paths import models_dir
-from engine.hardware.cgroup import cpu_quota, memory_limits
 from engine.hardware.cpu import CpuInfo, cpu_info
 from engine.hardware.disk import DiskInfo, disk_info, free_disk_bytes
 from engine.hardware.gpu_info import GpuInfo, Vendor
 from engine.hardware.gpus import graphics_cards
-from engine.hardware.surroundings import Surroundings, pinned_limit, surroundings
+from engine.hardware.surroundings import Surroundings, cpu_quota, memory_limits, pinned_limit, surroundings
 
-__all__ = ["GpuInfo", "HardwareProfile", "Vendor", "free_disk_bytes", "probe", "usable_cpus"]
+__all__ = ["GpuInfo", "Probe", "Vendor", "free_disk_bytes", "probe", "usable_cpus"]
 
 
 @dataclass(frozen=True, slots=True)
-class HardwareProfile:
+class Probe:
     """The machine as this process may use it.
 
     Attributes:
@@ -72,7 +71,7 @@ class HardwareProfile:
         return max(0, self.ram_bytes - self.ram_available_bytes)
 
 
-def probe() -> HardwareProfile:
+def probe() -> Probe:
     """Detects the hardware.  Takes milliseconds, or some seconds if a driver or disk does not respond."""
     processor = cpu_info()
     gpus, gpu_note = graphics_cards()
@@ -81,7 +80,7 @@ def probe() -> HardwareProfile:
     ram_bytes = memory.total if limit is None else min(limit, memory.total)
     where = surroundings()
     disk = disk_info(models_dir())
-    return HardwareProfile(
+    return Probe(
         os=_os_name(),
         architecture=platform.machine(),
         cpu=processor.name,

@@ -1,14 +1,84 @@
-"""The environment of this process: a container, WSL, a virtual machine."""
+"""The environment of this process: a container, WSL, a virtual machine, a display.
+
+In a Linux container `psutil` reports the whole machine, and allocating that gets us killed: the limits of the control
+groups count.
+"""
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.hardware.cgroup import cpu_quota, memory_limits
 from engine.hardware.system_files import text_of
+
+_ROOT = Path("/sys/fs/cgroup")
+
+
+def memory_limits(root: Path = _ROOT) -> tuple[int | None, int | None]:
+    """(bytes that this process's control groups allow, bytes still available); None if unlimited."""
+    limits: list[tuple[int, int]] = []
+    for folder in _own_groups(root, "memory"):
+        limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
+        if limit is None or limit >= 2**60:  # version 1 writes "unlimited" as a number near 2^63
+            continue
+        used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
+        # Cached file pages count as used but are reclaimed on demand.
+        reclaimable = _statistic(folder / "memory.stat", ("inactive_file", "total_inactive_file"))
+        limits.append((limit, max(0, limit - used + min(used, reclaimable))))
+    if not limits:
+        return None, None
+    return min(limit for limit, _ in limits), min(free for _, free in limits)
+
+
+def cpu_quota(root: Path = _ROOT) -> float | None:
+    """CPU time, in CPUs, that this process's control groups allow; None if unlimited."""
+    quotas = []
+    for folder in _own_groups(root, "cpu"):
+        words = _read(folder / "cpu.max").split()
+        if len(words) != 2:
+            words = [_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")]
+        if all(word.isdecimal() for word in words) and int(words[1]) > 0:
+            quotas.append(int(words[0]) / int(words[1]))
+    return min(quotas) if quotas else None
+
+
+def _own_groups(root: Path, controller: str) -> list[Path]:
+    """Folders of our control group and its ancestors, in the v2 tree or in the v1 tree of `controller`."""
+    folders = []
+    for line in _read(Path("/proc/self/cgroup")).splitlines() or ["0::/"]:
+        _, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if controllers and controller not in controllers.split(","):
+            continue
+        tree = root / controller if controllers else root
+        path = tree / group.strip("/")
+        folders += [path, *(parent for parent in path.parents if parent.is_relative_to(tree))]
+    # Inside a container this may be the host's path, of which only the root is visible.
+    return [folder for folder in dict.fromkeys([*folders, root, root / controller]) if folder.is_dir()]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path)
+    return int(text) if text.isdecimal() else None
+
+
+def _statistic(path: Path, names: tuple[str, ...]) -> int:
+    for line in _read(path).splitlines():
+        name, _, value = line.partition(" ")
+        if name in names and value.isdecimal():
+            return int(value)
+    return 0
+
 
 _WSL_RELEASE = Path("/proc/sys/kernel/osrelease")
 
@@ -46,3 +116,12 @@ def pinned_limit(ram_bytes: int, where: Surroundings) -> int | None:
     Windows drivers, also under WSL, pin at most about half of the RAM.
     """
     return ram_bytes // 2 if sys.platform == "win32" or where.wsl else None
+
+
+DISPLAY_VARIABLES = ("DISPLAY", "WAYLAND_DISPLAY", "QT_QPA_PLATFORM")
+"""On Linux one of these is set if there is an X server, a Wayland compositor or another Qt platform."""
+
+
+def has_display() -> bool:
+    """Whether there is a display: on Linux, if one of `DISPLAY_VARIABLES` is set; elsewhere always."""
+    return sys.platform != "linux" or any(os.environ.get(name) for name in DISPLAY_VARIABLES)

@@ -12,9 +12,8 @@ from engine.common.errors import EngineError
 from engine.devices.device import Device
 from engine.devices.host_memory import available_ram
 from engine.hardware.gpus import graphics_cards
-from engine.hardware.measured import Arithmetic, CopyTime, DiskRead, ExpertTime, Measurements, RamRead
-from engine.hardware.measurement_files import described
-from engine.hardware.probe import HardwareProfile as Probe
+from engine.hardware.measured import Arithmetic, CopyTime, DiskRead, ExpertTime, Measurements, RamRead, described
+from engine.hardware.probe import Probe
 from engine.measure.run import DRIFT, Measurement, NotMeasuredError, Progress, Row, Run, drift_of
 from engine.measure.sets import MeasurementSet
 from engine.measure.throttling import Throttling, WholeMachine

@@ -8,8 +8,8 @@ from datetime import datetime
 from pathlib import Path
 
 from engine.common.config import EngineConfig
-from engine.hardware.measurement_files import described
-from engine.hardware.probe import HardwareProfile as Probe
+from engine.hardware.measured import described
+from engine.hardware.probe import Probe
 from engine.hardware.probe import probe as probe_machine
 from engine.tuning.keeping import is_same_question, model_mark, results_of, save_result
 from engine.tuning.result import TuningResult

@@ -11,7 +11,7 @@ from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 from engine.formats import AUTO, FORMATS, LADDER, measured_as
-from engine.hardware.core_kinds import compute_threads
+from engine.hardware.cpu import compute_threads
 from engine.hardware.machine import HardwareProfile
 from engine.planner.plan import make_plan
 from engine.planner.plan_parts import Limits, Plan

@@ -16,8 +16,7 @@ from engine.common.files import write_private
 from engine.common.foreign_file import read_foreign
 from engine.common.json_fields import from_fields
 from engine.common.paths import data_dir
-from engine.hardware.measured import Measurements
-from engine.hardware.measurement_files import described, save_measurements
+from engine.hardware.measured import Measurements, described, save_measurements
 from engine.hardware.probe import probe
 from engine.tuning.result import Correction, Fact, TuningResult
 
@@ -42,7 +41,7 @@ def model_mark(folder: Path) -> str:
 
 
 def facts(machine: Mapping[str, str]) -> tuple[Fact, ...]:
-    """The machine's description from `engine.hardware.measurement_files.described`."""
+    """The machine's description from `engine.hardware.measured.described`."""
     return tuple(Fact(name, value) for name, value in machine.items())
 
 

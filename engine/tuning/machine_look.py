@@ -10,9 +10,8 @@ from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 from engine.formats import measured_as
 from engine.hardware.machine import HardwareProfile
-from engine.hardware.measured import Measurements, machine_profile
-from engine.hardware.measurement_files import changes, described, load_measurements
-from engine.hardware.probe import HardwareProfile as Probe
+from engine.hardware.measured import Measurements, changes, described, load_measurements, machine_profile
+from engine.hardware.probe import Probe
 from engine.hardware.probe import probe as probe_machine
 from engine.hardware.profiles import EMULATED, with_emulated
 from engine.planner.plan_parts import Limits, Plan

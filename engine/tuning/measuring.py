@@ -10,10 +10,9 @@ from engine.common.cancellation import RequestCancelled
 from engine.common.config import EngineConfig
 from engine.common.files import new_folder
 from engine.common.paths import models_dir
-from engine.hardware.measured import CopyTime, DiskRead, ExpertTime, Measurements, RamRead
-from engine.hardware.measurement_files import load_measurements
+from engine.hardware.measured import CopyTime, DiskRead, ExpertTime, Measurements, RamRead, load_measurements
 from engine.hardware.other_programs import is_busy
-from engine.hardware.probe import HardwareProfile as Probe
+from engine.hardware.probe import Probe
 from engine.tuning.messages import TuningNumber
 from engine.tuning.result import TUNING_KINDS, TuningKind
 

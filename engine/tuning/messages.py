@@ -88,7 +88,7 @@ class TuningProgress:
 
 @dataclass(frozen=True, slots=True)
 class TuningMeasured:
-    """The machine is measured: `engine.hardware.measurement_files.load_measurements(probe(), device)` returns the
+    """The machine is measured: `engine.hardware.measured.load_measurements(probe(), device)` returns the
     results, unless other programs were busy.
 
     Attributes:

@@ -93,7 +93,7 @@ class TuningResult:
         model: display name; `model_mark` identifies its files (see `engine.tuning.keeping.model_mark`).
         asked: the settings that were tuned: the result fills those that are `auto` or None.
         taken_at: ISO 8601, UTC.
-        machine: the tuned machine (`engine.hardware.measurement_files.described`).
+        machine: the tuned machine (`engine.hardware.measured.described`).
         timed: the fastest first, failed ones last.
         winner: name of the contestant used from now on; empty if none could run.
         corrections: see `Correction`.

@@ -20,10 +20,9 @@ from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 from engine.common.model_info import ModelInfo
 from engine.formats import LADDER
-from engine.hardware.measured import Measurements, machine_profile
-from engine.hardware.measurement_files import described, save_measurements
+from engine.hardware.measured import Measurements, described, machine_profile, save_measurements
 from engine.hardware.other_programs import OtherPrograms, Share, is_busy
-from engine.hardware.probe import HardwareProfile as Probe
+from engine.hardware.probe import Probe
 from engine.hardware.probe import probe as probe_machine
 from engine.planner.plan_parts import Limits
 from engine.tuning.applying import apply_tuning

@@ -10,10 +10,10 @@ from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 from engine.formats import AUTO, LADDER
-from engine.hardware.core_kinds import compute_threads
+from engine.hardware.cpu import compute_threads
 from engine.hardware.machine import HardwareProfile
-from engine.hardware.measurement_files import described
-from engine.hardware.probe import HardwareProfile as Probe
+from engine.hardware.measured import described
+from engine.hardware.probe import Probe
 from engine.planner.plan import Limits, make_plan
 from engine.planner.plan_parts import Alternative, Plan, Speed
 from engine.planner.plan_search import ENGINE_SETTINGS

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from engine.hardware.probe import HardwareProfile, probe
+from engine.hardware.probe import Probe, probe
 from engine.verbs.doctor_checks import (
     Finding,
     Status,
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if document["healthy"] else 2
 
 
-def hardware_findings(hardware: HardwareProfile) -> list[Finding]:
+def hardware_findings(hardware: Probe) -> list[Finding]:
     """Findings about the machine."""
     vectors = ", ".join(hardware.instructions) or "not known"
     memory = f"{hardware.ram_available_bytes / _GIB:.1f} GiB free of {hardware.ram_bytes / _GIB:.1f} GiB"
@@ -84,7 +84,7 @@ def hardware_findings(hardware: HardwareProfile) -> list[Finding]:
     return findings
 
 
-def _cores(hardware: HardwareProfile) -> str:
+def _cores(hardware: Probe) -> str:
     processor = hardware.processor
     if processor is not None and processor.performance_cores and processor.efficiency_cores:
         return f"{processor.performance_cores} performance and {processor.efficiency_cores} efficiency cores"

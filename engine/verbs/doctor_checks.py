@@ -14,8 +14,8 @@ from pathlib import Path
 from engine.checkpoint.library import starter_is_built
 from engine.common.paths import cache_dir, config_dir, data_dir, log_dir, models_dir
 from engine.hardware.disk import DiskKind
-from engine.hardware.measurement_files import changes, load_measurements
-from engine.hardware.probe import GpuInfo, HardwareProfile, Vendor, free_disk_bytes
+from engine.hardware.measured import changes, load_measurements
+from engine.hardware.probe import GpuInfo, Probe, Vendor, free_disk_bytes
 
 _REINSTALL = "Run `python3 installers/start.py` in the checkout again."
 _OLDEST_CAPABILITY = (7, 5)
@@ -67,7 +67,7 @@ def software_findings() -> list[Finding]:
     return findings
 
 
-def gpu_findings(hardware: HardwareProfile) -> list[Finding]:
+def gpu_findings(hardware: Probe) -> list[Finding]:
     """The graphics cards, and whether the installed torch can use them."""
     findings = [_gpu_finding(gpu) for gpu in hardware.gpus]
     if hardware.compute_gpu is None:
@@ -113,7 +113,7 @@ def _described(gpu: GpuInfo) -> str:
     return ", ".join(words)
 
 
-def folder_findings(hardware: HardwareProfile) -> list[Finding]:
+def folder_findings(hardware: Probe) -> list[Finding]:
     """Whether our folders are writable, free space, and whether the starter model is there."""
     findings = [
         _folder_finding(name, folder)
@@ -141,7 +141,7 @@ def folder_findings(hardware: HardwareProfile) -> list[Finding]:
     return findings
 
 
-def measurement_findings(hardware: HardwareProfile) -> list[Finding]:
+def measurement_findings(hardware: Probe) -> list[Finding]:
     """Whether this machine's measurements are up to date; nothing if it was never measured."""
     device = "" if hardware.compute_gpu is None else "cuda:0"
     if (known := load_measurements(hardware, device)) is not None:

@@ -6,7 +6,7 @@ import ctypes
 import os
 import sys
 
-from engine.hardware.display import DISPLAY_VARIABLES, has_display
+from engine.hardware.surroundings import DISPLAY_VARIABLES, has_display
 from engine.verbs.doctor_checks import Finding, Status
 
 # System libraries that Qt needs (`readelf -d` of libQt6Gui, libQt6XcbQpa, libqxcb), and Debian's packages.

@@ -7,7 +7,7 @@ import os
 import subprocess
 
 from engine.common.paths import python_module
-from engine.hardware.probe import HardwareProfile
+from engine.hardware.probe import Probe
 from engine.verbs.doctor_checks import Finding, Status
 
 _NAME = "CPU kernels"
@@ -26,7 +26,7 @@ _CALLED = {
 }
 
 
-def kernel_findings(hardware: HardwareProfile) -> list[Finding]:
+def kernel_findings(hardware: Probe) -> list[Finding]:
     """The instructions and threads that the native kernels use here, or why there are none."""
     command, variables = python_module("engine.kernels.native")
     try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.hardware.measurement_files import described
-from engine.hardware.probe import HardwareProfile
+from engine.hardware.measured import described
+from engine.hardware.probe import Probe
 from engine.tuning.applying import day, machine_changes
 from engine.tuning.keeping import all_results
 from engine.verbs.doctor_checks import Finding, Status
@@ -11,7 +11,7 @@ from engine.verbs.doctor_checks import Finding, Status
 _SHOWN = 3
 
 
-def tuning_findings(hardware: HardwareProfile) -> list[Finding]:
+def tuning_findings(hardware: Probe) -> list[Finding]:
     """The models tuned on this machine; advice if there are none, or the machine has changed."""
     results = [one for one in all_results() if one.won is not None]
     if not results:

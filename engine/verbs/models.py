@@ -90,7 +90,7 @@ def _show(args: argparse.Namespace) -> int:
 
 def _fit(args: argparse.Namespace) -> int:
     from engine.checkpoint.find_shape import find_shape  # imports numpy, which no other action needs
-    from engine.hardware.machine_files import read_machine
+    from engine.hardware.machine import read_machine
 
     workload, shape = workload_of(args), find_shape(args.model)
     machine = read_machine(args.hardware).name if args.hardware else "this machine"

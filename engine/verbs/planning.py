@@ -56,8 +56,7 @@ def _limits(args: argparse.Namespace) -> Limits:
 
 def _this_machine(limits: Limits) -> tuple[MachineLook, Limits]:
     """(this machine, what other programs leave of the limits)."""
-    from engine.hardware.measured import machine_profile
-    from engine.hardware.measurement_files import load_measurements
+    from engine.hardware.measured import load_measurements, machine_profile
     from engine.hardware.probe import probe
     from engine.tuning.machine_look import MachineLook
 
@@ -92,7 +91,7 @@ def plan_of(args: argparse.Namespace, model: ModelShape, workload: Workload) -> 
     from engine.planner.workload import CHAT
 
     if args.hardware:
-        from engine.hardware.machine_files import read_machine
+        from engine.hardware.machine import read_machine
 
         return make_plan(read_machine(args.hardware), model, workload, _limits(args))
     from engine.tuning.corrections import corrected_plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from app.services.device_monitor import DeviceMonitor
-from engine.hardware.probe import GpuInfo, HardwareProfile
+from engine.hardware.probe import GpuInfo, Probe
 from engine.hardware.sensors import SensorSample
 from engine.telemetry.lanes import ATTENTION, CPU_ATTENTION, CPU_EXPERTS, DECODE, EXPERTS, FETCH, GPU, H2D
 from engine.telemetry.messages import IN_RAM, IN_VRAM, ON_DISK, ExpertMap
@@ -52,16 +52,16 @@ class SteadySensors:
         """Nothing is held."""
 
 
-def machine(*gpus: GpuInfo, gpu_note: str = "") -> HardwareProfile:
+def machine(*gpus: GpuInfo, gpu_note: str = "") -> Probe:
     """A desktop of 8 cores and 32 GB."""
-    return HardwareProfile(
+    return Probe(
         os="Linux", architecture="x86_64", cpu="AMD Ryzen(TM) 7 7700 8-Core Processor @ 3.8GHz", physical_cores=8,
         logical_cores=16, usable_cpus=16, instructions=(), ram_bytes=2**35, ram_available_bytes=2**34,
         gpus=gpus, gpu_note=gpu_note, models_disk_free_bytes=None,
     )  # fmt: skip
 
 
-def steady_devices(says: SensorSample | None = None, found: HardwareProfile | None = None) -> DeviceMonitor:
+def steady_devices(says: SensorSample | None = None, found: Probe | None = None) -> DeviceMonitor:
     """A machine whose sensors always say the same."""
     return DeviceMonitor(make_sensors=lambda: SteadySensors(says), look=lambda: found or machine())
 

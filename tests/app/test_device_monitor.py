@@ -11,7 +11,7 @@ from pytestqt.qtbot import QtBot
 
 from app.services import device_monitor
 from app.services.device_monitor import DeviceMonitor
-from engine.hardware.probe import HardwareProfile
+from engine.hardware.probe import Probe
 from engine.hardware.sensors import SensorSample
 from tests.app.recorded import SteadySensors, machine, sample, steady_devices
 
@@ -71,7 +71,7 @@ def test_sensors_that_fail_are_opened_again(monitors: list[DeviceMonitor], qtbot
         opened.append(SteadySensors() if opened else Broken())
         return opened[-1]
 
-    def look() -> HardwareProfile:
+    def look() -> Probe:
         raise OSError("a driver was being replaced")
 
     monitors.append(DeviceMonitor(make_sensors=make, look=look))
@@ -83,7 +83,7 @@ def test_sensors_that_fail_are_opened_again(monitors: list[DeviceMonitor], qtbot
 def test_a_slow_look_at_the_hardware_keeps_no_sample_waiting(monitors: list[DeviceMonitor], qtbot: QtBot) -> None:
     answer = threading.Event()
 
-    def look() -> HardwareProfile:
+    def look() -> Probe:
         answer.wait(60)
         return machine()
 

@@ -24,7 +24,7 @@ from app.views.tune.page import TunePage
 from app.views.tune.step_bar import MACHINE, MEASURE, PLAN, TIMED
 from engine.common.config import EngineConfig
 from engine.common.errors import ErrorCode
-from engine.hardware.measurement_files import load_measurements
+from engine.hardware.measured import load_measurements
 from engine.protocol import Failed
 from engine.tuning.keeping import results_of, save_result
 from engine.tuning.machine_look import MachineLook, look_at_machine

@@ -16,10 +16,10 @@ from engine.hardware.measured import (
     ExpertTime,
     Measurements,
     RamRead,
+    described,
     machine_profile,
 )
-from engine.hardware.measurement_files import described
-from engine.hardware.probe import HardwareProfile as Probe
+from engine.hardware.probe import Probe
 from engine.planner.plan import make_plan
 from engine.planner.plan_parts import Limits, Plan
 from engine.tuning.keeping import facts

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.common.paths import data_dir
-from engine.hardware.measurement_files import load_measurements
+from engine.hardware.measured import load_measurements
 from engine.hardware.probe import probe
 from engine.tuning.keeping import all_results
 from tests.e2e.screen import Screen

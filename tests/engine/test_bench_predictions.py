@@ -10,9 +10,8 @@ import pytest
 from engine import cli
 from engine.bench import predicted_decode
 from engine.common.config import EngineConfig
-from engine.hardware.measured import CopyTime, ExpertTime, Measurements
-from engine.hardware.measurement_files import save_measurements
-from engine.hardware.probe import HardwareProfile, probe
+from engine.hardware.measured import CopyTime, ExpertTime, Measurements, save_measurements
+from engine.hardware.probe import Probe, probe
 from engine.measure.run import NotMeasuredError
 from tests.unit.made_up_tuning import measurements
 
@@ -39,7 +38,7 @@ def test_predictions_stand_beside_measurements(
 def test_what_cannot_be_measured_loses_no_other_row(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measured(machine: HardwareProfile, config: EngineConfig, *_args: object) -> Measurements:
+    def measured(machine: Probe, config: EngineConfig, *_args: object) -> Measurements:
         if config.precision == "int8":
             raise NotMeasuredError("too little free RAM for one expert")
         return measurements(machine)

@@ -19,7 +19,7 @@ from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
 from engine.devices.memory_budget import MemoryCategory
 from engine.hardware.measured import DiskRead, ExpertTime, Measurements, RamRead, machine_profile
-from engine.hardware.probe import HardwareProfile, probe
+from engine.hardware.probe import Probe, probe
 from engine.hardware.profiles import DeviceProfile, read_profile
 from engine.measure.arithmetic import CpuArithmetic, DeviceArithmetic
 from engine.measure.disk import DiskReads, scratch_file
@@ -44,7 +44,7 @@ PRECISIONS = ("bf16", "int8", "int4")
 
 
 @pytest.fixture(scope="module")
-def machine() -> HardwareProfile:
+def machine() -> Probe:
     # Several threads that wait for each other are slow where others compute; large caches want a lot of memory.
     found = probe()
     assert found.processor is not None
@@ -89,7 +89,7 @@ class Made:
 
 
 def measure(
-    machine: HardwareProfile,
+    machine: Probe,
     folder: Path,
     *measurements: Measurement,
     device: Device | None = None,
@@ -124,7 +124,7 @@ def a_run(folder: Path, *, device: Device | None = None, clock: Callable[[], flo
     ids=lambda profile: profile.name,
 )
 def test_an_emulated_devices_link_is_found_again(
-    machine: HardwareProfile, tmp_path: Path, profile: DeviceProfile, monkeypatch: pytest.MonkeyPatch
+    machine: Probe, tmp_path: Path, profile: DeviceProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The link's schedule is the profile's to the nanosecond; only a copy that came too late would be longer, and on
     # a busy machine some do.  Here none does.
@@ -147,9 +147,7 @@ def test_an_emulated_devices_link_is_found_again(
     assert (found.device, found.device_bytes) == (f"emulated:{profile.name}", profile.vram_bytes)
 
 
-def test_everything_is_measured_on_the_cpu_and_a_device(
-    machine: HardwareProfile, slow_link: Device, tmp_path: Path
-) -> None:
+def test_everything_is_measured_on_the_cpu_and_a_device(machine: Probe, slow_link: Device, tmp_path: Path) -> None:
     told: list[Progress] = []
     found = measure(
         machine,
@@ -182,7 +180,7 @@ def test_everything_is_measured_on_the_cpu_and_a_device(
     assert {origins[name] for name in ("cpu.flops", "gpu.flops", "disk_bytes_per_s")} == {"measured"}
 
 
-def test_without_a_device_its_part_is_skipped_with_a_reason(machine: HardwareProfile, tmp_path: Path) -> None:
+def test_without_a_device_its_part_is_skipped_with_a_reason(machine: Probe, tmp_path: Path) -> None:
     found = measure(machine, tmp_path, Copies((MIB,), 1, 1.0), DeviceArithmetic(1, 1.0))
     assert set(found.skipped) == {"link to the graphics card", "graphics card"}
     assert all("graphics card" in reason for reason in found.skipped.values())
@@ -199,7 +197,7 @@ def test_without_a_device_its_part_is_skipped_with_a_reason(machine: HardwarePro
         NotMeasuredError("no sense here"),
     ],
 )
-def test_what_fails_is_skipped_and_the_rest_goes_on(machine: HardwareProfile, tmp_path: Path, error: Exception) -> None:
+def test_what_fails_is_skipped_and_the_rest_goes_on(machine: Probe, tmp_path: Path, error: Exception) -> None:
     def failing(run: Run) -> None:
         raise error
 
@@ -209,7 +207,7 @@ def test_what_fails_is_skipped_and_the_rest_goes_on(machine: HardwareProfile, tm
     assert found.ram == (RamRead(1, 2.0),)
 
 
-def test_a_full_device_is_skipped(machine: HardwareProfile, tmp_path: Path) -> None:
+def test_a_full_device_is_skipped(machine: Probe, tmp_path: Path) -> None:
     with open_emulated(read_profile("slow-link"), vram_bytes=8 * MIB) as device:
         held = device.memory.allocate(8 * MIB, MemoryCategory.WEIGHTS)
         found = measure(machine, tmp_path, Copies((MIB,), 1, 1.0), DeviceArithmetic(1, 9.0), device=device)
@@ -220,7 +218,7 @@ def test_a_full_device_is_skipped(machine: HardwareProfile, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("after", range(0, 60, 7))
 def test_cancelling_leaves_nothing(
-    machine: HardwareProfile, slow_link: Device, tmp_path: Path, switchyard_home: Path, after: int
+    machine: Probe, slow_link: Device, tmp_path: Path, switchyard_home: Path, after: int
 ) -> None:
     asked = itertools.count()
     with pytest.raises(MeasurementCancelledError):
@@ -239,7 +237,7 @@ def test_cancelling_leaves_nothing(
     assert not (switchyard_home / "data" / "measurements").exists()
 
 
-def test_a_processor_that_slows_down_is_measured_again_and_it_is_said(machine: HardwareProfile, tmp_path: Path) -> None:
+def test_a_processor_that_slows_down_is_measured_again_and_it_is_said(machine: Probe, tmp_path: Path) -> None:
     rates = iter([9.0, 5.0])
     ram = Made("RAM", lambda run: run.found(RamRead(1, next(rates))))
     disk = Made("disk", lambda run: run.found(DiskRead(1, 1, True, 3.0)))
@@ -252,7 +250,7 @@ def test_a_processor_that_slows_down_is_measured_again_and_it_is_said(machine: H
     assert "measured again" in note
 
 
-def test_a_processor_that_goes_on_slowing_down_is_uncertain(machine: HardwareProfile, tmp_path: Path) -> None:
+def test_a_processor_that_goes_on_slowing_down_is_uncertain(machine: Probe, tmp_path: Path) -> None:
     found = measure(machine, tmp_path, throttling=Slowing([1.0, 1.5, 3.0]))
     assert any("uncertain" in note for note in found.notes)
     assert found.unsteady
@@ -262,7 +260,7 @@ def test_a_processor_that_goes_on_slowing_down_is_uncertain(machine: HardwarePro
     ("before", "after", "said"), [(2**30, 3 * 2**30, True), (2**30, 2**30 + MIB, False), (None, 5, False)]
 )
 def test_other_programs_video_memory(
-    machine: HardwareProfile, tmp_path: Path, before: int | None, after: int, said: bool
+    machine: Probe, tmp_path: Path, before: int | None, after: int, said: bool
 ) -> None:
     amounts = iter([before, after])
     found = measure(machine, tmp_path, others=lambda: next(amounts))
@@ -330,13 +328,13 @@ def test_a_scratch_file_goes_whatever_happens(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [other]
 
 
-def test_a_disk_that_is_nearly_full_is_left_alone(machine: HardwareProfile, tmp_path: Path) -> None:
+def test_a_disk_that_is_nearly_full_is_left_alone(machine: Probe, tmp_path: Path) -> None:
     found = measure(machine, tmp_path, DiskReads(2**60, (1,), (MIB,), 2, 1.0))
     assert "nearly full" in found.skipped["disk"]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_cold_memory_is_more_than_caches_and_less_than_there_is(machine: HardwareProfile) -> None:
+def test_cold_memory_is_more_than_caches_and_less_than_there_is(machine: Probe) -> None:
     assert machine.processor is not None
     small = replace(machine, processor=replace(machine.processor, l3_bytes=8 * MIB))
     assert cold_bytes(small, 64 * MIB) == 64 * MIB

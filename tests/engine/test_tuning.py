@@ -13,9 +13,8 @@ import pytest
 from engine import cli
 from engine.bench.synthetic import make_synthetic
 from engine.common.config import EngineConfig
-from engine.hardware.measured import Measurements
-from engine.hardware.measurement_files import described, load_measurements, save_measurements
-from engine.hardware.probe import HardwareProfile
+from engine.hardware.measured import Measurements, described, load_measurements, save_measurements
+from engine.hardware.probe import Probe
 from engine.hardware.probe import probe as probe_machine
 from engine.process.requests import RequestQueue
 from engine.process.tuning import run_tuning
@@ -53,7 +52,7 @@ def engine() -> Iterator[Engine]:
 def around(device: str = "") -> Surroundings:
     """The machine as it is, as if it had been measured."""
 
-    def measure(probe: HardwareProfile, *_args: object, **_named: object) -> MeasuredMachine:
+    def measure(probe: Probe, *_args: object, **_named: object) -> MeasuredMachine:
         return MeasuredMachine(measurements(probe, device), device, kept=True)
 
     # Whatever else this machine does, nobody takes anything of the processor.

@@ -12,17 +12,16 @@ from engine.common.cancellation import RequestCancelled
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.model_info import ModelInfo
-from engine.hardware.measured import Arithmetic, ExpertTime, Measurements, RamRead
-from engine.hardware.measurement_files import described
+from engine.hardware.measured import Arithmetic, ExpertTime, Measurements, RamRead, described
 from engine.hardware.other_programs import Share
-from engine.hardware.probe import HardwareProfile
+from engine.hardware.probe import Probe
 from engine.tuning.decode_rate import DecodeRate
 from engine.tuning.measuring import MeasuredMachine
 from engine.tuning.messages import TuningNumber
 from engine.tuning.race import Pace
 from engine.tuning.run import Surroundings
 
-MACHINE = HardwareProfile(
+MACHINE = Probe(
     os="Test OS 1",
     architecture="x86_64",
     cpu="Test CPU",
@@ -44,7 +43,7 @@ def tiny_model() -> Path:
     return make_synthetic("synthetic:qwen3-moe-tiny?layers=2")
 
 
-def measurements(machine: HardwareProfile = MACHINE, device: str = "") -> Measurements:
+def measurements(machine: Probe = MACHINE, device: str = "") -> Measurements:
     """Two cores read as fast as four."""
     times = tuple(
         ExpertTime("cpu", 2048, 768, precision, 1, threads, 10**7, 10**7 / rate)
@@ -142,13 +141,11 @@ def others_take(share: Callable[[], float]) -> Callable[[], Share]:
     return lambda: share
 
 
-def around(
-    machine: HardwareProfile = MACHINE, step: Callable[[str], None] = lambda _what: None, **changed: Any
-) -> Surroundings:
+def around(machine: Probe = MACHINE, step: Callable[[str], None] = lambda _what: None, **changed: Any) -> Surroundings:
     """A machine that is measured at once."""
 
     def measure(
-        _probe: HardwareProfile,
+        _probe: Probe,
         config: EngineConfig,
         _kind: str,
         *,
@@ -166,7 +163,7 @@ def around(
             raise RequestCancelled
         return MeasuredMachine(measurements(machine, device), device, kept=False)
 
-    def look() -> HardwareProfile:
+    def look() -> Probe:
         step("look")
         return machine
 

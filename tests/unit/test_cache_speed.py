@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.checkpoint.model_files import model_names, read_model
 from engine.common.config import EngineConfig, Misses
-from engine.hardware.machine_files import machine_names, read_machine
+from engine.hardware.machine import machine_names, read_machine
 from engine.planner.cache_speed import tokens_per_s_by_slots
 from engine.planner.engine_costs import engine_costs
 from engine.planner.engine_memory import memory_rule

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.hardware import core_kinds
-from engine.hardware.core_kinds import compute_cpus, compute_threads, fast_cpus
+from engine.hardware import cpu as cpu_module
+from engine.hardware.cpu import compute_cpus, compute_threads, fast_cpus
 
 
 def _write(path: Path, text: object) -> None:
@@ -108,15 +108,15 @@ def test_only_allowed_cpus_are_chosen_and_no_core_twice(
 def test_a_container_gets_no_more_threads_than_its_quota(
     monkeypatch: pytest.MonkeyPatch, quota: float | None, threads: int
 ) -> None:
-    monkeypatch.setattr(core_kinds, "cpu_quota", lambda: quota)
-    monkeypatch.setattr(core_kinds, "compute_cpus", lambda allowed: tuple(sorted(allowed)))
-    monkeypatch.setattr(core_kinds.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(cpu_module, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(cpu_module, "compute_cpus", lambda allowed: tuple(sorted(allowed)))
+    monkeypatch.setattr(cpu_module.platform, "system", lambda: "Linux")
     assert compute_threads(frozenset(range(4))) == threads
 
 
 @pytest.mark.parametrize(("told", "threads"), [("6", 6), ("12", 8), ("", 4)])
 def test_a_mac_computes_on_its_fast_cores(monkeypatch: pytest.MonkeyPatch, told: str, threads: int) -> None:
-    monkeypatch.setattr(core_kinds.platform, "system", lambda: "Darwin")
-    monkeypatch.setattr(core_kinds, "output_of", lambda *_: told or None)
-    monkeypatch.setattr(core_kinds.psutil, "cpu_count", lambda logical: 4)
+    monkeypatch.setattr(cpu_module.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(cpu_module, "output_of", lambda *_: told or None)
+    monkeypatch.setattr(cpu_module.psutil, "cpu_count", lambda logical: 4)
     assert compute_threads(frozenset(range(8)), quota=100.0) == threads

@@ -11,9 +11,8 @@ import pytest
 
 from engine import cli
 from engine.hardware.cpu import CpuInfo
-from engine.hardware.measured import Measurements
-from engine.hardware.measurement_files import described, save_measurements
-from engine.hardware.probe import GpuInfo, HardwareProfile, Vendor, probe
+from engine.hardware.measured import Measurements, described, save_measurements
+from engine.hardware.probe import GpuInfo, Probe, Vendor, probe
 from engine.hardware.surroundings import Surroundings
 from engine.verbs import doctor, doctor_checks, doctor_display
 from engine.verbs.doctor_checks import Status
@@ -22,7 +21,7 @@ GPU = GpuInfo("NVIDIA H200", 140 * 2**30, 139 * 2**30, "580.65", "9.0", 5)
 
 
 @pytest.fixture
-def machine() -> HardwareProfile:
+def machine() -> Probe:
     return replace(probe(), gpus=(), gpu_note="None here.", ram_available_bytes=2**34, models_disk_free_bytes=2**40)
 
 
@@ -52,7 +51,7 @@ def test_for_a_person_every_finding_has_a_line(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a folder's permissions")
 def test_a_folder_that_cannot_be_used_is_a_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: HardwareProfile, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: Probe, capsys: pytest.CaptureFixture[str]
 ) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.write_text("not a folder")
@@ -77,7 +76,7 @@ def test_a_folder_that_cannot_be_used_is_a_problem(
 )
 def test_a_graphics_card_and_the_torch_beside_it(
     monkeypatch: pytest.MonkeyPatch,
-    machine: HardwareProfile,
+    machine: Probe,
     gpu: GpuInfo,
     cuda: str | None,
     status: Status,
@@ -96,36 +95,34 @@ GRAPHICS = GpuInfo("Intel UHD Graphics", None, None, "i915", None, None, vendor=
 
 @pytest.mark.parametrize(("hip", "status", "words"), [("7.2", Status.OK, "for ROCm"), (None, Status.ADVICE, "without")])
 def test_an_amd_card(
-    monkeypatch: pytest.MonkeyPatch, machine: HardwareProfile, hip: str | None, status: Status, words: str
+    monkeypatch: pytest.MonkeyPatch, machine: Probe, hip: str | None, status: Status, words: str
 ) -> None:
     monkeypatch.setattr(doctor_checks, "torch_hip_version", lambda: hip)
     (finding,) = doctor_checks.gpu_findings(replace(machine, gpus=(RADEON,), gpu_note=""))
     assert (finding.status, words in finding.detail) == (status, True)
 
 
-def test_graphics_of_the_processor_are_no_card(machine: HardwareProfile) -> None:
+def test_graphics_of_the_processor_are_no_card(machine: Probe) -> None:
     first, second = doctor_checks.gpu_findings(replace(machine, gpus=(GRAPHICS,), gpu_note=""))
     assert "do not run" in first.detail
     assert "CPU" in second.detail
     assert first.status == second.status == Status.OK
 
 
-def test_a_broken_driver_beside_another_card_is_worth_advice(
-    monkeypatch: pytest.MonkeyPatch, machine: HardwareProfile
-) -> None:
+def test_a_broken_driver_beside_another_card_is_worth_advice(monkeypatch: pytest.MonkeyPatch, machine: Probe) -> None:
     monkeypatch.setattr(doctor_checks, "torch_hip_version", lambda: "7.2")
     _, second = doctor_checks.gpu_findings(replace(machine, gpus=(RADEON,), gpu_note="Restart."))
     assert (second.status, second.detail) == (Status.ADVICE, "Restart.")
 
 
-def test_a_card_in_few_words(monkeypatch: pytest.MonkeyPatch, machine: HardwareProfile) -> None:
+def test_a_card_in_few_words(monkeypatch: pytest.MonkeyPatch, machine: Probe) -> None:
     monkeypatch.setattr(doctor_checks, "torch_cuda_version", lambda: "13.0")
     gpu = replace(GPU, pcie_width=16, pcie_width_now=8, used_by_others_bytes=3 * 2**30)
     (finding,) = doctor_checks.gpu_findings(replace(machine, gpus=(gpu,), gpu_note=""))
     assert all(fact in finding.detail for fact in ("140 GiB", "3.0 GiB", "PCIe 5.0 x8", "driver 580.65"))
 
 
-def test_two_kinds_of_cores_and_limits(machine: HardwareProfile) -> None:
+def test_two_kinds_of_cores_and_limits(machine: Probe) -> None:
     limited = replace(
         machine,
         processor=CpuInfo("i9", 24, 32, performance_cores=8, efficiency_cores=16),
@@ -138,7 +135,7 @@ def test_two_kinds_of_cores_and_limits(machine: HardwareProfile) -> None:
     assert "WSL" in {finding.name: finding.detail for finding in doctor.hardware_findings(inside)}["memory"]
 
 
-def test_measurements_are_said_and_so_is_a_changed_machine(machine: HardwareProfile) -> None:
+def test_measurements_are_said_and_so_is_a_changed_machine(machine: Probe) -> None:
     assert doctor_checks.measurement_findings(machine) == []
     save_measurements(Measurements("quick", "", 0, described(machine), "2026-11-21T06:00:00+00:00", notes=("Hot.",)))
     (finding,) = doctor_checks.measurement_findings(machine)
@@ -148,7 +145,7 @@ def test_measurements_are_said_and_so_is_a_changed_machine(machine: HardwareProf
     assert "The RAM was" in finding.detail
 
 
-def test_without_a_card_it_says_why(machine: HardwareProfile) -> None:
+def test_without_a_card_it_says_why(machine: Probe) -> None:
     (finding,) = doctor_checks.gpu_findings(machine)
     assert "None here." in finding.detail
     assert finding.status == Status.OK
@@ -174,7 +171,7 @@ def test_torchs_build_is_read_from_its_files() -> None:
 @pytest.mark.parametrize(
     ("ram", "disk", "names"), [(2**28, 2**40, {"memory"}), (2**34, 2**20, {"disk"}), (2**34, None, {"disk"})]
 )
-def test_little_room_is_worth_advice(machine: HardwareProfile, ram: int, disk: int | None, names: set[str]) -> None:
+def test_little_room_is_worth_advice(machine: Probe, ram: int, disk: int | None, names: set[str]) -> None:
     small = replace(machine, ram_available_bytes=ram, models_disk_free_bytes=disk)
     findings = [*doctor.hardware_findings(small), *doctor_checks.folder_findings(small)]
     advised = {finding.name for finding in findings if finding.status == Status.ADVICE}

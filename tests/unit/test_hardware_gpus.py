@@ -11,12 +11,10 @@ from typing import Any
 import pynvml
 import pytest
 
-from engine.hardware.bounded import BoundedCalls
 from engine.hardware.gpu_info import Vendor
-from engine.hardware.gpus import graphics_cards
+from engine.hardware.gpus import graphics_cards, registry_gpus, sysfs_gpus
 from engine.hardware.nvml import Nvml, NvmlUnavailableError, nvidia_gpus
-from engine.hardware.other_gpus import registry_gpus
-from engine.hardware.sysfs_gpus import sysfs_gpus
+from engine.hardware.system_files import BoundedCalls
 from tests.unit.fake_nvml import GIB, FakeNvml, card, process
 
 

@@ -25,25 +25,23 @@ from engine.hardware.measured import (
     ExpertTime,
     Measurements,
     RamRead,
-    machine_profile,
-)
-from engine.hardware.measurement_files import (
     changes,
     described,
     load_measurements,
+    machine_profile,
     measured_ceilings,
     measurements_file,
     read_measurements,
     save_measurements,
 )
-from engine.hardware.probe import HardwareProfile
+from engine.hardware.probe import Probe
 
 GIB = 2**30
 RTX = GpuInfo(
     "NVIDIA GeForce RTX 4060 Laptop GPU", 8 * GIB, 7 * GIB, "580.65", "8.9", 4, 16, pcie_generation_now=1,
     pcie_width_now=8,
 )  # fmt: skip
-PROBE = HardwareProfile(
+PROBE = Probe(
     os="Linux",
     architecture="x86_64",
     cpu="A processor",
@@ -67,7 +65,7 @@ def copies(rate: float, latency_s: float, direction: str, *, pinned: bool) -> tu
     )
 
 
-def measured(device: str = "cuda:0", probe: HardwareProfile = PROBE) -> Measurements:
+def measured(device: str = "cuda:0", probe: Probe = PROBE) -> Measurements:
     return Measurements(
         kind="quick",
         device=device,
@@ -195,9 +193,7 @@ def test_what_is_saved_is_read_again() -> None:
         (lambda probe: replace(probe, models_disk=None), ("disk", "WD 850, nvme", "unknown")),
     ],
 )
-def test_a_changed_machine_is_noticed(
-    change: Callable[[HardwareProfile], HardwareProfile], facts: tuple[str, ...]
-) -> None:
+def test_a_changed_machine_is_noticed(change: Callable[[Probe], Probe], facts: tuple[str, ...]) -> None:
     assert changes(PROBE, "cuda:0") == ()
     save_measurements(measured())
     assert changes(PROBE, "cuda:0") == ()

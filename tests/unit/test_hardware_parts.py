@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 
 from engine.hardware import disk as disk_module
-from engine.hardware.bounded import BoundedCalls
-from engine.hardware.cpu import apple_cpu, bytes_of_size, linux_cpu
+from engine.hardware.cpu import apple_cpu, bytes_of_size, linux_cpu, windows_cpu_of
 from engine.hardware.disk import DiskKind, block_device, disk_info, look
 from engine.hardware.surroundings import Surroundings, pinned_limit, surroundings
-from engine.hardware.system_files import cpus_of, number_of, output_of
-from engine.hardware.windows_cpu import described
+from engine.hardware.system_files import BoundedCalls, cpus_of, number_of, output_of
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -56,7 +54,7 @@ def test_cores_threads_and_caches(tmp_path: Path) -> None:
     info = tmp_path / "cpuinfo"
     info.write_text("processor\t: 0\nmodel name\t: A processor\nflags\t\t: fpu avx2 fma avx512f made_up\n")
     found = linux_cpu(system, tmp_path / "nowhere", info)
-    assert (found.name, found.physical_cores, found.logical_cores, found.has_smt) == ("A processor", 4, 8, True)
+    assert (found.name, found.physical_cores, found.logical_cores) == ("A processor", 4, 8)
     assert (found.performance_cores, found.efficiency_cores) == (None, None)
     assert (found.l2_bytes, found.l3_bytes) == (4 * 2**20, 32 * 2**20)
     assert found.instructions == ("avx2", "fma", "avx512f")
@@ -73,7 +71,7 @@ def test_intels_two_kinds_of_cores(tmp_path: Path) -> None:
 def test_arms_clusters(tmp_path: Path) -> None:
     system = system_of(tmp_path / "system", range(4), cpu_capacity=["400", "400", "1024", "1024"])
     found = linux_cpu(system, tmp_path / "nowhere", tmp_path / "nothing")
-    assert (found.performance_cores, found.efficiency_cores, found.has_smt) == (2, 2, False)
+    assert (found.performance_cores, found.efficiency_cores) == (2, 2)
 
 
 def test_a_kernel_that_tells_nothing(tmp_path: Path) -> None:
@@ -96,7 +94,7 @@ def test_an_apple_chip() -> None:
             "hw.optional.arm.FEAT_I8MM": "0",
         }
     )
-    assert (found.performance_cores, found.efficiency_cores, found.has_smt) == (6, 6, False)
+    assert (found.performance_cores, found.efficiency_cores) == (6, 6)
     assert found.instructions == ("asimd", "asimddp")
     assert apple_cpu({}).physical_cores is None
 
@@ -109,11 +107,11 @@ def test_windowss_structures() -> None:
         return struct.pack("<II", 2, 56) + struct.pack("<BBHII", level, 8, 64, nbytes, kind) + bytes(36)
 
     topology = core(1) * 2 + core(0) * 4 + cache(2, 2**20, 0) * 3 + cache(3, 2**25, 0) + cache(2, 2**20, 1)
-    found = described(topology, frozenset({"avx2"}), "A processor")
+    found = windows_cpu_of(topology, frozenset({"avx2"}), "A processor")
     assert (found.performance_cores, found.efficiency_cores, found.physical_cores) == (2, 4, 6)
     assert (found.l2_bytes, found.l3_bytes, found.instructions) == (3 * 2**20, 2**25, ("avx2",))
     for cut in (b"", topology[:7], topology[:30], struct.pack("<II", 0, 0)):
-        described(cut, frozenset(), None)
+        windows_cpu_of(cut, frozenset(), None)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine.hardware import cgroup
+from engine.hardware import surroundings
 from engine.hardware.probe import free_disk_bytes, probe, usable_cpus
 
 
@@ -56,8 +56,8 @@ def test_container_limits_version_2(tmp_path: Path) -> None:
             "cpu.max": "150000 100000\n",
         },
     )
-    assert cgroup.memory_limits(root) == (1_000_000, 450_000)
-    assert cgroup.cpu_quota(root) == 1.5
+    assert surroundings.memory_limits(root) == (1_000_000, 450_000)
+    assert surroundings.cpu_quota(root) == 1.5
 
 
 def test_container_limits_version_1(tmp_path: Path) -> None:
@@ -71,8 +71,8 @@ def test_container_limits_version_1(tmp_path: Path) -> None:
             "cpu/cpu.cfs_period_us": "100000\n",
         },
     )
-    assert cgroup.memory_limits(root) == (2_000_000, 1_500_000)
-    assert cgroup.cpu_quota(root) == 2.0
+    assert surroundings.memory_limits(root) == (2_000_000, 1_500_000)
+    assert surroundings.cpu_quota(root) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -86,5 +86,5 @@ def test_container_limits_version_1(tmp_path: Path) -> None:
 )
 def test_no_limits(tmp_path: Path, files: dict[str, str]) -> None:
     root = write(tmp_path, files)
-    assert cgroup.memory_limits(root) == (None, None)
-    assert cgroup.cpu_quota(root) is None
+    assert surroundings.memory_limits(root) == (None, None)
+    assert surroundings.cpu_quota(root) is None

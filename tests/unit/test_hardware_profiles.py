@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.hardware.machine_files import machine_names, read_machine
+from engine.hardware.machine import machine_names, read_machine
 from engine.hardware.profiles import emulated_cards, profile_names, profiles_dir, read_profile, with_emulated
 from tests.refusals import refused
 

@@ -51,7 +51,7 @@ def test_the_window_uses_only_the_light_side_of_the_engine() -> None:
         "engine.protocol",
         "engine.checkpoint.library",
         "engine.hardware.probe",
-        "engine.hardware.measurement_files",
+        "engine.hardware.measured",
         "engine.cli",
         "engine.verbs.simulate",
         "engine.planner.papers.report",

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from engine.checkpoint.model_files import model_names, read_model
 from engine.common.errors import EngineError, ErrorCode
 from engine.formats import LADDER
-from engine.hardware.machine import HardwareProfile
-from engine.hardware.machine_files import machine_names, read_machine
+from engine.hardware.machine import HardwareProfile, machine_names, read_machine
 from engine.planner.engine_costs import engine_costs
 from engine.planner.engine_memory import sizes_of
 from engine.planner.placement import least_ram

@@ -9,7 +9,7 @@ import pytest
 
 from engine.checkpoint.model_files import model_names, read_model
 from engine.common.errors import EngineError, ErrorCode
-from engine.hardware.machine_files import machine_names, read_machine
+from engine.hardware.machine import machine_names, read_machine
 from engine.planner.plan import Limits, _memory, make_plan
 from engine.planner.plan_search import Question, choose_precision, in_order, runs_here, search
 from engine.planner.workload import WORKLOADS

@@ -10,8 +10,7 @@ import pytest
 
 from engine.checkpoint.model_files import model_names, models_dir, read_model
 from engine.common.errors import EngineError, ErrorCode
-from engine.hardware.machine import HardwareProfile
-from engine.hardware.machine_files import machine_names, machines_dir, read_machine
+from engine.hardware.machine import HardwareProfile, machine_names, machines_dir, read_machine
 from tests.refusals import refused
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine.checkpoint.model_files import read_model
-from engine.hardware.machine_files import read_machine
+from engine.hardware.machine import read_machine
 from engine.planner.costs import Costs
 from engine.planner.simulator.plans import run_policy
 from engine.planner.simulator.requests import Setting

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from engine.checkpoint.model_files import model_names, read_model
-from engine.hardware.machine import HardwareProfile
-from engine.hardware.machine_files import machine_names, read_machine
+from engine.hardware.machine import HardwareProfile, machine_names, read_machine
 from engine.planner.costs import Costs
 from engine.planner.simulator.outcome import Outcome
 from engine.planner.simulator.plans import POLICY_NAMES, SWITCHYARD, bounds, run_all, run_policy, switchyard

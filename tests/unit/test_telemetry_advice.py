@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.checkpoint.model_files import read_model
 from engine.common.config import EngineConfig
-from engine.hardware.machine_files import read_machine
+from engine.hardware.machine import read_machine
 from engine.planner.simulator.timeline import LANES
 from engine.telemetry.advice import Advice, Running, advise, predicted_rate
 from engine.telemetry.analysis import OTHER, Waiting, waiting

@@ -12,7 +12,7 @@ import pytest
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import data_dir
-from engine.hardware.measurement_files import described, load_measurements
+from engine.hardware.measured import described, load_measurements
 from engine.tuning.applying import apply_tuning, note_outrun
 from engine.tuning.keeping import (
     keep_anyway,
@@ -322,7 +322,7 @@ def test_a_broken_file_is_no_result(model: Path) -> None:
 
 def test_measurements_are_kept_with_the_machine(model: Path) -> None:
     run(MadeUpEngine(speeds), EngineConfig(str(model)), until="measured")
-    from engine.hardware.measurement_files import load_measurements
+    from engine.hardware.measured import load_measurements
 
     assert load_measurements(MACHINE) == measurements()
 

@@ -10,7 +10,7 @@ from app.services.engine_client import EngineClient, EngineState
 from app.widgets.memory_bar import MemoryPart
 from app.widgets.memory_gauge import MemoryGauge, MemoryLegend
 from engine.common.model_info import ModelInfo
-from engine.hardware.probe import GpuInfo, HardwareProfile
+from engine.hardware.probe import GpuInfo, Probe
 from engine.hardware.sensors import SensorSample
 from engine.telemetry.messages import Telemetry
 
@@ -154,7 +154,7 @@ class MachineFooter(QWidget):
 
     # --- the machine and the model ----------------------------------------------------------------
 
-    def _on_hardware(self, profile: HardwareProfile) -> None:
+    def _on_hardware(self, profile: Probe) -> None:
         cores = profile.physical_cores or profile.logical_cores or profile.usable_cpus
         name = _short_cpu_name(profile.cpu) if profile.cpu else profile.architecture
         counted = self.tr("1 core") if cores == 1 else self.tr("{0} cores").format(cores)

@@ -27,7 +27,7 @@ from app.widgets.banner import Banner
 from app.widgets.page import TUNE, Page
 from app.widgets.page_header import PageHeader
 from engine.common.model_info import ModelInfo
-from engine.hardware.measurement_files import measured_ceilings
+from engine.hardware.measured import measured_ceilings
 from engine.hardware.probe import probe
 
 _REFRESH_MS = 500

@@ -12,7 +12,7 @@ from functools import cache
 
 from engine.checkpoint.model_files import read_model
 from engine.checkpoint.model_shape import ModelShape
-from engine.hardware.machine_files import read_machine
+from engine.hardware.machine import read_machine
 from engine.planner.costs import Costs, Efficiency
 from engine.planner.memory import card_memory, expert_slots, indexes
 from engine.planner.papers.row import DERIVED, THROUGHPUT, Row

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from engine.checkpoint.model_files import read_model
 from engine.checkpoint.model_shape import ModelShape
 from engine.formats import format_of
-from engine.hardware.machine_files import read_machine
+from engine.hardware.machine import read_machine
 from engine.planner.costs import Costs, Efficiency
 from engine.planner.memory import RUNTIME_BYTES
 from engine.planner.papers.row import DERIVED, THROUGHPUT, Row

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from engine.checkpoint.model_files import read_model
-from engine.hardware.machine_files import read_machine
+from engine.hardware.machine import read_machine
 from engine.planner.costs import Costs, Efficiency
 from engine.planner.fiddler import hit_rate_bounds
 from engine.planner.memory import card_memory, expert_slots

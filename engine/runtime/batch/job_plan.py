@@ -15,10 +15,8 @@ from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.errors import EngineError
 from engine.formats import measured_as
-from engine.hardware.measured import machine_profile
-from engine.hardware.measurement_files import load_measurements
-from engine.hardware.probe import HardwareProfile as Probe
-from engine.hardware.probe import probe
+from engine.hardware.measured import load_measurements, machine_profile
+from engine.hardware.probe import Probe, probe
 from engine.hardware.profiles import EMULATED, with_emulated
 from engine.kernels.native.paged_attention import KvType
 from engine.planner.batch_plan import best_batch

@@ -20,7 +20,7 @@ from engine.devices.memory_budget import DeviceMemoryError
 from engine.devices.opening import open_devices
 from engine.experts.sites import ExpertsSite, verify
 from engine.formats import format_of
-from engine.hardware.core_kinds import compute_threads
+from engine.hardware.cpu import compute_threads
 from engine.hardware.probe import usable_cpus
 from engine.kernels import card_note
 from engine.kernels.native.library import load_kernels, missing_note
