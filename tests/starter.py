@@ -11,8 +11,7 @@ import pytest
 
 from engine.checkpoint.manifest import sha256_of
 from engine.checkpoint.starter import build_starter
-from engine.checkpoint.starter.package import WHEEL_VARIABLE, obtain_wheel
-from engine.checkpoint.starter.recipe import read_recipe
+from engine.checkpoint.starter.package import WHEEL_VARIABLE, obtain_wheel, read_recipe
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import cache_dir
 

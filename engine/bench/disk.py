@@ -21,7 +21,7 @@ from engine.bench.forced_text import ForcedText, decode_seconds, random_text
 from engine.bench.memory_group import memory_group
 from engine.bench.opened import opened
 from engine.bench.report import Report, row
-from engine.checkpoint.bank_location import bank_path
+from engine.checkpoint.library import bank_path
 from engine.common.disk_errors import disk_errors_explained, require_space
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import python_module

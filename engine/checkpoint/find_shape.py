@@ -1,21 +1,116 @@
-"""Finds a model's shape by what the user names: a shipped profile, a folder, or a hub id."""
+"""Finds a model's shape by what the user names: a shipped profile, a folder, or a hub id.
+
+Where there is no profile, it follows from the configuration and the headers of the tensors, without reading weights.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from engine.checkpoint.config_file import read_config
+from engine.checkpoint.config_file import read_config, text_part
+from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.hub import read_hub_model
-from engine.checkpoint.model_files import model_names, read_model
-from engine.checkpoint.model_shape import ModelShape
+from engine.checkpoint.model_shape import AttentionShape, ModelShape, model_names, read_model
 from engine.checkpoint.names import STARTER_NAME, in_library, is_path_like, resolve
-from engine.checkpoint.shape_from_headers import shape_of
+from engine.checkpoint.profile import is_expert_key, profile_of
 from engine.checkpoint.shards import read_tensors
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import models_dir
 from engine.common.profile_file import near_names
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h|block)\.(\d+)\.")
+_NOT_TEXT = re.compile(
+    r"(^|\.)(vision|visual|vision_tower|vision_model|audio|audio_tower|audio_encoder|multi_modal_projector|mm_projector|"
+    r"embed_vision|embed_audio|image_newline|mtp)(\.|$|_)"
+)
+_HEAD = re.compile(r"(^|\.)(lm_head|output|embed_out)\.weight$")
+_BIAS = re.compile(r"(\.|_)bias$")
+_GATE = re.compile(r"gate_up|gate_proj|\.w3\.|\.w3$|\.v1$|linear_v|input_linear|wi_1")
+_UNKNOWN_CONTEXT = 32_768
+
+
+def shape_of(name: str, config: dict[str, Any], tensors: Iterable[TensorEntry], hub_id: str = "") -> ModelShape:
+    """The shape of a model with this configuration and these tensors.
+
+    Sizes are counted from the headers instead of derived. Parts for images, sound or multi-token prediction are left
+    out, as in the engine. A dense model gets one expert of minimal width.
+    """
+    text = text_part(config)
+    found = profile_of(config, [])
+    mine = [entry for entry in tensors if _is_mine(entry.key, found.layers)]
+    profile = profile_of(config, mine)
+    moe_layers = len({_layer(entry.key) for entry in mine if is_expert_key(entry.key)}) if profile.experts else 0
+    kept = [entry for entry in mine if is_expert_key(entry.key)] if moe_layers else []
+    hidden, layers = max(profile.hidden, 1), max(profile.layers, 1)
+    biases = sum(entry.numel for entry in kept if _BIAS.search(entry.key))
+    matrices = 3 if any(_GATE.search(entry.key) for entry in kept) or not kept else 2
+    each = (profile.expert_parameters - biases) / max(moe_layers * profile.experts, 1)
+    return ModelShape(
+        name=name,
+        hub_id=hub_id,
+        licence="",
+        source="config.json and the headers of its tensors",
+        layers=layers,
+        dense_layers=layers - moe_layers if moe_layers else 0,
+        full_attention_layers=_full_attention(text, layers),
+        hidden=hidden,
+        vocabulary=max(int(text.get("vocab_size") or 1), 1),
+        experts=max(profile.experts, 1),
+        experts_per_token=max(min(profile.experts_per_token, profile.experts), 1),
+        expert_width=max(round(each / (matrices * hidden)), 1),
+        shared_width=0,
+        dense_width=0,
+        attention=_attention(text, hidden),
+        context_tokens=profile.context_tokens or _UNKNOWN_CONTEXT,
+        parameters=float(profile.parameters),
+        tied_embeddings=not any(_HEAD.search(entry.key) for entry in mine),
+        expert_matrices=matrices,
+        expert_biases=biases > 0,
+        other_weights=max(profile.parameters - profile.expert_parameters, 1),
+        kv_numbers=profile.kv_elements_per_token,
+    )
+
+
+def _is_mine(key: str, layers: int) -> bool:
+    layer = _LAYER.search(key)
+    return not _NOT_TEXT.search(key) and (layer is None or not layers or int(layer[1]) < layers)
+
+
+def _layer(key: str) -> int:
+    found = _LAYER.search(key)
+    return int(found[1]) if found else -1
+
+
+def _full_attention(text: dict[str, Any], layers: int) -> int:
+    """Layers whose cache grows with the context."""
+    types = text.get("layer_types")
+    if not isinstance(types, list) or not types:
+        return layers
+    return max(sum(1 for kind in types if str(kind) in ("full_attention", "attention")), 1)
+
+
+def _attention(text: dict[str, Any], hidden: int) -> AttentionShape:
+    def number(*names: str) -> int:
+        places = (text, text.get("attn_config") or {})
+        values = (place.get(name) for place in places if isinstance(place, dict) for name in names)
+        return next((value for value in values if isinstance(value, int) and value > 0), 0)
+
+    heads = number("num_attention_heads", "n_heads", "n_head", "num_heads") or 1
+    rotary = number("qk_rope_head_dim")
+    latent = number("kv_lora_rank")
+    head_dim = number("v_head_dim") if latent else number("head_dim", "kv_channels")
+    return AttentionShape(
+        heads=heads,
+        kv_heads=number("num_key_value_heads", "kv_n_heads", "num_key_value_groups") or heads,
+        head_dim=head_dim or max(hidden // heads, 1),
+        latent=latent + rotary if latent else 0,
+        query_latent=number("q_lora_rank"),
+    )
+
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 

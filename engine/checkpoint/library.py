@@ -1,13 +1,17 @@
-"""The model library: one folder per model in the models folder, and the meaning of `M` on the command line."""
+"""The model library: one folder per model in the models folder, and the meaning of `M` on the command line.
+
+The prepared experts of a checkpoint are stored in the data folder, where they are found again and removed with it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.checkpoint.bank_location import banks_of, remove_banks
 from engine.checkpoint.config_file import CONFIG_NAME, read_config
 from engine.checkpoint.manifest import MANIFEST_NAME, damaged_files, read_manifest
 from engine.checkpoint.names import (
@@ -22,7 +26,41 @@ from engine.checkpoint.profile import read_profile
 from engine.checkpoint.shards import read_tensors
 from engine.checkpoint.staging import discard
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.paths import models_dir
+from engine.common.paths import data_dir, models_dir
+
+
+def bank_path(directory: Path, precision: str) -> Path:
+    """The bank file of a checkpoint directory: in the data folder, as it is as large as the model."""
+    return _banks_dir() / f"{directory.name}-{precision}-{_where(directory)}.bank"
+
+
+def banks_of(directory: Path) -> list[Path]:
+    """The existing bank files of a checkpoint directory, finished or not, in all precisions."""
+    middle = f"-{_where(directory)}.bank"
+    try:
+        return [file for file in _banks_dir().iterdir() if middle in file.name and file.is_file()]
+    except OSError:
+        return []
+
+
+def remove_banks(files: list[Path]) -> int:
+    """Deletes them and returns the bytes freed.  A file in use stays, on systems that lock open files."""
+    freed = 0
+    for file in files:
+        with contextlib.suppress(OSError):
+            size = file.stat().st_size
+            file.unlink()
+            freed += size
+    return freed
+
+
+def _banks_dir() -> Path:
+    return data_dir() / "banks"
+
+
+def _where(directory: Path) -> str:
+    return hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:12]
+
 
 __all__ = ["LibraryEntry", "Verification", "list_models", "remove", "resolve", "show", "starter_is_built", "verify"]
 

@@ -1,5 +1,6 @@
-"""Read and write safetensors files with numpy alone, including bfloat16 (as bits in uint16).
+"""Read and write safetensors files with numpy alone, including bfloat16.
 
+numpy has no bfloat16: it is the upper half of a float32, kept as uint16.
 Format: https://github.com/huggingface/safetensors (8 bytes of header length, JSON header, then the tensors).
 """
 
@@ -14,6 +15,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import deserialize
+
+Float32 = NDArray[np.float32]
+BFloat16Bits = NDArray[np.uint16]
+
+
+def to_bfloat16(values: Float32) -> BFloat16Bits:
+    """Round to nearest, ties to even, as torch does.  Any shape; finite values only (weights)."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
+    return (rounded >> np.uint32(16)).astype(np.uint16)
+
+
+def from_bfloat16(bits: BFloat16Bits) -> Float32:
+    """Exact.  Any shape."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
 
 _DTYPES: dict[str, Any] = {
     "BF16": np.dtype("<u2"),

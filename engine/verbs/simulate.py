@@ -132,7 +132,7 @@ def _write_timeline(outcome: Outcome, setting: Setting, path: Path) -> None:
 
 
 def _setting(args: argparse.Namespace) -> Setting:
-    from engine.checkpoint.model_files import read_model
+    from engine.checkpoint.model_shape import read_model
     from engine.hardware.machine import read_machine
     from engine.planner.costs import Costs
     from engine.planner.simulator.requests import DECODE_STEPS, Setting

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.checkpoint.model_files import read_model
+from engine.checkpoint.model_shape import read_model
 from engine.common.config import EngineConfig
 from engine.hardware.cpu import CpuInfo
 from engine.hardware.disk import DiskInfo, DiskKind

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint.bank_location import bank_path
+from engine.checkpoint.library import bank_path
 from engine.common.cancellation import RequestCancelled
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode

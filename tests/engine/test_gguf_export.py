@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from engine.bench.gguf_export import Quantisation, gguf_of, write_gguf
 from engine.bench.synthetic import make_synthetic
-from engine.checkpoint.bfloat16 import from_bfloat16
-from engine.checkpoint.safetensors_numpy import read_safetensors, write_safetensors
+from engine.checkpoint.safetensors_numpy import from_bfloat16, read_safetensors, write_safetensors
 from engine.common.errors import EngineError, ErrorCode
 
 SHAPE = "synthetic:qwen3-moe-tiny?layers=1&vocab=259"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.checkpoint.config_file import text_part
-from engine.checkpoint.kv_numbers import kv_elements_per_token
+from engine.checkpoint.profile import kv_elements_per_token
 from engine.common.config import SamplingParams
 from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.kv.growing import new_cache

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint.bank_location import bank_path
+from engine.checkpoint.library import bank_path
 from engine.common.cancellation import RequestCancelled
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.bank_file import BankFile

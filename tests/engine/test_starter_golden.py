@@ -14,8 +14,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralFo
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from engine.checkpoint.library import verify
-from engine.checkpoint.starter.package import extract_member
-from engine.checkpoint.starter.recipe import read_recipe
+from engine.checkpoint.starter.package import extract_member, read_recipe
 from engine.common.config import EngineConfig, SamplingParams
 from engine.protocol import ChatMessage
 from engine.runtime.decode.chat_session import ChatSession

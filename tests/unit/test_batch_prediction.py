@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.checkpoint.model_files import model_names, read_model
+from engine.checkpoint.model_shape import model_names, read_model
 from engine.hardware.machine import machine_names, read_machine
 from engine.planner.batch_plan import best_batch
 from engine.planner.batch_prediction import Bottleneck, JobRows, predict_on_cpu, predicted_on_card

@@ -7,8 +7,7 @@ import pytest
 
 from engine.checkpoint.expert_index import PartSources
 from engine.checkpoint.headers import read_header
-from engine.checkpoint.kv_numbers import kv_elements_per_token
-from engine.checkpoint.profile import read_profile, stretched_context
+from engine.checkpoint.profile import kv_elements_per_token, read_profile, stretched_context
 from tests.unit.checkpoint_files import header_of, write_config, write_safetensors
 
 MIXTRAL: dict[str, Any] = {

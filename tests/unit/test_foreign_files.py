@@ -21,7 +21,7 @@ from engine.batch_files.opening import open_source
 from engine.batch_files.request import Constraint
 from engine.checkpoint import headers, library
 from engine.checkpoint.importing import import_model
-from engine.checkpoint.model_files import read_model
+from engine.checkpoint.model_shape import read_model
 from engine.checkpoint.shards import INDEX_NAME, MOST_FILES, read_tensors
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign_file import check_foreign, open_foreign, read_foreign

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.bank_location import bank_path
 from engine.checkpoint.importing import import_model
-from engine.checkpoint.library import list_models, remove, resolve, show, starter_is_built, verify
+from engine.checkpoint.library import bank_path, list_models, remove, resolve, show, starter_is_built, verify
 from engine.checkpoint.manifest import MANIFEST_NAME
 from engine.common.cancellation import RequestCancelled
 from engine.common.errors import EngineError, ErrorCode

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.checkpoint.model_files import model_names, read_model
+from engine.checkpoint.model_shape import model_names, read_model
 from engine.common.errors import EngineError, ErrorCode
 from engine.formats import LADDER
 from engine.hardware.machine import HardwareProfile, machine_names, read_machine

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.checkpoint.model_files import model_names, read_model
+from engine.checkpoint.model_shape import model_names, read_model
 from engine.common.errors import EngineError, ErrorCode
 from engine.hardware.machine import machine_names, read_machine
 from engine.planner.plan import Limits, _memory, make_plan

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.checkpoint.model_files import model_names, read_model
+from engine.checkpoint.model_shape import model_names, read_model
 from engine.hardware.machine import machine_names, read_machine
 from engine.planner.costs import Costs
 from engine.planner.fiddler import break_even_rows, hit_rate_bounds, runs_on_cpu

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from engine.bench.synthetic.shapes import SHAPES, config_of, tensors_of
+from engine.checkpoint.find_shape import shape_of
 from engine.checkpoint.headers import TensorEntry
-from engine.checkpoint.model_files import read_model
-from engine.checkpoint.model_shape import Attention, ModelShape
-from engine.checkpoint.shape_from_headers import shape_of
+from engine.checkpoint.model_shape import AttentionShape, ModelShape, read_model
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.model_info import ModelInfo
@@ -34,7 +33,7 @@ READ = {"bf16": 29.6e9, "int8": 28.9e9, "int4": 27.4e9}
 """Bandwidths of experts that it found then, with two threads."""
 
 STARTER = ModelShape(
-    "starter", "", "", "", 30, 0, 30, 576, 49152, 8, 7, 192, 0, 0, Attention(9, 3, 64), 8192, 1.35e8, True
+    "starter", "", "", "", 30, 0, 30, 576, 49152, 8, 7, 192, 0, 0, AttentionShape(9, 3, 64), 8192, 1.35e8, True
 )
 
 

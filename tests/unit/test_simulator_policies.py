@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from engine.checkpoint.model_files import model_names, read_model
+from engine.checkpoint.model_shape import model_names, read_model
 from engine.hardware.machine import HardwareProfile, machine_names, read_machine
 from engine.planner.costs import Costs
 from engine.planner.simulator.outcome import Outcome

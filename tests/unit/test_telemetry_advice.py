@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.checkpoint.model_files import read_model
+from engine.checkpoint.model_shape import read_model
 from engine.common.config import EngineConfig
 from engine.hardware.machine import read_machine
 from engine.planner.simulator.timeline import LANES

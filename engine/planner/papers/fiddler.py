@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from engine.checkpoint.model_files import read_model
+from engine.checkpoint.model_shape import read_model
 from engine.hardware.machine import read_machine
 from engine.planner.costs import Costs, Efficiency
 from engine.planner.fiddler import hit_rate_bounds

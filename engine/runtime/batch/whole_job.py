@@ -15,8 +15,7 @@ from engine.batch_files.pace import Pace
 from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.row_count import RowCount
 from engine.batch_files.stop_request import StopRequest
-from engine.checkpoint.fingerprint import fingerprint
-from engine.checkpoint.shards import read_tensors
+from engine.checkpoint.shards import fingerprint, read_tensors
 from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.feed import Asking, RowFeed
 from engine.runtime.batch.job import JobRun

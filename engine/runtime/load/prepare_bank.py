@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from engine.checkpoint.expert_index import ExpertIndex
-from engine.checkpoint.fingerprint import fingerprint
+from engine.checkpoint.shards import fingerprint
 from engine.common.cancellation import RequestCancelled
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import new_folder

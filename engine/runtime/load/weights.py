@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.bank_location import bank_path
 from engine.checkpoint.expert_index import ExpertIndex
+from engine.checkpoint.library import bank_path
 from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.memory_budget import MemoryCategory
 from engine.experts.bank import ExpertBank
