@@ -18,9 +18,8 @@ import psutil
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.messages import SampleBatch, StartBatch
 from engine.batch_files.prepared_job import PreparedJob
-from engine.common.cancellation import RequestCancelled
 from engine.common.config import EngineConfig, SamplingParams
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.model_info import ModelInfo
 from engine.process.batch import BatchService
 from engine.process.environment import quiet_libraries

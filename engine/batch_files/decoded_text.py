@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign_file import open_foreign
+from engine.common.foreign import open_foreign
 
 _KEPT_APART = "switchyard.kept-apart"
 

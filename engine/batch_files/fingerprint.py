@@ -13,7 +13,7 @@ from engine.batch_files.background import Between, noop
 from engine.batch_files.folder import FolderRows
 from engine.batch_files.row import RowSource
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign_file import open_foreign, reason
+from engine.common.foreign import open_foreign, reason
 
 _BLOCK = 4 * 2**20
 

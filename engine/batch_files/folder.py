@@ -8,7 +8,7 @@ from pathlib import Path
 from engine.batch_files.columns import SeenColumns
 from engine.batch_files.row import Row, RowSource
 from engine.common.errors import EngineError
-from engine.common.foreign_file import reason
+from engine.common.foreign import reason
 
 
 class FolderRows:

@@ -6,7 +6,7 @@ import json
 
 from engine.batch_files.request import Constraint
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign_json import DEEPEST, parse_json
+from engine.common.foreign import DEEPEST, parse_json
 
 _MOST_CHARACTERS, _MOST_ENTRIES = 2**18, 3_000
 """Limits of a schema: much bigger ones compile for minutes, uninterruptibly."""

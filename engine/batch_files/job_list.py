@@ -15,7 +15,7 @@ from engine.batch_files.answer import Answer
 from engine.batch_files.journal import written_files
 from engine.batch_files.manifest import parse_manifest
 from engine.batch_files.own_files import WrittenFile
-from engine.common.file_lock import try_lock, unlock
+from engine.common.files import try_lock, unlock
 from engine.common.paths import jobs_dir
 
 

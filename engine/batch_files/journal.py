@@ -20,10 +20,8 @@ import xxhash
 from engine.batch_files.answer import Answer
 from engine.batch_files.manifest import Manifest, parse_manifest, require_same
 from engine.batch_files.own_files import WrittenFile
-from engine.common.disk_errors import is_full
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.file_lock import try_lock
-from engine.common.files import private_file, private_folder, restrict_files
+from engine.common.files import is_full, private_file, private_folder, restrict_files, try_lock
 from engine.common.paths import jobs_dir
 
 _SCHEMA = """

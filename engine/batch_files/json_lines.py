@@ -12,7 +12,7 @@ from engine.batch_files.decoded_text import sound
 from engine.batch_files.row import Row
 from engine.batch_files.text_lines import TextLines
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign_json import DEEPEST, parse_json
+from engine.common.foreign import DEEPEST, parse_json
 
 _LOOKED_AT = 200
 """Number of first rows that determine the columns; further ones in later rows are kept too."""

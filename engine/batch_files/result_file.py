@@ -22,9 +22,8 @@ from engine.batch_files.result_formats import (
     fits_a_sheet,
 )
 from engine.batch_files.row import Row, RowSource
-from engine.common.disk_errors import disk_errors_explained
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.files import NewFile
+from engine.common.files import NewFile, disk_errors_explained
 
 
 class ResultFormat(Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.batch_files.row import Row, unique_names
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign_file import open_foreign
+from engine.common.foreign import open_foreign
 from engine.common.sizes import about
 
 _OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"

@@ -22,8 +22,8 @@ from engine.bench.memory_group import memory_group
 from engine.bench.opened import opened
 from engine.bench.report import Report, row
 from engine.checkpoint.library import bank_path
-from engine.common.disk_errors import disk_errors_explained, require_space
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.files import disk_errors_explained, require_space
 from engine.common.paths import python_module
 from engine.experts.bank import ExpertBank
 from engine.experts.disk_tier import DiskTier, Read

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign_file import read_foreign, reason
-from engine.common.foreign_json import parse_json
+from engine.common.foreign import parse_json, read_foreign, reason
 from engine.families import family_of
 
 CONFIG_NAME = "config.json"

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign_file import open_foreign, reason
-from engine.common.foreign_json import parse_json
+from engine.common.foreign import open_foreign, parse_json, reason
 
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,

@@ -16,7 +16,7 @@ from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES, read_co
 from engine.checkpoint.headers import DTYPE_BITS, MAX_HEADER, TensorEntry
 from engine.checkpoint.shards import INDEX_NAME, MAX_INDEX_BYTES, SINGLE_NAME, files_named
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign_json import parse_json
+from engine.common.foreign import parse_json
 
 _TIMEOUT_S = 15.0
 ANSWER_S = 120.0

@@ -15,10 +15,9 @@ from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, sha2
 from engine.checkpoint.names import check_new_name, resolve
 from engine.checkpoint.shards import INDEX_NAME, read_tensors
 from engine.checkpoint.staging import staging_folder
-from engine.common.cancellation import RequestCancelled
-from engine.common.disk_errors import disk_errors_explained, require_space
-from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign_file import open_foreign
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
+from engine.common.files import disk_errors_explained, require_space
+from engine.common.foreign import open_foreign
 from engine.common.paths import models_dir
 
 _CHUNK_BYTES = 4 * 2**20

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from engine.common.cancellation import RequestCancelled
-from engine.common.foreign_file import open_foreign, read_foreign
-from engine.common.foreign_json import parse_json
+from engine.common.errors import RequestCancelled
+from engine.common.foreign import open_foreign, parse_json, read_foreign
 
 MANIFEST_NAME = "switchyard-manifest.json"
 _CHUNK_BYTES = 4 * 2**20

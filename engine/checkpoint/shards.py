@@ -16,7 +16,7 @@ from typing import Any
 from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES, read_json
 from engine.checkpoint.headers import MAX_HEADER, TensorEntry, read_header
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign_file import open_foreign, reason
+from engine.common.foreign import open_foreign, reason
 from engine.common.plain_text import plain
 
 INDEX_NAME = "model.safetensors.index.json"

@@ -15,8 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.common.file_lock import try_lock, unlock
-from engine.common.files import new_folder
+from engine.common.files import new_folder, try_lock, unlock
 
 _PREFIX = ".staging-"
 _LOCK_SUFFIX = ".lock"

@@ -103,7 +103,6 @@ class SamplingParams:
 KvPrecision = Literal["auto", "int8"]
 KV_PRECISIONS: tuple[KvPrecision, ...] = ("auto", "int8")
 BatchStart = Literal["new", "resume", "restart", "retry_failed"]
-BATCH_STARTS: tuple[BatchStart, ...] = ("new", "resume", "restart", "retry_failed")
 
 
 @dataclass(frozen=True, slots=True)

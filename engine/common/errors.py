@@ -1,11 +1,13 @@
-"""The engine's one exception type, with codes that the window, the command line and tests can rely on.
+"""The engine's exceptions: one error type with codes that everybody can rely on, and the user's own cancelling.
 
 Every message is one sentence that says what is wrong, where, and what to do about it; it is shown to the user
-unchanged. This module imports nothing heavy, so the window can use it.
+unchanged. Long work is cancelled by a flag that the caller sets and the work checks, which then raises. This module
+imports nothing heavy, so the window can use it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 
 
@@ -50,3 +52,16 @@ class EngineError(Exception):
         super().__init__(message)
         self.code = code
         self.message = message
+
+
+CancelCheck = Callable[[], bool]
+"""Whether to stop now."""
+
+
+class RequestCancelled(Exception):  # noqa: N818 - not an error: the user asked for it
+    """The request was cancelled before it was done.  Nothing half-done is left behind."""
+
+
+def never_cancelled() -> bool:
+    """For callers that let it run."""
+    return False

@@ -1,24 +1,30 @@
-"""Atomic writes and private files.
+"""Atomic writes, private files, locks, and disk errors that a user can fix.
 
 A crash, a full disk or a power cut leaves the old file or the new one, never half of either. The user's own files
 (chats, settings, journals, logs) are readable by the user alone, whatever the umask: files 0600 in folders 0700. On
-Windows these modes do not exist; the folders are in the user's profile, which other users cannot read.
+Windows these modes do not exist; the folders are in the user's profile, which other users cannot read. A lock on an
+open file dies with its process, so a killed process never blocks another.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
+import shutil
 import stat
+import sys
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import TracebackType
 
+from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import chosen_data_dir
+from engine.common.sizes import rounded_down, rounded_up
 
 _FILE_MODE, _FOLDER_MODE = 0o600, 0o700
 _SHORT = 40
@@ -219,3 +225,76 @@ class PrivateLog(RotatingFileHandler):
     def _open(self) -> TextIOWrapper:
         private_file(Path(self.baseFilename))
         return super()._open()
+
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def try_lock(descriptor: int) -> bool:
+        """Takes the lock if it is free; returns whether it did."""
+        try:
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        except OSError:
+            return False
+        return True
+
+    def unlock(descriptor: int) -> None:
+        """Releases the lock."""
+        with contextlib.suppress(OSError):
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)
+
+else:
+    import fcntl
+
+    def try_lock(descriptor: int) -> bool:
+        """Takes the lock if it is free; returns whether it did."""
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def unlock(descriptor: int) -> None:
+        """Releases the lock."""
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+_FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
+_SPARE_BYTES = 50 * 10**6
+"""Left free for other programs."""
+
+
+def is_full(error: OSError) -> bool:
+    """Whether the disk is full or the user's quota is used up."""
+    return error.errno in _FULL
+
+
+@contextlib.contextmanager
+def disk_errors_explained(folder: Path) -> Iterator[None]:
+    """Turns an OSError raised inside the block into an EngineError about `folder`."""
+    try:
+        yield
+    except OSError as error:
+        if is_full(error):
+            raise EngineError(ErrorCode.DISK_FULL, f"The disk of {folder} is full: make room and try again.") from error
+        where = error.filename or folder
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"Cannot read or write {where} ({error.strerror or error}): check its permissions and the disk.",
+        ) from error
+
+
+def require_space(folder: Path, needed_bytes: int) -> None:
+    """Fails before a write that will not fit.
+
+    Raises:
+        EngineError: `DISK_FULL`.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes + _SPARE_BYTES:
+        raise EngineError(
+            ErrorCode.DISK_FULL,
+            f"{rounded_up(needed_bytes + _SPARE_BYTES)} needed on the disk of {folder.parent}, but only "
+            f"{rounded_down(free)} free: make room, or set SWITCHYARD_HOME to a folder on another disk.",
+        )

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign_file import read_foreign, reason
-from engine.common.foreign_json import parse_json
+from engine.common.foreign import parse_json, read_foreign, reason
 
 GIGA = 1e9
 _MAX_BYTES = 2**20

@@ -22,7 +22,7 @@ from types import TracebackType
 import torch
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.file_lock import try_lock, unlock
+from engine.common.files import try_lock, unlock
 from engine.common.sizes import rounded_down, rounded_up
 from engine.experts.bank_file import read_header, read_table
 from engine.experts.bank_header import BankHeader, UnusableBankError

@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from engine.common.foreign_file import read_foreign
+from engine.common.foreign import read_foreign
 from engine.foreign_text.marks import encode_marked, marked
 from engine.foreign_text.templates import TemplateRefusedError, literal_text, render
 

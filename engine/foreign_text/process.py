@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from engine.common.cancellation import RequestCancelled
+from engine.common.errors import RequestCancelled
 from engine.common.paths import python_module
 from engine.common.plain_text import plain_line
 from engine.foreign_text.child import MEMORY_BYTES

@@ -13,8 +13,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign_file import read_foreign, reason
-from engine.common.foreign_json import parse_json
+from engine.common.foreign import parse_json, read_foreign, reason
 from engine.common.paths import resources_dir
 from engine.hardware.machine import GpuProfile, HardwareProfile, LinkProfile
 

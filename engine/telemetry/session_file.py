@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import private_folder
-from engine.common.foreign_file import open_foreign
-from engine.common.foreign_json import parse_json
+from engine.common.foreign import open_foreign, parse_json
 from engine.planner.simulator.timeline import LANES
 from engine.telemetry.lanes import NAMES
 from engine.telemetry.records import SPAN, STEP, Records

@@ -13,7 +13,7 @@ from engine.checkpoint.names import resolve
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 from engine.common.files import write_private
-from engine.common.foreign_file import read_foreign
+from engine.common.foreign import read_foreign
 from engine.common.json_fields import from_fields
 from engine.common.paths import data_dir
 from engine.hardware.measured import Measurements, described, save_measurements

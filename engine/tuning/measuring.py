@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.common.cancellation import RequestCancelled
 from engine.common.config import EngineConfig
+from engine.common.errors import RequestCancelled
 from engine.common.files import new_folder
 from engine.common.paths import models_dir
 from engine.hardware.measured import CopyTime, DiskRead, ExpertTime, Measurements, RamRead, load_measurements

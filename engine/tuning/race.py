@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.common.cancellation import RequestCancelled
 from engine.common.config import EngineConfig
-from engine.common.errors import EngineError
+from engine.common.errors import EngineError, RequestCancelled
 from engine.common.model_info import ModelInfo
 from engine.hardware.other_programs import Share
 from engine.planner.precision import worthwhile

@@ -15,9 +15,8 @@ from typing import Protocol
 
 from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.names import resolve
-from engine.common.cancellation import RequestCancelled
 from engine.common.config import EngineConfig
-from engine.common.errors import EngineError
+from engine.common.errors import EngineError, RequestCancelled
 from engine.common.model_info import ModelInfo
 from engine.formats import LADDER
 from engine.hardware.measured import Measurements, described, machine_profile, save_measurements

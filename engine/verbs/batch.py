@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.common.config import KV_PRECISIONS, BatchJob, BatchStart, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign_file import read_foreign, reason
-from engine.common.foreign_json import DEEPEST, parse_json
+from engine.common.foreign import DEEPEST, parse_json, read_foreign, reason
 from engine.formats import AUTO, is_precision
 from engine.verbs.chat import SAMPLING_OPTIONS, given_sampling, load_engine
 from engine.verbs.options import add_engine_options, positive_int, stop_string

@@ -12,8 +12,7 @@ import re
 import sys
 import time
 
-from engine.common.cancellation import RequestCancelled
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.model_info import ModelInfo
 from engine.runtime.decode.generation import GenerationResult
 from engine.worker import serve

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.common.cancellation import CancelCheck, never_cancelled
 from engine.common.config import EngineConfig, SamplingParams
+from engine.common.errors import CancelCheck, never_cancelled
 from engine.devices.device import Device
 from engine.devices.memory_budget import MemoryUse
 from engine.experts.bank import BankLayer

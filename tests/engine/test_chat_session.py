@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.common.cancellation import never_cancelled
 from engine.common.config import EngineConfig, SamplingParams
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode, never_cancelled
 from engine.protocol import ChatMessage
 from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.decode.generation import ignore_progress

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.common.cancellation import RequestCancelled
 from engine.common.config import EngineConfig
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.devices.emulated import allocate_host
 from engine.devices.link import Link
 from engine.devices.memory_budget import MemoryBudget, MemoryCategory

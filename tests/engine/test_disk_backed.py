@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from engine.checkpoint.library import bank_path
-from engine.common.cancellation import RequestCancelled
 from engine.common.config import EngineConfig
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import data_dir
 from engine.experts.disk_backed import DiskBackedExperts
 from engine.experts.dispatch import BANK_LAYER

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.common.cancellation import RequestCancelled
 from engine.common.config import EngineConfig, SamplingParams
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.protocol import ChatMessage
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.engine import Engine

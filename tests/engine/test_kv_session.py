@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.common.cancellation import RequestCancelled, never_cancelled
 from engine.common.config import SamplingParams
+from engine.common.errors import RequestCancelled, never_cancelled
 from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.decode.generation import ignore_progress
 from engine.runtime.decode.kv_session import KvSession

@@ -15,7 +15,7 @@ from engine.bench.llama_cpp import build as building
 from engine.bench.llama_cpp.build import BuildError, build
 from engine.bench.llama_cpp.installation import VERSION, home, receipt
 from engine.bench.llama_cpp.instructions import GROUPS, Instructions
-from engine.common.file_lock import try_lock, unlock
+from engine.common.files import try_lock, unlock
 
 
 @pytest.fixture

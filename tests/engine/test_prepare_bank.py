@@ -16,8 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.checkpoint.library import bank_path
-from engine.common.cancellation import RequestCancelled
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.experts.bank_file import BankFile
 from engine.experts.bank_header import UnusableBankError
 from engine.experts.bank_writer import BankWriter, part_path

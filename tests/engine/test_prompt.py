@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.common.cancellation import RequestCancelled
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.foreign_text.process import FOREIGN_TEXT, Limits
 from engine.protocol import ChatMessage
 from engine.runtime.decode.prompt import chat_prompt, check_length, implied_stops

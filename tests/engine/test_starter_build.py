@@ -11,7 +11,7 @@ import pytest
 
 from engine.checkpoint.library import remove, starter_is_built, verify
 from engine.checkpoint.starter import build_starter
-from engine.common.cancellation import RequestCancelled
+from engine.common.errors import RequestCancelled
 from engine.common.paths import models_dir, python_module
 from tests.starter import lasting_wheel
 

@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 
 from engine.checkpoint.expert_index import ExpertSource
 from engine.checkpoint.headers import TensorEntry, read_header
-from engine.common.cancellation import RequestCancelled
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.runtime.load import tensor_reader
 from engine.runtime.load.tensor_reader import TensorReader
 

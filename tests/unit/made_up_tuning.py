@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.bench.synthetic import make_synthetic
-from engine.common.cancellation import RequestCancelled
 from engine.common.config import EngineConfig
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.model_info import ModelInfo
 from engine.hardware.measured import Arithmetic, ExpertTime, Measurements, RamRead, described
 from engine.hardware.other_programs import Share

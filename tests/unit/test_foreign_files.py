@@ -24,8 +24,7 @@ from engine.checkpoint.importing import import_model
 from engine.checkpoint.model_shape import read_model
 from engine.checkpoint.shards import INDEX_NAME, MOST_FILES, read_tensors
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign_file import check_foreign, open_foreign, read_foreign
-from engine.common.foreign_json import parse_json
+from engine.common.foreign import check_foreign, open_foreign, parse_json, read_foreign
 from engine.experts.replay.trace_file import read_trace
 from engine.tuning.keeping import model_mark
 from tests.refusals import refused

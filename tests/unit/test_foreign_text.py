@@ -13,7 +13,7 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
-from engine.common.cancellation import RequestCancelled
+from engine.common.errors import RequestCancelled
 from engine.foreign_text import process
 from engine.foreign_text.process import ForeignText, ForeignTextError, Limits
 from engine.foreign_text.templates import TemplateRefusedError, render

@@ -8,8 +8,7 @@ import pytest
 from engine.checkpoint.importing import import_model
 from engine.checkpoint.library import bank_path, list_models, remove, resolve, show, starter_is_built, verify
 from engine.checkpoint.manifest import MANIFEST_NAME
-from engine.common.cancellation import RequestCancelled
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import models_dir
 from tests.tiny_checkpoint import write_tiny_checkpoint
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.common.config import BATCH_STARTS, BatchJob, EngineConfig, SamplingParams
+from engine.common.config import BatchJob, BatchStart, EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.protocol import (
     MAX_LINE_BYTES,
@@ -58,7 +58,7 @@ JOB = st.builds(
     encoding=st.none() | TEXT,
     separator=st.none() | TEXT,
     whole_files=st.booleans(),
-    start=st.sampled_from(BATCH_STARTS),
+    start=st.sampled_from(get_args(BatchStart)),
 )
 
 

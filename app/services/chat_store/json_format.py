@@ -19,7 +19,7 @@ from app.services.chat_store.records import (
     sampling_from_dict,
 )
 from app.services.chat_store.tree import sound
-from engine.common.foreign_json import parse_json
+from engine.common.foreign import parse_json
 
 FORMAT = "switchyard-chats"
 VERSION = 1

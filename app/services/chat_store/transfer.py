@@ -14,7 +14,7 @@ from app.services.chat_store.records import Conversation, new_id
 from app.services.chat_store.tree import MessageTree
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import write_whole
-from engine.common.foreign_file import read_foreign, reason
+from engine.common.foreign import read_foreign, reason
 
 LARGEST_IMPORT = 256 * 2**20
 """Bytes; a larger file is not a chat that a person wrote."""

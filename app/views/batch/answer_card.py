@@ -22,7 +22,7 @@ from app.widgets.card import Card, tell, warning_label
 from app.widgets.flow_layout import Flow
 from app.widgets.sampling_popover import MOST_TOKENS, SamplingPopover
 from engine.common.config import SamplingParams
-from engine.common.foreign_json import DEEPEST, parse_json
+from engine.common.foreign import DEEPEST, parse_json
 
 TEXT, CHOICES, SCHEMA = range(3)
 

@@ -11,7 +11,7 @@ from engine.bench.gguf_export.quantisation import Quantisation
 from engine.bench.gguf_export.writing import write_gguf
 from engine.checkpoint.shards import fingerprint, read_tensors
 from engine.checkpoint.staging import staging_folder
-from engine.common.disk_errors import disk_errors_explained, require_space
+from engine.common.files import disk_errors_explained, require_space
 from engine.common.paths import cache_dir
 
 _FORMAT = 1

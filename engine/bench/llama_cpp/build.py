@@ -20,7 +20,7 @@ from pathlib import Path
 from engine.bench.llama_cpp.installation import SDIST_SHA256, VERSION, avx2_tree, home, receipt, venv_python
 from engine.bench.llama_cpp.instructions import GROUPS, TILE_CONFIG, Instructions, is_x86, working_instructions
 from engine.bench.llama_cpp.verification import fault_of
-from engine.common.file_lock import try_lock, unlock
+from engine.common.files import try_lock, unlock
 
 Say = Callable[[str], None]
 

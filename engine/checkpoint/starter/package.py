@@ -20,8 +20,7 @@ from typing import Any
 
 from engine.checkpoint.manifest import sha256_of
 from engine.checkpoint.staging import staging_folder
-from engine.common.cancellation import RequestCancelled
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import cache_dir, resources_dir
 
 

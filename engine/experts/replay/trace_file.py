@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import NewFile
-from engine.common.foreign_file import open_foreign
+from engine.common.foreign import open_foreign
 
 _MOST_BYTES = 4 * 2**30
 

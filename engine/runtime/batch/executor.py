@@ -10,8 +10,7 @@ from collections.abc import Generator, Iterator
 
 import torch
 
-from engine.common.cancellation import RequestCancelled
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel, Work
 from engine.runtime.batch.pipeline.parts import PartsTimer

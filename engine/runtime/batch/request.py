@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
-from engine.common.cancellation import CancelCheck, never_cancelled
 from engine.common.chat import ChatMessage, FinishReason
 from engine.common.config import SamplingParams
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.runtime.decode.generation import TokenConstraint
 from engine.runtime.decode.prompt import chat_prompt, implied_stops
 from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence, end_token_ids

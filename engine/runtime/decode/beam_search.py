@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from engine.common.cancellation import CancelCheck
 from engine.common.chat import FinishReason
 from engine.common.config import SamplingParams
+from engine.common.errors import CancelCheck
 from engine.runtime.decode.detokenizer import decode_text
 from engine.runtime.decode.generation import BeamModel, Decoded, Session, TextCallback
 from engine.runtime.decode.sampling import penalise_repetition

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from engine.common.cancellation import CancelCheck, RequestCancelled, never_cancelled
 from engine.common.chat import ChatMessage, FinishReason
 from engine.common.config import SamplingParams
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled, never_cancelled
 from engine.devices.failures import is_out_of_memory
 from engine.runtime.decode.beam_search import decode_beams
 from engine.runtime.decode.encoder_decoder_session import EncoderDecoderSession, source_prompt

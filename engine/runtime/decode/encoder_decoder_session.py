@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
-from engine.common.cancellation import CancelCheck, RequestCancelled, never_cancelled
 from engine.common.chat import ChatMessage
+from engine.common.errors import CancelCheck, RequestCancelled, never_cancelled
 from engine.runtime.decode.generation import ProgressCallback
 from engine.runtime.decode.prompt import encodable, encode
 from engine.runtime.kv.memory import cache_bytes

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from engine.common.cancellation import CancelCheck
 from engine.common.chat import FinishReason
+from engine.common.errors import CancelCheck
 
 if TYPE_CHECKING:
     import torch

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from transformers.cache_utils import Cache
 
-from engine.common.cancellation import CancelCheck, RequestCancelled
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.runtime.decode.generation import ProgressCallback

@@ -9,9 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from engine.common.cancellation import CancelCheck, never_cancelled
 from engine.common.chat import ChatMessage
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.foreign_text.marks import encode_marked
 from engine.foreign_text.process import FOREIGN_TEXT, ForeignTextError
 from engine.foreign_text.templates import TemplateRefusedError

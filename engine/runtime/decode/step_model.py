@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from engine.common.cancellation import CancelCheck, RequestCancelled
+from engine.common.errors import CancelCheck, RequestCancelled
 from engine.common.footprint import SHORT_TOKENS
 from engine.families import fast_path_of
 from engine.runtime.decode.generation import ProgressCallback

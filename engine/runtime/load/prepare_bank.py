@@ -20,8 +20,7 @@ import transformers
 
 from engine.checkpoint.expert_index import ExpertIndex
 from engine.checkpoint.shards import fingerprint
-from engine.common.cancellation import RequestCancelled
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.files import new_folder
 from engine.devices.host_memory import available_ram
 from engine.experts.bank import BankLayer, ExpertBank

@@ -22,8 +22,7 @@ import torch
 
 from engine.checkpoint.expert_index import ExpertSource
 from engine.checkpoint.headers import TensorEntry
-from engine.common.cancellation import RequestCancelled
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.experts.direct_file import DirectFile
 
 _CHUNK = 4 * 2**20

@@ -8,9 +8,8 @@ from typing import Any
 
 import transformers
 
-from engine.common.cancellation import CancelCheck, never_cancelled
-from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign_file import check_foreign, reason
+from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
+from engine.common.foreign import check_foreign, reason
 from engine.common.plain_text import plain_line
 from engine.foreign_text.child import MOST_TOKENIZER_BYTES, TOKENIZER_NAME
 from engine.foreign_text.process import FOREIGN_TEXT, ForeignTextError

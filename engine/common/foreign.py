@@ -1,16 +1,19 @@
-"""Opens untrusted files: regular files only, up to a size limit, without ever blocking.
+"""Opens untrusted files and parses untrusted JSON.
 
 A model's folder, a file of rows or an exported chat may contain a pipe, a device such as `/dev/zero`, a link to one, or
-a file of many gigabytes where a few kilobytes belong. Everything that reads such a file opens it here.
+a file of many gigabytes where a few kilobytes belong. Everything that reads such a file opens it here: regular files
+only, up to a size limit, without ever blocking. Every defect of JSON is a ValueError, and nesting is limited.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 # `open` would block forever on a pipe without a writer; a terminal must not become our controlling terminal.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
@@ -77,3 +80,42 @@ def _not_regular(path: Path) -> OSError:
 
 def _size(count: int) -> str:
     return f"{count / 2**20:.3g} MiB" if count >= 2**20 else f"{count:,} bytes"
+
+
+DEEPEST = 100
+"""Limit for values that are written again, walked or passed to a library; no useful schema or row is deeper."""
+
+
+def parse_json(
+    text: str | bytes,
+    *,
+    deepest: int | None = None,
+    object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
+) -> Any:
+    """The value of a JSON document.
+
+    Args:
+        deepest: refuse lists and objects nested deeper than this; None allows what Python's parser can read.
+
+    Raises:
+        ValueError: it is not JSON (or not UTF-8, or has a number of thousands of digits), or is nested too deeply.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8")
+    try:
+        value = json.loads(text, object_pairs_hook=object_pairs_hook)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if deepest is not None and text.count("[") + text.count("{") > deepest and _is_deeper(value, deepest):
+        raise ValueError(f"it is nested more than {deepest} levels deep")
+    return value
+
+
+def _is_deeper(value: Any, deepest: int) -> bool:
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(deepest):
+        entries = (entry for holder in level for entry in (holder.values() if isinstance(holder, dict) else holder))
+        level = [entry for entry in entries if isinstance(entry, dict | list)]
+        if not level:
+            return False
+    return True
