@@ -16,7 +16,7 @@ from engine.bench.llama_cpp.models import files_beside
 from engine.bench.peers import OFFLOAD, TransformersPeer, accelerate_offload
 from engine.bench.report import Report, row
 from engine.common.config import EngineConfig
-from engine.measure.ram import read_bandwidth
+from engine.measure.arithmetic import read_bandwidth
 from engine.runtime.decode.chat_session import TIMED_PROMPT, time_decode
 from engine.runtime.load.model import load_model
 

@@ -27,7 +27,7 @@ from engine.common.files import disk_errors_explained, require_space
 from engine.common.paths import python_module
 from engine.experts.bank import ExpertBank
 from engine.experts.disk_tier import DiskTier, Read
-from engine.measure.disk_rates import forget_cached, read_rate, write_rate
+from engine.measure.disk import forget_cached, read_rate, write_rate
 from engine.runtime.load.prepare_bank import BankSource, prepare_bank
 
 if TYPE_CHECKING:

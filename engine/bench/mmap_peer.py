@@ -23,7 +23,7 @@ from engine.experts.bank import BankLayer
 from engine.experts.bank_file import BankFile
 from engine.experts.dispatch import BANK_LAYER
 from engine.kernels import choose_kernel
-from engine.measure.disk_rates import forget_cached
+from engine.measure.disk import forget_cached
 
 if TYPE_CHECKING:
     from engine.runtime.loaded_model import LoadedModel

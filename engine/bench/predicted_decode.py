@@ -25,13 +25,11 @@ from engine.devices.opening import open_devices
 from engine.formats import LADDER
 from engine.hardware.measured import Arithmetic, CopyTime, ExpertTime, Measurements, RamRead, machine_profile
 from engine.hardware.probe import Probe, probe
-from engine.measure.arithmetic import CpuArithmetic, DeviceArithmetic
+from engine.measure.arithmetic import CpuArithmetic, DeviceArithmetic, RamBandwidth
 from engine.measure.experts import CpuExperts
 from engine.measure.link import Copies
-from engine.measure.measuring import cold_bytes
-from engine.measure.ram import RamBandwidth
+from engine.measure.measuring import THOROUGH_SHAPES, cold_bytes, one_and_all
 from engine.measure.run import Measurement, NotMeasuredError, Run
-from engine.measure.sets import THOROUGH_SHAPES, one_and_all
 from engine.planner.predict import predict_decode
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
 """Benchmarks this machine: RAM, CPU, device, link and disk, each on its own.
 
-`sets.QUICK` and `sets.THOROUGH` define what is measured; `measuring.measure_machine` measures and returns
+`measuring.QUICK` and `measuring.THOROUGH` define what is measured; `measuring.measure_machine` measures and returns
 `engine.hardware.measured.Measurements`.
 """

@@ -21,8 +21,7 @@ from engine.hardware.measured import ExpertTime
 from engine.kernels import choose_kernel
 from engine.kernels.interface import ExpertKernel
 from engine.kernels.native.library import NativeKernels, load_kernels
-from engine.measure.arithmetic import seconds_on
-from engine.measure.ram import torch_threads
+from engine.measure.arithmetic import seconds_on, torch_threads
 from engine.measure.run import NotMeasuredError, Run, counted
 
 _AT_ONCE = 8
@@ -95,7 +94,7 @@ class CpuExperts:
 
 
 @dataclass(frozen=True)
-class CardExperts:
+class CardExpertTimes:
     """On the device, with weights already there."""
 
     shapes: tuple[ExpertShape, ...]

@@ -1,22 +1,138 @@
-"""Takes the measurements of a set, one by one, and notes anything unusual."""
+"""Takes the measurements of a set, one by one, and notes anything unusual.
+
+A set takes about ten seconds or about two minutes. Throttling is detected by the same small task before and after: a
+hot laptop takes longer for it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Protocol
+
+import torch
 
 from engine.common.errors import EngineError
 from engine.devices.device import Device
 from engine.devices.host_memory import available_ram
+from engine.formats import LADDER
 from engine.hardware.gpus import graphics_cards
 from engine.hardware.measured import Arithmetic, CopyTime, DiskRead, ExpertTime, Measurements, RamRead, described
 from engine.hardware.probe import Probe
-from engine.measure.run import DRIFT, Measurement, NotMeasuredError, Progress, Row, Run, drift_of
-from engine.measure.sets import MeasurementSet
-from engine.measure.throttling import Throttling, WholeMachine
+from engine.measure.arithmetic import CpuArithmetic, DeviceArithmetic, RamBandwidth, torch_threads
+from engine.measure.disk import DiskReads
+from engine.measure.experts import CardExpertTimes, CpuExperts, ExpertShape
+from engine.measure.link import Copies, PinnedLimit
+from engine.measure.run import (
+    DRIFT,
+    Measurement,
+    MeasurementProgress,
+    NotMeasuredError,
+    Row,
+    Run,
+    drift_of,
+    thread_counts,
+)
+
+_WIDTH = 1024
+_REPEATS = 9
+
+
+class Throttling(Protocol):
+    """A task that takes longer when the machine slows down."""
+
+    def speed(self) -> float:
+        """Seconds that the task takes now."""
+
+
+class WholeMachine:
+    """A matrix product on all cores, for some milliseconds."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+
+    def speed(self) -> float:
+        """See `Throttling`."""
+        left = torch.full((_WIDTH, _WIDTH), 0.01)
+        seconds = []
+        with torch_threads(self._threads), torch.inference_mode():
+            for _ in range(_REPEATS + 1):
+                started_s = time.perf_counter()
+                torch.mm(left, left)
+                seconds.append(time.perf_counter() - started_s)
+        return min(seconds[1:])  # slower runs were disturbed by something else
+
+
+_KIB, _MIB, _GIB = 2**10, 2**20, 2**30
+_FINE = ExpertShape(2048, 768)
+"""Qwen3-30B-A3B: many small experts."""
+_SQUARE = ExpertShape(2880, 2880)
+"""gpt-oss."""
+_COARSE = ExpertShape(4096, 14336)
+"""Mixtral 8x7B: few large experts."""
+_WIDE = ExpertShape(7168, 2048)
+"""DeepSeek-V3."""
+THOROUGH_SHAPES = (_FINE, _SQUARE, _WIDE)
+"""Formats of experts in a thorough measurement, in addition to the coarse ones."""
+
+
+@dataclass(frozen=True)
+class MeasurementSet:
+    """Measurements in order of execution.
+
+    Attributes:
+        kind: stored with the results.
+        cold_bytes: least bytes read in a pass; see `measuring.cold_bytes`.
+    """
+
+    kind: str
+    cold_bytes: int
+    measurements: tuple[Measurement, ...]
+
+
+def one_and_all(most: int) -> tuple[int, ...]:
+    """One thread, and all."""
+    return tuple(sorted({1, most}))
+
+
+QUICK = MeasurementSet(
+    "quick",
+    256 * _MIB,
+    (
+        RamBandwidth(one_and_all, 3, 0.6),
+        CpuArithmetic(3, 0.5),
+        CpuExperts((_FINE,), LADDER, (1, 16, 128), one_and_all, 3, 3.5),
+        DeviceArithmetic(3, 0.6),
+        CardExpertTimes((_FINE,), LADDER, (1, 128), 3, 1.0),
+        Copies((64 * _KIB, 4 * _MIB, 32 * _MIB), 3, 1.5),
+        DiskReads(256 * _MIB, (1, 4, 8), (2 * _MIB,), 3, 2.0),
+    ),
+)
+"""Enough to plan with: about ten seconds."""
+
+THOROUGH = MeasurementSet(
+    "thorough",
+    512 * _MIB,
+    (
+        RamBandwidth(thread_counts, 7, 4.0),
+        CpuArithmetic(7, 2.0),
+        CpuExperts(THOROUGH_SHAPES, LADDER, (1, 2, 4, 8, 16, 64, 256), thread_counts, 5, 55.0),
+        CpuExperts((_COARSE,), LADDER[1:], (1, 16), one_and_all, 3, 10.0, "large experts on the processor"),
+        DeviceArithmetic(7, 2.0),
+        CardExpertTimes(THOROUGH_SHAPES, LADDER, (1, 2, 4, 8, 16, 64, 256), 5, 20.0),
+        Copies((4 * _KIB, 64 * _KIB, _MIB, 4 * _MIB, 32 * _MIB, 256 * _MIB), 5, 6.0),
+        PinnedLimit(256 * _GIB, 10.0),
+        DiskReads(_GIB, (1, 2, 4, 8, 16, 32), (256 * _KIB, 2 * _MIB), 3, 20.0),
+    ),
+)
+"""By threads, shapes, sizes and depths: about two minutes."""
+SETS = {each.kind: each for each in (QUICK, THOROUGH)}
+
 
 _MOST_COLD = 2 * 2**30
 _RAM_SHARE = 4
@@ -30,7 +146,7 @@ def measure_machine(
     device: Device | None,
     folder: Path,
     *,
-    on_progress: Callable[[Progress], None] = lambda _progress: None,
+    on_progress: Callable[[MeasurementProgress], None] = lambda _progress: None,
     cancelled: Callable[[], bool] = lambda: False,
     throttling: Throttling | None = None,
     others_bytes: Callable[[], int | None] | None = None,
@@ -60,7 +176,7 @@ def measure_machine(
     if run.unsteady:
         names = ", ".join(sorted(run.unsteady)[:3])
         notes.append(f"Some numbers never settled ({names}): close other programs and measure again.")
-    on_progress(Progress("", 1.0))
+    on_progress(MeasurementProgress("", 1.0))
     return Measurements(
         kind=what.kind,
         device="" if beside is None else beside.name.partition("#")[0],
@@ -114,9 +230,9 @@ def cold_bytes(probe: Probe, least: int) -> int:
 
 
 class _State:
-    """Progress of a run of measurements."""
+    """MeasurementProgress of a run of measurements."""
 
-    def __init__(self, what: MeasurementSet, on_progress: Callable[[Progress], None]) -> None:
+    def __init__(self, what: MeasurementSet, on_progress: Callable[[MeasurementProgress], None]) -> None:
         self._total_s = sum(each.estimated_s for each in what.measurements)
         self._done_s = 0.0
         self._name = ""
@@ -124,13 +240,13 @@ class _State:
 
     def begin(self, measurement: Measurement) -> None:
         self._name = measurement.name
-        self._on_progress(Progress(self._name, self._done))
+        self._on_progress(MeasurementProgress(self._name, self._done))
 
     def end(self, measurement: Measurement) -> None:
         self._done_s += measurement.estimated_s
 
     def found(self, row: Row) -> None:
-        self._on_progress(Progress(self._name, self._done, row))
+        self._on_progress(MeasurementProgress(self._name, self._done, row))
 
     @property
     def _done(self) -> float:

@@ -26,8 +26,8 @@ class MeasurementCancelledError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """Progress of measuring.
+class MeasurementProgress:
+    """MeasurementProgress of measuring.
 
     Attributes:
         name: of the current measurement.

@@ -17,7 +17,7 @@ from engine.tuning.messages import TuningNumber
 from engine.tuning.result import TUNING_KINDS, TuningKind
 
 if TYPE_CHECKING:
-    from engine.measure.run import Progress, Row
+    from engine.measure.run import MeasurementProgress, Row
 
 OnMeasured = Callable[[str, float, TuningNumber | None], None]
 """(name of the measurement, progress 0 to 1, the latest number)."""
@@ -59,9 +59,8 @@ def measured_machine(
     """
     # Imported late: planning alone must not wait for torch.
     from engine.devices.opening import open_devices
-    from engine.measure.measuring import measure_machine
+    from engine.measure.measuring import SETS, measure_machine
     from engine.measure.run import MeasurementCancelledError
-    from engine.measure.sets import SETS
 
     spec = _device_spec(config)
     name = "" if spec == "cpu" else spec
@@ -115,7 +114,7 @@ def number_of(row: Row) -> TuningNumber | None:
     return None
 
 
-def _tell(progress: Progress, on_progress: OnMeasured) -> None:
+def _tell(progress: MeasurementProgress, on_progress: OnMeasured) -> None:
     on_progress(progress.name, progress.done, number_of(progress.found) if progress.found is not None else None)
 
 

@@ -21,22 +21,20 @@ from engine.devices.memory_budget import MemoryCategory
 from engine.hardware.measured import DiskRead, ExpertTime, Measurements, RamRead, machine_profile
 from engine.hardware.probe import Probe, probe
 from engine.hardware.profiles import DeviceProfile, read_profile
-from engine.measure.arithmetic import CpuArithmetic, DeviceArithmetic
+from engine.measure.arithmetic import CpuArithmetic, DeviceArithmetic, RamBandwidth, torch_threads
 from engine.measure.disk import DiskReads, scratch_file
-from engine.measure.experts import CardExperts, CpuExperts, ExpertShape
+from engine.measure.experts import CardExpertTimes, CpuExperts, ExpertShape
 from engine.measure.link import Copies, PinnedLimit
-from engine.measure.measuring import cold_bytes, measure_machine
-from engine.measure.ram import RamBandwidth, torch_threads
+from engine.measure.measuring import QUICK, THOROUGH, MeasurementSet, cold_bytes, measure_machine
 from engine.measure.run import (
     Measurement,
     MeasurementCancelledError,
+    MeasurementProgress,
     NotMeasuredError,
-    Progress,
     Run,
     drift_of,
     thread_counts,
 )
-from engine.measure.sets import QUICK, THOROUGH, MeasurementSet
 
 MIB = 2**20
 SMALL = ExpertShape(64, 32)
@@ -96,7 +94,7 @@ def measure(
     throttling: object = None,
     others: Callable[[], int | None] = lambda: None,
     cancelled: Callable[[], bool] = lambda: False,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_progress: Callable[[MeasurementProgress], None] = lambda progress: None,
 ) -> Measurements:
     return measure_machine(
         MeasurementSet("test", 4 * MIB, measurements),
@@ -148,7 +146,7 @@ def test_an_emulated_devices_link_is_found_again(
 
 
 def test_everything_is_measured_on_the_cpu_and_a_device(machine: Probe, slow_link: Device, tmp_path: Path) -> None:
-    told: list[Progress] = []
+    told: list[MeasurementProgress] = []
     found = measure(
         machine,
         tmp_path / "models",
@@ -156,7 +154,7 @@ def test_everything_is_measured_on_the_cpu_and_a_device(machine: Probe, slow_lin
         CpuArithmetic(2, 60.0),
         CpuExperts((SMALL,), PRECISIONS, (1, 4), lambda most: (most,), 2, 60.0),
         DeviceArithmetic(2, 60.0),
-        CardExperts((SMALL,), PRECISIONS, (1, 4), 2, 60.0),
+        CardExpertTimes((SMALL,), PRECISIONS, (1, 4), 2, 60.0),
         DiskReads(4 * MIB, (1, 3), (MIB, 2 * MIB), 3, 60.0),
         PinnedLimit(2**30, 1.0),
         device=slow_link,
@@ -227,7 +225,7 @@ def test_cancelling_leaves_nothing(
             tmp_path / "models",
             DiskReads(8 * MIB, (1, 2), (MIB,), 2, 60.0),
             Copies((2**16, MIB), 2, 60.0),
-            CardExperts((SMALL,), ("bf16",), (1,), 2, 60.0),
+            CardExpertTimes((SMALL,), ("bf16",), (1,), 2, 60.0),
             *(Made(str(number), lambda run: run.check()) for number in range(60)),
             device=slow_link,
             cancelled=lambda: next(asked) >= after,
@@ -350,7 +348,7 @@ def test_the_sets_measure_everything_in_the_time_that_is_said() -> None:
         names = [each.name for each in what.measurements]
         assert len(set(names)) == len(names)
         kinds = {type(each) for each in what.measurements}
-        assert {RamBandwidth, CpuExperts, CardExperts, Copies, DiskReads} <= kinds
+        assert {RamBandwidth, CpuExperts, CardExpertTimes, Copies, DiskReads} <= kinds
 
 
 def test_of_an_expert_that_is_too_big_a_narrower_part_is_measured(tmp_path: Path) -> None:
