@@ -22,7 +22,7 @@ from engine.common.files import make_private
 from engine.common.paths import own_dirs, python_module
 from engine.hardware.surroundings import has_display
 from engine.process.failures import as_engine_error, log_failure
-from engine.process.logs import log_to_file
+from engine.process.lifetime import log_to_file
 from engine.verbs.output import note, report_error
 
 VERBS = {

@@ -22,9 +22,8 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.model_info import ModelInfo
 from engine.process.batch import BatchService
-from engine.process.environment import quiet_libraries
 from engine.process.failures import as_engine_error, log_failure
-from engine.process.lifetime import end_process, set_up_process, trim_stderr
+from engine.process.lifetime import end_process, quiet_libraries, set_up_process, trim_stderr
 from engine.process.requests import Request, RequestQueue, cancelled_event
 from engine.process.streams import EventWriter, claim_pipes
 from engine.process.telemetry import TelemetryService, TelemetrySource

@@ -1,4 +1,8 @@
-"""The worker's lifetime: it ends with its window, is killed before it when memory runs out, and keeps a log."""
+"""The process's lifetime: its environment, its log, and its end.
+
+Libraries read their environment variables on import: set them before importing torch or transformers. The log is small,
+rotating, and without user text. A worker ends with its window, and is killed before it when memory runs out.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,61 @@ import os
 import signal
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from engine.process.logs import log_to_file
+from engine.common.files import PrivateLog, private_folder
+from engine.common.paths import log_dir
+from engine.common.plain_text import plain
+
+
+def quiet_libraries() -> None:
+    """No network, no telemetry, no developer warnings, no forked tokenizer threads."""
+    for name, value in {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+LOG_BYTES = 2**20
+
+
+class _Plain(logging.Formatter):
+    """Strips terminal escapes from entries: file names and model output may contain them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return plain(super().format(record))
+
+
+def log_to_file(name: str, *, also_stderr: bool) -> Callable[[], None]:
+    """Sends this process's log to `name` in the log folder; if that is not writable, there is no log.
+
+    Returns:
+        A function that stops logging and closes the file.
+    """
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    handlers: list[logging.Handler] = [logging.StreamHandler()] if also_stderr else []
+    try:
+        private_folder(log_dir())
+        # Opened on the first entry: most commands never log.
+        handlers.append(PrivateLog(log_dir() / name, max_bytes=LOG_BYTES, older=2))
+    except OSError:
+        handlers.append(logging.NullHandler())
+    for handler in handlers:
+        handler.setFormatter(_Plain("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"))
+        root.addHandler(handler)
+
+    def end() -> None:
+        for handler in handlers:
+            root.removeHandler(handler)
+            handler.close()
+
+    return end
+
 
 STDERR_BYTES = 4 * 2**20
 _PR_SET_PDEATHSIG = 1

@@ -189,7 +189,7 @@ def _run_decode(args: argparse.Namespace) -> int:
 
 
 def _run_predictions(args: argparse.Namespace) -> int:
-    from engine.process.environment import quiet_libraries
+    from engine.process.lifetime import quiet_libraries
 
     quiet_libraries()
     from engine.bench.predicted_decode import PredictionPlan, bench_predictions
@@ -287,7 +287,7 @@ def _config(args: argparse.Namespace) -> EngineConfig:
     from engine.bench.synthetic import resolve_model
 
     checkpoint = resolve_model(args.model, note)  # before importing torch: report a mistyped name immediately
-    from engine.process.environment import quiet_libraries
+    from engine.process.lifetime import quiet_libraries
 
     quiet_libraries()
     return engine_config(args, str(checkpoint))

@@ -91,7 +91,7 @@ def load_engine(args: argparse.Namespace) -> tuple[Engine, ModelInfo]:
     from engine.checkpoint.library import resolve
 
     path = resolve(args.model)  # before importing torch: report a mistyped name immediately
-    from engine.process.environment import quiet_libraries
+    from engine.process.lifetime import quiet_libraries
 
     quiet_libraries()
     from engine.foreign_text.process import FOREIGN_TEXT

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     """Tunes and reports; see `add_parser`."""
     from engine.bench.synthetic import resolve_model
     from engine.hardware.other_programs import is_busy
-    from engine.process.environment import quiet_libraries
+    from engine.process.lifetime import quiet_libraries
 
     folder = resolve_model(args.model, note)  # before importing torch: report a mistyped name immediately
     quiet_libraries()

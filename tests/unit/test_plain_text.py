@@ -12,7 +12,7 @@ import pytest
 from engine import cli
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.plain_text import INSTEAD, plain, plain_line
-from engine.process.logs import log_to_file
+from engine.process.lifetime import log_to_file
 from engine.verbs import output
 
 CLEAR = "\x1b[2J\x1b]0;title\x07\x9b31m\r\u202egnp.exe"
