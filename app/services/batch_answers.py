@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from app.services.batch_job import JobEntry
-from engine.batch_files.answer import Answer
 from engine.batch_files.job_list import read_answers
 from engine.batch_files.messages import BatchRow
 from engine.batch_files.prepared_job import prepare
-from engine.batch_files.request import RowRequest
+from engine.batch_files.rows import Answer, RowRequest
 from engine.common.errors import EngineError
 
 PAGE_ROWS = 200

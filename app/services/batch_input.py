@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from engine.batch_files.background import StoppedError
-from engine.batch_files.folder import FolderRows
-from engine.batch_files.openai_requests import holds_openai_requests
-from engine.batch_files.openai_responses import errors_path
-from engine.batch_files.opening import INPUT_SUFFIXES, InputForm, open_source
-from engine.batch_files.row_count import counted_rows
-from engine.batch_files.template import as_text, template_of
+from engine.batch_files.fingerprint import counted_rows
+from engine.batch_files.job_watcher import StoppedError
+from engine.batch_files.openai_format import errors_path, holds_openai_requests
+from engine.batch_files.opening import INPUT_SUFFIXES, FolderRows, InputForm, open_source
+from engine.batch_files.prompts import as_text, template_of
 from engine.common.errors import EngineError
 
 SHOWN_ROWS = 5

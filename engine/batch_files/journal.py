@@ -1,7 +1,9 @@
 """The journal of a job's answers: one SQLite file per output; a kill at any moment loses nothing.
 
 A row's outcome is written once: the row's index is the primary key. A committed transaction is on disk (write-ahead
-log, synchronous). A lock, which dies with its holder, keeps a second process from writing to the same job.
+log, synchronous). A lock, which dies with its holder, keeps a second process from writing to the same job. The manifest
+is what the answers depend on: a resume that would mix two different jobs is refused. A full disk delays answers but
+loses none.
 """
 
 from __future__ import annotations
@@ -11,18 +13,93 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import xxhash
 
-from engine.batch_files.answer import Answer
-from engine.batch_files.manifest import Manifest, parse_manifest, require_same
 from engine.batch_files.own_files import WrittenFile
+from engine.batch_files.rows import Answer
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import is_full, private_file, private_folder, restrict_files, try_lock
 from engine.common.paths import jobs_dir
+
+VERSION = 1
+
+_SHOWN = {
+    "input_hash": "another input",
+    "template": "another template",
+    "system": "another system prompt",
+    "model": "another model",
+    "precision": "weights in {0}, which are now in {1}",
+    "sampling": "other sampling settings",
+    "constraint": "another schema or other choices",
+    "form": "another way to read the input",
+    "version": "another version of Switchyard",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class JobManifest:
+    """Everything that the answers depend on, as text; equal manifests give equal answers.
+
+    Attributes:
+        input_hash: see `fingerprint.content_hash`.
+        template, system: of the prompts; empty if rows have their own.
+        model: the model's fingerprint.
+        precision: of its weights.
+        sampling, constraint, form: as JSON.
+    """
+
+    input_hash: str
+    template: str
+    system: str
+    model: str
+    precision: str
+    sampling: str
+    constraint: str
+    form: str
+    version: int = VERSION
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def parse_manifest(text: str) -> JobManifest | None:
+    """A manifest as `to_json` wrote it; None if it is from another version or invalid."""
+    try:
+        values = json.loads(text)
+        manifest = JobManifest(**values)
+    except (ValueError, TypeError):
+        return None
+    return manifest if manifest.version == VERSION else None
+
+
+def require_same(begun: JobManifest | None, now: JobManifest, answers: int) -> None:
+    """Refuses to continue with another job's answers.
+
+    Args:
+        answers: number of existing answers.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`, naming what differs.
+    """
+    names = [field.name for field in fields(JobManifest)]
+    differing = [name for name in names if begun is None or getattr(begun, name) != getattr(now, name)]
+    if differing:
+        if begun is None:
+            what = _SHOWN["version"]
+        else:
+            what = " and ".join(_SHOWN[name].format(getattr(begun, name), getattr(now, name)) for name in differing)
+        whose = "1 answer of this job was" if answers == 1 else f"{answers:,} answers of this job were"
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"The {whose} made with {what}: go back to that, choose another output, or start over, which "
+            f"discards its answers.",
+        )
+
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS manifest (
@@ -59,7 +136,7 @@ class Journal:
             damaged or belongs to a different job.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, settings: str = "{}") -> None:
+    def __init__(self, path: Path, manifest: JobManifest, settings: str = "{}") -> None:
         self._path = path
         with self._explained():
             private_folder(path.parent)
@@ -78,7 +155,7 @@ class Journal:
             self._unlock()
             raise
 
-    def _take_over(self, manifest: Manifest, settings: str) -> None:
+    def _take_over(self, manifest: JobManifest, settings: str) -> None:
         row = self._connection.execute("SELECT content FROM manifest").fetchone()
         if row is None:
             values = (manifest.to_json(), settings, time.time())
@@ -268,3 +345,55 @@ def _values(file: WrittenFile) -> tuple[str, str, int, int, str]:
 def _sound(text: str) -> str:
     """Text that SQLite accepts: lone surrogates replaced."""
     return text.encode("utf-8", "replace").decode("utf-8")
+
+
+_FLUSH_S = 0.5
+_MOST_WAITING = 64
+
+
+class SafeKeeping:
+    """Writes answers in groups, each flushed to disk. It never blocks: while it has a `problem`, its caller waits and
+    starts no new rows.
+    """
+
+    def __init__(self, journal: Journal, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._journal = journal
+        self._clock = clock
+        self._waiting: list[Answer] = []
+        self._flushed_s = clock()
+        self.problem = ""
+        """Why answers cannot be written, as a sentence; empty if they can."""
+
+    @property
+    def waiting(self) -> int:
+        """Answers not yet on disk."""
+        return len(self._waiting)
+
+    def keep(self, answer: Answer) -> None:
+        """Adds an answer, and writes the buffered ones when due.
+
+        Raises:
+            EngineError: the journal cannot be written, for a reason other than a full disk.
+        """
+        self._waiting.append(answer)
+        due = len(self._waiting) >= _MOST_WAITING or self._clock() - self._flushed_s >= _FLUSH_S
+        if due and not self.problem:
+            self.flush()
+
+    def flush(self) -> bool:
+        """Writes all buffered answers; returns whether that worked; if not, `problem` says why.
+
+        Raises:
+            EngineError: the journal cannot be written, for a reason other than a full disk.
+        """
+        try:
+            self._journal.record(self._waiting)
+        except EngineError as error:
+            if error.code != ErrorCode.DISK_FULL:
+                raise
+            self.problem = error.message
+            return False
+        self._waiting.clear()
+        self.problem = ""
+        self._flushed_s = self._clock()
+        return True

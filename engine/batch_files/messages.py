@@ -35,7 +35,7 @@ class SampleBatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchProgress:
-    """Progress of a job; see `engine.batch_files.pace.Pace`.
+    """Progress of a job; see `engine.batch_files.job_watcher.Pace`.
 
     Attributes:
         total: total rows; -1 while unknown.
@@ -112,7 +112,7 @@ class BatchRow:
     Attributes:
         row: its index in the input.
         prompt, answer: their beginnings, for display; the journal has the whole text.
-        finish_reason, generated_tokens, problem: see `engine.batch_files.answer.Answer`.
+        finish_reason, generated_tokens, problem: see `engine.batch_files.rows.Answer`.
     """
 
     row: int

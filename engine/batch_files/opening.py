@@ -1,20 +1,138 @@
-"""Opens an input file or folder by its name."""
+"""Opens an input file or folder by its name.
+
+The text of a pdf is one row; a folder is the rows of all its supported files, sorted by name, with the file's name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from engine.batch_files.delimited import DelimitedRows
-from engine.batch_files.folder import FolderRows
-from engine.batch_files.json_lines import JsonLines
-from engine.batch_files.parquet import ParquetRows
-from engine.batch_files.pdf import PdfText
-from engine.batch_files.row import RowSource
-from engine.batch_files.spreadsheet import SpreadsheetRows
-from engine.batch_files.text_lines import TextLines, WholeText
+from engine.batch_files.rows import Row, RowSource, SeenColumns
+from engine.batch_files.tables import ParquetRows, SpreadsheetRows
+from engine.batch_files.text_rows import MAX_LINE_CHARACTERS, DelimitedRows, JsonLines, TextLines, WholeText
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.foreign import reason
+
+_MAX_PAGES = 5_000
+
+
+class PdfText:
+    """The whole file is one row with the columns `file`, `pages` and `text`; if unreadable, the row has a problem."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._row: Row | None = None
+
+    @property
+    def path(self) -> Path:
+        return self._path
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ("file", "pages", "text")
+
+    def all_columns(self) -> tuple[str, ...]:
+        """See `RowSource`."""
+        return self.columns
+
+    def rows(self) -> Iterator[Row]:
+        """See `RowSource`."""
+        if self._row is None:  # a long book takes a minute
+            text, pages, problem = _text_of(self._path)
+            self._row = Row(0, {"file": self._path.name, "pages": pages, "text": text}, problem, 1.0)
+        yield self._row
+
+
+def _why_not(reader: Any) -> str:
+    """Why an encrypted file cannot be read, completing a sentence; empty if it opens without a password."""
+    from pypdf.errors import DependencyError
+
+    try:
+        return "" if reader.decrypt("") else "is protected by a password; save it without one"
+    except DependencyError:  # AES needs another package, so it is unknown whether there is a password
+        return "is encrypted with AES, which is not supported; print it to a new pdf, or save it unprotected"
+
+
+def _text_of(path: Path) -> tuple[str, int, str]:
+    import pypdf
+
+    logging.getLogger("pypdf").setLevel(logging.ERROR)  # it warns about every minor defect
+    try:
+        with pypdf.PdfReader(path) as reader:
+            if reader.is_encrypted and (why_not := _why_not(reader)):
+                return "", 0, why_not
+            pages = len(reader.pages)
+            if pages > _MAX_PAGES:
+                return "", pages, f"has {pages:,} pages, more than {_MAX_PAGES:,}"
+            parts: list[str] = []
+            length = 0
+            for page in reader.pages:
+                parts.append(page.extract_text())
+                length += len(parts[-1])
+                if length > MAX_LINE_CHARACTERS:
+                    return "", pages, f"has more than {MAX_LINE_CHARACTERS:,} characters"
+    except Exception as error:  # anything a damaged or hostile file makes the parser raise
+        return "", 0, f"cannot be read as a pdf ({str(error)[:80] or type(error).__name__})"
+    text = "\n\n".join(parts).encode("utf-8", "replace").decode("utf-8").strip()
+    return text, pages, "" if text else "contains no text, possibly only images"
+
+
+class FolderRows:
+    """Rows of several files, each with a first column `file`."""
+
+    def __init__(self, path: Path, files: Sequence[Path], open_file: Callable[[Path], RowSource]) -> None:
+        self._path = path
+        self._files = list(files)
+        self._open = open_file
+        columns = {"file": None}
+        for file in self._files:
+            try:
+                columns |= dict.fromkeys(open_file(file).columns)
+            except EngineError:  # reported in its row
+                continue
+        self._columns = tuple(columns)
+        self._seen = SeenColumns(columns)
+
+    @property
+    def path(self) -> Path:
+        return self._path
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self._columns
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that are read, in order."""
+        return tuple(self._files)
+
+    def all_columns(self) -> tuple[str, ...]:
+        """See `RowSource`."""
+        return self._seen.all_of(self.rows())
+
+    def rows(self) -> Iterator[Row]:
+        """See `RowSource`."""
+        return self._seen.through(self._rows())
+
+    def _rows(self) -> Iterator[Row]:
+        index = 0
+        for place, file in enumerate(self._files):
+            name = file.relative_to(self._path).as_posix()
+            try:
+                for row in self._open(file).rows():
+                    share = (place + row.share) / len(self._files)
+                    yield Row(index, {**row.fields, "file": name}, row.problem, share)
+                    index += 1
+            except EngineError as error:
+                yield Row(index, {"file": name}, f"cannot be read: {error.message}", (place + 1) / len(self._files))
+                index += 1
+            except OSError as error:
+                yield Row(index, {"file": name}, f"cannot be read ({reason(error)})", (place + 1) / len(self._files))
+                index += 1
 
 
 @dataclass(frozen=True, slots=True)

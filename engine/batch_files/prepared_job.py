@@ -10,23 +10,16 @@ from typing import Any
 
 import xxhash
 
-from engine.batch_files.answer import Answer, failed
-from engine.batch_files.background import Between, noop
 from engine.batch_files.fingerprint import content_hash
-from engine.batch_files.grammar import grammar_of
 from engine.batch_files.job_list import read_written
-from engine.batch_files.journal import Journal, discard, journal_path
-from engine.batch_files.manifest import Manifest
-from engine.batch_files.openai_requests import holds_openai_requests
-from engine.batch_files.openai_responses import errors_path
+from engine.batch_files.job_watcher import Between, noop
+from engine.batch_files.journal import JobManifest, Journal, discard, journal_path
+from engine.batch_files.openai_format import errors_path, holds_openai_requests
 from engine.batch_files.opening import InputForm, open_source
 from engine.batch_files.own_files import WrittenFile, is_own, is_there
-from engine.batch_files.prompts import OpenAiPrompts, Prompts, TemplatePrompts
-from engine.batch_files.request import Constraint, RowRequest
-from engine.batch_files.result_file import check_output
-from engine.batch_files.result_formats import require_a_sheet
-from engine.batch_files.row import RowSource
-from engine.batch_files.template import Template, parse_template, template_of
+from engine.batch_files.prompts import OpenAiPrompts, Prompts, Template, TemplatePrompts, parse_template, template_of
+from engine.batch_files.result_file import check_output, require_a_sheet
+from engine.batch_files.rows import Answer, Constraint, RowRequest, RowSource, failed, grammar_of
 from engine.common.config import BatchJob
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import remove_left_over
@@ -71,7 +64,7 @@ class PreparedJob:
                 ids.add(digest)
             yield row.share, asked
 
-    def manifest(self, model: str, precision: str, between: Between = noop) -> Manifest:
+    def manifest(self, model: str, precision: str, between: Between = noop) -> JobManifest:
         """What the answers depend on; reads the whole input once.
 
         Args:
@@ -82,7 +75,7 @@ class PreparedJob:
             StoppedError: see `Between`.
         """
         job = self.job
-        return Manifest(
+        return JobManifest(
             input_hash=content_hash(self.source, between),
             template=self.prompts.template.text if isinstance(self.prompts, TemplatePrompts) else "",
             system=job.system,
@@ -93,7 +86,7 @@ class PreparedJob:
             form=json.dumps([job.encoding, job.separator, job.whole_files]),
         )
 
-    def open_journal(self, manifest: Manifest, model: str) -> Journal:
+    def open_journal(self, manifest: JobManifest, model: str) -> Journal:
         """Opens the journal of this job according to its `start`.
 
         Args:

@@ -7,10 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from engine.batch_files.answer import Answer
-from engine.batch_files.background import StoppedError, run_in_background
-from engine.batch_files.computing_clock import ComputingClock
-from engine.batch_files.job_watcher import JobEnding, JobWatcher
+from engine.batch_files.job_watcher import ComputingClock, JobEnding, JobWatcher, Pace, StoppedError, run_in_background
 from engine.batch_files.messages import (
     BatchFinished,
     BatchPlanned,
@@ -20,8 +17,8 @@ from engine.batch_files.messages import (
     SampleBatch,
     StartBatch,
 )
-from engine.batch_files.pace import Pace
 from engine.batch_files.prepared_job import PreparedJob, prepare
+from engine.batch_files.rows import Answer
 from engine.planner.batch_prediction import JobPrediction
 from engine.process.requests import RequestQueue
 from engine.protocol import Event, Generate

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 
-from engine.batch_files.answer import Answer
 from engine.batch_files.messages import BatchPlanned
 from engine.batch_files.prepared_job import PreparedJob, prepare
+from engine.batch_files.rows import Answer
 from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import BatchJob, EngineConfig

@@ -20,10 +20,9 @@ from engine.verbs.options import add_engine_options, positive_int, stop_string
 from engine.verbs.output import emit, note, show_progress
 
 if TYPE_CHECKING:
-    from engine.batch_files.answer import Answer
-    from engine.batch_files.job_watcher import JobEnding
-    from engine.batch_files.pace import Pace
+    from engine.batch_files.job_watcher import JobEnding, Pace
     from engine.batch_files.prepared_job import PreparedJob
+    from engine.batch_files.rows import Answer
     from engine.planner.batch_prediction import JobPrediction
     from engine.runtime.engine import Engine
 

@@ -80,7 +80,7 @@ def _show(output: Path, *, as_json: bool) -> None:
 
 
 def _stop(output: Path, *, as_json: bool) -> None:
-    from engine.batch_files.stop_request import ask_to_stop
+    from engine.batch_files.job_list import ask_to_stop
 
     job = _job(output)
     if not job.running:

@@ -17,8 +17,8 @@ from app.services.batch_job_file import job_of, load_jobs, save_jobs
 from app.services.batch_jobs import BatchJobs
 from app.services.batch_sample import BatchSample, SampleRate
 from app.services.engine_client import EngineClient, EngineState
-from engine.batch_files.answer import Answer, failed
 from engine.batch_files.prepared_job import prepare
+from engine.batch_files.rows import Answer, failed
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import ErrorCode
 from engine.protocol import ChatMessage

@@ -28,10 +28,10 @@ from app.services.engine_client import EngineState
 from app.theme import ThemeController
 from app.views.batch import BatchPage
 from app.widgets.asking import before_loading
-from engine.batch_files.answer import Answer, failed
 from engine.batch_files.messages import BatchFinished
-from engine.batch_files.openai_responses import errors_path
+from engine.batch_files.openai_format import errors_path
 from engine.batch_files.prepared_job import prepare
+from engine.batch_files.rows import Answer, failed
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import ErrorCode
 from tests.app.scripted_batches import ScriptedBatches, row

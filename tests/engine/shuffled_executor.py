@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.batch_files.answer import Answer
-from engine.batch_files.job_watcher import JobEnding, JobWatcher
+from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace
 from engine.batch_files.opening import open_source
-from engine.batch_files.pace import Pace
 from engine.batch_files.prepared_job import prepare
+from engine.batch_files.rows import Answer
 from engine.common.config import BatchJob
 from engine.common.errors import EngineError, ErrorCode
 from engine.runtime.batch.job import JobRun

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.batch_files.answer import Answer
-from engine.batch_files.background import Between, StoppedError, run_in_background
-from engine.batch_files.job_watcher import JobWatcher
+from engine.batch_files.job_watcher import Between, JobWatcher, StoppedError, run_in_background
 from engine.batch_files.journal import Journal
-from engine.batch_files.row import Row
+from engine.batch_files.rows import Answer, Row
 from engine.common.config import BatchJob
 from engine.common.errors import EngineError, ErrorCode
 from tests.engine.shuffled_executor import ShuffledExecutor, Watch, results_in, run_job, write_rows
@@ -99,7 +97,7 @@ class Full:
 def test_a_full_disk_pauses_the_job_and_chats_are_answered_meanwhile(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.batch_files.safe_keeping._FLUSH_S", 0.0)
+    monkeypatch.setattr("engine.batch_files.journal._FLUSH_S", 0.0)
     write_rows(home / "in.jsonl", 30)
     full = Full(monkeypatch, 8)
     watch = Watch()
@@ -121,7 +119,7 @@ def test_a_full_disk_pauses_the_job_and_chats_are_answered_meanwhile(
 def test_no_rows_are_asked_while_there_is_no_room_and_the_wait_can_be_cancelled(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.batch_files.safe_keeping._FLUSH_S", 0.0)
+    monkeypatch.setattr("engine.batch_files.journal._FLUSH_S", 0.0)
     write_rows(home / "in.jsonl", 40)
     full = Full(monkeypatch, 10**9)
     watch, executor = Watch(), ShuffledExecutor(room=4)
@@ -169,7 +167,7 @@ def test_a_result_that_does_not_fit_the_disk_is_written_when_there_is_room(
 def test_a_disk_that_stays_full_ends_a_job_that_nobody_watches(
     home: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr("engine.batch_files.safe_keeping._FLUSH_S", 0.0)
+    monkeypatch.setattr("engine.batch_files.journal._FLUSH_S", 0.0)
     monkeypatch.setattr("engine.runtime.batch.job._RETRY_S", 0.01)
     write_rows(home / "in.jsonl", 20)
     watch = Watch()
@@ -210,7 +208,7 @@ def test_counting_and_reading_say_how_far_they_are_and_can_be_stopped(
     write_rows(home / "in.jsonl", 300)
     job = BatchJob(str(home / "in.jsonl"), str(home / "out.jsonl"))
     may_go_on = threading.Event()
-    from engine.batch_files.json_lines import JsonLines
+    from engine.batch_files.text_rows import JsonLines
 
     real = JsonLines.rows
 

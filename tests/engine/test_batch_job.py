@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.batch_files import result_formats
-from engine.batch_files.answer import Answer
+from engine.batch_files import result_file
 from engine.batch_files.job_list import known_jobs
 from engine.batch_files.journal import Journal, journal_path
 from engine.batch_files.prepared_job import prepare
+from engine.batch_files.rows import Answer
 from engine.common.config import BatchJob, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from tests.engine.shuffled_executor import ShuffledExecutor, Watch, results_in, run_job, write_rows
@@ -163,9 +163,9 @@ def test_what_no_sheet_holds_is_refused_before_the_job(home: Path, monkeypatch: 
     job = BatchJob(str(home / "in.jsonl"), str(home / "out.xlsx"))
     for limit, least in (("_MOST_SHEET_ROWS", 9), ("_MOST_SHEET_COLUMNS", 7)):  # the header, id and text, five more
         with monkeypatch.context() as patch:
-            patch.setattr(result_formats, limit, least)
+            patch.setattr(result_file, limit, least)
             prepare(job)
-            patch.setattr(result_formats, limit, least - 1)
+            patch.setattr(result_file, limit, least - 1)
             with pytest.raises(EngineError) as refusal:
                 prepare(job)
             assert refusal.value.code is ErrorCode.INVALID_REQUEST
@@ -180,7 +180,7 @@ def test_what_no_sheet_holds_after_all_is_written_as_csv(
     (home / "out.csv").write_text("mine")
     job = BatchJob(str(home / "in.jsonl"), str(home / "out.xlsx"), start="resume")
     assert run_job(job, ShuffledExecutor(), Watch(cancel_after=3)).written < 8
-    monkeypatch.setattr(result_formats, limit, 5)
+    monkeypatch.setattr(result_file, limit, 5)
     ending = run_job(job, ShuffledExecutor(), Watch())
     assert (ending.finished, ending.written, ending.output) == (True, 8, home / "out-2.csv")
     assert "out-2.csv" in ending.note

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from engine.batch_files.answer import Answer
 from engine.batch_files.job_watcher import JobWatcher
 from engine.batch_files.prepared_job import PreparedJob, prepare
-from engine.batch_files.request import RowRequest
+from engine.batch_files.rows import Answer, RowRequest
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.runtime.batch import executor
 from engine.runtime.batch.policy import BatchPolicy, policy_for

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.batch_files.job_list import known_jobs
-from engine.batch_files.openai_responses import errors_path
+from engine.batch_files.openai_format import errors_path
 from engine.batch_files.own_files import WrittenFile
 from engine.batch_files.prepared_job import prepare
 from engine.common.config import BatchJob

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from engine.batch_files.request import Constraint
+from engine.batch_files.rows import Constraint
 from engine.common.errors import EngineError
 from engine.runtime.decode.constrained import ConstrainedAnswers
 from tests.engine.tiny_tokenizer import EOS, VOCABULARY, save_tiny_tokenizer

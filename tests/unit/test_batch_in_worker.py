@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.batch_files.answer import Answer, failed
-from engine.batch_files.job_watcher import JobEnding, JobWatcher
+from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace
 from engine.batch_files.messages import (
     BatchFinished,
     BatchPlanned,
@@ -19,8 +18,8 @@ from engine.batch_files.messages import (
     SampleBatch,
     StartBatch,
 )
-from engine.batch_files.pace import Pace
 from engine.batch_files.prepared_job import PreparedJob
+from engine.batch_files.rows import Answer, failed
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import ErrorCode
 from engine.planner.batch_prediction import Bottleneck, JobPrediction, JobRows

@@ -19,18 +19,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from engine.batch_files.answer import Answer, failed
 from engine.batch_files.fingerprint import content_hash, stamp
 from engine.batch_files.job_list import known_jobs, read_answers, read_job
-from engine.batch_files.journal import Journal, discard, journal_path
-from engine.batch_files.manifest import Manifest
-from engine.batch_files.openai_responses import errors_path
+from engine.batch_files.journal import JobManifest, Journal, discard, journal_path
+from engine.batch_files.openai_format import errors_path
 from engine.batch_files.opening import open_source
 from engine.batch_files.result_file import Written, check_output, write_result
+from engine.batch_files.rows import Answer, failed
 from engine.common.errors import EngineError, ErrorCode
 from tests.unit.remembered import Remembered
 
-_MANIFEST = Manifest("hash", "{{text}}", "", "model", "bf16", "{}", "", "{}")
+_MANIFEST = JobManifest("hash", "{{text}}", "", "model", "bf16", "{}", "", "{}")
 
 
 def _answer(row: int) -> Answer:
@@ -138,10 +137,10 @@ def test_a_full_disk_is_said_and_the_journal_goes_on_when_there_is_room(tmp_path
 _WRITER = """
 import sys
 from pathlib import Path
-from engine.batch_files.answer import Answer
+from engine.batch_files.rows import Answer
 from engine.batch_files.journal import Journal
-from engine.batch_files.manifest import Manifest
-journal = Journal(Path(sys.argv[1]), Manifest("hash", "{{text}}", "", "model", "bf16", "{}", "", "{}"))
+from engine.batch_files.journal import JobManifest
+journal = Journal(Path(sys.argv[1]), JobManifest("hash", "{{text}}", "", "model", "bf16", "{}", "", "{}"))
 print("open", flush=True)
 rows = [row for row in range(400) if not journal.has(row)]
 for start in range(0, len(rows), 7):

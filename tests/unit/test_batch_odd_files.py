@@ -15,12 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from engine.batch_files.answer import Answer
 from engine.batch_files.opening import open_source
 from engine.batch_files.prepared_job import prepare
-from engine.batch_files.request import RowRequest
+from engine.batch_files.prompts import template_of
 from engine.batch_files.result_file import write_result
-from engine.batch_files.template import template_of
+from engine.batch_files.rows import Answer, RowRequest
 from engine.common.config import BatchJob
 from engine.common.errors import EngineError
 

@@ -7,15 +7,12 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.batch_files.answer import Answer, failed
-from engine.batch_files.computing_clock import ComputingClock
-from engine.batch_files.journal import Journal
-from engine.batch_files.manifest import Manifest
-from engine.batch_files.pace import PaceMeter
-from engine.batch_files.safe_keeping import SafeKeeping
+from engine.batch_files.job_watcher import ComputingClock, PaceMeter
+from engine.batch_files.journal import JobManifest, Journal, SafeKeeping
+from engine.batch_files.rows import Answer, failed
 from engine.common.errors import EngineError, ErrorCode
 
-_MANIFEST = Manifest("hash", "{{text}}", "", "model", "bf16", "{}", "", "{}")
+_MANIFEST = JobManifest("hash", "{{text}}", "", "model", "bf16", "{}", "", "{}")
 
 
 def test_a_steady_pace_is_told_with_a_range_that_holds_it() -> None:

@@ -7,14 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.batch_files.answer import Answer
-from engine.batch_files.openai_requests import holds_openai_requests
+from engine.batch_files.openai_format import holds_openai_requests
 from engine.batch_files.opening import open_source
 from engine.batch_files.prepared_job import prepare
-from engine.batch_files.prompts import OpenAiPrompts, TemplatePrompts
-from engine.batch_files.request import RowRequest
-from engine.batch_files.row import Row
-from engine.batch_files.template import parse_template, template_of
+from engine.batch_files.prompts import OpenAiPrompts, TemplatePrompts, parse_template, template_of
+from engine.batch_files.rows import Answer, Row, RowRequest
 from engine.common.config import BatchJob, SamplingParams
 from engine.common.errors import EngineError
 

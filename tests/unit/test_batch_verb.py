@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from engine import cli
-from engine.batch_files.answer import Answer
-from engine.batch_files.job_watcher import JobEnding, JobWatcher
-from engine.batch_files.pace import Pace
+from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace
 from engine.batch_files.prepared_job import PreparedJob, prepare
+from engine.batch_files.rows import Answer
 from engine.common.config import BatchJob
 from engine.common.errors import EngineError, ErrorCode
 from engine.verbs import batch

@@ -15,10 +15,9 @@ import pytest
 from app.services.chat_store.database import ChatDatabase
 from app.services.chat_store.recovery import open_checked
 from app.services.chat_store.transfer import import_chats
-from engine.batch_files import spreadsheet
-from engine.batch_files.grammar import grammar_of
+from engine.batch_files import tables
 from engine.batch_files.opening import open_source
-from engine.batch_files.request import Constraint
+from engine.batch_files.rows import Constraint, grammar_of
 from engine.checkpoint import headers, library
 from engine.checkpoint.importing import import_model
 from engine.checkpoint.model_shape import read_model
@@ -247,7 +246,7 @@ def _renumbered(path: Path, number: int) -> None:
 
 
 def test_a_sheet_whose_only_row_is_far_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spreadsheet, "MOST_LINES", 1000)
+    monkeypatch.setattr(tables, "MOST_LINES", 1000)
     _renumbered(tmp_path / "input.xlsx", 999_999_999)
     with pytest.raises(EngineError, match="number above 1,000"):
         open_source(tmp_path / "input.xlsx")

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from engine.batch_files.answer import Answer, failed
-from engine.batch_files.journal import Journal, journal_path
-from engine.batch_files.manifest import Manifest
-from engine.batch_files.stop_request import StopRequest, ask_to_stop, stop_path
+from engine.batch_files.job_list import StopRequest, ask_to_stop, stop_path
+from engine.batch_files.journal import JobManifest, Journal, journal_path
+from engine.batch_files.rows import Answer, failed
 from engine.cli import main
 
-_MANIFEST = Manifest("hash", "{{text}}", "", "model", "bf16", "{}", "", "{}")
+_MANIFEST = JobManifest("hash", "{{text}}", "", "model", "bf16", "{}", "", "{}")
 
 
 @pytest.fixture
@@ -56,7 +55,7 @@ def test_jobs_are_listed_shown_and_forgotten(output: Path, capsys: pytest.Captur
 def test_a_running_job_is_stopped_from_elsewhere(
     output: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.batch_files.stop_request._LOOK_S", 0.0)
+    monkeypatch.setattr("engine.batch_files.job_list._LOOK_S", 0.0)
     ask_to_stop(_path_of(output))
     journal = _begun(output)
 

@@ -8,7 +8,7 @@ from PySide6.QtWidgets import QPlainTextEdit, QPushButton, QSizePolicy, QWidget
 from app.views.batch.template_edit import TemplateEdit
 from app.widgets.card import Card, muted_label, tell, warning_label
 from app.widgets.flow_layout import Flow
-from engine.batch_files.template import parse_template
+from engine.batch_files.prompts import parse_template
 from engine.common.errors import EngineError
 
 

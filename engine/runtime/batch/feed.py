@@ -6,9 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from engine.batch_files.answer import Answer, failed
-from engine.batch_files.request import RowRequest
-from engine.batch_files.row_count import RowCount
+from engine.batch_files.fingerprint import RowCount
+from engine.batch_files.rows import Answer, RowRequest, failed
 from engine.common.errors import EngineError
 from engine.runtime.batch.request import BatchAnswer, BatchRequest, Check
 from engine.runtime.decode.constrained import ConstrainedAnswer, ConstrainedAnswers

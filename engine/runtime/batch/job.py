@@ -8,20 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from engine.batch_files.answer import Answer
-from engine.batch_files.background import Between, StoppedError, run_in_background
-from engine.batch_files.computing_clock import ComputingClock
-from engine.batch_files.fingerprint import content_hash, stamp
-from engine.batch_files.job_watcher import JobEnding, JobWatcher
-from engine.batch_files.journal import Journal
-from engine.batch_files.manifest import Manifest
-from engine.batch_files.openai_responses import errors_path
-from engine.batch_files.pace import Pace, PaceMeter
+from engine.batch_files.fingerprint import RowCount, content_hash, counted_rows, stamp
+from engine.batch_files.job_watcher import (
+    Between,
+    ComputingClock,
+    JobEnding,
+    JobWatcher,
+    Pace,
+    PaceMeter,
+    StoppedError,
+    run_in_background,
+)
+from engine.batch_files.journal import JobManifest, Journal, SafeKeeping
+from engine.batch_files.openai_format import errors_path
 from engine.batch_files.prepared_job import PreparedJob
-from engine.batch_files.result_file import Written, write_result
-from engine.batch_files.result_formats import MOST_OF_A_SHEET
-from engine.batch_files.row_count import RowCount, counted_rows
-from engine.batch_files.safe_keeping import SafeKeeping
+from engine.batch_files.result_file import MOST_OF_A_SHEET, Written, write_result
+from engine.batch_files.rows import Answer
 from engine.common.errors import EngineError, ErrorCode
 from engine.runtime.batch.feed import Asking, RowFeed
 from engine.runtime.batch.request import AnswerCallback, BatchAnswer, BatchOutcome, BatchRequest, Check, never
@@ -63,7 +65,7 @@ class JobRun:
     def __init__(
         self,
         prepared: PreparedJob,
-        manifest: Manifest,
+        manifest: JobManifest,
         journal: Journal,
         executor: RowExecutor,
         make_constrained: Callable[[], ConstrainedAnswers],

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from engine.batch_files.answer import Answer
 from engine.batch_files.prepared_job import PreparedJob
+from engine.batch_files.rows import Answer
 from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.errors import EngineError

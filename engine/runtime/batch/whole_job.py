@@ -7,14 +7,11 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from engine.batch_files.background import StoppedError, run_in_background
-from engine.batch_files.job_list import read_job
-from engine.batch_files.job_watcher import JobEnding, JobWatcher
+from engine.batch_files.fingerprint import RowCount
+from engine.batch_files.job_list import StopRequest, read_job
+from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace, StoppedError, run_in_background
 from engine.batch_files.journal import journal_path
-from engine.batch_files.pace import Pace
 from engine.batch_files.prepared_job import PreparedJob
-from engine.batch_files.row_count import RowCount
-from engine.batch_files.stop_request import StopRequest
 from engine.checkpoint.shards import fingerprint, read_tensors
 from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.feed import Asking, RowFeed

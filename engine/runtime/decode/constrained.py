@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.batch_files.grammar import grammar_of, unfit
-from engine.batch_files.request import Constraint
+from engine.batch_files.rows import Constraint, grammar_of, unfit
 from engine.common.errors import EngineError, ErrorCode
 
 

@@ -1,0 +1,243 @@
+"""One row of an input file: what it holds, what it asks of the model, and what came of it.
+
+Columns of a result are those of all input rows, including ones that first appear in later rows, and added ones.
+Constraints on answers are llguidance grammars; schemas are validated here without a model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from engine.common.chat import ChatMessage
+from engine.common.config import SamplingParams
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.foreign import DEEPEST, parse_json
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row, which becomes one prompt.
+
+    Attributes:
+        index: its position in the input, from 0; stable across reads.
+        fields: value by column; values are JSON's types and those of parquet and spreadsheets (dates, decimals, bytes).
+        problem: why it cannot be used, completing a sentence; empty if there is no problem.
+        share: share of the input read up to this row, 0 to 1.
+    """
+
+    index: int
+    fields: Mapping[str, Any]
+    problem: str = ""
+    share: float = 0.0
+
+
+class RowSource(Protocol):
+    """An input that streams its rows: only what the format requires is in memory.
+
+    Attributes:
+        path: the file or folder.
+        columns: in order.  Rows may lack some; without a header, later rows may have more.
+    """
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def columns(self) -> tuple[str, ...]: ...
+
+    def all_columns(self) -> tuple[str, ...]:
+        """The columns of all rows, including later ones; may read all rows."""
+        ...
+
+    def rows(self) -> Iterator[Row]:
+        """All rows from the first; may be called again.
+
+        Raises:
+            EngineError: `INVALID_REQUEST`, if the content does not match the file type.
+        """
+        ...
+
+
+def unique_names(names: list[str]) -> tuple[str, ...]:
+    """Column names from a file's header, made non-empty and unique."""
+    taken: set[str] = set()
+    numbers: dict[str, int] = {}  # last number tried per name: there may be thousands of duplicates
+    result = []
+    for place, name in enumerate(names, start=1):
+        base = name.strip() or f"column_{place}"
+        unique, number = base, numbers.get(base, 1)
+        while unique in taken:
+            number += 1
+            unique = f"{base}_{number}"
+        numbers[base] = number
+        taken.add(unique)
+        result.append(unique)
+    return tuple(result)
+
+
+_ADDED = ("answer", "finish_reason", "prompt_tokens", "generated_tokens", "problem")
+
+
+class SeenColumns:
+    """Collects columns while rows are read, to avoid a second pass over the input.
+
+    Args:
+        first: known columns, in order.
+    """
+
+    def __init__(self, first: Iterable[str]) -> None:
+        self._names = dict.fromkeys(first)
+        self._are_all = False
+
+    def through(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """Yields the same rows, first to last, noting their columns."""
+        for row in rows:
+            for name in row.fields:
+                if name not in self._names:
+                    self._names[name] = None
+            yield row
+        self._are_all = True
+
+    def all_of(self, rows: Iterable[Row]) -> tuple[str, ...]:
+        """The columns of all rows (from `through`), which are only read if they have not been."""
+        if not self._are_all:
+            for _row in rows:
+                pass
+        return tuple(self._names)
+
+
+@dataclass(frozen=True, slots=True)
+class ResultColumns:
+    """The column names of a result.
+
+    Attributes:
+        own: the input's columns, in order.
+        named: their names in the result: columns of later rows are renamed if they clash with added ones.
+        added: names for the answer, its finish reason, its tokens and the row's problem.
+    """
+
+    own: tuple[str, ...]
+    named: tuple[str, ...]
+    added: tuple[str, ...]
+
+
+def result_columns(first: Sequence[str], later: Sequence[str]) -> ResultColumns:
+    """Chooses the column names of a result.
+
+    Args:
+        first: columns at the beginning of the input; added ones are renamed if they clash with these.
+        later: further columns of later rows.
+    """
+    added = tuple(_free(name, first) for name in _ADDED)
+    taken = {*first, *later, *added}
+    named = list(first)
+    for name in later:
+        named.append(name if name not in added else _free(f"{name}_input", taken))
+        taken.add(named[-1])
+    return ResultColumns((*first, *later), tuple(named), added)
+
+
+def _free(name: str, taken: Iterable[str]) -> str:
+    taken = set(taken)
+    free, number = name, 1
+    while free in taken:
+        number += 1
+        free = f"{name}_{number}"
+    return free
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A constraint on an answer: exactly one of the two is set.
+
+    Attributes:
+        schema: a JSON schema, as JSON text, that the answer satisfies.
+        choices: the texts that the answer must be one of.
+    """
+
+    schema: str = ""
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RowRequest:
+    """One prompt with its own sampling.
+
+    Attributes:
+        row: the row's index in the input.
+        messages: the conversation to answer.
+        sampling: including its own token limit.
+        constraint: constraint on the answer, if any.
+    """
+
+    row: int
+    messages: tuple[ChatMessage, ...]
+    sampling: SamplingParams
+    constraint: Constraint | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The final outcome of a row.
+
+    Attributes:
+        row: its index in the input.
+        text: the answer, possibly partial if the row failed.
+        finish_reason: as in `Finished`; `failed` if the row could not be answered.
+        prompt_tokens, generated_tokens: 0 if the model never saw it.
+        problem: why it failed, completing a sentence about the row; empty on success.
+    """
+
+    row: int
+    text: str
+    finish_reason: str
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    problem: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.problem)
+
+
+def failed(row: int, problem: str) -> Answer:
+    """The outcome of a row that cannot be sent to the model."""
+    return Answer(row, "", "failed", problem=problem)
+
+
+_MOST_CHARACTERS, _MOST_ENTRIES = 2**18, 3_000
+"""Limits of a schema: much bigger ones compile for minutes, uninterruptibly."""
+
+
+def grammar_of(constraint: Constraint) -> str:
+    """The constraint as a llguidance grammar.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`, if the schema is unsupported.
+    """
+    from llguidance import LLMatcher
+
+    if constraint.choices:
+        alternatives = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in constraint.choices)
+        return str(LLMatcher.grammar_from_lark(f"start: {alternatives}"))
+    if len(constraint.schema) > _MOST_CHARACTERS or constraint.schema.count(":") > _MOST_ENTRIES:
+        raise unfit(f"it has more than {_MOST_CHARACTERS:,} characters or {_MOST_ENTRIES:,} entries")
+    try:
+        schema = parse_json(constraint.schema, deepest=DEEPEST)
+        # Compact JSON only: models that start to indent or pad may never end.
+        grammar = str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False}))
+    except (ValueError, TypeError) as error:
+        raise unfit(str(error)) from None
+    refusal = LLMatcher.validate_grammar(grammar)
+    if refusal:
+        raise unfit(refusal)
+    return grammar
+
+
+def unfit(why: str) -> EngineError:
+    """The error for an unsupported schema."""
+    first = " ".join(why.split())[:160]
+    return EngineError(ErrorCode.INVALID_REQUEST, f"The schema cannot be used ({first}): simplify or correct it.")
