@@ -50,8 +50,8 @@ from engine.protocol import (
     request_id_of,
 )
 from engine.telemetry.messages import ResizeCache, Telemetry, WatchTelemetry
-from engine.tuning.decode_rate import DecodeRate
 from engine.tuning.messages import StartTuning
+from engine.tuning.result import DecodeRate
 
 WINDOW_GONE_GRACE_S = 0.5
 SHUTDOWN_GRACE_S = 1.5

@@ -63,6 +63,6 @@ class TuningOutrun(QObject):
 
 
 def _check(path: str, config: EngineConfig, tokens_per_s: float) -> TuningResult | None:
-    from engine.tuning.applying import note_outrun  # the window opens without it
+    from engine.tuning.keeping import note_outrun  # the window opens without it
 
     return note_outrun(Path(path), config, tokens_per_s)

@@ -15,7 +15,7 @@ from engine.planner.plan_parts import Limits
 from engine.runtime.engine import Engine
 from engine.tuning.contestants import Situation, choose_contestants, every_config, predicted
 from engine.tuning.measuring import measured_machine
-from engine.tuning.race import Pace, RaceWatcher, race, winner_of
+from engine.tuning.race import RacePace, RaceWatcher, race, winner_of
 from engine.tuning.result import Contestant, Timed
 
 
@@ -64,11 +64,11 @@ def bench_brute_force(
             name = f"{candidate.precision}, {how}, {settings.threads} threads"
             if candidate.config not in [one.config for one in entrants.values()]:
                 entrants[name] = Contestant(name, settings, candidate.predicted, candidate.low, candidate.high)
-    timed = _timed(list(entrants.values()), Pace(tokens, 4.0, repeats, 120.0), say)
+    timed = _timed(list(entrants.values()), RacePace(tokens, 4.0, repeats, 120.0), say)
     _rows(timed, [one.name for one in field.contestants], report)
 
 
-def _timed(entrants: list[Contestant], pace: Pace, say: Callable[[str], None]) -> list[Timed]:
+def _timed(entrants: list[Contestant], pace: RacePace, say: Callable[[str], None]) -> list[Timed]:
     engine = Engine()
     watcher = RaceWatcher(
         loading=lambda name, done: say(f"timing {name}") if done == 0 else None,

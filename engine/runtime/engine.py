@@ -21,8 +21,8 @@ from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 from engine.runtime.telemetry.routing_recorder import RoutingRecorder
-from engine.tuning.applying import apply_tuning
-from engine.tuning.decode_rate import DecodeRate
+from engine.tuning.keeping import apply_tuning
+from engine.tuning.result import DecodeRate
 
 
 class Engine:

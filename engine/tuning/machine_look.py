@@ -16,8 +16,7 @@ from engine.hardware.probe import probe as probe_machine
 from engine.hardware.profiles import EMULATED, with_emulated
 from engine.planner.plan_parts import Limits, Plan
 from engine.planner.what_helps import Change, what_if
-from engine.tuning.applying import machine_changes
-from engine.tuning.keeping import all_results, kept_corrections, model_mark
+from engine.tuning.keeping import all_results, kept_corrections, machine_changes, model_mark
 from engine.tuning.result import Correction
 from engine.tuning.settled import best_settled, results_here
 

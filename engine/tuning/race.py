@@ -13,8 +13,7 @@ from engine.common.errors import EngineError, RequestCancelled
 from engine.common.model_info import ModelInfo
 from engine.hardware.other_programs import Share
 from engine.planner.precision import worthwhile
-from engine.tuning.decode_rate import DecodeRate
-from engine.tuning.result import Contestant, Timed
+from engine.tuning.result import Contestant, DecodeRate, Timed
 
 _WARM_UP_TOKENS = 8
 _WARM_UP_S = 3.0
@@ -38,7 +37,7 @@ class RacedEngine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class RacePace:
     """The duration of a race.
 
     Attributes:
@@ -54,8 +53,8 @@ class Pace:
     again_s: float
 
 
-QUICK_PACE = Pace(32, 2.0, 3, 12.0)
-THOROUGH_PACE = Pace(96, 6.0, 5, 60.0)
+QUICK_PACE = RacePace(32, 2.0, 3, 12.0)
+THOROUGH_PACE = RacePace(96, 6.0, 5, 60.0)
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ class _Entrant:
 def race(
     engine: RacedEngine,
     contestants: Sequence[Contestant],
-    pace: Pace,
+    pace: RacePace,
     watcher: RaceWatcher,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Timed]:
@@ -126,7 +125,7 @@ class _Race:
         self,
         engine: RacedEngine,
         entrants: list[_Entrant],
-        pace: Pace,
+        pace: RacePace,
         watcher: RaceWatcher,
         clock: Callable[[], float],
     ) -> None:

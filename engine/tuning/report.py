@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.tuning.applying import day
+from engine.tuning.keeping import day
 from engine.tuning.messages import TuningNumber
 from engine.tuning.result import Timed, TuningResult
 

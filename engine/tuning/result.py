@@ -1,4 +1,4 @@
-"""The result of a tuning run: timings, the winner, and corrections of predictions."""
+"""A timing of real tokens, and the result of a tuning run: timings, the winner, and corrections of predictions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,22 @@ from typing import Literal
 
 from engine.common.config import EngineConfig
 from engine.hardware.other_programs import is_busy
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRate:
+    """Decoding at batch 1.
+
+    Attributes:
+        tokens_per_s: after the first token; 0 if fewer than two.
+        ttft_s: time to first token.
+        tokens: tokens timed.
+    """
+
+    tokens_per_s: float
+    ttft_s: float
+    tokens: int
+
 
 TuningKind = Literal["quick", "thorough"]
 TUNING_KINDS: tuple[TuningKind, ...] = ("quick", "thorough")

@@ -24,10 +24,8 @@ from engine.hardware.other_programs import OtherPrograms, Share, is_busy
 from engine.hardware.probe import Probe
 from engine.hardware.probe import probe as probe_machine
 from engine.planner.plan_parts import Limits
-from engine.tuning.applying import apply_tuning
 from engine.tuning.contestants import Field, Situation, choose_contestants
-from engine.tuning.corrections import corrections_from
-from engine.tuning.keeping import facts, kept_corrections, model_mark, save_result
+from engine.tuning.keeping import apply_tuning, facts, kept_corrections, model_mark, save_result
 from engine.tuning.measuring import MeasuredMachine, measured_machine
 from engine.tuning.messages import (
     Stage,
@@ -38,8 +36,18 @@ from engine.tuning.messages import (
     TuningProgress,
     TuningTimed,
 )
-from engine.tuning.race import QUICK_PACE, THOROUGH_PACE, Pace, RacedEngine, RaceWatcher, drift_note, race, winner_of
+from engine.tuning.race import (
+    QUICK_PACE,
+    THOROUGH_PACE,
+    RacedEngine,
+    RacePace,
+    RaceWatcher,
+    drift_note,
+    race,
+    winner_of,
+)
 from engine.tuning.result import Timed, TuningKind, TuningResult, busy_note
+from engine.tuning.settled import corrections_from
 
 _LOOK_S = 0.5
 _LOOKS = {"quick": 20, "thorough": 60}
@@ -79,7 +87,7 @@ class TuningEnding:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class TuningSurroundings:
     """A run's access to the machine; replaced in tests.
 
     Attributes:
@@ -93,7 +101,7 @@ class Surroundings:
 
     look: Callable[[], Probe] = probe_machine
     measure: Callable[..., MeasuredMachine] = measured_machine
-    paces: Callable[[str], Pace] = lambda kind: _PACES[kind]
+    paces: Callable[[str], RacePace] = lambda kind: _PACES[kind]
     now: Callable[[], str] = lambda: datetime.now(UTC).isoformat(timespec="seconds")
     watch: Callable[[], Share] = field(default_factory=lambda: OtherPrograms().watch)
     pause: Callable[[float], None] = time.sleep
@@ -104,7 +112,7 @@ def tune(
     request: StartTuning,
     tell: Callable[[TuningEvent], None],
     cancelled: Callable[[], bool],
-    surroundings: Surroundings | None = None,
+    surroundings: TuningSurroundings | None = None,
 ) -> TuningEnding:
     """Performs `request`.
 
@@ -115,7 +123,7 @@ def tune(
     Raises:
         EngineError: the model is not found or not understood; nothing has changed.
     """
-    return _Tuning(engine, request, tell, cancelled, surroundings or Surroundings()).run()
+    return _Tuning(engine, request, tell, cancelled, surroundings or TuningSurroundings()).run()
 
 
 class _Tuning:
@@ -125,7 +133,7 @@ class _Tuning:
         request: StartTuning,
         tell: Callable[[TuningEvent], None],
         cancelled: Callable[[], bool],
-        surroundings: Surroundings,
+        surroundings: TuningSurroundings,
     ) -> None:
         self._engine, self._request, self._tell, self._cancelled = engine, request, tell, cancelled
         self._around = surroundings

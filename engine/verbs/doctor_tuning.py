@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from engine.hardware.measured import described
 from engine.hardware.probe import Probe
-from engine.tuning.applying import day, machine_changes
-from engine.tuning.keeping import all_results
+from engine.tuning.keeping import all_results, day, machine_changes
 from engine.verbs.doctor_checks import Finding, Status
 
 _SHOWN = 3

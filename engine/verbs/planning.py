@@ -94,8 +94,8 @@ def plan_of(args: argparse.Namespace, model: ModelShape, workload: Workload) -> 
         from engine.hardware.machine import read_machine
 
         return make_plan(read_machine(args.hardware), model, workload, _limits(args))
-    from engine.tuning.corrections import corrected_plan
     from engine.tuning.machine_look import corrections_here, plan_here
+    from engine.tuning.settled import corrected_plan
 
     look, limits = _this_machine(_limits(args))
     if workload != CHAT:  # only chats are timed

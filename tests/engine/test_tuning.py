@@ -26,15 +26,15 @@ from engine.tuning import measuring
 from engine.tuning.keeping import facts, model_mark, results_of, save_result
 from engine.tuning.measuring import MeasuredMachine
 from engine.tuning.messages import StartTuning, TuningFinished, TuningPlans, TuningProgress, TuningTimed
-from engine.tuning.race import Pace
+from engine.tuning.race import RacePace
 from engine.tuning.result import Contestant, Timed, TuningResult
-from engine.tuning.run import Surroundings, TuningEnding, TuningEvent, tune
+from engine.tuning.run import TuningEnding, TuningEvent, TuningSurroundings, tune
 from engine.verbs import tune as verb
 from engine.verbs.doctor_checks import Status
 from engine.verbs.doctor_tuning import tuning_findings
 from tests.unit.made_up_tuning import MACHINE, measurements, others_take
 
-PACE = Pace(tokens=6, seconds=5.0, repeats=1, again_s=0.0)
+PACE = RacePace(tokens=6, seconds=5.0, repeats=1, again_s=0.0)
 
 
 @pytest.fixture
@@ -49,14 +49,14 @@ def engine() -> Iterator[Engine]:
     made.unload()
 
 
-def around(device: str = "") -> Surroundings:
+def around(device: str = "") -> TuningSurroundings:
     """The machine as it is, as if it had been measured."""
 
     def measure(probe: Probe, *_args: object, **_named: object) -> MeasuredMachine:
         return MeasuredMachine(measurements(probe, device), device, kept=True)
 
     # Whatever else this machine does, nobody takes anything of the processor.
-    return Surroundings(
+    return TuningSurroundings(
         measure=measure,
         paces=lambda _kind: PACE,
         watch=others_take(lambda: 0.0),
@@ -159,7 +159,7 @@ def test_measurements_of_this_machine_are_not_taken_again(model: Path) -> None:
 def test_the_verb_prints_one_document(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.tuning.run.Surroundings", lambda: around())
+    monkeypatch.setattr("engine.tuning.run.TuningSurroundings", lambda: around())
     assert cli.main(["tune", "--model", str(model), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["winner"] in [one["contestant"]["name"] for one in document["timed"]]
@@ -170,7 +170,7 @@ def test_the_verb_prints_one_document(
 
 
 def test_in_the_engine_process_a_run_ends_once(engine: Engine, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.tuning.run.Surroundings", lambda: around())
+    monkeypatch.setattr("engine.tuning.run.TuningSurroundings", lambda: around())
     sent: list[Event] = []
     requests = RequestQueue(sent.append)
     request = StartTuning("t", EngineConfig(str(model)))
@@ -190,7 +190,7 @@ def test_the_verb_does_not_keep_what_other_programs_spoiled(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     busy = replace(around(), watch=others_take(lambda: 0.9))
-    monkeypatch.setattr("engine.tuning.run.Surroundings", lambda: busy)
+    monkeypatch.setattr("engine.tuning.run.TuningSurroundings", lambda: busy)
     monkeypatch.setattr("sys.stdin", io.StringIO())  # nobody is there to be asked
     assert cli.main(["tune", "--model", str(model), "--json"]) == 2
     said = capsys.readouterr()

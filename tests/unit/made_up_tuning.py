@@ -14,11 +14,11 @@ from engine.common.model_info import ModelInfo
 from engine.hardware.measured import Arithmetic, ExpertTime, Measurements, RamRead, described
 from engine.hardware.other_programs import Share
 from engine.hardware.probe import Probe
-from engine.tuning.decode_rate import DecodeRate
 from engine.tuning.measuring import MeasuredMachine
 from engine.tuning.messages import TuningNumber
-from engine.tuning.race import Pace
-from engine.tuning.run import Surroundings
+from engine.tuning.race import RacePace
+from engine.tuning.result import DecodeRate
+from engine.tuning.run import TuningSurroundings
 
 MACHINE = Probe(
     os="Test OS 1",
@@ -34,7 +34,7 @@ MACHINE = Probe(
     gpu_note="none",
     models_disk_free_bytes=2**40,
 )
-PACE = Pace(tokens=4, seconds=1.0, repeats=2, again_s=1.0)
+PACE = RacePace(tokens=4, seconds=1.0, repeats=2, again_s=1.0)
 
 
 def tiny_model() -> Path:
@@ -140,7 +140,9 @@ def others_take(share: Callable[[], float]) -> Callable[[], Share]:
     return lambda: share
 
 
-def around(machine: Probe = MACHINE, step: Callable[[str], None] = lambda _what: None, **changed: Any) -> Surroundings:
+def around(
+    machine: Probe = MACHINE, step: Callable[[str], None] = lambda _what: None, **changed: Any
+) -> TuningSurroundings:
     """A machine that is measured at once."""
 
     def measure(
@@ -166,7 +168,7 @@ def around(machine: Probe = MACHINE, step: Callable[[str], None] = lambda _what:
         step("look")
         return machine
 
-    told = Surroundings(
+    told = TuningSurroundings(
         look=look,
         measure=measure,
         paces=lambda _kind: PACE,

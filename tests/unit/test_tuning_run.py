@@ -13,11 +13,12 @@ from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import data_dir
 from engine.hardware.measured import described, load_measurements
-from engine.tuning.applying import apply_tuning, note_outrun
 from engine.tuning.keeping import (
+    apply_tuning,
     keep_anyway,
     kept_corrections,
     model_mark,
+    note_outrun,
     read_result,
     results_of,
 )

@@ -12,7 +12,7 @@ from app.widgets.card import Card, muted_label
 from engine.hardware.machine import Origin
 from engine.hardware.measured import Measurements
 from engine.hardware.other_programs import is_busy
-from engine.tuning.applying import day
+from engine.tuning.keeping import day
 from engine.tuning.machine_look import MachineLook
 from engine.tuning.messages import Measured, TuningNumber
 from engine.tuning.result import busy_note

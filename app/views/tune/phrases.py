@@ -7,7 +7,7 @@ from PySide6.QtCore import QCoreApplication
 from app.widgets.plan_bars import BarPart, TierBar
 from app.widgets.quantities import arithmetic, figures, memory, number, rate
 from engine.planner.plan_parts import Plan, Speed, TierBytes
-from engine.tuning.applying import day
+from engine.tuning.keeping import day
 from engine.tuning.machine_look import MachineLook
 from engine.tuning.messages import Measured, TuningNumber, TuningProgress
 

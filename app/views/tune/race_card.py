@@ -10,7 +10,7 @@ from app.theme import use_tabular_figures
 from app.views.tune.race_view import RaceView
 from app.widgets.card import Card, muted_label, tell, warning_label
 from app.widgets.quantities import figures, number
-from engine.tuning.applying import day
+from engine.tuning.keeping import day
 from engine.tuning.report import verdict
 from engine.tuning.result import TuningResult
 

@@ -32,7 +32,7 @@ from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence, end_tok
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER, seconds_ns
-from engine.tuning.decode_rate import DecodeRate
+from engine.tuning.result import DecodeRate
 
 TIMED_PROMPT = (
     "A railway switchyard sorts freight cars. Explain in plain words how the hump, the switches and the retarders work."
