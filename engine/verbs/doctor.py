@@ -7,10 +7,19 @@ whatever it advises. Imports neither torch nor Qt: it must work where they do no
 from __future__ import annotations
 
 import argparse
+import ctypes
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
+from engine.common.paths import python_module
+from engine.hardware.measured import described
 from engine.hardware.probe import Probe, probe
+from engine.hardware.surroundings import DISPLAY_VARIABLES, has_display
+from engine.tuning.keeping import all_results, day, machine_changes
 from engine.verbs.doctor_checks import (
     Finding,
     Status,
@@ -19,10 +28,145 @@ from engine.verbs.doctor_checks import (
     measurement_findings,
     software_findings,
 )
-from engine.verbs.doctor_display import display_findings
-from engine.verbs.doctor_kernels import kernel_findings
-from engine.verbs.doctor_tuning import tuning_findings
 from engine.verbs.output import emit
+
+# System libraries that Qt needs (`readelf -d` of libQt6Gui, libQt6XcbQpa, libqxcb), and Debian's packages.
+_QT_SYSTEM_LIBRARIES = {
+    "libEGL.so.1": "libegl1",
+    "libGL.so.1": "libgl1",
+    "libX11-xcb.so.1": "libx11-xcb1",
+    "libdbus-1.so.3": "libdbus-1-3",
+    "libfontconfig.so.1": "libfontconfig1",
+    "libfreetype.so.6": "libfreetype6",
+    "libglib-2.0.so.0": "libglib2.0-0",
+    "libxcb-cursor.so.0": "libxcb-cursor0",
+    "libxcb-icccm.so.4": "libxcb-icccm4",
+    "libxcb-image.so.0": "libxcb-image0",
+    "libxcb-keysyms.so.1": "libxcb-keysyms1",
+    "libxcb-randr.so.0": "libxcb-randr0",
+    "libxcb-render-util.so.0": "libxcb-render-util0",
+    "libxcb-shape.so.0": "libxcb-shape0",
+    "libxcb-util.so.1": "libxcb-util1",
+    "libxcb-xkb.so.1": "libxcb-xkb1",
+    "libxkbcommon.so.0": "libxkbcommon0",
+    "libxkbcommon-x11.so.0": "libxkbcommon-x11-0",
+}
+
+
+def display_findings() -> list[Finding]:
+    """Whether there is a display, and on Linux whether Qt's system libraries are installed."""
+    if sys.platform != "linux":
+        return [Finding("display", Status.OK, "the desktop's own")]
+    shown = has_display()
+    findings = [_display_finding(shown)]
+    missing = missing_qt_libraries()
+    if missing:
+        packages = " ".join(dict.fromkeys(_QT_SYSTEM_LIBRARIES[library] for library in missing))
+        findings.append(
+            Finding(
+                "window libraries",
+                # Without a display there is no window that needs them.
+                Status.PROBLEM if shown else Status.ADVICE,
+                f"Qt needs {', '.join(missing)}, which cannot be loaded.",
+                f"On Debian or Ubuntu: `sudo apt-get install {packages}`.",
+            )
+        )
+    else:
+        findings.append(Finding("window libraries", Status.OK, "all system libraries for Qt are there"))
+    return findings
+
+
+def missing_qt_libraries() -> list[str]:
+    """System libraries that Qt needs for a window but that cannot be loaded."""
+    missing = []
+    for library in _QT_SYSTEM_LIBRARIES:
+        try:
+            ctypes.CDLL(library)
+        except OSError:
+            missing.append(library)
+    return missing
+
+
+def _display_finding(shown: bool) -> Finding:
+    if shown:
+        names = [name for name in DISPLAY_VARIABLES if os.environ.get(name)]
+        return Finding("display", Status.OK, ", ".join(f"{name}={os.environ[name]}" for name in names))
+    return Finding(
+        "display",
+        Status.ADVICE,
+        "Neither DISPLAY nor WAYLAND_DISPLAY is set: no window can open here.",
+        "Use `switchyard chat`, or log in to a desktop.",
+    )
+
+
+_NAME = "CPU kernels"
+_SECONDS = 120.0
+"""Time for the first self-test on a machine, with torch on a slow disk."""
+_CALLED = {
+    "PORTABLE": "plain C++ without vector instructions",
+    "AVX2": "AVX2",
+    "AVX_VNNI": "AVX2 and AVX-VNNI",
+    "AVX512": "AVX-512",
+    "AVX512_VNNI": "AVX-512 with VNNI",
+    "AVX512_BF16": "AVX-512 with VNNI and BF16",
+    "AMX": "AVX-512 with VNNI and BF16, and AMX",
+    "NEON": "NEON",
+    "NEON_DOT": "NEON with dot products",
+}
+
+
+def kernel_findings(hardware: Probe) -> list[Finding]:
+    """The instructions and threads that the native kernels use here, or why there are none."""
+    command, variables = python_module("engine.kernels.native")
+    try:
+        child = subprocess.run(
+            [*command, "--status"], capture_output=True, timeout=_SECONDS, check=True, env=os.environ | variables
+        )
+        found = json.loads(child.stdout)
+        isa, note = found["isa"], str(found["note"])
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
+        detail = "The fast CPU kernels could not be checked."
+        return [Finding(_NAME, Status.ADVICE, detail, "Run `python3 installers/start.py` in the checkout again.")]
+    if isa is None:
+        detail, _, action = note.rpartition(": ")
+        detail = f"{detail}." if detail else "Disabled by SWITCHYARD_NATIVE=0; PyTorch's operators are used."
+        return [Finding(_NAME, Status.ADVICE, detail, f"{action[:1].upper()}{action[1:]}")]
+    threads = max(1, min(hardware.physical_cores or 1, hardware.usable_cpus))
+    on = f"{threads} threads" if threads > 1 else "1 thread"
+    return [Finding(_NAME, Status.OK, f"{_CALLED.get(isa, isa)}, on {on}; tested on this CPU.")]
+
+
+_SHOWN = 3
+
+
+def tuning_findings(hardware: Probe) -> list[Finding]:
+    """The models tuned on this machine; advice if there are none, or the machine has changed."""
+    results = [one for one in all_results() if one.won is not None]
+    if not results:
+        action = "Run `switchyard tune --model M` for the model you use."
+        return [Finding("tuning", Status.ADVICE, "No model has been tuned on this machine yet.", action)]
+    now = described(hardware)
+    here = [one for one in results if not machine_changes(one, now)]
+    if not here:
+        changed = machine_changes(results[0], now)[0]
+        return [Finding("tuning", Status.ADVICE, f"It is out of date: {changed}", "Run `switchyard tune` again.")]
+    latest = {one.model: one for one in reversed(here)}
+    doubtful = next((one for one in latest.values() if not one.is_trusted), None)
+    if doubtful is not None:
+        why = (
+            f"has since run at {doubtful.outrun:.1f} tokens/s, much faster than what was timed"
+            if doubtful.outrun
+            else f"was tuned while other programs used {doubtful.others:.0%} of the CPU"
+        )
+        return [Finding("tuning", Status.ADVICE, f"{doubtful.model} {why}.", "Run `switchyard tune` again.")]
+    said = [
+        f"{name} at {one.won.tokens_per_s:.1f} tokens/s on {day(one.taken_at)}"
+        for name, one in list(latest.items())[-_SHOWN:]
+        if one.won is not None
+    ]
+    more = f" and {len(latest) - _SHOWN} more" if len(latest) > _SHOWN else ""
+    return [Finding("tuning", Status.OK, "; ".join(said) + more)]
+
 
 _MARKS = {Status.OK: "ok", Status.ADVICE: "note", Status.PROBLEM: "PROBLEM"}
 _GIB = 2**30

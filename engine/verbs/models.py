@@ -28,7 +28,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import models_dir
 from engine.common.sizes import about
 from engine.verbs.output import clear_progress, emit, note, show_progress
-from engine.verbs.planning import add_plan_options, plan_of, timing_text, workload_of
+from engine.verbs.plan import add_plan_options, plan_of, timing_text, workload_of
 
 _REDRAW_S = 0.1
 _LINE_S = 1.0

@@ -1,12 +1,194 @@
-"""`switchyard plan`: how a model would run on a machine: memory, placement, speed."""
+"""`switchyard plan`: how a model would be run on a machine, what it would take, how fast it would be.
+
+`models fit` asks the same: the machine and the workload that are meant, and a plan in words.
+"""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError, ErrorCode
+from engine.formats import AUTO, LADDER
+from engine.verbs.options import parse_size, positive_int
 from engine.verbs.output import emit
-from engine.verbs.planning import add_plan_options, plan_document, plan_of, plan_text, workload_of
+
+if TYPE_CHECKING:
+    from engine.checkpoint.model_shape import ModelShape
+    from engine.planner.plan import Limits, Plan
+    from engine.planner.plan_parts import Speed, TierBytes
+    from engine.planner.workload import Workload
+    from engine.tuning.machine_look import MachineLook
+
+_ALIKE = 0.1
+"""Deviations below this are not mentioned."""
+
+
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--hardware`, `--workload` and the limits."""
+    parser.add_argument(
+        "--hardware", metavar="P", help="a machine: a name in resources/machines, or a JSON file (default: this one)"
+    )
+    parser.add_argument(
+        "--workload",
+        default="chat",
+        metavar="W",
+        help="chat, long-prefill, beam, batch, or PROMPTxGENERATED[xSEQUENCES[xBEAMS]] (default: chat)",
+    )
+    parser.add_argument("--device", choices=["auto", "cpu"], default="auto", help="cpu: do not use the graphics card")
+    parser.add_argument("--precision", choices=[AUTO, *LADDER], default=AUTO, help="of the experts")
+    parser.add_argument("--vram", type=parse_size, metavar="SIZE", help="limit of video memory, such as 8GB")
+    parser.add_argument("--ram", type=parse_size, metavar="SIZE", help="limit of RAM, such as 16GB")
+    parser.add_argument("--threads", type=positive_int, metavar="N", help="number of CPU threads")
+    parser.add_argument("--context", type=positive_int, metavar="N", help="longest supported context")
+
+
+def _limits(args: argparse.Namespace) -> Limits:
+    from engine.planner.plan import Limits
+
+    return Limits(
+        vram_bytes=args.vram,
+        ram_bytes=args.ram,
+        threads=args.threads,
+        context_tokens=args.context,
+        precision=args.precision,
+        use_card=args.device != "cpu",
+    )
+
+
+def _this_machine(limits: Limits) -> tuple[MachineLook, Limits]:
+    """(this machine, what other programs leave of the limits)."""
+    from engine.hardware.measured import load_measurements, machine_profile
+    from engine.hardware.probe import probe
+    from engine.tuning.machine_look import MachineLook
+
+    found = probe()
+    card = "" if found.compute_gpu is None or not limits.use_card else "cuda:0"
+    measured = load_measurements(found, card)
+    limits = replace(limits, vram_of_others=found.vram_in_use, ram_of_others=found.ram_in_use)
+    return MachineLook(found, card, measured, machine_profile(found, measured)), limits
+
+
+def workload_of(args: argparse.Namespace) -> Workload:
+    """The chosen workload.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`.
+    """
+    from engine.planner.workload import parse_workload
+
+    try:
+        return parse_workload(args.workload)
+    except ValueError as error:
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"{error}.") from None
+
+
+def plan_of(args: argparse.Namespace, model: ModelShape, workload: Workload) -> Plan:
+    """The requested plan; on this machine corrected by timings of this model, as in Tune.
+
+    Raises:
+        EngineError: as `make_plan`.
+    """
+    from engine.planner.plan import make_plan
+    from engine.planner.workload import CHAT
+
+    if args.hardware:
+        from engine.hardware.machine import read_machine
+
+        return make_plan(read_machine(args.hardware), model, workload, _limits(args))
+    from engine.tuning.machine_look import corrections_here, plan_here
+    from engine.tuning.settled import corrected_plan
+
+    look, limits = _this_machine(_limits(args))
+    if workload != CHAT:  # only chats are timed
+        plan = make_plan(look.profile, model, workload, limits, measured=look.measurements is not None)
+        return corrected_plan(plan, corrections_here(look, args.model))
+    asked = EngineConfig(args.model, args.device, vram_bytes=args.vram, ram_bytes=args.ram, context_tokens=args.context)
+    return plan_here(look, model, asked, limits)
+
+
+def timing_text(speed: Speed) -> str:
+    """The origin of a measured speed, and why it differs from the prediction; empty if predicted."""
+    if not speed.timed_at:
+        return ""
+    said = f"Measured with real tokens on {speed.timed_at[:10]}"
+    off = speed.predicted / speed.decode_tokens_per_s - 1 if speed.decode_tokens_per_s else 0.0
+    if not speed.predicted or abs(off) < _ALIKE:
+        return f"{said}."
+    why = (
+        f"{off:.0%} too high: a prediction adds up what memory and processor can do, and leaves out what the engine "
+        "does in between"
+        if off > 0
+        else f"{-off:.0%} too low: a prediction adds up what memory and processor were measured to do one by one, and "
+        "together they do better"
+    )
+    return f"{said}, which is the figure to go by. {speed.predicted:.3g} had been predicted, {why}."
+
+
+def plan_text(plan: Plan) -> str:
+    """A plan as text."""
+    work, speed, cache = plan.workload, plan.speed, plan.cache
+    lines = [
+        f"{plan.model} on {plan.machine}, {work.name}: {work.sequences} x {work.prompt_tokens} tokens read, "
+        f"{work.generated_tokens} written" + (f", {work.beams} beams" if work.beams > 1 else ""),
+        f"{plan.policy}, {plan.precision}, {plan.threads} threads: {speed.decode_tokens_per_s:.3g} steps/s "
+        f"({speed.low:.3g} to {speed.high:.3g}), first token after {speed.ttft_s:.3g} s, "
+        f"{speed.tokens_per_s:.3g} tokens/s in all",
+        *filter(None, [timing_text(speed)]),
+        plan.bottleneck,
+        plan.what_helps,
+        "",
+    ]
+    if plan.card is not None:
+        lines.append(_tier("graphics card", plan.card))
+    lines.append(_tier("RAM", plan.ram))
+    if plan.disk_bytes:
+        lines.append(f"{'disk':<14}{plan.disk_bytes / 1e9:.1f} GB of experts, read as they are needed")
+    if plan.card is not None and cache.all_experts:
+        lines.append("All experts are on the card.")
+    elif cache.slots:
+        shape = f"{cache.indexes} indexes x {cache.ways} ways" if cache.ways else "one pool"
+        hits = f", about {cache.hit_rate:.0%} hits" if cache.hit_rate is not None else ""
+        lines.append(f"expert cache  {cache.slots} slots, {shape}, {cache.policy}{hits}; misses: {cache.misses}")
+    if cache.prefill_threshold is not None and not cache.all_experts:
+        lines.append(f"An expert with {cache.prefill_threshold} rows or more is fetched, not computed by the CPU.")
+    if plan.batch is not None:
+        batch = plan.batch
+        lines.append(
+            ("batches       " if batch.schedule == plan.policy else "batches, if made like ")
+            + f"{batch.schedule}: N = {batch.sequences}, mu = {batch.micro_batch}, n = {batch.batches}"
+            + (f" (to hide the transfers: {batch.fewest_batches})" if batch.fewest_batches else "")
+            + ", "
+            f"A_g = {batch.attention_on_card:d}, F_g = {batch.experts_on_card:d}, r_w = {batch.weights_on_card:g}, "
+            f"r_c = {batch.cache_on_card:g}"
+        )
+    lines += ["", f"{'tokens/s':>10} {'steps/s':>9} {'TTFT, s':>9}  other ways"]
+    lines += [
+        f"{other.speed.tokens_per_s:>10.3g} {other.speed.decode_tokens_per_s:>9.3g} {other.speed.ttft_s:>9.3g}  "
+        f"{other.policy}, {other.precision}"
+        + ("" if other.runs_here else " (simulated only, to compare with)")
+        + (f" (measured; {other.speed.predicted:.3g} steps/s had been predicted)" if other.speed.timed_at else "")
+        for other in plan.alternatives[:12]
+    ]
+    return "\n".join(lines)
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    """A plan as JSON-like values; `timing` is the origin of a measured speed, empty if predicted."""
+    return {**asdict(plan), "timing": timing_text(plan.speed)}
+
+
+def _tier(name: str, tier: TierBytes) -> str:
+    from engine.planner.plan_parts import total_held
+
+    parts = ", ".join(f"{purpose.replace('_', ' ')} {_gb(nbytes)}" for purpose, nbytes in total_held(tier).items())
+    return f"{name:<14}{_gb(tier.total)}: {parts}, free {_gb(tier.free)}"
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.0f} MB"
 
 
 def add_parser(subparsers: Any) -> None:

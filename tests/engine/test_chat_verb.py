@@ -17,7 +17,7 @@ from engine import cli
 from engine.common.config import SamplingParams
 from engine.common.model_info import ModelInfo
 from engine.runtime.decode.generation import GenerationResult
-from engine.verbs import conversation
+from engine.verbs import chat as chat_verb
 from tests.engine.tiny_families import tiny_checkpoint
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -135,7 +135,7 @@ def converse(echo: Echo, monkeypatch: pytest.MonkeyPatch, *lines: str | type[Bas
         raise line
 
     monkeypatch.setattr("builtins.input", type_line)
-    return conversation.converse(echo, INFO, SamplingParams(), "Be brief.")  # type: ignore[arg-type]
+    return chat_verb.converse(echo, INFO, SamplingParams(), "Be brief.")  # type: ignore[arg-type]
 
 
 def test_a_conversation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

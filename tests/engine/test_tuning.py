@@ -30,8 +30,8 @@ from engine.tuning.race import RacePace
 from engine.tuning.result import Contestant, Timed, TuningResult
 from engine.tuning.run import TuningEnding, TuningEvent, TuningSurroundings, tune
 from engine.verbs import tune as verb
+from engine.verbs.doctor import tuning_findings
 from engine.verbs.doctor_checks import Status
-from engine.verbs.doctor_tuning import tuning_findings
 from tests.unit.made_up_tuning import MACHINE, measurements, others_take
 
 PACE = RacePace(tokens=6, seconds=5.0, repeats=1, again_s=0.0)

@@ -14,7 +14,7 @@ from engine.hardware.cpu import CpuInfo
 from engine.hardware.measured import Measurements, described, save_measurements
 from engine.hardware.probe import GpuInfo, Probe, Vendor, probe
 from engine.hardware.surroundings import Surroundings
-from engine.verbs import doctor, doctor_checks, doctor_display
+from engine.verbs import doctor, doctor_checks
 from engine.verbs.doctor_checks import Status
 
 GPU = GpuInfo("NVIDIA H200", 140 * 2**30, 139 * 2**30, "580.65", "9.0", 5)
@@ -186,8 +186,8 @@ def test_missing_libraries_are_named_with_the_command(
     for name in ("WAYLAND_DISPLAY", "QT_QPA_PLATFORM"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DISPLAY", display)
-    monkeypatch.setattr(doctor_display, "missing_qt_libraries", lambda: ["libxcb-cursor.so.0", "libEGL.so.1"])
-    shown, libraries = doctor_display.display_findings()
+    monkeypatch.setattr(doctor, "missing_qt_libraries", lambda: ["libxcb-cursor.so.0", "libEGL.so.1"])
+    shown, libraries = doctor.display_findings()
     assert (shown.status == Status.OK) == bool(display)
     assert libraries.status == status
     assert "sudo apt-get install libxcb-cursor0 libegl1" in libraries.action

@@ -12,15 +12,15 @@ import pytest
 
 from engine.common.paths import python_module
 from engine.hardware.probe import probe
-from engine.verbs import doctor_kernels
+from engine.verbs import doctor
 from engine.verbs.doctor_checks import Finding, Status
 
 
 def told(monkeypatch: pytest.MonkeyPatch, script: str) -> Finding:
     """The finding, where the child is this script."""
     command = [sys.executable, "-I", "-S", "-c", script]
-    monkeypatch.setattr(doctor_kernels, "python_module", lambda _module: (command, {}))
-    (finding,) = doctor_kernels.kernel_findings(probe())
+    monkeypatch.setattr(doctor, "python_module", lambda _module: (command, {}))
+    (finding,) = doctor.kernel_findings(probe())
     return finding
 
 
