@@ -1,18 +1,116 @@
-"""`switchyard bench cache`: hit rates of the adopted policy on recorded routing, and what the bookkeeping costs."""
+"""`switchyard bench cache`: hit rates of the adopted policy on recorded routing, and what the bookkeeping costs.
+
+Bookkeeping per layer is lookups, pinning, counting and eviction choices. It is measured in CPU time, which is the same
+on a busy machine.
+"""
 
 from __future__ import annotations
 
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
+import torch
 
-from engine.bench.bookkeeping import ram_tier_us, vram_cache_us
 from engine.bench.report import Report, row
+from engine.devices.cpu import open_cpu
+from engine.experts.bank import BankLayer
+from engine.experts.bank_header import BankHeader, BankLayerSpec
+from engine.experts.bank_writer import BankWriter
 from engine.experts.cache.selection import CANDIDATES
+from engine.experts.checksums import BEST_CHECKSUM
+from engine.experts.disk_tier import DiskTier
+from engine.experts.ram_tier import RamTier
+from engine.experts.record import RecordLayout, allocate_records
+from engine.experts.record_source import RamRecords
 from engine.experts.replay.bounds import belady_hits
 from engine.experts.replay.simulation import ADOPTED, replay
 from engine.experts.replay.trace_file import RoutingTrace, read_trace
+from engine.experts.vram_cache import VramCache
+
+if TYPE_CHECKING:
+    from engine.experts.replay.trace_file import RoutingTrace
+    from engine.kernels.interface import ExpertKernel
+
+_LAYOUT = RecordLayout.of({"down_proj": ((8, 8), torch.bfloat16)}, transposed=False)
+"""The smallest record: one page."""
+_RESIDENT_SHARE = 0.25
+
+
+def vram_cache_us(routing: RoutingTrace) -> float:
+    """Mean microseconds of a layer's `acquire` and `release` over the second half of the routing.
+
+    The first half fills the cache. Misses are post-fetched between the timed calls, as in a run, with the CPU as
+    device, whose copies finish immediately.
+    """
+    steps, spent_s, timed = _steps(routing), 0.0, 0
+    records = allocate_records(routing.num_experts, _LAYOUT, torch.device("cpu"))
+    records.zero_()
+    source = RamRecords(BankLayer("made up", _LAYOUT, records), cast("ExpertKernel", None))  # nothing is computed
+    device = open_cpu()
+    slots = int(_RESIDENT_SHARE * routing.layers * routing.num_experts)
+    cache = VramCache(device, _LAYOUT, layers=routing.layers, experts=routing.num_experts, slots=slots, staging=0)
+    try:
+        for number, (layer, experts) in enumerate(steps):
+            begun_s = time.thread_time()
+            lookup = cache.acquire(layer, experts)
+            found_s = time.thread_time()
+            cache.post_fetch(layer, lookup.misses, source.acquire(lookup.misses))
+            posted_s = time.thread_time()
+            cache.release(lookup)
+            if number >= len(steps) // 2:
+                spent_s += time.thread_time() - posted_s + found_s - begun_s
+                timed += 1
+    finally:
+        cache.close()
+        device.close()
+    return 1e6 * spent_s / timed
+
+
+def ram_tier_us(routing: RoutingTrace) -> float:
+    """Microseconds of a layer's `acquire` and `release` with all experts in RAM, over the second half."""
+    steps, spent_s, timed = _steps(routing), 0.0, 0
+    with tempfile.TemporaryDirectory(prefix="switchyard-bench-") as folder:
+        path = Path(folder) / "made-up.bank"
+        header = _write_bank(path, routing)
+        with DiskTier(path, header) as disk, RamTier(disk, header.records_nbytes, at_least=routing.per_token) as tier:
+            everything = list(range(routing.num_experts))
+            for layer in range(routing.layers):
+                whole = tier.acquire(layer, everything)
+                whole.wait()
+                tier.release(whole)
+            for number, (layer, experts) in enumerate(steps):
+                begun_s = time.thread_time()
+                tier.release(tier.acquire(layer, experts))
+                if number >= len(steps) // 2:
+                    spent_s += time.thread_time() - begun_s
+                    timed += 1
+    return 1e6 * spent_s / timed
+
+
+def _steps(routing: RoutingTrace) -> list[tuple[int, list[int]]]:
+    """(layer, experts in ascending order), in the order of a run."""
+    return [
+        (layer, sorted(expert for expert in experts if expert >= 0))
+        for token in routing.experts.tolist()
+        for layer, experts in enumerate(token)
+    ]
+
+
+def _write_bank(path: Path, routing: RoutingTrace) -> BankHeader:
+    layers = tuple(BankLayerSpec(f"layers.{index}", routing.num_experts, _LAYOUT) for index in range(routing.layers))
+    header = BankHeader("bf16", None, BEST_CHECKSUM, {"files": [["made up", 1, 2]], "headers": "00"}, layers)
+    records = allocate_records(routing.num_experts, _LAYOUT, torch.device("cpu"))
+    records.zero_()
+    with BankWriter(path, header) as writer:
+        for layer in range(routing.layers):
+            writer.write_layer(layer, records, lambda _count: None)
+        writer.finish()
+    return header
+
 
 SHARES = (0.1, 0.25, 0.5)
 BOOKKEEPING_LIMIT_US = 20.0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from engine.bench.llama_cpp import LlamaCppPeer, PeerError
-from engine.bench.llama_cpp.models import files_beside
+from engine.bench.llama_cpp.peer import files_beside
 from engine.bench.peers import OFFLOAD, TransformersPeer, accelerate_offload
 from engine.bench.report import Report, row
 from engine.common.config import EngineConfig

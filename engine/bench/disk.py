@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.bench import mmap_peer
-from engine.bench.forced_text import ForcedText, decode_seconds, random_text
-from engine.bench.memory_group import memory_group
-from engine.bench.opened import opened
+from engine.bench.mmap_peer import memory_group
+from engine.bench.opened import ForcedText, decode_seconds, opened, random_text
 from engine.bench.report import Report, row
 from engine.checkpoint.library import bank_path
 from engine.common.errors import EngineError, ErrorCode

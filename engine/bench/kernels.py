@@ -33,7 +33,7 @@ _CALL_SECONDS = 0.15
 
 
 @dataclass(frozen=True)
-class Shape:
+class KernelShape:
     """One layer of a published model.
 
     Attributes:
@@ -48,9 +48,9 @@ class Shape:
 
 
 SHAPES = (
-    Shape("Qwen3-30B-A3B", 2048, 768, 8),
-    Shape("Mixtral-8x7B", 4096, 14336, 2),
-    Shape("gpt-oss", 2880, 2880, 4),
+    KernelShape("Qwen3-30B-A3B", 2048, 768, 8),
+    KernelShape("Mixtral-8x7B", 4096, 14336, 2),
+    KernelShape("gpt-oss", 2880, 2880, 4),
 )
 
 
@@ -59,7 +59,7 @@ def bench_kernels(
     repeats: int,
     *,
     precisions: tuple[str, ...] = PRECISIONS,
-    shapes: tuple[Shape, ...] = SHAPES,
+    shapes: tuple[KernelShape, ...] = SHAPES,
     tokens: int = 1,
     on_progress: Callable[[str], None] = lambda _what: None,
 ) -> Report:
@@ -80,7 +80,7 @@ def bench_kernels(
 
 
 def _bench_shape(
-    report: Report, shape: Shape, precision: str, isas: list[Isa], threads: int, repeats: int, tokens: int
+    report: Report, shape: KernelShape, precision: str, isas: list[Isa], threads: int, repeats: int, tokens: int
 ) -> list[float]:
     """Adds the rows of one shape; returns the read bandwidths that were measured in turn with them, GB/s."""
     module = StandardExperts(1, shape.hidden, shape.inner, torch.nn.SiLU())
@@ -143,7 +143,7 @@ class _Read:
 class _Run:
     """Calls one kernel with different experts each time; returns GB of weights per second."""
 
-    def __init__(self, kernel: ExpertKernel, layer: BankLayer, shape: Shape, tokens: int) -> None:
+    def __init__(self, kernel: ExpertKernel, layer: BankLayer, shape: KernelShape, tokens: int) -> None:
         self._kernel = kernel
         self._chosen = _ever_other(layer.num_experts, shape.top_k)
         self._weights = torch.full((tokens, shape.top_k), 1 / shape.top_k)
@@ -182,7 +182,7 @@ def _ever_other(experts: int, top_k: int) -> Iterator[list[int]]:
             yield order[begin : begin + top_k]
 
 
-def _layer(module: StandardExperts, shape: Shape, precision: str) -> BankLayer:
+def _layer(module: StandardExperts, shape: KernelShape, precision: str) -> BankLayer:
     """Copies of one random expert, so many that none is cached when it is used again."""
     plain = RecordLayout.of(
         {name: (tuple(p.shape[1:]), torch.bfloat16) for name, p in module.named_parameters()}, transposed=False

@@ -12,9 +12,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from engine.bench.forced_text import ForcedText, decode_seconds, own_text, random_text
-from engine.bench.opened import opened, with_quarter_resident
-from engine.bench.report import Report, Row, row
+from engine.bench.opened import ForcedText, decode_seconds, opened, own_text, random_text, with_quarter_resident
+from engine.bench.report import Report, ReportRow, row
 from engine.bench.step_records import recorded_routing
 from engine.bench.synthetic import is_synthetic, resolve_model
 from engine.checkpoint.find_shape import find_shape
@@ -99,7 +98,7 @@ def _case(
     machine: Probe,
     *,
     has_own_text: bool,
-) -> Row:
+) -> ReportRow:
     with ExitStack() as stack:
         device: Device | None = None
         if config.device != "cpu":

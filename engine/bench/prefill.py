@@ -9,10 +9,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.bench.forced_text import ForcedText, decode_seconds, prefill_seconds, random_text
 from engine.bench.llama_cpp import LlamaCppPeer, PeerError
-from engine.bench.llama_cpp.models import files_beside
-from engine.bench.opened import caches_of, opened, opened_with_cache, with_quarter_resident, without_cache
+from engine.bench.llama_cpp.peer import files_beside
+from engine.bench.opened import (
+    ForcedText,
+    caches_of,
+    decode_seconds,
+    opened,
+    opened_with_cache,
+    prefill_seconds,
+    random_text,
+    with_quarter_resident,
+    without_cache,
+)
 from engine.bench.peers import OFFLOAD, TransformersPeer, accelerate_offload
 from engine.bench.report import Report, row
 

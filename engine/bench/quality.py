@@ -1,10 +1,13 @@
-"""`switchyard bench quality`: the quality cost of int8 and int4 on the user's text, compared with llama.cpp's types."""
+"""`switchyard bench quality`: the quality cost of int8 and int4 on the user's text, compared with llama.cpp's types.
+
+Next-token probabilities of the contestants are compared with a reference stored on disk.
+"""
 
 from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,14 +16,90 @@ import torch
 
 from engine.bench.gguf_export import Quantisation, gguf_of
 from engine.bench.llama_cpp import HOW_TO_BUILD, LlamaCppPeer, PeerError, peer_python
-from engine.bench.next_tokens import Contestant, Reference, Score, Window
 from engine.bench.opened import opened
-from engine.bench.report import Report, Row
+from engine.bench.report import Report, ReportRow
 from engine.common.errors import EngineError, ErrorCode
 
 if TYPE_CHECKING:
     from engine.common.config import EngineConfig
     from engine.runtime.loaded_model import LoadedModel
+
+Window = tuple[int, ...]
+"""Token ids of a window of text, at least 2."""
+
+Contestant = Callable[[Window], torch.Tensor]
+"""A window -> logits of any floating type, [len(window) - 1, vocabulary]: row t is for the token after the t-th."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextScore:
+    """One contestant's figures for all tokens of all windows except first ones, fp32 or bool [tokens].
+
+    Attributes:
+        surprise: nats, negative log-likelihood of the actual token.
+        divergence: nats, the Kullback-Leibler divergence from the reference's distribution.
+        agrees: whether its most likely token is the reference's.
+    """
+
+    surprise: torch.Tensor
+    divergence: torch.Tensor
+    agrees: torch.Tensor
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean surprise."""
+        return math.exp(float(self.surprise.double().mean()))
+
+
+class Reference:
+    """The reference distributions.
+
+    On disk, as distributions over the vocabulary for every token take gigabytes.
+
+    Args:
+        contestant: the reference model.
+        windows: the text.
+        folder: folder for its logits; the caller deletes it.
+    """
+
+    def __init__(self, contestant: Contestant, windows: Sequence[Window], folder: Path) -> None:
+        self._windows = windows
+        self._files = [folder / f"{number}.logits" for number in range(len(windows))]
+        self._dtype = torch.float32
+        self._vocabulary = 0
+        surprise = []
+        for window, file in zip(windows, self._files, strict=True):
+            logits = contestant(window).cpu()
+            self._dtype, self._vocabulary = logits.dtype, logits.shape[-1]
+            surprise.append(_surprise(logits.float().log_softmax(-1), window))
+            logits.contiguous().view(torch.uint8).numpy().tofile(file)
+        together = torch.cat(surprise)
+        self.score = TextScore(together, torch.zeros_like(together), torch.ones_like(together, dtype=torch.bool))
+
+    def compare(self, contestant: Contestant) -> TextScore:
+        """The score of another contestant on the same windows.
+
+        Raises:
+            ValueError: its vocabulary size differs.
+        """
+        scores = []
+        for window, file in zip(self._windows, self._files, strict=True):
+            theirs = contestant(window).cpu().float().log_softmax(-1)
+            if theirs.shape[-1] != self._vocabulary:
+                raise ValueError(f"it has {theirs.shape[-1]:,} ids, not {self._vocabulary:,}")
+            kept = torch.from_file(str(file), size=theirs.numel(), dtype=self._dtype).view_as(theirs)
+            ours = kept.float().log_softmax(-1)
+            agrees = theirs.argmax(-1) == ours.argmax(-1)
+            # An id with zero reference probability adds nothing.
+            divergence = (ours.exp() * (ours - theirs)).nan_to_num_(0.0, posinf=torch.inf).sum(-1)
+            scores.append(TextScore(_surprise(theirs, window), divergence, agrees))
+        parts = ("surprise", "divergence", "agrees")
+        return TextScore(*(torch.cat([getattr(score, part) for score in scores]) for part in parts))
+
+
+def _surprise(log_probabilities: torch.Tensor, window: Window) -> torch.Tensor:
+    return -log_probabilities.gather(-1, torch.tensor(window[1:])[:, None]).squeeze(-1)
+
 
 _REFERENCE = "bf16"
 _PEERS: dict[str, tuple[Quantisation, ...]] = {
@@ -83,27 +162,27 @@ def _file_for_peer(checkpoint: Path, quantisation: Quantisation, say: Callable[[
     return gguf_of(checkpoint, quantisation, say)
 
 
-def _describe_reference(score: Score, report: Report) -> None:
-    report.rows.append(Row("tokens", len(score.surprise), "", 1))
-    report.rows.append(Row(f"perplexity of {_REFERENCE}", score.perplexity, "", 1))
+def _describe_reference(score: TextScore, report: Report) -> None:
+    report.rows.append(ReportRow("tokens", len(score.surprise), "", 1))
+    report.rows.append(ReportRow(f"perplexity of {_REFERENCE}", score.perplexity, "", 1))
 
 
-def _describe(name: str, score: Score, reference: Score, report: Report) -> None:
+def _describe(name: str, score: TextScore, reference: TextScore, report: Report) -> None:
     more = (score.surprise - reference.surprise).double()
     error = float(more.std()) / math.sqrt(len(more)) if len(more) > 1 else 0.0
     report.rows += [
         _perplexity(name, score, _REFERENCE, reference),
-        Row(f"perplexity of {name} above that of {_REFERENCE}", 100 * math.expm1(float(more.mean())), "%", 1),
-        Row(f"standard error of that ({name})", 100 * error, "%", 1),
-        Row(f"divergence of {name} from {_REFERENCE}", float(score.divergence.mean()), "nats", 1),
-        Row(f"tokens where {name} agrees with {_REFERENCE}", 100 * float(score.agrees.float().mean()), "%", 1),
+        ReportRow(f"perplexity of {name} above that of {_REFERENCE}", 100 * math.expm1(float(more.mean())), "%", 1),
+        ReportRow(f"standard error of that ({name})", 100 * error, "%", 1),
+        ReportRow(f"divergence of {name} from {_REFERENCE}", float(score.divergence.mean()), "nats", 1),
+        ReportRow(f"tokens where {name} agrees with {_REFERENCE}", 100 * float(score.agrees.float().mean()), "%", 1),
     ]
 
 
-def _perplexity(name: str, score: Score, peer: str, other: Score) -> Row:
+def _perplexity(name: str, score: TextScore, peer: str, other: TextScore) -> ReportRow:
     """Lower is better, so the ratio is the other's over ours."""
     ratio = other.perplexity / score.perplexity
-    return Row(f"perplexity of {name}", score.perplexity, "", 1, peer, other.perplexity, ratio)
+    return ReportRow(f"perplexity of {name}", score.perplexity, "", 1, peer, other.perplexity, ratio)
 
 
 def _contestant(loaded: LoadedModel) -> Contestant:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ReportRow:
     """One measured figure.
 
     Attributes:
@@ -43,7 +43,7 @@ def row(
     limit: float | None = None,
     predicted: float | None = None,
     higher_is_better: bool = True,
-) -> Row:
+) -> ReportRow:
     """A row from repeated measurements taken in turn; the ratio is the median of the paired ratios."""
     value = statistics.median(values)
     peer_value = ratio = None
@@ -56,7 +56,7 @@ def row(
         of_limit = value / limit if higher_is_better else limit / max(value, 1e-9)
     measured = value if ratio is None else ratio
     deviation = measured / predicted - 1 if predicted else None
-    return Row(name, value, unit, len(values), peer, peer_value, ratio, limit, of_limit, predicted, deviation)
+    return ReportRow(name, value, unit, len(values), peer, peer_value, ratio, limit, of_limit, predicted, deviation)
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class Report:
     """All rows of one benchmark run."""
 
     machine: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ReportRow] = field(default_factory=list)
     peers_not_run: list[dict[str, str]] = field(default_factory=list)
 
     def skip_peer(self, peer: str, reason: str) -> None:
@@ -94,7 +94,7 @@ class Report:
         return "\n".join(lines)
 
 
-def _label(entry: Row) -> str:
+def _label(entry: ReportRow) -> str:
     return f"{entry.name} vs {entry.peer}" if entry.peer else entry.name
 
 

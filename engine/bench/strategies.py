@@ -1,26 +1,196 @@
-"""`switchyard bench decode --strategies`: the expert cache against every single strategy for misses.
+"""`switchyard bench decode --strategies`: the expert cache against every single way of meeting a miss.
 
-Each strategy loads the model with its own configuration and decodes the same text; every repeat runs all of them.
+Each strategy is the model loaded with its own configuration, decoding the same text; in every repeat all have a turn.
+
+Beside it stands what each way should take by the latency model, for the very routing of a measured run. A layer's
+experts are computed on two sides that work at once: the device (hits, then what was fetched, as it arrives) and the
+CPU. The later of the two ends the layer. Nothing is fitted to the times of the run: the constants are measured apart
+from it, the routing and the hits are those of the run.
 """
 
 from __future__ import annotations
 
+import itertools
+import random
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from engine.bench.forced_text import ForcedText, decode_seconds, own_text, random_text
-from engine.bench.opened import caches_of, opened, opened_with_cache, with_quarter_resident, without_cache
+import torch
+
+from engine.bench.opened import (
+    ForcedText,
+    caches_of,
+    decode_seconds,
+    opened,
+    opened_with_cache,
+    own_text,
+    random_text,
+    with_quarter_resident,
+    without_cache,
+)
 from engine.bench.report import Report, row
-from engine.bench.step_costs import Choice, absent, any_of, layer_seconds, no_expert, residents, rest_seconds
-from engine.bench.step_records import LayerStep, hybrid_layers, recorded_steps
-from engine.bench.strategy_prediction import StepCosts, StrategyModel
+from engine.bench.step_records import LayerStep, hybrid_layers, recorded_steps, replaced_kernels
+from engine.common.config import Misses
 from engine.experts.latency import LatencyModel
 
 if TYPE_CHECKING:
     from engine.common.config import EngineConfig, Misses
+    from engine.experts.dispatcher import HybridExperts
     from engine.runtime.loaded_model import LoadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Measured constants of one model on one device, in seconds.
+
+    Attributes:
+        rest_s: a decode step without its expert layers.
+        layer_s: an expert layer without experts: copying the routing to the CPU, and the sum.
+        hits_s, cpu_side_s, fetches_s: fixed cost of having any hits, CPU experts or fetched experts, in addition to the
+            cost of each.
+        post_fetch_s: extra cost of an expert on the CPU for sending it to the cache.
+    """
+
+    rest_s: float
+    layer_s: float
+    hits_s: float
+    cpu_side_s: float
+    fetches_s: float
+    post_fetch_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyModel:
+    """Predicts seconds per token.
+
+    Attributes:
+        latency: of one expert, not corrected by the predicted run.
+        experts: of each layer.
+    """
+
+    latency: LatencyModel
+    costs: StepCosts
+    experts: int
+
+    def seconds_per_token(self, misses: Misses, steps: Iterable[LayerStep], layers: int) -> float:
+        """Mean over the recorded steps.
+
+        Args:
+            misses: the strategy; the recorded hits count for `mixed` only, the others have no cache.
+            layers: expert layers of one token.
+        """
+        layer_s = {"mixed": self._mixed, "cpu": self._cpu, "fetch": self._fetch, "off": self._off, "layer": self._layer}
+        spans = [layer_s[misses](step) for step in steps]
+        return self.costs.rest_s + layers * sum(spans) / max(len(spans), 1)
+
+    def _mixed(self, step: LayerStep) -> float:
+        return self._two_sides(step.hits, step.on_cpu, step.fetched, step.backlog, self.costs.post_fetch_s)
+
+    def _cpu(self, step: LayerStep) -> float:
+        return self._two_sides(0, step.needed, 0, 0)
+
+    def _fetch(self, step: LayerStep) -> float:
+        return self._two_sides(0, 0, step.needed, 0)
+
+    def _off(self, step: LayerStep) -> float:
+        on_cpu, fetched = self.latency.split([(expert, 1) for expert in range(step.needed)])
+        return self._two_sides(0, len(on_cpu), len(fetched), 0)
+
+    def _layer(self, step: LayerStep) -> float:
+        """All experts of the next layer arrive while this one is computed."""
+        return max(self._two_sides(step.needed, 0, 0, 0), self.experts * self.latency.transfer_s)
+
+    def _two_sides(self, hits: int, on_cpu: int, fetched: int, backlog: int, later_s: float = 0.0) -> float:
+        latency, costs = self.latency, self.costs
+        device_s = costs.hits_s + hits * latency.gpu_s(1) if hits else 0.0
+        arrived_s = backlog * latency.transfer_s
+        for _ in range(fetched):
+            arrived_s += latency.transfer_s
+            device_s = max(device_s, arrived_s) + latency.gpu_s(1)
+        device_s += costs.fetches_s if fetched else 0.0
+        cpu_s = costs.cpu_side_s + on_cpu * (latency.cpu_s(1) + later_s) if on_cpu else 0.0
+        return costs.layer_s + max(device_s, cpu_s)
+
+
+_CALLS = 40
+_MOST_S = 3.0
+
+Choice = Callable[[int, "HybridExperts"], Sequence[int] | None]
+"""(layer number in its cache, its experts) -> experts to request, or None to skip the layer."""
+
+
+def rest_seconds(loaded: LoadedModel, text: ForcedText) -> float:
+    """Mean seconds of a decode step without its expert layers."""
+    with replaced_kernels(loaded.model, lambda _experts: lambda hidden, _index, _weights: torch.zeros_like(hidden)):
+        return statistics.fmean(decode_seconds(loaded, text, at_most_s=_MOST_S)[1:])
+
+
+def layer_seconds(loaded: LoadedModel, choose: Choice) -> float | None:
+    """Mean seconds of a single-token expert layer with the experts of `choose`; None if it skips all layers."""
+    layers = _numbered([experts for _, experts in hybrid_layers(loaded.model)])
+    width, top_k = loaded.model.config.get_text_config().hidden_size, loaded.info.experts_per_token
+    dtype = next(loaded.model.parameters()).dtype
+    hidden = torch.randn(1, width, dtype=dtype, device=loaded.device)
+    weights = torch.full((1, top_k), 1 / top_k, device=loaded.device)
+    spans: list[float] = []
+    until_s = time.perf_counter() + _MOST_S
+    with torch.inference_mode(), loaded.token_by_token():
+        for number, experts in itertools.islice(itertools.cycle(layers), 4 * _CALLS):
+            chosen = choose(number, experts)
+            if chosen is None:
+                continue
+            # Invalid ids are skipped, so fewer experts can be requested than a token uses.
+            ids = [*chosen, *[loaded.info.experts] * (top_k - len(chosen))]
+            index = torch.tensor([ids], device=loaded.device)
+            begun_s = time.perf_counter()
+            experts(hidden, index, weights)
+            spans.append(time.perf_counter() - begun_s)
+            if len(spans) >= _CALLS or time.perf_counter() > until_s:
+                break
+    return statistics.fmean(spans[len(spans) // 10 :]) if spans else None
+
+
+def no_expert(_number: int, _experts: HybridExperts) -> Sequence[int]:
+    """Requests none: what remains is copying the routing to the CPU, and the sum."""
+    return []
+
+
+def residents(count: int) -> Choice:
+    """Asks for so many that are on the device now."""
+
+    def choose(number: int, experts: HybridExperts) -> Sequence[int] | None:
+        there = sorted(experts.cache.residents(number))
+        return random.sample(there, count) if len(there) >= count else None
+
+    return choose
+
+
+def absent(total: int) -> Callable[[int], Choice]:
+    """Asks for so many of `total` that are not on the device now."""
+
+    def choice(count: int) -> Choice:
+        def choose(number: int, experts: HybridExperts) -> Sequence[int] | None:
+            missing = sorted(set(range(total)) - experts.cache.residents(number).keys())
+            return random.sample(missing, count) if len(missing) >= count else None
+
+        return choose
+
+    return choice
+
+
+def any_of(total: int, count: int) -> Choice:
+    """Asks for so many of `total`, wherever they are."""
+    return lambda _number, _experts: random.sample(range(total), count)
+
+
+def _numbered(layers: Sequence[HybridExperts]) -> list[tuple[int, HybridExperts]]:
+    """Layers of one cache are numbered in the order of the model."""
+    counters: dict[int, itertools.count[int]] = {}
+    return [(next(counters.setdefault(id(experts.cache), itertools.count())), experts) for experts in layers]
+
 
 _PROMPT_TOKENS = 32
 _PASS_S = 10.0

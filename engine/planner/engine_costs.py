@@ -18,7 +18,7 @@ threads, norms, rotations, attention.  Of the starter's layers, timed call by ca
 DISPATCH = Dispatch(layer_s=60e-6, card_s=30e-6, host_s=30e-6)
 """Counted in operators (`OF_DATA_SHEETS.operator_s`), four and two and two: on a real card it was never timed."""
 DISPATCH_EMULATED = Dispatch(240e-6, 250e-6, 250e-6, host_expert_s=25e-6, host_rate=0.85, seen_card_expert_s=250e-6)
-"""Of an emulated card, whose streams are threads that have to be woken: `engine.bench.step_costs` on two cores of a
+"""Of an emulated card, whose streams are threads that have to be woken: `engine.bench.strategies` on two cores of a
 Xeon, the starter and two layers of Qwen3-30B-A3B's shape in bf16 and int4, 205 to 272, 185 to 330, 236 to 313
 microseconds.  Beside a card the CPU's kernels are given each expert as a row of its own: that is what an expert costs
 there more, and why it is read slower than where one call serves them all.  The engine times single ones on the card:

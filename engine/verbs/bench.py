@@ -152,7 +152,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_startup(args: argparse.Namespace) -> int:
-    from engine.bench.startup import bench_startup
+    from engine.bench.window import bench_startup
 
     report = _report()
     bench_startup(args.repeats, report, note)
@@ -160,7 +160,7 @@ def _run_startup(args: argparse.Namespace) -> int:
 
 
 def _run_monitor(args: argparse.Namespace) -> int:
-    from engine.bench.monitor import bench_monitor
+    from engine.bench.window import bench_monitor
 
     report = _report()
     bench_monitor(args.seconds, args.repeats, report, note)
@@ -229,7 +229,7 @@ def _run_batch(args: argparse.Namespace) -> int:
 
     config, report = _config(args), _report()
     if args.schedules:
-        from engine.bench.batch_schedules import SchedulesPlan, bench_schedules
+        from engine.bench.batch import SchedulesPlan, bench_schedules
 
         bench_schedules(config, SchedulesPlan(args.rows, args.tokens, args.repeats, args.micro_batch), report, note)
         return _emit(report, args)

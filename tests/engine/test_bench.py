@@ -13,7 +13,7 @@ import torch
 from engine import cli
 from engine.bench import disk
 from engine.bench.cache import made_up_trace
-from engine.bench.memory_group import memory_group
+from engine.bench.mmap_peer import memory_group
 from engine.bench.peers import OFFLOAD
 from engine.common.paths import data_dir
 from engine.experts.replay.trace_file import write_trace

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from engine.bench.llama_cpp import build as building
-from engine.bench.llama_cpp.build import BuildError, build
-from engine.bench.llama_cpp.installation import VERSION, home, receipt
-from engine.bench.llama_cpp.instructions import GROUPS, Instructions
+from engine.bench.llama_cpp.build import GROUPS, Instructions, PeerBuildError, build
+from engine.bench.llama_cpp.peer import VERSION, home, receipt
 from engine.common.files import try_lock, unlock
 
 
@@ -45,7 +44,7 @@ def test_the_last_instructions_go_until_it_runs(compiled: list[list[str]], monke
 
 def test_what_never_runs_is_not_built(compiled: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "fault_of", lambda _python: "died of SIGILL")
-    with pytest.raises(BuildError, match="died of SIGILL"):
+    with pytest.raises(PeerBuildError, match="died of SIGILL"):
         build(lambda _text: None)
     assert compiled[-1] == []
     assert not receipt().exists()
@@ -55,7 +54,7 @@ def test_two_do_not_build_at_once(compiled: list[list[str]]) -> None:
     home().mkdir(parents=True)
     with (home() / "lock").open("a+b") as lock:
         assert try_lock(lock.fileno())
-        with pytest.raises(BuildError, match="another process"):
+        with pytest.raises(PeerBuildError, match="another process"):
             build(lambda _text: None)
         unlock(lock.fileno())
     assert not compiled
@@ -65,7 +64,7 @@ def test_progress_is_said_and_a_failure_points_to_its_log() -> None:
     home().mkdir(parents=True)
     heard: list[str] = []
     script = "print('[1/2] Building CXX object a.o'); print('error: no'); raise SystemExit(3)"
-    with pytest.raises(BuildError, match=r"build\.log"):
+    with pytest.raises(PeerBuildError, match=r"build\.log"):
         building._run([sys.executable, "-c", script], heard.append)
     assert heard == ["[1/2]"]
     assert "error: no" in (home() / "build.log").read_text(encoding="utf-8")
@@ -91,6 +90,6 @@ def test_a_source_that_is_another_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     home().mkdir(parents=True)
     archive = home() / f"llama_cpp_python-{VERSION}.tar.gz"
     monkeypatch.setattr(building, "_run", lambda *_: Path(archive).write_bytes(b"another"))
-    with pytest.raises(BuildError, match="expected"):
+    with pytest.raises(PeerBuildError, match="expected"):
         building._fetch_source(lambda _text: None)
     assert not (home() / "source").exists()

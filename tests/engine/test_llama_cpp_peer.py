@@ -13,9 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.bench.decode import _rates
 from engine.bench.gguf_export import Quantisation, write_gguf
 from engine.bench.llama_cpp import LlamaCppPeer, PeerError, peer_python
-from engine.bench.llama_cpp.installation import VERSION
-from engine.bench.llama_cpp.instructions import GROUPS, working_instructions
-from engine.bench.llama_cpp.models import files_beside
+from engine.bench.llama_cpp.build import GROUPS, working_instructions
+from engine.bench.llama_cpp.peer import VERSION, files_beside
 from engine.bench.report import Report
 from engine.bench.synthetic import make_synthetic
 from engine.common.config import EngineConfig, SamplingParams

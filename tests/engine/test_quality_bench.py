@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from engine import cli
 from engine.bench.gguf_export import Quantisation, write_gguf
 from engine.bench.llama_cpp import LlamaCppPeer, peer_python
-from engine.bench.next_tokens import Contestant, Reference, Window
 from engine.bench.opened import opened
+from engine.bench.quality import Contestant, Reference, Window
 from engine.bench.synthetic import make_synthetic
 from engine.common.config import EngineConfig
 from engine.runtime.decode.kv_session import KvSession

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.bench.report import Report, row
 from engine.bench.step_records import LayerStep
-from engine.bench.strategy_prediction import StepCosts, StrategyModel
+from engine.bench.strategies import StepCosts, StrategyModel
 from engine.experts.latency import LatencyModel
 
 FREE = StepCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)

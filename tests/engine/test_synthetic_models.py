@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.bench.forced_text import random_text
-from engine.bench.synthetic import checkpoint as checkpoint_module
+from engine.bench import synthetic as synthetic_module
+from engine.bench.opened import random_text
 from engine.bench.synthetic import is_synthetic, make_synthetic, resolve_model
 from engine.bench.synthetic.shapes import SHAPES, Shape
 from engine.common.config import EngineConfig
@@ -32,7 +32,7 @@ def small(family: str) -> Shape:
 def test_every_family_loads_and_stays_finite_over_a_long_context(
     family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(checkpoint_module.SHAPES, "small", small(family))
+    monkeypatch.setitem(synthetic_module.SHAPES, "small", small(family))
     folder = make_synthetic("synthetic:small")
     loaded = load_model(EngineConfig(str(folder), device="cpu"), on_progress=lambda *_: None, cancelled=lambda: False)
     try:
@@ -85,7 +85,7 @@ def test_it_is_made_once_and_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_module, "write_safetensors", fail)
+    monkeypatch.setattr(synthetic_module, "write_safetensors", fail)
     with pytest.raises(EngineError) as raised:
         make_synthetic(TINY + "?layers=1")
     assert raised.value.code == ErrorCode.DISK_FULL

@@ -1,6 +1,5 @@
 """llama.cpp as a peer of the benches: built for this machine, run in a separate process."""
 
-from engine.bench.llama_cpp.installation import HOW_TO_BUILD, peer_python
-from engine.bench.llama_cpp.peer import LlamaCppPeer, PeerError
+from engine.bench.llama_cpp.peer import HOW_TO_BUILD, LlamaCppPeer, PeerError, peer_python
 
 __all__ = ["HOW_TO_BUILD", "LlamaCppPeer", "PeerError", "peer_python"]

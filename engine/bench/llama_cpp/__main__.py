@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from engine.bench.llama_cpp.build import BuildError, build, build_for_avx2
-from engine.bench.llama_cpp.installation import VERSION, avx2_tree, home
+from engine.bench.llama_cpp.build import PeerBuildError, build, build_for_avx2
+from engine.bench.llama_cpp.peer import VERSION, avx2_tree, home
 
 
 def main() -> int:
@@ -23,7 +23,7 @@ def main() -> int:
             _say(f"llama.cpp {VERSION} is built in {avx2_tree()} with AVX2 alone.")
             return 0
         instructions = build(_say, jobs)
-    except (BuildError, OSError) as failure:
+    except (PeerBuildError, OSError) as failure:
         _say(f"llama.cpp was not built: {failure}.")
         return 1
     _say(f"llama.cpp {VERSION} is built in {home()} with {', '.join(instructions) or 'no special instructions'}.")

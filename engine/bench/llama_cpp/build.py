@@ -1,7 +1,12 @@
 """Builds llama-cpp-python from its source for the instructions that work on this machine.
 
 Everything is in one cache folder, and continues where it stopped: source, virtual environment, object files. The result
-is tested before it counts as built.
+is tested before it counts as built: a small model of each kind runs in the peer's process, where a build with trapping
+instructions dies.
+
+`-march=native` trusts what the CPU advertises; a virtual machine may trap on some of it, and a compiler may miscompile
+some of it. So every instruction group that llama.cpp uses is compiled into a small test program, and used if that gives
+the right result.
 """
 
 from __future__ import annotations
@@ -9,18 +14,156 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from engine.bench.llama_cpp.installation import SDIST_SHA256, VERSION, avx2_tree, home, receipt, venv_python
-from engine.bench.llama_cpp.instructions import GROUPS, TILE_CONFIG, Instructions, is_x86, working_instructions
-from engine.bench.llama_cpp.verification import fault_of
+from engine.bench.gguf_export import Quantisation, write_gguf
+from engine.bench.llama_cpp.peer import (
+    SDIST_SHA256,
+    VERSION,
+    LlamaCppPeer,
+    PeerError,
+    avx2_tree,
+    home,
+    receipt,
+    venv_python,
+)
+from engine.bench.synthetic import make_synthetic
 from engine.common.files import try_lock, unlock
+
+TILE_CONFIG = Path(__file__).with_name("tile_config.h")
+
+
+@dataclass(frozen=True, slots=True)
+class Instructions:
+    """One group: the options of ggml's build that use it, the compiler's flags, and the body of a program whose exit
+    status is 0 if they work (`c` is 1 there, unknown to the compiler).
+    """
+
+    name: str
+    options: tuple[str, ...]
+    flags: tuple[str, ...]
+    program: str
+
+
+_DOTS = "_mm{0}_set1_epi8(c), _mm{0}_set1_epi8(c)"
+GROUPS = (
+    Instructions(
+        "AVX2",
+        ("SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2"),
+        ("-mavx2", "-mfma", "-mf16c", "-mbmi2"),
+        "__m256 a = _mm256_set1_ps(c); a = _mm256_fmadd_ps(a, a, a); a = _mm256_cvtph_ps(_mm256_cvtps_ph(a, 0));"
+        "return _mm256_cvtss_f32(a) != 2 || _pext_u32(5, c + 4) != 3;",
+    ),
+    Instructions(
+        "AVX-VNNI",
+        ("AVX_VNNI",),
+        ("-mavx2", "-mavxvnni"),
+        f"__m256i a = _mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), {_DOTS.format(256)});"
+        "return _mm256_extract_epi32(a, 7) != 4;",
+    ),
+    Instructions(
+        "AVX-512",
+        ("AVX512",),
+        ("-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl"),
+        "__m512 a = _mm512_set1_ps(c); a = _mm512_fmadd_ps(a, a, a);"
+        f"__m512i b = _mm512_maddubs_epi16({_DOTS.format(512)});"
+        "return _mm512_reduce_add_ps(a) != 32 || _mm512_cvtsi512_si32(b) != 0x20002;",
+    ),
+    Instructions(
+        "AVX-512 VBMI",
+        ("AVX512_VBMI",),
+        ("-mavx512f", "-mavx512vbmi"),
+        f"return _mm512_cvtsi512_si32(_mm512_permutexvar_epi8({_DOTS.format(512)})) != 0x01010101;",
+    ),
+    Instructions(
+        "AVX-512 VNNI",
+        ("AVX512_VNNI",),
+        ("-mavx512f", "-mavx512vl", "-mavx512vnni"),
+        f"__m512i a = _mm512_dpbusd_epi32(_mm512_setzero_si512(), {_DOTS.format(512)});"
+        f"__m256i b = _mm256_dpbusd_epi32(_mm256_setzero_si256(), {_DOTS.format(256)});"
+        "return _mm512_reduce_add_epi32(a) != 64 || _mm256_extract_epi32(b, 7) != 4;",
+    ),
+    Instructions(
+        "AVX-512 BF16",
+        ("AVX512_BF16",),
+        ("-mavx512f", "-mavx512bf16"),
+        "__m512 a = _mm512_set1_ps(c); __m512bh b = _mm512_cvtne2ps_pbh(a, a);"
+        "return _mm512_reduce_add_ps(_mm512_dpbf16_ps(a, b, b)) != 48;",
+    ),
+    Instructions(
+        "AMX",
+        ("AMX_TILE", "AMX_INT8", "AMX_BF16"),
+        ("-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+        "if (syscall(SYS_arch_prctl, 0x1023, 18)) return 1;"  # asks Linux for the tiles' room in saved states
+        "alignas(64) unsigned char config[64] = {1}; int sums[256]; signed char ones[1024]; memset(ones, c, 1024);"
+        "for (int i = 0; i < 3; i++) { config[16 + 2 * i] = 64; config[48 + i] = 16; }"
+        "_tile_loadconfig(config); _tile_zero(0); _tile_loadd(1, ones, 64); _tile_loadd(2, ones, 64);"
+        "_tile_dpbusd(0, 1, 2); _tile_stored(0, sums, 64); _tile_dpbf16ps(0, 1, 2); _tile_release();"
+        "return sums[255] != 64;",
+    ),
+)
+_SOURCE = """#include <immintrin.h>
+#include <string.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+int main(int c, char **) {{ {program} }}
+"""
+
+
+def is_x86() -> bool:
+    """Whether these groups apply to this machine."""
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def working_instructions(compiler: str) -> list[Instructions]:
+    """The groups that this machine runs, simplest first; none on other machines than x86-64."""
+    if not is_x86():
+        return []
+    with tempfile.TemporaryDirectory(prefix="switchyard-probe-") as scratch:
+        return [group for group in GROUPS if _works(group, compiler, Path(scratch))]
+
+
+def _works(group: Instructions, compiler: str, scratch: Path) -> bool:
+    source, program = scratch / "probe.cpp", scratch / "probe.exe"
+    source.write_text(_SOURCE.format(program=group.program), encoding="utf-8")
+    build = [compiler, "-std=c++17", "-O1", *group.flags, "-include", str(TILE_CONFIG), str(source), "-o", str(program)]
+    try:
+        if subprocess.run(build, capture_output=True, timeout=120, check=False).returncode:
+            return False
+        return subprocess.run([str(program)], capture_output=True, timeout=20, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+_MODEL = "synthetic:qwen3-moe-small?experts=8&layers=1&vocab=512"
+_PROMPT = range(3, 203)
+
+
+def fault_of(python: Path) -> str | None:
+    """Why llama.cpp cannot be used through this interpreter; `None` if it decodes and reads a prompt in every type."""
+    checkpoint = make_synthetic(_MODEL)
+    with tempfile.TemporaryDirectory(prefix="switchyard-verify-") as scratch:
+        for quantisation in Quantisation:
+            path = Path(scratch) / f"{quantisation.value}.gguf"
+            write_gguf(checkpoint, path, quantisation)
+            try:
+                with LlamaCppPeer("llama.cpp", path, threads=2, context=256, python=python) as peer:
+                    peer.greedy(_PROMPT, 8)
+            except PeerError as failure:
+                return f"{quantisation.value}: {failure}"
+    return None
+
 
 Say = Callable[[str], None]
 
@@ -36,7 +179,7 @@ _OFF = ("LLAMA_BUILD_COMMON", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_TOOLS", "LLAMA_B
         "LLAMA_BUILD_APP", "LLAMA_OPENSSL")  # fmt: skip
 
 
-class BuildError(Exception):
+class PeerBuildError(Exception):
     """llama.cpp could not be built; the message is one sentence."""
 
 
@@ -48,16 +191,16 @@ def build(say: Say, jobs: int = 2) -> list[str]:
         jobs: compilers that run at once.
 
     Raises:
-        BuildError: no compiler or network, or no build works.
+        PeerBuildError: no compiler or network, or no build works.
         OSError: if the cache folder cannot be written.
     """
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        raise BuildError("no C++ compiler was found (on Debian: apt-get install g++)")
+        raise PeerBuildError("no C++ compiler was found (on Debian: apt-get install g++)")
     home().mkdir(parents=True, exist_ok=True)
     with (home() / "lock").open("a+b") as lock:
         if not try_lock(lock.fileno()):
-            raise BuildError("another process is building it just now")
+            raise PeerBuildError("another process is building it just now")
         try:
             return _build(say, jobs, compiler)
         finally:
@@ -68,18 +211,18 @@ def build_for_avx2(say: Say, jobs: int = 2) -> None:
     """Builds its libraries for AVX2 alone as well, in addition to a build by `build`.
 
     Raises:
-        BuildError: there is no such build, or no AVX2, or it cannot be compiled.
+        PeerBuildError: there is no such build, or no AVX2, or it cannot be compiled.
         OSError: if the cache folder cannot be written.
     """
     if not receipt().is_file():
-        raise BuildError("the build for all of this machine's instructions comes first")
+        raise PeerBuildError("the build for all of this machine's instructions comes first")
     used = json.loads(receipt().read_text(encoding="utf-8"))["instructions"]
     instructions = [group for group in GROUPS if group.name == "AVX2" and group.name in used]
     if not instructions:
-        raise BuildError("this machine has no AVX2")
+        raise PeerBuildError("this machine has no AVX2")
     with (home() / "lock").open("a+b") as lock:
         if not try_lock(lock.fileno()):
-            raise BuildError("another process is building it just now")
+            raise PeerBuildError("another process is building it just now")
         try:
             say("compiling llama.cpp with AVX2 alone: this takes some minutes")
             _compile(say, jobs, instructions, avx2_tree())
@@ -104,7 +247,7 @@ def _build(say: Say, jobs: int, compiler: str) -> list[str]:
         if fault is None:
             break
         if not instructions:
-            raise BuildError(f"what was built does not run: {fault}")
+            raise PeerBuildError(f"what was built does not run: {fault}")
         say(f"what was built does not run ({fault}): trying it without {names[-1]}")
         instructions = instructions[:-1]
     partial = receipt().with_suffix(".part")
@@ -130,7 +273,7 @@ def _fetch_source(say: Say) -> None:
         where = ["--dest", str(home()), "--no-deps", "--no-binary", "llama-cpp-python"]
         _run([*_pip(), "download", *where, f"llama-cpp-python=={VERSION}"], say)
         if _sha256(archive) != SDIST_SHA256:
-            raise BuildError(f"{archive} is not the file that was expected: delete it and try again")
+            raise PeerBuildError(f"{archive} is not the file that was expected: delete it and try again")
     unpacked = home() / "unpacked"
     shutil.rmtree(unpacked, ignore_errors=True)
     with tarfile.open(archive) as tar:
@@ -195,7 +338,7 @@ def _run(command: Sequence[str], say: Say) -> None:
                 errors="replace",
             )
         except OSError as error:
-            raise BuildError(f"{command[0]} cannot be run ({error.strerror})") from error
+            raise PeerBuildError(f"{command[0]} cannot be run ({error.strerror})") from error
         with process:
             assert process.stdout is not None
             for line in process.stdout:
@@ -203,4 +346,4 @@ def _run(command: Sequence[str], say: Say) -> None:
                 if line.startswith("["):
                     say(line.split(" Building ")[0].strip())
     if process.returncode:
-        raise BuildError(f"{Path(command[0]).name} failed: its output is in {log_path}")
+        raise PeerBuildError(f"{Path(command[0]).name} failed: its output is in {log_path}")

