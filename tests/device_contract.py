@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.devices.copy_log import CopyRecord
-from engine.devices.device import Device
+from engine.devices.device import CopyRecord, Device
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 
 

@@ -23,8 +23,7 @@ from engine.bench.peers import TransformersPeer
 from engine.bench.report import Report, row
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
-from engine.devices.copy_log import CopyRecord
-from engine.devices.device import Device, Direction
+from engine.devices.device import CopyRecord, Device, Direction
 from engine.planner.schedules import CGOPIPE, MULTI_BATCH, SCHEDULES
 from engine.planner.simulator.sweeps import predicted_seconds
 from engine.runtime.batch.executor import BatchExecutor

@@ -1,14 +1,102 @@
-"""The CPU as a device: its memory is the host's, and work runs immediately."""
+"""The CPU as a device: its memory is the host's, and work runs immediately on the submitting thread."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
+
 import torch
 
-from engine.devices.copy_log import CopyLog
-from engine.devices.device import Device
+from engine.common.errors import EngineError
+from engine.devices.device import CopyLog, Device, Direction, Event, check_copy
+from engine.devices.failures import as_engine_error, closed_error
+from engine.devices.host_event import HostEvent
 from engine.devices.host_memory import PageableMemory, allocate_host, available_ram
-from engine.devices.inline_stream import InlineStream
 from engine.devices.memory_budget import MemoryBudget
+
+
+class InlineStream:
+    """See `engine.devices.device.Stream`; every event is done when it is returned, and `wait` blocks."""
+
+    def __init__(self, name: str, copy_log: CopyLog) -> None:
+        self.name = name
+        self._copy_log = copy_log
+        self._turn = threading.RLock()  # keeps the order among submitting threads
+        self._failure: EngineError | None = None
+        self._closed = False
+
+    @property
+    def failure(self) -> EngineError | None:
+        """See `Stream.failure`."""
+        return self._failure
+
+    def submit(self, work: Callable[[], object]) -> Event:
+        """See `Stream.submit`."""
+        return self._run(work, None)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, direction: Direction | None = None) -> Event:
+        """See `Stream.copy`."""
+        check_copy(destination, source)
+
+        def move() -> None:
+            with torch.inference_mode():
+                destination.copy_(source)
+
+        return self._run(move, (direction or Direction.D2D, source.nbytes))
+
+    def wait(self, event: Event) -> None:
+        """See `Stream.wait`."""
+        with self._turn:
+            self._require_open()
+            if self._failure is None:
+                try:
+                    event.wait()
+                except EngineError as error:
+                    self._failure = error
+
+    def record(self) -> Event:
+        """See `Stream.record`."""
+        return self._run(lambda: None, None)
+
+    def synchronize(self) -> None:
+        """See `Stream.synchronize`."""
+        self.record().wait()
+
+    def recover(self) -> None:
+        """See `Stream.recover`."""
+        with self._turn:
+            self._require_open()
+            self._failure = None
+
+    def close(self) -> None:
+        """See `Stream.close`."""
+        self._closed = True
+
+    def _run(self, work: Callable[[], object], copied: tuple[Direction, int] | None) -> Event:
+        with self._turn:
+            self._require_open()
+            event = HostEvent(self.name)
+            event.claim()
+            if self._failure is not None:
+                event.fail(self._failure)
+                return event
+            started_s = time.perf_counter()
+            try:
+                work()
+            except Exception as error:
+                self._failure = as_engine_error(error, self.name)
+                event.fail(self._failure)
+                return event
+            ended_s = time.perf_counter()
+            if copied is not None:
+                self._copy_log.ended(self.name, *copied, started_s, ended_s)
+            event.finish(started_s, ended_s)
+            return event
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise closed_error(self.name)
 
 
 def open_cpu(total: int | None = None) -> Device:

@@ -1,12 +1,16 @@
-"""The device interface: streams that run work in order, events that mark its end, memory with a budget.
+"""The device interface: streams that run work in order, events that mark its end, memory with a budget, graphs.
 
 The rules are CUDA's. Work of one stream runs in the order of submission; streams run concurrently unless one waits for
 another's event. Nothing is known about work until its event is done. An error in submitted work is raised to waiters,
 and the stream runs nothing more until `recover`: queued work would use results that do not exist.
+
+A graph is launches of a device, captured once and replayed as a whole. A replay reads and writes the same memory as the
+capture; Python numbers are baked in; during a capture nothing may be waited for or read back.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,10 +21,108 @@ from typing import Protocol
 import torch
 
 from engine.common.errors import EngineError
-from engine.devices.copy_log import CopyLog
-from engine.devices.graphs import Capture
 from engine.devices.host_memory import HostMemory
 from engine.devices.memory_budget import MemoryBudget
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRecord:
+    """One successful copy.
+
+    Attributes:
+        stream: its name, including the device's.
+        direction: `h2d`, `d2h` or `d2d`.
+        nbytes: payload.
+        started_s, ended_s: on `time.perf_counter`'s clock.
+    """
+
+    stream: str
+    direction: str
+    nbytes: int
+    started_s: float
+    ended_s: float
+
+
+Listener = Callable[[CopyRecord], None]
+
+
+class CopyLog:
+    """Listeners to a device's copies.
+
+    They are called before the copy's event is done, on whichever thread notices the end of the copy, so they must be
+    fast. Without listeners a copy costs one look at an empty tuple.
+    """
+
+    def __init__(self) -> None:
+        self._listeners: tuple[Listener, ...] = ()
+
+    def listen(self, listener: Listener) -> Callable[[], None]:
+        """Calls `listener` for every copy from now on; call the result to unsubscribe."""
+        self._listeners = (*self._listeners, listener)
+
+        def stop() -> None:
+            self._listeners = tuple(one for one in self._listeners if one is not listener)
+
+        return stop
+
+    def ended(self, stream: str, direction: str, nbytes: int, started_s: float, ended_s: float) -> None:
+        """Called by streams."""
+        for listener in self._listeners:
+            try:
+                listener(CopyRecord(stream, direction, nbytes, started_s, ended_s))
+            except Exception:
+                _log.exception("a copy listener failed")
+
+
+class CaptureError(Exception):
+    """An operation during a capture cannot be replayed; the message names it."""
+
+
+class Graph(Protocol):
+    """Captured work."""
+
+    def replay(self) -> None:
+        """Runs the work again, in order with the caller's launches."""
+
+
+class Capture(Protocol):
+    """Captures segments of one step, which share memory and must be replayed in order.
+
+    Not thread-safe; launches of other threads are not captured.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the segments captured so far."""
+
+    def begin(self) -> None:
+        """Starts capturing this thread's launches."""
+
+    def end(self) -> Graph:
+        """Ends a segment, which will have run once before the caller's next work.
+
+        Raises:
+            CaptureError, RuntimeError: something in it cannot be captured.
+        """
+
+    def abandon(self) -> None:
+        """Drops the current segment, if any; later launches run normally."""
+
+    def close(self) -> None:
+        """Frees the memory; the segments are unusable afterwards.  Idempotent."""
+
+
+def upload(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
+    """Copies a host tensor, which must not change afterwards, to a device, in order with its stream's work.
+
+    From pageable memory, a card's copy would block the caller until all queued work is done, including the wait for an
+    expert's weights.
+    """
+    if place.type != "cuda":
+        return tensor.to(place)
+    return tensor.pin_memory().to(place, non_blocking=True)
 
 
 class Direction(StrEnum):

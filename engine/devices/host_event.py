@@ -10,7 +10,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.devices.failures import cancelled_error, fresh
 
 
-class Worker(Protocol):
+class Helper(Protocol):
     """Runs the work of a stream."""
 
     @property
@@ -31,7 +31,7 @@ class HostEvent:
 
     __slots__ = ("_claimed", "_ended_s", "_failure", "_finished", "_started_s", "_stream", "_worker")
 
-    def __init__(self, stream: str, worker: Worker | None = None) -> None:
+    def __init__(self, stream: str, worker: Helper | None = None) -> None:
         self._stream = stream
         self._worker = worker
         self._claimed = threading.Lock()  # taken once: by the stream to run the work, or by a caller to cancel it

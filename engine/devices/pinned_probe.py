@@ -10,7 +10,7 @@ import sys
 import torch
 
 from engine.devices.host_memory import aligned
-from engine.devices.host_registration import register
+from engine.devices.pinned_memory import register
 
 
 def main(arguments: list[str]) -> int:

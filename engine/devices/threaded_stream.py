@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.common.errors import EngineError
-from engine.devices.copy_log import CopyLog
-from engine.devices.device import Direction, Event, check_copy
+from engine.devices.device import CopyLog, Direction, Event, check_copy
 from engine.devices.failures import as_engine_error, closed_error
 from engine.devices.host_event import HostEvent
 from engine.devices.link import ClosingError
@@ -149,7 +148,7 @@ class ThreadedStream:
             self._thread.join()
 
     def help_until(self, event: HostEvent) -> None:
-        """See `Worker.help_until`."""
+        """See `Helper.help_until`."""
         sharpen_timers()
         while not event.done():
             item = self._next_item()

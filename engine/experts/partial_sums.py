@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 
-from engine.devices.uploads import upload
+from engine.devices.device import upload
 from engine.kernels.interface import ExpertKernel, rows_at_once
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from engine.common.config import SamplingParams
-from engine.devices.copy_log import CopyRecord
+from engine.devices.device import CopyRecord
 from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.request import BatchOutcome, BatchRequest

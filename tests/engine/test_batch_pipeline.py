@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
-from engine.devices.copy_log import CopyRecord
+from engine.devices.device import CopyRecord
 from engine.devices.memory_budget import MemoryCategory
 from engine.kernels.native.paged_attention import KvType
 from engine.planner.schedules import (

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.devices.copy_log import CopyRecord
+from engine.devices.device import CopyRecord
 from engine.planner.schedules import CGOPIPE, SCHEDULES, Schedule
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
 from engine.runtime.batch.policy import BatchPolicy

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.devices.copy_log import CopyRecord
-from engine.devices.device import Device, Direction, Event
+from engine.devices.device import CopyRecord, Device, Direction, Event
 from engine.devices.emulated import open_emulated
 from engine.devices.link import Link
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory

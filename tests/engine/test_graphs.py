@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.devices.graphs import CaptureError
+from engine.devices.device import CaptureError
+from engine.devices.emulated import RecordedCapture
 from engine.devices.memory_budget import MemoryCategory
-from engine.devices.recorded_graphs import RecordedCapture
 from engine.experts.dispatch import BANK_LAYER, bound_kernel
 from engine.experts.dispatcher import HybridExperts
 from engine.kernels.torch_experts import TorchExperts

@@ -15,9 +15,9 @@ import torch
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices import opening
+from engine.devices.cpu import InlineStream
 from engine.devices.device import Device, Event
 from engine.devices.emulated import open_emulated
-from engine.devices.inline_stream import InlineStream
 from engine.experts.dispatch import BANK_LAYER, bound_kernel
 from engine.experts.dispatcher import HybridExperts
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry

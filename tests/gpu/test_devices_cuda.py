@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.devices import cuda_clock
+from engine.devices import cuda_stream
 from engine.devices.cuda import open_cuda
 from engine.devices.device import Device
-from engine.devices.host_registration import register, unregister
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.devices.opening import open_devices
-from engine.devices.pinned_memory import PinnedMemory, measure_pinnable
+from engine.devices.pinned_memory import PinnedMemory, measure_pinnable, register, unregister
 from tests.device_contract import DeviceContract
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -120,7 +119,7 @@ def test_pinning_is_measured_in_a_child() -> None:
 def test_spans_stay_on_the_hosts_clock_when_the_anchor_is_renewed(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_clock, "_ANCHOR_AGE_S", 0.0)
+    monkeypatch.setattr(cuda_stream, "_ANCHOR_AGE_S", 0.0)
     for _ in range(20):
         before = time.perf_counter()
         event = device.compute_stream.submit(lambda: torch.ones(1000, device=device.torch_device).sum())

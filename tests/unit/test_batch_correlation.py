@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.bench.batch import busy_share
-from engine.devices.copy_log import CopyRecord
+from engine.devices.device import CopyRecord
 from engine.experts.prediction.predictors import BatchCorrelation
 
 

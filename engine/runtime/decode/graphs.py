@@ -24,8 +24,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from engine.common.errors import EngineError
-from engine.devices.device import Device
-from engine.devices.graphs import Capture, Graph
+from engine.devices.device import Capture, Device, Graph
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.experts.dispatch import bound_kernel, compute_experts, interrupted_by_experts
 from engine.experts.recording import LAYER_NUMBER

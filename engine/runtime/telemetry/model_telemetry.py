@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.devices.copy_log import CopyRecord
-from engine.devices.device import Device
+from engine.devices.device import CopyRecord, Device
 from engine.experts.disk_backed import DiskBackedBank
 from engine.experts.vram_cache import VramCache
 from engine.runtime.loaded_model import LoadedModel
