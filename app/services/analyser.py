@@ -20,9 +20,8 @@ from engine.telemetry.messages import CacheReport
 if TYPE_CHECKING:
     from app.services.history.history import History
     from engine.hardware.sensors import SensorSample
-    from engine.telemetry.advice import Advice
+    from engine.telemetry.advice import Advice, PlannedSpeed
     from engine.telemetry.analysis import Waiting
-    from engine.telemetry.planned_speed import PlannedSpeed
     from engine.telemetry.records import Records
 
 WAITING_TOKENS = 200
@@ -190,7 +189,7 @@ def _planned_speed(config: EngineConfig, name: str) -> PlannedSpeed | None:
         name: of the model, for when its folder has been moved.
     """
     from app.services.predicted_timeline import shape_of
-    from engine.telemetry.planned_speed import PlannedSpeed
+    from engine.telemetry.advice import PlannedSpeed
     from engine.tuning.machine_look import machine_for
 
     try:

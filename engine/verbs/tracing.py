@@ -26,7 +26,7 @@ def traced(engine: Engine, path: Path | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    from engine.telemetry.collecting import collected
+    from engine.telemetry.trace_export import collected
 
     telemetry, info = engine.telemetry, engine.info
     if telemetry is not None:

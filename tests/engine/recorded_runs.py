@@ -13,10 +13,10 @@ from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.request import BatchOutcome, BatchRequest
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
-from engine.telemetry.collecting import Collection, collected
 from engine.telemetry.lanes import DECODE
 from engine.telemetry.recorder import RECORDER
 from engine.telemetry.records import Records
+from engine.telemetry.trace_export import Collection, collected
 from tests.engine.loaded_tiny import NO_END, random_prompt
 from tests.engine.on_devices import NEW_TOKENS, PROMPT, answer, chatting
 

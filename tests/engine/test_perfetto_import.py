@@ -22,9 +22,8 @@ import pytest
 
 from engine.planner.schedules import CGOPIPE
 from engine.runtime.batch.policy import BatchPolicy
-from engine.telemetry.collecting import Collection
 from engine.telemetry.records import SPAN, STEP
-from engine.telemetry.trace_export import write_trace
+from engine.telemetry.trace_export import Collection, write_trace
 from tests.engine.on_devices import opened, share_misses
 from tests.engine.recorded_runs import recorded_batch, recorded_chat
 from tests.engine.tiny_families import tiny_checkpoint

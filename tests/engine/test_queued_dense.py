@@ -22,10 +22,9 @@ from engine.experts.dispatch import BANK_LAYER, bound_kernel
 from engine.experts.dispatcher import HybridExperts
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 from engine.telemetry.analysis import lane_seconds
-from engine.telemetry.collecting import Collection, collected
 from engine.telemetry.lanes import CPU_EXPERTS, DECODE, DENSE, EXPERTS, GPU, GRAPH, HEAD, PREFILL
 from engine.telemetry.recorder import RECORDER
-from engine.telemetry.trace_export import trace_events
+from engine.telemetry.trace_export import Collection, collected, trace_events
 from tests.engine.graph_cases import graphs_of
 from tests.engine.on_devices import NEW_TOKENS, PROMPT, answer, chatting, opened, reference, share_misses
 from tests.engine.recorded_runs import of_lane, recorded_chat

@@ -14,7 +14,6 @@ import pytest
 
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 from engine.telemetry.analysis import waiting
-from engine.telemetry.collecting import collected
 from engine.telemetry.lanes import (
     CPU_ATTENTION,
     CPU_EXPERTS,
@@ -29,7 +28,7 @@ from engine.telemetry.lanes import (
 )
 from engine.telemetry.messages import IN_RAM, IN_VRAM, ON_DISK
 from engine.telemetry.records import unpack
-from engine.telemetry.trace_export import trace_events
+from engine.telemetry.trace_export import collected, trace_events
 from tests.engine.loaded_tiny import random_prompt
 from tests.engine.on_devices import NEW_TOKENS, PROMPT, answer, chatting, opened, share_misses
 from tests.engine.recorded_runs import of_lane, recorded_chat, total

@@ -15,11 +15,10 @@ from engine.checkpoint.model_shape import read_model
 from engine.common.config import EngineConfig
 from engine.hardware.machine import read_machine
 from engine.planner.simulator.timeline import LANES
-from engine.telemetry.advice import Advice, Running, advise, predicted_rate
+from engine.telemetry.advice import Advice, PlannedSpeed, Running, advise, predicted_rate
 from engine.telemetry.analysis import OTHER, Waiting, waiting
 from engine.telemetry.lanes import CPU_EXPERTS
 from engine.telemetry.messages import CacheReport, TierReport
-from engine.telemetry.planned_speed import PlannedSpeed
 from engine.telemetry.records import no_spans
 from tests.unit.recorded import span, steps
 
