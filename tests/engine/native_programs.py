@@ -6,8 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from engine.kernels.native.build import compile_sources
-from engine.kernels.native.compilers import Compiler
+from engine.kernels.native.build import Compiler, compile_sources
 
 FOLDER = Path(__file__).parent / "native_sanitizers"
 HEADERS = Path(__file__).parents[2] / "engine" / "kernels" / "native" / "src"

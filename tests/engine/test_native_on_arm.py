@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.kernels.native.build import BuildError, find_compiler
-from engine.kernels.native.compilers import Compiler
+from engine.kernels.native.build import BuildError, Compiler, find_compiler
 from engine.kernels.native.library import Isa
 from tests.engine.native_programs import make_program, run_program
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.kernels.native import build, library
-from engine.kernels.native.compilers import Compiler
+from engine.kernels.native.build import Compiler
 from engine.kernels.native.library import _ABI, Isa, load_kernels, missing_note, proven
 
 _PRETENDED = """

@@ -19,7 +19,7 @@ from engine.kernels.native.paged_attention import (
     Pieces,
     attend,
 )
-from engine.kernels.reference_paged import attend_in_torch
+from engine.kernels.reference import attend_in_torch
 from tests.engine.native_isas import isas, kernels_of
 
 _ISAS = [isa for isa in isas() if isa in (Isa.PORTABLE, Isa.AVX2, Isa.AVX512)] or isas()[:1]

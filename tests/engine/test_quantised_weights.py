@@ -15,9 +15,8 @@ from engine.formats.int4 import INT4
 from engine.formats.int8 import INT8
 from engine.formats.lut4 import LUT4, MXFP4_TABLE
 from engine.formats.tiles import Pairing, TiledMatrix, TiledShape, dequantise, quantise_in_torch
-from engine.kernels.native.convert import dequantise_natively, quantise_natively
 from engine.kernels.native.library import Isa, NativeKernels
-from engine.kernels.quantise import quantise
+from engine.kernels.quantise import dequantise_natively, quantise, quantise_natively
 from tests.engine.native_isas import isas, kernels_of
 
 _ISAS = isas()

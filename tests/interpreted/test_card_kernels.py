@@ -11,9 +11,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("only under Triton's interpreter", allow_module_level=True)
 
 from engine.formats.tiles import dequantise
-from engine.kernels.gpu.grouping import group
 from engine.kernels.gpu.linear import CardLinear
 from engine.kernels.gpu.proof import prove
+from engine.kernels.gpu.stored import group
 from engine.kernels.quantise import quantise
 from tests.engine.card_experts import KINDS, PRECISIONS, check, check_nobody, check_not_numbers
 

@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels.native import build, compilers
-from engine.kernels.native.build import compile_sources
-from engine.kernels.native.compilers import BuildError, Compiler, architecture, find_compiler, parse_variables
+from engine.kernels.native import build
+from engine.kernels.native.build import (
+    BuildError,
+    Compiler,
+    architecture,
+    compile_sources,
+    find_compiler,
+    parse_variables,
+)
 
 
 @pytest.fixture
@@ -102,10 +108,10 @@ def on_windows(monkeypatch: pytest.MonkeyPatch, programs: Path, installed: str) 
             return subprocess.CompletedProcess(command, 0, f"{installed}\r\n", "")
         return subprocess.CompletedProcess([], 0, "INCLUDE=C:\\inc\r\nLib=C:\\lib\r\n", "")
 
-    monkeypatch.setattr(compilers.sys, "platform", "win32")
-    monkeypatch.setattr(compilers.shutil, "which", lambda _name: None)
-    monkeypatch.setattr(compilers.subprocess, "run", run)
-    monkeypatch.setattr(compilers, "architecture", lambda: "x86")
+    monkeypatch.setattr(build.sys, "platform", "win32")
+    monkeypatch.setattr(build.shutil, "which", lambda _name: None)
+    monkeypatch.setattr(build.subprocess, "run", run)
+    monkeypatch.setattr(build, "architecture", lambda: "x86")
     monkeypatch.setenv("PROGRAMFILES(X86)", str(programs))
     monkeypatch.delenv("CXX", raising=False)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from engine.formats.tiles import Pairing
-from engine.kernels.gpu.grouping import group
 from engine.kernels.gpu.products import multiply_groups, multiply_visits
-from engine.kernels.gpu.stored import ALIGNMENT, RecordTable, stored_matrix
+from engine.kernels.gpu.stored import ALIGNMENT, RecordTable, group, stored_matrix
 from engine.kernels.interface import ExpertMath, LayerRecords, QuantisedFormat
 
 FEW_VISITS = 32

@@ -10,10 +10,9 @@ import triton
 import triton.language as tl
 
 from engine.kernels.activation import Activation
-from engine.kernels.gpu.grouping import Groups
 from engine.kernels.gpu.kernels_plain import plain_by_group, plain_by_visit
 from engine.kernels.gpu.kernels_tiled import tiled_by_group, tiled_by_visit
-from engine.kernels.gpu.stored import RecordTable, StoredMatrix
+from engine.kernels.gpu.stored import Groups, RecordTable, StoredMatrix
 
 _ROWS, _COLUMNS = 8, 256
 """Block of a plain matrix per visit."""

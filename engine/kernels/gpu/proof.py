@@ -62,9 +62,8 @@ def prove(device: torch.device) -> str | None:
 
 
 def _is_right(of_weights: WeightFormat, visits: int, device: torch.device) -> bool:
-    from engine.kernels.gpu.grouping import group
     from engine.kernels.gpu.products import multiply_groups, multiply_visits
-    from engine.kernels.gpu.stored import RecordTable, StoredMatrix, store
+    from engine.kernels.gpu.stored import RecordTable, StoredMatrix, group, store
 
     rows, columns = 96, 160
     generator = torch.Generator().manual_seed(1)

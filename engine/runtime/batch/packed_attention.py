@@ -26,7 +26,7 @@ from engine.kernels.native.paged_attention import (
     Pieces,
     attend,
 )
-from engine.kernels.reference_paged import attend_in_torch
+from engine.kernels.reference import attend_in_torch
 from engine.runtime.kv.window_masks import attending_by, window_of
 
 IMPLEMENTATION = "switchyard_paged"

@@ -13,7 +13,7 @@ from engine.devices.device import Device, Direction, Event
 from engine.devices.memory_budget import MemoryCategory
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import PAGE_TOKENS, AttentionTerms, PagedLayer, Piece, Pieces, attend
-from engine.kernels.reference_paged import attend_in_torch
+from engine.kernels.reference import attend_in_torch
 from engine.runtime.batch.pipeline.layer_run import AttentionCall
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
