@@ -120,7 +120,7 @@ class Measurements:
         kind: `quick` or `thorough`.
         device: in addition to the CPU; empty without one.
         device_bytes: its usable memory.
-        machine: the measured machine (see `measurement_files.described`).
+        machine: the measured machine (see `described`).
         taken_at: ISO 8601, UTC.
         pinned_limit_bytes: host memory that could be pinned; None if not measured.
         skipped: reasons of skipped measurements, by name.

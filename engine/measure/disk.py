@@ -125,7 +125,7 @@ _ROOM = 4
 
 @dataclass(frozen=True)
 class DiskReads:
-    """Every queue depth with every read size, up to the largest of `disk_rates.read_rate`."""
+    """Every queue depth with every read size, up to the largest of `read_rate`."""
 
     file_bytes: int
     depths: tuple[int, ...]
