@@ -1,12 +1,12 @@
-"""The batch policy of a plan: the fastest schedule's sizes, and whether they hide what is on its way (Klotski).
+"""The batch policy of a plan: sizes of the fastest schedule, and whether they hide the transfers (Klotski).
 
-A plan offers what the executor carries out, by the schedules that it was simulated with.
+A plan only offers what the executor runs, and uses the schedules that were simulated for it.
 
-MoE-Lightning's r_c, the share of keys and values that stays on the card, is always 0 here, though its search (section
-4.2) may find more of it faster: the executor's pages are shared by rows with the same beginning and change hands
-between sweeps, and there is one pool of them, in RAM.  Pages that stay on the card would be a second pool with its own
-reservations, and memory that the experts' cache has to give up before a job begins.  A plan that counts on what nobody
-does would be slower than it says.
+r_c of MoE-Lightning, the share of keys and values that stays on the card, is always 0 here, although its search
+(section 4.2) may prefer a larger share.  The executor keeps a single pool of pages, in RAM: rows with the same prefix
+share pages, and pages are reassigned between sweeps.  Pages that stay on the card would need a second pool with its own
+reservations, and memory that the expert cache would have to release before a job begins.  A plan that counted on that
+would promise more than the engine delivers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DRAWN_LAYERS = 4
 
 
 def plan_batch(question: Question, outcomes: list[Outcome]) -> BatchPlan | None:
-    """Of the batch schedules that the executor has and that fit, the fastest; None if none does."""
+    """The fastest batch schedule that the executor supports and that fits; None if there is none."""
     able = [one for one in outcomes if one.policy in EXECUTED_SCHEDULES]
     found = max(able, key=lambda one: one.tokens_per_s, default=None)
     if found is None or found.batch is None:
@@ -64,7 +64,7 @@ def plan_batch(question: Question, outcomes: list[Outcome]) -> BatchPlan | None:
 def best_batch(
     machine: HardwareProfile, model: ModelShape, limits: Limits, precision: str, rows: JobRows
 ) -> tuple[BatchPlan, str] | None:
-    """(how the engine runs these rows on a card, the lane that is busiest then); None if no schedule fits."""
+    """(how the engine runs these rows on a card, its busiest lane); None if no schedule fits."""
     work = Workload(
         "job", round(rows.prompt_tokens), max(1, round(rows.generated_tokens)), min(rows.rows, _MOST_SEQUENCES)
     )

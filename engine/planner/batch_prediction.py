@@ -1,6 +1,6 @@
-"""How fast a job of many rows will be: rows share each sweep through the weights, here without a card.
+"""Predicts the speed of a job of many rows that share each sweep through the weights, without a card.
 
-On a card the simulated schedules say it (`plan_batch`); both become the same few figures for people.
+With a card the simulated schedules predict it (`plan_batch`); both end up as a `JobPrediction`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from engine.planner.costs import Costs
 from engine.planner.simulator.batch_costs import distinct_experts
 
 ROWS_TOGETHER = 256
-"""Rows that are under way together at most, if nobody has planned it."""
+"""Most rows in progress at once when there is no plan."""
 SWEEP_TOKENS = 1024
-"""Of prompts, read in one sweep through the layers beside the rows that decode."""
+"""Prompt tokens that one sweep through the layers reads, in addition to the rows that decode."""
 MEASURED_OFF, LOOKED_UP_OFF = 0.25, 0.5
-"""How far a prediction may be off, as a share: on a machine that was measured, and on one that was not."""
+"""Expected relative error of a prediction: on a measured machine, and on one known from data sheets."""
 _SEEN = 0.5
-"""Of its prompt, what a token sees on average."""
+"""Share of its prompt that a prompt token attends to on average."""
 
 
 class Bottleneck(StrEnum):
-    """What a sweep spends most of its time on."""
+    """What takes most of a sweep's time."""
 
     ARITHMETIC = "arithmetic"
     WEIGHTS = "weights"
@@ -35,11 +35,11 @@ class Bottleneck(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class JobRows:
-    """What is known of a job's rows before it runs.
+    """What is known about a job's rows before it runs.
 
     Attributes:
-        rows: how many.
-        prompt_tokens, generated_tokens: of a row, on average; what is generated is a guess, or a limit.
+        rows: number of rows.
+        prompt_tokens, generated_tokens: mean per row; generated tokens are an estimate, or the limit.
     """
 
     rows: int
@@ -49,17 +49,17 @@ class JobRows:
 
 @dataclass(frozen=True, slots=True)
 class JobPrediction:
-    """A job before it has run.
+    """A job's predicted speed.
 
     Attributes:
-        job: what it was predicted for.
+        job: the rows it was predicted for.
         rows_together: N, rows that share each weight load.
-        micro_batches: n, the pieces that they go through a layer in.
-        schedule: whose order of a layer's work; empty on the CPU.
-        tokens_per_s: generated, prompts counted in the time; `low` and `high` are its range.
-        seconds_low, seconds_high: for all rows, if answers are as long as was assumed.
-        bottleneck: what limits it.
-        is_measured: whether answers of the job have been timed for it.
+        micro_batches: n, micro-batches that go through a layer one after the other.
+        schedule: name of the schedule; empty on the CPU.
+        tokens_per_s: generated tokens over the whole time, prompts included; `low` and `high` are its range.
+        seconds_low, seconds_high: for all rows, if answers are as long as assumed.
+        bottleneck: what limits the speed.
+        is_measured: whether it was corrected by timed answers of this job.
     """
 
     job: JobRows
@@ -75,11 +75,12 @@ class JobPrediction:
     is_measured: bool = False
 
     def corrected(self, factor: float, off: float) -> JobPrediction:
-        """The same where a few real rows were so many times as fast as predicted.
+        """This prediction, corrected by a few real rows that ran `factor` times as fast as predicted.
 
-        A few rows spend their time on reading weights, many on arithmetic: how wrong the one was predicted says only in
-        part how wrong the other was.  So the range reaches from the lower of both, less `off`, a share, to what was
-        predicted at most or to what was seen and `off` more; the rate is between them.
+        A few rows spend their time on reading weights, many rows on arithmetic, so the error of the one says only in
+        part how large the error of the other is.  The range therefore starts at the lower of the predicted and the
+        measured rate, less `off`, a share, and ends at the higher of the predicted upper bound and the measured rate
+        plus `off`.  The rate is the geometric mean of both.
         """
         seen = self.tokens_per_s * factor
         low, high = min(self.tokens_per_s, seen) * (1 - off), max(self.high, seen * (1 + off))
@@ -97,7 +98,7 @@ class JobPrediction:
 
 @dataclass(frozen=True, slots=True)
 class _Sweep:
-    """Seconds of one sweep, by what takes them."""
+    """Seconds of one sweep, by cause."""
 
     parts: dict[Bottleneck, float]
 
@@ -115,16 +116,16 @@ class _Sweep:
 def predict_on_cpu(
     costs: Costs, job: JobRows, rows_together: int, *, sweep_tokens: int, disk_share: float = 0.0, off: float = 0.4
 ) -> JobPrediction:
-    """Continuous batching without a card: weights are read once for all rows of a sweep.
+    """Continuous batching without a card: each sweep reads the weights once for all its rows.
 
     Args:
-        rows_together: at most; no more than there are rows.
-        sweep_tokens: of prompts, read in one sweep.
-        disk_share: of the experts, read again in each sweep.
-        off: how far a prediction may be off, as a share.
+        rows_together: upper limit; there may be fewer rows.
+        sweep_tokens: prompt tokens that one sweep reads.
+        disk_share: share of the experts that every sweep reads again.
+        off: expected relative error of the prediction.
 
     Raises:
-        ValueError: there is no row, or a row without a token.
+        ValueError: there are no rows, or rows without tokens.
     """
     together = min(rows_together, job.rows)
     if together < 1 or job.prompt_tokens <= 0 or job.generated_tokens <= 0:
@@ -137,16 +138,16 @@ def predict_on_cpu(
     sweeps = max(0.0, job.generated_tokens - 1) * job.rows / together
     whole = reading.times(job.rows * job.prompt_tokens / piece).plus(decoding.times(sweeps))
     worst = max(whole.parts, key=lambda name: whole.parts[name])
-    return _told(job, together, 1, "", job.rows * job.generated_tokens / whole.seconds, off, worst)
+    return _prediction(job, together, 1, "", job.rows * job.generated_tokens / whole.seconds, off, worst)
 
 
 def predicted_on_card(
     job: JobRows, rows_together: int, micro_batches: int, schedule: str, tokens_per_s: float, lane: str, off: float
 ) -> JobPrediction:
-    """What a simulated schedule says of a job.
+    """The prediction of a simulated schedule.
 
     Args:
-        lane: the busiest one of `engine.planner.simulator.timeline.LANES`.
+        lane: the busiest of `engine.planner.simulator.timeline.LANES`.
     """
     by_lane = {
         "h2d": Bottleneck.LINK,
@@ -156,10 +157,10 @@ def predicted_on_card(
         "cpu_experts": Bottleneck.WEIGHTS,
     }
     bottleneck = by_lane.get(lane, Bottleneck.CARD)
-    return _told(job, min(rows_together, job.rows), micro_batches, schedule, tokens_per_s, off, bottleneck)
+    return _prediction(job, min(rows_together, job.rows), micro_batches, schedule, tokens_per_s, off, bottleneck)
 
 
-def _told(
+def _prediction(
     job: JobRows, together: int, count: int, schedule: str, rate: float, off: float, bottleneck: Bottleneck
 ) -> JobPrediction:
     low, high = rate * (1 - off), rate * (1 + off)
@@ -168,10 +169,10 @@ def _told(
 
 
 def _sweep(costs: Costs, tokens: float, context: float, prompts: float, sequences: float, disk_share: float) -> _Sweep:
-    """`tokens` through all layers: of `prompts` prompts, or the next ones of as many sequences if that is 0.
+    """`tokens` through all layers: of `prompts` prompts, or one decode step each if `prompts` is 0.
 
     Args:
-        sequences: whose next token is chosen at the end.
+        sequences: sequences whose next token is sampled at the end.
     """
     model = costs.model
     used = distinct_experts(model.experts, model.experts_per_token, tokens)

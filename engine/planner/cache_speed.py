@@ -1,7 +1,7 @@
-"""How fast decoding would be with another number of expert slots, given what each number misses (a miss-ratio curve).
+"""Decode speed with other numbers of expert slots, given the misses of each number (a miss-ratio curve).
 
-The simulator answers the same by playing steps; here each layer's misses are a binomial draw, so that a whole curve
-takes about a millisecond and can follow a slider or a live session.
+The simulator answers the same question by playing steps.  Here the misses of each layer are a binomial draw, so a whole
+curve takes about a millisecond and can follow a slider or a live session.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ def tokens_per_s_by_slots(
 ) -> list[tuple[int, float]]:
     """Predicted decode speed of one sequence, at each point of the curve.
 
-    The slots are the card's where the configuration uses one, else those in RAM in front of experts on disk.
+    The slots are on the card if the configuration uses one, else in RAM in front of experts on disk.
 
     Args:
-        config: how misses are met, threads, precision; `auto` is resolved as a load would.
-        miss_ratio_curve: (slots, share of expert uses that miss with so many slots).
-        context: tokens that each step sees.
+        config: how misses are served, threads, precision; `auto` is resolved as loading would.
+        miss_ratio_curve: (slots, share of expert uses that miss with this many slots).
+        context: tokens that each step attends to.
 
     Returns:
         (slots, tokens / s), in the order of the curve.
 
     Raises:
-        EngineError: `NOT_ENOUGH_MEMORY`: with precision `auto`, and the model fits in none.
+        EngineError: `NOT_ENOUGH_MEMORY`: precision is `auto` and no precision of the model fits.
         ValueError: a miss ratio is not between 0 and 1.
     """
     precision = config.precision
@@ -49,11 +49,11 @@ def tokens_per_s_by_slots(
         precision = predict_decode(machine, model, config, tokens=8).precision
     costs = engine_costs(machine, model, precision, config.threads)
     on_card = config.device != "cpu" and machine.gpu is not None
-    # Without a card every miss is the disk's; else as many of them as do not lie in RAM.
+    # Without a card every miss is read from disk; with one, only the share that is not in RAM.
     rule = memory_rule(costs, limits_of(config))
     disk_s = costs.disk(costs.expert_bytes) * (share_on_disk(machine, model, precision, rule=rule) if on_card else 1.0)
     missing = range(model.experts_per_token + 1)
-    alone = replace(costs, dispatch=Dispatch())  # nobody has to look where experts are that cannot be missing
+    alone = replace(costs, dispatch=Dispatch())  # with all experts cached there is nothing to look up
     if on_card:
         times = [_on_card_s(costs, config.misses, misses, context, disk_s) for misses in missing]
         times_of_all = [_on_card_s(alone, config.misses, misses, context, disk_s) for misses in missing]
@@ -63,7 +63,7 @@ def tokens_per_s_by_slots(
     curve = []
     for slots, miss_ratio in miss_ratio_curve:
         if not 0 <= miss_ratio <= 1:
-            raise ValueError(f"a miss ratio is from 0 to 1, not {miss_ratio}")
+            raise ValueError(f"a miss ratio is between 0 and 1, not {miss_ratio}")
         share = 1.0 if config.misses == "off" and on_card else miss_ratio
         is_all = slots >= model.moe_layers * model.experts
         weights = _binomial(len(times) - 1, share)
@@ -73,12 +73,12 @@ def tokens_per_s_by_slots(
 
 
 def _binomial(draws: int, share: float) -> list[float]:
-    """Probability of each number of misses among a layer's experts of one token."""
+    """Probability of each number of misses among the experts that one token uses in a layer."""
     return [comb(draws, n) * share**n * (1 - share) ** (draws - n) for n in range(draws + 1)]
 
 
 def _beside_experts_s(costs: Costs, context: int, on_card: bool) -> float:
-    """Head and dense layers."""
+    """Seconds of the head and the dense layers."""
     dense = costs.model.dense_layers
     if on_card:
         return costs.gpu_head(1) + dense * costs.gpu_layer(1, context, dense=True)
@@ -86,13 +86,13 @@ def _beside_experts_s(costs: Costs, context: int, on_card: bool) -> float:
 
 
 def _on_cpu_s(costs: Costs, misses: int, context: int, disk_s: float) -> float:
-    """A layer with experts of which `misses` are read from disk before they are computed."""
+    """Seconds of a MoE layer that reads `misses` of its experts from disk before computing them."""
     used = costs.model.experts_per_token
     return costs.cpu_layer(1, context) + misses * disk_s + costs.cpu_experts(used, used)
 
 
 def _on_card_s(costs: Costs, way: str, misses: int, context: int, disk_s: float) -> float:
-    """A layer with experts of which `misses` are not on the card."""
+    """Seconds of a MoE layer with `misses` of its experts not on the card."""
     used, experts = costs.model.experts_per_token, costs.model.experts
     attention_s = costs.gpu_layer(1, context)
     if way == "layer":
@@ -106,9 +106,9 @@ def _on_card_s(costs: Costs, way: str, misses: int, context: int, disk_s: float)
 
 
 def _met_s(costs: Costs, fetched: int, computed: int, hits_s: float, disk_s: float) -> float:
-    """Until a layer's experts are done: some fetched in turn while the card does the hits, some computed on the CPU.
+    """Seconds until a layer is done: some experts fetched while the card computes the hits, some computed on the CPU.
 
-    The disk serves the CPU's first; what it still reads is on its way to the card as it comes.
+    The disk reads the CPU's experts first; experts it reads afterwards are copied to the card as they arrive.
     """
     read = computed * disk_s
     card_s = hits_s
@@ -118,5 +118,5 @@ def _met_s(costs: Costs, fetched: int, computed: int, hits_s: float, disk_s: flo
     if not computed:
         return card_s
     host_s = costs.dispatch.host_s + costs.host_share(computed, computed)
-    # Each is computed as it arrives, so that only the last one's time is not behind the reading.
+    # Each expert is computed as it arrives, so only the last one's time is not hidden behind reading.
     return max(card_s, 2 * costs.activations(computed) + max(host_s, read + host_s / computed))

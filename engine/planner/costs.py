@@ -1,4 +1,4 @@
-"""Seconds that one operation takes on one machine: rooflines with a launch cost (MoE-Lightning, eqs. 4-8, 14)."""
+"""Seconds of single operations on a machine: rooflines with a launch cost (MoE-Lightning, eqs. 4-8, 14)."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from engine.formats import format_of, head_format
 from engine.hardware.machine import HardwareProfile
 
 LAYER_OPERATORS = 12
-"""Operators of an attention block and its router in a framework's eager decode step."""
+"""Operators of an attention block and its router in an eager decode step."""
 EXPERT_OPERATORS = 5
 """Operators of one expert: three products, an activation, a weighted sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """How far from its data sheet a machine stays: the only numbers in the model that were fitted, and all there are.
+    """How far a machine stays below its data sheet: the only fitted numbers of the model.
 
-    They hold for every machine, model, schedule and paper alike.
+    The same values apply to every machine, model, schedule and paper.
 
     Attributes:
-        arithmetic: share of the peak 16-bit rate that matrix products reach, on a card as on a processor.
-        card_memory: share of a card's memory bandwidth that weights are read with.
-        host_memory: share of the RAM's theoretical bandwidth that weights and cached keys and values are read with,
-            where the machine's profile holds no measurement of it.
-        operator_s: seconds that a framework needs to launch one operator.
+        arithmetic: share of the peak 16-bit rate that matrix products reach, on cards and CPUs.
+        card_memory: share of a card's memory bandwidth at which weights are read.
+        host_memory: share of the RAM's theoretical bandwidth at which weights and cached keys and values are read,
+            if the machine's profile has no measured value.
+        operator_s: seconds to launch one operator.
     """
 
     arithmetic: float = 0.16
@@ -42,22 +42,22 @@ EFFICIENCY = Efficiency()
 MEANINGS = {
     "arithmetic": "share of the peak 16-bit rate that matrix products reach",
     "card_memory": "share of a card's memory bandwidth at which weights are read",
-    "host_memory": "share of the RAM's theoretical bandwidth at which weights and KV are read, where never measured",
+    "host_memory": "share of the RAM's theoretical bandwidth at which weights and KV are read, where not measured",
     "operator_s": "seconds to launch one operator",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """What it costs an engine that a layer's experts are shared between the card and the CPU; nothing by default.
+    """Overhead of splitting a layer's experts between the card and the CPU; zero by default.
 
     Attributes:
-        layer_s: seconds of each layer: the router's choice is brought to the CPU and looked up, the sum is made.
-        card_s: more if the card computes any; host_s: more if the CPU does.
-        host_expert_s: more for each expert that the CPU computes so.
-        host_rate: of the bandwidth at which the CPU reads experts that it computes alone, all in one call.
-        seen_card_expert_s: by so much an expert on the card is taken for slower than it is when card and CPU are
-            weighed: the engine sees how long single ones take, each with a call of its own.
+        layer_s: seconds per layer: the router's choice is copied to the CPU and looked up, and the results are summed.
+        card_s: seconds added if the card computes any expert; host_s: likewise for the CPU.
+        host_expert_s: seconds added for each expert that the CPU computes.
+        host_rate: CPU bandwidth here, relative to computing all experts alone in one call.
+        seen_card_expert_s: seconds by which the engine overestimates an expert on the card when it chooses between card
+            and CPU, because it times experts one at a time, each in a call of its own.
     """
 
     layer_s: float = 0.0
@@ -74,14 +74,14 @@ class Costs:
 
     Attributes:
         machine, model, precision: `precision` is that of the routed experts.
-        dense_precision: of all else where the CPU computes it; card_dense_precision: the same on a card.
-        threads: of the CPU; 0 for all cores.
-        efficiency: distance from the data sheet.
-        dequantised: experts are unpacked into 16-bit weights in the card's memory before they are used.
-        host_layer_s: seconds of a layer on the CPU beside reading and arithmetic.
-        dispatch: of experts that card and CPU share.
-        score_bytes: traffic of one attention score of a prompt: written in 32 bits, read for the softmax, and the same
-            again in 16 bits; 0 where one kernel does it all.
+        dense_precision: of all other weights on the CPU; card_dense_precision: likewise on a card.
+        threads: CPU threads; 0 for all cores.
+        efficiency: factors relative to the data sheet.
+        dequantised: experts are unpacked to 16-bit weights in the card's memory before use.
+        host_layer_s: seconds of a layer on the CPU in addition to reading and arithmetic.
+        dispatch: overhead of splitting experts between card and CPU.
+        score_bytes: memory traffic of one attention score of a prompt: written in 32 bits, read for the softmax, then
+            both again in 16 bits; 0 for a fused kernel.
     """
 
     machine: HardwareProfile
@@ -102,7 +102,7 @@ class Costs:
 
     @property
     def host_dense_bytes(self) -> float:
-        """Of everything but the routed experts where the CPU computes it; the embedding is never quantised."""
+        """Bytes of all weights but the routed experts, as the CPU uses them; the embedding is never quantised."""
         model, head = self.model, self.model.vocabulary * self.model.hidden
         layers = format_of(self.dense_precision).bytes_per_weight * (model.non_expert_weights - model.embedding_weights)
         untied = format_of(self.dense_precision).is_tiled or not model.tied_embeddings
@@ -130,12 +130,12 @@ class Costs:
 
     @cached_property
     def _card_traffic(self) -> float:
-        """Bytes that one expert moves within the card's memory."""
+        """Bytes that computing one expert moves within the card's memory."""
         return self.expert_bytes + (4.0 * self.model.expert_weights if self.dequantised else 0.0)
 
     @cached_property
     def _expert_flops(self) -> float:
-        """Of one row."""
+        """Flops of one expert for one row."""
         return 2.0 * self.model.expert_weights
 
     @property
@@ -145,7 +145,7 @@ class Costs:
 
     @cached_property
     def cpu_bytes_per_s(self) -> float:
-        """Bandwidth at which the CPU reads weights: as measured by threads, or else half of the cores saturate it."""
+        """Bandwidth at which the CPU reads weights: measured per thread count, else half of the cores saturate it."""
         cpu = self.machine.cpu
         threads = min(self.threads or cpu.cores, cpu.cores)
         if cpu.weights_bytes_per_s:
@@ -155,10 +155,10 @@ class Costs:
     # On the card
 
     def gpu_experts(self, tokens: float, experts: float = 1.0, *, grouped: bool = False) -> float:
-        """`experts` experts in one go, `tokens` rows altogether.
+        """`experts` experts in one go, `tokens` rows in total.
 
         Args:
-            grouped: one kernel call serves them all; else each has its operators launched.
+            grouped: one kernel call for all experts; else each has its own operator launches.
         """
         if tokens <= 0 or experts <= 0:
             return 0.0
@@ -170,12 +170,12 @@ class Costs:
     def gpu_layer(
         self, tokens: float, context: float, *, dense: bool = False, cached: bool = True, prompts: float = 0.0
     ) -> float:
-        """Attention, router and shared experts of one layer for `tokens` rows that each see `context` tokens.
+        """Attention, router and shared experts of one layer for `tokens` rows with `context` tokens of context each.
 
         Args:
             dense: the layer has a dense feed-forward block instead of experts.
-            cached: keys and values are read here, else attention itself is done elsewhere.
-            prompts: how many prompts the rows are; 0 if each row is a sequence's next token.
+            cached: the card reads the keys and values; else attention itself runs elsewhere.
+            prompts: number of prompts that the rows belong to; 0 if each row is a sequence's next token.
         """
         model = self.model
         weights = model.dense_layer_weights if dense else model.layer_weights
@@ -188,11 +188,11 @@ class Costs:
         return time + LAYER_OPERATORS * self.efficiency.operator_s
 
     def kv_read_bytes(self, tokens: float, context: float) -> float:
-        """Bytes of one layer's cache that so many sequences read, on average over the layers."""
+        """Bytes of one layer's cache that `tokens` sequences read, averaged over the layers."""
         return 2.0 * self.model.attention.kv_elements * context * tokens * self._kv_share
 
     def _attention_bytes(self, tokens: float, context: float, prompts: float) -> float:
-        """Traffic of attention itself: each row reads its sequence's cache; the rows of a prompt read it together."""
+        """Memory traffic of attention: each row reads its sequence's cache; the rows of a prompt read it together."""
         if not prompts:
             return self.kv_read_bytes(tokens, context)
         scores = self.score_bytes * tokens * context * self.model.attention.heads * self._kv_share
@@ -203,7 +203,7 @@ class Costs:
         return self.model.full_attention_layers / self.model.layers
 
     def gpu_head(self, rows: float) -> float:
-        """Embedding and head for `rows` tokens whose next token is wanted."""
+        """Embedding and head for `rows` tokens that need logits."""
         weights = self.model.vocabulary * self.model.hidden
         reading = format_of(head_format(self.card_dense_precision)).bytes_per_weight * weights
         return max(reading / self.card_bytes_per_s, 2.0 * rows * weights / self.card_flops)
@@ -211,14 +211,14 @@ class Costs:
     # On the CPU
 
     def cpu_experts(self, tokens: float, experts: float = 1.0) -> float:
-        """`experts` experts, `tokens` rows altogether; linear in rows where arithmetic rules (Fiddler, 3.3)."""
+        """`experts` experts, `tokens` rows in total; linear in rows once arithmetic dominates (Fiddler, 3.3)."""
         if tokens <= 0 or experts <= 0:
             return 0.0
         reading = experts * self.expert_bytes / self.cpu_bytes_per_s
         return max(reading, tokens * self._expert_flops / self.cpu_flops)
 
     def host_share(self, tokens: float, experts: float) -> float:
-        """`cpu_experts` of a layer whose other experts the card computes, or could have."""
+        """`cpu_experts` in a layer whose experts are split between card and CPU, with the dispatch overhead."""
         if tokens <= 0 or experts <= 0:
             return 0.0
         reading = experts * self.expert_bytes / (self.cpu_bytes_per_s * self.dispatch.host_rate)
@@ -227,7 +227,7 @@ class Costs:
 
     @cached_property
     def side_by_side(self) -> float:
-        """How many times as long card and CPU take when both compute at once: an emulated card reads the same RAM."""
+        """Slowdown of card and CPU when both compute at once: an emulated card shares the RAM's bandwidth."""
         gpu, cpu = self.machine.gpu, self.machine.cpu
         if gpu is None or not gpu.name.startswith("emulated"):
             return 1.0
@@ -254,8 +254,8 @@ class Costs:
         """Softmax attention of one layer over keys and values in RAM.
 
         Args:
-            expanded: keys and values are first repeated for every query head and widened to 32 bits, as a kernel
-                without grouped queries does.
+            expanded: keys and values are first repeated for every query head and widened to 32 bits, as kernels without
+                grouped queries do.
         """
         reading = self.kv_read_bytes(tokens, context)
         if expanded:
@@ -266,16 +266,16 @@ class Costs:
         flops = 4.0 * tokens * context * self.model.attention.heads * self.model.attention.head_dim * self._kv_share
         return max(reading / bandwidth, flops / self.cpu_flops)
 
-    # Between them
+    # Transfers
 
     def h2d(self, nbytes: float, *, pinned: bool = True) -> float:
-        """A copy to the card."""
+        """Copies to the card."""
         link = self.machine.link
         cards = self.machine.gpu.count if self.machine.gpu else 1
         return nbytes / ((link.h2d if pinned else link.h2d_pageable) * cards) + link.latency_s
 
     def d2h(self, nbytes: float) -> float:
-        """A copy from the card."""
+        """Copies from the card."""
         cards = self.machine.gpu.count if self.machine.gpu else 1
         return nbytes / (self.machine.link.d2h * cards) + self.machine.link.latency_s
 
@@ -283,7 +283,7 @@ class Costs:
         return nbytes / self.machine.disk_bytes_per_s
 
     def activations(self, rows: float) -> float:
-        """One way of `rows` hidden states over the link: a copy, and the wait that makes it safe to read."""
+        """`rows` hidden states over the link in one direction: a copy and the synchronisation after it."""
         return self.d2h(2.0 * rows * self.model.hidden) + 2 * self.efficiency.operator_s
 
     def transfer_expert(self, *, pinned: bool = True) -> float:

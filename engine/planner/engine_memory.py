@@ -1,4 +1,4 @@
-"""What the engine will hold in each tier: a model's sizes are estimated from its shape, and `placement` decides."""
+"""What the engine will hold in each tier: sizes estimated from a model's shape, placed by `placement`."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class EngineMemory:
 
     Attributes:
         card: None if everything is on the CPU.
-        ram: of weights and caches in RAM.
-        disk: of experts that do not fit into RAM.
+        ram: weights and caches in RAM.
+        disk: experts that do not fit into RAM.
         slots: experts on the card, without staging.
-        all_experts: all of them, for good.
+        all_experts: whether all experts stay on the card.
     """
 
     card: TierBytes | None
@@ -45,7 +45,7 @@ class EngineMemory:
 
 
 def record_nbytes(model: ModelShape, precision: str) -> int:
-    """Bytes of one expert's record, scales and padding counted."""
+    """Bytes of one expert's record, including scales and padding."""
     most, down = format_of(precision), format_of(careful(precision, model.total_weights))
     up = (model.expert_matrices - 1) * model.expert_width
     parts = [*most.part_bytes(up, model.hidden), *down.part_bytes(model.hidden, model.expert_width)]
@@ -61,10 +61,10 @@ def all_records_nbytes(model: ModelShape, precision: str) -> int:
 
 
 def dense_in_ram(model: ModelShape, precision: str) -> int:
-    """Bytes of everything but the routed experts where it is quantised as they are.
+    """Bytes of all weights but the routed experts, quantised like them.
 
-    Embeddings, routers and norms are never quantised, and the head has a format of its own; where it shares the
-    embedding's weights it takes memory of its own once it is quantised.
+    Embeddings, routers and norms are never quantised, and the head has a format of its own.  A head that is tied to the
+    embedding takes memory of its own once it is quantised.
     """
     if not format_of(precision).is_tiled:
         return as_stored(precision).width * model.non_expert_weights
@@ -80,7 +80,7 @@ def dense_in_ram(model: ModelShape, precision: str) -> int:
 
 
 def dense_on_card(costs: Costs) -> int:
-    """The same on a card: quantised on a real one, in 16 bits on an emulated one."""
+    """Bytes of `dense_in_ram`'s weights on a card: quantised on a real one, 16-bit on an emulated one."""
     gpu, model, precision = costs.machine.gpu, costs.model, costs.precision
     if gpu is not None and _is_emulated(gpu):
         return dense_in_ram(model, as_stored(precision).name)
@@ -88,7 +88,7 @@ def dense_on_card(costs: Costs) -> int:
 
 
 def memory_rule(costs: Costs, limits: Limits) -> MemoryRule:
-    """What the engine may take of the card and of the RAM."""
+    """What the engine may use of the card and of the RAM."""
     return MemoryRule(
         card_usable(costs, limits),
         activations(costs, limits)[1],
@@ -98,7 +98,7 @@ def memory_rule(costs: Costs, limits: Limits) -> MemoryRule:
 
 
 def card_usable(costs: Costs, limits: Limits) -> int:
-    """Of all cards together: what others and the headroom leave."""
+    """Bytes of all cards together, less what other programs hold and the headroom."""
     gpu = costs.machine.gpu
     if gpu is None or not limits.use_card:
         return 0
@@ -107,7 +107,7 @@ def card_usable(costs: Costs, limits: Limits) -> int:
 
 
 def headroom_bytes(gpu: GpuProfile) -> int:
-    """Of all cards together; an emulated one has neither driver nor desktop."""
+    """Headroom of all cards together; an emulated one has neither driver nor desktop."""
     return 0 if _is_emulated(gpu) else footprint.CARD_HEADROOM_BYTES * gpu.count
 
 
@@ -116,14 +116,14 @@ def _is_emulated(gpu: GpuProfile) -> bool:
 
 
 def ram_usable(costs: Costs, limits: Limits) -> int:
-    """Of the RAM: what others and the headroom leave."""
+    """Bytes of RAM, less what other programs hold and the headroom."""
     free = max(0, costs.machine.cpu.ram_bytes - limits.ram_of_others)
     usable = footprint.without_headroom(free)
     return usable if limits.ram_bytes is None else min(usable, limits.ram_bytes)
 
 
 def activations(costs: Costs, limits: Limits) -> tuple[int, int]:
-    """(tokens of a chunk of a prompt on the card, bytes of its activations)."""
+    """(tokens of a prompt chunk on the card, bytes of its activations)."""
     model = costs.model
     each = activation_token_bytes(model, costs.precision)
     room = card_usable(costs, limits) - dense_on_card(costs)
@@ -132,17 +132,17 @@ def activations(costs: Costs, limits: Limits) -> tuple[int, int]:
 
 
 def activation_token_bytes(model: ModelShape, precision: str) -> int:
-    """Bytes of a token of a prompt while it is computed."""
+    """Bytes of activations per prompt token."""
     return footprint.activation_token_bytes(model.hidden, model.experts_per_token, as_stored(precision).width)
 
 
 def context_tokens(model: ModelShape, limits: Limits) -> int:
-    """The longest context that will be allowed."""
+    """The longest context that the engine will allow."""
     return min(model.context_tokens, limits.context_tokens or model.context_tokens)
 
 
 def sizes_of(costs: Costs, limits: Limits, precisions: Sequence[str]) -> Sizes:
-    """What the model takes in these precisions, estimated from its shape."""
+    """The model's sizes in these precisions, estimated from its shape."""
     model = costs.model
     width = as_stored(precisions[0]).width
     in_files = _spread(model, width * model.non_expert_weights, width)
@@ -162,7 +162,7 @@ def sizes_of(costs: Costs, limits: Limits, precisions: Sequence[str]) -> Sizes:
 
 
 def budgets_of(costs: Costs, limits: Limits, *, on_card: bool) -> Budgets:
-    """What the machine has left for the engine; cards are taken to be alike."""
+    """Memory that the machine leaves to the engine; all cards count as equal."""
     gpu = costs.machine.gpu
     devices: tuple[DeviceBudget, ...] = ()
     if on_card and gpu is not None and (usable := card_usable(costs, limits) // gpu.count):
@@ -179,14 +179,14 @@ def engine_memory(
     cache_slots: int | None = None,
     ways: int | None = None,
 ) -> EngineMemory | None:
-    """What is held once a model is loaded and its first conversation has begun.
+    """What is held after loading a model and starting its first conversation.
 
     Args:
         on_card: the dense weights and as many experts as fit are on the card.
         misses, cache_slots, ways: as in `EngineConfig`.
 
     Returns:
-        None if the model does not fit so.
+        None if the model does not fit.
     """
     config = EngineConfig(
         costs.model.name,
@@ -234,7 +234,7 @@ def memory_of(placement: Placement, costs: Costs, limits: Limits) -> EngineMemor
 
 
 def _weights(costs: Costs) -> Weights:
-    """In the precision of the costs."""
+    """Sizes in the precision of the costs."""
     model, precision = costs.model, costs.precision
     gpu = costs.machine.gpu
     plain = as_stored(precision).name
@@ -256,15 +256,15 @@ def _weights(costs: Costs) -> Weights:
 
 
 def _spread(model: ModelShape, dense: int, width: int) -> tuple[tuple[int, ...], int]:
-    """(bytes of each layer, bytes of the embedding and of the head) of so many dense ones: layers taken to be alike."""
+    """(bytes of each layer, of the embedding and of the head) for `dense` bytes in all: all layers count as equal."""
     elsewhere = min(dense, width * model.embedding_weights)
     each, rest = divmod(dense - elsewhere, max(model.layers, 1))
     return (each,) * model.layers, elsewhere + rest
 
 
 def _working_bytes(model: ModelShape, precision: str) -> int:
-    """What loading takes besides: an expert's largest part several times over, and a layer's experts before they are
-    quantised."""
+    """RAM that loading needs in addition: an expert's largest tensor several times, and a layer's experts before they
+    are quantised."""
     if not model.experts:
         return 0
     plain = as_stored(precision)

@@ -1,4 +1,4 @@
-"""Fiddler's decisions: where one expert is computed, and how often a static placement hits."""
+"""Fiddler's decisions: where to compute one expert, and how often a static placement hits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def runs_on_cpu(costs: Costs, rows: int, *, pinned: bool = True) -> bool:
 
 
 def break_even_rows(costs: Costs, *, at_most: int = 1 << 16) -> int:
-    """The most rows for which the CPU is still the better place; 0 if it never is."""
+    """The most rows for which the CPU is still faster; 0 if it never is."""
     low, high = 0, at_most
     while low < high:
         middle = (low + high + 1) // 2
@@ -24,7 +24,7 @@ def break_even_rows(costs: Costs, *, at_most: int = 1 << 16) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HitRateBounds:
-    """Hit rates of static placements of equal size: the most popular experts, the least popular, any."""
+    """Hit rates of static placements of equal size: the most popular experts, the least popular, random ones."""
 
     best: float
     worst: float

@@ -1,4 +1,4 @@
-"""Klotski's planner (its section 7): the fewest batches that hide the experts' way to the card."""
+"""Klotski's planner (its section 7): the fewest batches that hide the transfer of experts to the card."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class BlockTimes:
     """Seconds of one MoE block for one batch, measured or modelled.
 
     Attributes:
-        attention, gate: t_c_A, t_c_G, to compute.
-        hot: t_c_topk-E, to compute the K hot experts for one batch.
+        attention, gate: t_c_A, t_c_G, compute time.
+        hot: t_c_topk-E, compute time of the K hot experts for one batch.
         cold: sum of t_c_E over the other activated experts, for one batch.
         load_attention, load_gate, load_expert: t_I/O.
         prefetched: K.
-        queued: len(Q), activated experts beside the hot ones.
+        queued: len(Q), activated experts other than the hot ones.
     """
 
     attention: float
@@ -33,7 +33,7 @@ class BlockTimes:
     queued: int
 
     def inequalities(self, batches: int) -> tuple[bool, bool, bool, bool]:
-        """(4), (5), (6), (7): whether what each point of the pipeline needs has arrived in time."""
+        """(4), (5), (6), (7): whether the weights of each point in the pipeline arrive in time."""
         gated = batches * (self.attention + self.gate)
         hot = self.load_gate + self.prefetched * self.load_expert
         cold = hot + self.load_expert
@@ -61,12 +61,12 @@ def block_times(costs: Costs, workload: Workload, micro_batch: int, resident: fl
     """Modelled times of one MoE block in a decode step, for batches of `micro_batch` sequences; K is top-k.
 
     Args:
-        resident: share of each expert that is on the card for good.
+        resident: share of each expert that stays on the card.
     """
     model, rows = costs.model, micro_batch * workload.beams
     used = max(1.0, distinct_experts(model.experts, model.experts_per_token, rows))
     hot = min(model.experts_per_token, round(used))
-    # As popularity is, the hot ones have about twice their share of the rows (Klotski, figure 4).
+    # With skewed popularity, the hot experts get about twice their share of the rows (Klotski, figure 4).
     share = min(1.0, 2.0 * hot / used)
     of_experts = rows * model.experts_per_token
     gate = model.hidden * model.experts

@@ -1,4 +1,4 @@
-"""What goes where: bytes on the card, expert slots, indexes and ways (CPU-GPU Collaborative, section III-B)."""
+"""How a card's memory is divided: bytes, expert slots, indexes and ways (CPU-GPU Collaborative, section III-B)."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from engine.checkpoint.model_shape import ModelShape
 from engine.hardware.machine import HardwareProfile
 
 USABLE_SHARE = 0.95
-"""Share of a card's memory that allocations may take: the rest is lost to the driver and to fragments."""
+"""Share of a card's memory that allocations may take: the driver and fragmentation take the rest."""
 RUNTIME_BYTES = 0.5e9
-"""A card's runtime: context, libraries, their workspaces."""
+"""Runtime of a card: context, libraries and their workspaces."""
 RAM_SHARE = 0.85
 """Share of the RAM that weights and caches may take."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRule:
-    """What of a machine's memory may be used, where it is known better than by `USABLE_SHARE` and `RAM_SHARE`.
+    """Usable memory of a machine, where it is known more exactly than by `USABLE_SHARE` and `RAM_SHARE`.
 
     Attributes:
         card: bytes of all cards together that allocations may take.
         runtime: bytes of these that are neither weights, nor keys and values, nor experts.
         ram: bytes of RAM for weights, keys and values.
-        weights: bytes of the non-expert weights on the card; None where they are kept in 16 bits.
+        weights: bytes of the non-expert weights on the card; None for 16-bit weights.
     """
 
     card: float
@@ -33,19 +33,19 @@ class MemoryRule:
 
 
 def usual_rule(machine: HardwareProfile) -> MemoryRule:
-    """Shares of what the data sheet says."""
+    """Shares of the data sheet's sizes."""
     return MemoryRule(machine.vram_bytes * USABLE_SHARE, RUNTIME_BYTES, machine.cpu.ram_bytes * RAM_SHARE)
 
 
 @dataclass(frozen=True, slots=True)
 class CardMemory:
-    """Bytes on the card, by what they are for.
+    """Bytes on the card, by purpose.
 
     Attributes:
-        usable: of the card.
+        usable: usable bytes of the card.
         weights: non-expert weights.
-        kv: keys and values of the context planned for.
-        staging: room for experts on their way.
+        kv: keys and values of the planned context.
+        staging: buffers for experts in transfer.
         runtime: `RUNTIME_BYTES`.
     """
 
@@ -57,12 +57,12 @@ class CardMemory:
 
     @property
     def held(self) -> float:
-        """Everything on the card but resident experts."""
+        """Everything on the card except resident experts."""
         return self.weights + self.kv + self.staging + self.runtime
 
     @property
     def for_experts(self) -> float:
-        """What is left for resident experts; negative if even the rest does not fit."""
+        """Bytes left for resident experts; negative if even the rest does not fit."""
         return self.usable - self.held
 
 
@@ -78,9 +78,9 @@ def card_memory(
     """How a card's memory is divided before resident experts.
 
     Args:
-        cached_tokens: tokens of context, of all sequences together, whose keys and values are on the card.
-        staging_experts: expert records beside the resident ones.
-        rule: if not the usual one.
+        cached_tokens: context tokens of all sequences whose keys and values are on the card.
+        staging_experts: expert records in addition to resident ones.
+        rule: None for the usual one.
     """
     rule = rule or usual_rule(machine)
     return CardMemory(
@@ -111,6 +111,6 @@ def share_on_disk(
     kv_bytes: float = 0.0,
     rule: MemoryRule | None = None,
 ) -> float:
-    """Share of the expert bytes that does not fit into RAM beside `kv_bytes`."""
+    """Share of the expert bytes that does not fit into RAM next to `kv_bytes`."""
     room = (rule or usual_rule(machine)).ram - kv_bytes
     return min(1.0, max(0.0, 1.0 - room / model.all_expert_bytes(precision)))
