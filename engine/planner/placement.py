@@ -1,12 +1,12 @@
-"""Where the parts of a model go: decided once, from sizes and budgets, for whoever plans and for whoever loads.
+"""Where the parts of a model go: decided in one place, from sizes and budgets, for planning and loading alike.
 
-A plan estimates the sizes from a model's shape, and loading counts them in the checkpoint's headers; what follows from
-them is the same function, so that a plan and the model as it is loaded cannot drift apart.  Nothing here allocates
-anything or asks the machine, and nothing that is given is changed.
+A plan estimates the sizes from a model's shape, and loading reads them from the checkpoint's headers.  Both pass them
+to the same function, so a plan and the loaded model cannot drift apart.  Nothing here allocates memory, queries the
+machine or modifies its arguments.
 
-Decoder layers are cut into runs, one for each device.  A device holds its dense weights, room for a chunk of a prompt
-and for a first context, and in what is left all experts or as many slots as fit.  What is not on a device is in RAM;
-experts that do not fit there are read from disk into slots in RAM.
+Decoder layers are cut into runs, one per device.  A device holds its dense weights, room for one chunk of a prompt and
+for a first context; the rest of its memory takes all experts, or as many slots as fit.  What is not on a device is in
+RAM; experts that do not fit there are read from disk into slots in RAM.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from engine.common.sizes import rounded_down, rounded_up
 from engine.planner.precision import Reach, best_in_reach
 
 _KEPT_FREE = 10
-"""One part in so many of the RAM that is free is left for what is not known yet, where the user set no budget and
-experts are read from disk."""
+"""1/10 of the free RAM stays unused, for demands not yet known, if the user set no budget and experts are read from
+disk."""
 
 
-# What a model takes
+# Sizes of a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class Experts:
     """The experts of one layer.
 
     Attributes:
-        record: bytes of one expert, padding counted.
-        count: how many there are.
-        layer: index of the decoder layer; None where they belong to none.
-        layout: equal for those whose records are laid out alike: these share slots.
-        is_on_demand: whether each can be brought as it is needed; else all of them are held.
+        record: bytes of one expert, including padding.
+        count: number of experts.
+        layer: index of the decoder layer; None for experts outside the decoder layers.
+        layout: equal for experts whose records have the same layout, which can share slots.
+        is_on_demand: whether experts can be loaded one by one when needed; else all of them stay in memory.
     """
 
     record: int
@@ -49,7 +49,7 @@ class Experts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all experts."""
         return self.record * self.count
 
 
@@ -60,11 +60,11 @@ class Weights:
     Attributes:
         precision: its name.
         dense_layers: everything but the experts of each decoder layer, as a device holds it.
-        dense_elsewhere: likewise of everything that belongs to no decoder layer.
-        dense_in_ram: all of that as RAM holds it while the model is loaded.
-        experts: of each layer that has some.
-        working: RAM that is needed besides while experts are brought in.
-        working_for_devices: more of it where the dense weights go to devices.
+        dense_elsewhere: likewise for weights outside the decoder layers.
+        dense_in_ram: all dense weights as RAM holds them while the model is loaded.
+        experts: experts of each layer that has any.
+        working: additional RAM needed while experts are loaded.
+        working_for_devices: more of it, needed when the dense weights go to devices.
     """
 
     precision: str
@@ -77,23 +77,24 @@ class Weights:
 
     @property
     def experts_nbytes(self) -> int:
-        """Of all layers."""
+        """Bytes of the experts of all layers."""
         return sum(each.nbytes for each in self.experts)
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a model takes.
+    """A model's memory requirements.
 
     Attributes:
-        name: for messages.
-        weights: in each precision that may be chosen, best quality first.
-        layers: bytes of each decoder layer as the checkpoint has it, experts included: devices share layers by them.
-        elsewhere: likewise of what belongs to no decoder layer.
-        kv_per_token: bytes of a token of context, all layers together.
-        activations_per_token: bytes of a token of a prompt while it is computed.
-        context_tokens: the longest context asked for.
-        experts_per_token: that one layer uses.
+        name: used in messages.
+        weights: one entry per precision to choose from, best quality first.
+        layers: bytes of each decoder layer in the checkpoint, experts included; layers are split between devices by
+            these.
+        elsewhere: likewise for weights outside the decoder layers.
+        kv_per_token: bytes per token of context, all layers together.
+        activations_per_token: bytes per prompt token while it is processed.
+        context_tokens: the longest context requested.
+        experts_per_token: experts that a token uses in one layer.
     """
 
     name: str
@@ -106,7 +107,7 @@ class Sizes:
     experts_per_token: int
 
 
-# What there is
+# Available memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +115,9 @@ class DeviceBudget:
     """A device's memory in bytes.
 
     Attributes:
-        name: for messages.
-        total: that may be used.
-        free: of these, what nobody has yet.
+        name: used in messages.
+        total: usable bytes.
+        free: bytes of `total` that are not in use.
     """
 
     name: str
@@ -126,12 +127,12 @@ class DeviceBudget:
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """What memory there is, in bytes.
+    """Available memory, in bytes.
 
     Attributes:
-        ram_free: that the machine and its control groups leave.
-        ram_allowed: of it, what the user allows; None for all.
-        devices: beside the CPU.
+        ram_free: RAM that the machine and its control groups leave free.
+        ram_allowed: RAM that the user allows; None for all.
+        devices: devices other than the CPU.
     """
 
     ram_free: int
@@ -140,16 +141,16 @@ class Budgets:
 
     @property
     def ram_usable(self) -> int:
-        """For weights, and for what loading them takes."""
+        """RAM for weights, including the working memory of loading."""
         usable = footprint.without_headroom(self.ram_free)
         return usable if self.ram_allowed is None else min(usable, self.ram_allowed)
 
 
 class NotEnoughRamError(EngineError):
-    """`NOT_ENOUGH_MEMORY`, with the figures for people.
+    """`NOT_ENOUGH_MEMORY`, with the required size.
 
     Attributes:
-        needed: bytes that would do.
+        needed: bytes that would be enough.
     """
 
     def __init__(self, name: str, needed: int, budgets: Budgets, *, even: str = "") -> None:
@@ -170,36 +171,36 @@ class NotEnoughRamError(EngineError):
 
 
 def require_ram(name: str, needed: int, budgets: Budgets) -> None:
-    """Refuses what does not fit.
+    """Checks that a model fits into RAM.
 
     Args:
         name: of the model, for the message.
-        needed: bytes of weights and of working memory.
+        needed: bytes of weights and working memory.
 
     Raises:
-        NotEnoughRamError: with both figures.
+        NotEnoughRamError: it does not; the message states both sizes.
     """
     if needed > budgets.ram_usable:
         raise NotEnoughRamError(name, needed, budgets)
 
 
-# What comes out
+# The result
 
 
 class NoteCode(StrEnum):
-    """What was wished for and is not so."""
+    """Which part of the request could not be met."""
 
     ON_CPU = "on_cpu"
-    """A device has no room for what it cannot do without: `needed` bytes, of which it has `room`."""
+    """The minimum of a device, `needed` bytes, exceeds its `room`."""
     COARSER_FOR_RAM = "coarser_for_ram"
-    """`auto` is not `instead_of`, which needs `needed` bytes of RAM, of which `room` may be used."""
+    """`auto` did not choose `instead_of`, which needs `needed` bytes of RAM; only `room` may be used."""
     COARSER_FOR_DEVICE = "coarser_for_device"
-    """`auto` is not `instead_of`, which needs `needed` bytes of `device` even without experts: there is `room`."""
+    """`auto` did not choose `instead_of`, which needs `needed` bytes of `device` without any experts; it has `room`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A finding in figures; whoever shows it has the words."""
+    """A finding as figures; the caller puts it into words."""
 
     code: NoteCode
     needed: int
@@ -215,11 +216,11 @@ class OnDevice:
 
     Attributes:
         dense: weights other than experts.
-        experts: of slots, or all of them.
-        staging: slots that experts pass through, or two whole layers where these are fetched.
-        kv: of the context that there is room for from the start.
-        activations: room for a chunk of a prompt.
-        slots: experts that stay.
+        experts: slots, or all experts.
+        staging: slots that experts pass through, or two whole layers when whole layers are fetched.
+        kv: keys and values of the context that has room from the start.
+        activations: room for one chunk of a prompt.
+        slots: number of experts that stay.
     """
 
     dense: int
@@ -231,7 +232,7 @@ class OnDevice:
 
     @property
     def held(self) -> int:
-        """All of it."""
+        """Bytes of all parts."""
         return self.dense + self.experts + self.staging + self.kv + self.activations
 
 
@@ -241,10 +242,10 @@ class InRam:
 
     Attributes:
         dense: weights other than experts, while the model is loaded.
-        experts: that are all held, and slots.
-        slots: of these, bytes of slots for experts that are read from disk; 0 if none are.
-        working: while the model is loaded.
-        at_least: experts of one layer that there is a slot for.
+        experts: experts that are all held, and slots.
+        slots: the part of `experts` that is slots for experts read from disk; 0 if none are.
+        working: working memory while the model is loaded.
+        at_least: experts of one layer that are guaranteed a slot.
     """
 
     dense: int
@@ -255,7 +256,7 @@ class InRam:
 
     @property
     def held(self) -> int:
-        """All of it."""
+        """Bytes of all parts."""
         return self.dense + self.experts + self.working
 
 
@@ -264,15 +265,15 @@ class Placement:
     """Where the parts of a model go.
 
     Attributes:
-        precision: of its weights, `auto` resolved.
+        devices: contents of each device; empty if the CPU computes everything.
         devices: what each holds; none where the CPU computes everything.
-        of_layer: index of the device of each decoder layer; empty if nothing is split.
-        all_experts: whether all experts are held on the device, and none in RAM.
-        chunk_tokens: how much of a prompt the devices have room to compute at once.
-        context_tokens: there is room for on the devices if experts give way, at most what was asked for.
-        ram: what is held there.
-        on_disk: bytes of experts that are read from disk as they are needed.
-        notes: what is not as it was wished.
+        of_layer: device index of each decoder layer; empty if nothing is split.
+        all_experts: whether all experts are on the device, and none in RAM.
+        chunk_tokens: prompt tokens that the devices have room to process at once.
+        context_tokens: context that fits on the devices if experts make room, at most the one requested.
+        ram: contents of the RAM.
+        on_disk: bytes of experts that are read from disk when needed.
+        notes: parts of the request that could not be met.
     """
 
     precision: str
@@ -287,29 +288,29 @@ class Placement:
 
     @property
     def slots(self) -> int:
-        """Experts that stay on devices."""
+        """Experts that stay on the devices."""
         return sum(device.slots for device in self.devices)
 
     @property
     def reach(self) -> Reach:
-        """The farthest that a token may have to wait for."""
+        """The slowest memory that a token may have to wait for."""
         if self.on_disk:
             return Reach.DISK
         return Reach.DEVICE if self.devices else Reach.RAM
 
 
-# How
+# The decision
 
 
 def decide(sizes: Sizes, budgets: Budgets, config: EngineConfig) -> Placement:
-    """Puts a model's parts where they fit.
+    """Places a model's parts.
 
     Args:
-        sizes: with one precision, or with those that `auto` chooses from.
-        config: how the experts' cache on the devices is to be, and whether a context was asked for.
+        sizes: with one precision, or with all that `auto` may choose from.
+        config: settings of the experts' cache, and the context if one was requested.
 
     Raises:
-        NotEnoughRamError: it fits in none of the precisions; the message is about the last.
+        NotEnoughRamError: no precision fits; the message is about the last one.
     """
     found, refused = _in_each_precision(sizes, budgets, config)
     if not found:
@@ -323,22 +324,22 @@ def decide(sizes: Sizes, budgets: Budgets, config: EngineConfig) -> Placement:
 
 
 def split_layers(layers: Sequence[int], elsewhere: int, capacities: Sequence[int]) -> tuple[int, ...]:
-    """Cuts the decoder layers into consecutive runs, in proportion to what the devices hold.
+    """Cuts the decoder layers into consecutive runs, in proportion to the devices' memory.
 
     Args:
-        layers: bytes of each, experts included: they want to be near their layer.
-        elsewhere: bytes of all else, which is on the first device.
+        layers: bytes of each layer, experts included, because experts should be on their layer's device.
+        elsewhere: bytes of all other weights, which go to the first device.
         capacities: bytes of each device.
 
     Returns:
-        Each layer's device; empty if there is nothing to split.
+        Each layer's device index; empty if there is nothing to split.
     """
     if len(capacities) < 2 or not layers:
         return ()
     total, room = sum(layers) + elsewhere, sum(capacities)
     of_layer, device, before, limit = [], 0, elsewhere, capacities[0] / room * total
     for nbytes in layers:
-        # A layer goes where most of it lies.
+        # A layer goes to the device that covers most of its bytes.
         while before + nbytes / 2 > limit and device < len(capacities) - 1:
             device += 1
             limit += capacities[device] / room * total
@@ -348,7 +349,7 @@ def split_layers(layers: Sequence[int], elsewhere: int, capacities: Sequence[int
 
 
 def least_ram(sizes: Sizes) -> int:
-    """RAM without which the model cannot be run on the CPU in its last precision, its experts read from disk."""
+    """RAM needed at least to run the model on the CPU in its last precision, with experts read from disk."""
     weights = sizes.weights[-1]
     on_demand = [each for each in weights.experts if each.is_on_demand]
     kept = weights.experts_nbytes - sum(each.nbytes for each in on_demand)
@@ -357,13 +358,13 @@ def least_ram(sizes: Sizes) -> int:
 
 
 def cache_slots(budget: int, record: int, every: int, share: float, config: EngineConfig) -> tuple[int, int, int]:
-    """(slots of an expert cache, slots that experts pass through, slots that were wished for).
+    """(slots of an expert cache, slots that experts pass through, slots requested).
 
     Args:
-        budget: bytes for both.
+        budget: bytes for both kinds of slots.
         record: bytes of a slot.
-        every: experts that there could be slots for.
-        share: of the slots asked for in `config` that this cache is to have.
+        every: number of experts; more slots are useless.
+        share: this cache's share of the slots requested in `config`.
     """
     staging = footprint.staging_slots(budget, record, config.misses, config.cache_slots)
     most = max(0, budget // record - staging) if config.misses != "layer" else 0
@@ -384,7 +385,7 @@ def _in_each_precision(
 
 
 def _place(sizes: Sizes, weights: Weights, budgets: Budgets, config: EngineConfig) -> Placement:
-    """In one precision."""
+    """The placement in one precision."""
     of_layer = split_layers(sizes.layers, sizes.elsewhere, [device.total for device in budgets.devices])
     needs = [_need(sizes, weights, of_layer, index, device) for index, device in enumerate(budgets.devices)]
     short = next((need for need in needs if need.least > need.device.free), None)
@@ -394,7 +395,7 @@ def _place(sizes: Sizes, weights: Weights, budgets: Budgets, config: EngineConfi
         return Placement(
             weights.precision, (), (), False, footprint.SHORT_TOKENS, sizes.context_tokens, ram, on_disk, notes
         )
-    room = min(need.activations for need in needs)  # for the same piece on all of them
+    room = min(need.activations for need in needs)  # every device processes the same chunk
     needs = [replace(need, activations=room) for need in needs]
     all_experts = not weights.experts or (_is_plain(config, needs) and _fits_whole(sizes, weights, needs[0], config))
     experts = () if all_experts else weights.experts
@@ -416,7 +417,7 @@ def _place(sizes: Sizes, weights: Weights, budgets: Budgets, config: EngineConfi
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """Of one device: what it cannot do without."""
+    """The minimum that one device has to hold, in bytes and tokens."""
 
     device: DeviceBudget
     dense: int
@@ -458,12 +459,12 @@ def _need(sizes: Sizes, weights: Weights, of_layer: Sequence[int], index: int, d
 
 
 def _is_plain(config: EngineConfig, needs: Sequence[_Need]) -> bool:
-    """Whether nobody asked for a cache."""
+    """Whether the configuration leaves the cache to the engine and one device is used."""
     return config.cache_slots is None and config.misses == "mixed" and len(needs) == 1
 
 
 def _fits_whole(sizes: Sizes, weights: Weights, need: _Need, config: EngineConfig) -> bool:
-    """With all experts, and with room for a context that they cannot give way to."""
+    """Whether all experts fit, together with a context that they would never have to make room for."""
     longest = sizes.context_tokens
     context = longest if config.context_tokens else min(longest, footprint.ROOMY_KV_TOKENS)
     held = need.dense + weights.experts_nbytes + need.activations + context * need.kv_per_token
@@ -493,7 +494,7 @@ def _on_device(
 
 
 def _slots_of(group: Sequence[Experts], budget: int, share: float, config: EngineConfig) -> tuple[int, int]:
-    """(slots that stay, slots that are passed through) for layers that share them, in whole pieces of the pool."""
+    """(slots that stay, slots that experts pass through) for layers that share them, in whole segments of the pool."""
     record, most, layers = group[0].record, max(each.count for each in group), len(group)
     every = layers * most
     wanted, staging, _ = cache_slots(budget, record, every, share, config)
@@ -509,14 +510,14 @@ def _device_of(layer: int | None, of_layer: Sequence[int]) -> int:
 def _in_ram(
     sizes: Sizes, weights: Weights, budgets: Budgets, *, dense: int, experts: Sequence[Experts], more: int = 0
 ) -> tuple[InRam, int]:
-    """(what is held there, bytes of experts that are read from disk).
+    """(contents of the RAM, bytes of experts that are read from disk).
 
     Args:
-        experts: that are not on a device.
-        more: working memory beside the usual.
+        experts: those that are not on a device.
+        more: additional working memory.
 
     Raises:
-        NotEnoughRamError: with the least that would do.
+        NotEnoughRamError: with the smallest size that would be enough.
     """
     working = weights.working + more
     everything = sum(each.nbytes for each in experts)
@@ -527,7 +528,7 @@ def _in_ram(
     if not on_demand:
         raise NotEnoughRamError(sizes.name, needed, budgets)
     kept = everything - sum(each.nbytes for each in on_demand)
-    if not kept:  # what comes from disk is brought in beforehand, layer by layer
+    if not kept:  # loading converts nothing: experts on disk are prepared in advance, layer by layer
         working = 0
     at_least = max(sizes.experts_per_token, 1)
     least = _fewest_slot_bytes(on_demand, at_least)
@@ -541,7 +542,7 @@ def _in_ram(
 
 
 def _fewest_slot_bytes(experts: Iterable[Experts], at_least: int) -> int:
-    """Of the slots of each layout without which no layer can be computed."""
+    """Bytes of the minimum of slots of each layout, below which no layer can be computed."""
     fewest: dict[int, int] = {}
     for each in experts:
         fewest[each.layout] = max(fewest.get(each.layout, 0), min(at_least, each.count) * each.record)
@@ -549,7 +550,7 @@ def _fewest_slot_bytes(experts: Iterable[Experts], at_least: int) -> int:
 
 
 def _why_coarser(best: Weights, taken: Placement, sizes: Sizes, budgets: Budgets) -> Note:
-    """What spoke against the best quality: the device where it would have been left, else the RAM."""
+    """What ruled out the best quality: the device on which it does not fit, else the RAM."""
     of_layer = split_layers(sizes.layers, sizes.elsewhere, [device.total for device in budgets.devices])
     for index, device in enumerate(budgets.devices if taken.devices else ()):
         least = _need(sizes, best, of_layer, index, device).least

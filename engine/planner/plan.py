@@ -1,4 +1,4 @@
-"""The plan: how a model is to be run on a machine, what that takes, how fast it will be, and what limits it."""
+"""The plan: how to run a model on a machine, the memory this takes, its speed, and what limits it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from engine.planner.workload import CHAT, Workload
 __all__ = ["Limits", "Plan", "make_plan"]
 
 _MEASURED, _LOOKED_UP = 0.15, 0.4
-"""How far a prediction may be off, as a share, with a machine that was measured and with one from data sheets."""
+"""Expected relative error of a prediction: on a measured machine, and on one known from data sheets."""
 
 
 def make_plan(
@@ -55,10 +55,10 @@ def make_plan(
     """The best plan; takes well under a second for any model.
 
     Args:
-        measured: the machine's numbers were measured, so that the predicted range is narrower.
+        measured: the machine's numbers were measured, so the predicted range is narrower.
 
     Raises:
-        EngineError: `NOT_ENOUGH_MEMORY`, with the nearest that would fit.
+        EngineError: `NOT_ENOUGH_MEMORY`, with the nearest configuration that fits.
     """
     limits = limits or Limits()
     question = Question(machine, model, workload, limits, LADDER[-1])
@@ -152,7 +152,7 @@ def _alternatives(
 
 
 def _does_not_fit(question: Question) -> EngineError:
-    """`NOT_ENOUGH_MEMORY`: a lower precision if one would do, else how much memory would."""
+    """`NOT_ENOUGH_MEMORY`, with the precision that fits, or with the memory that would be needed."""
     model, limits = question.model, question.limits
     here = f"{model.name} does not fit on {question.machine.name}"
     asked = LADDER.index(question.precision) if question.precision in LADDER else 0
@@ -160,7 +160,7 @@ def _does_not_fit(question: Question) -> EngineError:
         costs = question.setting().costs
         lower = Costs(costs.machine, model, precision)
         if engine_memory(lower, limits, on_card=False) is not None:
-            return _error(f"{here} at {question.precision}: the nearest that fits is {precision}.")
+            return _error(f"{here} at {question.precision}: the nearest precision that fits is {precision}.")
     lowest = LADDER[-1] if limits.precision == "auto" else question.precision
     costs = Costs(question.machine, model, lowest)
     least = least_ram(sizes_of(costs, limits, [lowest]))
@@ -168,14 +168,14 @@ def _does_not_fit(question: Question) -> EngineError:
     needed = _ram_for(question, least)
     on_card = dense_in_ram(model, lowest) + footprint.CARD_HEADROOM_BYTES
     return _error(
-        f"{here}, even at {lowest} with its experts read from disk: that needs {rounded_up(least)} of RAM that may be "
-        f"used, and there are {rounded_down(usable)}; nearest would be {rounded_up(needed)} of RAM in all, or a "
-        f"graphics card with {rounded_up(on_card)} for all but the experts."
+        f"{here}, even at {lowest} with its experts read from disk. It needs {rounded_up(least)} of RAM, and only "
+        f"{rounded_down(usable)} can be used: {rounded_up(needed)} of RAM in total would be enough, or a graphics card "
+        f"with {rounded_up(on_card)} for everything but the experts."
     )
 
 
 def _ram_for(question: Question, least: int) -> int:
-    """RAM in all with which `least` bytes may be used."""
+    """Total RAM of which `least` bytes are usable."""
     low, high = 0, 1 << 46
     while low < high:
         middle = (low + high) // 2

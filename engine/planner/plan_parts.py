@@ -1,4 +1,4 @@
-"""A plan and what it is made of: plain frozen dataclasses, so that a window can draw it and a file can hold it."""
+"""A plan and its parts: plain frozen dataclasses that a window can draw and a file can store."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from engine.planner.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the user and other programs leave to the engine.
+    """Resources that the user and other programs leave to the engine.
 
     Attributes:
-        vram_bytes, ram_bytes: budgets, as `EngineConfig`'s.
+        vram_bytes, ram_bytes: budgets, as in `EngineConfig`.
         threads: CPU threads; None for one per core.
-        context_tokens: longest context; None is the model's own.
+        context_tokens: longest context; None for the model's own.
         precision: of the experts; `auto` lets the plan choose.
         use_card: False keeps everything on the CPU.
         vram_of_others, ram_of_others: bytes that other programs hold now.
@@ -34,17 +34,17 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class TierBytes:
-    """A tier's memory by purpose; what is left of `total` is free.
+    """A tier's memory by purpose; the rest of `total` is free.
 
     Attributes:
-        total: of the card(s), or the RAM.
+        total: bytes of the card(s), or of the RAM.
         weights: non-expert weights.
         experts: resident experts (slots, or all of them).
         staging: slots that experts pass through.
-        kv: keys and values of the context that there is room for from the start.
-        activations: of one chunk of a prompt.
-        headroom: left to drivers, the desktop, the rest of the program.
-        other_programs: held by others now.
+        kv: keys and values of the context that has room from the start.
+        activations: activations of one chunk of a prompt.
+        headroom: reserved for drivers, the desktop and the rest of the program.
+        other_programs: held by other programs now.
     """
 
     total: int
@@ -58,7 +58,7 @@ class TierBytes:
 
     @property
     def held(self) -> int:
-        """By the engine."""
+        """Bytes held by the engine."""
         return self.weights + self.experts + self.staging + self.kv + self.activations
 
     @property
@@ -71,14 +71,14 @@ class CachePlan:
     """The expert cache on the card.
 
     Attributes:
-        slots: experts that it holds.
-        ways, indexes: M and N of N indexes x M ways; ways is None where all layers share one pool.
-        policy: who leaves; see `EngineConfig.cache_policy`.
-        misses, prefetch: see there.
-        hit_rate: expected; None if there is no cache.
-        all_experts: nothing ever misses.
-        prefill_threshold: rows of one expert from which on a miss is fetched and computed on the card rather than by
-            the CPU (Fiddler's Algorithm 1); None if the CPU is always better, or there is no card.
+        slots: experts that fit into it.
+        ways, indexes: M and N of N indexes x M ways; ways is None if all layers share one pool.
+        policy: eviction policy; see `EngineConfig.cache_policy`.
+        misses, prefetch: see `EngineConfig`.
+        hit_rate: expected; None without a cache.
+        all_experts: all experts are on the card, so nothing ever misses.
+        prefill_threshold: rows of one expert from which a miss is fetched and computed on the card instead of on the
+            CPU (Fiddler's Algorithm 1); None if the CPU is always faster, or there is no card.
     """
 
     slots: int = 0
@@ -94,22 +94,22 @@ class CachePlan:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """How many sequences are run together: MoE-Lightning's table 1, and Klotski's n.
+    """How many sequences run together: MoE-Lightning's table 1, and Klotski's n.
 
     Attributes:
-        schedule: whose.
-        prefill, decode: names of the schedules that read prompts and that generate: those that were simulated are those
-            that the executor runs.
+        schedule: name of the published schedule.
+        prefill, decode: names of the schedules of prompts and of generation; the executor runs the same ones that were
+            simulated.
         sequences: N.
         micro_batch: mu.
         attention_on_card: A_g.
         experts_on_card: F_g.
         weights_on_card: r_w.
         cache_on_card: r_c.
-        batches: n, micro-batches that share each layer's weights.
+        batches: n, micro-batches that share each load of a layer's weights.
         fewest_batches: the smallest n of this size that satisfies Klotski's inequalities (4) to (7); None if none does.
-        hides_transfers: whether n is enough for these: weights arrive before they are needed.
-        tokens_per_s: predicted, prefill counted.
+        hides_transfers: whether n satisfies them: weights arrive before they are needed.
+        tokens_per_s: predicted, prefill included.
     """
 
     schedule: str
@@ -129,15 +129,15 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Predicted, or timed where the engine has run just so.
+    """Speed of a plan: predicted, or measured if the engine has run this configuration.
 
     Attributes:
-        tokens_per_s: delivered tokens over all the time, prefill counted.
-        decode_tokens_per_s: decode steps per second, what a person who reads along sees.
-        low, high: range of `decode_tokens_per_s`; narrower the more of the machine was measured.
-        ttft_s: until the first token.
-        predicted: what `decode_tokens_per_s` had been predicted to be, if it was timed; else 0.
-        timed_at: when it was timed, ISO 8601; empty if it is predicted.
+        tokens_per_s: delivered tokens over the whole time, prefill included.
+        decode_tokens_per_s: decode steps per second, the speed at which text appears.
+        low, high: range of `decode_tokens_per_s`; narrower on a measured machine.
+        ttft_s: time to first token.
+        predicted: the prediction of `decode_tokens_per_s` if that was measured; else 0.
+        timed_at: when it was measured, ISO 8601; empty for predictions.
     """
 
     tokens_per_s: float
@@ -151,13 +151,13 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Another way to run the same, and how fast it would be.
+    """Another way to run the same workload, and its speed.
 
     Attributes:
-        policy: its name.
+        policy: name of the policy.
         precision: of the experts.
         speed: predicted.
-        runs_here: whether the engine has it; else it is there to compare with.
+        runs_here: whether the engine implements it; else it is listed for comparison only.
     """
 
     policy: str
@@ -168,11 +168,11 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Help:
-    """A change and what it would bring.
+    """A change of the machine and its effect.
 
     Attributes:
         change: in words: "8 GB more RAM".
-        tokens_per_s: delivered with it; decode_tokens_per_s: likewise.
+        tokens_per_s, decode_tokens_per_s: as in `Speed`, with the change.
         gain: factor over the plan's `tokens_per_s`.
     """
 
@@ -184,12 +184,12 @@ class Help:
 
 @dataclass(frozen=True, slots=True)
 class RooflinePoint:
-    """A computation in the picture of the roofline.
+    """A computation in the roofline diagram.
 
     Attributes:
-        name: what.
-        intensity: flops per byte of expert weights that are read or fetched.
-        flops: that are reached there, 1 / s.
+        name: name of the computation.
+        intensity: flops per byte of expert weights read or fetched.
+        flops: attained, 1 / s.
         bound_by: "link", "GPU memory", "GPU arithmetic", "CPU memory" or "CPU arithmetic".
     """
 
@@ -201,13 +201,13 @@ class RooflinePoint:
 
 @dataclass(frozen=True, slots=True)
 class RooflinePicture:
-    """MoE-Lightning's Hierarchical Roofline of this machine and model, ready to be drawn.
+    """MoE-Lightning's Hierarchical Roofline of this machine and model, ready to draw.
 
     Attributes:
         cpu_flops, cpu_bytes_per_s, gpu_flops, gpu_bytes_per_s, link_bytes_per_s: the roofs; 0 without a card.
-        first_turning_point: P1 (eq. 9): at less flops per fetched byte it does not pay to fetch.
-        second_turning_point: P2 (eq. 10): at less the link limits what is computed on the card.
-        balance: eq. 11, of a decode step of one sequence.
+        first_turning_point: P1 (eq. 9): with fewer flops per fetched byte, fetching does not pay.
+        second_turning_point: P2 (eq. 10): with fewer flops per fetched byte, the link limits the card.
+        balance: eq. 11, for a decode step of one sequence.
         points: the experts' part of decode, prefill and batch.
     """
 
@@ -224,24 +224,24 @@ class RooflinePicture:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How to run a model.
+    """How to run a model on a machine.
 
     Attributes:
         machine, model, workload: names of what was planned for.
         policy: name of the mechanism; see `engine.planner.simulator.plans`.
         precision: of the experts.
-        threads: of the CPU.
+        threads: CPU threads.
         context_tokens: longest context.
-        card: bytes on the card(s); None if all is computed on the CPU.
+        card: bytes on the card(s); None if the CPU computes everything.
         ram: bytes in RAM.
-        disk_bytes: of experts that are read from disk as they are needed; 0 if all fit into RAM or on the card.
+        disk_bytes: experts that are read from disk when needed; 0 if all fit into RAM or on the card.
         cache: the experts on the card.
-        batch: how many sequences are run together; None for a single one.
-        speed: predicted.
-        bottleneck: what limits it, in one sentence.
-        helps: changes of the machine, the biggest gain first; what_helps: the first, in one sentence.
+        batch: how many sequences run together; None for a single one.
+        speed: predicted or measured.
+        bottleneck: what limits the speed, in one sentence.
+        helps: changes of the machine, the biggest gain first; what_helps: the first of them, in one sentence.
         alternatives: other policies and precisions, the fastest first.
-        roofline: the picture.
+        roofline: the diagram.
     """
 
     machine: str
@@ -265,11 +265,11 @@ class Plan:
     limits: Limits
 
     def engine_config(self, model: str, device: str = "auto") -> EngineConfig:
-        """What the engine runs the plan with.
+        """The engine configuration that runs this plan.
 
         Args:
             model: `starter`, a library name or a checkpoint directory.
-            device: that the card is; of no account where the plan leaves it alone.
+            device: name of the card; ignored if the plan does not use it.
         """
         cache, limits = self.cache, self.limits
         return EngineConfig(
@@ -280,8 +280,8 @@ class Plan:
             ram_bytes=limits.ram_bytes,
             threads=self.threads,
             context_tokens=limits.context_tokens,
-            # As many as fit is what the engine finds out by itself, and better: what is free changes.  A batch's
-            # schedule has the cache's memory for as long as it runs.
+            # The engine finds the number of slots that fit by itself, and better, because free memory changes.  Batch
+            # schedules take over the cache's memory while they run.
             cache_slots=0 if self._without_cache else None,
             cache_ways=cache.ways,
             cache_policy=cast("CachePolicy", cache.policy),
@@ -296,5 +296,5 @@ class Plan:
 
 
 def total_held(tier: TierBytes) -> dict[str, int]:
-    """Purpose -> bytes, for tables and bars; purposes without bytes are left out."""
+    """Purpose -> bytes, for tables and bars; empty purposes are left out."""
     return {part.name: value for part in fields(tier) if part.name != "total" and (value := getattr(tier, part.name))}

@@ -1,4 +1,4 @@
-"""The fastest way to run a workload: all policies by one simulation; a few by a shorter one to compare machines."""
+"""Search for the fastest way to run a workload: a full simulation of all policies, or a quick one of a few."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ ENGINE_SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "CPU-GPU collaborative": {"misses": "cpu", "cache_policy": "lru"},
     "DuoServe-MoE": {"misses": "fetch", "cache_slots": 0, "prefetch": "mlp"},
 }
-"""Policy -> what `EngineConfig` runs it with."""
+"""Policy -> the `EngineConfig` settings that run it."""
 
 EXECUTED_SCHEDULES = (CGOPIPE, KLOTSKI, FLEXGEN_S4)
-"""Policies of many sequences that the batch executor carries out as they are simulated, the one that it would rather
-take first.  FlexGen's CPU attention is slower than the executor's, and DeepSpeed's keys and values lie on the card."""
+"""Policies of many sequences that the batch executor runs exactly as simulated, preferred ones first.  FlexGen's CPU
+attention is slower than the executor's, and DeepSpeed keeps keys and values on the card."""
 
 _QUICK, _LONGER = 4, 12
-"""MoE layers that the two simulations draw; of many rows, which use all experts of a layer, fewer."""
+"""MoE layers that the quick and the full simulation draw; fewer for many rows, which use all experts of a layer."""
 _DRAWN_EXPERTS = 768
-"""Experts of all drawn layers that the longer one draws of many rows; the quick one a third."""
+"""Experts over all layers that the full simulation draws for many rows; the quick one draws a third."""
 _EQUAL = 1 - 1e-9
 _SHORTLIST = ("Switchyard mixed, static", "Switchyard mixed", "CPU only")
 _BATCH_SHORTLIST = (*_SHORTLIST, KLOTSKI, CGOPIPE)
@@ -49,10 +49,10 @@ _BATCH_SHORTLIST = (*_SHORTLIST, KLOTSKI, CGOPIPE)
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is to be planned.
+    """What to plan.
 
     Attributes:
-        machine, model, workload, limits: of the plan.
+        machine, model, workload, limits: what the plan is for.
         precision: of the experts.
     """
 
@@ -63,10 +63,10 @@ class Question:
     precision: str
 
     def setting(self, drawn_layers: int | None = None) -> Setting:
-        """For the simulator, with the engine's own costs and memory; by default all layers are simulated.
+        """Input of the simulator, with the engine's own costs and memory; all layers are simulated by default.
 
-        Batch schedules are asked for what the batch pipeline carries out: its pages of keys and values all lie in RAM,
-        and where attention is on the card each micro-batch's are sent there again (r_c = 0).
+        Batch schedules are limited to what the batch pipeline supports: all its pages of keys and values are in RAM,
+        and attention on the card copies them there for each micro-batch (r_c = 0).
         """
         if drawn_layers is not None and self.workload.sequences > 1:
             drawn_layers = max(2, min(drawn_layers, _DRAWN_EXPERTS * drawn_layers // _LONGER // self.model.experts))
@@ -77,17 +77,17 @@ class Question:
 
 
 def runs_here(policy: str, workload: Workload) -> bool:
-    """Whether the engine can carry it out; else it is there to compare with."""
+    """Whether the engine implements the policy; others are listed for comparison only."""
     return policy in ENGINE_SETTINGS or (workload.sequences > 1 and policy in EXECUTED_SCHEDULES)
 
 
 def search(question: Question) -> list[Outcome]:
-    """Every policy that fits, the fastest first: none is left out, so that none can be faster than the first."""
+    """All policies that fit, the fastest first; none is skipped, so no alternative can be faster than the first."""
     return run_all(question.setting(_LONGER))
 
 
 def in_order(outcomes: Iterable[Outcome], workload: Workload) -> list[Outcome]:
-    """Those that the engine can carry out, the fastest first; of equal ones what it does without being told first."""
+    """The policies that the engine implements, the fastest first; ties go to the engine's default."""
     plainest = [*ENGINE_SETTINGS, *EXECUTED_SCHEDULES]
     able = [one for one in outcomes if runs_here(one.policy, workload)]
     best = max((one.tokens_per_s for one in able), default=0.0)
@@ -98,14 +98,14 @@ def in_order(outcomes: Iterable[Outcome], workload: Workload) -> list[Outcome]:
 
 
 def quick_best(question: Question) -> Outcome | None:
-    """The fastest of a few policies, for comparing machines and precisions."""
+    """The fastest of a few policies, to compare machines and precisions."""
     names = _SHORTLIST if question.workload.sequences == 1 else _BATCH_SHORTLIST
     found = run_all(replace(question.setting(_QUICK), even_only=True), names)
     return found[0] if found else None
 
 
 def choose_precision(question: Question) -> str:
-    """The best quality that is not much slower than less, of those that can be loaded; the last where nothing fits."""
+    """The best quality that is not much slower than a lower one and that can be loaded; the lowest if nothing fits."""
     speeds = {}
     for precision in LADDER:
         asked = replace(question, precision=precision)

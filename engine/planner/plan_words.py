@@ -1,4 +1,4 @@
-"""A plan's findings in sentences for people."""
+"""A plan's findings in sentences for the user."""
 
 from __future__ import annotations
 
@@ -10,60 +10,60 @@ from engine.planner.workload import Workload
 
 
 def bottleneck_sentence(outcome: Outcome, costs: Costs, memory: EngineMemory, workload: Workload) -> str:
-    """What limits decoding: the lane that is busiest, and why it is."""
+    """What limits decoding: the busiest lane, and why it is."""
     use = outcome.utilisation
     lane = max(use, key=lambda name: use[name], default="")
     if lane in ("cpu_experts", "cpu_attention"):
         busy = use.get("cpu_experts", 0.0) + use.get("cpu_attention", 0.0)
         if lane == "cpu_experts" and _bound_by_arithmetic(costs, workload):
             return (
-                f"The processor's arithmetic limits it: {busy:.0%} of the time it is busy, and computing experts takes "
+                f"CPU arithmetic limits the speed: the CPU is busy {busy:.0%} of the time, and computing experts takes "
                 "longer than reading them from RAM."
             )
         rate = costs.cpu_bytes_per_s / 1e9
         what = "expert weights" if lane == "cpu_experts" else "the other weights and the KV cache"
-        return f"Reading {what} from RAM limits it: {busy:.0%} of the time the CPU is busy, at {rate:.3g} GB/s."
+        return f"Reading {what} from RAM limits the speed: the CPU is busy {busy:.0%} of the time, at {rate:.3g} GB/s."
     if lane == "h2d":
         return (
-            f"The link to the card limits it: {use[lane]:.0%} of the time weights are on their way, "
+            f"The link to the card limits the speed: it is busy {use[lane]:.0%} of the time, "
             f"at {costs.machine.link.h2d / 1e9:.3g} GB/s."
         )
     if lane == "disk":
         return (
-            f"The disk limits it: {use[lane]:.0%} of the time experts are being read, at "
+            f"The disk limits the speed: it is busy {use[lane]:.0%} of the time, at "
             f"{costs.machine.disk_bytes_per_s / 1e9:.3g} GB/s, because {memory.disk / 1e9:.3g} GB of experts do not "
             "fit into RAM."
         )
     launches = (LAYER_OPERATORS + EXPERT_OPERATORS) * costs.model.layers * costs.efficiency.operator_s
     if outcome.batch is None and launches > 0.5 * outcome.tpot_s:
         return (
-            f"Starting the card's many small operations limits it: {launches * 1e3:.3g} ms of the "
-            f"{outcome.tpot_s * 1e3:.3g} ms of a token."
+            f"Launching many small operations on the card limits the speed: {launches * 1e3:.3g} ms of the "
+            f"{outcome.tpot_s * 1e3:.3g} ms per token."
         )
     return (
-        f"The graphics card limits it: {use.get(lane, 0.0):.0%} of the time it is busy, "
+        f"The graphics card limits the speed: it is busy {use.get(lane, 0.0):.0%} of the time, "
         f"reading at {costs.card_bytes_per_s / 1e9:.3g} GB/s."
         if costs.machine.gpu is not None
-        else "The processor limits it."
+        else "The CPU limits the speed."
     )
 
 
 def help_sentence(helps: tuple[Help, ...], workload: Workload) -> str:
-    """The change with the biggest gain: in steps of one sequence, or in tokens of all."""
+    """The change with the biggest gain: in decode steps for one sequence, in total tokens for several."""
     if not helps:
-        return "No single change of memory, link, disk or precision would make it noticeably faster."
+        return "No single change of memory, link, disk or precision would make a noticeable difference."
     best = helps[0]
     change = best.change[0].upper() + best.change[1:]
     gain = f"{best.gain:.2f}" if best.gain < 1.95 else f"{best.gain:.2g}"
     if workload.sequences == 1:
-        faster = f"{best.decode_tokens_per_s:.3g} tokens/s, with the prompt counted {gain} times as fast"
+        faster = f"{best.decode_tokens_per_s:.3g} tokens/s, {gain} times as fast with the prompt included"
     else:
-        faster = f"about {gain} times as fast, {best.tokens_per_s:.3g} tokens/s"
+        faster = f"{best.tokens_per_s:.3g} tokens/s, about {gain} times as fast"
     return f"{change} would help most: {faster}."
 
 
 def _bound_by_arithmetic(costs: Costs, workload: Workload) -> bool:
-    """Whether an expert of a decode step takes the CPU longer to compute than to read."""
+    """Whether the CPU takes longer to compute an expert of a decode step than to read it."""
     model = costs.model
     rows = max(1.0, workload.sequences * workload.beams * model.experts_per_token / model.experts)
     return costs.cpu_experts(rows) > 1.05 * costs.expert_bytes / costs.cpu_bytes_per_s

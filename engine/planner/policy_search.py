@@ -19,7 +19,7 @@ _ENOUGH = 0.99
 
 @dataclass(frozen=True, slots=True)
 class SearchedPolicy:
-    """What the search knows of a policy.
+    """A policy with its modelled speed.
 
     Attributes:
         layer_s: T, seconds per layer of a decode step.
@@ -55,10 +55,10 @@ class PerformanceModel:
         return model.experts * model.expert_weights * self.bytes_per_weight + 2.0 * model.layer_weights
 
     def prefill_bytes_per_token(self) -> float:
-        """Peak of an eager prefill's intermediate tensors.
+        """Peak size of the intermediate tensors of an eager prefill.
 
-        Hidden states, gate, up and down of k experts twice over, 32-bit logits, and each head's scores, in 32 bits and
-        as 16-bit probabilities.
+        Hidden states, gate, up and down of k experts twice over, 32-bit logits, and the scores of each head in 32 bits
+        and as 16-bit probabilities.
         """
         model = self.model
         widths = 6 * model.hidden + 3 * model.experts_per_token * model.expert_width
@@ -66,23 +66,23 @@ class PerformanceModel:
         return 2.0 * (2.0 * widths + 2.0 * model.vocabulary) + scores
 
     def card_room(self, share: float) -> float:
-        """Bytes left on the card beside weights (a share stays, the rest goes through two buffers) and the runtime."""
+        """Bytes left on the card after weights (a share stays, the rest goes through two buffers) and the runtime."""
         moving = 2.0 * self.layer_bytes * (1.0 - share) if share < 1 else 0.0
         staying = self.layer_bytes * self.model.layers * share + 2.0 * self.model.embedding_weights
         return self.rule.card - self.rule.runtime - staying - moving
 
     def largest_micro_batch(self, share: float, cached_bytes: float = 0.0) -> int:
-        """mu that a prefill has room for beside `cached_bytes` of keys and values."""
+        """The largest mu whose prefill fits next to `cached_bytes` of keys and values."""
         tokens = (self.card_room(share) - cached_bytes) / self.prefill_bytes_per_token()
         return max(0, int(tokens // (self.workload.prompt_tokens * self.workload.beams)))
 
     def kv_bytes(self) -> float:
-        """Of one sequence at its longest."""
+        """Bytes of one sequence's keys and values at full length."""
         work = self.workload
         return self.model.kv_bytes_per_token() * (work.prompt_tokens + work.generated_tokens * work.beams)
 
     def largest_batch(self, cache_on_card: float) -> int:
-        """N whose keys and values fit into RAM beside the weights."""
+        """The largest N whose keys and values fit into RAM next to the weights."""
         weights = self.layer_bytes * self.model.layers
         room, share = self.rule.ram - weights, 1.0 - cache_on_card
         if room < 0:
@@ -90,7 +90,7 @@ class PerformanceModel:
         return int(room / (self.kv_bytes() * share)) if share > 0 else 1 << 20
 
     def layer_seconds(self, policy: BatchPolicy) -> tuple[float, str]:
-        """Eqs. 12-14: (T, which of its three terms it is)."""
+        """Eqs. 12-14: (T, the name of its largest term)."""
         sequences = policy.sequences
         model, gpu, cpu = self.model, self.machine.gpu, self.machine.cpu
         assert gpu is not None
@@ -129,13 +129,14 @@ def search_policy(
     bytes_per_weight: float = 2.0,
     cpu_experts: tuple[bool, ...] = (False, True),
 ) -> SearchedPolicy | None:
-    """The policy of highest throughput; among nearly equal ones that of the smallest batch, the balance point (eq. 11).
+    """The policy of highest throughput; nearly equal ones are decided by the smallest batch, the balance point (eq.
+    11).
 
     Args:
-        cpu_experts: whether F_g = 0, each of them tried.
+        cpu_experts: values of F_g = 0 to try.
 
     Returns:
-        None if not even one sequence's prefill fits on the card, or the model not into RAM.
+        None if not even one sequence's prefill fits on the card, or the model does not fit into RAM.
     """
     if machine.gpu is None:
         return None
@@ -147,10 +148,10 @@ def search_policy(
 def policies(
     performance: PerformanceModel, cpu_attention: bool, cpu_experts: bool, *, cache_in_ram: bool = False
 ) -> Iterator[SearchedPolicy]:
-    """The grid of N, mu, r_w and, where attention is on the card, r_c, as far as it fits.
+    """The grid of N, mu, r_w and, with attention on the card, r_c, as far as they fit.
 
     Args:
-        cache_in_ram: only r_c = 0.
+        cache_in_ram: try r_c = 0 only.
     """
     work = performance.workload
     for resident, cached in itertools.product(_SHARES, (0.0,) if cpu_attention or cache_in_ram else _CACHED):
@@ -159,7 +160,7 @@ def policies(
         if largest < 1:
             continue
         for micro_batch in {largest, max(1, largest // 2), max(1, largest // 4)}:
-            # A cache on the card leaves room for so many sequences beside their prefill.
+            # The cache on the card limits how many sequences fit next to their prefill.
             room = performance.card_room(resident)
             room -= micro_batch * performance.prefill_bytes_per_token() * work.prompt_tokens
             most = int(room // kept) if kept else work.sequences
@@ -172,7 +173,7 @@ def policies(
 
 
 def best_of(found: list[SearchedPolicy]) -> SearchedPolicy | None:
-    """The fastest; among nearly equal ones that of the smallest batch, then of the least memory on the card."""
+    """The fastest; nearly equal ones are decided by the smallest batch, then by the least memory on the card."""
     if not found:
         return None
     best = max(each.tokens_per_s_per_layer for each in found)

@@ -1,9 +1,9 @@
-"""The rule of `auto` precision: the best quality that is not much slower than less.
+"""The rule of `auto` precision: the best quality that is not much slower than a lower one.
 
-Whoever knows speeds, predicted or timed, goes by them (`worthwhile`).  Before a model is loaded none are known; then
-the memory that a token has to wait for stands for its speed (`best_in_reach`), for that makes more of a difference
-than any precision does.  bf16 is what checkpoints are in; int8 costs little of a model's quality (perplexity of the
-starter: none that could be measured on WikiText-2, 0.1% on chats, 0.8% on code) and int4 more of it.
+Callers that know speeds, predicted or measured, use `worthwhile`.  Before a model is loaded no speeds are known; then
+the slowest memory that a token may wait for stands in for speed (`best_in_reach`), because it matters more than any
+precision does.  Checkpoints are in bf16; int8 costs little of a model's quality (perplexity of the starter: no
+measurable change on WikiText-2, 0.1% on chats, 0.8% on code) and int4 costs more.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from engine.formats import FORMATS, LADDER
 
 
 class Reach(IntEnum):
-    """The farthest memory that a token may have to wait for, the nearest first."""
+    """The slowest memory that a token may have to wait for, the fastest first."""
 
     DEVICE = 0
     """Dense weights are on a device, experts there or in RAM."""
     RAM = 1
     """The CPU computes everything, from RAM."""
     DISK = 2
-    """Experts are read from disk as they are needed."""
+    """Experts are read from disk when needed."""
 
 
 def worthwhile(speeds: Mapping[str, float]) -> str | None:
-    """The precision to run in, given how fast each would be: the best quality that is not much slower than less.
+    """The precision to run in, given the speed of each: the best quality that is not much slower than a lower one.
 
     Args:
-        speeds: by precision, of those that are possible.
+        speeds: by precision, of those that fit.
     """
     taken: str | None = None
     for precision in LADDER:
@@ -40,12 +40,12 @@ def worthwhile(speeds: Mapping[str, float]) -> str | None:
 
 
 def best_in_reach(reach: Mapping[str, Reach]) -> str | None:
-    """The same where no speeds are known: the best quality of those that wait for the nearest memory.
+    """The same without known speeds: the best quality among those that wait for the fastest memory.
 
-    Where all of them wait for the disk, the one with the fewest bytes.
+    If all of them wait for the disk, the one with the fewest bytes.
 
     Args:
-        reach: by precision, of those that are possible.
+        reach: by precision, of those that fit.
     """
     nearest = min(reach.values(), default=Reach.DISK)
     if nearest is Reach.DISK:

@@ -1,4 +1,4 @@
-"""How fast the engine itself will decode, with exactly these settings: held against `bench decode`."""
+"""Predicts how fast the engine decodes with exactly these settings; validated against `bench decode`."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class DecodePrediction:
 
     Attributes:
         tokens_per_s: predicted; low, high: range.
-        ttft_s: until the first token.
+        ttft_s: time to first token.
         hit_rate: of the expert cache; None without one.
-        memory: that will be held.
+        memory: memory that will be held.
         precision: of the experts, `auto` resolved.
     """
 
@@ -57,15 +57,15 @@ def predict_decode(
     tokens: int = 128,
     routing: NDArray[np.int16] | None = None,
 ) -> DecodePrediction:
-    """Decode speed of the engine with this configuration.
+    """Predicts the decode speed of the engine with this configuration.
 
     Args:
-        machine: with a card if one is used, measured or not; an emulated one too.
-        routing: experts that consecutive tokens of this model were seen to use, [tokens, MoE layers, k]: how often a
-            cache hits is the model's own; without it routing is made up as published measurements are.
+        machine: includes a card if one is used, measured or not; an emulated one too.
+        routing: experts that consecutive tokens of this model used, [tokens, MoE layers, k], for this model's own hit
+            rates; by default routing is synthetic, with published statistics.
 
     Raises:
-        EngineError: `NOT_ENOUGH_MEMORY`, the model does not fit so.
+        EngineError: `NOT_ENOUGH_MEMORY`, the model does not fit.
     """
     outcome, memory, precision = simulate_decode(
         machine, model, config, prompt_tokens=prompt_tokens, tokens=tokens, routing=routing
@@ -93,14 +93,14 @@ def simulate_decode(
     routing: NDArray[np.int16] | None = None,
     record: bool = False,
 ) -> tuple[Outcome, EngineMemory, str]:
-    """(what `predict_decode` goes by, memory that will be held, precision of the experts).
+    """(simulated outcome behind `predict_decode`, memory that will be held, precision of the experts).
 
     Args:
         routing: see `predict_decode`.
         record: keep the spans of the simulation.
 
     Raises:
-        EngineError: `NOT_ENOUGH_MEMORY`, the model does not fit so.
+        EngineError: `NOT_ENOUGH_MEMORY`, the model does not fit.
     """
     limits = limits_of(config)
     precisions = LADDER if config.precision == AUTO else (config.precision,)
@@ -132,7 +132,7 @@ def _does_not_fit(model: ModelShape, machine: HardwareProfile) -> EngineError:
 
 
 def limits_of(config: EngineConfig) -> Limits:
-    """The limits that a configuration sets."""
+    """The limits that a configuration implies."""
     return Limits(
         vram_bytes=config.vram_bytes,
         ram_bytes=config.ram_bytes,
@@ -155,10 +155,10 @@ def _strategy(config: EngineConfig, memory: EngineMemory) -> Strategy:
 
 
 def running_config(model: ModelInfo, asked: EngineConfig | None, slots: int | None) -> EngineConfig:
-    """How a loaded model runs: what was asked for, and what the engine made of it.
+    """The configuration of a loaded model: as requested, with the values that the engine resolved.
 
     Args:
-        slots: experts on the card, as the engine told last; None if it has no cache.
+        slots: experts on the card, as last reported by the engine; None without a cache.
     """
     config = asked or EngineConfig(model.path)
     return replace(
@@ -172,10 +172,10 @@ def running_config(model: ModelInfo, asked: EngineConfig | None, slots: int | No
 
 
 def recorded_config(about: Mapping[str, Any], slots: int | None) -> EngineConfig:
-    """The same of what a recorded session says of itself; what it does not say is left to the engine."""
-    told = about.get("config")
+    """The same from the header of a recorded session; missing values are left to the engine."""
+    stored = about.get("config")
     known = {field.name for field in fields(EngineConfig)}
-    asked = {name: value for name, value in told.items() if name in known} if isinstance(told, dict) else {}
+    asked = {name: value for name, value in stored.items() if name in known} if isinstance(stored, dict) else {}
     config = EngineConfig(**{"model": str(about.get("model", "")), **asked})
     threads = about.get("threads")
     precision = str(about.get("precision", ""))

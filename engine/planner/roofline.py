@@ -1,4 +1,4 @@
-"""MoE-Lightning's Hierarchical Roofline Model (its section 3): what a computation can reach, what limits it."""
+"""MoE-Lightning's Hierarchical Roofline Model (its section 3): attainable speed of a computation and what limits it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.planner.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A memory with the processor beside it.
+    """A memory and its processor.
 
     Attributes:
         name: "GPU" or "CPU".
@@ -26,7 +26,7 @@ class Level:
     bytes_per_s: float
 
     def attainable(self, intensity: float) -> float:
-        """Eq. 8: of a computation whose data lies here; `intensity` in flops per byte of this memory."""
+        """Eq. 8: for data in this memory; `intensity` in flops per byte of this memory."""
         return min(self.flops, self.bytes_per_s * intensity)
 
 
@@ -65,7 +65,7 @@ class HierarchicalRoofline:
         return self.upper.bytes_per_s * upper_intensity / self.link
 
     def bottleneck(self, upper_intensity: float, lower_intensity: float) -> str:
-        """What limits it: "link", "GPU memory" or "GPU arithmetic"."""
+        """What limits a computation: "link", "GPU memory" or "GPU arithmetic"."""
         limits = {
             "link": self.link * lower_intensity,
             f"{self.upper.name} memory": self.upper.bytes_per_s * upper_intensity,
@@ -75,10 +75,10 @@ class HierarchicalRoofline:
 
 
 def roofline_of(machine: HardwareProfile) -> HierarchicalRoofline:
-    """A machine's, from its data sheet.
+    """The roofline of a machine, from its data sheet.
 
     Raises:
-        ValueError: it has no graphics card.
+        ValueError: the machine has no graphics card.
     """
     gpu = machine.gpu
     if gpu is None:
@@ -96,7 +96,7 @@ def operational_intensity(flops: float, nbytes: float) -> float:
 
 
 def roofline_picture(costs: Costs, workload: Workload) -> RooflinePicture:
-    """The roofline of a machine with what the experts of a model reach on it: ready to be drawn."""
+    """The roofline of a machine with a model's experts on it, ready to draw."""
     machine, model = costs.machine, costs.model
     cpu = Level("CPU", machine.cpu.flops, costs.cpu_bytes_per_s)
     width = operational_intensity(2.0 * model.expert_weights, costs.expert_bytes)
@@ -118,7 +118,7 @@ def roofline_picture(costs: Costs, workload: Workload) -> RooflinePicture:
             roofline.attainable(intensity, intensity),
             roofline.bottleneck(intensity, intensity),
         )
-        # Left of P1 the host does it itself, at least as fast as the card could be fed.
+        # Left of P1 the host computes, at least as fast as the link could feed the card.
         if max(each, 1.0) * width >= roofline.first_turning_point(max(each, 1.0) * width)
         else _on_host(name, cpu, max(each, 1.0) * width)
         for name, each in rows.items()

@@ -1,9 +1,9 @@
-"""Batch schedules: in which order the work of a sweep is issued.  Each is written once, here, and run by two.
+"""Batch schedules: the order in which the work of a sweep is issued.  Each is written once and used twice.
 
-The batch executor (`engine.runtime.batch.pipeline`) issues real work to a device's streams, the simulator
-(`engine.planner.simulator.sweeps`) issues seconds to a timeline: what is predicted is what is executed.  A schedule
-only says what comes when.  It is given all layers of a sweep, and stops behind every layer: the next layer's weights
-are on their way by then, and where attention runs ahead its first micro-batches have begun.
+The batch executor (`engine.runtime.batch.pipeline`) issues real work to a device's streams; the simulator
+(`engine.planner.simulator.sweeps`) issues seconds to a timeline.  So the executor runs exactly what was predicted.  A
+schedule only defines the order.  It gets all layers of a sweep and yields after every layer; by then the next layer's
+weights are in transfer and, where attention runs ahead, its first micro-batches have started.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from functools import partial
 from typing import Protocol
 
 _AHEAD = 2
-"""Micro-batches whose attention is begun before the first one's experts are computed (MoE-Lightning, Algorithm 1)."""
+"""Micro-batches whose attention starts before the first one's experts are computed (MoE-Lightning, Algorithm 1)."""
 
 
 class LayerWork(Protocol):
-    """One layer of a sweep.  Micro-batches, of which there are `count`, go by their numbers."""
+    """One layer of a sweep.  Its `count` micro-batches are identified by number."""
 
     @property
     def count(self) -> int: ...
@@ -27,45 +27,45 @@ class LayerWork(Protocol):
         """Computes a micro-batch's layer up to attention: pre-attention."""
 
     def attend_in_ram(self, number: int, *, behind_weights: bool = False) -> None:
-        """Begins attention by the CPU, over keys and values in RAM.
+        """Starts attention on the CPU, over keys and values in RAM.
 
         Args:
-            behind_weights: whether what was attended comes back behind the weights that are on their way.
+            behind_weights: the attention output is copied back after the weight transfers already queued.
         """
 
     def take_attended(self, number: int) -> None:
-        """Goes on with what `attend_in_ram` gives, once it is on the device, up to the gates."""
+        """Continues with the output of `attend_in_ram` once it is on the device, up to the gates."""
 
     def fetch_cache(self, number: int) -> None:
-        """Begins to bring a micro-batch's keys and values to the device; two of them have room there."""
+        """Starts copying a micro-batch's keys and values to the device, which has room for two micro-batches."""
 
     def attend_on_device(self, number: int) -> None:
-        """Attends once its keys and values are there, and goes on up to the gates."""
+        """Computes attention once its keys and values have arrived, and continues up to the gates."""
 
     def bring_page(self, page: int, pages: int) -> None:
-        """Begins to bring one of so many pages of the next layer's weights."""
+        """Starts the transfer of one of `pages` pages of the next layer's weights."""
 
     def bring_layer(self) -> None:
-        """Begins to bring all of this layer's experts, as far as they are not there or on their way."""
+        """Starts the transfer of all experts of this layer that are neither there nor in transfer."""
 
     def bring_hot(self, *, of_next: bool = False) -> None:
-        """Begins to bring the experts of this layer, or of the next, that are predicted to have the most tokens."""
+        """Starts the transfer of the experts of this or the next layer that are predicted to get the most tokens."""
 
     def bring_wanted(self) -> None:
-        """Begins to bring what the micro-batches lack, all of which have reached their gates: most tokens first."""
+        """Starts the transfer of the missing experts, most tokens first; all micro-batches have reached their gates."""
 
     def compute_together(self, numbers: Sequence[int]) -> None:
-        """Computes expert by expert for all of these, in the order in which the experts arrive."""
+        """Computes expert by expert for all these micro-batches, in the order in which the experts arrive."""
 
     def compute_in_ram(self, number: int) -> None:
-        """Has the CPU compute a micro-batch's experts, as far as they do not lie on the device for good."""
+        """Computes a micro-batch's experts on the CPU, except those that stay on the device."""
 
     def finish(self, number: int) -> None:
-        """The rest of a micro-batch's layer; experts that nobody has computed, once their weights are all there."""
+        """Completes a micro-batch's layer, including experts not yet computed, once all their weights are there."""
 
 
 Layers = Sequence[LayerWork]
-"""All layers of a sweep, of as many micro-batches each."""
+"""All layers of a sweep, with equal numbers of micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +73,10 @@ class Schedule:
     """An order of a sweep's work.
 
     Attributes:
-        name: for people, and in `SCHEDULES`.
-        order: issues the work; stops behind each layer.  None: see `HYBRID`.
-        whole_layers: experts are computed when all of their layer are there; else when those are that were brought.
-        in_ram: if keys and values are sent to the device: what takes its place where they cannot be.
+        name: shown to users, and the key in `SCHEDULES`.
+        order: issues the work and yields after each layer; None for `HYBRID`.
+        whole_layers: experts are computed once their whole layer is there; else once the transferred ones are.
+        in_ram: for schedules that copy keys and values to the device: the schedule to use where this is impossible.
     """
 
     name: str
@@ -88,13 +88,13 @@ class Schedule:
         return self.name
 
 
-# Attention of one layer: each yields the numbers of the micro-batches that have reached their gates.
+# Attention of one layer: yields the numbers of the micro-batches that have reached their gates.
 
 Attention = Callable[[LayerWork], Iterator[int]]
 
 
 def _in_ram(work: LayerWork) -> Iterator[int]:
-    """Two micro-batches ahead."""
+    """CPU attention, two micro-batches ahead."""
     for number in range(min(_AHEAD, work.count)):
         _begin_in_ram(work, number)
     for number in range(work.count):
@@ -105,7 +105,7 @@ def _in_ram(work: LayerWork) -> Iterator[int]:
 
 
 def _on_device(work: LayerWork) -> Iterator[int]:
-    """Keys and values are fetched one micro-batch ahead."""
+    """Attention on the device; keys and values are fetched one micro-batch ahead."""
     work.fetch_cache(0)
     for number in range(work.count):
         if number + 1 < work.count:
@@ -116,7 +116,7 @@ def _on_device(work: LayerWork) -> Iterator[int]:
 
 
 def _in_ram_in_turn(work: LayerWork) -> Iterator[int]:
-    """One micro-batch after the other, what was attended behind the weights."""
+    """CPU attention, one micro-batch at a time; its output is copied behind the weights."""
     for number in range(work.count):
         work.begin(number)
         work.attend_in_ram(number, behind_weights=True)
@@ -133,14 +133,14 @@ def _begin_in_ram(work: LayerWork, number: int) -> None:
 
 
 def _flexgen(attention: Attention, work: LayerWork) -> None:
-    """The next layer's weights in one piece, then micro-batch after micro-batch (FlexGen, MoE-Lightning's figure 6)."""
+    """The next layer's weights in one piece, then micro-batch by micro-batch (FlexGen, MoE-Lightning's figure 6)."""
     work.bring_page(0, 1)
     for number in attention(work):
         work.finish(number)
 
 
 def _layer_first(attention: Attention, work: LayerWork) -> None:
-    """What Klotski begins with: a layer's experts in one piece, while all micro-batches attend."""
+    """Klotski's baseline: a layer's experts in one piece, while all micro-batches compute attention."""
     work.bring_layer()
     for _ in attention(work):
         pass
@@ -148,22 +148,22 @@ def _layer_first(attention: Attention, work: LayerWork) -> None:
 
 
 def _hot_only(attention: Attention, work: LayerWork) -> None:
-    """Klotski's second step: hot experts come during attention, the others once the gates have spoken; micro-batch
-    after micro-batch, of which the first meets the experts as they arrive."""
+    """Klotski's second step: hot experts are fetched during attention, the others once the gates have run; then
+    micro-batch by micro-batch, the first of which uses experts as they arrive."""
     _bring_after_gates(attention, work)
     work.compute_together(range(1))
     _finish(work)
 
 
 def _klotski(attention: Attention, work: LayerWork) -> None:
-    """Klotski's Algorithm 1: as `_hot_only`, but expert after expert for all micro-batches, in order of arrival."""
+    """Klotski's Algorithm 1: as `_hot_only`, but expert by expert for all micro-batches, in order of arrival."""
     _bring_after_gates(attention, work)
     work.compute_together(range(work.count))
     _finish(work)
 
 
 def _experts_in_ram(attention: Attention, work: LayerWork) -> None:
-    """F_g = 0: no expert moves; while the CPU computes one micro-batch's, the device has the next one."""
+    """F_g = 0: no expert moves; while the CPU computes one micro-batch's experts, the device runs the next one."""
     for number in attention(work):
         work.compute_in_ram(number)
         work.finish(number)
@@ -183,7 +183,7 @@ def _finish(work: LayerWork) -> None:
 
 
 def layer_by_layer(order: Callable[[LayerWork], None]) -> Callable[[Layers], Iterator[None]]:
-    """A schedule that begins a layer when all of the one before is done."""
+    """A schedule that starts a layer only after the previous one has finished."""
 
     def run(layers: Layers) -> Iterator[None]:
         for layer in layers:
@@ -193,14 +193,14 @@ def layer_by_layer(order: Callable[[LayerWork], None]) -> Callable[[Layers], Ite
     return run
 
 
-# Orders across the borders of layers
+# Orders across layer boundaries
 
 
 def _cgopipe(layers: Layers) -> Iterator[None]:
     """MoE-Lightning's Algorithm 1: CPU attention two micro-batches ahead, weights in as many pages as micro-batches.
 
-    Both go on across the borders of layers: while a layer's last micro-batches compute, the next layer's first ones
-    attend, and its successor's first pages follow as soon as their buffer is free.
+    Both continue across layer boundaries: while a layer's last micro-batches compute, the next layer's first ones run
+    attention, and the first pages of the layer after it follow as soon as their buffer is free.
     """
     return _ahead(layers, layers[0].count)
 
@@ -218,7 +218,7 @@ def _ahead(layers: Layers, pages: int) -> Iterator[None]:
         if place < places:
             _begin_in_ram(layers[place // count], place % count)
 
-    lead = min(_AHEAD, count)  # a micro-batch's next layer begins when it has left the one before
+    lead = min(_AHEAD, count)  # a micro-batch enters its next layer after leaving the previous one
     _bring_first(layers[0], pages)
     for place in range(lead):
         begin(place)
@@ -237,7 +237,7 @@ def _ahead(layers: Layers, pages: int) -> Iterator[None]:
 
 
 def _bring_first(layer: LayerWork, pages: int) -> None:
-    """The first pages of a layer's successor: the link always has one to go on with."""
+    """The first pages of the next layer's weights, so that the link always has a transfer queued."""
     for page in range(min(_AHEAD, pages)):
         layer.bring_page(page, pages)
 
@@ -248,7 +248,7 @@ S4 = Schedule("s4", layer_by_layer(partial(_flexgen, _on_device)), in_ram=CGOPIP
 MULTI_BATCH = Schedule("multi-batch", _multi_batch)
 HOT_ONLY = Schedule("hot-only", layer_by_layer(partial(_hot_only, _in_ram)), whole_layers=False)
 KLOTSKI = Schedule("klotski", layer_by_layer(partial(_klotski, _in_ram)), whole_layers=False)
-# As in Klotski's paper: attention on the card, keys and values sent there.
+# As in Klotski's paper: attention on the card, keys and values copied there.
 MULTI_BATCH_ON_CARD = Schedule(
     "multi-batch-on-card", layer_by_layer(partial(_layer_first, _on_device)), in_ram=MULTI_BATCH
 )
@@ -259,8 +259,8 @@ CPU_EXPERTS_ON_CARD = Schedule(
     "cpu-experts-on-card", layer_by_layer(partial(_experts_in_ram, _on_device)), False, CPU_EXPERTS
 )
 HYBRID = Schedule("hybrid", None)
-"""Micro-batch after micro-batch through a layer as a chat goes: the expert cache meets experts one step at a time.  The
-order is the cache's own, which single requests' strategies simulate."""
+"""Micro-batch by micro-batch through a layer, as in a chat: the expert cache handles one step at a time.  The order is
+the cache's own, which the strategies of single requests simulate."""
 
 SCHEDULES = {
     schedule.name: schedule
@@ -279,4 +279,4 @@ SCHEDULES = {
         HYBRID,
     )
 }
-"""All that there are, by name."""
+"""All schedules, by name."""

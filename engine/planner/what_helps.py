@@ -1,4 +1,4 @@
-"""Other hardware, tried out: what a change of the machine would bring."""
+"""The effect of other hardware: predicts what a change of the machine would bring."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Other hardware; None leaves a part as it is.
+    """Other hardware; None keeps a part.
 
     Attributes:
-        gpu: the machine whose card and link are put in: of `resources/machines`.
+        gpu: machine from `resources/machines` whose card and link are used.
         vram_bytes: of all cards together.
         ram_bytes: installed.
-        link_bytes_per_s: both ways, pinned.
-        disk_bytes_per_s: reading.
+        link_bytes_per_s: in both directions, pinned.
+        disk_bytes_per_s: sequential reads.
     """
 
     gpu: HardwareProfile | None = None
@@ -36,18 +36,16 @@ class Change:
 
 
 def what_if(machine: HardwareProfile, change: Change) -> HardwareProfile:
-    """The machine with other hardware in it.
+    """The machine with other hardware.
 
     Raises:
-        EngineError: `INVALID_REQUEST`, memory of a card is changed where there is none.
+        EngineError: `INVALID_REQUEST`, the memory of a card is changed but there is none.
     """
     changed = machine
     if change.gpu is not None:
         changed = replace(changed, gpu=change.gpu.gpu, link=change.gpu.link)
     if change.vram_bytes is not None and changed.gpu is None:
-        raise EngineError(
-            ErrorCode.INVALID_REQUEST, f"{machine.name} has no graphics card: choose which one it should have."
-        )
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"{machine.name} has no graphics card: choose one first.")
     changed = changed.with_memory(vram_bytes=change.vram_bytes, ram_bytes=change.ram_bytes)
     if change.link_bytes_per_s is not None:
         faster = change.link_bytes_per_s / changed.link.h2d
@@ -64,7 +62,7 @@ def what_if(machine: HardwareProfile, change: Change) -> HardwareProfile:
 
 
 def what_helps(question: Question) -> tuple[Help, ...]:
-    """Changes that make it faster, the biggest gain first: each is tried."""
+    """Changes that make it faster, the biggest gain first; each is simulated."""
     before = quick_best(question)
     if before is None:
         return ()
@@ -109,5 +107,5 @@ def _tries(question: Question) -> list[tuple[str, Question]]:
 
 
 def _next(sizes: tuple[int, ...], nbytes: int) -> int | None:
-    """The next usual size in GiB that is a quarter more at least."""
+    """The next common size in GiB that is at least a quarter larger."""
     return next((size for size in sizes if size * _GIB >= 1.25 * nbytes), None)

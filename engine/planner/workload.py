@@ -1,4 +1,4 @@
-"""What is asked of the machine."""
+"""The work that a plan is made for."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class Workload:
     """Sequences to be continued.
 
     Attributes:
-        name: for people.
-        prompt_tokens: of each sequence, after padding if a schedule pads.
+        name: shown to users.
+        prompt_tokens: of each sequence, including padding if the schedule pads.
         generated_tokens: of each sequence.
         sequences: independent prompts.
-        beams: hypotheses kept of each; 1 is plain sampling.
+        beams: hypotheses per sequence; 1 is plain sampling.
     """
 
     name: str
@@ -26,12 +26,12 @@ class Workload:
 
     @property
     def tokens_out(self) -> int:
-        """Tokens delivered: those of the best hypothesis only."""
+        """Tokens delivered: only those of the best hypothesis."""
         return self.sequences * self.generated_tokens
 
     @property
     def mean_context(self) -> float:
-        """Tokens of context that a decode step sees on average."""
+        """Mean number of context tokens of a decode step."""
         return self.prompt_tokens + (self.generated_tokens + 1) / 2
 
 
@@ -41,7 +41,7 @@ BEAM = Workload("beam", prompt_tokens=32, generated_tokens=64, beams=8)
 BATCH = Workload("batch", prompt_tokens=256, generated_tokens=64, sequences=512)
 _TEXT = re.compile(r"(\d{1,7})x(\d{1,7})(?:x(\d{1,6}))?(?:x(\d{1,3}))?")
 WORKLOADS = {"chat": CHAT, "long-prefill": LONG_PREFILL, "beam": BEAM, "batch": BATCH}
-"""The four kinds of work that plans are compared on."""
+"""The four workloads that plans are compared on."""
 
 
 def parse_workload(text: str) -> Workload:

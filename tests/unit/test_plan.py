@@ -130,7 +130,7 @@ def test_a_batch_is_planned_with_its_sizes() -> None:
     assert [point.name for point in plan.roofline.points] == ["decode", "prefill", "batch"]
 
 
-def test_a_model_that_fits_nowhere_is_told_the_nearest() -> None:
+def test_a_model_that_fits_nowhere_names_the_memory_it_needs() -> None:
     tiny = BARE.with_memory(ram_bytes=4 * _GIB)
     with pytest.raises(EngineError, match="GB of RAM") as caught:
         make_plan(tiny, DEEPSEEK)
@@ -141,7 +141,7 @@ def test_a_model_that_fits_nowhere_is_told_the_nearest() -> None:
 
 
 def test_auto_is_a_precision_that_can_be_loaded() -> None:
-    """Whatever would be fastest: what is planned is not refused for want of RAM."""
+    """However fast a precision would be, a plan only uses one that fits into RAM."""
     limits = Limits(ram_bytes=least_ram(sizes_of(engine_costs(BARE, QWEN, "int4"), Limits(), ["int4"])))
     assert make_plan(BARE, QWEN, limits=limits).precision == "int4"
     assert limits.ram_bytes is not None
