@@ -1,7 +1,7 @@
-"""CPU-GPU Collaborative: tables II, III and V, figure 5, and what its text says of them.
+"""CPU-GPU Collaborative: tables II, III and V, figure 5, and the ratios stated in its text.
 
-Its table III gives times "per expert" that agree with its tokens/s only as times of a layer's two experts: 32 layers x
-28.02 ms are the 1.09 tokens/s of ideal prefetching (4.8 over 4.4).  They are read so here.
+Its table III gives times "per expert" that only agree with its tokens/s as times of a layer's two experts: 32 layers x
+28.02 ms match the 1.09 tokens/s of ideal prefetching (4.8 over 4.4).  They are read that way here.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _Model:
         return outcome.decode_tokens_per_s
 
     def best(self, threads: int) -> float:
-        """Over all cache configurations, as the paper's figure 5 tries them."""
+        """The best of all cache configurations, which the paper's figure 5 compares."""
         return _best_of(self, threads)
 
     def joules(self, threads: int, tokens_per_s: float) -> float:
@@ -115,7 +115,7 @@ def _of_model(model: _Model, published: _Published, *, given: bool) -> Iterator[
 
     mib = shape.expert_bytes("bf16") / 2**20
     yield row("II", "expert", "MiB", DERIVED, published.expert_mib, mib)
-    per_layer = "read as a layer's two experts"
+    per_layer = "taken as the time of a layer's two experts"
     yield row(
         "III, computing", "expert on GPU", "ms", THROUGHPUT, published.on_card_ms, costs.gpu_experts(two, two) * 1e3,
         note="published: 2.8 TB/s from a card of 1.0 TB/s; a launch was timed, not the kernel",

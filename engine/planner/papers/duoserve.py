@@ -1,4 +1,4 @@
-"""DuoServe-MoE: tables 2 and 3, the predictor's cost, and the range of its speed-ups."""
+"""DuoServe-MoE: tables 2 and 3, cost of the predictor, and the range of its speed-ups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.planner.simulator.strategy import DUOSERVE, ON_DEMAND, WHOLE_LAYER, 
 from engine.planner.workload import Workload
 
 LAYER_WIDTHS = (2048, 1024, 512, 256, 128, 64)
-"""Hidden widths of the predictor: seven fully connected layers with the output's."""
+"""Widths of the predictor's hidden layers: seven fully connected layers including the output."""
 PAPER = "DuoServe-MoE"
 _PREDICTOR_BYTES = 300e6
 _CONTEXT = 4096
@@ -41,19 +41,19 @@ def rows(efficiency: Efficiency) -> Iterator[Row]:
         cell = f"{_MODELS[name]}, {dataset}"
         yield Row(PAPER, f"3: {cell}", "both right", "%", DERIVED, both, both, given=True)
         wrong = 1 - (both / 100) ** 0.5
-        note = "from both right, as if the two were independent"
+        note = "derived from both right, as if the two were independent"
         yield Row(PAPER, f"3: {cell}", "at least one right", "%", DERIVED, one, 100 * (1 - wrong**2), note=note)
     latency = 1e3 * _PREDICTOR_OPERATORS * efficiency.operator_s
     yield Row(PAPER, "6.4: predictor, latency", "one prediction", "ms", THROUGHPUT, 0.6, latency)
     shape = read_model("mixtral-8x7b")
     megabytes = 4 * predictor_weights(shape) * (shape.layers - 1) / 1e6
-    note = "a predictor of 32-bit weights for each layer but the first"
+    note = "a predictor with 32-bit weights for each layer but the first"
     yield Row(PAPER, "6.4: predictor, memory", "all layers", "MB", DERIVED, 300, megabytes, note=note)
     yield from _speed_ups(efficiency)
 
 
 def _four_bit(shape: ModelShape) -> float:
-    """Bytes of the non-expert weights: as published for 8x7B, in proportion for another shape."""
+    """Bytes of the non-expert weights: as published for 8x7B, scaled by size for other shapes."""
 
     def packed(model: ModelShape) -> float:
         projections = model.non_expert_weights - model.embedding_weights
@@ -72,7 +72,7 @@ def _peaks(name: str, title: str) -> Iterator[Row]:
     )
     for (cell, held, predictor), published in zip(cases, _PEAKS[name], strict=True):
         peak = peak_memory(shape, "awq4", held, non_experts=_four_bit(shape), context=_CONTEXT, predictor=predictor)
-        note = "published: 8 bits a weight, though the model is said to have 4" if published > 100 else ""
+        note = "published: 8 bits per weight, though the paper says 4" if published > 100 else ""
         yield Row(PAPER, f"2: {title}", cell, "GB", DERIVED, published, peak.total / 1e9, note=note)
 
 
@@ -92,7 +92,7 @@ def _speed_ups(efficiency: Efficiency) -> Iterator[Row]:
 
             ours = seconds(replace(DUOSERVE, prefetch_accuracy=accuracy))
             ratios += [seconds(replace(other, pinned=False)) / ours for other in (ON_DEMAND, WHOLE_LAYER)]
-    note = "the others copy from pageable memory: pinned memory is part of this paper's implementation"
+    note = "the baselines copy from pageable memory: pinned memory is part of this paper's implementation"
     yield Row(PAPER, "fig. 5: end to end", "least", "x", THROUGHPUT, 1.42, min(ratios), note=note)
     yield Row(PAPER, "fig. 5: end to end", "most", "x", THROUGHPUT, 7.54, max(ratios), note=note)
 
@@ -102,11 +102,11 @@ class PeakMemory:
     """Bytes on the card at the peak.
 
     Attributes:
-        non_experts: weights that always stay.
-        experts: resident and arriving expert records.
-        kv: of the context planned for.
-        unpacked: one expert's 16-bit weights, if a prefill unpacks quantised ones.
-        predictor: of the experts to come.
+        non_experts: weights that always stay on the card.
+        experts: expert records, resident and in transfer.
+        kv: keys and values of the planned context.
+        unpacked: one expert's 16-bit weights, if prefill unpacks quantised ones.
+        predictor: the predictor of experts.
     """
 
     non_experts: float

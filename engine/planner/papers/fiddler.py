@@ -28,9 +28,9 @@ _POPULARITY = (0.6, 0.67, 0.715, 0.76, 0.8)
 
 
 def published_popularity() -> list[float]:
-    """256 popularities through the quantiles that the paper gives.
+    """256 popularities that match the quantiles in the paper.
 
-    The tails bend as a cube does: so the mean (0.71) and the spread (0.08) come nearest to those that it gives too.
+    Cubic tails bring the mean (0.71) and the spread (0.08) closest to the published ones.
     """
     ranks = np.arange(256.0)
     values = np.interp(ranks, _RANKS, _POPULARITY)
@@ -65,7 +65,7 @@ def _ratios(efficiency: Efficiency) -> Iterator[Row]:
         costs = Costs(read_machine(machine), read_model("mixtral-8x7b"), efficiency=efficiency)
         ratios.append(costs.transfer_expert() / costs.gpu_experts(1))
         activations.append(100 * costs.activations(1) / costs.cpu_experts(1))
-    note = "published: an expert on the GPU at 25 to 60 GB/s, though it is read from its own memory"
+    note = "published: an expert on the GPU at 25 to 60 GB/s, although its weights are in the GPU's own memory"
     yield Row(PAPER, "fig. 7: weight copy over GPU compute", "least", "x", THROUGHPUT, 2, min(ratios), note=note)
     yield Row(PAPER, "fig. 7: weight copy over GPU compute", "most", "x", THROUGHPUT, 5, max(ratios), note=note)
     yield Row(
@@ -118,5 +118,5 @@ def _speed_ups(efficiency: Efficiency) -> Iterator[Row]:
         statistics.geometric_mean(prefill),
         note=note,
     )
-    note = "llama.cpp is taken to decode its beams one after the other"
+    note = "assumes that llama.cpp decodes its beams one after the other"
     yield Row(PAPER, "fig. 6", "beam 4-16, over llama.cpp", "x", THROUGHPUT, 11.57, statistics.mean(beam), note=note)

@@ -1,7 +1,8 @@
 """Klotski: table 3, figure 15, the prefetcher's accuracy and the memory saved.
 
-The paper does not name the batch size of table 3: the largest of its others, 64, is taken, and n = 15, or 10 for 8x22B
-on the 3090, as in its section 9.2.  Its simple pipeline has none of its parts, pinned memory included.
+The paper does not state the batch size of table 3.  The largest of its other experiments, 64, is assumed, and n = 15,
+or 10 for 8x22B on the 3090, as in its section 9.2.  Its simple pipeline has none of its techniques, not even pinned
+memory.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class _Column:
 
 _TABLE_3 = (
     _Column("klotski-rtx-3090", "mixtral-8x7b", "8x7B on 3090", 15, (5.721, 18.24, 19.074, 22.414, 22.604)),
-    # More than its RAM holds: all weights pass through a window of layers there (section 6.1), unless they have 4 bits.
+    # Larger than its RAM: all weights pass through a window of layers there (section 6.1), unless they have 4 bits.
     _Column("klotski-rtx-3090", "mixtral-8x22b", "8x22B on 3090", 10, (0.01, 0.97, 1.127, 1.325, 1.366), 1.0),
     _Column("klotski-h800", "mixtral-8x22b", "8x22B on H800", 15, (1.149, 34.07, 44.17, 52.85, 53.125)),
 )
@@ -80,9 +81,9 @@ def _throughputs(column: _Column, efficiency: Efficiency) -> Iterator[Row]:
         work = Workload("table 3", 512, 32, _BATCH * batches)
         disk = 0.0 if step == "4-bit" else column.from_disk
         outcome = run_batch(PAPER, system, costs, work, BatchPolicy(_BATCH * batches, _BATCH), disk_share=disk)
-        note = "the paper does not name the batch size: 64 is taken"
+        note = "the paper does not state the batch size: 64 is assumed"
         if published < 0.1:
-            note = "published: 97 times less than ten batches, which share what they load"
+            note = "published: 97 times slower than ten batches, which share their weight loads"
         elif column.from_disk and step == "4-bit":
             note = "with 4 bits the model fits into this RAM: predicted without the disk"
         yield Row(PAPER, f"3: {column.title}", step, "tokens/s", THROUGHPUT, published, outcome.tokens_per_s, note=note)
@@ -101,7 +102,7 @@ def _one_block(efficiency: Efficiency) -> Iterator[Row]:
 
 
 def _accuracy() -> Iterator[Row]:
-    """A correlation table of path length 1, on made-up routing in which layers know nothing of each other."""
+    """A correlation table of path length 1, on synthetic routing whose layers are independent."""
     shape, statistics = read_model("mixtral-8x7b"), RoutingStatistics()
     chosen = routing(shape.layers, shape.experts, 2, 24, statistics, streams=_BATCH).reshape(24, shape.layers, -1)
     seen, now = chosen[:16], chosen[16:]
@@ -115,7 +116,7 @@ def _accuracy() -> Iterator[Row]:
             used.append(sum(counts[expert] > 0 for expert in predicted) / 2)
             pairs = token.reshape(-1, 2)
             one_right.append(float(np.mean([[expert in predicted for expert in pair] for pair in pairs])))
-    note = "made-up routing has popularity but no correlation between layers"
+    note = "synthetic routing has popularity but no correlation between layers"
     yield Row(PAPER, "fig. 13: prefetched experts", "used", "%", DERIVED, 100, 100 * float(np.mean(used)))
     yield Row(
         PAPER,

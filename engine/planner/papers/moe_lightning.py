@@ -1,4 +1,4 @@
-"""MoE-Lightning: tables 4 and 5, figure 9's ratio, and the policies that its search found."""
+"""MoE-Lightning: tables 4 and 5, the ratio in figure 9, and the policies that its search found."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _tokens_per_s(system: str, costs: Costs, prompt: int, generated: int, micro_
 def _policy(cell: str, costs: Costs, work: Workload, micro_batch: int, count: int) -> Iterator[Row]:
     found = search_policy(costs.machine, costs.model, work, cpu_experts=(False,))
     assert found is not None
-    note = "of the search, from data sheets; the throughputs above use the published policy"
+    note = "from the search, with data-sheet values; the throughputs above use the published policy"
     yield Row(PAPER, "4: mu", cell, "sequences", DERIVED, micro_batch, found.policy.micro_batch, note=note)
     batches = found.policy.sequences / found.policy.micro_batch
     yield Row(PAPER, "4: N/mu", cell, "micro-batches", DERIVED, count, batches, note=note)
@@ -89,7 +89,7 @@ def _unpadded(costs: Costs) -> Row:
         assert found is not None
         ours = _tokens_per_s(CGOPIPE, costs, 77, generated, found.policy.micro_batch, found.policy.sequences)
         gains.append(ours / _tokens_per_s(FLEXGEN_S4, costs, 418, generated, 8, 1112))
-    note = "policy of the search for the mean prompt"
+    note = "policy found by the search for the mean prompt"
     return Row(
         PAPER, "fig. 7: unpadded over FlexGen", "MTBench, T4, most", "x", THROUGHPUT, 10.3, max(gains), note=note
     )

@@ -1,4 +1,4 @@
-"""All rows of all papers, and what they come to."""
+"""All rows of all papers, and their median deviations."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Factor:
 
 
 def all_rows(efficiency: Efficiency = EFFICIENCY) -> list[Row]:
-    """Every figure, paper by paper."""
+    """All figures, paper by paper."""
     return [row for paper in _PAPERS for row in paper.rows(efficiency)]
 
 
 def factors(efficiency: Efficiency = EFFICIENCY) -> list[Factor]:
-    """The efficiency factors in use: all that were fitted."""
+    """All efficiency factors in use; they are the only fitted numbers."""
     return [Factor(name, value, MEANINGS[name]) for name, value in asdict(efficiency).items()]
 
 
 def median_deviation(rows: Sequence[Row], kind: str) -> float:
-    """Median absolute deviation of the rows of a kind, those left out that the profiles were given."""
+    """Median absolute deviation of the rows of a kind, without rows whose number is an input of a profile."""
     return statistics.median(abs(row.deviation) for row in rows if row.kind == kind and not row.given)
 
 

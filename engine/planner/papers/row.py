@@ -15,13 +15,13 @@ class Row:
     """A cell of a published table.
 
     Attributes:
-        paper, table, cell: where it stands; `table` names one column or row, whose cells are compared with each other.
+        paper, table, cell: position in the paper; `table` names one column or row, whose cells are comparable.
         unit: of both numbers.
         kind: `THROUGHPUT` or `DERIVED`.
-        published, predicted: the numbers.
-        given: the machine's profile holds this very number, so that it agrees by construction: not counted in medians.
-        note: what was assumed, or why it is off.
-        bound: the publication says "at most".
+        published, predicted: the two numbers.
+        given: the number itself is in the machine's profile, so it agrees by construction and is left out of medians.
+        note: the assumption made, or the reason for a deviation.
+        bound: the paper says "at most".
     """
 
     paper: str
@@ -37,7 +37,7 @@ class Row:
 
     @property
     def deviation(self) -> float:
-        """Predicted over published, less one; nothing if a bound is kept."""
+        """Predicted over published, minus one; 0 if a published bound is met."""
         if self.bound and self.predicted <= self.published:
             return 0.0
         return self.predicted / self.published - 1.0

@@ -1,7 +1,7 @@
-"""Batches in the simulator: whose schedules run them, the sizes that each is tried with, prefill and decode.
+"""Batches in the simulator: the published systems' schedules, policy sizes to try, prefill and decode.
 
-Sizes come of MoE-Lightning's search, Klotski's fewest batches, and plain grids.  Of a pass a few layers are simulated
-span by span, and the rest by their period.
+Sizes come from MoE-Lightning's search, Klotski's fewest batches and plain grids.  A few layers of each pass are
+simulated span by span; the rest follow from their period.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEEPSPEED, FLEXGEN_S4, FLEXGEN_S3 = "DeepSpeed", "FlexGen (S4)", "FlexGen, CPU a
 CGOPIPE, KLOTSKI = "MoE-Lightning (CGOPipe)", "Klotski"
 _CPU_ATTENTION = (FLEXGEN_S3, CGOPIPE)
 _MOST_KLOTSKI_BATCHES = 15
-"""Where its inequalities ask for fewer, as many as its authors ran are tried too."""
+"""Where Klotski's inequalities need fewer, as many batches as its authors used are tried too."""
 _DRAWN_LAYERS = 6
 
 
@@ -47,7 +47,7 @@ class BatchSystem:
 
 
 def run_batches(name: str, setting: Setting, *, record: bool = False) -> Iterator[Outcome]:
-    """A workload by one schedule with each policy that is worth a try and fits."""
+    """The outcome of a workload under one schedule, for each policy that fits and is worth trying."""
     costs, work = setting.costs, setting.workload
     machine, model = costs.machine, costs.model
     if machine.gpu is None:
@@ -74,7 +74,7 @@ def run_batches(name: str, setting: Setting, *, record: bool = False) -> Iterato
 
 
 def system_of(name: str, policy: BatchPolicy) -> BatchSystem:
-    """What runs a policy: the simulator by its schedules, and the executor, which is given the same."""
+    """The system that runs a policy; the simulator and the executor use the same schedules."""
     if name == FLEXGEN_S3:
         return BatchSystem(schedules.S4, schedules.S3, expanded_attention=True)
     if name == KLOTSKI:
@@ -86,7 +86,7 @@ def system_of(name: str, policy: BatchPolicy) -> BatchSystem:
 
 
 def policies_to_try(name: str, performance: PerformanceModel, setting: Setting) -> list[BatchPolicy]:
-    """Without repetitions; none if not even one sequence fits on the card."""
+    """Policies without duplicates; none if not even one sequence fits on the card."""
     tried = [] if setting.even_only else list(_searched(name, performance, cache_in_ram=setting.cache_in_ram))
     for share in sorted({0.0, *(policy.resident for policy in tried)}):
         tried += _grid(name, performance, setting, share)
@@ -94,7 +94,7 @@ def policies_to_try(name: str, performance: PerformanceModel, setting: Setting) 
 
 
 def _searched(name: str, performance: PerformanceModel, *, cache_in_ram: bool) -> Iterator[BatchPolicy]:
-    """What eqs. 12 to 14 find best, for every place of attention and experts that the schedule knows."""
+    """The best policy by eqs. 12 to 14, for each placement of attention and experts that the schedule supports."""
     if name == DEEPSPEED:
         return
     places = [(name in _CPU_ATTENTION, False)]
@@ -107,9 +107,9 @@ def _searched(name: str, performance: PerformanceModel, *, cache_in_ram: bool) -
 
 
 def _grid(name: str, performance: PerformanceModel, setting: Setting, share: float) -> Iterator[BatchPolicy]:
-    """The largest micro-batch, and several numbers of them."""
+    """The largest micro-batch, with several numbers of micro-batches."""
     work = performance.workload
-    # DeepSpeed's cache is on the card.
+    # DeepSpeed keeps its cache on the card.
     kept = performance.kv_bytes() if name == DEEPSPEED else 0.0
     per_sequence = performance.prefill_bytes_per_token() * work.prompt_tokens * work.beams + kept
     largest = int(max(performance.card_room(share), 0.0) // per_sequence)
@@ -127,7 +127,7 @@ def _grid(name: str, performance: PerformanceModel, setting: Setting, share: flo
 
 
 def _counts(name: str, setting: Setting, micro_batch: int, share: float) -> list[int]:
-    """Numbers of micro-batches."""
+    """Numbers of micro-batches to try."""
     most = -(-setting.workload.sequences // micro_batch)
     if name == DEEPSPEED:
         return [1]
@@ -148,14 +148,14 @@ def run_batch(
     vram_bytes: float = 0.0,
     record: bool = False,
 ) -> Outcome:
-    """Simulates a workload of equal sequences, in as many batches as it takes.
+    """Simulates a workload of equal sequences, in as many batches as needed.
 
-    Every layer of a pass repeats the one before, so a few are simulated and the rest follow from the last two; decode
-    steps grow evenly with the context, so the mean one stands for all.
+    All layers of a pass repeat, so a few are simulated and the rest follow from the last two.  Decode steps grow
+    linearly with the context, so the mean step stands for all.
 
     Args:
-        disk_share: share of the weights that comes from disk in every pass.
-        vram_bytes: that the policy takes on the card, passed on to the outcome.
+        disk_share: share of the weights that is read from disk in every pass.
+        vram_bytes: card memory of the policy, copied to the outcome.
     """
     prompt = workload.prompt_tokens
     width = policy.micro_batch * workload.beams
@@ -193,8 +193,8 @@ def pass_seconds(
     """One pass over all layers.
 
     Args:
-        start_up: the pass is the first one, and its first layers wait for a pipeline that is still empty; else it is
-            in the steady state that consecutive passes reach.
+        start_up: the pass is the first one and its first layers wait for an empty pipeline to fill; else it is in the
+            steady state that consecutive passes reach.
     """
     layers = work.costs.model.layers
     drawn = min(layers, _DRAWN_LAYERS)
@@ -205,7 +205,7 @@ def pass_seconds(
     ends = card.ends
     if drawn < 2:
         return layers * ends[-1]
-    # The last of the drawn layers has no successor whose micro-batches begin meanwhile.
+    # The last simulated layer has no successor whose micro-batches could start meanwhile.
     first, last = (1, drawn - 2) if drawn > 3 else (0, drawn - 1)
     period = (ends[last] - ends[first]) / (last - first)
     return ends[-1] + (layers - drawn) * period if start_up else layers * period

@@ -1,4 +1,4 @@
-"""Modelled times of a layer of a batch: what every batch schedule is made of."""
+"""Modelled times of a layer of a batch, the input of every batch schedule."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from engine.planner.simulator.sweeps import Copy, LayerTimes
 
 @dataclass(frozen=True, slots=True)
 class BatchPolicy:
-    """MoE-Lightning's policy (table 1), Klotski's n with it.
+    """MoE-Lightning's policy (table 1), which also fixes Klotski's n.
 
     Attributes:
-        sequences: N, of one batch.
+        sequences: N, sequences of one batch.
         micro_batch: mu, sequences of one kernel launch.
         resident: r_w, share of each layer's weights that stays on the card.
         cpu_attention: A_g = 0.
@@ -34,7 +34,7 @@ class BatchPolicy:
 
 
 def distinct_experts(experts: int, per_token: int, tokens: float) -> float:
-    """Experts of a layer that `tokens` tokens use between them, if all are alike."""
+    """Distinct experts that `tokens` tokens use in a layer, if all experts are equally likely."""
     if tokens <= 0:
         return 0.0
     unused: float = (1.0 - per_token / experts) ** tokens
@@ -46,14 +46,14 @@ class PassCosts:
     """One pass of a batch over one layer.
 
     Attributes:
-        costs: of single operations.
+        costs: costs of single operations.
         rows: tokens of one micro-batch: its sequences in decode, sequences x prompt in prefill.
-        sequences: of one micro-batch.
-        context: tokens that each row sees.
-        prefill: whether rows are prompts.
-        disk_share: share of the weights that comes from disk in every pass.
-        expanded_attention: on the CPU, attention repeats keys and values for every query head (`Costs.cpu_attention`).
-        pinned: weights lie in pinned memory.
+        sequences: sequences of one micro-batch.
+        context: context tokens of each row.
+        prefill: whether rows are prompt tokens.
+        disk_share: share of the weights that is read from disk in every pass.
+        expanded_attention: CPU attention repeats keys and values for every query head (`Costs.cpu_attention`).
+        pinned: weights are in pinned memory.
     """
 
     costs: Costs
@@ -66,7 +66,7 @@ class PassCosts:
     pinned: bool = True
 
     def times(self, policy: BatchPolicy) -> LayerTimes:
-        """What a layer takes by this policy."""
+        """Times of a layer under this policy."""
         costs, model, count = self.costs, self.costs.model, policy.micro_batches
         used = distinct_experts(model.experts, model.experts_per_token, self.rows)
         wanted = max(1, round(distinct_experts(model.experts, model.experts_per_token, self.rows * count)))
@@ -100,7 +100,7 @@ class PassCosts:
     def _attention(self) -> float:
         """Projections, attention and router of one micro-batch on the card."""
         if self.prefill:
-            # Causal: a row sees half of the prompt on average.
+            # Causal: on average a row attends to half of the prompt.
             return self.costs.gpu_layer(self.rows, self.context / 2, prompts=self.sequences)
         return self.costs.gpu_layer(self.rows, self.context)
 

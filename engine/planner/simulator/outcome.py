@@ -1,4 +1,4 @@
-"""What a simulation found."""
+"""The result of a simulation."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from engine.planner.simulator.timeline import LANES, Span, Timeline
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A workload run by one policy.
+    """A workload under one policy.
 
     Attributes:
         policy: its name.
-        seconds: from the first prompt token read to the last token delivered.
-        ttft_s: until the first token.
+        seconds: from reading the first prompt token to delivering the last token.
+        ttft_s: time to first token.
         tpot_s: seconds per decode step.
         tokens_out: tokens delivered.
-        vram_bytes, ram_bytes: the most that was held at once.
-        hit_rate: share of expert uses that found the expert on the card; None where that means nothing.
+        vram_bytes, ram_bytes: peak memory.
+        hit_rate: share of expert uses that hit the card's cache; None where not applicable.
         utilisation: share of the simulated time that each lane was busy.
         slots, ways: of the expert cache.
-        batch: sequences that are run together, if they are.
-        spans: of the part that was simulated span by span; repeated layers and steps are drawn once.
+        batch: the policy if sequences run together.
+        spans: of the part that was simulated span by span; repeated layers and steps appear once.
     """
 
     policy: str
@@ -42,12 +42,12 @@ class Outcome:
 
     @property
     def tokens_per_s(self) -> float:
-        """Delivered tokens over all the time, prefill counted."""
+        """Delivered tokens over the whole time, prefill included."""
         return self.tokens_out / self.seconds
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Decode steps per second: what a person who reads along sees."""
+        """Decode steps per second: the speed at which text appears."""
         return 1 / self.tpot_s if self.tpot_s > 0 else 0.0
 
 

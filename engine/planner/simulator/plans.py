@@ -1,4 +1,4 @@
-"""All policies on one machine, model and workload, and which of them Switchyard would choose."""
+"""All policies on one machine, model and workload, and the one that Switchyard would choose."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ REQUEST_STRATEGIES: dict[str, Strategy] = {strategy.name: strategy for strategy 
 """Schedules of single requests, by policy."""
 
 POLICIES = (*REQUEST_STRATEGIES, *BATCH_SYSTEMS)
-"""All that there are to choose from."""
+"""All policies."""
 POLICY_NAMES = (SWITCHYARD, *POLICIES)
 
 
 def run_policy(name: str, setting: Setting, *, record: bool = False) -> Outcome | None:
-    """One policy at its best: a cache of the ways that serve it best, a batch of the size that does.
+    """One policy at its best: the number of cache ways or the batch size that suits it best.
 
     Returns:
-        None if the model does not fit with this policy.
+        None if the model does not fit under this policy.
 
     Raises:
         KeyError: no such policy.
@@ -45,17 +45,17 @@ def run_policy(name: str, setting: Setting, *, record: bool = False) -> Outcome 
 
 
 def run_all(setting: Setting, names: Iterable[str] | None = None) -> list[Outcome]:
-    """Every policy that fits, or every one of these, the fastest first."""
+    """Every policy that fits, or those of `names` that fit, the fastest first."""
     names = POLICIES if names is None else names
     outcomes = [run_policy(name, setting) for name in names]
     return sorted((outcome for outcome in outcomes if outcome), key=lambda outcome: -outcome.tokens_per_s)
 
 
 def switchyard(outcomes: list[Outcome], setting: Setting, *, record: bool = False) -> Outcome | None:
-    """What Switchyard does: of all mechanisms, published ones and its own, the one that is fastest here.
+    """Switchyard's choice: the fastest of all policies, published ones and its own.
 
     Args:
-        outcomes: of `run_all`.
+        outcomes: from `run_all`.
     """
     if not outcomes:
         return None
@@ -93,6 +93,6 @@ def _ways(setting: Setting) -> list[int]:
 
 
 def bounds(setting: Setting) -> list[Outcome]:
-    """What a schedule could reach that knew each layer's experts one layer ahead."""
+    """The upper bound of a schedule that knows each layer's experts one layer ahead."""
     outcome = run_requests(IDEAL_PREFETCH, setting)
     return [outcome] if outcome else []

@@ -18,11 +18,11 @@ Load = Sequence[tuple[int, int]]
 
 
 class RequestSimulation:
-    """Issues passes of a model by a strategy.
+    """Issues passes through a model under a strategy.
 
     Args:
-        residents: experts on the card; changed as the simulation goes.
-        disk_share: share of the expert bytes that lies on disk and is read first.
+        residents: experts on the card; updated during the simulation.
+        disk_share: share of the expert bytes that is on disk and has to be read first.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RequestSimulation:
         self.uses = 0
         self.hits = 0
         self.moe_s = 0.0
-        """Of the last pass: from its first MoE layer to its last."""
+        """Seconds of the last pass from its first MoE layer to its last."""
 
     def run_pass(
         self,
@@ -59,14 +59,14 @@ class RequestSimulation:
         step: int,
         prompts: int = 0,
     ) -> float:
-        """All layers once; returns when the last one has ended.
+        """Simulates all layers once; returns when the last one has ended.
 
         Args:
             loads: each MoE layer's load.
-            following: the first layer's load in the next pass, for what is prefetched across passes.
+            following: load of the first layer in the next pass, for prefetching across passes.
             rows: tokens of the pass.
-            context: tokens that each row sees, the last one of a prompt.
-            prompts: how many prompts the rows are; 0 in a step of decode.
+            context: context tokens of each row, of the last row for a prompt.
+            prompts: number of prompts that the rows belong to; 0 in a decode step.
         """
         costs, model, prefill = self._costs, self._costs.model, prompts > 0
         seen = context / 2 if prefill else context
@@ -104,7 +104,7 @@ class RequestSimulation:
     ) -> float:
         run, costs = self._timeline.run, self._costs
         seconds = costs.cpu_layer(rows, context, prompts=prompts)
-        # A prompt that wants most of a layer has it read while the layer before is computed.
+        # A prompt that uses most of a layer's experts reads them while the previous layer is computed.
         foreseen = prompts and 3 * len(load) >= 2 * costs.model.experts and self._strategy.host_only
         begun, self._layer_begun = self._layer_begun, at
         at = run("cpu_attention", seconds, "attention", at, layer=layer, step=step)
@@ -115,7 +115,7 @@ class RequestSimulation:
     def _host_experts(
         self, load: Load, seconds: float, at: float, layer: int, step: int, *, reads_from: float
     ) -> float:
-        """Those in RAM are computed while the others are read, and these as they arrive."""
+        """Experts in RAM are computed while the others are read, and those as they arrive."""
         run, count = self._timeline.run, len(load)
         if not self._disk_share:
             return run("cpu_experts", seconds, "experts", at, layer=layer, step=step, count=count)
@@ -142,11 +142,11 @@ class RequestSimulation:
             "h2d", self._transfer_s, name, there, layer=layer, expert=expert, step=step, nbytes=nbytes
         )
 
-    # Before the router has spoken
+    # Before the router has run
 
     def _prefetch_at_start(self, layer: int, coming: Load, at: float, step: int) -> None:
         kind = self._strategy.prefetch
-        # Two buffers: the one that the layer before has just left is free.
+        # Two buffers: the one of the previous layer is free now.
         if kind is Prefetch.LAYER:
             experts = self._costs.model.experts
             there = self._from_disk(experts, at, layer, step)
@@ -223,7 +223,7 @@ class RequestSimulation:
     def _group(
         self, there: list[tuple[float, int, int]], layer: int, ready: float, step: int
     ) -> list[tuple[float, int, int]]:
-        """Computes at once whoever has arrived; returns the others."""
+        """Computes all experts that have arrived in one call; returns the others."""
         present = [entry for entry in there if entry[0] <= ready]
         if present:
             rows = sum(count for _, _, count in present)
@@ -253,7 +253,7 @@ class RequestSimulation:
         previous = ready
         last = ready
         for expert, rows in fetched:
-            # One at a time, or two staging slots: a copy waits until the expert before the last one is done.
+            # With two staging slots a copy waits for the expert before last, otherwise for the last one.
             copied = self._copy(layer, expert, last if not self._strategy.overlapped else previous, step)
             previous, last = last, self._compute(layer, expert, rows, copied, step)
             if not prefill:
@@ -280,11 +280,11 @@ class RequestSimulation:
         return run("small_copy", costs.activations(rows), "results", at, layer=layer, step=step)
 
     def _is_shared(self, layer: int) -> bool:
-        """Whether any of its experts could be missing: else nobody has to look where they are."""
+        """Whether some of the layer's experts may be missing; else the engine skips looking them up."""
         return self._residents.capacity[layer] < self._costs.model.experts
 
     def _cpu_is_sooner(self, there: list[tuple[float, int, int]], misses: list[tuple[int, int]]) -> bool:
-        """As the engine decides it, by times of single experts: whether the card is left alone though it has some."""
+        """Whether the engine, by times of single experts, leaves the card idle although it holds some of them."""
         costs, strategy = self._costs, self._strategy
         if not (there and strategy.grouped and strategy.miss is Miss.MIXED) or self._disk_share:
             return False
@@ -310,9 +310,9 @@ class RequestSimulation:
     def _split(
         self, misses: list[tuple[int, int]], ready: float
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Mixed: the link takes experts of many rows, the CPU those of few, so that both end together.
+        """Mixed: the link takes experts with many rows, the CPU those with few, so that both finish together.
 
-        The disk reads for the CPU first, and then for the link.
+        The disk reads the CPU's experts first, then the link's.
         """
         costs, count = self._costs, len(misses)
         link = max(self._timeline.free_at("h2d") - ready, 0.0)
@@ -341,7 +341,7 @@ class RequestSimulation:
 
 
 def loads_of(chosen: NDArray[np.int16]) -> list[Load]:
-    """Loads of each layer from the experts of its rows, int [layers, rows, k]."""
+    """Load of each layer from the experts of its rows, int [layers, rows, k]."""
     loads: list[Load] = []
     for layer in chosen:
         experts, rows = np.unique(layer, return_counts=True)

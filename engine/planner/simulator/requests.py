@@ -1,4 +1,4 @@
-"""A workload by a strategy of single requests: set-up, a sample of decode steps, and what follows from them."""
+"""A workload under a strategy of single requests: set-up, a sample of decode steps, and extrapolation from them."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from engine.planner.workload import Workload
 _WARM_UP_STEPS = 6
 _MEASURED_STEPS = 12
 DECODE_STEPS = _WARM_UP_STEPS + _MEASURED_STEPS + 1
-"""Decode steps whose routing a simulation of one sequence needs."""
+"""Decode steps for which a simulation of one sequence draws routing."""
 _WARM_UP_STEPS_OF_MANY = 2
-"""Many rows at once use nearly all experts: there is little for a cache to warm up to."""
+"""Warm-up steps for many rows: they use nearly all experts, so a cache fills quickly."""
 _MEASURED_STEPS_OF_MANY = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a strategy is run on.
+    """The input of a strategy's simulation.
 
     Attributes:
         costs: machine, model, precision and threads.
-        workload: what is asked.
-        statistics: of the made-up routing.
+        workload: the workload to run.
+        statistics: of the synthetic routing.
         slots: experts on the card; None for as many as fit.
         ways: of a cache; 0 for slots spread evenly over all layers.
         recorded: routing of consecutive tokens to use instead, int [tokens, layers, k].
-        rule: what of the machine's memory may be used, if not the usual shares.
-        even_only: of a cache's shapes, try only slots spread evenly over the layers.
-        cache_in_ram: of batch schedules that search their r_c, try only those that keep no keys and values on the card.
-        drawn_layers: simulate so many MoE layers and let them stand for all: quicker, and within a few percent.
+        rule: usable memory of the machine; None for the usual shares.
+        even_only: only try caches with slots spread evenly over the layers.
+        cache_in_ram: of batch schedules that search r_c, only try those without keys and values on the card.
+        drawn_layers: simulate this many MoE layers to represent all: faster, and accurate to a few percent.
     """
 
     costs: Costs
@@ -68,7 +68,7 @@ class Setting:
 
 
 def run_requests(strategy: Strategy, setting: Setting, *, record: bool = False) -> Outcome | None:
-    """Simulates a workload, several sequences at once if there are several and their caches fit.
+    """Simulates a workload, with as many sequences at once as their caches allow.
 
     Returns:
         None if the model does not fit: the strategy keeps non-expert weights and keys and values on the card.
@@ -97,7 +97,7 @@ def run_requests(strategy: Strategy, setting: Setting, *, record: bool = False) 
     slots = expert_slots(memory, model, costs.precision) if setting.slots is None else setting.slots
     if strategy.residency is Residency.NONE or strategy.host_only:
         slots = 0
-    # A few layers may stand for all, with their part of the slots.
+    # A few layers may represent all, with their part of the slots.
     layers = setting.drawn
     shares = _shares(setting)[:layers]
     held, slots = slots, slots * layers // model.moe_layers
@@ -158,7 +158,7 @@ def run_requests(strategy: Strategy, setting: Setting, *, record: bool = False) 
 
 
 def _shares(setting: Setting) -> NDArray[np.float64]:
-    """Each expert's part of its layer's uses, [MoE layers, experts]: as recorded, or made up."""
+    """Each expert's share of its layer's uses, [MoE layers, experts]: recorded or synthetic."""
     model, recorded = setting.costs.model, setting.recorded
     if recorded is None:
         return popularity(model.moe_layers, model.experts, setting.statistics)
@@ -167,7 +167,7 @@ def _shares(setting: Setting) -> NDArray[np.float64]:
 
 
 def _staging(strategy: Strategy, experts: int, per_token: int) -> float:
-    """Expert records beside the resident ones that copies land in."""
+    """Expert records for copies in transfer, in addition to the resident ones."""
     if strategy.prefetch is Prefetch.LAYER:
         return 2.0 * experts
     return 2.0 * per_token if strategy.prefetch is not Prefetch.NONE else 1.0

@@ -1,4 +1,4 @@
-"""Experts on the card: which, since when, and who leaves."""
+"""Experts on the card: arrival times and eviction."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from engine.planner.simulator.strategy import Residency
 class Residents:
     """State of the card's expert slots.
 
-    Each layer has its own set, least recently used first, with the time at which each expert has arrived.
+    Each layer has its own set, least recently used first, with each expert's arrival time.
 
     Args:
         shares: popularity, [layers, experts].
         slots: experts that fit on the card.
-        ways: of each index of a cache.
+        ways: ways of each index of a cache.
     """
 
     def __init__(self, residency: Residency, shares: NDArray[np.float64], slots: int, ways: int) -> None:
@@ -42,24 +42,24 @@ class Residents:
         self.capacity = [len(ids) for ids in chosen]
 
     def arrival(self, layer: int, expert: int) -> float | None:
-        """When it has arrived, or will have; None if it is not on the card nor on its way."""
+        """When it arrived or will arrive; None if it is neither on the card nor in transfer."""
         return self.arrivals[layer].get(expert)
 
     def touch(self, layer: int, experts: Sequence[int]) -> None:
-        """These were used just now."""
+        """Marks these experts as just used."""
         held = self.arrivals[layer]
         for expert in experts:
             if expert in held:
                 held.move_to_end(expert)
 
     def can_admit(self, layer: int, in_use: Container[int], now: float) -> bool:
-        """Whether somebody who is neither in use nor in flight could leave."""
+        """Whether the layer has an expert that can be evicted: neither in use nor in transfer."""
         if not self.changes or not self.capacity[layer]:
             return False
         return any(expert not in in_use and there <= now for expert, there in self.arrivals[layer].items())
 
     def admit(self, layer: int, expert: int, arrival: float, in_use: Container[int], now: float) -> None:
-        """Takes the slot of the least recently used expert that is neither in use nor in flight."""
+        """Replaces the least recently used expert that is neither in use nor in transfer."""
         held = self.arrivals[layer]
         leaving = next(other for other, there in held.items() if other not in in_use and there <= now)
         del held[leaving]

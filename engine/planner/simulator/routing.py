@@ -1,8 +1,8 @@
-"""Made-up routing: which experts each token uses, skewed and correlated in time as published measurements are.
+"""Synthetic routing: which experts each token uses, skewed and correlated in time like published measurements.
 
-An expert's popularity within its layer is log-normal; experts that the token before used are drawn more often.  The
-defaults give what Fiddler (appendix C: standard deviation 0.11 of the mean) and CPU-GPU Collaborative (section II-B:
-at least one of two experts is used again by the next token in 40-60% of the cases) saw on Mixtral 8x7B.
+An expert's popularity within its layer is log-normal; experts of the previous token are more likely to be drawn.  The
+defaults reproduce the measurements on Mixtral 8x7B of Fiddler (appendix C: standard deviation 0.11 of the mean) and
+CPU-GPU Collaborative (section II-B: in 40-60% of the cases the next token reuses at least one of two experts).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class RoutingStatistics:
-    """How uneven and how steady routing is.
+    """How skewed and how persistent routing is.
 
     Attributes:
         skew: standard deviation of the logarithm of an expert's popularity.
-        stickiness: how many times as likely an expert is that the token before used.
-        seed: of the random numbers; the same gives the same routing everywhere.
+        stickiness: factor by which an expert of the previous token is more likely.
+        seed: seed of the random numbers; the same seed gives the same routing on every machine.
     """
 
     skew: float = 0.11
@@ -30,7 +30,7 @@ class RoutingStatistics:
 
 
 PUBLISHED_STATISTICS = RoutingStatistics()
-"""Of Mixtral 8x7B, as published."""
+"""Matches the published statistics of Mixtral 8x7B."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -45,7 +45,7 @@ def popularity(layers: int, experts: int, statistics: RoutingStatistics) -> NDAr
 def routing(
     layers: int, experts: int, per_token: int, tokens: int, statistics: RoutingStatistics, *, streams: int = 1
 ) -> NDArray[np.int16]:
-    """Experts of each token, int16 [tokens, layers, streams, per_token]; each stream is a sequence of its own."""
+    """Experts of each token, int16 [tokens, layers, streams, per_token]; each stream is a separate sequence."""
     logarithms = np.log(popularity(layers, experts, statistics))[:, None, :]
     random = np.random.default_rng([statistics.seed, 1])
     chosen = np.empty((tokens, layers, streams, per_token), np.int16)
@@ -61,7 +61,7 @@ def routing(
 
 
 def expected_counts(shares: NDArray[np.float64], tokens: int, per_token: int) -> list[tuple[int, int]]:
-    """(expert, rows) of a layer that many tokens pass at once, most used first; about tokens x per_token rows."""
+    """(expert, rows) of a layer for many tokens at once, most used first; about tokens x per_token rows."""
     counts = np.maximum(np.rint(shares * tokens * per_token), 0).astype(int)
     order = np.argsort(-counts, kind="stable")
     return [(int(expert), int(counts[expert])) for expert in order if counts[expert] > 0]

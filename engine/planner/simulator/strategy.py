@@ -1,4 +1,4 @@
-"""How one request's experts are held and how a miss is met: one description for each published schedule."""
+"""How one request's experts are stored and how misses are served: one description per published schedule."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from enum import StrEnum
 
 
 class Residency(StrEnum):
-    """Which experts are on the card to begin with."""
+    """Which experts are on the card initially."""
 
     NONE = "none"
-    STATIC = "static"  # the most popular ones, for good (Fiddler)
-    LAYERS = "layers"  # all of the first layers, attention with them; the other layers on the CPU (llama.cpp)
+    STATIC = "static"  # the most popular ones, permanently (Fiddler)
+    LAYERS = "layers"  # all of the first layers with their attention; the other layers on the CPU (llama.cpp)
     CACHE = "cache"  # N indexes x M ways, LRU, post-fetched (CPU-GPU Collaborative)
 
 
@@ -20,15 +20,15 @@ class Miss(StrEnum):
 
     CPU = "cpu"
     FETCH = "fetch"  # on the card, once it has arrived
-    CHEAPER = "cheaper"  # whichever is sooner for this expert alone (Fiddler's Algorithm 1)
-    MIXED = "mixed"  # CPU and link at once, split so that both end together
+    CHEAPER = "cheaper"  # wherever this expert alone finishes first (Fiddler's Algorithm 1)
+    MIXED = "mixed"  # CPU and link at once, split so that both finish together
 
 
 class Prefetch(StrEnum):
-    """What is fetched before its router has spoken."""
+    """What is fetched before its router has run."""
 
     NONE = "none"
-    PREDICTED = "predicted"  # the next layer's experts by a predictor (DuoServe)
+    PREDICTED = "predicted"  # the next layer's experts as predicted (DuoServe)
     IDEAL = "ideal"  # exactly the next layer's experts
     LAYER = "layer"  # all of the next layer's experts
 
@@ -39,14 +39,14 @@ class Strategy:
 
     Attributes:
         name: of the policy.
-        residency, miss, prefetch: see there.
-        pinned: whether weights lie in pinned memory.
-        overlapped: whether an expert's copy may run beside another one's computation within a layer.
+        residency, miss, prefetch: see these enumerations.
+        pinned: whether weights are in pinned memory.
+        overlapped: whether copying one expert may overlap computing another one within a layer.
         prefetch_accuracy: share of the predicted experts that are right.
-        prefill_fetches: a prefill streams every miss through the card, whatever `miss` says.
-        grouped: experts that are on the card are computed by one kernel call per layer.
-        host_only: everything is computed on the CPU; the card is not used at all.
-        waits_for_arrival: an expert in flight counts as cached and is waited for; else it is a miss.
+        prefill_fetches: prefill fetches every miss to the card, whatever `miss` says.
+        grouped: one kernel call per layer computes the experts on the card.
+        host_only: the CPU computes everything; the card is unused.
+        waits_for_arrival: an expert in transfer counts as cached and is waited for; else it is a miss.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Strategy:
 ON_DEMAND = Strategy("on-demand", overlapped=False, pinned=False)
 WHOLE_LAYER = Strategy("whole-layer prefetch", prefetch=Prefetch.LAYER)
 IDEAL_PREFETCH = Strategy("ideal prefetch", prefetch=Prefetch.IDEAL)
-"""A bound rather than a schedule: nobody knows a layer's experts before its router has spoken."""
+"""An upper bound rather than a schedule: a layer's experts are unknown until its router has run."""
 CPU_ONLY = Strategy("CPU experts", miss=Miss.CPU)
 HOST_ONLY = Strategy("CPU only", Residency.LAYERS, Miss.CPU, host_only=True)
 STATIC_SPLIT = Strategy("static layer split", Residency.LAYERS, Miss.CPU)
@@ -95,6 +95,6 @@ PUBLISHED = (
     COLLABORATIVE,
     DUOSERVE,
 )
-"""What others have built."""
+"""Published strategies."""
 OWN = (SWITCHYARD, SWITCHYARD_CPU, SWITCHYARD_STATIC, SWITCHYARD_PREFETCH)
-"""Switchyard's own ways of meeting a miss."""
+"""Switchyard's own strategies."""

@@ -1,7 +1,7 @@
-"""Sweeps through a model's layers, simulated: a schedule's work takes its seconds on a timeline.
+"""Simulated sweeps through a model's layers: each part of a schedule takes its seconds on a timeline.
 
-The schedules are those that the executor runs (`engine.planner.schedules`), issued in the same order.  What is issued
-waits until the card has done what was issued to it before: then a buffer that is to be filled is free.
+The schedules are the executor's (`engine.planner.schedules`), issued in the same order.  A transfer waits until the
+card has finished the work issued before it, because only then is the target buffer free.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ class Copy:
     """A copy over the link.
 
     Attributes:
-        seconds: that it takes; nbytes: that it moves.
-        disk_s: that reading it takes before, from a window of layers in RAM that slides ahead: it waits for nothing.
+        seconds: duration; nbytes: size.
+        disk_s: duration of reading it from disk first, into a window of layers in RAM that slides ahead: this waits for
+            nothing.
     """
 
     seconds: float = 0.0
@@ -29,24 +30,24 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
-    """What the parts of one layer take, all of one micro-batch where not said otherwise; modelled, or timed.
+    """Times of the parts of one layer, modelled or measured, each for one micro-batch unless stated otherwise.
 
     Attributes:
         count: micro-batches.
-        before_s, between_s, after_s: up to attention, from there to the experts, and behind them; on the card.
-        attention_s: on the CPU, on one thread with other attention.
+        before_s, between_s, after_s: up to attention, from there to the experts, and after them; on the card.
+        attention_s: on the CPU, by the thread of all CPU attention.
         card_attention_s: on the card, once keys and values are there.
-        experts_s: on the card, all weights there.
-        expert_s: of one expert, for all micro-batches at once.
+        experts_s: on the card, with all weights there.
+        expert_s: one expert, for all micro-batches at once.
         host_experts_s: on the CPU.
-        queries, attended: states on their way to CPU attention, and back.
-        hidden: states on their way to experts on the CPU, and back again.
+        queries, attended: transfer of states to CPU attention, and of its output back.
+        hidden: transfer of states to experts on the CPU, and likewise back.
         cache, new_cache: keys and values to the card, and new ones back to RAM.
-        dense: the layer's weights beside its experts, if they do not stay on the card.
-        expert: one expert, as far as it does not stay there.
-        host_disk_s: reading the experts that the CPU computes.
-        experts, wanted, hot: of the layer, those of them that any row wants, and those that are brought before that is
-            known, all of which are wanted.
+        dense: the layer's weights other than experts, if they do not stay on the card.
+        expert: one expert, without the part that stays on the card.
+        host_disk_s: reading the experts that the CPU computes from disk.
+        experts, wanted, hot: experts of the layer, those that any row uses, and those that are fetched before that is
+            known, all of which are used.
     """
 
     count: int
@@ -73,12 +74,12 @@ class LayerTimes:
 
 @dataclass(frozen=True, slots=True)
 class SweepParts:
-    """A sweep of which the parts were timed.
+    """A sweep with timed parts.
 
     Attributes:
-        layers: of the model.
-        times: of each of them.
-        outside_s: of the whole sweep, outside its layers.
+        layers: number of layers.
+        times: of each layer.
+        outside_s: time of the whole sweep spent outside the layers.
     """
 
     layers: int
@@ -88,11 +89,11 @@ class SweepParts:
 
 @dataclass(slots=True)
 class _Half:
-    """Weights of a layer on the card.
+    """Buffer for one layer's weights on the card.
 
     Attributes:
-        dense: when those beside its experts are there; None if nobody has asked for them.
-        experts: when each of its experts is, in the order in which they were brought.
+        dense: when the weights other than experts arrive; None if not requested yet.
+        experts: when each expert arrives, in order of transfer.
     """
 
     dense: float | None = None
@@ -104,10 +105,10 @@ class _Half:
 
 
 class SimulatedCard:
-    """What is on a card from sweep to sweep.
+    """State of a card between sweeps.
 
     Attributes:
-        ends: when each layer so far was left by its last micro-batch.
+        ends: when the last micro-batch left each layer so far.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -116,26 +117,26 @@ class SimulatedCard:
         self._halves: dict[int, _Half] = {}
 
     def half(self, index: int) -> _Half:
-        """A layer's, until it is left."""
+        """The buffer of a layer, until `leave`."""
         return self._halves.setdefault(index, _Half())
 
     def put(self, index: int, times: LayerTimes) -> None:
-        """A layer's weights, there from the beginning."""
+        """Puts a layer's weights on the card from the start."""
         self._halves[index] = _Half(0.0, [0.0] * times.experts)
 
     def leave(self, index: int, *, keep: bool) -> None:
-        """The buffer is free for another layer."""
+        """Frees the buffer for another layer."""
         if not keep:
             self._halves.pop(index, None)
 
     def sweep(self, schedule: Schedule, times: LayerTimes, layers: int) -> None:
-        """One more sweep, all of whose layers take the same.
+        """Simulates one more sweep, with equal times for all layers.
 
         Raises:
-            ValueError: the schedule has no order of its own.
+            ValueError: the schedule defines no order of layers.
         """
         if schedule.order is None:
-            raise ValueError(f"{schedule.name} is not simulated by layers")
+            raise ValueError(f"{schedule.name} defines no order of layers to simulate")
         states = [0.0] * times.count
         works = [_SimulatedLayer(self, schedule, times, index, layers, states) for index in range(layers)]
         for _ in schedule.order(works):
@@ -146,7 +147,7 @@ class _SimulatedLayer:
     """See `LayerWork`.
 
     Args:
-        states: when each micro-batch's hidden states are ready, from layer to layer.
+        states: when each micro-batch's hidden states are ready, carried from layer to layer.
     """
 
     def __init__(
@@ -247,7 +248,7 @@ class _SimulatedLayer:
             self._card.leave(self._index, keep=self._next == self._index)
 
     def _run(self, number: int, lane: str, seconds: float, name: str, after: float = 0.0) -> None:
-        """Something that a micro-batch goes through."""
+        """Issues a step that depends on the micro-batch's states."""
         begin = max(self._states[number], after)
         self._states[number] = self._timeline.run(lane, seconds, name, begin, layer=self._index)
 
@@ -262,14 +263,14 @@ class _SimulatedLayer:
             half.dense = self._bring(self._times.dense, "weights", index)
 
     def _bring_experts(self, index: int, reached: int, *, together: bool = True) -> None:
-        """Until so many of a layer's are on their way: in one piece, or one by one."""
+        """Issues transfers up to `reached` experts of a layer: in one piece, or one by one."""
         arrived = self._card.half(index).experts
         while len(arrived) < reached:
             count = reached - len(arrived) if together else 1
             arrived += [self._bring(self._times.expert, "experts", index, len(arrived), count)] * count
 
     def _bring(self, copy: Copy, name: str, layer: int, expert: int = -1, count: int = 1) -> float:
-        """Weights, or keys and values, on their way to the card."""
+        """Issues a transfer of weights, or of keys and values, to the card; returns when it ends."""
         issued, nbytes = self._timeline.free_at("gpu"), copy.nbytes * count
         if copy.disk_s:
             read = self._timeline.run("disk", copy.disk_s * count, name, layer=layer, count=count, nbytes=nbytes)
@@ -280,7 +281,7 @@ class _SimulatedLayer:
 
 
 def predicted_seconds(schedule: Schedule, sweeps: Sequence[SweepParts]) -> float | None:
-    """Seconds of sweeps, one after the other, on a card that has nothing yet; None if that is not simulated."""
+    """Seconds of consecutive sweeps on an initially empty card; None if the schedule cannot be simulated."""
     if schedule.order is None:
         return None
     card = SimulatedCard(Timeline(record=False))

@@ -1,7 +1,7 @@
-"""Resources that do one thing at a time, and the spans of what they did.
+"""Resources that do one thing at a time, and the spans of their work.
 
-Work is issued in program order, as into a device's streams: a span begins once its resource has finished what was
-issued to it before and everything it waits for has ended.  Nothing is drawn by chance.
+Work is issued in program order, as into a device's streams: a span begins once its resource has finished all earlier
+work and everything it waits for has ended.  Timelines are deterministic.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LANES = ("phase", "gpu", "h2d", "d2h", "cpu_experts", "cpu_attention", "disk", "small_copy")
-"""Lanes of a timeline.  `small_copy` carries results to the card beside `h2d`'s weights, on a second stream."""
+"""Lanes of a timeline.  `small_copy` copies small results to the card alongside `h2d`'s weights, on a second stream."""
 
 _RESOURCE = {"cpu_experts": "cpu", "cpu_attention": "cpu"}
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that a resource did; times in seconds since the beginning.
+    """Work of one resource; times in seconds from the start.
 
     Attributes:
         lane: one of `LANES`.
-        ready: when everything that it waits for had ended; never after `start`.
-        name: what.
-        layer, expert, step: which; -1 where that means nothing.
-        count: experts that were computed or read together; rows of a phase.
-        nbytes: of a copy or a read.
+        ready: when everything it waits for had ended; never after `start`.
+        name: kind of work.
+        layer, expert, step: indices; -1 where not applicable.
+        count: experts computed or read together; rows of a phase.
+        nbytes: size of a copy or a read.
     """
 
     lane: str
@@ -40,7 +40,7 @@ class Span:
 
 
 class Timeline:
-    """What has been issued so far."""
+    """The work issued so far."""
 
     def __init__(self, *, record: bool = True) -> None:
         self.spans: list[Span] = []
@@ -77,10 +77,10 @@ class Timeline:
         return end
 
     def mark(self, name: str, start: float, end: float, *, step: int = -1, count: int = 1) -> None:
-        """A phase of `count` rows: prefill, or one step of decode."""
+        """Marks a phase of `count` rows: prefill, or one step of decode."""
         if self._record and end > start:
             self.spans.append(Span("phase", start, end, name, -1, -1, step, start, count))
 
     def free_at(self, lane: str) -> float:
-        """When what was issued to this lane's resource so far ends."""
+        """When the work issued to this lane's resource so far ends."""
         return self._free.get(_RESOURCE.get(lane, lane), 0.0)
