@@ -1,4 +1,4 @@
-"""Our own line icons, drawn in a colour of the theme and sharp at every device pixel ratio."""
+"""The app's line icons, drawn in a theme colour and sharp at every device pixel ratio."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.common.paths import resources_dir
 
 
 def icon(name: str, colour: ColourName = "text", checked: ColourName | None = None) -> QIcon:
-    """The icon `resources/icons/NAME.svg`; it follows the theme.
+    """The icon `resources/icons/NAME.svg`, in the theme's colours.
 
     Args:
         checked: its colour while the button is checked (`QIcon.State.On`).
@@ -26,12 +26,12 @@ def icon(name: str, colour: ColourName = "text", checked: ColourName | None = No
 
 
 def logo() -> QIcon:
-    """The mark: a track that forks, in the colours of GPU, CPU and PCIe."""
+    """The logo: a track that forks, in the colours of GPU, CPU and PCIe."""
     return icon("logo")
 
 
 class IconMark(QWidget):
-    """An icon that stands by itself, `px` high and wide."""
+    """A standalone icon, `px` high and wide."""
 
     def __init__(self, name: str, colour: ColourName, px: int, parent: QWidget) -> None:
         super().__init__(parent)
@@ -58,12 +58,12 @@ def _renderer(name: str, colour: str) -> QSvgRenderer:
 
 
 class _LineIconEngine(QIconEngine):
-    """Looks its colours up while it paints, so that an icon need not be set again when the theme changes."""
+    """Looks its colours up while painting, so that icons follow the theme."""
 
     def __init__(self, name: str, normal: ColourName, checked: ColourName) -> None:
         super().__init__()
         self._name, self._normal, self._checked = name, normal, checked
-        self._drawing(QIcon.Mode.Normal, QIcon.State.Off)  # a missing icon is reported here, not while painting
+        self._drawing(QIcon.Mode.Normal, QIcon.State.Off)  # fail early if the icon is missing, not while painting
 
     def _drawing(self, mode: QIcon.Mode, state: QIcon.State) -> QSvgRenderer:
         name = "logo-dark" if self._name == "logo" and colours().is_dark else self._name
@@ -80,7 +80,7 @@ class _LineIconEngine(QIconEngine):
         return self.scaledPixmap(size, mode, state, 1.0)
 
     def scaledPixmap(self, size: QSize, mode: QIcon.Mode, state: QIcon.State, scale: float) -> QPixmap:
-        # `size` is in device-independent pixels, of which each is `scale` of the screen's.
+        # `size` is in device-independent pixels, each `scale` screen pixels wide.
         result = QPixmap(size * scale)
         result.setDevicePixelRatio(scale)
         result.fill(Qt.GlobalColor.transparent)

@@ -1,4 +1,4 @@
-"""The window's process: everything is made here and handed to what needs it."""
+"""The window's process: creates all services and passes them on."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _log = logging.getLogger("switchyard.window")
 translate = QCoreApplication.translate
 
 STREAMING_REPORT_VARIABLE = "SWITCHYARD_STREAMING_REPORT"
-"""Names a file: then the window asks by itself and writes how long the GUI was kept waiting (`bench startup`)."""
+"""Names a file: the window sends prompts and writes how long GUI events waited (`bench startup`)."""
 
 MONITOR_REPORT_VARIABLE = "SWITCHYARD_MONITOR_REPORT"
-"""Names a file: then the window asks by itself and writes what its Monitor costs (`bench monitor`)."""
+"""Names a file: the window sends prompts and writes what the Monitor costs (`bench monitor`)."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Opens the window; the exit code.  A second start for the same data folder raises the first and returns 0."""
+    """Opens the window; returns the exit code.  A second start on one data folder raises the first and returns 0."""
     make_private(own_dirs())
     reports = CrashReports(log_dir())
     reports.install()
@@ -75,7 +75,7 @@ def _run(app: QApplication, reports: CrashReports) -> int:
     if isinstance(instance, int):
         return instance
 
-    from app.services.chat_store import ChatStore  # only the process that has the folder opens it
+    from app.services.chat_store import ChatStore  # only after the data folder has been claimed
     from app.services.services import Services
 
     services = Services.around(EngineClient(), ChatStore(), settings, theme)
@@ -87,7 +87,7 @@ def _run(app: QApplication, reports: CrashReports) -> int:
         window.offer_crash_report(report, reports.dismiss)
     instance.raise_requested.connect(window.come_forward)
     _report_if_asked(window)
-    for ending in (signal.SIGINT, signal.SIGTERM):  # noticed at the next sample of the sensors, half a second at most
+    for ending in (signal.SIGINT, signal.SIGTERM):  # handled at the next sensor sample, within half a second
         signal.signal(ending, lambda *_: app.quit())
     window.show()
     QTimer.singleShot(0, window, window.begin)
@@ -104,7 +104,7 @@ def _run(app: QApplication, reports: CrashReports) -> int:
 
 
 def page_entries() -> tuple[PageEntry, ...]:
-    """The registry of pages, in the order of the sidebar.  Each imports its modules when it is first wanted."""
+    """The registry of pages, in the sidebar's order.  Each imports its modules when it is first shown."""
     return (
         PageEntry(CHAT, translate("Pages", "Chat"), _chat),
         PageEntry(BATCH, translate("Pages", "Batch"), _batch),
@@ -163,7 +163,7 @@ def _settings(services: Services) -> Page:
 
 
 def _strip_for(page: Page, services: Services) -> Callable[[QWidget], QWidget]:
-    """Makes what shows the machine at work in little, on a page that is about something else."""
+    """Creates the miniature timeline for a page about something else."""
 
     def make(parent: QWidget) -> QWidget:
         from app.widgets.timeline.strip import TimelineStrip
@@ -176,7 +176,7 @@ def _strip_for(page: Page, services: Services) -> Callable[[QWidget], QWidget]:
 
 
 def _report_if_asked(window: MainWindow) -> None:
-    """The benchmarks have the window measure itself."""
+    """Runs the benchmark's measurement if the environment asks for one."""
     report_if_asked(window)
     if path := os.environ.get(STREAMING_REPORT_VARIABLE):
         from app.streaming_report import StreamingReport
@@ -192,8 +192,8 @@ def _report_if_asked(window: MainWindow) -> None:
 
 
 def _claim_data_folder() -> SingleInstance | int:
-    """The claim to the data folder, or the exit code of a start that ends here."""
-    from app.views import data_folder_start as dialogs  # hardly ever needed
+    """The claim to the data folder, or the exit code if the program cannot start."""
+    from app.views import data_folder_start as dialogs  # rarely needed
 
     if dialogs.chosen_folder_is_missing() and not dialogs.ask_about_missing_folder():
         return 0
@@ -201,21 +201,21 @@ def _claim_data_folder() -> SingleInstance | int:
         instance = SingleInstance(data_dir())
         claim = instance.claim()
         if claim is Claim.RAISED_OTHER:
-            _log.info("raised the window that is open with this data folder")
+            _log.info("raised the window that uses this data folder")
             return 0
         if claim is Claim.HELD_IN_SILENCE:
             dialogs.warn_not_responding()
             return 1
         if claim is Claim.NOT_WRITABLE:
             if holds_our_data(data_dir()) and not os.access(data_dir(), os.W_OK):
-                return instance  # chats can be read all the same; the store says that nothing new is kept
+                return instance  # chats can still be read; the store says that new ones are not saved
             dialogs.warn_not_writable()
             return 1
         change = planned_change()
         if change is None:
             return instance
         dialogs.carry_out_change(change)
-        instance.release()  # and claim the folder that is now in use
+        instance.release()  # claim the folder that is now in use instead
 
 
 if __name__ == "__main__":

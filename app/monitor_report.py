@@ -1,9 +1,8 @@
 """What the window costs while the Monitor shows a fast decode, for `switchyard bench monitor`.
 
-The window asks the loaded model by itself, again and again, with the Monitor open.  Once there is something to show, it
-notes how much of a core its process takes, and then how long GUI events, due every few milliseconds, had to wait for
-their turn: from the clock, and in time that the GUI's own thread was computing.  Others that compute, the engine first
-of all, make the first longer and not the second.
+The window prompts the loaded model repeatedly with the Monitor open.  Once there is something to show, it measures
+its process's share of a core, and then the latency of GUI events that are due every few milliseconds: in wall-clock
+time and in the GUI thread's CPU time.  Other processes, above all the engine, delay the former and not the latter.
 """
 
 from __future__ import annotations

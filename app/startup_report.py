@@ -1,4 +1,4 @@
-"""How long the window took, for the benchmark that asks for it through the environment."""
+"""Start-up time of the window, for a benchmark that requests it through the environment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUIT_VARIABLE = "SWITCHYARD_QUIT_AFTER_STARTUP"
 
 
 class StartupReport(QObject):
-    """Waits for the window's first paint and for the event loop to have nothing else to do, then writes the time."""
+    """Waits for the window's first paint and an idle event loop, then writes the time."""
 
     def __init__(self, window: QWidget, path: Path) -> None:
         super().__init__(window)

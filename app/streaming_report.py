@@ -1,7 +1,7 @@
-"""How long the GUI was kept waiting while answers streamed, for `switchyard bench startup`.
+"""GUI latency while answers stream, for `switchyard bench startup`.
 
-The window asks the loaded model by itself, shows the answers as it shows all others, and notes the longest time that a
-GUI event, due every few milliseconds, had to wait for its turn.
+The window prompts the loaded model, shows the answers as usual, and records the longest delay of a GUI event that
+is due every few milliseconds.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from engine.common.files import write_whole
 from engine.common.model_info import ModelInfo
 
 TOKENS = 512
-"""Streamed in all; short answers are followed by further questions."""
+"""Tokens to stream in total; short answers are followed by further prompts."""
 _EVERY_MS = 5
 _QUESTION = "Write a long story about a railway yard, with a table of its tracks and a program that sorts the cars."
 
 
 class StreamingReport(QObject):
-    """Asks until `TOKENS` have streamed, writes the figures and quits."""
+    """Sends prompts until `TOKENS` have streamed, writes the figures and quits."""
 
     def __init__(self, window: MainWindow, path: Path) -> None:
         super().__init__(window)
@@ -64,7 +64,7 @@ class StreamingReport(QObject):
         if answer.stats is None:
             self._write(answer.reason)
         elif self._tokens < TOKENS:
-            # Not from within the signal: the page has yet to hear that the answer has ended.
+            # Deferred: the page has not handled the end of this answer yet.
             QTimer.singleShot(0, self, lambda: self._presenter.send(_QUESTION))
         else:
             self._write("")

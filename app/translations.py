@@ -1,4 +1,4 @@
-"""The window's texts in the user's language, where somebody has translated them."""
+"""The window's texts in the user's language, where a translation exists."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from engine.common.paths import resources_dir
 
 
 def translations_dir() -> Path:
-    """Where `switchyard_<language>.qm` files lie; the README there says how to make one."""
+    """The folder of `switchyard_<language>.qm` files; its README says how to make one."""
     return resources_dir() / "translations"
 
 
 def install_translations(app: QCoreApplication, locale: QLocale, folder: Path) -> list[QTranslator]:
-    """Ours from `folder` and Qt's own, as far as there are any for `locale`; those that were installed."""
+    """Installs our translations from `folder` and Qt's own for `locale`, if any; returns them."""
     installed = []
     for name, place in (
         ("switchyard", str(folder)),

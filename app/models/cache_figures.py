@@ -176,9 +176,9 @@ def memory_places(parts: tuple[MemoryPart, ...]) -> dict[str, tuple[dict[str, in
             amounts[part.purpose] = amounts.get(part.purpose, 0) + part.nbytes
         places[part.place] = amounts, total
     result: dict[str, tuple[dict[str, int], int]] = {}
-    for place, (amounts, told) in places.items():
+    for place, (amounts, reported) in places.items():
         used = sum(nbytes for purpose, nbytes in amounts.items() if purpose != FREE)
-        total = max(told, used)
+        total = max(reported, used)
         result[place] = {**{key: value for key, value in amounts.items() if key != FREE}, FREE: total - used}, total
     return result
 

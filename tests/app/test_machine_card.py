@@ -80,7 +80,7 @@ def test_a_driver_that_goes_away_is_said(card: MachineCard) -> None:
     card.show_sample(sample(4, 2))
     lost = GpuSample("0000:00:00.0", Vendor.NVIDIA)
     card.show_sample(SensorSample(0.0, (lost, gpu(1, power_w=None, clock_hz=None)), None))
-    assert "does not answer" in card.gpus[0].head.text()
+    assert "not responding" in card.gpus[0].head.text()
     assert " W" not in card.gpus[1].tail.text()
     assert not card.cores.isVisibleTo(card)
     assert not card.grab().isNull()

@@ -151,7 +151,7 @@ def test_a_dead_engine_is_told_and_what_was_recorded_stays(
     with qtbot.waitSignal(hub.analysed, timeout=20_000):
         tell(engine)
     engine.die()
-    assert "The engine has ended." in page.summary.accessibleName()
+    assert "The engine has stopped." in page.summary.accessibleName()
     history = hub.history
     assert history is not None
     qtbot.waitUntil(lambda: bool(history.marks_between(0, 2**62)), timeout=20_000)
@@ -206,7 +206,7 @@ def test_sentences() -> None:
     assert busy.index("94%") < busy.index("200 tokens")
     batch = waiting_sentence(replace(waited, tokens=240, steps=20, is_batch=True))
     assert "Batch" in batch
-    assert "12 to a step" in batch
+    assert "12 per step" in batch
     assert waiting_sentence(Waiting(0, 0.0, {})) == "Nothing has been decoded yet."
     assert "int8 weights would be about 1.5 times" in advice_sentence(Advice("precision", "int8", 1.5))
     assert advice_sentence(None) == ""
@@ -298,7 +298,7 @@ def test_a_session_that_was_cut_short_is_opened_as_far_as_it_goes(tmp_path: Path
             continue
         assert not session.recorded.is_whole
         page.show_session(session)
-        assert "cut short" in page.session_banner.text
+        assert "ends early" in page.session_banner.text
         page.grab()
 
 
@@ -319,7 +319,7 @@ def test_what_is_shown_is_exported(
         spans, _ = tell(engine)
     page.grab()
     for name in ("trace.json", "spans.csv"):
-        with qtbot.waitSignal(page.export.told, timeout=20_000):
+        with qtbot.waitSignal(page.export.reported, timeout=20_000):
             page.export.write_records(tmp_path / name)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == len(spans)

@@ -1,4 +1,4 @@
-"""What the machine holds, always in sight: RAM and VRAM part by part, the hardware, and where the model runs."""
+"""The machine at a glance: RAM and VRAM by purpose, the hardware, and where the model runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOTHING = Telemetry(0, 0, 0, 0, 0, 0.0)
 
 
 class MachineFooter(QWidget):
-    """Listens to the engine and to the device monitor; holds no state but their latest words."""
+    """Follows the engine and the device monitor; keeps only their latest values."""
 
     def __init__(self, client: EngineClient, devices: DeviceMonitor, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -31,7 +31,7 @@ class MachineFooter(QWidget):
         self._ram_bar = MemoryGauge(self.tr("RAM"), self)
         self._vram_bar = MemoryGauge(self.tr("VRAM"), self)
         self._legend = MemoryLegend(self)
-        self._legend.show_parts(self._parts(0, 0, 0, 0, 0))  # so that nothing jumps later
+        self._legend.show_parts(self._parts(0, 0, 0, 0, 0))  # reserve its space
         self._no_gpu = _caption(self)
         self._hardware = _caption(self)
         self._where = _caption(self)
@@ -63,7 +63,7 @@ class MachineFooter(QWidget):
         self._say_where()
 
     def set_narrow(self, narrow: bool) -> None:
-        """Only the bars, for a rail of icons."""
+        """Shows only the bars, for the icon rail."""
         self._is_narrow = narrow
         side = 2 if narrow else 8
         self._inner.setContentsMargins(side, 6, side, 0)
@@ -71,7 +71,7 @@ class MachineFooter(QWidget):
             bar.set_narrow(narrow)
 
     def fit(self, width: int, height: int) -> None:
-        """Shows what there is room for: the bars always, then what they hold, then the model and the hardware."""
+        """Shows what fits: always the bars, then their legend, then the model and the hardware."""
         margins = self._inner.contentsMargins()
         room = width - margins.left() - margins.right()
         bars = [bar for bar in (self._vram_bar, self._ram_bar) if not bar.isHidden()]
@@ -89,7 +89,7 @@ class MachineFooter(QWidget):
         self._tell_rest()
 
     def _tell_rest(self) -> None:
-        """The tooltip says what has no room."""
+        """Puts into the tooltip what does not fit."""
         hidden = [label.text() for label in (self._where, self._hardware, self._no_gpu) if label.isHidden()]
         self.setToolTip("\n".join(filter(None, hidden)))
 
@@ -130,7 +130,7 @@ class MachineFooter(QWidget):
             self._vram_bar.show_parts(parts, used, card.vram_total, source=source)
 
     def _show_emulated_memory(self) -> None:
-        """An emulated card has the memory that the engine counts; it lies in RAM, where it is shown as well."""
+        """An emulated card's memory as counted by the engine; it is part of RAM, and also shown there."""
         held = self._held
         total, used, experts, kv = (
             held.device_total_bytes,
@@ -208,7 +208,7 @@ def _caption(parent: QWidget) -> QLabel:
 
 
 def _short_cpu_name(name: str) -> str:
-    """Without the marks that vendors put into it: `Intel(R) Xeon(R) CPU @ 2.60GHz` is `Intel Xeon`."""
+    """Without vendors' trademark signs: `Intel(R) Xeon(R) CPU @ 2.60GHz` is `Intel Xeon`."""
     for mark in ("(R)", "(TM)", "(r)", "(tm)", "CPU", "Processor"):
         name = name.replace(mark, " ")
     return " ".join(name.split("@")[0].split())

@@ -1,4 +1,4 @@
-"""The list of keyboard shortcuts: those of the page that is shown, and those that work everywhere."""
+"""The list of keyboard shortcuts: the current page's, and global ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from app.widgets.shortcuts import Key
 
 
 class ShortcutsDialog(QDialog):
-    """Shows the shortcuts group by group; an empty group is left out."""
+    """Shows the shortcuts by group; empty groups are left out."""
 
     def __init__(self, groups: Sequence[tuple[str, Sequence[Key]]], parent: QWidget | None = None) -> None:
         super().__init__(parent)

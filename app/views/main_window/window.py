@@ -1,4 +1,4 @@
-"""The window: sidebar, pages, and the calm lines above them that tell what happened."""
+"""The window: sidebar, pages, and the banners above them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 SIZE = QSize(1280, 800)
 _TELEMETRY_AFTER_MS = 500
-"""Not while the window is being opened."""
+"""Not while the window is opening."""
 SMALLEST = QSize(640, 400)
-"""Fits a notebook of 1440 x 900 pixels at a scale of 2, less its panel and the window's title bar."""
+"""Fits a notebook of 1440 x 900 pixels at a scale of 2, minus its panel and the title bar."""
 
 
 class MainWindow(QMainWindow):
-    """The frame around the pages, the first of which it opens with.
+    """The frame around the pages; opens with the first.
 
     Signals: `closing`, before the window closes.
     """
@@ -89,13 +89,13 @@ class MainWindow(QMainWindow):
         self.sidebar.choose(name)
         self._shown = name
         if name == TUNE:
-            self.tune_banner.hide()  # the page says it itself
+            self.tune_banner.hide()  # the page itself says it
         self.pages.setCurrentWidget(self.page(name))
-        if not self.sidebar.has_focus():  # who walks through the sidebar with the keys stays there
+        if not self.sidebar.has_focus():  # keep the focus during keyboard navigation of the sidebar
             self._focus_page()
 
     def page(self, name: str) -> Page:
-        """The page of this name; made when it is first wanted, so that the window opens sooner."""
+        """The page of this name; created when first shown, so that the window opens sooner."""
         if name not in self._built:
             self._built[name] = page = self._entries[name].make(self.services)
             page.page_wanted.connect(self.show_page)
@@ -104,26 +104,26 @@ class MainWindow(QMainWindow):
         return self._built[name]
 
     def begin(self) -> None:
-        """Starts what the window needs but does not wait for: the engine, the default model, the machine's figures."""
+        """Starts the engine, the default model and the sensors, without waiting for them."""
         self.services.devices.start()
         self.services.model_start.begin()
-        # It loads numpy and drivers, in a thread of its own.
+        # Loads numpy and drivers, in its own thread.
         QTimer.singleShot(_TELEMETRY_AFTER_MS, self.services.telemetry.start)
 
     def come_forward(self) -> None:
-        """Brings the window to the front, also from the task bar."""
+        """Brings the window to the front, also if it is minimised."""
         self.setWindowState(self.windowState() & ~Qt.WindowState.WindowMinimized)
         self.show()
         self.raise_()
         self.activateWindow()
 
     def restart_engine(self) -> None:
-        """Starts the engine again, with the model that it had."""
+        """Restarts the engine with the same model."""
         self.engine_banner.hide()
         self.services.model_start.restart()
 
     def show_shortcuts(self) -> None:
-        """Lists the keys of the page that is shown, and those that work everywhere."""
+        """Lists the current page's shortcuts and the global ones."""
         page = self.pages.currentWidget()
         name = self.sidebar.button(self._shown).accessibleName()
         everywhere = keys_of(self, besides=self.pages)
@@ -134,13 +134,13 @@ class MainWindow(QMainWindow):
         dialog.open()
 
     def quit_by_hand(self) -> None:
-        """Closes the window as a click on its frame does: whoever has to ask first is asked."""
+        """Closes the window as its close button does, with all confirmations."""
         frame = self.windowHandle()
         if frame is not None:
             frame.close()
 
     def offer_crash_report(self, report: str, dismiss: Callable[[], None]) -> None:
-        """Tells that the last start ended badly; the report is copied only if the user wants it."""
+        """Reports that the last session crashed; the report is copied only if the user wants it."""
 
         def copy() -> None:
             QGuiApplication.clipboard().setText(report)
@@ -154,7 +154,7 @@ class MainWindow(QMainWindow):
         self.crash_banner.add_action(self.tr("Dismiss"), forget, kind="quiet")
         self.crash_banner.tell(
             self.tr(
-                "Switchyard hit an error last time. A report is ready to copy into a bug report; "
+                "Switchyard hit an error last time. You can copy a report for a bug report; "
                 "it contains no prompts or answers, and nothing was sent."
             )
         )
@@ -182,7 +182,7 @@ class MainWindow(QMainWindow):
         self.show_page(TUNE)
 
     def _on_hardware_change(self, changed: tuple[str, ...]) -> None:
-        words = self.tr("Your hardware has changed since it was last tuned. {0}")
+        words = self.tr("Your hardware has changed since the last tuning. {0}")
         self.tune_banner.tell(words.format(" ".join(changed)))
 
     def _on_outrun(self, result: TuningResult) -> None:
@@ -190,10 +190,10 @@ class MainWindow(QMainWindow):
         if won is None:
             return
         if self._shown == TUNE:
-            return  # the page says it itself
+            return  # the page itself says it
         words = self.tr(
-            "{0} now runs at {1} tokens/s, much faster than the {2} that Tune measured: something else kept the "
-            "machine busy then. Tune it again to find its best settings."
+            "{0} now runs at {1} tokens/s, much faster than the {2} that Tune measured: the machine was busy then. "
+            "Tune again to find the best settings."
         )
         self.tune_banner.tell(words.format(result.model, figures(result.outrun), figures(won.tokens_per_s)))
 

@@ -1,4 +1,4 @@
-"""The Monitor page: what the machine and the engine did, and what the expert cache holds."""
+"""The Monitor page: what the machine and the engine did, and the contents of the expert cache."""
 
 from app.views.monitor.page import MonitorPage
 

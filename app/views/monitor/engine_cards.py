@@ -1,4 +1,4 @@
-"""The cards below the timeline: experts, cache, token; policies and prefetching; memory and the machine's sensors."""
+"""The cards below the timeline: experts, cache, token; policies and prefetching; memory and sensors."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from engine.hardware.sensors import SensorSample
 from engine.telemetry.messages import CacheReport
 
 _WIDE_PX = 780
-"""Narrower than this the cards stand below each other."""
+"""Below this width the cards are stacked."""
 
 _SHARES, _SHARES_WITHOUT_CACHE = (42, 38, 20), (50, 25, 25)
-"""Of the first row's width: map, cache, token; where nothing is cached there is only a sentence to read."""
+"""Shares of the first row's width: map, cache, token; the cache card shrinks when it has only a sentence."""
 
 
 class EngineCards(QWidget):
-    """What the hub heard last of the cache and of tokens.
+    """The latest cache report and token figures.
 
     Args:
-        experts: the expert map's card, which stands beside the cache's.
+        experts: the expert map's card, beside the cache's.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class EngineCards(QWidget):
         column = QVBoxLayout(self)
         column.setContentsMargins(0, 0, 0, 0)
         column.setSpacing(14)
-        column.setSizeConstraint(QVBoxLayout.SizeConstraint.SetNoConstraint)  # narrower than a row it turns the row
+        column.setSizeConstraint(QVBoxLayout.SizeConstraint.SetNoConstraint)  # so that the window can get narrower
         first = tuple(zip((experts, self.cache, self.token), _SHARES, strict=True))
         rows = (first, ((self.policies, 1), (self.prediction, 1)), ((self.memory, 1), (self.machine, 1)))
         for cards in rows:
@@ -68,7 +68,7 @@ class EngineCards(QWidget):
         experts.replay.valueChanged.connect(self._show_moment)
 
     def refresh(self) -> None:
-        """What is known now; cheap if nothing is new, or while a session is open."""
+        """Shows the latest data; cheap if nothing is new, or while a session is open."""
         hub = self._hub
         if self._session is not None:
             return
@@ -83,13 +83,13 @@ class EngineCards(QWidget):
             self.token.show_figures(token_figures(hub.history), _watts(sample))
 
     def show_session(self, session: OpenedSession) -> None:
-        """A session that was opened, in place of what happens now; the map's slider chooses the moment."""
+        """Shows an opened session instead of live data; the map's slider chooses the moment."""
         self._session = session
-        self.machine.hide()  # of the past there are only the lanes
+        self.machine.hide()  # sessions have sensor data in the timeline only
         self._show_moment()
 
     def show_live(self) -> None:
-        """What happens now again."""
+        """Shows live data again."""
         self._session = None
         self.machine.show()
         self.cache.is_recorded = False
@@ -126,7 +126,7 @@ class EngineCards(QWidget):
             self._turn()
 
     def minimumSizeHint(self) -> QSize:
-        """As wide as the widest card: narrower than all side by side they stand below each other."""
+        """As wide as the widest card: below that width the cards are stacked."""
         whole = super().minimumSizeHint()
         widest = max(card.minimumSizeHint().width() for row in self._rows for card in _shown(row))
         return QSize(min(whole.width(), widest), whole.height())
@@ -147,7 +147,7 @@ def _shown(row: QBoxLayout) -> list[QWidget]:
 
 
 def _watts(sample: SensorSample | None) -> float | None:
-    """Of cards and processors, as far as they tell."""
+    """Total of cards and processors, as far as they report it."""
     if sample is None:
         return None
     known = [power for power in (*(gpu.power_w for gpu in sample.gpus), sample.cpu_power_w) if power is not None]

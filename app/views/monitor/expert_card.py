@@ -14,11 +14,11 @@ from engine.common.errors import EngineError
 from engine.telemetry.messages import ExpertMap
 
 _COLUMN_DIGITS = (9, 10, 10, 8, 13, 10, 16)
-"""Widths of the table's columns; what does not fit beside each other is scrolled."""
+"""Column widths in digits; a wider table scrolls."""
 
 
 class ExpertCard(Card):
-    """What experts are used, and where they are."""
+    """How often each expert is used, and where it is."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
@@ -26,9 +26,9 @@ class ExpertCard(Card):
         self.setAccessibleName(self.tr("Expert map"))
         self.explain(
             self.tr(
-                "A model like this has many small parts, called experts, in each layer, and every token uses only "
-                "a few of them. Each square is one expert: the stronger its colour the more it is used, and its "
-                "pattern says where it is kept."
+                "A model like this has many small parts in each layer, called experts, and every token uses only a few "
+                "of them. Each square is one expert: the stronger its colour, the more it is used; its pattern shows "
+                "where it is stored."
             )
         )
         self.by_use = QPushButton(self.tr("By use"), self)
@@ -58,15 +58,15 @@ class ExpertCard(Card):
         self._data: MapData | None = None
         self._replayed: list[tuple[int, ExpertMap]] | None = None
         self.replay = QSlider(Qt.Orientation.Horizontal, self)
-        self.replay.setAccessibleName(self.tr("Moment of the recorded session"))
-        self.replay.setToolTip(self.tr("Moves through the maps of the recorded session"))
+        self.replay.setAccessibleName(self.tr("Time in the recorded session"))
+        self.replay.setToolTip(self.tr("Scrubs through the session's maps"))
         self.replay.valueChanged.connect(self._show_replayed)
         self.replay.hide()
         self.body.insertWidget(3, self.replay)
         self.show_event(None)
 
     def show_recording(self, maps: list[tuple[int, ExpertMap]] | None) -> None:
-        """Maps of a session, to be gone through with the slider; None for what happens now."""
+        """A session's maps, with a slider to step through them; None for live data."""
         self._replayed = maps
         self.replay.setVisible(bool(maps) and len(maps or ()) > 1)
         if maps is not None:
@@ -79,12 +79,12 @@ class ExpertCard(Card):
             self._show(self._replayed[self.replay.value()][1] if self._replayed else None)
 
     def show_event(self, event: ExpertMap | None) -> None:
-        """The latest map; while a session is replayed it is not shown."""
+        """The latest map; ignored while a session is replayed."""
         if self._replayed is None:
             self._show(event)
 
     def _show(self, event: ExpertMap | None) -> None:
-        """Another moment of the map; nonsense is shown as none."""
+        """Shows a map; an invalid one counts as none."""
         if event is not None and event is self._event:
             return
         self._event = event
@@ -100,7 +100,7 @@ class ExpertCard(Card):
         self._show_parts()
         if data is None:
             self.caption.setText("")
-            self._hint.setText(self.tr("Load a model with experts and ask something: each expert is a square here."))
+            self._hint.setText(self.tr("Load a model with experts and ask something: each square is an expert."))
             return
         rows, columns = data.shape
         self.caption.setText(self.tr("{0} × {1}").format(rows, columns))
@@ -108,7 +108,7 @@ class ExpertCard(Card):
         self.caption.setAccessibleName(self.caption.toolTip())
 
     def _show_parts(self) -> None:
-        """The map or the table, and what belongs to it."""
+        """Shows the map or the table, with the matching controls."""
         data, as_table = self._data, self.as_table.isChecked()
         self.experts.show_data(data if as_table else None)
         self.view.setVisible(data is not None and not as_table)
@@ -128,7 +128,7 @@ class ExpertCard(Card):
         table.verticalHeader().hide()
         table.verticalHeader().setDefaultSectionSize(24)
         wide = table.fontMetrics().horizontalAdvance("0")
-        for column, digits in enumerate(_COLUMN_DIGITS):  # what is in them is not looked at: there may be 60,000 rows
+        for column, digits in enumerate(_COLUMN_DIGITS):  # no resizing to contents: there may be 60,000 rows
             table.setColumnWidth(column, digits * wide)
         table.horizontalHeader().setStretchLastSection(True)
         table.horizontalHeader().setSortIndicator(0, Qt.SortOrder.AscendingOrder)

@@ -1,4 +1,4 @@
-"""The export menu: what is shown as a trace, as tables, or as a picture."""
+"""The export menu: the visible range as a trace, as tables, or as a picture."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from app.widgets.timeline.view import TimelineView
 
 
 class ExportButton(QPushButton):
-    """Signals: `told(str)`, a sentence on what was written or why not."""
+    """Signals: `reported(str)`, a sentence on what was written or why not."""
 
-    told = Signal(str)
+    reported = Signal(str)
 
     def __init__(self, view: TimelineView, about: Callable[[], dict[str, str]], parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.setText(self.tr("Export"))
-        self.setToolTip(self.tr("No text of prompts or answers is written"))
+        self.setToolTip(self.tr("Contains no text of prompts or answers"))
         self._view, self._about = view, about
         self._writing = TaskQueue(self)
         menu = QMenu(self)
@@ -37,14 +37,14 @@ class ExportButton(QPushButton):
         self.setMenu(menu)
 
     def wait(self) -> None:
-        """Until what is being written is."""
+        """Waits for a running export."""
         self._writing.close()
 
     def write_records(self, path: Path) -> None:
-        """Writes what is shown as a trace, or as tables if the name ends with `.csv`; `told` follows."""
+        """Writes the visible range as a trace, or as tables if the name ends in `.csv`; `reported` follows."""
         history = self._view.navigator.history
         if history is None or not history.has_engine:
-            self.told.emit(self.tr("There is nothing to export yet: ask something in Chat first."))
+            self.reported.emit(self.tr("Nothing to export yet: ask something in Chat first."))
             return
         past, about = history.copy(), self._about()
 
@@ -53,16 +53,16 @@ class ExportButton(QPushButton):
 
         self._writing.add(
             write,
-            lambda count: self.told.emit(self.tr("{0} spans written to {1}").format(count, path)),
+            lambda count: self.reported.emit(self.tr("{0} spans written to {1}").format(count, path)),
             lambda error: self._fail(path, error),
         )
 
     def write_picture(self, path: Path) -> None:
-        """Writes what is shown as PNG, or as SVG if the name ends so."""
-        self._view.refresh()  # what has come since it was painted last belongs to it
+        """Writes the view as PNG, or as SVG if the name ends in `.svg`."""
+        self._view.refresh()  # include data that arrived since the last paint
         is_drawing = path.suffix == ".svg"
         done = _write_svg(self._view, path) if is_drawing else self._view.grab().save(str(path))
-        self.told.emit(
+        self.reported.emit(
             self.tr("Written to {0}").format(path)
             if done
             else self.tr("{0} could not be written; choose another folder.").format(path)
@@ -84,7 +84,7 @@ class ExportButton(QPushButton):
 
     def _fail(self, path: Path, error: Exception) -> None:
         reason = getattr(error, "strerror", None) or type(error).__name__
-        self.told.emit(self.tr("{0} could not be written ({1}); choose another folder.").format(path, reason))
+        self.reported.emit(self.tr("{0} could not be written ({1}); choose another folder.").format(path, reason))
 
 
 def _write_svg(view: TimelineView, path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""What the machine's sensors say now: every CPU, every graphics card, disk and page faults."""
+"""The machine's sensors: CPUs, graphics cards, disk and page faults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PARTS = 1000
 
 
 class MachineCard(Card):
-    """Driver samples, a few times a second; what a sensor does not tell is left out, or said to be not available."""
+    """Sensor samples, a few times per second; missing values are left out or marked as not available."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
@@ -24,8 +24,8 @@ class MachineCard(Card):
         self.setAccessibleName(self.tr("Machine"))
         self.explain(
             self.tr(
-                "What sensors and drivers say about the whole machine, other programs included. If the processor "
-                "is much busier than our share of it, other programs are slowing the model down."
+                "Sensor and driver data of the whole machine, other programs included. If the processor is much "
+                "busier than our share of it, other programs are slowing the model down."
             )
         )
         self.caption.setText(self.tr("from sensors and drivers"))
@@ -45,11 +45,11 @@ class MachineCard(Card):
         self.show_sample(None)
 
     def show_sample(self, sample: SensorSample | None) -> None:
-        """The latest; None while there is none."""
+        """The latest sample; None if there is none."""
         self.cores.setVisible(sample is not None and bool(sample.cpu_by_core))
         self.no_gpu.setVisible(sample is not None and not sample.gpus)
         if sample is None:
-            self.cpu.setText(self.tr("The sensors have not been asked yet."))
+            self.cpu.setText(self.tr("No sensor data yet."))
             self.rest.setText("")
             return
         self.cpu.setText(self._cpu_text(sample))
@@ -91,14 +91,14 @@ class MachineCard(Card):
 
 
 class _GpuRow(QWidget):
-    """One card in two lines: how busy it is and what fills it, then clocks, power, temperature and link."""
+    """One card in two lines: load and memory, then clocks, power, temperature and link."""
 
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
         self.head, self.tail = _line(self), muted_label(self, role="caption")
         self._busy, self._memory = MemoryBar(self), MemoryBar(self)
         self._busy.setToolTip(self.tr("Busy"))
-        self._memory.setToolTip(self.tr("VRAM: ours, and hatched that of others"))
+        self._memory.setToolTip(self.tr("VRAM: ours; hatched: other programs"))
         use_tabular_figures(self.tail)
         column = QVBoxLayout(self)
         column.setContentsMargins(0, 0, 0, 0)
@@ -107,12 +107,12 @@ class _GpuRow(QWidget):
             column.addWidget(widget)
 
     def show_gpu(self, place: int, gpu: GpuSample) -> None:
-        """A sample of the card at `place` of the driver's list."""
+        """A sample of the card at index `place` of the driver's list."""
         name = self.tr("GPU {0}").format(place)
         known = gpu.busy is not None or gpu.vram_total is not None
         busy = self.tr("{0}% busy").format(number(100 * gpu.busy, 0)) if gpu.busy is not None else ""
         used = self.tr("{0} of {1}").format(memory(gpu.vram_used or 0), memory(gpu.vram_total or 0))
-        parts = [name, busy, used if gpu.vram_total else "", "" if known else self.tr("does not answer")]
+        parts = [name, busy, used if gpu.vram_total else "", "" if known else self.tr("not responding")]
         self.head.setText(" · ".join(filter(None, parts)))
         self._busy.setVisible(gpu.busy is not None)
         self._memory.setVisible(bool(gpu.vram_total))

@@ -1,4 +1,4 @@
-"""Memory by place and purpose: bars whose parts add up to the whole."""
+"""Memory by place and purpose: bars whose parts add up to the total."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RAM = "ram"
 
 
 class MemoryCard(Card):
-    """A bar for each place and the parts by name; what an engine has counted is told by it, the rest by the system."""
+    """A bar per place with named parts; counted by the engine as far as it can, the rest reported by the system."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
@@ -23,14 +23,14 @@ class MemoryCard(Card):
         self.setAccessibleName(self.tr("Memory"))
         self.explain(
             self.tr(
-                "What fills the memory of the computer and of its graphics card. Weights and experts are the model "
-                "itself; KV (keys and values) is what it remembers of the conversation, and grows with its length."
+                "What fills the computer's memory and its graphics card's. Weights and experts are the model itself; "
+                "KV (keys and values) is what it remembers of the conversation, and grows with its length."
             )
         )
         self._column = QVBoxLayout()
         self._column.setSpacing(6)
         self.body.addLayout(self._column)
-        self._empty = muted_label(self, self.tr("What a model holds, and where, shows here once one is loaded."))
+        self._empty = muted_label(self, self.tr("Shows a model's memory once one is loaded."))
         self.body.addWidget(self._empty)
         self.body.addStretch(1)
         self._places: dict[str, tuple[MemoryGauge, MemoryLegend]] = {}
@@ -42,7 +42,7 @@ class MemoryCard(Card):
         """The latest report; None while no engine runs.
 
         Args:
-            ram_used, ram_total: bytes of the machine's RAM, everybody's, if they are known.
+            ram_used, ram_total: bytes of the machine's RAM, of all programs, if known.
         """
         if self._shown != (report, ram_used, ram_total):
             self._shown = report, ram_used, ram_total
@@ -66,7 +66,7 @@ class MemoryCard(Card):
             source = (
                 self.tr("Parts of the model: counted by the engine. Total RAM: reported by the system.")
                 if place == _RAM
-                else self.tr("Counted by the engine, of the memory that it may use.")
+                else self.tr("Counted by the engine, of the memory it may use.")
             )
             gauge.show_parts(parts, total - free, total, source=source)
             legend.show_parts((*parts, MemoryPart(self.tr("free"), free, "border")))

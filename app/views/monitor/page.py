@@ -32,11 +32,11 @@ from engine.hardware.probe import probe
 
 _REFRESH_MS = 500
 _NARROW_PX = 860
-"""Less, and the header has no room for whole sentences."""
+"""Below this width the header uses short labels."""
 
 
 class MonitorPage(Page):
-    """What happens now, or a session that was opened."""
+    """Live data, or an opened session."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class MonitorPage(Page):
         self.notice = Banner("info", self)
         self.notice.add_action(self.tr("Dismiss"), self.notice.hide, kind="quiet")
         self.session_banner = Banner("info", self)
-        self.session_banner.add_action(self.tr("Back to now"), self.show_now)
+        self.session_banner.add_action(self.tr("Back to live"), self.show_now)
         self._session: OpenedSession | None = None
         self._finding_ceilings = LatestTask(self)
         self._is_second = False
@@ -72,9 +72,9 @@ class MonitorPage(Page):
         self.summary.tune_wanted.connect(lambda: self.page_wanted.emit(TUNE))
         self.sessions.opened.connect(self.show_session)
         self.sessions.compared.connect(self._compare)
-        self.sessions.told.connect(self.notice.tell)
-        self.export.told.connect(self.notice.tell)
-        self.predict.told.connect(self.notice.tell)
+        self.sessions.reported.connect(self.notice.tell)
+        self.export.reported.connect(self.notice.tell)
+        self.predict.reported.connect(self.notice.tell)
         self.predict.predicted.connect(self._show_predicted)
         self.predict.unwanted.connect(self._drop_predicted)
         self.second.dismissed.connect(lambda: self.predict.setChecked(False))
@@ -140,10 +140,10 @@ class MonitorPage(Page):
         self._say()
 
     def _refresh(self) -> None:
-        """What changes more slowly than the timeline."""
+        """Updates what changes more slowly than the timeline."""
         self.experts.show_event(self._hub.experts)
         self._is_second = not self._is_second
-        if self._is_second:  # twice a second is for the map alone
+        if self._is_second:  # the map alone is updated twice a second
             self.timeline.refresh_table()
             self.engine_cards.refresh()
             self.predict.follow()
@@ -151,7 +151,7 @@ class MonitorPage(Page):
     # --- sessions ---------------------------------------------------------------------------------
 
     def show_session(self, session: OpenedSession) -> None:
-        """A recorded session in place of what happens now; recording goes on."""
+        """Shows a recorded session instead of live data; recording continues."""
         self._session = session
         self.timeline.view.navigator.set_source(session.history, recorded=True)
         self.predict.show_session(session)
@@ -159,12 +159,12 @@ class MonitorPage(Page):
         self.engine_cards.show_session(session)
         words = self.tr("A recorded session: {0}.").format(session_words(session))
         if not session.recorded.is_whole:
-            words += " " + self.tr("It was cut short; all that was whole is shown.")
+            words += " " + self.tr("It ends early; everything intact is shown.")
         self.session_banner.tell(words)
         self._say()
 
     def show_now(self) -> None:
-        """What happens now."""
+        """Shows live data."""
         self._session = None
         self.predict.show_session(None)
         self.session_banner.hide()
@@ -175,7 +175,7 @@ class MonitorPage(Page):
         self._refresh()
 
     def close_down(self) -> None:
-        """Waits for what reads or writes files; before the window goes."""
+        """Waits for file reads and writes; called before the window closes."""
         self.sessions.wait()
         self.export.wait()
         self.predict.wait()

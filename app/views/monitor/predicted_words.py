@@ -1,4 +1,4 @@
-"""What is said of a prediction: how fast, and what it takes for granted."""
+"""A prediction in words: its speed and its assumptions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def speeds(predicted: Predicted, measured_tokens_per_s: float | None) -> str:
 
 
 def assumptions(predicted: Predicted) -> str:
-    """What was taken for granted, in one line or two."""
+    """Its assumptions, in one or two lines."""
     shape = predicted.shape
     parts = [
         translate("Predicted", "Simulated for {0} tokens read and {1} written, aligned at the same step.").format(
@@ -32,16 +32,16 @@ def assumptions(predicted: Predicted) -> str:
         parts.append(translate("Predicted", "Measured here: {0}.").format(_named(predicted.measured)))
     if predicted.assumed:
         parts.append(
-            translate("Predicted", "From data sheets until Tune has measured: {0}.").format(_named(predicted.assumed))
+            translate("Predicted", "From data sheets, not measured by Tune: {0}.").format(_named(predicted.assumed))
         )
     if predicted.hit_rate is not None:
         parts.append(
-            translate(
-                "Predicted", "Assumed: experts are chosen as unevenly as is usual, so that {0} slots hit {1}%;"
-            ).format(number(predicted.slots, 0), number(100 * predicted.hit_rate, 0))
+            translate("Predicted", "Assumed: typical expert popularity, so that {0} slots hit {1}%;").format(
+                number(predicted.slots, 0), number(100 * predicted.hit_rate, 0)
+            )
         )
     else:
-        parts.append(translate("Predicted", "Assumed: experts are chosen as unevenly as is usual;"))
+        parts.append(translate("Predicted", "Assumed: typical expert popularity;"))
     parts.append(translate("Predicted", "no other program is running."))
     return " ".join(parts)
 

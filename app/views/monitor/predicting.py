@@ -1,4 +1,4 @@
-"""The button that puts the simulator's timeline beneath the real one."""
+"""The button that shows the simulator's timeline below the real one."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from engine.telemetry.messages import CacheReport
 
 
 class PredictButton(QPushButton):
-    """Checked while a prediction is wanted: then it follows the request that is shown.
+    """Checked while a prediction is shown: it then follows the visible request.
 
-    Signals: `predicted(Predicted)`; `told(str)`: why there is none; `unwanted`, once it is no longer checked.
+    Signals: `predicted(Predicted)`; `reported(str)`: why there is none; `unwanted`, once it is unchecked.
     """
 
     predicted = Signal(object)
-    told = Signal(str)
+    reported = Signal(str)
     unwanted = Signal()
 
     def __init__(
@@ -43,28 +43,28 @@ class PredictButton(QPushButton):
         self.setText(self.tr("Predicted"))
         self.setProperty("kind", "chip")
         self.setCheckable(True)
-        self.setToolTip(self.tr("What the simulator predicts for the same request, beneath what happened"))
+        self.setToolTip(self.tr("The simulator's prediction for this request, below the recording"))
         self.setAccessibleName(self.tr("Show the predicted timeline"))
         self.toggled.connect(self._on_toggled)
 
     def show_session(self, session: OpenedSession | None) -> None:
-        """What is predicted from now on: an opened session's requests, or with None those that run now."""
+        """What to predict: an opened session's requests, or with None the live ones."""
         self._session = session
         self.setChecked(False)
 
     def follow(self) -> None:
-        """Predicts again if another request is shown; cheap if it is the same."""
+        """Predicts again if another request is visible; cheap if it is the same."""
         if self.isChecked() and not self._predicting.is_busy:
             shape = self._shape()
             if shape is not None and (self._asked is None or _differ(shape, self._asked)):
                 self._ask(shape)
 
     def wait(self) -> None:
-        """Until a prediction under way is made."""
+        """Waits for a running prediction."""
         self._predicting.close()
 
     def measured_tokens_per_s(self) -> float | None:
-        """How fast the request that is shown was decoded."""
+        """The visible request's decode speed."""
         history = self._navigator.history
         runs = history.last_request(self._navigator.viewport.end_ns) if history is not None else []
         decoded = [run for run in runs if run.phase == DECODE]
@@ -81,7 +81,7 @@ class PredictButton(QPushButton):
         if shape is not None:
             self._ask(shape)
         else:
-            self.told.emit(self.tr("There is nothing to predict yet: ask something in Chat first."))
+            self.reported.emit(self.tr("Nothing to predict yet: ask something in Chat first."))
             self.setChecked(False)
 
     def _shape(self) -> RequestShape | None:
@@ -106,12 +106,12 @@ class PredictButton(QPushButton):
 
     def _on_failed(self, error: Exception) -> None:
         reason = getattr(error, "message", None) or self.tr("the model's files could not be read")
-        self.told.emit(self.tr("There is no prediction: {0}").format(reason))
+        self.reported.emit(self.tr("No prediction: {0}").format(reason))
         self.setChecked(False)
 
 
 def _differ(one: RequestShape, other: RequestShape) -> bool:
-    """Whether a prediction for one does not do for the other: a longer answer needs as many steps."""
+    """Whether they need separate predictions: an answer that grew within the same number of steps does not."""
     if (one.config, one.prompt_tokens) != (other.config, other.prompt_tokens):
         return True
     return one.tokens > 1.3 * other.tokens + 16

@@ -1,4 +1,4 @@
-"""How much time is shown, and whether it stands still."""
+"""The timeline's length, and the Freeze button."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RangeBar(QWidget):
         self._show()
 
     def set_narrow(self, is_narrow: bool) -> None:
-        """Whether there is little room: then the last button says less, and its tool tip the rest."""
+        """Whether space is short: the last button then has a short label, and a tooltip with the rest."""
         if is_narrow != self._is_narrow:
             self._is_narrow = is_narrow
             self._show()
@@ -57,7 +57,7 @@ class RangeBar(QWidget):
         self._navigator.set_preset(self._spans[button])
 
     def _show(self, *_news: object) -> None:
-        self._group.setExclusive(False)  # none is checked once one has zoomed
+        self._group.setExclusive(False)  # after zooming, none is checked
         for button, span_ns in self._spans.items():
             button.setChecked(span_ns == self._navigator.preset_ns)
         self._group.setExclusive(True)
@@ -66,12 +66,10 @@ class RangeBar(QWidget):
         if self._is_narrow:
             self.freeze.setText(self.tr("Freeze") if live else self.tr("Frozen"))
         else:
-            self.freeze.setText(self.tr("Space freezes") if live else self.tr("Standing still: Home follows"))
+            self.freeze.setText(self.tr("Space freezes") if live else self.tr("Frozen: Home follows"))
         self.freeze.setToolTip(
-            self.tr("Space freezes the picture; recording goes on")
-            if live
-            else self.tr("Home follows what happens now")
+            self.tr("Space freezes the view; recording continues") if live else self.tr("Home follows live data")
         )
         self.freeze.setAccessibleName(
-            self.tr("Freeze the picture; recording goes on") if live else self.tr("Follow what happens now")
+            self.tr("Freeze the view; recording continues") if live else self.tr("Follow live data")
         )

@@ -1,4 +1,4 @@
-"""A second timeline beneath the first: another session, or what the simulator predicts."""
+"""A second timeline below the first, for comparison: another session, or the simulator's prediction."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from app.widgets.timeline.view import TimelineView
 
 
 class SecondTimeline(Card):
-    """Shows as much time as the first, and the same place of it.
+    """Shows the same range as the first timeline.
 
-    Another session: as far from its own end.  A prediction: the same step of the request.
+    Another session is aligned at its end, a prediction at the same step of the request.
 
     Signals: `dismissed`, when the user has closed it.
     """
@@ -36,7 +36,7 @@ class SecondTimeline(Card):
         close.clicked.connect(self._close)
         self.head.addWidget(close)
         self.said = muted_label(self)
-        self.body.setContentsMargins(16, 10, 12, 10)  # so that both have their lanes in the same place
+        self.body.setContentsMargins(16, 10, 12, 10)  # so that the lanes of both line up
         self.body.setSpacing(4)
         self.body.addWidget(self.said)
         self.body.addWidget(self.view, 1)
@@ -45,13 +45,13 @@ class SecondTimeline(Card):
         self.hide()
 
     def show_history(self, title: str, caption: str, history: History) -> None:
-        """Shows another past that does not change."""
+        """Shows another, fixed history."""
         self._predicted = None
         self.said.hide()
         self._show(title, caption, history)
 
     def show_predicted(self, predicted: Predicted, measured_tokens_per_s: float | None) -> None:
-        """Shows what the simulator predicts for the request that the first shows."""
+        """Shows the prediction for the request in the first timeline."""
         self._predicted = predicted
         self.said.setText(assumptions(predicted))
         self.said.setAccessibleName(self.said.text())
@@ -60,11 +60,11 @@ class SecondTimeline(Card):
 
     @property
     def predicted(self) -> Predicted | None:
-        """What is predicted, if that is what it shows."""
+        """The prediction, if it shows one."""
         return self._predicted
 
     def dismiss(self) -> None:
-        """Hides it, and forgets what it showed."""
+        """Hides it and clears its data."""
         self.hide()
         self._predicted = None
         self.view.navigator.set_source(None, recorded=True)
@@ -96,7 +96,7 @@ class SecondTimeline(Card):
         mine.place(viewport.ending_at(end_ns - max(behind, 0.0)))
 
     def _point(self, at_ns: float | None) -> None:
-        """The crosshair of the first, at the same place."""
+        """Mirrors the first timeline's crosshair."""
         if not self.isHidden():
             theirs, mine = self._first.navigator.viewport, self.view.navigator.viewport
             self.view.set_cursor(None if at_ns is None else mine.start_ns + at_ns - theirs.start_ns)

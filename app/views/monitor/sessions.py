@@ -1,4 +1,4 @@
-"""Recorded sessions: opened in place of what happens now, or put beneath it to compare."""
+"""Recorded sessions: opened instead of live data, or shown below it to compare."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ MOST_LISTED = 20
 
 
 class SessionsButton(QPushButton):
-    """Signals: `opened(OpenedSession)`, `compared(OpenedSession)`, `told(str)`: why a session was not opened."""
+    """Signals: `opened(OpenedSession)`, `compared(OpenedSession)`, `reported(str)`: why a session was not opened."""
 
     opened = Signal(object)
     compared = Signal(object)
-    told = Signal(str)
+    reported = Signal(str)
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -31,7 +31,7 @@ class SessionsButton(QPushButton):
         self.setMenu(self._menu)
 
     def wait(self) -> None:
-        """Until a session that is being read is."""
+        """Waits for a session that is being read."""
         self._reading.close()
 
     def read(self, entry: SessionEntry, *, compare: bool) -> None:
@@ -44,7 +44,7 @@ class SessionsButton(QPushButton):
         self._menu.clear()
         entries = sessions_in(sessions_dir())
         if not entries:
-            self._menu.addAction(self.tr("None recorded yet: ask something in Chat")).setEnabled(False)
+            self._menu.addAction(self.tr("None yet: ask something in Chat")).setEnabled(False)
             return
         self._menu.addSection(self.tr("Open"))
         for entry in entries[:MOST_LISTED]:
@@ -61,7 +61,7 @@ class SessionsButton(QPushButton):
 
     def _fail(self, error: Exception) -> None:
         self._rest()
-        self.told.emit(getattr(error, "message", None) or self.tr("The session could not be read."))
+        self.reported.emit(getattr(error, "message", None) or self.tr("The session could not be read."))
 
     def _rest(self) -> None:
         self.setEnabled(True)
@@ -74,7 +74,7 @@ def session_title(entry: SessionEntry) -> str:
 
 
 def session_words(session: OpenedSession) -> str:
-    """What ran in it: `starter · cpu · bf16 · 2 threads`."""
+    """How it ran: `starter · cpu · bf16 · 2 threads`."""
     about = session.about
     parts = [str(about[key]) for key in ("model", "device", "precision") if about.get(key)]
     return " · ".join(parts)

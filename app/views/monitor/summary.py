@@ -1,4 +1,4 @@
-"""One sentence on what the last tokens waited for, and the one change that would help."""
+"""One sentence on what the last tokens waited for, and the one change that would help most."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.telemetry.analysis import Waiting
 translate = QCoreApplication.translate
 
 _LEAST = 0.05
-"""A smaller share is not worth a word."""
+"""A smaller share is not mentioned."""
 
 
 class SummaryCard(QFrame):
@@ -58,34 +58,34 @@ class SummaryCard(QFrame):
         self.setMinimumHeight(54)
 
     def show_waiting(self, waiting: Waiting, advice: Advice | None) -> None:
-        """What was waited for, and what would help."""
+        """Shows what tokens waited for, and what would help."""
         headline, details = waiting_words(waiting)
         self._tell(headline, advice_sentence(advice), details)
         self.button.setVisible(advice is not None and advice.change not in ("none", "other_programs"))
 
     def show_state(self, state: EngineState, *, has_model: bool) -> None:
-        """Before anything has been decoded: what to do first."""
+        """Before anything has been decoded: shows what to do first."""
         sentence, hint = {
             EngineState.STARTING: (self.tr("The engine is starting."), ""),
             EngineState.LOADING: (self.tr("The model is loading."), ""),
             EngineState.DIED: (
-                self.tr("The engine has ended."),
-                self.tr("What was recorded until then is still here; the machine's lanes go on."),
+                self.tr("The engine has stopped."),
+                self.tr("Its recording is still here; the machine's lanes continue."),
             ),
         }.get(
             state,
-            (self.tr("Nothing has been computed yet."), self.tr("Ask something in Chat and watch it here."))
+            (self.tr("Nothing computed yet."), self.tr("Ask something in Chat and watch it here."))
             if has_model
             else (
                 self.tr("No model is loaded."),
-                self.tr("The machine is shown all the same. Load a model in Settings, then ask something in Chat."),
+                self.tr("The machine is still shown. Load a model in Settings, then ask something in Chat."),
             ),
         )
         self._tell(sentence, hint)
         self.button.hide()
 
     def show_recorded(self, sentence: str, hint: str) -> None:
-        """Instead of what happens now: a session that was opened."""
+        """About an opened session, instead of live data."""
         self._tell(sentence, hint)
         self.button.hide()
 
@@ -99,15 +99,15 @@ class SummaryCard(QFrame):
 
 
 def waiting_sentence(waiting: Waiting) -> str:
-    """`Last 200 tokens, 48.7 a second. Their time went to: 61% computing experts on the CPU, 21% ...`
+    """`Last 200 tokens, 48.7 tokens/s. Their time went to: 61% computing experts on the CPU, 21% ...`
 
-    What other programs took comes first: it is a cause of its own, and the rest is longer for it.
+    Other programs' CPU use comes first: it is a cause of its own, and prolongs everything else.
     """
     return " ".join(part for part in waiting_words(waiting) if part)
 
 
 def waiting_words(waiting: Waiting) -> tuple[str, str]:
-    """The same as a headline and what belongs below it."""
+    """The same as a headline and the text below it."""
     if not waiting.tokens:
         return translate("SummaryCard", "Nothing has been decoded yet."), ""
     shares = [(lane, share) for lane, share in waiting.share.items() if share >= _LEAST][:3]
@@ -122,7 +122,7 @@ def waiting_words(waiting: Waiting) -> tuple[str, str]:
 def _others_words(waiting: Waiting) -> str:
     if not is_busy(waiting.others):
         return ""
-    return translate("SummaryCard", "Other programs took {0}% of the processor, which slows everything down.").format(
+    return translate("SummaryCard", "Other programs used {0}% of the CPU, which slows everything down.").format(
         number(100 * waiting.others, 0)
     )
 
@@ -131,28 +131,26 @@ def _pace_words(waiting: Waiting) -> str:
     rate = figures(waiting.tokens / waiting.seconds) if waiting.seconds > 0 else ""
     if waiting.is_batch:
         each = number(waiting.tokens / max(waiting.steps, 1), 0)
-        words = translate("SummaryCard", "Batch: the last {0} tokens, {1} to a step, {2} a second.")
+        words = translate("SummaryCard", "Batch: last {0} tokens, {1} per step, {2}/s.")
         return words.format(number(waiting.tokens, 0), each, rate)
     if waiting.tokens == 1:
         return translate("SummaryCard", "The last token took {0} ms.").format(number(1000 * waiting.seconds, 0))
-    return translate("SummaryCard", "Last {0} tokens, {1} a second.").format(number(waiting.tokens, 0), rate)
+    return translate("SummaryCard", "Last {0} tokens, {1}/s.").format(number(waiting.tokens, 0), rate)
 
 
 def advice_sentence(advice: Advice | None) -> str:
-    """What would help, and by how much it is thought to."""
+    """What would help, and the predicted gain."""
     if advice is None:
         return ""
     gain = number(advice.gain, 1 if advice.gain >= 1.1 else 2)
     return {
-        "other_programs": translate(
-            "SummaryCard", "Close or pause them first; what else would help can only be told when they are quiet."
-        ),
+        "other_programs": translate("SummaryCard", "Close or pause them first; further advice needs an idle machine."),
         "threads": translate("SummaryCard", "{0} CPU threads would be about {1} times as fast (predicted)."),
         "cache_slots": translate(
             "SummaryCard", "Keeping {0} experts in video memory would be about {1} times as fast (predicted)."
         ),
         "ram": translate("SummaryCard", "Keeping {0} experts in RAM would be about {1} times as fast (predicted)."),
         "precision": translate("SummaryCard", "{0} weights would be about {1} times as fast (predicted)."),
-    }.get(advice.change, translate("SummaryCard", "No single change is thought to gain more than 5%.")).format(
+    }.get(advice.change, translate("SummaryCard", "No single change is predicted to gain over 5%.")).format(
         advice.value, gain
     )

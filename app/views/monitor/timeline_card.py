@@ -1,4 +1,4 @@
-"""The timeline in its card, with what is said of it beneath."""
+"""The timeline in its card, with a line of text below."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ class TimelineCard(QFrame):
         self.view.said.connect(lambda text: self._said.setText(text or self._hint))
 
     def add_control(self, control: QWidget) -> None:
-        """Another button beside those below the lanes."""
+        """Adds a button beside those below the lanes."""
         self.foot.addWidget(control)
 
     def refresh_table(self) -> None:
-        """What the timeline would show now, if the table stands in its place."""
+        """Updates the table if it is shown instead of the timeline."""
         if self.as_table.isChecked():
             self._lanes.show_lanes(self.view.read_lanes())
 

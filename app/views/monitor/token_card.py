@@ -1,4 +1,4 @@
-"""What a decoded token used: experts by how they were met, time, bytes, and energy."""
+"""What a decoded token costs: experts by how they were served, time, bytes, and energy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KINDS = ("hit", "fetched", "cpu")
 
 
 class TokenCard(Card):
-    """Means over the last tokens; what is not known is a dash, what cannot be known says so."""
+    """Means over the last tokens; unknown values are dashes, unavailable ones say so."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
@@ -25,8 +25,8 @@ class TokenCard(Card):
         self.setAccessibleName(self.tr("Per token"))
         self.explain(
             self.tr(
-                "What one token, a word or a part of one, cost on average. Of the experts that it used, a hit was "
-                "already in the graphics card’s memory, a miss was fetched or computed on the processor."
+                "What one token, a word or a part of one, costs on average. Of the experts that it used, a hit was "
+                "already in the graphics card’s memory; a miss was fetched or computed on the processor."
             )
         )
         self.bar = ShareBar(QSize(80, 10), self)
@@ -52,11 +52,11 @@ class TokenCard(Card):
         self.show_figures(None, None)
 
     def show_figures(self, figures: TokenFigures | None, watts: float | None) -> None:
-        """Another look.
+        """Shows new figures.
 
         Args:
             figures: None while nothing has been decoded.
-            watts: that cards and processors take now, where they tell.
+            watts: present power of cards and processors, if reported.
         """
         texts = dict.fromkeys(self.values, _NOTHING)
         shares = (0.0, 0.0, 0.0)
@@ -85,7 +85,7 @@ class TokenCard(Card):
         if figures is not None:
             words = self.tr("Mean of the last {0} tokens")
             if figures.is_batch:
-                words = self.tr("Mean of the last {0} tokens of a batch, {1} to a step")
+                words = self.tr("Mean of the last {0} batch tokens, {1} per step")
             each = number(figures.tokens / max(figures.steps, 1), 0)
             self._note.setText(words.format(number(figures.tokens, 0), each))
 
@@ -95,7 +95,7 @@ class TokenCard(Card):
             label.setProperty("role", "secondary")
             label.setTextFormat(Qt.TextFormat.PlainText)
         use_tabular_figures(value)
-        row = self._grid.rowCount() + 1  # below the first is the bar
+        row = self._grid.rowCount() + 1  # the bar is below the first
         if key in _KINDS:
             swatch = ShareBar(_SWATCH, self)
             swatch.show_shares(*(1.0 if kind == key else 0.0 for kind in _KINDS))

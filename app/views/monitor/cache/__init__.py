@@ -1,4 +1,4 @@
-"""The expert cache in cards: what it hits and its size, the policies, the predictors."""
+"""Cards about the expert cache: hit rate and size, policies, predictors."""
 
 from app.views.monitor.cache.cache_card import CacheCard
 from app.views.monitor.cache.policies_card import PoliciesCard

@@ -1,4 +1,4 @@
-"""The expert cache: what each tier hits, what another size would give, and the handle that gives it."""
+"""The expert cache: each tier's hit rate, the prediction for other sizes, and a handle to resize it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TIERS: tuple[CacheTier, ...] = ("vram", "ram")
 
 
 class CacheCard(Card):
-    """Signals: `resize_wanted(str, int)`, a tier and how many experts it shall keep."""
+    """Signals: `resize_wanted(str, int)`, a tier and its new number of experts."""
 
     resize_wanted = Signal(str, int)
 
@@ -31,9 +31,9 @@ class CacheCard(Card):
         self.setAccessibleName(self.tr("Expert cache"))
         self.explain(
             self.tr(
-                "The cache keeps the experts that are used most where they can be reached fastest. A hit is an "
-                "expert that was already there when it was needed; a miss has to be brought from slower memory "
-                "first, or computed there."
+                "The cache keeps the most used experts where they can be reached fastest. A hit is an expert that "
+                "was already there when it was needed; a miss has to be copied from slower memory first, or computed "
+                "there."
             )
         )
         self._event: CacheReport | None = None
@@ -44,14 +44,14 @@ class CacheCard(Card):
         self._resizing: Resizing | None = None
         self._free_ram: int | None = None
         self.is_recorded = False
-        """Whether what is shown is of the past: then nothing can be resized."""
+        """Whether a recording is shown: it cannot be resized."""
         self._tabs = QButtonGroup(self)
         self._buttons: dict[CacheTier, QPushButton] = {}
         for tier, text in zip(_TIERS, (self.tr("VRAM"), self.tr("RAM")), strict=True):
             button = QPushButton(text, self)
             button.setProperty("kind", "chip")
             button.setCheckable(True)
-            button.setToolTip(self.tr("The tier whose size is shown"))
+            button.setToolTip(self.tr("Show this tier's size"))
             button.clicked.connect(lambda _checked=False, tier=tier: self._choose_tier(tier))
             self._tabs.addButton(button)
             self._buttons[tier] = button
@@ -65,7 +65,7 @@ class CacheCard(Card):
         self.body.addWidget(self.plot, 1)
         self.body.addWidget(self.size_field)
         self.body.addWidget(self._note)
-        self.body.addStretch(0)  # takes what is left where there is no plot
+        self.body.addStretch(0)  # takes the remaining height where there is no plot
         self.plot.moved.connect(self._on_handle)
         self.plot.chosen.connect(self._resize)
         self.size_field.moved.connect(self.plot.set_slots)
@@ -75,7 +75,7 @@ class CacheCard(Card):
 
     @property
     def tier(self) -> TierReport | None:
-        """The one whose size is shown."""
+        """The tier whose size is shown."""
         tiers = self._report.tiers if self._report is not None else ()
         return next((tier for tier in tiers if tier.tier == self._chosen), tiers[0] if tiers else None)
 
@@ -83,7 +83,7 @@ class CacheCard(Card):
         """The latest report; None while no engine runs.
 
         Args:
-            free_ram: bytes that nobody uses, if that is known.
+            free_ram: bytes of unused RAM, if known.
         """
         is_new = report is not None and report is not self._event
         self._event = report
@@ -95,7 +95,7 @@ class CacheCard(Card):
         self._show(is_new=is_new)
 
     def show_past(self, reports: Sequence[CacheReport]) -> None:
-        """Reports of a recorded session up to a moment: nothing can be resized then."""
+        """A recorded session's reports up to a moment; nothing can be resized."""
         self.is_recorded = True
         self._forget()
         self._event = reports[-1] if reports else None
@@ -113,7 +113,7 @@ class CacheCard(Card):
         if not report.tiers:
             self._decoding, self._forecasts, self._resizing = None, {}, None
             return
-        # While nothing is decoded the curve is predicted from when something was.
+        # While nothing is being decoded, keep the prediction from the last time something was.
         if report.steps_per_s > 0 or self._decoding is None or not self._decoding.curve_slots:
             self._decoding = report
             self._forecasts = {tier.tier: forecast(report, place) for place, tier in enumerate(report.tiers)}
@@ -158,13 +158,13 @@ class CacheCard(Card):
 
     def _calm(self, report: CacheReport | None) -> str:
         if report is None:
-            return self.tr("Load a model with experts: what its cache hits, and what another size would, shows here.")
+            return self.tr("Load a model with experts to see its hit rate and the effect of other cache sizes.")
         on_device = any(part.place != "ram" and part.purpose == "experts" and part.nbytes for part in report.memory)
         in_ram = any(part.place == "ram" and part.purpose == "experts" and part.nbytes for part in report.memory)
         if on_device:
-            text = self.tr("All experts lie in the graphics card's memory: every one is a hit, and nothing is cached.")
+            text = self.tr("All experts are in the graphics card's memory: every one is a hit, and nothing is cached.")
         elif in_ram:
-            text = self.tr("All experts lie in RAM and are computed there by the CPU, so there is nothing to cache.")
+            text = self.tr("All experts are in RAM and computed by the CPU, so there is nothing to cache.")
         else:
             text = self.tr("This model has no experts, so there is nothing to cache.")
         return " ".join(filter(None, (text, report.note)))
@@ -173,7 +173,7 @@ class CacheCard(Card):
         self._note.setText(text)
         self._note.setVisible(bool(text))
 
-    # --- another size -----------------------------------------------------------------------------
+    # --- resizing ---------------------------------------------------------------------------------
 
     def _choose_tier(self, tier: CacheTier) -> None:
         self._chosen = tier

@@ -1,4 +1,4 @@
-"""The policy that decides and its shadows, side by side."""
+"""The active cache policy and its shadows, side by side."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PARTS = 1000
 
 
 class PoliciesCard(Card):
-    """What each policy would hit if it decided alone."""
+    """What each policy would hit on its own."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
@@ -27,9 +27,9 @@ class PoliciesCard(Card):
         self.setAccessibleName(self.tr("Cache policies"))
         self.explain(
             self.tr(
-                "When the cache is full, a policy decides which expert has to leave for the next one. Each is "
-                "tried out on what the model really asks for, and the share of hits (experts found in the cache) "
-                "says how good it would be."
+                "When the cache is full, a policy decides which expert to evict for the next one. Each is tested on "
+                "the model's actual requests; its share of hits (experts found in the cache) shows how well it would "
+                "do."
             )
         )
         self._grid = QGridLayout()
@@ -59,12 +59,12 @@ class PoliciesCard(Card):
                 widget.hide()
         if tiers:
             self.caption.setText(self.tr("recent hit rate, each on its own"))
-            self.note.setText(self._told(tiers))
+            self.note.setText(self._note_text(tiers))
 
-    def _told(self, tiers: tuple[TierReport, ...]) -> str:
+    def _note_text(self, tiers: tuple[TierReport, ...]) -> str:
         if any(tier.is_adaptive for tier in tiers):
-            return self.tr("All are simulated on the live routing; the one that hits most is adopted.")
-        return self.tr("The policy was chosen in the settings; the others are simulated beside it.")
+            return self.tr("All are simulated on the live routing; the one with the most hits is adopted.")
+        return self.tr("The policy is set in the settings; the others are simulated.")
 
     def _say(self, row: int, name: str, rate: float | None, *, is_adopted: bool = False, is_head: bool = False) -> None:
         if row == len(self._rows):

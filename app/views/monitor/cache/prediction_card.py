@@ -1,4 +1,4 @@
-"""Who predicts which experts come, how often that is right, and what was brought for nothing."""
+"""Expert predictors, their accuracy, and wasted prefetches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.telemetry.messages import CacheReport, TierReport
 
 
 class PredictionCard(Card):
-    """Predictors in a table, and the fate of what was prefetched as a bar for each tier."""
+    """Predictors in a table, and the outcome of prefetches as a bar per tier."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
@@ -24,8 +24,8 @@ class PredictionCard(Card):
         self.setAccessibleName(self.tr("Prefetching"))
         self.explain(
             self.tr(
-                "Prefetching brings experts before they are needed, guessing which will be. A right guess saves a "
-                "miss, a wait for memory; a wrong one costs a copy that nobody uses."
+                "Prefetching copies experts before they are needed, guessing which will be. A right guess saves a "
+                "miss, a wait for memory; a wrong one costs a useless copy."
             )
         )
         self._said = muted_label(self)
@@ -46,7 +46,7 @@ class PredictionCard(Card):
 
     @property
     def texts(self) -> list[str]:
-        """All that is said, in order."""
+        """All texts, in order."""
         labels = [self._said, *(label for cells in self._cells for label in cells), *(fate[1] for fate in self._fates)]
         return [label.text() for label in labels if not label.isHidden() and label.text()]
 
@@ -72,7 +72,7 @@ class PredictionCard(Card):
             return self.tr("In use: {0}, {1} layers ahead.").format(predictor_name(report.adopted), report.ahead)
         if report.predictors:
             return self.tr("None is in use: no predictor would save more than it costs.")
-        return self.tr("Nothing is predicted on this model and machine: experts are brought when they are missed.")
+        return self.tr("Nothing is predicted on this model and machine: experts are fetched on a miss.")
 
     def _show_predictors(self, report: CacheReport) -> None:
         rows = [
@@ -92,9 +92,9 @@ class PredictionCard(Card):
             self._add_row()
         tips = (
             "",
-            self.tr("Of the experts that were wanted and not there, the share that was predicted"),
-            self.tr("Of the experts that were predicted and not there, the share that was wanted"),
-            self.tr("Milliseconds that its use would save each step, after what it costs"),
+            self.tr("Share of the missing experts that was predicted"),
+            self.tr("Share of the predicted, missing experts that was needed"),
+            self.tr("Milliseconds its use would save per step, net of its cost"),
         )
         for number_of_row, cells in enumerate(self._cells):
             is_there = number_of_row < len(rows) and len(rows) > 1

@@ -1,4 +1,4 @@
-"""What came of a change of the cache's size: what was asked for, what was given, and what it brought."""
+"""The outcome of resizing the cache: requested size, actual size, and the gain."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from engine.telemetry.messages import CacheReport, CacheTier, TierReport
 translate = QCoreApplication.translate
 
 _SETTLED_REPORTS = 5
-"""Seconds of decoding until the new size says what it brings: until then the cache fills."""
+"""Seconds of decoding before the new size is judged: until then the cache fills."""
 
 
 @dataclass
 class Resizing:
-    """One change, from the moment it is asked for.
+    """One change of size, from its request on.
 
     Attributes:
         before: the tier as it was.
-        asked: experts.
-        speed_before: tokens per second then; 0 if nothing was decoded.
-        predicted: tokens per second with so many; None if it could not be told.
+        asked: experts requested.
+        speed_before: tokens per second before; 0 if nothing was decoded.
+        predicted: tokens per second with the requested size; None if unknown.
     """
 
     before: TierReport
@@ -41,12 +41,12 @@ class Resizing:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the engine has said how many there are now."""
-        # The first report may have been written before the command was read.
+        """Whether the engine has reported the new size."""
+        # The first report may predate the command.
         return self.now is not None and (self.now.slots != self.before.slots or self.reports > 1)
 
     def hear(self, report: CacheReport) -> None:
-        """The next report."""
+        """Handles the next report."""
         now = next((tier for tier in report.tiers if tier.tier == self.tier), None)
         if now is None:
             return
@@ -57,22 +57,20 @@ class Resizing:
             self.speed = report.steps_per_s
 
     def sentence(self) -> str:
-        """For the user."""
+        """The outcome, for the user."""
         if self.now is None or not self.is_answered:
-            return translate("Resizing", "Asked for {0} experts …").format(number(self.asked, 0))
+            return translate("Resizing", "Requested {0} experts…").format(number(self.asked, 0))
         has, had = number(self.now.slots, 0), number(self.before.slots, 0)
         if self.now.slots == self.before.slots:
-            no_room = translate("Resizing", "It stays at {0} experts: there is no room for {1}.")
-            no_size = translate(
-                "Resizing", "It stays at {0} experts: {1} is no size it can have, or fewer than a step needs."
-            )
+            no_room = translate("Resizing", "Stays at {0} experts: no room for {1}.")
+            no_size = translate("Resizing", "Stays at {0} experts: {1} is not a valid size, or too few for a step.")
             text = no_room if self.asked > self.now.slots else no_size
             return text.format(has, number(self.asked, 0))
-        # Sizes are whole sets, so a few less than asked for is what was asked for.
+        # Sizes are whole sets: a few less than requested still meets the request.
         if self.now.slots < 0.9 * self.asked:
-            text = translate("Resizing", "{0} experts now, was {1}; there is no room for {2}.")
+            text = translate("Resizing", "Now {0} experts, was {1}; no room for {2}.")
             return self._with_gain(text.format(has, had, number(self.asked, 0)))
-        return self._with_gain(translate("Resizing", "{0} experts now, was {1}.").format(has, had))
+        return self._with_gain(translate("Resizing", "Now {0} experts, was {1}.").format(has, had))
 
     def _with_gain(self, text: str) -> str:
         if self.now is None or self.decoded < _SETTLED_REPORTS:
@@ -85,10 +83,10 @@ class Resizing:
                 )
             )
         if self.speed_before > 0:
-            told = translate("Resizing", "{0} tokens/s, was {1}").format(
+            gain = translate("Resizing", "{0} tokens/s, was {1}").format(
                 number(self.speed, 1), number(self.speed_before, 1)
             )
             if self.predicted is not None:
-                told += " " + translate("Resizing", "({0} were predicted)").format(number(self.predicted, 1))
-            gains.append(told)
+                gain += " " + translate("Resizing", "(predicted: {0})").format(number(self.predicted, 1))
+            gains.append(gain)
         return " ".join((text, translate("Resizing", "Measured: {0}.").format("; ".join(gains)))) if gains else text

@@ -1,4 +1,4 @@
-"""The size of the cache as a number, for those who do not drag; and what came of the last change."""
+"""The cache size as a number, as an alternative to dragging; and the outcome of the last change."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from engine.telemetry.messages import TierReport
 
 
 class SizeChooser(QWidget):
-    """A field, a button, and the way back.
+    """A field, a button, and undo.
 
     Signals:
-        moved(int): experts in the field, before anything is asked for.
+        moved(int): experts in the field, before they are requested.
         chosen(int): the button was pressed.
-        undone: back to what was before.
+        undone: revert to the previous size.
     """
 
     moved = Signal(int)
@@ -30,14 +30,14 @@ class SizeChooser(QWidget):
         self.field.setAccessibleName(self.tr("Experts kept in this tier"))
         self.field.setKeyboardTracking(False)
         self.field.setGroupSeparatorShown(True)
-        self.field.lineEdit().setTextMargins(8, 0, 0, 0)  # which the style sheet's padding does not reach
+        self.field.lineEdit().setTextMargins(8, 0, 0, 0)  # the style sheet's padding does not apply here
         label.setBuddy(self.field)
         self.button = QPushButton(self.tr("Resize"), self)
-        self.button.setToolTip(self.tr("Holds until the model is loaded again; Tune chooses a size that stays."))
+        self.button.setToolTip(self.tr("Lasts until the model is reloaded; Tune sets a permanent size."))
         self.undo = QPushButton(self.tr("Undo"), self)
         self.undo.setProperty("kind", "quiet")
         stays = self.undo.sizePolicy()
-        stays.setRetainSizeWhenHidden(True)  # or the whole card would change its width
+        stays.setRetainSizeWhenHidden(True)  # or the card would change its width
         self.undo.setSizePolicy(stays)
         self.undo.hide()
         row = QHBoxLayout()
@@ -61,17 +61,17 @@ class SizeChooser(QWidget):
 
     @property
     def outcome(self) -> str:
-        """What is said of the last change."""
+        """The text about the last change."""
         return self._outcome.text()
 
     def show_tier(self, tier: TierReport, slots: int) -> None:
-        """The tier, and where the handle stands."""
+        """Shows the tier, and the handle's size."""
         self._present = tier.slots
         if not self.field.hasFocus() or self.field.value() == slots:
             self.set_slots(slots, tier.most_slots)
 
     def set_slots(self, slots: int, most: int) -> None:
-        """The handle was moved elsewhere."""
+        """Updates the field when the handle moves."""
         self.field.blockSignals(True)
         self.field.setRange(1, max(1, most))
         self.field.setSingleStep(max(1, most // 100))
@@ -80,7 +80,7 @@ class SizeChooser(QWidget):
         self.button.setEnabled(self.field.value() != self._present)
 
     def say(self, outcome: str, *, undoable: bool) -> None:
-        """What came of the last change; empty if there was none."""
+        """Shows the outcome of the last change; empty if there was none."""
         self._outcome.setText(outcome)
         self._outcome.setVisible(bool(outcome))
         self.undo.setVisible(undoable)

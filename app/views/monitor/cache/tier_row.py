@@ -1,4 +1,4 @@
-"""One tier of the cache in a line: its hit rate now, over the last minutes, and in all."""
+"""One tier of the cache in a line: hit rate now, over the last minutes, and overall."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.telemetry.messages import TierReport
 
 
 class TierRow(QWidget):
-    """Of the tier that `show_tier` last told of."""
+    """The tier last passed to `show_tier`."""
 
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
@@ -36,10 +36,10 @@ class TierRow(QWidget):
         self._last: float | None = None
 
     def show_tier(self, tier: TierReport, *, is_new: bool) -> None:
-        """Another report of the tier.
+        """Shows a report of the tier.
 
         Args:
-            is_new: whether it belongs into the line as well: not if it has been shown before.
+            is_new: whether to add it to the sparkline: not if it has been shown before.
         """
         recent = tier.recent_hit_rate if tier.recent_hit_rate >= 0 else None
         if is_new and recent is not None:
@@ -50,7 +50,7 @@ class TierRow(QWidget):
         now = "–" if self._last is None else self.tr("{0}%").format(number(100 * self._last, 0))
         self._now.setText(now)
         overall = hit_rate(tier)
-        self._rest.setText("" if overall is None else self.tr("{0}% in all").format(number(100 * overall, 0)))
+        self._rest.setText("" if overall is None else self.tr("{0}% overall").format(number(100 * overall, 0)))
         held = self.tr("{0} of {1} experts").format(number(tier.slots, 0), number(tier.most_slots, 0))
         self._rest.setToolTip(
             self.tr("Since the model was loaded: {0} of {1} lookups").format(
@@ -60,7 +60,7 @@ class TierRow(QWidget):
         self.setAccessibleName(f"{self._name.text()} {now}, {self._rest.text()}, {held}")
 
     def forget(self) -> None:
-        """Another model, or none."""
+        """Clears the history, for another model or none."""
         self._last = None
         self.line.clear()
 

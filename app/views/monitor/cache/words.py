@@ -1,4 +1,4 @@
-"""Names of policies and predictors, for people."""
+"""Display names of policies and predictors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LONGEST = 40
 
 
 def policy_name(policy: str) -> str:
-    """`LRU`; a policy that nobody knows is shown as it is."""
+    """`LRU`; an unknown policy is shown by its id."""
     known = {
         "lru": "LRU",
         "lfu": "LFU",
@@ -23,12 +23,12 @@ def policy_name(policy: str) -> str:
 
 
 def policy_tip(policy: str) -> str:
-    """Who leaves when another expert comes."""
+    """Which expert a policy evicts."""
     known = {
         "lru": translate("Cache", "Evicts the least recently used expert."),
         "lfu": translate("Cache", "Evicts the least frequently used expert."),
         "lfru": translate("Cache", "Evicts an expert that is used rarely and not recently."),
-        "fifo": translate("Cache", "Evicts the expert that came first."),
+        "fifo": translate("Cache", "Evicts the oldest expert."),
         "random": translate("Cache", "Evicts a random expert."),
         "static": translate("Cache", "Keeps the most popular experts."),
     }
@@ -36,7 +36,7 @@ def policy_tip(policy: str) -> str:
 
 
 def predictor_name(predictor: str) -> str:
-    """For people; one that nobody knows is shown as it is."""
+    """Its display name; an unknown one is shown by its id."""
     known = {
         "previous": translate("Cache", "previous token"),
         "gate": translate("Cache", "next layer's gate"),
